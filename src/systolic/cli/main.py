@@ -1,0 +1,70 @@
+"""``systolic VERB [TARGET] [options]``: finds the verb, runs it, and turns errors into one line."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+from systolic.core.errors import OptionError, SystolicError, nearest
+
+
+class Verb(NamedTuple):
+    """One command: the module of that name in this package holds its ``run(args) -> exit code``."""
+
+    module: str
+    summary: str
+
+
+VERBS = {
+    "doctor": Verb("doctor", "checks this machine: versions, devices, who holds the TPU, measured peaks"),
+    "chips": Verb("chips", "the catalogue of chips and slices, each number with its source"),
+    "recipes": Verb("recipes", "lists the recipes, or one recipe's options"),
+    "data": Verb("data", "packs data into ArrayRecord, or shows what a model will see"),
+    "train": Verb("train", "trains a recipe; resumes with --resume RUN; rehearses with --rehearse SLICE"),
+    "eval": Verb("eval", "evaluates a run on its held-out data"),
+    "generate": Verb("generate", "continues a prompt with a trained language model"),
+    "predict": Verb("predict", "labels files with a trained model"),
+}
+
+
+def usage() -> str:
+    """The text of ``systolic --help``."""
+    width = max(map(len, VERBS))
+    rows = [f"  {name:<{width}}  {verb.summary}" for name, verb in VERBS.items()]
+    return "\n".join(
+        [
+            "usage: systolic VERB [TARGET] [options]",
+            "",
+            *rows,
+            "",
+            "systolic VERB --help shows a verb's options; every verb takes --json.",
+            "Start here: systolic train bytes",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code and never lets a user's mistake become a traceback."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if args[0] in ("-V", "--version"):
+        from systolic import __version__
+
+        print(f"systolic {__version__}")
+        return 0
+    try:
+        if args[0] not in VERBS:
+            raise OptionError(f"there is no verb {args[0]!r}{nearest(args[0], VERBS)}; systolic --help lists them")
+        module = import_module(f"systolic.cli.{VERBS[args[0]].module}")
+        return int(module.run(args[1:]) or 0)
+    except SystolicError as error:
+        print(f"systolic: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("systolic: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0

@@ -1,0 +1,74 @@
+"""From a typed function to its command line options, with errors of one line.
+
+tyro turns signatures and dataclasses into options. It reports mistakes as boxes of several lines;
+here they become one :class:`OptionError` that names the nearest option.
+"""
+
+import contextlib
+import io
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import tyro
+
+from systolic.core.errors import OptionError, nearest
+
+T = TypeVar("T")
+
+CONFIG = (tyro.conf.AvoidSubcommands, tyro.conf.EnumChoicesFromValues, tyro.conf.FlagCreatePairsOff)
+"""One flat set of options a verb; enums by value; a boolean is a plain ``--flag``."""
+
+_FRAME = re.compile(r"[│╭╮╰╯─]+")
+
+
+def parse(function: Callable[..., T], args: Sequence[str], prog: str) -> T:
+    """Calls ``function`` with its parameters read from ``args``.
+
+    Raises:
+        OptionError: an unknown option (with the nearest known one) or a value that does not parse.
+        SystemExit: after ``--help`` was printed.
+    """
+    if "-h" in args or "--help" in args:
+        tyro.cli(function, args=["--help"], prog=prog, config=CONFIG)
+    captured: dict[str, Any] = {}
+
+    def capture(*positional: Any, **named: Any) -> None:
+        captured.update(positional=positional, named=named)
+
+    capture.__signature__ = _signature(function)  # ty: ignore[unresolved-attribute]
+    capture.__annotations__ = function.__annotations__
+    capture.__doc__ = function.__doc__
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            _, unknown = tyro.cli(capture, args=list(args), prog=prog, config=CONFIG, return_unknown_args=True)
+    except SystemExit as stop:
+        raise OptionError(f"{_one_line(complaint.getvalue())}; see {prog} --help") from stop
+    if unknown:
+        option = unknown[0].split("=")[0]
+        kind = "option" if option.startswith("-") else "argument"
+        raise OptionError(f"{prog} has no {kind} {option}{nearest(option, _options(function))}; see {prog} --help")
+    return function(*captured["positional"], **captured["named"])
+
+
+def _signature(function: Callable[..., Any]) -> Any:
+    import inspect
+
+    return inspect.signature(function)
+
+
+def _options(function: Callable[..., Any]) -> list[str]:
+    parser = tyro.extras.get_parser(function, config=CONFIG)
+    return [name for name in parser._option_string_actions if name.startswith("--")]
+
+
+def _one_line(complaint: str) -> str:
+    """The first paragraph of tyro's framed message, unframed."""
+    words: list[str] = []
+    for line in complaint.splitlines()[1:]:
+        text = _FRAME.sub("", line).strip()
+        if not text and words:
+            break
+        words.append(text)
+    return " ".join(words) or "the options do not parse"

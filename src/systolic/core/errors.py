@@ -1,0 +1,52 @@
+"""The error tree. A user's mistake is one line: what was given, the limit, what to do next.
+
+Expected outcomes (a program that does not fit, a candidate that is rejected) are values, not
+exceptions. What is raised here reaches the terminal as one line and a non-zero exit code.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class SystolicError(Exception):
+    """Base of all errors that a user can cause or mend. ``str(error)`` is one line."""
+
+    exit_code = 1
+
+
+class OptionError(SystolicError):
+    """A command line option or argument that does not exist or does not parse."""
+
+    exit_code = 2
+
+
+class NotFoundError(SystolicError):
+    """A name, a file or a folder that is not there."""
+
+    exit_code = 2
+
+
+class DataError(SystolicError):
+    """Data that is empty, damaged or of another kind than the recipe reads."""
+
+
+class LayoutError(SystolicError):
+    """A layout that does not divide the model, the batch or the slice."""
+
+
+class RunError(SystolicError):
+    """A run that cannot go on: damaged, diverged, or failed to save."""
+
+
+class MissingExtraError(SystolicError):
+    """A feature whose optional packages are not installed."""
+
+    def __init__(self, feature: str, extra: str) -> None:
+        super().__init__(f"{feature} needs packages that are not installed: pip install 'systolic[{extra}]'")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean X?"`` for the closest of ``known``, else ``""``."""
+    folded = {k.lower(): k for k in known}
+    close = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=0.5)
+    return f"; did you mean {folded[close[0]]}?" if close else ""

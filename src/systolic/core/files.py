@@ -1,0 +1,36 @@
+"""Files that are whole or absent: written beside, flushed to disk, renamed into place."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from systolic.core.errors import RunError
+
+
+def write_atomically(path: Path, data: bytes | str) -> None:
+    """Replaces ``path`` by ``data``; a crash at any moment leaves the old or the new file.
+
+    Raises:
+        RunError: the disk is full or the folder is not writable; ``path`` is untouched.
+    """
+    payload = data.encode() if isinstance(data, str) else data
+    scratch = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except OSError as error:
+        if scratch is not None:
+            Path(scratch).unlink(missing_ok=True)
+        raise RunError(f"{path} could not be written ({error.strerror}); free some space or choose another folder") from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """``value`` as indented JSON, atomically."""
+    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,18 @@
+"""Where a number comes from. A predicted number never stands where a measured one could without it."""
+
+import enum
+
+
+class Origin(enum.Enum):
+    """How a number was obtained, from the most to the least binding."""
+
+    measured = "measured"
+    """Read from a clock or a counter on the hardware named."""
+    simulated = "simulated"
+    """From the simulation of a compiled schedule."""
+    compiled = "compiled"
+    """Reported by the compiler."""
+    published = "published"
+    """Printed by a source that is cited beside it."""
+    assumed = "assumed"
+    """A rule or a default of ours."""

@@ -1,0 +1,38 @@
+"""Numbers for people. GB means 1e9 bytes, GiB 2**30; time is in seconds unless the name says otherwise."""
+
+GIB = 2**30
+MIB = 2**20
+
+_DECIMAL = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def si(value: float, unit: str = "", digits: int = 3) -> str:
+    """``1234567`` as ``1.23 M`` + unit (powers of 1000)."""
+    for scale, prefix in _DECIMAL:
+        if abs(value) >= scale:
+            return f"{value / scale:.{digits}g} {prefix}{unit}"
+    text = f"{value:.{digits}g}"
+    return f"{text} {unit}" if unit else text
+
+
+def gibibytes(num_bytes: float) -> str:
+    """Bytes as MiB or GiB, whichever reads better."""
+    if abs(num_bytes) < GIB:
+        return f"{num_bytes / MIB:.1f} MiB"
+    return f"{num_bytes / GIB:.2f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as ``340 ms``, ``12.3 s``, ``4 m 05 s``, ``3 h 20 m`` or ``2 d 4 h``."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} m {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes:02d} m"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h"
