@@ -16,11 +16,15 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "doctor": Verb("doctor", "checks this machine: versions, devices, who holds the TPU, measured peaks"),
+    "doctor": Verb(
+        "doctor", "checks this machine: versions, devices, who holds the TPU, measured peaks"
+    ),
     "chips": Verb("chips", "the catalogue of chips and slices, each number with its source"),
     "recipes": Verb("recipes", "lists the recipes, or one recipe's options"),
     "data": Verb("data", "packs data into ArrayRecord, or shows what a model will see"),
-    "train": Verb("train", "trains a recipe; resumes with --resume RUN; rehearses with --rehearse SLICE"),
+    "train": Verb(
+        "train", "trains a recipe; resumes with --resume RUN; rehearses with --rehearse SLICE"
+    ),
     "eval": Verb("eval", "evaluates a run on its held-out data"),
     "generate": Verb("generate", "continues a prompt with a trained language model"),
     "predict": Verb("predict", "labels files with a trained model"),
@@ -56,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         if args[0] not in VERBS:
-            raise OptionError(f"there is no verb {args[0]!r}{nearest(args[0], VERBS)}; systolic --help lists them")
+            raise OptionError(
+                f"there is no verb {args[0]!r}{nearest(args[0], VERBS)}; systolic --help lists them"
+            )
         module = import_module(f"systolic.cli.{VERBS[args[0]].module}")
         return int(module.run(args[1:]) or 0)
     except SystolicError as error:

@@ -42,13 +42,17 @@ def parse(function: Callable[..., T], args: Sequence[str], prog: str) -> T:
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            _, unknown = tyro.cli(capture, args=list(args), prog=prog, config=CONFIG, return_unknown_args=True)
+            _, unknown = tyro.cli(
+                capture, args=list(args), prog=prog, config=CONFIG, return_unknown_args=True
+            )
     except SystemExit as stop:
         raise OptionError(f"{_one_line(complaint.getvalue())}; see {prog} --help") from stop
     if unknown:
         option = unknown[0].split("=")[0]
         kind = "option" if option.startswith("-") else "argument"
-        raise OptionError(f"{prog} has no {kind} {option}{nearest(option, _options(function))}; see {prog} --help")
+        raise OptionError(
+            f"{prog} has no {kind} {option}{nearest(option, _options(function))}; see {prog} --help"
+        )
     return function(*captured["positional"], **captured["named"])
 
 

@@ -42,7 +42,9 @@ class MissingExtraError(SystolicError):
     """A feature whose optional packages are not installed."""
 
     def __init__(self, feature: str, extra: str) -> None:
-        super().__init__(f"{feature} needs packages that are not installed: pip install 'systolic[{extra}]'")
+        super().__init__(
+            f"{feature} needs packages that are not installed: pip install 'systolic[{extra}]'"
+        )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -28,7 +28,9 @@ def write_atomically(path: Path, data: bytes | str) -> None:
     except OSError as error:
         if scratch is not None:
             Path(scratch).unlink(missing_ok=True)
-        raise RunError(f"{path} could not be written ({error.strerror}); free some space or choose another folder") from error
+        raise RunError(
+            f"{path} could not be written ({error.strerror}); free some space or choose another folder"
+        ) from error
 
 
 def write_json(path: Path, value: Any) -> None:

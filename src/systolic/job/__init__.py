@@ -1,0 +1,37 @@
+"""What to compute and how to spread it: plain frozen values, readable without jax.
+
+A recipe is a function that returns a :class:`Job`. Its model, task and data are values that *can
+build* the real thing (a Flax module, a loss, a stream of batches); nothing is built here.
+"""
+
+from systolic.job.data import Data, Field, Read, Split
+from systolic.job.job import Batch, Checkpoints, Evaluation, Guard, GuardRule, Job, Mode
+from systolic.job.layout import Axis, Layout, Remat
+from systolic.job.model import Model, Target, Task
+from systolic.job.optimizer import Optimizer, OptimizerKind, Schedule, ScheduleKind
+from systolic.job.precision import Precision
+
+__all__ = [
+    "Axis",
+    "Batch",
+    "Checkpoints",
+    "Data",
+    "Evaluation",
+    "Field",
+    "Guard",
+    "GuardRule",
+    "Job",
+    "Layout",
+    "Mode",
+    "Model",
+    "Optimizer",
+    "OptimizerKind",
+    "Precision",
+    "Read",
+    "Remat",
+    "Schedule",
+    "ScheduleKind",
+    "Split",
+    "Target",
+    "Task",
+]

@@ -1,0 +1,111 @@
+"""The contract of data: what an example looks like, and how to read batches of them.
+
+Numbers on the host are numpy; ``systolic.data`` implements the sources, ``systolic.train`` places
+batches on devices.
+"""
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from systolic.core.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MASK = "mask"
+"""Every batch holds ``mask`` f32[batch]: 1 for an example, 0 for the padding of a last batch."""
+
+
+class Split(enum.Enum):
+    """Which part of the data."""
+
+    train = "train"
+    validation = "validation"
+    test = "test"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """One named array of an example, without the batch dim."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[str, ...] = ()
+    """Logical names of the dims ("sequence" is split over the context axis); () means none is split."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Read:
+    """How one host reads a split."""
+
+    split: Split
+    batch: int
+    """Examples per batch on this host."""
+    seed: int = 0
+    shuffle: bool = True
+    epochs: int | None = None
+    """None reads for ever; 1 reads once, and the last batch is padded (``mask`` 0)."""
+    shard: int = 0
+    """Which of ``shards`` equal parts of the data this host reads."""
+    shards: int = 1
+    workers: int = 0
+    """Worker processes that read and transform ahead; 0 does it in threads of this process."""
+
+
+class Batches(Protocol):
+    """An iterator of batches whose position can be saved and set, packing buffers included."""
+
+    def __next__(self) -> dict[str, "np.ndarray"]: ...
+
+    def __iter__(self) -> Iterator[dict[str, "np.ndarray"]]: ...
+
+    def get_state(self) -> bytes:
+        """The position as bytes; equal bytes mean the same next batch."""
+        ...
+
+    def set_state(self, state: bytes) -> None:
+        """Goes to a position saved by :meth:`get_state`, also of another process."""
+        ...
+
+    def close(self) -> None:
+        """Ends worker processes and threads."""
+        ...
+
+
+class Data(ABC):
+    """A frozen value that says where examples come from."""
+
+    @abstractmethod
+    def fields(self) -> Mapping[str, Field]:
+        """Name to array of one example; reads no file, so that a step can be compiled without the data."""
+
+    @abstractmethod
+    def size(self, split: Split) -> int | None:
+        """Examples in a split, 0 if it has none, ``None`` when only reading tells (packed text)."""
+
+    @abstractmethod
+    def open(self, read: Read) -> Batches:
+        """Batches of a split: name to array [batch, *shape], and ``mask`` f32[batch].
+
+        Raises:
+            DataError: no example, a damaged file or another format than this source reads.
+            NotFoundError: a path that does not exist.
+        """
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """One file as an example (without labels) for ``predict``.
+
+        Raises:
+            DataError: this kind of data has no single-file form.
+        """
+        raise DataError(
+            f"{path}: a {type(self).__name__} job does not read single files; use systolic eval"
+        )
+
+    def labels(self) -> tuple[str, ...]:
+        """The names of the classes, in label order; () where there are none."""
+        return ()

@@ -1,0 +1,151 @@
+"""The job: everything that decides what is computed, as one frozen value."""
+
+import enum
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import msgspec
+
+from systolic.core.errors import LayoutError, OptionError
+from systolic.job.data import Data
+from systolic.job.layout import Layout
+from systolic.job.model import Model, Task
+from systolic.job.optimizer import Optimizer, Schedule
+from systolic.job.precision import Precision
+
+
+class Mode(enum.Enum):
+    """Whether larger or smaller is better."""
+
+    min = "min"
+    max = "max"
+
+
+class GuardRule(enum.Enum):
+    """What to do when the loss is not a number or jumps."""
+
+    stop = "stop"
+    """Stop before the bad update is applied, name the step and keep its batch."""
+    skip = "skip"
+    """Drop that update, count it, keep the batch and go on; stop after ``patience`` in a row."""
+    ignore = "ignore"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Examples per optimizer step: ``total``, or ``per_device`` x devices x accumulation."""
+
+    total: int | None = None
+    per_device: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.total is None) == (self.per_device is None):
+            raise OptionError(
+                f"batch total {self.total} and batch per device {self.per_device}: give exactly one of them"
+            )
+
+    def resolve(self, layout: Layout) -> int:
+        """Examples per optimizer step under a definite layout.
+
+        Raises:
+            LayoutError: the batch does not divide over passes and batch axes.
+        """
+        if self.total is not None:
+            total = self.total
+        else:
+            exact = (
+                Fraction(self.per_device or 0).limit_denominator(4096)
+                * layout.num_devices
+                * layout.accumulate
+            )
+            total = int(exact)
+            if exact != total or total < 1:
+                raise LayoutError(
+                    f"batch of {self.per_device} per device on {layout.num_devices} devices is {float(exact):g} examples; it must be a whole number"
+                )
+        ways = layout.batch_ways * layout.accumulate
+        if total < 1 or total % ways:
+            raise LayoutError(
+                f"batch of {total} does not divide by {ways} (data {layout.data} x fsdp {layout.fsdp} x expert {layout.expert} x accumulate {layout.accumulate}); use a multiple of {ways}"
+            )
+        return total
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """Evaluation during training."""
+
+    every: int = 0
+    """Steps between evaluations; 0 evaluates at the end only."""
+    batches: int = 0
+    """Batches per evaluation during training; 0 reads the whole validation split. The last one is always whole."""
+    metric: str = "loss"
+    """What best checkpoints and early stopping look at."""
+    mode: Mode = Mode.min
+    patience: int = 0
+    """Evaluations without improvement before stopping early; 0 never stops early."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoints:
+    """Which checkpoints are written and kept."""
+
+    every: int = 0
+    """Steps between checkpoints; 0 writes the last one (and one when interrupted) only."""
+    keep_last: int = 2
+    keep_best: int = 1
+    """By the evaluation's metric."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Guard:
+    """What to do about a loss that is not a number or jumps."""
+
+    rule: GuardRule = GuardRule.stop
+    jump: float = 3.0
+    """A loss above ``jump`` times its running mean is bad; 0 only looks for NaN and infinity."""
+    patience: int = 10
+    """skip: bad steps in a row before stopping."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What to compute. Immutable, comparable, and saved as JSON with every run."""
+
+    name: str
+    model: Model
+    task: Task
+    data: Data
+    steps: int
+    batch: Batch
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    precision: Precision = Precision.auto
+    layout: Layout = field(default_factory=Layout)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    guard: Guard = field(default_factory=Guard)
+    seed: int = 0
+    sample: str | None = None
+    """A prompt that a language model continues at the end of training."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise OptionError(f"steps is {self.steps}; a job has at least 1 step")
+
+    def to_json(self) -> dict[str, Any]:
+        """The job as plain values; parts that are chosen by class carry it as ``type``."""
+        plain = {
+            name: msgspec.to_builtins(getattr(self, name), enc_hook=_plain) for name in _FIELDS
+        }
+        for part in ("model", "task", "data"):
+            plain[part] = {"type": type(getattr(self, part)).__name__, **plain[part]}
+        return plain
+
+
+def _plain(value: Any) -> Any:
+    return str(value)
+
+
+_FIELDS = tuple(Job.__dataclass_fields__)

@@ -1,0 +1,134 @@
+"""How a job is spread: mesh axes, gradient accumulation, rematerialisation.
+
+The mesh has six named axes. A size of 1 leaves an axis out; ``fsdp = -1`` takes what is left.
+"""
+
+import enum
+import math
+from dataclasses import dataclass, replace
+
+from systolic.core.errors import LayoutError
+
+
+class Axis(enum.Enum):
+    """A mesh axis, from the one that talks least (outermost) to the one that talks most."""
+
+    data = "data"
+    """Copies of the model, each with its share of the batch."""
+    pipeline = "pipeline"
+    """Consecutive layers on consecutive devices."""
+    fsdp = "fsdp"
+    """Parameters and optimizer state sharded, gathered for each layer; the batch is split too."""
+    expert = "expert"
+    """Experts of a mixture on different devices; the batch is split too."""
+    context = "context"
+    """The sequence split."""
+    tensor = "tensor"
+    """Heads, hidden units and vocabulary split."""
+
+
+class Remat(enum.Enum):
+    """Which activations of a layer are kept for the backward pass; the rest is computed again."""
+
+    none = "none"
+    """All are kept: fastest when it fits."""
+    minimal = "minimal"
+    """The results of weight matmuls are kept; attention and elementwise work is repeated."""
+    save_names = "save-names"
+    """Only the activations named in ``Layout.remat_names`` are kept."""
+    offload = "offload"
+    """The activations named in ``Layout.remat_names`` wait in host memory."""
+    full = "full"
+    """Only each layer's input is kept."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Mesh axes and memory policies.
+
+    Raises:
+        LayoutError: a size is neither positive nor -1, or more than one axis is -1.
+    """
+
+    data: int = 1
+    """Replicas of the model; across slices this axis crosses the data-centre network."""
+    fsdp: int = -1
+    """Ways to shard parameters; -1 takes all devices left."""
+    tensor: int = 1
+    """Ways to split heads, hidden units and vocabulary."""
+    context: int = 1
+    """Ways to split the sequence."""
+    expert: int = 1
+    """Ways to split the experts of a mixture."""
+    pipeline: int = 1
+    """Stages of consecutive layers."""
+    slices: Axis = Axis.data
+    """The axis that crosses slices when there are several (data, pipeline or fsdp)."""
+    microbatches: int = 0
+    """Microbatches in flight per pipeline pass; 0 means two per stage."""
+    accumulate: int = 1
+    """Forward and backward passes per optimizer step."""
+    remat: Remat = Remat.none
+    """What the backward pass computes again."""
+    remat_names: tuple[str, ...] = ("query", "key", "value", "attention", "mlp")
+    """For save-names and offload: which activations."""
+
+    def __post_init__(self) -> None:
+        sizes = {axis.value: self.size(axis) for axis in Axis}
+        for name, size in sizes.items():
+            if size != -1 and size < 1:
+                raise LayoutError(
+                    f"layout.{name} is {size}; an axis is 1 or more, or -1 for the rest of the devices"
+                )
+        free = [name for name, size in sizes.items() if size == -1]
+        if len(free) > 1:
+            raise LayoutError(
+                f"layout has {' and '.join(free)} at -1; only one axis can take the rest, set the others"
+            )
+        if self.accumulate < 1:
+            raise LayoutError(
+                f"layout.accumulate is {self.accumulate}; it is the number of passes per step, 1 or more"
+            )
+
+    def size(self, axis: Axis) -> int:
+        """The size of one axis, -1 when it takes the rest."""
+        return {
+            Axis.data: self.data,
+            Axis.pipeline: self.pipeline,
+            Axis.fsdp: self.fsdp,
+            Axis.expert: self.expert,
+            Axis.context: self.context,
+            Axis.tensor: self.tensor,
+        }[axis]
+
+    def on(self, num_devices: int) -> "Layout":
+        """The same layout with every axis definite for ``num_devices``.
+
+        Raises:
+            LayoutError: the axes don't multiply to the number of devices.
+        """
+        fixed = math.prod(size for axis in Axis if (size := self.size(axis)) != -1)
+        free = [axis.value for axis in Axis if self.size(axis) == -1]
+        if num_devices % fixed or (not free and fixed != num_devices):
+            shape = ", ".join(
+                f"{axis.value} {self.size(axis)}" for axis in Axis if self.size(axis) != 1
+            )
+            raise LayoutError(
+                f"layout ({shape or 'all axes 1'}) needs a multiple of {fixed} devices but there are {num_devices}; change an axis"
+            )
+        return replace(self, **{free[0]: num_devices // fixed}) if free else self
+
+    @property
+    def mesh_shape(self) -> dict[str, int]:
+        """Axis name to size, outermost first."""
+        return {axis.value: self.size(axis) for axis in Axis}
+
+    @property
+    def num_devices(self) -> int:
+        """Product of the axes of a definite layout."""
+        return math.prod(self.mesh_shape.values())
+
+    @property
+    def batch_ways(self) -> int:
+        """Into how many parts the batch is split."""
+        return self.data * self.fsdp * self.expert

@@ -1,0 +1,101 @@
+"""The contracts of models and tasks, and what they may know about where they will run."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from systolic.job.data import Field
+from systolic.job.layout import Layout
+
+if TYPE_CHECKING:
+    import jax
+    from flax import nnx
+
+
+class Target(Protocol):
+    """Where a program will run. Models choose kernels and shardings by it, never by the host's devices."""
+
+    @property
+    def platform(self) -> str:
+        """``tpu``, ``gpu`` or ``cpu``."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """The definite layout: axis sizes, rematerialisation, microbatches."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """The compute dtype, a numpy name."""
+        ...
+
+    @property
+    def mesh(self) -> "jax.sharding.Mesh | jax.sharding.AbstractMesh":
+        """The mesh the program is partitioned over."""
+        ...
+
+    def spec(self, *axes: str | None) -> "jax.sharding.PartitionSpec":
+        """The partition of an array whose dims have these logical names."""
+        ...
+
+    def constrain(self, array: "jax.Array", *axes: str | None) -> "jax.Array":
+        """``array`` with its dims sharded as their logical names say."""
+        ...
+
+
+class Model(ABC):
+    """A frozen value that builds a Flax NNX module."""
+
+    @abstractmethod
+    def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
+        """The module, initialised in float32. Called under ``jit``, so that weights are born sharded.
+
+        A parameter says how it may be sharded with ``nnx.Param(value, out_sharding=("embed", "mlp"))``
+        (logical names); one that says nothing gets a generic rule.
+        """
+
+    def check(self, layout: Layout) -> None:
+        """Raises LayoutError where the layout's axes don't divide this model; before any compile."""
+        del layout
+
+    def flops(self, fields: Mapping[str, Field]) -> float | None:
+        """Matmul FLOPs of one example's forward pass (2 per multiply-add); ``None``: counted from the program."""
+        del fields
+        return None
+
+    def shrink(self, layout: Layout) -> "Model":
+        """A small model of the same structure that the same layout divides, for rehearsals."""
+        del layout
+        return self
+
+
+class Mean(NamedTuple):
+    """A weighted mean kept as its two sums, so that parts of a batch add up exactly."""
+
+    total: "jax.Array"
+    """f32[]: sum of weighted values."""
+    weight: "jax.Array"
+    """f32[]: sum of weights."""
+
+
+class Task(ABC):
+    """A frozen value: what to minimise and what to report."""
+
+    @abstractmethod
+    def terms(
+        self, model: Any, batch: Mapping[str, "jax.Array"], train: bool
+    ) -> "Mapping[str, jax.Array | Mean]":
+        """Named values of a batch; ``loss`` is minimised, the others are reported.
+
+        A value is f32[batch], one number an example (averaged over the examples that are not
+        padding), or a :class:`Mean`.
+        """
+
+    def outputs(self, model: Any, batch: Mapping[str, "jax.Array"]) -> "Mapping[str, jax.Array]":
+        """What ``predict`` reports: name to array [batch, ...]."""
+        return {
+            name: value
+            for name, value in self.terms(model, batch, False).items()
+            if not isinstance(value, Mean)
+        }

@@ -1,0 +1,25 @@
+"""Numeric formats of compute. Master weights and optimizer state stay float32 in all of them."""
+
+import enum
+
+
+class Precision(enum.Enum):
+    """The dtype of activations and of the weights' working copy."""
+
+    auto = "auto"
+    """bf16 where the chip has it natively, else f32."""
+    bf16 = "bf16"
+    f32 = "f32"
+    f16 = "f16"
+    """float16 with dynamic loss scaling."""
+
+    def resolve(self, platform: str) -> "Precision":
+        """``auto`` made definite for a platform: ``tpu`` and ``gpu`` have bf16 units, ``cpu`` is taken not to."""
+        if self is not Precision.auto:
+            return self
+        return Precision.f32 if platform == "cpu" else Precision.bf16
+
+    @property
+    def dtype(self) -> str:
+        """The numpy name of the compute dtype of a resolved precision."""
+        return {"bf16": "bfloat16", "f32": "float32", "f16": "float16"}[self.value]
