@@ -35,6 +35,10 @@ class Target(Protocol):
         """The mesh the program is partitioned over."""
         ...
 
+    def note(self, text: str) -> None:
+        """Says once why something slower or larger was chosen ("head dim 80 rules out ...")."""
+        ...
+
     def spec(self, *axes: str | None) -> "jax.sharding.PartitionSpec":
         """The partition of an array whose dims have these logical names."""
         ...

@@ -1,0 +1,78 @@
+"""Attention by target platform: splash on TPU, cuDNN on GPU, XLA elsewhere.
+
+The kernel is chosen from where the program *will run* and from the shapes, never from the devices
+of the machine that traces it. A shape that rules a kernel out is said with ``target.note``.
+"""
+
+import enum
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from systolic.job import Target
+
+
+class Kernel(enum.Enum):
+    """An implementation of scaled dot product attention."""
+
+    splash = "splash"
+    """Pallas block-sparse flash attention for TPU."""
+    cudnn = "cudnn"
+    """cuDNN flash attention for NVIDIA GPUs."""
+    xla = "xla"
+    """Plain matmuls and softmax: any shape, memory grows with the square of the sequence."""
+
+
+def choose_kernel(platform: str, num_queries: int, num_keys: int, head_dim: int, context_ways: int = 1) -> tuple[Kernel, str]:
+    """The kernel for these shapes and, when it is not the platform's fast one, the reason."""
+    if platform == "tpu":
+        local = num_queries // context_ways
+        if local % 128 or num_keys % 128:
+            return Kernel.xla, f"splash attention needs sequences of a multiple of 128 per device, not {local} and {num_keys}: using plain attention, whose memory grows with the square of the sequence"
+        return Kernel.splash, ""
+    if platform == "gpu":
+        if head_dim % 8 or head_dim > 128:
+            return Kernel.xla, f"cuDNN attention needs head dims of a multiple of 8 up to 128, not {head_dim}: using plain attention"
+        return Kernel.cudnn, ""
+    return Kernel.xla, ""
+
+
+def attention(
+    target: Target,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    segments: jax.Array | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> jax.Array:
+    """Multi-head attention with grouped keys and values.
+
+    Args:
+        target: Where the program will run.
+        query: [batch, sequence, heads, head_dim].
+        key: [batch, sequence, kv_heads, head_dim]; heads is a multiple of kv_heads.
+        value: Like key.
+        segments: int32[batch, sequence]; a position sees only positions of its own segment.
+        causal: Whether a position sees itself and earlier ones only.
+        scale: Of the logits; 1/sqrt(head_dim) by default.
+
+    Returns:
+        [batch, sequence, heads, head_dim] in the dtype of ``query``.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    kernel, reason = choose_kernel(target.platform, query.shape[1], key.shape[1], query.shape[-1], target.layout.context)
+    if reason:
+        target.note(reason)
+    if kernel is Kernel.splash:
+        from systolic.models.splash import splash_attention
+
+        return splash_attention(target, query, key, value, segments=segments, causal=causal, scale=scale)
+    mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
+    attend = partial(jax.nn.dot_product_attention, mask=mask, is_causal=causal, scale=scale)
+    if kernel is Kernel.cudnn:
+        dtype = query.dtype if query.dtype in (jnp.bfloat16, jnp.float16) else jnp.bfloat16
+        return attend(query.astype(dtype), key.astype(dtype), value.astype(dtype), implementation="cudnn").astype(query.dtype)
+    return attend(query, key, value, implementation="xla")
