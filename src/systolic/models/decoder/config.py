@@ -1,0 +1,116 @@
+"""The sizes of a decoder; imports without jax."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from systolic.core.errors import LayoutError, OptionError
+from systolic.job import Field, Layout, Model, Target
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder(Model):
+    """A decoder-only transformer.
+
+    Raises:
+        OptionError: sizes that contradict each other (heads that kv_heads don't divide, ...).
+    """
+
+    layers: int = 12
+    d_model: int = 768
+    """Width of the residual stream."""
+    d_ff: int = 2048
+    """Hidden units of SwiGLU (of each expert, in a mixture)."""
+    heads: int = 12
+    kv_heads: int = 12
+    """Key and value heads; fewer than heads is grouped-query attention."""
+    head_dim: int = 64
+    vocab: int = 50304
+    tie_embeddings: bool = True
+    """Whether the output matrix is the embedding's transpose."""
+    experts: int = 1
+    """Experts per layer; 1 is a dense model."""
+    experts_per_token: int = 2
+    capacity_factor: float = 1.25
+    """Mixture: slots per expert over the mean load; a token without a slot skips its expert. 0 never drops."""
+    router_loss: float = 0.01
+    """Mixture: weight of the load balancing loss."""
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    qk_norm: bool = False
+    """RMSNorm on queries and keys."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "d_model", "d_ff", "heads", "kv_heads", "head_dim", "vocab", "experts"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.heads % self.kv_heads:
+            raise OptionError(f"model.heads {self.heads} is not a multiple of model.kv-heads {self.kv_heads}; change one")
+        if self.head_dim % 2:
+            raise OptionError(f"model.head-dim {self.head_dim} is odd; rotary embeddings turn pairs of dims, use an even one")
+        if self.experts > 1 and not 1 <= self.experts_per_token <= self.experts:
+            raise OptionError(f"model.experts-per-token {self.experts_per_token} is outside 1 to {self.experts} experts")
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, embeddings included."""
+        attention = self.d_model * self.head_dim * 2 * (self.heads + self.kv_heads)
+        norms = 2 * self.d_model + (2 * self.head_dim if self.qk_norm else 0)
+        router = self.d_model * self.experts if self.experts > 1 else 0
+        layer = attention + norms + router + 3 * self.d_model * self.d_ff * self.experts
+        embeddings = self.vocab * self.d_model * (1 if self.tie_embeddings else 2)
+        return self.layers * layer + embeddings + self.d_model
+
+    def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
+        """A :class:`~systolic.models.decoder.module.DecoderModule` in float32."""
+        from systolic.models.decoder.module import DecoderModule
+
+        return DecoderModule(self, rngs, target)
+
+    def check(self, layout: Layout) -> None:
+        """Each axis must divide what it splits."""
+        divides = [
+            ("tensor", layout.tensor, "heads", self.heads),
+            ("tensor", layout.tensor, "kv-heads", self.kv_heads),
+            ("tensor", layout.tensor, "d-ff", self.d_ff),
+            ("tensor", layout.tensor, "vocab", self.vocab),
+            ("pipeline", layout.pipeline, "layers", self.layers),
+            ("fsdp", layout.fsdp, "d-model", self.d_model),
+        ]
+        if self.experts > 1:
+            divides.append(("expert", layout.expert, "experts", self.experts))
+        elif layout.expert > 1:
+            raise LayoutError(f"layout.expert is {layout.expert} but the model is dense; set model.experts, or use layout.fsdp")
+        for axis, ways, dim, size in divides:
+            if size % ways:
+                raise LayoutError(f"layout.{axis} {ways} does not divide model.{dim} {size}; use a divisor of {size}, or change model.{dim}")
+
+    def flops(self, fields: Mapping[str, Field]) -> float:
+        """Matmul FLOPs of the forward pass of one sequence; attention counts the causal half."""
+        sequence = fields["tokens"].shape[0]
+        projections = 2 * self.d_model * self.head_dim * 2 * (self.heads + self.kv_heads)
+        scores = 2 * 2 * self.heads * self.head_dim * (sequence + 1) / 2
+        active = self.experts_per_token if self.experts > 1 else 1
+        mlp = 2 * 3 * self.d_model * self.d_ff * active
+        router = 2 * self.d_model * self.experts if self.experts > 1 else 0
+        return sequence * (self.layers * (projections + scores + mlp + router) + 2 * self.d_model * self.vocab)
+
+    def shrink(self, layout: Layout) -> "Decoder":
+        """Two layers a stage and a few heads a tensor shard, with this model's ratios of heads and experts."""
+        groups = self.heads // self.kv_heads
+        kv_heads = max(layout.tensor, 1)
+        width = 16 * layout.fsdp * layout.expert * layout.context
+        return replace(
+            self,
+            layers=min(self.layers, 2 * layout.pipeline),
+            d_model=width,
+            d_ff=32 * layout.tensor,
+            heads=kv_heads * min(groups, 4),
+            kv_heads=kv_heads,
+            head_dim=16,
+            experts=min(self.experts, 2 * layout.expert) if self.experts > 1 else 1,
+            experts_per_token=min(self.experts_per_token, 2),
+        )

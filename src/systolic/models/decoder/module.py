@@ -1,0 +1,191 @@
+"""The decoder as a Flax NNX module: blocks stacked along a leading ``layers`` dim and run by a scan."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from systolic.job import Target
+from systolic.models.attention import attention
+from systolic.models.decoder.config import Decoder
+from systolic.models.decoder.moe import Mixture
+from systolic.models.decoder.pipeline import run_stages
+from systolic.models.remat import name, rematerialise
+
+
+class Cache(NamedTuple):
+    """Keys and values of the positions seen so far."""
+
+    key: jax.Array
+    """[layers, batch, capacity, kv_heads, head_dim]."""
+    value: jax.Array
+    """Like key."""
+    length: jax.Array
+    """int32[batch]: positions filled."""
+
+
+class RMSNorm(nnx.Module):
+    """Root mean square norm over the last dim, in float32, with a learned scale."""
+
+    def __init__(self, size: int, eps: float, axis: str) -> None:
+        self.scale = nnx.Param(jnp.ones((size,)), out_sharding=(axis,))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., size], same dtype."""
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+def rope(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+    """Rotary position embedding (Su et al. 2021): x [batch, sequence, heads, head_dim], positions int32[batch, sequence]."""
+    half = x.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions[:, :, None, None].astype(jnp.float32) * frequency
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
+
+
+def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int, gain: float = 1.0) -> nnx.Param:
+    """A float32 matrix, normal with standard deviation gain / sqrt(fan_in), cut at two deviations."""
+    value = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32)
+    return nnx.Param(value * (gain / fan_in**0.5), out_sharding=axes)
+
+
+class MLP(nnx.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, config: Decoder, rngs: nnx.Rngs, target: Target) -> None:
+        d, f = config.d_model, config.d_ff
+        self.gate = weight(rngs, (d, f), ("embed", "mlp"), d)
+        self.up = weight(rngs, (d, f), ("embed", "mlp"), d)
+        self.down = weight(rngs, (f, d), ("mlp", "embed"), f, (2 * config.layers) ** -0.5)
+        self.target = target
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[batch, sequence, d_model] to the same, and a router loss of 0."""
+        gate, up = name(x @ self.gate[...], "mlp"), name(x @ self.up[...], "mlp")
+        hidden = self.target.constrain(jax.nn.silu(gate) * up, "batch", "sequence", "mlp")
+        return hidden @ self.down[...], jnp.zeros((), jnp.float32)
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: Decoder, rngs: nnx.Rngs, target: Target) -> None:
+        d, h, k, e = config.d_model, config.heads, config.kv_heads, config.head_dim
+        self.attention_norm = RMSNorm(d, config.norm_eps, "norm")
+        self.query = weight(rngs, (d, h, e), ("embed", "heads", "head_dim"), d)
+        self.key = weight(rngs, (d, k, e), ("embed", "kv_heads", "head_dim"), d)
+        self.value = weight(rngs, (d, k, e), ("embed", "kv_heads", "head_dim"), d)
+        self.out = weight(rngs, (h, e, d), ("heads", "head_dim", "embed"), h * e, (2 * config.layers) ** -0.5)
+        if config.qk_norm:
+            self.query_norm = RMSNorm(e, config.norm_eps, "norm")
+            self.key_norm = RMSNorm(e, config.norm_eps, "norm")
+        self.mlp_norm = RMSNorm(d, config.norm_eps, "norm")
+        self.mlp = Mixture(config, rngs, target) if config.experts > 1 else MLP(config, rngs, target)
+        self.config, self.target = config, target
+
+    def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values [batch, sequence, heads or kv_heads, head_dim] of x [batch, sequence, d_model]."""
+        query = jnp.einsum("bsd,dhe->bshe", x, self.query[...])
+        key = jnp.einsum("bsd,dhe->bshe", x, self.key[...])
+        value = jnp.einsum("bsd,dhe->bshe", x, self.value[...])
+        if self.config.qk_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        theta = self.config.rope_theta
+        return name(rope(query, positions, theta), "query"), name(rope(key, positions, theta), "key"), name(value, "value")
+
+    def merge(self, x: jax.Array, attended: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The rest of the block after attention: the residual stream and the router's loss."""
+        constrain = self.target.constrain
+        attended = constrain(name(attended, "attention"), "batch", "sequence", "heads", None)
+        x = constrain(x + jnp.einsum("bshe,hed->bsd", attended, self.out[...]), "batch", "sequence", None)
+        update, loss = self.mlp(self.mlp_norm(x))
+        return constrain(x + update, "batch", "sequence", None), loss
+
+    def __call__(self, x: jax.Array, segments: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x [batch, sequence, d_model], segments and positions int32[batch, sequence]."""
+        query, key, value = self.project(self.attention_norm(x), positions)
+        constrain = self.target.constrain
+        query = constrain(query, "batch", "sequence", "heads", None)
+        key, value = (constrain(part, "batch", None, "kv_heads", None) for part in (key, value))
+        return self.merge(x, attention(self.target, query, key, value, segments=segments, causal=True))
+
+
+class DecoderModule(nnx.Module):
+    """Tokens to logits."""
+
+    def __init__(self, config: Decoder, rngs: nnx.Rngs, target: Target) -> None:
+        @nnx.split_rngs(splits=config.layers)
+        @nnx.vmap(axis_size=config.layers, transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def blocks(rngs: nnx.Rngs) -> Block:
+            return Block(config, rngs, target)
+
+        self.embedding = weight(rngs, (config.vocab, config.d_model), ("vocab", "embed"), config.d_model)
+        self.blocks = blocks(rngs)
+        self.norm = RMSNorm(config.d_model, config.norm_eps, "norm")
+        if not config.tie_embeddings:
+            self.unembedding = weight(rngs, (config.d_model, config.vocab), ("embed", "vocab"), config.d_model)
+        self.config, self.target = config, target
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """int32[batch, sequence] to [batch, sequence, d_model], scaled to unit variance."""
+        table = self.embedding[...]
+        return self.target.constrain(table[tokens] * self.config.d_model**0.5, "batch", "sequence", None)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """[batch, sequence, d_model] to [batch, sequence, vocab]."""
+        x = self.norm(x)
+        matrix = self.embedding[...].T if self.config.tie_embeddings else self.unembedding[...]
+        return self.target.constrain(x @ matrix, "batch", "sequence", "vocab")
+
+    def __call__(self, tokens: jax.Array, segments: jax.Array, positions: jax.Array) -> jax.Array:
+        """Logits [batch, sequence, vocab] of tokens int32[batch, sequence].
+
+        segments int32[batch, sequence]: a token sees earlier tokens of its own segment only.
+        positions int32[batch, sequence]: within the segment. A mixture also sows ``router_loss`` f32[].
+        """
+        graph, stacked = nnx.split(self.blocks)
+
+        def layer(x: jax.Array, state: nnx.State, segments: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return nnx.merge(graph, state)(x, segments, positions)
+
+        layer = rematerialise(layer, self.target.layout)
+        x = self.embed(tokens)
+        if self.target.layout.pipeline > 1:
+            x, losses = run_stages(layer, stacked, x, segments, positions, self.target)
+        else:
+            x, losses = jax.lax.scan(lambda x, state: layer(x, state, segments, positions), x, stacked)
+        if self.config.experts > 1:
+            self.sow(nnx.Intermediate, "router_loss", jnp.mean(losses), reduce_fn=lambda _, new: new, init_fn=lambda: None)
+        return self.logits(x)
+
+    def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
+        """Room for ``capacity`` positions of ``batch`` sequences."""
+        shape = (self.config.layers, batch, capacity, self.config.kv_heads, self.config.head_dim)
+        return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((batch,), jnp.int32))
+
+    def extend(self, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Logits [batch, n, vocab] of the next n tokens int32[batch, n], and the cache with them in it."""
+        graph, stacked = nnx.split(self.blocks)
+        positions = cache.length[:, None] + jnp.arange(tokens.shape[1])
+        visible = jnp.arange(cache.key.shape[2])[None, None, :] <= positions[:, :, None]
+        rows = jnp.arange(tokens.shape[0])[:, None]
+
+        def step(carry: tuple[jax.Array, jax.Array, jax.Array], state: tuple[jax.Array, nnx.State]) -> tuple[tuple[jax.Array, jax.Array, jax.Array], None]:
+            x, keys, values = carry
+            index, layer = state
+            block = nnx.merge(graph, layer)
+            query, key, value = block.project(block.attention_norm(x), positions)
+            keys = keys.at[index, rows, positions].set(key.astype(keys.dtype), mode="drop")
+            values = values.at[index, rows, positions].set(value.astype(values.dtype), mode="drop")
+            attended = jax.nn.dot_product_attention(query, keys[index].astype(x.dtype), values[index].astype(x.dtype), mask=visible[:, None])
+            return (block.merge(x, attended)[0], keys, values), None
+
+        carry = (self.embed(tokens), cache.key, cache.value)
+        (x, keys, values), _ = jax.lax.scan(step, carry, (jnp.arange(self.config.layers), stacked))
+        return self.logits(x), Cache(keys, values, cache.length + tokens.shape[1])

@@ -1,0 +1,78 @@
+"""A mixture of experts: each token goes to its best experts, each expert has a bounded number of slots.
+
+Routing is decided within each sequence, so the result is the same under every layout. Tokens move
+to the devices that hold their experts where the array's sharding changes from the batch axes to
+the expert axis: the partitioner turns that into an all-to-all.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from systolic.job import Target
+from systolic.models.decoder.config import Decoder
+from systolic.models.remat import name
+
+
+def capacity(config: Decoder, sequence: int) -> int:
+    """Slots of one expert for one sequence."""
+    if config.capacity_factor <= 0:
+        return sequence
+    return min(sequence, math.ceil(sequence * config.experts_per_token * config.capacity_factor / config.experts))
+
+
+class Mixture(nnx.Module):
+    """Top-k routing over SwiGLU experts (GShard, Lepikhin et al. 2020; Mixtral's normalised top-k weights)."""
+
+    def __init__(self, config: Decoder, rngs: nnx.Rngs, target: Target) -> None:
+        e, d, f = config.experts, config.d_model, config.d_ff
+
+        def matrix(shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int, gain: float = 1.0) -> nnx.Param:
+            value = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32)
+            return nnx.Param(value * (gain / fan_in**0.5), out_sharding=axes)
+
+        self.router = matrix((d, e), ("embed", None), d)
+        self.gate = matrix((e, d, f), ("experts", "expert_embed", "mlp"), d)
+        self.up = matrix((e, d, f), ("experts", "expert_embed", "mlp"), d)
+        self.down = matrix((e, f, d), ("experts", "mlp", "expert_embed"), f, (2 * config.layers) ** -0.5)
+        self.config, self.target = config, target
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """x [batch, sequence, d_model] to the same, and the load balancing loss f32[] (Switch, Fedus et al. 2021)."""
+        config, constrain = self.config, self.target.constrain
+        batch, sequence, d = x.shape
+        slots = capacity(config, sequence)
+        scores = jax.nn.softmax((x @ self.router[...]).astype(jnp.float32), axis=-1)
+        weights, chosen = jax.lax.top_k(scores, config.experts_per_token)
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+
+        one_hot = jax.nn.one_hot(chosen, config.experts, dtype=jnp.int32)
+        # First choices take slots before second choices, in sequence order.
+        by_rank = one_hot.swapaxes(1, 2).reshape(batch, -1, config.experts)
+        place = ((jnp.cumsum(by_rank, axis=1) - 1) * by_rank).sum(-1)
+        place = place.reshape(batch, config.experts_per_token, sequence).swapaxes(1, 2)
+        fits = place < slots
+        address = jnp.where(fits, chosen * slots + place, config.experts * slots)
+
+        tokens = jnp.broadcast_to(jnp.arange(sequence)[None, :, None], address.shape).reshape(batch, -1)
+        source = jnp.full((batch, config.experts * slots + 1), sequence, jnp.int32)
+        source = jax.vmap(lambda into, at, what: into.at[at].set(what))(source, address.reshape(batch, -1), tokens)[:, :-1]
+        padded = jnp.concatenate([x, jnp.zeros((batch, 1, d), x.dtype)], axis=1)
+        routed = jnp.take_along_axis(padded, source[:, :, None], axis=1).reshape(batch, config.experts, slots, d)
+
+        routed = constrain(routed, "expert_batch", "experts", None, None)
+        gate = name(jnp.einsum("becd,edf->becf", routed, self.gate[...]), "mlp")
+        up = name(jnp.einsum("becd,edf->becf", routed, self.up[...]), "mlp")
+        hidden = constrain(jax.nn.silu(gate) * up, "expert_batch", "experts", None, "mlp")
+        done = constrain(jnp.einsum("becf,efd->becd", hidden, self.down[...]), "expert_batch", "experts", None, None)
+
+        done = constrain(done.reshape(batch, config.experts * slots, d), "batch", None, None)
+        done = jnp.concatenate([done, jnp.zeros((batch, 1, d), done.dtype)], axis=1)
+        picked = jnp.take_along_axis(done, address.reshape(batch, -1)[:, :, None], axis=1)
+        picked = picked.reshape(batch, sequence, config.experts_per_token, d)
+        out = (picked * (weights * fits)[..., None].astype(x.dtype)).sum(axis=2)
+
+        load = one_hot[:, :, 0].astype(jnp.float32).mean(axis=(0, 1))
+        return out, config.experts * jnp.sum(load * scores.mean(axis=(0, 1)))

@@ -1,0 +1,70 @@
+"""Pipeline parallelism inside one program.
+
+The activations of all stages are one array [stages, microbatch, ...] sharded over the pipeline
+axis. At each tick every stage runs its layers on its slot (a ``vmap``), then the array is rolled by
+one: the partitioner turns the roll into a neighbour exchange. A pass takes
+microbatches + stages - 1 ticks; the stages - 1 extra ones are the pipeline bubble.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from systolic.core.errors import LayoutError
+from systolic.job import Target
+
+
+def num_microbatches(target: Target, batch: int) -> int:
+    """Microbatches of a pass over ``batch`` examples.
+
+    Raises:
+        LayoutError: they don't divide the batch.
+    """
+    layout = target.layout
+    wanted = layout.microbatches or min(2 * layout.pipeline, max(1, batch // layout.batch_ways))
+    if batch % (wanted * layout.batch_ways):
+        raise LayoutError(
+            f"layout.microbatches {wanted} x {layout.batch_ways} batch shards does not divide the batch of {batch} per pass; change the batch or the microbatches"
+        )
+    return wanted
+
+
+def run_stages(layer: Callable[..., Any], stacked: Any, x: jax.Array, segments: jax.Array, positions: jax.Array, target: Target) -> tuple[jax.Array, jax.Array]:
+    """All layers over x [batch, sequence, d_model]; returns it and the layers' mean losses f32[layers per stage].
+
+    ``layer(x, state, segments, positions) -> (x, loss)``; ``stacked`` has a leading dim of layers.
+    """
+    stages = target.layout.pipeline
+    count = num_microbatches(target, x.shape[0])
+
+    def split(array: jax.Array) -> jax.Array:
+        """[batch, ...] to [microbatches, batch / microbatches, ...], each device keeping its examples."""
+        parts = array.reshape(-1, count, *array.shape[1:]).swapaxes(0, 1)
+        return target.constrain(parts, None, "batch", "sequence", *[None] * (array.ndim - 2))
+
+    def stage(state: Any, x: jax.Array, segments: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.scan(lambda x, one: layer(x, one, segments, positions), x, state)
+
+    by_stage = jax.tree.map(lambda p: p.reshape(stages, p.shape[0] // stages, *p.shape[1:]), stacked)
+    every_stage = jax.vmap(stage, spmd_axis_name="pipeline")
+    inputs = (split(x), split(segments), split(positions))
+    slots = jax.tree.map(lambda a: jnp.zeros((stages, *a.shape[1:]), a.dtype), inputs)
+
+    def tick(carry: Any, t: jax.Array) -> tuple[Any, Any]:
+        def feed(slot: jax.Array, source: jax.Array) -> jax.Array:
+            fresh = jax.lax.dynamic_index_in_dim(source, jnp.minimum(t, count - 1), keepdims=False)
+            moved = jnp.roll(slot, 1, axis=0).at[0].set(fresh)
+            return target.constrain(moved, "stages", "batch", "sequence", *[None] * (slot.ndim - 3))
+
+        x, segments, positions = jax.tree.map(feed, carry, inputs)
+        x, losses = every_stage(by_stage, x, segments, positions)
+        x = target.constrain(x, "stages", "batch", "sequence", None)
+        age = t - jnp.arange(stages)
+        useful = ((age >= 0) & (age < count)).astype(jnp.float32)
+        return (x, segments, positions), (x[-1], losses * useful[:, None])
+
+    _, (outputs, losses) = jax.lax.scan(tick, slots, jnp.arange(count + stages - 1))
+    out = outputs[stages - 1 :].swapaxes(0, 1).reshape(x.shape)
+    return target.constrain(out, "batch", "sequence", None), losses.sum(axis=(0, 1)) / (count * stages)
