@@ -1,0 +1,228 @@
+"""From a table of examples to a stream of batches, whose position is one number.
+
+A :class:`Table` gives any examples by number, many at a time. Batch ``i`` of a host is a pure
+function of ``i``, so Grain reads ahead in threads or processes, resuming costs nothing, and the
+global order of examples is the same for every number of hosts and every batch size.
+"""
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from systolic.core.errors import DataError, OptionError
+from systolic.data.shuffle import order
+from systolic.job.data import MASK, Batches, Field, Read
+
+_FOREVER = 1 << 60
+"""Length of an endless stream, in batches; ``len()`` must stay below ``sys.maxsize``."""
+
+
+class Picks(NamedTuple):
+    """Which examples a batch holds."""
+
+    indices: np.ndarray
+    """int64[n]: their numbers in the table."""
+    positions: np.ndarray
+    """int64[n]: their places in the stream of all epochs; seeds for random changes."""
+
+
+class Table(ABC):
+    """Examples by number. Must be picklable where worker processes read it."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many examples there are."""
+
+    @abstractmethod
+    def take(self, picks: Picks) -> dict[str, np.ndarray]:
+        """The picked examples: name to array [n, *shape]. Called from several threads at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Batching:
+    """Batch ``i``: the object that Grain indexes."""
+
+    table: Table
+    read: Read
+    fields: Mapping[str, Field]
+    fill: Mapping[str, int]
+    start: int = 0
+    """The stream position of the first example of batch 0, over all hosts."""
+
+    def total(self) -> int | None:
+        """Examples in the stream, ``None`` when it has no end."""
+        return None if self.read.epochs is None else self.read.epochs * len(self.table)
+
+    def __len__(self) -> int:
+        total = self.total()
+        if total is None:
+            return _FOREVER
+        return -(-max(total - self.start, 0) // (self.read.batch * self.read.shards))
+
+    def __getitem__(self, number: int) -> dict[str, np.ndarray]:
+        read = self.read
+        first = self.start + (number * read.shards + read.shard) * read.batch
+        positions = np.arange(first, first + read.batch, dtype=np.int64)
+        total = self.total()
+        if total is not None:
+            positions = positions[positions < total]
+        mask = np.zeros(read.batch, np.float32)
+        mask[: len(positions)] = 1
+        if not len(positions):
+            return {**{name: self._padding(name, read.batch) for name in self.fields}, MASK: mask}
+        indices = order(positions, len(self.table), read.seed, read.shuffle)
+        arrays = self.table.take(Picks(indices, positions))
+        missing = read.batch - len(positions)
+        if missing:
+            arrays = {
+                name: np.concatenate([array, self._padding(name, missing)])
+                for name, array in arrays.items()
+            }
+        return {**arrays, MASK: mask}
+
+    def _padding(self, name: str, count: int) -> np.ndarray:
+        known = self.fields[name]
+        return np.full((count, *known.shape), self.fill.get(name, 0), known.dtype)
+
+
+def check_read(read: Read) -> None:
+    """Refuses a :class:`Read` that cannot be carried out.
+
+    Raises:
+        OptionError: a batch below 1, or a shard that is not one of the shards.
+    """
+    if read.batch < 1:
+        raise OptionError(f"batch of {read.batch} per host; it is 1 or more")
+    if not 0 <= read.shard < read.shards:
+        raise OptionError(f"shard {read.shard} of {read.shards}; shards are numbered from 0")
+
+
+def prefetched(source: Any, workers: int, threads: int, buffer: int) -> Any:
+    """Grain's iterator over ``source[0], source[1], ...``, read ahead.
+
+    Args:
+        source: has ``__len__`` and ``__getitem__(int)``.
+        workers: processes that read; 0 reads in threads of this process.
+        threads: threads that read (of each process).
+        buffer: items that are read ahead.
+    """
+    import grain
+    from absl import flags
+
+    reading = grain.MapDataset.source(source).to_iter_dataset(
+        grain.ReadOptions(num_threads=threads, prefetch_buffer_size=buffer)
+    )
+    if workers:
+        if not flags.FLAGS.is_parsed():
+            # Grain sends its absl flags to its workers and dies on flags that nobody parsed.
+            flags.FLAGS(["systolic"])
+        options = grain.MultiprocessingOptions(
+            num_workers=workers, per_worker_buffer_size=max(1, buffer // workers)
+        )
+        reading = reading.mp_prefetch(options)
+    return iter(reading)
+
+
+@dataclass(kw_only=True, slots=True)
+class _TableBatches:
+    """Grain's iterator over :class:`_Batching`, with a position of our own.
+
+    The position counts examples, not Grain's steps, so that it outlives a change of workers,
+    hosts, batch size or Grain's version.
+    """
+
+    batching: _Batching
+    threads: int
+    seen: int = 0
+    reader: Any = field(default=None, init=False)
+    closed: bool = field(default=False, init=False)
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        if self.closed:
+            raise ValueError("these batches are closed")
+        if self.reader is None:
+            self.reader = prefetched(
+                self.batching, self.batching.read.workers, self.threads, 2 * self.threads
+            )
+        batch = next(self.reader)
+        self.seen += 1
+        return batch
+
+    def get_state(self) -> bytes:
+        """The number of examples that all hosts have seen, and what would make it meaningless."""
+        read = self.batching.read
+        examples = self.batching.start + self.seen * read.batch * read.shards
+        return json.dumps({"examples": examples, **self._identity()}, sort_keys=True).encode()
+
+    def set_state(self, state: bytes) -> None:
+        """Goes to a saved position.
+
+        Raises:
+            DataError: it belongs to data of another size or to another shuffle.
+        """
+        import dataclasses
+
+        saved = json.loads(state)
+        for name, value in self._identity().items():
+            if saved.get(name) != value:
+                raise DataError(
+                    f"the saved position is for data with {name} {saved.get(name)}, this data has {name} {value}; restore the data and the seed, or start a new run"
+                )
+        self._stop()
+        self.batching = dataclasses.replace(self.batching, start=int(saved["examples"]))
+        self.seen = 0
+
+    def close(self) -> None:
+        """Ends worker processes and threads."""
+        self._stop()
+        self.closed = True
+
+    def _stop(self) -> None:
+        if self.reader is not None:
+            self.reader.close()
+            self.reader = None
+
+    def _identity(self) -> dict[str, Any]:
+        read = self.batching.read
+        return {"size": len(self.batching.table), "seed": read.seed, "shuffle": read.shuffle}
+
+
+def open_table(
+    table: Table,
+    read: Read,
+    fields: Mapping[str, Field],
+    fill: Mapping[str, int] | None = None,
+    threads: int | None = None,
+) -> Batches:
+    """Batches of a table: name to array [batch, *shape], and ``mask`` f32[batch].
+
+    Without ``epochs`` the stream has no end and a batch may reach into the next epoch, so each
+    example comes once per epoch whatever the batch. With ``epochs`` the last batch is padded, and
+    every host gets the same number of batches.
+
+    Args:
+        table: where examples come from.
+        read: batch, shuffle, shard, workers.
+        fields: shape and dtype of each array, for batches that are all padding.
+        fill: what padding holds where it is not 0 (such as -1 for labels).
+        threads: threads that read ahead (of each worker); by default up to 4.
+
+    Raises:
+        DataError: the table is empty.
+        OptionError: ``read`` makes no sense.
+    """
+    check_read(read)
+    if len(table) == 0:
+        raise DataError(
+            f"the {read.split.value} split has no examples; give it some, or leave it out"
+        )
+    batching = _Batching(table=table, read=read, fields=dict(fields), fill=dict(fill or {}))
+    return _TableBatches(batching=batching, threads=threads or min(4, os.cpu_count() or 1))
