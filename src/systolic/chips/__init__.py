@@ -1,0 +1,23 @@
+"""Chips and slices: what an accelerator can do, how many of them a name means, what they cost.
+
+``chip("v5e")`` is a record of sourced numbers, ``slice("v5e-16")`` a shape of such chips with its
+hosts and links. Both come from ``catalogue.toml``, the one file with hardware numbers.
+"""
+
+from systolic.chips.catalogue import by_device_kind, chip, chips
+from systolic.chips.record import Chip, Figure, Kind, Prices, Source
+from systolic.chips.slices import Slice, named_slices, slice
+
+__all__ = [
+    "Chip",
+    "Figure",
+    "Kind",
+    "Prices",
+    "Slice",
+    "Source",
+    "by_device_kind",
+    "chip",
+    "chips",
+    "named_slices",
+    "slice",
+]

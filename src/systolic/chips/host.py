@@ -1,0 +1,80 @@
+"""The CPU at hand, read from the machine. No peak is guessed; ``systolic doctor`` measures."""
+
+import os
+import platform
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import psutil
+
+from systolic.chips.record import Chip, Figure, Kind, Source
+
+_CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+def cpu(units: dict[str, Any]) -> Chip:
+    """The processor this program runs on: model, cores, memory."""
+    source = Source(
+        key="machine", text=f"read from {platform.node() or 'this machine'}", url="", as_of="now"
+    )
+    memory = memory_bytes()
+    notes = {
+        "hbm_bytes": (memory, "a CPU device's arrays live in the host's memory"),
+        "host_dram_bytes": (memory, ""),
+        "host_vcpus": (num_cpus(), "those this process may use"),
+        "devices_per_chip": (1, "8xcpu stands for 8 virtual devices on it"),
+        "chips_per_host": (1, ""),
+    }
+    figures = {
+        name: Figure(
+            field=name,
+            value=value,
+            unit=units[name]["unit"],
+            text=units[name]["text"],
+            sources=(source,),
+            as_of="now",
+            note=note,
+        )
+        for name, (value, note) in notes.items()
+    }
+    return Chip(
+        name="cpu",
+        title=model_name(),
+        kind=Kind.cpu,
+        device_kind="cpu",
+        figures=MappingProxyType(figures),
+        **{name: figure.value for name, figure in figures.items()},
+    )
+
+
+def model_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name as the system has it."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine() or "CPU"
+
+
+def num_cpus() -> int:
+    """Logical CPUs that this process may run on."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # only Linux has it
+        return os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Memory of the machine, or of the container when that is less."""
+    limits = [psutil.virtual_memory().total]
+    for path in _CGROUP_LIMITS:
+        try:
+            limits.append(int(path.read_text()))
+        except (OSError, ValueError):  # absent, or "max"
+            continue
+    return min(limits)

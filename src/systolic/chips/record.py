@@ -1,0 +1,202 @@
+"""One kind of accelerator, and where each of its numbers comes from."""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any
+
+from systolic.chips.rule import SliceRule
+from systolic.core.errors import NotFoundError, nearest
+
+
+class Kind(enum.Enum):
+    """What a chip is."""
+
+    tpu = "tpu"
+    gpu = "gpu"
+    cpu = "cpu"
+    edge = "edge"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Something that can be read: a page, a paper, a file of a repository at a revision."""
+
+    key: str
+    text: str
+    url: str
+    as_of: str
+
+    def __str__(self) -> str:
+        return f"{self.text}, {self.url}" if self.url else self.text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """One number of a chip with its unit (SI base units), sources and date."""
+
+    field: str
+    value: Any
+    unit: str
+    text: str
+    sources: tuple[Source, ...]
+    as_of: str
+    note: str = ""
+    region: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The figure as plain JSON values; a pair table becomes an object."""
+        value = self.value
+        if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+            value = {str(key): item for key, item in value}
+        record = {
+            "value": list(value) if isinstance(value, tuple) else value,
+            "unit": self.unit,
+            "source": [str(source) for source in self.sources],
+            "as_of": self.as_of,
+        }
+        return record | {k: v for k, v in (("note", self.note), ("region", self.region)) if v}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prices:
+    """US dollars per hour; ``None`` where no source gives a price."""
+
+    on_demand: float | None = None
+    spot: float | None = None
+    committed: float | None = None
+
+    def times(self, count: int) -> "Prices":
+        """The prices of ``count`` of them."""
+        return Prices(
+            **{
+                f.name: None if (price := getattr(self, f.name)) is None else price * count
+                for f in fields(self)
+            }
+        )
+
+    def to_json(self) -> dict[str, float | None]:
+        """The prices as a plain object."""
+        return {"on_demand": self.on_demand, "spot": self.spot, "committed": self.committed}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chip:
+    """A kind of chip. Every number is per chip unless its name says otherwise; ``None``: no source.
+
+    Units are in the names (SI base units; bytes are bytes). Link rates are one way.
+    :meth:`source` gives the source, date and note of any number. Peaks are dense.
+    """
+
+    name: str
+    title: str
+    kind: Kind
+    aliases: tuple[str, ...] = ()
+    device_kind: str | None = None
+    """As ``jax.Device.device_kind`` prints it."""
+    device_kind_aliases: tuple[str, ...] = ()
+    megacore: bool = False
+    """Both TensorCores of a chip are one JAX device."""
+    native: tuple[str, ...] = ()
+    """Number formats that the matrix units take without a cast, beyond f32."""
+    machine_type: str | None = None
+    gke_accelerator: str | None = None
+    machines: tuple[tuple[str, int], ...] = ()
+    """Machine names that stand for so many of these chips."""
+    slice_rule: SliceRule | None = None
+
+    num_cores: int | None = None
+    devices_per_chip: int | None = None
+    clock_hz: float | None = None
+    clock_hz_by_power_state: tuple[tuple[int, float], ...] = ()
+    default_power_state: int | None = None
+    mxu_shape: tuple[int, int] | None = None
+    num_mxu_per_core: int | None = None
+    peak_bf16_flops_per_second: float | None = None
+    peak_fp8_flops_per_second: float | None = None
+    peak_int8_ops_per_second: float | None = None
+    peak_int4_ops_per_second: float | None = None
+    vpu_shape: tuple[int, int] | None = None
+    vpu_alus_per_lane: int | None = None
+    num_vector_registers: int | None = None
+    num_xlu_per_core: int | None = None
+    issue_slots_per_core: tuple[tuple[str, int], ...] = ()
+    mxu_cycles_per_instruction: tuple[tuple[str, int], ...] = ()
+    vmem_bytes_per_core: int | None = None
+    cmem_bytes: int | None = None
+    smem_bytes_per_core: int | None = None
+    sram_bytes: int | None = None
+    hbm_bytes: int | None = None
+    hbm_bytes_per_second: float | None = None
+    hbm_to_vmem_bytes_per_second_per_core: float | None = None
+    vmem_to_hbm_bytes_per_second_per_core: float | None = None
+    cmem_to_vmem_bytes_per_second: float | None = None
+    vmem_to_cmem_bytes_per_second: float | None = None
+    num_sparse_cores: int | None = None
+    num_subcores_per_sparse_core: int | None = None
+    sparse_core_lanes: int | None = None
+    sparse_core_vmem_bytes_per_subcore: int | None = None
+    num_ici_links: int | None = None
+    ici_axes: int | None = None
+    ici_bytes_per_second_per_link: float | None = None
+    ici_published_bytes_per_second_per_link: float | None = None
+    die_to_die_bytes_per_second: float | None = None
+    bisection_bytes_per_second: float | None = None
+    max_pod_chips: int | None = None
+    chips_per_host: int | None = None
+    dcn_bytes_per_second_per_host: float | None = None
+    pcie_bytes_per_second_per_chip: float | None = None
+    host_dram_bytes: int | None = None
+    host_vcpus: int | None = None
+    power_watts: float | None = None
+    power_watts_min: float | None = None
+    power_watts_max: float | None = None
+    tdp_watts: float | None = None
+    measured_matmul_bf16_flops_per_second: float | None = None
+    measured_hbm_copy_bytes_per_second: float | None = None
+    measured_ici_bytes_per_second_per_link: float | None = None
+    measured_all_gather_fixed_seconds: float | None = None
+    measured_dcn_bytes_per_second_per_chip: float | None = None
+    measured_hbm_to_host_bytes_per_second: float | None = None
+    measured_hbm_to_host_fixed_seconds: float | None = None
+    usd_per_chip_hour: Prices = field(default_factory=Prices)
+
+    figures: Mapping[str, Figure] = field(
+        default_factory=lambda: MappingProxyType({}), repr=False, compare=False
+    )
+    """Every number above by field name; prices as ``usd_per_chip_hour.on_demand`` and so on."""
+
+    def source(self, name: str) -> Figure:
+        """The figure behind a field: value, unit, sources, date, note.
+
+        Raises:
+            NotFoundError: no such field, or a field that no source gives for this chip.
+        """
+        if name in self.figures:
+            return self.figures[name]
+        known = [f.name for f in fields(self)]
+        if name in known:
+            raise NotFoundError(
+                f"no source gives {name} of {self.name}, so it is None; "
+                f"systolic chips {self.name} lists what is known"
+            )
+        hint = nearest(name, [*self.figures, *known])
+        raise NotFoundError(
+            f"a chip has no field {name!r}{hint}; systolic chips {self.name} lists them"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Identity, and every figure with unit, source, date and note, as plain JSON values."""
+        return {
+            "name": self.name,
+            "title": self.title,
+            "kind": self.kind.value,
+            "aliases": list(self.aliases),
+            "device_kind": self.device_kind,
+            "megacore": self.megacore,
+            "native": list(self.native),
+            "machine_type": self.machine_type,
+            "gke_accelerator": self.gke_accelerator,
+            "figures": {name: figure.to_json() for name, figure in self.figures.items()},
+        }

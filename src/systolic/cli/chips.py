@@ -1,0 +1,245 @@
+"""``systolic chips [NAME]``: all chips, one chip with its sources, or one slice."""
+
+import json as jsonlib
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from systolic.chips import Chip, Figure, Slice, chip, chips, named_slices, slice
+from systolic.chips.catalogue import user_file
+from systolic.cli.parse import parse
+from systolic.core.errors import NotFoundError, nearest
+from systolic.core.units import GIB, gibibytes, si
+
+WIDTH = 100
+
+
+def run(args: list[str]) -> int:
+    """Prints what is known; returns 0."""
+    return parse(show, args, "systolic chips")
+
+
+def show(name: Annotated[str | None, tyro.conf.Positional] = None, json: bool = False) -> int:
+    """The catalogue of chips and slices, each number with its source.
+
+    Prices and power can be replaced in ~/.config/systolic/catalogue.toml, or in the file that
+    $SYSTOLIC_CATALOGUE names: [chips.v5e] usd_per_chip_hour.on_demand = 0.95
+
+    Args:
+        name: A chip (v5e, tpu7x, h200, cpu) or a slice (v5e-16, v5p:4x4x8, 2xv5e-256, 8xh100).
+        json: Print one JSON object.
+    """
+    found = _find(name) if name is not None else None
+    if json:
+        print(jsonlib.dumps(_record(found), indent=2, ensure_ascii=False))
+        return 0
+    console = Console(width=WIDTH, highlight=False)
+    if found is None:
+        console.print(_all_chips())
+    elif isinstance(found, Chip):
+        console.print(_one_chip(found))
+    else:
+        console.print(_one_slice(found))
+    return 0
+
+
+def _find(name: str) -> Chip | Slice:
+    """A chip by its name, else a slice."""
+    folded = name.strip().lower()
+    names = [alias for known in chips() for alias in (known.name, *known.aliases)]
+    if folded in names:
+        return chip(folded)
+    try:
+        return slice(name)
+    except NotFoundError as error:
+        if "-" in folded or ":" in folded or "x" in folded:
+            raise
+        raise NotFoundError(
+            f"there is no chip or slice {name!r}{nearest(folded, names)}; systolic chips lists them"
+        ) from error
+
+
+def _record(found: Chip | Slice | None) -> dict[str, Any]:
+    if found is None:
+        path = user_file()
+        return {
+            "chips": [known.to_json() for known in chips()],
+            "user_catalogue": None if path is None else str(path),
+        }
+    if isinstance(found, Chip):
+        return found.to_json() | {"slices": [one.to_json() for one in named_slices(found)]}
+    return found.to_json()
+
+
+def _all_chips() -> RenderableType:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("chip")
+    for title in ("bf16\nTFLOP/s", "8-bit\nTOP/s", "memory", "memory\nGB/s", "links\nGB/s"):
+        table.add_column(title, justify="right")
+    for title in ("power\nW", "$/h\ndemand", "$/h\nspot"):
+        table.add_column(title, justify="right")
+    table.add_column("slices")
+    for known in chips():
+        table.add_row(
+            known.name,
+            _scaled(known.peak_bf16_flops_per_second, 1e12),
+            _scaled(known.peak_int8_ops_per_second or known.peak_fp8_flops_per_second, 1e12),
+            "-" if known.hbm_bytes is None else _bytes(known.hbm_bytes),
+            _scaled(known.hbm_bytes_per_second, 1e9),
+            _links(known),
+            _power(known),
+            _price(known.usd_per_chip_hour.on_demand),
+            _price(known.usd_per_chip_hour.spot),
+            _range(known),
+        )
+    foot = "Power: mean in use, or TDP (t). Links: one way. - : no source. "
+    path = user_file()
+    where = f"Your prices and power: {path}" if path else "systolic chips NAME shows the sources."
+    return Group(table, Text(foot + where, style="dim"))
+
+
+def _one_chip(known: Chip) -> RenderableType:
+    kinds = f"JAX says {known.device_kind}" if known.device_kind else ""
+    megacore = "megacore (two cores, one device)" if known.megacore else ""
+    facts = (
+        known.kind.value,
+        kinds,
+        megacore,
+        f"native {', '.join(known.native) or '-'}",
+        *known.aliases,
+    )
+    head = Text(f"{known.name}  {known.title}", style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("field", no_wrap=True)
+    table.add_column("value", no_wrap=True, justify="right")
+    table.add_column("source", overflow="fold")
+    table.add_column("date", no_wrap=True)
+    for name, figure in known.figures.items():
+        keys = " ".join(source.key for source in figure.sources)
+        table.add_row(name, _value(figure), keys, figure.as_of)
+    parts: list[RenderableType] = [head, Text("; ".join(filter(None, facts))), Text(""), table]
+    notes = {n: "; ".join(filter(None, (f.region, f.note))) for n, f in known.figures.items()}
+    parts += _listing("Notes", {n: note for n, note in notes.items() if note})
+    cited = {s.key: f"{s} ({s.as_of})" for f in known.figures.values() for s in f.sources}
+    parts += _listing("Sources", dict(sorted(cited.items())))
+    named = [f"{s.name} {'x'.join(map(str, s.topology))}" for s in named_slices(known)]
+    if known.slice_rule is not None and known.slice_rule.note:
+        named.append(f"({known.slice_rule.note})")
+    if named:
+        parts += [Text("\nSlices", style="bold"), Text(", ".join(named))]
+    return Group(*parts)
+
+
+def _listing(title: str, rows: dict[str, str]) -> list[RenderableType]:
+    if not rows:
+        return []
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows.items():
+        table.add_row(name, text)
+    return [Text(f"\n{title}", style="bold"), table]
+
+
+def _one_slice(found: Slice) -> RenderableType:
+    shape = "x".join(map(str, found.topology))
+    wrapped = [str(size) for size, around in zip(found.topology, found.wrap, strict=True) if around]
+    price = found.usd_per_hour
+    rows = {
+        "chip": f"{found.chip.name}  {found.chip.title}",
+        "chips": f"{found.num_chips}",
+        "JAX devices": f"{found.num_devices}",
+        "hosts": f"{found.num_hosts}",
+        "slices": f"{found.num_slices}",
+        "topology": shape + (f", wraps {' and '.join(wrapped)}" if wrapped else ", no wraparound"),
+        "memory": "-" if found.hbm_bytes is None else gibibytes(found.hbm_bytes),
+        "bf16 peak": _peak(found),
+        "price": " ".join(
+            f"${value:,.2f}/h {kind.replace('_', ' ')}"
+            for kind, value in price.to_json().items()
+            if value is not None
+        )
+        or "- (no source; set it in your catalogue, see systolic chips --help)",
+        "power": _slice_power(found),
+    }
+    if found.topology_name is not None and found.chips_per_host_bounds is not None:
+        bounds = "x".join(map(str, found.chips_per_host_bounds))
+        rows["libtpu"] = f"{found.topology_name}, {found.chip_config_name}, {bounds} chips per host"
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows.items():
+        table.add_row(name, text)
+    cited = [f for n, f in found.chip.figures.items() if n.startswith(("usd_", "power_watts"))]
+    sources = {f.field: f"{'; '.join(map(str, f.sources))} {f.region} ({f.as_of})" for f in cited}
+    return Group(Text(found.name, style="bold"), table, *_listing("Sources", sources))
+
+
+def _peak(found: Slice) -> str:
+    peak = found.chip.peak_bf16_flops_per_second
+    return "-" if peak is None else si(peak * found.num_chips, "FLOP/s")
+
+
+def _slice_power(found: Slice) -> str:
+    if found.power_watts is not None:
+        return f"{found.power_watts / 1e3:,.2f} kW in use, hosts not counted"
+    if found.tdp_watts is not None:
+        return f"{found.tdp_watts / 1e3:,.2f} kW TDP, hosts not counted"
+    return "-"
+
+
+def _value(figure: Figure) -> str:
+    value = figure.value
+    if isinstance(value, tuple):
+        pairs = value and isinstance(value[0], tuple)
+        if not pairs:
+            return "x".join(map(str, value))
+        unit = figure.unit if figure.unit == "Hz" else ""
+        return "\n".join(f"{key}: {si(item, unit, digits=4)}" for key, item in value)
+    if figure.unit == "B":
+        return _bytes(value)
+    if figure.unit == "$/h":
+        return f"${value:g}/h"
+    if figure.unit in ("B/s", "FLOP/s", "OP/s", "Hz"):
+        return si(value, figure.unit, digits=4)
+    if figure.unit == "s":
+        return f"{value * 1e6:g} us"
+    return f"{value:g} {figure.unit}".strip()
+
+
+def _bytes(value: int) -> str:
+    for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if size <= value < 1024 * size and value % size == 0:
+            return f"{value // size} {unit}"
+    return si(value, "B", digits=4)
+
+
+def _scaled(value: float | None, unit: float) -> str:
+    return "-" if value is None else f"{value / unit:,.0f}"
+
+
+def _links(known: Chip) -> str:
+    rate = known.ici_bytes_per_second_per_link
+    if rate is None:
+        return "-"
+    return f"{known.num_ici_links}x{rate / 1e9:.0f}" if known.num_ici_links else f"{rate / 1e9:.0f}"
+
+
+def _power(known: Chip) -> str:
+    if known.power_watts is not None:
+        return f"{known.power_watts:.0f}"
+    return "-" if known.tdp_watts is None else f"{known.tdp_watts:.0f}t"
+
+
+def _price(usd: float | None) -> str:
+    return "-" if usd is None else f"{usd:.2f}"
+
+
+def _range(known: Chip) -> str:
+    names = [one.name for one in named_slices(known)]
+    if not names:
+        return "-"
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
