@@ -1,0 +1,77 @@
+"""Who may write: one process at a time owns a run, others look."""
+
+import enum
+import errno
+import os
+import sys
+from pathlib import Path
+
+from systolic.core.errors import RunError
+
+
+class Access(enum.Enum):
+    """What a process may do with a run or its checkpoints."""
+
+    read = "read"
+    """Look, beside another process that writes."""
+    write = "write"
+    """Own it: clean up after a kill, append, save, drop old checkpoints."""
+
+
+class Lock:
+    """Holds a folder for this process until it is released or the process ends, however it ends.
+
+    A POSIX record lock: forked data workers do not inherit it, so a worker that outlives its
+    trainer does not keep the run. File systems without locks (some network mounts) are not held.
+
+    Raises:
+        RunError: another process, or another part of this one, holds the folder.
+    """
+
+    _held: set[Path] = set()  # noqa: RUF012 - record locks do not exclude their own process
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder.resolve() / ".lock"
+        if self._path in Lock._held:
+            raise RunError(_taken(folder, f"this process (pid {os.getpid()})"))
+        self._handle = _acquire(self._path, folder)
+        Lock._held.add(self._path)
+
+    def release(self) -> None:
+        """Lets the next process in."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+        Lock._held.discard(self._path)
+
+
+def _acquire(path: Path, folder: Path) -> int | None:
+    if sys.platform == "win32":
+        return None
+    import fcntl
+
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise RunError(
+            f"{folder} is not writable ({error.strerror}); choose another folder"
+        ) from error
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            holder = os.read(handle, 64).decode(errors="replace").strip()
+            os.close(handle)
+            raise RunError(_taken(folder, f"process {holder or 'unknown'}")) from error
+        os.close(handle)
+        return None
+    try:
+        os.ftruncate(handle, 0)
+        os.write(handle, f"{os.getpid()}\n".encode())
+    except OSError:
+        pass  # A full disk: the lock holds all the same, only its pid is not told.
+    return handle
+
+
+def _taken(folder: Path, holder: str) -> str:
+    return f"{folder} is in use by {holder}; wait for it, stop it, or choose another folder"

@@ -1,0 +1,496 @@
+"""Checkpoints of a run: saved in the background, verified when read, restored onto any devices.
+
+A checkpoint is one folder per step, written by Orbax: one item per top-level part of the state
+(``params``, ``optimizer``, ...), so a reader takes only what it needs. Its manifest commits in the
+same rename, hence a folder without one is not a checkpoint of ours and is never restored.
+"""
+
+import contextlib
+import errno
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from systolic.artifact import manifest as manifests
+from systolic.artifact import tree
+from systolic.artifact.access import Access
+from systolic.artifact.manifest import DamagedError, Leaf, Manifest
+from systolic.core.errors import NotFoundError, RunError
+from systolic.job import Mode
+
+_ASIDE = "damaged"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A checkpoint that is on disk."""
+
+    step: int
+    seconds: float
+    """From the call of ``save`` to the commit was noticed by ``wait`` or ``poll``, at most."""
+    num_bytes: int
+    path: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """What a checkpoint held."""
+
+    step: int
+    state: Any
+    """The abstract state's containers with arrays; leaves outside ``only`` are as they were given."""
+    extra: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    skipped: Sequence[tuple[int, str]]
+    """Newer (or better) checkpoints that are damaged: step and reason."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Flight:
+    step: int
+    started: float
+    leaves: Mapping[tuple[str, ...], Leaf]
+    metrics: Mapping[str, float]
+
+
+class CheckpointStore:
+    """The checkpoints in one folder.
+
+    Args:
+        folder: ``RUN/checkpoints``; made by the first save.
+        keep_last: newest checkpoints to keep, at least 1.
+        keep_best: checkpoints to keep by ``metric``; 0 keeps none for that reason.
+        metric: the name in ``save(metrics=...)`` that ranks them; ``None`` ranks nothing.
+        mode: whether a smaller or a larger metric is better.
+        access: whether this process owns the folder.
+
+    Raises:
+        RunError: ``keep_last`` is below 1.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_last: int = 2,
+        keep_best: int = 1,
+        metric: str | None = None,
+        mode: Mode = Mode.min,
+        access: Access = Access.write,
+    ) -> None:
+        if keep_last < 1 or keep_best < 0:
+            raise RunError(
+                f"keep-last is {keep_last} and keep-best {keep_best}; keep at least 1 and 0 checkpoints"
+            )
+        self.folder = Path(folder).resolve()
+        self.keep_last = keep_last
+        self.keep_best = keep_best
+        self.metric = metric
+        self.mode = mode
+        self.access = access
+        self._saver: Any = None
+        self._flight: _Flight | None = None
+        self._written: set[int] = set()
+        self._read: dict[int, Manifest] = {}
+        if access is Access.write:
+            self._sweep()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def steps(self) -> list[int]:
+        """Steps of the committed checkpoints, oldest first."""
+        return [step for step in self._folders() if (self.path(step) / manifests.NAME).exists()]
+
+    def latest_step(self) -> int | None:
+        """The newest committed step."""
+        return max(self.steps(), default=None)
+
+    def best_step(self) -> int | None:
+        """The committed step with the best metric; the later one of equals."""
+        ranked = self._ranked()
+        return ranked[0] if ranked else None
+
+    def metrics(self, step: int) -> Mapping[str, float]:
+        """The metrics that were saved with a step.
+
+        Raises:
+            NotFoundError: there is no such checkpoint, or its manifest is damaged.
+        """
+        try:
+            return self._manifest(step).metrics
+        except DamagedError as error:
+            raise NotFoundError(f"checkpoint {step} in {self.folder}: {error}") from error
+
+    def path(self, step: int) -> Path:
+        """The folder of a step's checkpoint."""
+        return self.folder / str(step)
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> bool:
+        """Starts writing a checkpoint; returns when the arrays may be donated or changed.
+
+        A save that is still under way is waited for first. A step that this store has already
+        written is not written again; one that an earlier process left is replaced.
+
+        Args:
+            step: optimizer steps done.
+            state: a pytree of ``jax.Array``, typed PRNG keys among them.
+            extra: ``bytes`` or JSON values by name, such as the data's position.
+            metrics: numbers by name; ranks the checkpoint for ``keep_best``.
+
+        Returns:
+            False when the step is there already.
+
+        Raises:
+            RunError: this save or the one before failed; says which checkpoint is intact.
+            TypeError: a leaf is not a ``jax.Array``.
+        """
+        import jax
+
+        self._require_write()
+        self.wait()
+        if step in self._written:
+            return False
+        table = tree.flatten(state)
+        for path, leaf in table.items():
+            if not isinstance(leaf, jax.Array):
+                raise TypeError(f"{tree.text(path)} is {type(leaf).__name__}, not a jax.Array")
+        self._read.pop(step, None)
+        self._flight = _Flight(
+            step=step,
+            started=time.monotonic(),
+            leaves={path: tree.describe(leaf) for path, leaf in table.items()},
+            metrics={k: float(v) for k, v in (metrics or {}).items() if math.isfinite(v)},
+        )
+        try:
+            if self.path(step).exists():
+                shutil.rmtree(self.path(step))
+                self._close_saver()
+            self._open_saver().save(step, table, extra or {})
+        except Exception as error:
+            self._fail(error)
+        return True
+
+    def poll(self) -> Saved | None:
+        """A look without waiting: the checkpoint that was committed since the last look, if any.
+
+        Raises:
+            RunError: the save failed; says which checkpoint is intact.
+        """
+        if self._flight is None or self._saver.saving():
+            return None
+        return self.wait()
+
+    def wait(self) -> Saved | None:
+        """Blocks until the save under way is committed and returns it; ``None`` when there is none.
+
+        Raises:
+            RunError: the save failed; says which checkpoint is intact.
+        """
+        flight = self._flight
+        if flight is None:
+            return None
+        try:
+            self._saver.wait()
+            manifest = manifests.read(self.path(flight.step))
+        except Exception as error:
+            self._fail(error)
+        self._flight = None
+        self._written.add(flight.step)
+        self._read[flight.step] = manifest
+        return Saved(
+            step=flight.step,
+            seconds=time.monotonic() - flight.started,
+            num_bytes=manifest.num_bytes,
+            path=self.path(flight.step),
+        )
+
+    def restore(
+        self,
+        abstract_state: Any,
+        *,
+        step: int | str | None = None,
+        only: Sequence[str] | None = None,
+    ) -> Restored:
+        """Reads a checkpoint that verifies, into the shardings of ``abstract_state``.
+
+        Args:
+            abstract_state: a pytree of ``jax.ShapeDtypeStruct`` (or arrays) whose shardings may be
+                of any mesh; a leaf without one goes to the first device.
+            step: a step, ``"best"``, or ``None`` for the newest. Where the newest or best is
+                damaged, the next one is read; a step that is asked for by number is read or refused.
+            only: top-level names, such as ``("params",)``; nothing else is read from disk.
+
+        Raises:
+            NotFoundError: there is no such checkpoint.
+            RunError: none is intact, or it holds another model; names the first path that differs.
+        """
+        self.wait()
+        wanted = {
+            path: leaf
+            for path, leaf in tree.flatten(abstract_state).items()
+            if only is None or (path and path[0] in only)
+        }
+        skipped: list[tuple[int, str]] = []
+        for candidate in self._candidates(step):
+            try:
+                manifest = manifests.read(self.path(candidate))
+                held = {
+                    path: leaf
+                    for path, leaf in manifest.leaves.items()
+                    if only is None or (path and path[0] in only)
+                }
+                self._require_same(candidate, held, wanted)
+                table, extra = self._load(candidate, manifest, wanted)
+            except DamagedError as error:
+                skipped.append((candidate, str(error)))
+                continue
+            return Restored(
+                step=candidate,
+                state=tree.unflatten(abstract_state, table),
+                extra=extra,
+                metrics=manifest.metrics,
+                skipped=tuple(skipped),
+            )
+        raise RunError(self._nothing_intact(step, skipped))
+
+    def discard_after(self, step: int) -> list[int]:
+        """Makes ``step`` the newest: later checkpoints go, damaged ones are set aside, not deleted.
+
+        For a run that goes on from an earlier checkpoint than its newest.
+
+        Returns:
+            The steps that are gone.
+        """
+        self._require_write()
+        self.wait()
+        later = [found for found in self._folders() if found > step]
+        for found in later:
+            try:
+                manifest = self._manifest(found)
+                manifests.verify(self.path(found), manifest, _top(manifest))
+                shutil.rmtree(self.path(found))
+            except DamagedError:
+                aside = self.folder / _ASIDE / str(found)
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.parent.mkdir(exist_ok=True)
+                self.path(found).rename(aside)
+            self._read.pop(found, None)
+            self._written.discard(found)
+        self._close_saver()
+        return later
+
+    def close(self) -> None:
+        """Waits for the save under way and frees the threads.
+
+        Raises:
+            RunError: that save failed.
+        """
+        try:
+            self.wait()
+        finally:
+            self._close_saver()
+
+    def _folders(self) -> list[int]:
+        if not self.folder.is_dir():
+            return []
+        return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit())
+
+    def _manifest(self, step: int) -> Manifest:
+        if step not in self._read:
+            self._read[step] = manifests.read(self.path(step))
+        return self._read[step]
+
+    def _score(self, step: int) -> float | None:
+        if self.metric is None:
+            return None
+        if self._flight is not None and self._flight.step == step:
+            return self._flight.metrics.get(self.metric)
+        try:
+            return self._manifest(step).metrics.get(self.metric)
+        except DamagedError:
+            return None
+
+    def _ranked(self) -> list[int]:
+        scores = {step: self._score(step) for step in self.steps()}
+        sign = 1 if self.mode is Mode.min else -1
+        known = [(sign * score, -step) for step, score in scores.items() if score is not None]
+        return [-negative for _, negative in sorted(known)]
+
+    def _candidates(self, step: int | str | None) -> list[int]:
+        found = self._folders()
+        if not found:
+            raise NotFoundError(f"{self.folder} holds no checkpoint; train a few steps first")
+        if step is None:
+            return found[::-1]
+        if step == "best":
+            ranked = self._ranked()
+            if not ranked:
+                raise NotFoundError(
+                    f"no checkpoint in {self.folder} has the metric {self.metric}; restore the newest or one of {_list(self.steps())}"
+                )
+            return ranked
+        if step not in found:
+            raise NotFoundError(
+                f"there is no checkpoint of step {step} in {self.folder}; there are {_list(self.steps())}"
+            )
+        return [int(step)]
+
+    def _load(
+        self, step: int, manifest: Manifest, wanted: Mapping[tuple[str, ...], Any]
+    ) -> tuple[dict[tuple[str, ...], Any], dict[str, Any]]:
+        from systolic.artifact import backend
+
+        folder = self.path(step)
+        manifests.verify(folder, manifest, {backend.EXTRA, *map(tree.item, wanted)})
+        try:
+            return backend.load(folder, wanted), backend.load_extra(folder)
+        except DamagedError:
+            raise
+        except Exception as error:
+            # Every byte is as it was written, so an older checkpoint would fail alike.
+            raise RunError(
+                f"checkpoint of step {step} is intact but could not be loaded: {_reason(error)}"
+            ) from error
+
+    def _require_same(
+        self,
+        step: int,
+        held: Mapping[tuple[str, ...], Leaf],
+        wanted: Mapping[tuple[str, ...], Any],
+    ) -> None:
+        ours = {path: tree.describe(leaf) for path, leaf in wanted.items()}
+        for path in [*ours, *(path for path in held if path not in ours)]:
+            there, here = held.get(path), ours.get(path)
+            if there != here:
+                raise RunError(
+                    f"checkpoint of step {step} is of another model: {tree.text(path)} is {there or 'absent'} in the checkpoint and {here or 'absent'} in this job; use the job that wrote it"
+                )
+
+    def _nothing_intact(self, step: int | str | None, skipped: list[tuple[int, str]]) -> str:
+        told = "; ".join(f"step {found}: {reason}" for found, reason in skipped)
+        if isinstance(step, int):
+            others = [found for found in self.steps() if found != step]
+            return f"checkpoint of step {step} is damaged ({told.split(': ', 1)[1]}); choose another of {_list(others)}"
+        return f"no checkpoint in {self.folder} is intact ({told}); start again in another folder"
+
+    def _require_write(self) -> None:
+        if self.access is not Access.write:
+            raise RunError(f"{self.folder} is open for reading; open it with Access.write")
+
+    def _open_saver(self) -> Any:
+        from systolic.artifact import backend
+
+        if self._saver is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._saver = backend.Saver(
+                self.folder,
+                retention=backend.Retention(
+                    keep_last=self.keep_last,
+                    keep_best=self.keep_best if self.metric else 0,
+                    mode=self.mode,
+                ),
+                score=self._score,
+                before_commit=self._seal,
+            )
+        return self._saver
+
+    def _seal(self) -> None:
+        from systolic.artifact import backend
+
+        flight = self._flight
+        if flight is None:
+            raise RuntimeError("a commit without a save")
+        manifests.seal(
+            backend.scratch_folder(self.folder, flight.step),
+            step=flight.step,
+            leaves=flight.leaves,
+            metrics=flight.metrics,
+            ignore=backend.CHANGES_AT_COMMIT,
+        )
+
+    def _close_saver(self) -> None:
+        saver, self._saver = self._saver, None
+        if saver is not None:
+            saver.close()
+
+    def _fail(self, error: Exception) -> None:
+        """Forgets the failed save, frees its space and raises."""
+        flight, self._flight = self._flight, None
+        saver, self._saver = self._saver, None
+        if saver is not None:
+            with contextlib.suppress(Exception):  # The same failure, which is raised below.
+                saver.close()
+        self._sweep()
+        step = flight.step if flight else None
+        intact = self.latest_step()
+        kept = (
+            f"the checkpoint of step {intact} is intact"
+            if intact is not None
+            else "there is no earlier checkpoint"
+        )
+        cure = "free space" if _number(error) in _FULL else "mend that"
+        run = self.folder.parent if self.folder.name == "checkpoints" else self.folder
+        raise RunError(
+            f"checkpoint of step {step} failed: {_reason(error)}; {kept}; {cure} and continue with --resume {run}"
+        ) from error
+
+    def _sweep(self) -> None:
+        if not self.folder.is_dir():
+            return
+        from systolic.artifact import backend
+
+        for scratch in backend.scratch_folders(self.folder):
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _top(manifest: Manifest) -> set[str]:
+    return {name.split("/")[0] for name in manifest.files}
+
+
+def _list(steps: Iterable[int]) -> str:
+    return ", ".join(map(str, steps)) or "none"
+
+
+def _number(error: BaseException) -> int | None:
+    """The operating system's error number at the root of ``error``, which may be text in a wrapper."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno:
+            return seen.errno
+        message = str(seen)
+        for number in (*_FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT):
+            if os.strerror(number) in message:
+                return number
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    number = _number(error)
+    if number is not None:
+        return os.strerror(number)
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,177 @@
+"""The manifest of a checkpoint: every leaf and every file with size and CRC-32, one digest over all.
+
+It is written inside the checkpoint before the rename that commits it, so a committed checkpoint
+always has one, and what the disk gives back later can be compared with what was written.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from systolic.core.digest import digest
+from systolic.core.files import write_json
+
+NAME = "manifest.json"
+FORMAT = 1
+_CHUNK_BYTES = 1 << 22
+_READERS = 8
+
+
+class DamagedError(Exception):
+    """A checkpoint that is not what was written; the text says where."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leaf:
+    """One array of a state."""
+
+    dtype: str
+    """The dtype's name; ``uint32`` for the data of a PRNG key."""
+    shape: tuple[int, ...]
+    """The global shape; for a PRNG key without the dimension of its data."""
+    key: str | None = None
+    """The PRNG implementation of a typed key, e.g. ``threefry2x32``."""
+
+    def __str__(self) -> str:
+        kind = f"key<{self.key}>" if self.key else self.dtype
+        return f"{kind}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a checkpoint holds."""
+
+    step: int
+    leaves: Mapping[tuple[str, ...], Leaf]
+    """By path, e.g. ``("params", "layers", "0", "kernel")``."""
+    metrics: Mapping[str, float]
+    files: Mapping[str, tuple[int, int]]
+    """Size in bytes and CRC-32 by path relative to the checkpoint, with ``/``."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on disk."""
+        return sum(size for size, _ in self.files.values())
+
+
+def crc32(path: Path, *, sync: bool = False) -> tuple[int, int]:
+    """Size in bytes and CRC-32 of a file; with ``sync`` the file is on the disk, not in a cache, after."""
+    size, crc = 0, 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            size += len(chunk)
+            crc = zlib.crc32(chunk, crc)
+        if sync:
+            os.fsync(file.fileno())
+    return size, crc
+
+
+def seal(
+    folder: Path,
+    *,
+    step: int,
+    leaves: Mapping[tuple[str, ...], Leaf],
+    metrics: Mapping[str, float],
+    ignore: Iterable[str],
+) -> Manifest:
+    """Reads every file below ``folder`` back, flushes it to disk and writes the manifest.
+
+    Args:
+        folder: a checkpoint that is written but not yet committed.
+        step: its step.
+        leaves: what it holds.
+        metrics: finite numbers by name.
+        ignore: names of files directly in ``folder`` that still change.
+
+    Raises:
+        OSError: a file does not read.
+        RunError: the manifest does not write.
+    """
+    ignored = {*ignore, NAME}
+    names = sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
+    names = [name for name in names if name not in ignored]
+    with ThreadPoolExecutor(_READERS) as pool:
+        sums = list(pool.map(lambda name: crc32(folder / name, sync=True), names))
+    manifest = Manifest(
+        step=step,
+        leaves=dict(leaves),
+        metrics=dict(metrics),
+        files=dict(zip(names, sums, strict=True)),
+    )
+    plain = _plain(manifest)
+    write_json(folder / NAME, plain | {"digest": digest(plain)})
+    return manifest
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        DamagedError: it is absent or not what was written.
+    """
+    try:
+        plain = json.loads((folder / NAME).read_bytes())
+        claimed = plain.pop("digest")
+        if claimed != digest(plain) or plain["format"] != FORMAT:
+            raise ValueError
+        return Manifest(
+            step=plain["step"],
+            leaves={
+                tuple(path): Leaf(dtype=dtype, shape=tuple(shape), key=key)
+                for path, dtype, shape, key in plain["leaves"]
+            },
+            metrics=plain["metrics"],
+            files={name: (size, crc) for name, (size, crc) in plain["files"].items()},
+        )
+    except OSError as error:
+        raise DamagedError(f"{NAME} is missing") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{NAME} is damaged") from error
+
+
+def verify(folder: Path, manifest: Manifest, items: Iterable[str]) -> None:
+    """Compares the files of ``items`` (folders in the checkpoint) with the manifest, byte by byte.
+
+    Raises:
+        DamagedError: a file is missing, has another size or other content.
+    """
+    wanted = set(items)
+    files = {name: file for name, file in manifest.files.items() if name.split("/")[0] in wanted}
+    for name, (size, _) in files.items():
+        try:
+            found = (folder / name).stat().st_size
+        except OSError as error:
+            raise DamagedError(f"{name} is missing") from error
+        if found != size:
+            raise DamagedError(f"{name} has {found} bytes, written were {size}")
+
+    def check(name: str) -> str | None:
+        try:
+            return None if crc32(folder / name) == files[name] else f"{name} has other content"
+        except OSError as error:
+            return f"{name} does not read ({error.strerror})"
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        for reason in pool.map(check, files):
+            if reason is not None:
+                raise DamagedError(reason)
+
+
+def _plain(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "step": manifest.step,
+        "metrics": dict(manifest.metrics),
+        "leaves": [
+            [list(path), leaf.dtype, list(leaf.shape), leaf.key]
+            for path, leaf in manifest.leaves.items()
+        ],
+        "files": {name: list(file) for name, file in manifest.files.items()},
+    }

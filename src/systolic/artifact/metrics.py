@@ -1,0 +1,179 @@
+"""The log of a run: one JSON record a line, appended whole or not at all."""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from systolic.core.errors import RunError
+from systolic.core.files import write_atomically
+
+_SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_TEXT = frozenset({"prompt", "text", "detail", "name"})
+"""Fields that are text whatever they say."""
+_LASTING = frozenset({"bad_step", "skip", "resume", "stop", "interrupt"})
+"""Events that happened even if training later went back to an earlier checkpoint."""
+
+
+def encode(record: Mapping[str, Any]) -> bytes:
+    """One line of JSON. What JSON has no number for is the text ``NaN``, ``Infinity``, ``-Infinity``.
+
+    Raises:
+        TypeError: a value that is neither JSON nor a NumPy scalar.
+    """
+    return (json.dumps(_plain(record), allow_nan=False, ensure_ascii=False) + "\n").encode()
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """Inverse of :func:`encode`.
+
+    Raises:
+        ValueError: the line is not a record.
+    """
+    record = json.loads(line)
+    if not isinstance(record, dict):
+        raise ValueError("a record is a JSON object")
+    return _numbers(record)
+
+
+class Log:
+    """Appends records to a file; each is in the file when :meth:`append` returns.
+
+    Raises:
+        RunError: the file does not open.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle: int | None = None
+        self._open()
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Adds a line.
+
+        Raises:
+            RunError: the disk is full; the file keeps the records before.
+            TypeError: see :func:`encode`.
+        """
+        handle = self._open()
+        line = encode(record)
+        before = os.fstat(handle).st_size
+        try:
+            done = 0
+            while done < len(line):
+                done += os.write(handle, line[done:])
+        except OSError as error:
+            os.ftruncate(handle, before)
+            raise RunError(
+                f"{self.path} could not be written ({error.strerror}); what it held is intact; free space and continue with --resume {self.path.parent}"
+            ) from error
+
+    def truncate(self, step: int) -> int:
+        """Drops what was recorded after ``step``, atomically; returns how many records went.
+
+        Bad steps, skips, resumes, stops and interruptions stay: they happened. A run's ``end`` goes
+        at any step, for the run goes on.
+        """
+        records = list(read(self.path))
+        kept = [record for record in records if _stays(record, step)]
+        self.close()
+        write_atomically(self.path, b"".join(map(encode, kept)))
+        self._open()
+        return len(records) - len(kept)
+
+    def close(self) -> None:
+        """Closes the file; a later append opens it again."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+    def _open(self) -> int:
+        if self._handle is None:
+            try:
+                self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+                _mend(self.path, self._handle)
+            except OSError as error:
+                raise RunError(
+                    f"{self.path} could not be opened ({error.strerror}); choose another folder"
+                ) from error
+        return self._handle
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a log, oldest first; a last line that a kill cut short is left out.
+
+    Raises:
+        RunError: a line before the last is damaged; names it.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield decode(line)
+            except ValueError as error:
+                if not line.endswith(b"\n"):
+                    return
+                raise RunError(
+                    f"line {number} of {path} is damaged; delete that line and try again"
+                ) from error
+
+
+def _mend(path: Path, handle: int) -> None:
+    """Ends the last line, or removes it where a kill cut it short."""
+    content = path.read_bytes()
+    if not content or content.endswith(b"\n"):
+        return
+    start = content.rfind(b"\n") + 1
+    try:
+        decode(content[start:])
+    except ValueError:
+        os.ftruncate(handle, start)
+    else:
+        os.write(handle, b"\n")
+
+
+def _stays(record: Mapping[str, Any], step: int) -> bool:
+    kind = record.get("kind")
+    if kind == "end":
+        return False
+    if kind == "start" or (kind == "event" and record.get("name") in _LASTING):
+        return True
+    at = record.get("step")
+    return at is None or at <= step
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case np.generic():
+            return _plain(value.item())
+        case np.ndarray():
+            return _plain(value.tolist())
+        case float():
+            if math.isfinite(value):
+                return value
+            return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        case Mapping():
+            return {str(key): _plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case Path():
+            return str(value)
+    raise TypeError(f"a record cannot hold {type(value).__name__}")
+
+
+def _numbers(value: Any) -> Any:
+    match value:
+        case dict():
+            return {k: v if k in _TEXT else _numbers(v) for k, v in value.items()}
+        case list():
+            return [_numbers(item) for item in value]
+        case str():
+            return _SPELLED.get(value, value)
+    return value

@@ -1,0 +1,316 @@
+"""The run directory: everything that one training leaves, readable with a text editor.
+
+``job.json`` says what was computed, ``environment.json`` where, ``metrics.jsonl`` what happened,
+``summary.json`` what came out; ``checkpoints/`` belongs to :mod:`systolic.artifact.checkpoint`.
+"""
+
+import datetime
+import io
+import json
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from systolic.artifact import metrics
+from systolic.artifact.access import Access, Lock
+from systolic.artifact.environment import environment
+from systolic.core.errors import NotFoundError, RunError, nearest
+from systolic.core.files import write_atomically, write_json
+
+JOB = "job.json"
+RECIPE = "recipe.py"
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+SUMMARY = "summary.json"
+_CHANGES_EACH_START = ("argv", "pid")
+
+
+class Run:
+    """One run's directory. Make it with :meth:`create` or :meth:`open`, and close it.
+
+    Args:
+        path: the directory, which is a run.
+        access: a writer holds the directory's lock and may append.
+
+    Raises:
+        RunError: another process writes to it.
+    """
+
+    def __init__(self, path: Path, access: Access) -> None:
+        self.path = path
+        self.access = access
+        self._lock = Lock(path) if access is Access.write else None
+        self._metrics: metrics.Log | None = None
+        self._samples: metrics.Log | None = None
+
+    @classmethod
+    def create(
+        cls,
+        path: Path | str | None,
+        description: Mapping[str, Any],
+        *,
+        now: datetime.datetime | None = None,
+    ) -> Self:
+        """Makes a run and writes its ``job.json``.
+
+        Args:
+            path: an absent or empty directory; ``None`` makes ``runs/<job's name>-<UTC time>``.
+            description: the content of ``job.json``; its ``job.name`` names the directory.
+            now: the time in the name, by default the present.
+
+        Raises:
+            RunError: the directory is not empty or not writable.
+        """
+        folder = _fresh(description, now) if path is None else Path(path)
+        try:
+            if folder.exists() and (not folder.is_dir() or any(_content(folder))):
+                raise RunError(_occupied(folder))
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunError(
+                f"{folder} could not be made ({error.strerror}); choose another folder"
+            ) from error
+        run = cls(folder, Access.write)
+        if any(_content(folder)):  # Another process was faster, and is done already.
+            run.close()
+            raise RunError(_occupied(folder))
+        run.write_job(description)
+        return run
+
+    @classmethod
+    def open(cls, path: Path | str, *, access: Access = Access.read) -> Self:
+        """Opens a run that is there; a reader may look while another process trains.
+
+        Raises:
+            NotFoundError: it is not a run; names the nearest one.
+            RunError: a writer, and another process writes to it.
+        """
+        folder = Path(path)
+        if not (folder / JOB).is_file():
+            raise NotFoundError(_not_a_run(folder))
+        return cls(folder, access)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self.path.resolve().name
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where its checkpoints are."""
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Where TensorBoard looks."""
+        return self.path / "tensorboard"
+
+    @property
+    def report(self) -> Path:
+        """The page about it."""
+        return self.path / "report.html"
+
+    @property
+    def recipe(self) -> Path:
+        """The copy of a user's recipe file; absent for a shipped recipe."""
+        return self.path / RECIPE
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Adds a record to ``metrics.jsonl``; it is in the file on return.
+
+        Raises:
+            RunError: the disk is full (the records before are intact), or the run is open for reading.
+            TypeError: a value is neither JSON nor a NumPy scalar.
+        """
+        if self._metrics is None:
+            self._metrics = metrics.Log(self._own(METRICS))
+        self._metrics.append(record)
+
+    def records(self, kind: str | None = None) -> Iterator[dict[str, Any]]:
+        """The records of one kind, or all, oldest first; NaN and infinity are numbers again.
+
+        Raises:
+            RunError: a line is damaged; names it. A last line that a kill cut short is left out.
+        """
+        for record in metrics.read(self.path / METRICS):
+            if kind is None or record.get("kind") == kind:
+                yield record
+
+    def truncate(self, step: int) -> int:
+        """Drops the records after ``step`` before training goes on from there, atomically.
+
+        Starts, bad steps, skips, resumes, stops and interruptions stay at any step. Samples after
+        the step go too.
+
+        Returns:
+            How many records of ``metrics.jsonl`` went.
+        """
+        if self._metrics is None:
+            self._metrics = metrics.Log(self._own(METRICS))
+        if self._samples is None and (self.path / SAMPLES).exists():
+            self._samples = metrics.Log(self._own(SAMPLES))
+        if self._samples is not None:
+            self._samples.truncate(step)
+        return self._metrics.truncate(step)
+
+    def append_sample(self, record: Mapping[str, Any]) -> None:
+        """Adds a sample (``step``, ``prompt``, ``text``) to ``samples.jsonl``."""
+        if self._samples is None:
+            self._samples = metrics.Log(self._own(SAMPLES))
+        self._samples.append(record)
+
+    def samples(self) -> Iterator[dict[str, Any]]:
+        """The samples, oldest first."""
+        yield from metrics.read(self.path / SAMPLES)
+
+    def write_job(self, description: Mapping[str, Any]) -> None:
+        """Writes ``job.json``: what is computed, how it is spread, on what."""
+        write_json(self._own(JOB), dict(description))
+
+    def read_job(self) -> dict[str, Any]:
+        """What :meth:`write_job` wrote.
+
+        Raises:
+            RunError: the file is damaged.
+        """
+        return self._read(JOB, json.loads)
+
+    def write_recipe(self, source: str) -> None:
+        """Keeps a copy of a user's recipe file."""
+        write_atomically(self._own(RECIPE), source)
+
+    def write_environment(self, devices: Sequence[str]) -> None:
+        """Writes ``environment.json``. One that an earlier start wrote and that differs is kept, numbered.
+
+        Args:
+            devices: the devices as the caller names them.
+        """
+        path = self._own(ENVIRONMENT)
+        now = environment(devices)
+        if path.exists():
+            before = path.read_text()
+            if _lasting(before) != _lasting(json.dumps(now)):
+                number = 1 + sum(1 for _ in self.path.glob("environment-*.json"))
+                write_atomically(self.path / f"environment-{number}.json", before)
+        write_json(path, now)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Writes ``summary.json``; NaN and infinity as in ``metrics.jsonl``."""
+        plain = json.loads(metrics.encode(summary))
+        write_json(self._own(SUMMARY), plain)
+
+    def read_summary(self) -> dict[str, Any]:
+        """What :meth:`write_summary` wrote.
+
+        Raises:
+            NotFoundError: the run has not ended.
+            RunError: the file is damaged.
+        """
+        if not (self.path / SUMMARY).exists():
+            raise NotFoundError(
+                f"{self.path} has no summary, so it has not ended; continue it with --resume {self.path}"
+            )
+        return self._read(SUMMARY, metrics.decode)
+
+    def write_bad(self, step: int, arrays: Mapping[str, np.ndarray]) -> Path:
+        """Keeps the batch of a bad step as ``bad/step-<n>.npz``; returns the file."""
+        path = self._own(f"bad/step-{step}.npz")
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, array in arrays.items():
+                content = io.BytesIO()
+                np.lib.format.write_array(content, np.asarray(array), allow_pickle=False)
+                archive.writestr(f"{name}.npy", content.getvalue())
+        write_atomically(path, buffer.getvalue())
+        return path
+
+    def close(self) -> None:
+        """Closes the files and lets the next process in."""
+        for log in (self._metrics, self._samples):
+            if log is not None:
+                log.close()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+            self.access = Access.read
+
+    def _own(self, name: str) -> Path:
+        if self.access is not Access.write:
+            raise RunError(f"{self.path} is open for reading; open it with Access.write")
+        return self.path / name
+
+    def _read(self, name: str, decode: Callable[[bytes], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            return decode((self.path / name).read_bytes())
+        except (OSError, ValueError) as error:
+            raise RunError(
+                f"{self.path / name} is damaged; restore it, or start again in another folder"
+            ) from error
+
+
+def _fresh(description: Mapping[str, Any], now: datetime.datetime | None) -> Path:
+    job = description.get("job") or {}
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(job.get("name") or "run")).strip("-.") or "run"
+    stamp = (now or datetime.datetime.now(datetime.UTC)).strftime("%Y%m%dT%H%M%SZ")
+    folder = Path("runs") / f"{name}-{stamp}"
+    number = 2
+    while folder.exists():
+        folder = folder.with_name(f"{name}-{stamp}-{number}")
+        number += 1
+    return folder
+
+
+def _content(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.iterdir() if path.name != ".lock")
+
+
+def _occupied(folder: Path) -> str:
+    if (folder / JOB).is_file():
+        return f"{folder} already holds a run; continue it with --resume {folder} or choose another folder"
+    return f"{folder} is not empty and not a run; choose another folder"
+
+
+def _runs(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return [path for path in folder.iterdir() if (path / JOB).is_file()]
+
+
+def _not_a_run(folder: Path) -> str:
+    for parent in folder.absolute().parents:
+        if (parent / JOB).is_file():
+            return f"{folder} is not a run but a part of one; did you mean {parent}?"
+    inside = _runs(folder)
+    if inside:
+        newest = max(inside, key=lambda path: (path / JOB).stat().st_mtime)
+        return f"{folder} is not a run but holds {len(inside)}; did you mean {newest}?"
+    siblings = sorted(map(str, _runs(folder.parent)))
+    close = nearest(str(folder), siblings)
+    why = "has no job.json" if folder.exists() else "does not exist"
+    known = "" if close or not siblings else f"; there are {', '.join(siblings[:5])}"
+    return f"{folder} is not a run: it {why}{close}{known}"
+
+
+def _lasting(text: str) -> dict[str, Any]:
+    try:
+        plain = json.loads(text)
+    except ValueError:
+        return {}
+    return {name: value for name, value in plain.items() if name not in _CHANGES_EACH_START}
