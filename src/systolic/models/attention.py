@@ -24,16 +24,24 @@ class Kernel(enum.Enum):
     """Plain matmuls and softmax: any shape, memory grows with the square of the sequence."""
 
 
-def choose_kernel(platform: str, num_queries: int, num_keys: int, head_dim: int, context_ways: int = 1) -> tuple[Kernel, str]:
+def choose_kernel(
+    platform: str, num_queries: int, num_keys: int, head_dim: int, context_ways: int = 1
+) -> tuple[Kernel, str]:
     """The kernel for these shapes and, when it is not the platform's fast one, the reason."""
     if platform == "tpu":
         local = num_queries // context_ways
         if local % 128 or num_keys % 128:
-            return Kernel.xla, f"splash attention needs sequences of a multiple of 128 per device, not {local} and {num_keys}: using plain attention, whose memory grows with the square of the sequence"
+            return (
+                Kernel.xla,
+                f"splash attention needs sequences of a multiple of 128 per device, not {local} and {num_keys}: using plain attention, whose memory grows with the square of the sequence",
+            )
         return Kernel.splash, ""
     if platform == "gpu":
         if head_dim % 8 or head_dim > 128:
-            return Kernel.xla, f"cuDNN attention needs head dims of a multiple of 8 up to 128, not {head_dim}: using plain attention"
+            return (
+                Kernel.xla,
+                f"cuDNN attention needs head dims of a multiple of 8 up to 128, not {head_dim}: using plain attention",
+            )
         return Kernel.cudnn, ""
     return Kernel.xla, ""
 
@@ -63,16 +71,31 @@ def attention(
         [batch, sequence, heads, head_dim] in the dtype of ``query``.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    kernel, reason = choose_kernel(target.platform, query.shape[1], key.shape[1], query.shape[-1], target.layout.context)
+    kernel, reason = choose_kernel(
+        target.platform, query.shape[1], key.shape[1], query.shape[-1], target.layout.context
+    )
     if reason:
         target.note(reason)
     if kernel is Kernel.splash:
         from systolic.models.splash import splash_attention
 
-        return splash_attention(target, query, key, value, segments=segments, causal=causal, scale=scale)
+        return splash_attention(
+            target, query, key, value, segments=segments, causal=causal, scale=scale
+        )
     mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
     attend = partial(jax.nn.dot_product_attention, mask=mask, is_causal=causal, scale=scale)
     if kernel is Kernel.cudnn:
         dtype = query.dtype if query.dtype in (jnp.bfloat16, jnp.float16) else jnp.bfloat16
-        return attend(query.astype(dtype), key.astype(dtype), value.astype(dtype), implementation="cudnn").astype(query.dtype)
+        return attend(
+            query.astype(dtype), key.astype(dtype), value.astype(dtype), implementation="cudnn"
+        ).astype(query.dtype)
+    if target.platform == "cpu" and query.dtype == jnp.float16:
+        # XLA's CPU matmul has no float16 form with float32 accumulation, which the logits ask for.
+        wide = attend(
+            query.astype(jnp.float32),
+            key.astype(jnp.float32),
+            value.astype(jnp.float32),
+            implementation="xla",
+        )
+        return wide.astype(query.dtype)
     return attend(query, key, value, implementation="xla")

@@ -44,15 +44,30 @@ class Decoder(Model):
     """RMSNorm on queries and keys."""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "d_model", "d_ff", "heads", "kv_heads", "head_dim", "vocab", "experts"):
+        for name in (
+            "layers",
+            "d_model",
+            "d_ff",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "vocab",
+            "experts",
+        ):
             if getattr(self, name) < 1:
                 raise OptionError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
         if self.heads % self.kv_heads:
-            raise OptionError(f"model.heads {self.heads} is not a multiple of model.kv-heads {self.kv_heads}; change one")
+            raise OptionError(
+                f"model.heads {self.heads} is not a multiple of model.kv-heads {self.kv_heads}; change one"
+            )
         if self.head_dim % 2:
-            raise OptionError(f"model.head-dim {self.head_dim} is odd; rotary embeddings turn pairs of dims, use an even one")
+            raise OptionError(
+                f"model.head-dim {self.head_dim} is odd; rotary embeddings turn pairs of dims, use an even one"
+            )
         if self.experts > 1 and not 1 <= self.experts_per_token <= self.experts:
-            raise OptionError(f"model.experts-per-token {self.experts_per_token} is outside 1 to {self.experts} experts")
+            raise OptionError(
+                f"model.experts-per-token {self.experts_per_token} is outside 1 to {self.experts} experts"
+            )
 
     @property
     def num_parameters(self) -> int:
@@ -83,10 +98,14 @@ class Decoder(Model):
         if self.experts > 1:
             divides.append(("expert", layout.expert, "experts", self.experts))
         elif layout.expert > 1:
-            raise LayoutError(f"layout.expert is {layout.expert} but the model is dense; set model.experts, or use layout.fsdp")
+            raise LayoutError(
+                f"layout.expert is {layout.expert} but the model is dense; set model.experts, or use layout.fsdp"
+            )
         for axis, ways, dim, size in divides:
             if size % ways:
-                raise LayoutError(f"layout.{axis} {ways} does not divide model.{dim} {size}; use a divisor of {size}, or change model.{dim}")
+                raise LayoutError(
+                    f"layout.{axis} {ways} does not divide model.{dim} {size}; use a divisor of {size}, or change model.{dim}"
+                )
 
     def flops(self, fields: Mapping[str, Field]) -> float:
         """Matmul FLOPs of the forward pass of one sequence; attention counts the causal half."""
@@ -96,7 +115,9 @@ class Decoder(Model):
         active = self.experts_per_token if self.experts > 1 else 1
         mlp = 2 * 3 * self.d_model * self.d_ff * active
         router = 2 * self.d_model * self.experts if self.experts > 1 else 0
-        return sequence * (self.layers * (projections + scores + mlp + router) + 2 * self.d_model * self.vocab)
+        return sequence * (
+            self.layers * (projections + scores + mlp + router) + 2 * self.d_model * self.vocab
+        )
 
     def shrink(self, layout: Layout) -> "Decoder":
         """Two layers a stage and a few heads a tensor shard, with this model's ratios of heads and experts."""

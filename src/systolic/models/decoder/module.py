@@ -11,6 +11,7 @@ from systolic.models.attention import attention
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.moe import Mixture
 from systolic.models.decoder.pipeline import run_stages
+from systolic.models.parameters import weight
 from systolic.models.remat import name, rematerialise
 
 
@@ -46,13 +47,9 @@ def rope(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     angle = positions[:, :, None, None].astype(jnp.float32) * frequency
     sin, cos = jnp.sin(angle), jnp.cos(angle)
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(x.dtype)
-
-
-def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int, gain: float = 1.0) -> nnx.Param:
-    """A float32 matrix, normal with standard deviation gain / sqrt(fan_in), cut at two deviations."""
-    value = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32)
-    return nnx.Param(value * (gain / fan_in**0.5), out_sharding=axes)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(
+        x.dtype
+    )
 
 
 class MLP(nnx.Module):
@@ -81,12 +78,16 @@ class Block(nnx.Module):
         self.query = weight(rngs, (d, h, e), ("embed", "heads", "head_dim"), d)
         self.key = weight(rngs, (d, k, e), ("embed", "kv_heads", "head_dim"), d)
         self.value = weight(rngs, (d, k, e), ("embed", "kv_heads", "head_dim"), d)
-        self.out = weight(rngs, (h, e, d), ("heads", "head_dim", "embed"), h * e, (2 * config.layers) ** -0.5)
+        self.out = weight(
+            rngs, (h, e, d), ("heads", "head_dim", "embed"), h * e, (2 * config.layers) ** -0.5
+        )
         if config.qk_norm:
             self.query_norm = RMSNorm(e, config.norm_eps, "norm")
             self.key_norm = RMSNorm(e, config.norm_eps, "norm")
         self.mlp_norm = RMSNorm(d, config.norm_eps, "norm")
-        self.mlp = Mixture(config, rngs, target) if config.experts > 1 else MLP(config, rngs, target)
+        self.mlp = (
+            Mixture(config, rngs, target) if config.experts > 1 else MLP(config, rngs, target)
+        )
         self.config, self.target = config, target
 
     def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -97,23 +98,33 @@ class Block(nnx.Module):
         if self.config.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         theta = self.config.rope_theta
-        return name(rope(query, positions, theta), "query"), name(rope(key, positions, theta), "key"), name(value, "value")
+        return (
+            name(rope(query, positions, theta), "query"),
+            name(rope(key, positions, theta), "key"),
+            name(value, "value"),
+        )
 
     def merge(self, x: jax.Array, attended: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The rest of the block after attention: the residual stream and the router's loss."""
         constrain = self.target.constrain
         attended = constrain(name(attended, "attention"), "batch", "sequence", "heads", None)
-        x = constrain(x + jnp.einsum("bshe,hed->bsd", attended, self.out[...]), "batch", "sequence", None)
+        x = constrain(
+            x + jnp.einsum("bshe,hed->bsd", attended, self.out[...]), "batch", "sequence", None
+        )
         update, loss = self.mlp(self.mlp_norm(x))
         return constrain(x + update, "batch", "sequence", None), loss
 
-    def __call__(self, x: jax.Array, segments: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(
+        self, x: jax.Array, segments: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """x [batch, sequence, d_model], segments and positions int32[batch, sequence]."""
         query, key, value = self.project(self.attention_norm(x), positions)
         constrain = self.target.constrain
         query = constrain(query, "batch", "sequence", "heads", None)
         key, value = (constrain(part, "batch", None, "kv_heads", None) for part in (key, value))
-        return self.merge(x, attention(self.target, query, key, value, segments=segments, causal=True))
+        return self.merge(
+            x, attention(self.target, query, key, value, segments=segments, causal=True)
+        )
 
 
 class DecoderModule(nnx.Module):
@@ -125,17 +136,24 @@ class DecoderModule(nnx.Module):
         def blocks(rngs: nnx.Rngs) -> Block:
             return Block(config, rngs, target)
 
-        self.embedding = weight(rngs, (config.vocab, config.d_model), ("vocab", "embed"), config.d_model)
+        self.embedding = weight(
+            rngs, (config.vocab, config.d_model), ("vocab", "embed"), config.d_model
+        )
         self.blocks = blocks(rngs)
         self.norm = RMSNorm(config.d_model, config.norm_eps, "norm")
         if not config.tie_embeddings:
-            self.unembedding = weight(rngs, (config.d_model, config.vocab), ("embed", "vocab"), config.d_model)
+            self.unembedding = weight(
+                rngs, (config.d_model, config.vocab), ("embed", "vocab"), config.d_model
+            )
         self.config, self.target = config, target
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """int32[batch, sequence] to [batch, sequence, d_model], scaled to unit variance."""
-        table = self.embedding[...]
-        return self.target.constrain(table[tokens] * self.config.d_model**0.5, "batch", "sequence", None)
+        # Whole rows on every device: a lookup in split rows would make the partitioner replicate its result.
+        table = self.target.constrain(self.embedding[...], "vocab", None)
+        return self.target.constrain(
+            table[tokens] * self.config.d_model**0.5, "batch", "sequence", None
+        )
 
     def logits(self, x: jax.Array) -> jax.Array:
         """[batch, sequence, d_model] to [batch, sequence, vocab]."""
@@ -151,7 +169,9 @@ class DecoderModule(nnx.Module):
         """
         graph, stacked = nnx.split(self.blocks)
 
-        def layer(x: jax.Array, state: nnx.State, segments: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def layer(
+            x: jax.Array, state: nnx.State, segments: jax.Array, positions: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
             return nnx.merge(graph, state)(x, segments, positions)
 
         layer = rematerialise(layer, self.target.layout)
@@ -159,15 +179,25 @@ class DecoderModule(nnx.Module):
         if self.target.layout.pipeline > 1:
             x, losses = run_stages(layer, stacked, x, segments, positions, self.target)
         else:
-            x, losses = jax.lax.scan(lambda x, state: layer(x, state, segments, positions), x, stacked)
+            x, losses = jax.lax.scan(
+                lambda x, state: layer(x, state, segments, positions), x, stacked
+            )
         if self.config.experts > 1:
-            self.sow(nnx.Intermediate, "router_loss", jnp.mean(losses), reduce_fn=lambda _, new: new, init_fn=lambda: None)
+            self.sow(
+                nnx.Intermediate,
+                "router_loss",
+                jnp.mean(losses),
+                reduce_fn=lambda _, new: new,
+                init_fn=lambda: None,
+            )
         return self.logits(x)
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
         """Room for ``capacity`` positions of ``batch`` sequences."""
         shape = (self.config.layers, batch, capacity, self.config.kv_heads, self.config.head_dim)
-        return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((batch,), jnp.int32))
+        return Cache(
+            jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((batch,), jnp.int32)
+        )
 
     def extend(self, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         """Logits [batch, n, vocab] of the next n tokens int32[batch, n], and the cache with them in it."""
@@ -176,14 +206,21 @@ class DecoderModule(nnx.Module):
         visible = jnp.arange(cache.key.shape[2])[None, None, :] <= positions[:, :, None]
         rows = jnp.arange(tokens.shape[0])[:, None]
 
-        def step(carry: tuple[jax.Array, jax.Array, jax.Array], state: tuple[jax.Array, nnx.State]) -> tuple[tuple[jax.Array, jax.Array, jax.Array], None]:
+        def step(
+            carry: tuple[jax.Array, jax.Array, jax.Array], state: tuple[jax.Array, nnx.State]
+        ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], None]:
             x, keys, values = carry
             index, layer = state
             block = nnx.merge(graph, layer)
             query, key, value = block.project(block.attention_norm(x), positions)
             keys = keys.at[index, rows, positions].set(key.astype(keys.dtype), mode="drop")
             values = values.at[index, rows, positions].set(value.astype(values.dtype), mode="drop")
-            attended = jax.nn.dot_product_attention(query, keys[index].astype(x.dtype), values[index].astype(x.dtype), mask=visible[:, None])
+            attended = jax.nn.dot_product_attention(
+                query,
+                keys[index].astype(x.dtype),
+                values[index].astype(x.dtype),
+                mask=visible[:, None],
+            )
             return (block.merge(x, attended)[0], keys, values), None
 
         carry = (self.embed(tokens), cache.key, cache.value)

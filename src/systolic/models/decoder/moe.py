@@ -13,6 +13,7 @@ from flax import nnx
 
 from systolic.job import Target
 from systolic.models.decoder.config import Decoder
+from systolic.models.parameters import weight
 from systolic.models.remat import name
 
 
@@ -20,7 +21,10 @@ def capacity(config: Decoder, sequence: int) -> int:
     """Slots of one expert for one sequence."""
     if config.capacity_factor <= 0:
         return sequence
-    return min(sequence, math.ceil(sequence * config.experts_per_token * config.capacity_factor / config.experts))
+    return min(
+        sequence,
+        math.ceil(sequence * config.experts_per_token * config.capacity_factor / config.experts),
+    )
 
 
 class Mixture(nnx.Module):
@@ -29,14 +33,12 @@ class Mixture(nnx.Module):
     def __init__(self, config: Decoder, rngs: nnx.Rngs, target: Target) -> None:
         e, d, f = config.experts, config.d_model, config.d_ff
 
-        def matrix(shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int, gain: float = 1.0) -> nnx.Param:
-            value = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32)
-            return nnx.Param(value * (gain / fan_in**0.5), out_sharding=axes)
-
-        self.router = matrix((d, e), ("embed", None), d)
-        self.gate = matrix((e, d, f), ("experts", "expert_embed", "mlp"), d)
-        self.up = matrix((e, d, f), ("experts", "expert_embed", "mlp"), d)
-        self.down = matrix((e, f, d), ("experts", "mlp", "expert_embed"), f, (2 * config.layers) ** -0.5)
+        self.router = weight(rngs, (d, e), ("embed", None), d)
+        self.gate = weight(rngs, (e, d, f), ("experts", "expert_embed", "mlp"), d)
+        self.up = weight(rngs, (e, d, f), ("experts", "expert_embed", "mlp"), d)
+        self.down = weight(
+            rngs, (e, f, d), ("experts", "mlp", "expert_embed"), f, (2 * config.layers) ** -0.5
+        )
         self.config, self.target = config, target
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -56,17 +58,29 @@ class Mixture(nnx.Module):
         fits = place < slots
         address = jnp.where(fits, chosen * slots + place, config.experts * slots)
 
-        tokens = jnp.broadcast_to(jnp.arange(sequence)[None, :, None], address.shape).reshape(batch, -1)
+        tokens = jnp.broadcast_to(jnp.arange(sequence)[None, :, None], address.shape).reshape(
+            batch, -1
+        )
         source = jnp.full((batch, config.experts * slots + 1), sequence, jnp.int32)
-        source = jax.vmap(lambda into, at, what: into.at[at].set(what))(source, address.reshape(batch, -1), tokens)[:, :-1]
+        source = jax.vmap(lambda into, at, what: into.at[at].set(what))(
+            source, address.reshape(batch, -1), tokens
+        )[:, :-1]
         padded = jnp.concatenate([x, jnp.zeros((batch, 1, d), x.dtype)], axis=1)
-        routed = jnp.take_along_axis(padded, source[:, :, None], axis=1).reshape(batch, config.experts, slots, d)
+        routed = jnp.take_along_axis(padded, source[:, :, None], axis=1).reshape(
+            batch, config.experts, slots, d
+        )
 
         routed = constrain(routed, "expert_batch", "experts", None, None)
         gate = name(jnp.einsum("becd,edf->becf", routed, self.gate[...]), "mlp")
         up = name(jnp.einsum("becd,edf->becf", routed, self.up[...]), "mlp")
         hidden = constrain(jax.nn.silu(gate) * up, "expert_batch", "experts", None, "mlp")
-        done = constrain(jnp.einsum("becf,efd->becd", hidden, self.down[...]), "expert_batch", "experts", None, None)
+        done = constrain(
+            jnp.einsum("becf,efd->becd", hidden, self.down[...]),
+            "expert_batch",
+            "experts",
+            None,
+            None,
+        )
 
         done = constrain(done.reshape(batch, config.experts * slots, d), "batch", None, None)
         done = jnp.concatenate([done, jnp.zeros((batch, 1, d), done.dtype)], axis=1)

@@ -31,7 +31,14 @@ def num_microbatches(target: Target, batch: int) -> int:
     return wanted
 
 
-def run_stages(layer: Callable[..., Any], stacked: Any, x: jax.Array, segments: jax.Array, positions: jax.Array, target: Target) -> tuple[jax.Array, jax.Array]:
+def run_stages(
+    layer: Callable[..., Any],
+    stacked: Any,
+    x: jax.Array,
+    segments: jax.Array,
+    positions: jax.Array,
+    target: Target,
+) -> tuple[jax.Array, jax.Array]:
     """All layers over x [batch, sequence, d_model]; returns it and the layers' mean losses f32[layers per stage].
 
     ``layer(x, state, segments, positions) -> (x, loss)``; ``stacked`` has a leading dim of layers.
@@ -44,10 +51,14 @@ def run_stages(layer: Callable[..., Any], stacked: Any, x: jax.Array, segments: 
         parts = array.reshape(-1, count, *array.shape[1:]).swapaxes(0, 1)
         return target.constrain(parts, None, "batch", "sequence", *[None] * (array.ndim - 2))
 
-    def stage(state: Any, x: jax.Array, segments: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def stage(
+        state: Any, x: jax.Array, segments: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         return jax.lax.scan(lambda x, one: layer(x, one, segments, positions), x, state)
 
-    by_stage = jax.tree.map(lambda p: p.reshape(stages, p.shape[0] // stages, *p.shape[1:]), stacked)
+    by_stage = jax.tree.map(
+        lambda p: p.reshape(stages, p.shape[0] // stages, *p.shape[1:]), stacked
+    )
     every_stage = jax.vmap(stage, spmd_axis_name="pipeline")
     inputs = (split(x), split(segments), split(positions))
     slots = jax.tree.map(lambda a: jnp.zeros((stages, *a.shape[1:]), a.dtype), inputs)
@@ -67,4 +78,6 @@ def run_stages(layer: Callable[..., Any], stacked: Any, x: jax.Array, segments: 
 
     _, (outputs, losses) = jax.lax.scan(tick, slots, jnp.arange(count + stages - 1))
     out = outputs[stages - 1 :].swapaxes(0, 1).reshape(x.shape)
-    return target.constrain(out, "batch", "sequence", None), losses.sum(axis=(0, 1)) / (count * stages)
+    return target.constrain(out, "batch", "sequence", None), losses.sum(axis=(0, 1)) / (
+        count * stages
+    )

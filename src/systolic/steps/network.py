@@ -1,0 +1,116 @@
+"""A module split into its structure, which is static, and its arrays, which are data.
+
+Arrays are kept in flat dicts, path to array, so that every layer above (optimizer masks, sharding,
+checkpoints, conversions) names a parameter the same way: ``blocks/mlp/up``.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from systolic.job import Model
+from systolic.steps.target import MeshTarget
+
+Arrays = dict[str, jax.Array]
+
+
+class Network:
+    """The structure of one model for one target.
+
+    Attributes:
+        params: Path to ShapeDtypeStruct of each parameter.
+        rest: The same for all other variables.
+        axes: Path to the logical names of a parameter's dims, ``None`` where the module names none.
+    """
+
+    def __init__(self, model: Model, target: MeshTarget) -> None:
+        self.model, self.target = model, target
+
+        def split() -> tuple[Any, ...]:
+            module = self._module(jax.random.key(0))
+            module.eval()
+            evaluation, *_ = nnx.split(module, nnx.Param, ...)
+            module.train()
+            graph, params, rest = nnx.split(module, nnx.Param, ...)
+            found.append((graph, evaluation))
+            return params, rest
+
+        found: list[Any] = []
+        params, rest = jax.eval_shape(split)
+        self._graphs = dict(zip((True, False), found[0], strict=True))
+        self._params, self._rest = _flat(params), _flat(rest)
+        self.params = {path: _shape(variable) for path, variable in self._params.items()}
+        self.rest = {path: _shape(variable) for path, variable in self._rest.items()}
+        self.axes = {path: _axes(variable) for path, variable in self._params.items()}
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(shape.size for shape in self.params.values())
+
+    def init(self, key: jax.Array) -> tuple[Arrays, Arrays]:
+        """Fresh parameters and other variables; to be called under ``jit`` with sharded outputs."""
+        module = self._module(key)
+        _, params, rest = nnx.split(module, nnx.Param, ...)
+        return _values(params), _values(rest)
+
+    def module(
+        self, params: Mapping[str, jax.Array], rest: Mapping[str, jax.Array], train: bool
+    ) -> nnx.Module:
+        """The module with these arrays, in training or evaluation mode."""
+        return nnx.merge(
+            self._graphs[train], _state(self._params, params), _state(self._rest, rest)
+        )
+
+    def variables(self, module: nnx.Module) -> Arrays:
+        """The module's variables that are not parameters, after a call changed them."""
+        _, _, rest = nnx.split(module, nnx.Param, ...)
+        return _values(rest)
+
+    def cast(self, params: Mapping[str, jax.Array]) -> Arrays:
+        """Float parameters in the target's compute dtype."""
+        dtype = jnp.dtype(self.target.dtype)
+        return {
+            path: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p
+            for path, p in params.items()
+        }
+
+    def _module(self, key: jax.Array) -> nnx.Module:
+        with nnx.use_eager_sharding(False):
+            return self.model.build(nnx.Rngs(key), self.target)
+
+
+class _Slot(NamedTuple):
+    """Where a variable belongs in the module's state, and its kind and metadata."""
+
+    path: tuple[Any, ...]
+    variable: nnx.Variable
+
+
+def _flat(state: Any) -> dict[str, _Slot]:
+    return {
+        "/".join(map(str, path)): _Slot(path, variable)
+        for path, variable in nnx.to_flat_state(state)
+    }
+
+
+def _values(state: Any) -> Arrays:
+    return {name: slot.variable.get_value() for name, slot in _flat(state).items()}
+
+
+def _state(slots: Mapping[str, _Slot], values: Mapping[str, jax.Array]) -> nnx.State:
+    return nnx.from_flat_state(
+        [(slot.path, slot.variable.replace(values[name])) for name, slot in slots.items()]
+    )
+
+
+def _shape(slot: _Slot) -> jax.ShapeDtypeStruct:
+    value = slot.variable.get_value()
+    return jax.ShapeDtypeStruct(value.shape, value.dtype)
+
+
+def _axes(slot: _Slot) -> tuple[str | None, ...] | None:
+    return slot.variable.get_metadata().get("out_sharding")

@@ -1,0 +1,121 @@
+"""From optimizer and schedule values to Optax."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+
+from systolic.job import Optimizer, OptimizerKind, Schedule, ScheduleKind
+
+STACKED = ("layers", "experts", "stages")
+"""Logical dims that repeat a parameter rather than belong to its matrix."""
+
+Axes = Mapping[str, tuple[str | None, ...]]
+"""Parameter name to the logical names of its dims; unnamed dims are ``None``."""
+
+
+def schedule(value: Schedule, steps: int, peak: float) -> Callable[[Any], jax.Array]:
+    """Step (counted from 0) to learning rate f32[]."""
+    warmup = min(value.warmup, steps - 1)
+    body = max(steps - warmup, 1)
+    end = peak * value.final
+    match value.kind:
+        case ScheduleKind.constant:
+            after = optax.constant_schedule(peak)
+        case ScheduleKind.cosine:
+            after = optax.cosine_decay_schedule(peak, body, alpha=value.final)
+        case ScheduleKind.linear:
+            after = optax.linear_schedule(peak, end, body)
+        case ScheduleKind.wsd:
+            decay = max(round(steps * value.decay), 1)
+            stable = max(body - decay, 0)
+            after = optax.join_schedules(
+                [optax.constant_schedule(peak), optax.linear_schedule(peak, end, decay)], [stable]
+            )
+    if not warmup:
+        return after
+    # The first step already moves: 1/warmup of the peak, not 0.
+    rise = optax.linear_schedule(peak / warmup, peak, warmup - 1 if warmup > 1 else 1)
+    return optax.join_schedules([rise, after], [warmup])
+
+
+def own_dims(axes: tuple[str | None, ...]) -> list[int]:
+    """The dims of a parameter's own matrix, without those that only stack copies of it."""
+    return [dim for dim, name in enumerate(axes) if name not in STACKED]
+
+
+def is_matrix(axes: tuple[str | None, ...]) -> bool:
+    """Whether a parameter is a matrix or a kernel (decayed), not a bias, a norm or another vector."""
+    return len(own_dims(axes)) >= 2
+
+
+def build(
+    value: Optimizer, learning_rate: Callable[[Any], jax.Array], axes: Axes
+) -> optax.GradientTransformation:
+    """The update rule over a flat dict of parameters; gradients arrive clipped."""
+    matrices = {name: is_matrix(dims) for name, dims in axes.items()}
+    b1 = value.b1 if value.b1 is not None else {OptimizerKind.muon: 0.95}.get(value.kind, 0.9)
+    b2 = (
+        value.b2
+        if value.b2 is not None
+        else {OptimizerKind.lion: 0.99, OptimizerKind.adamw: 0.95, OptimizerKind.muon: 0.95}.get(
+            value.kind, 0.999
+        )
+    )
+    decay = (
+        optax.add_decayed_weights(value.weight_decay, mask=matrices)
+        if value.weight_decay
+        else optax.identity()
+    )
+    descend = optax.scale_by_learning_rate(learning_rate)
+    match value.kind:
+        case OptimizerKind.adamw:
+            return optax.chain(optax.scale_by_adam(b1, b2, value.eps), decay, descend)
+        case OptimizerKind.sgd:
+            return optax.chain(decay, optax.trace(b1, nesterov=True), descend)
+        case OptimizerKind.lion:
+            return optax.chain(optax.scale_by_lion(b1, b2), decay, descend)
+        case OptimizerKind.lamb:
+            return optax.chain(
+                optax.scale_by_adam(b1, b2, 1e-6), decay, optax.scale_by_trust_ratio(), descend
+            )
+        case OptimizerKind.adafactor:
+            return optax.chain(
+                optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), decay, descend
+            )
+        case OptimizerKind.muon:
+            return _muon(value, (b1, b2), learning_rate, axes)
+
+
+def _muon(
+    value: Optimizer,
+    betas: tuple[float, float],
+    learning_rate: Callable[[Any], jax.Array],
+    axes: Axes,
+) -> optax.GradientTransformation:
+    """Muon for hidden matrices, undecayed AdamW for embeddings, heads and vectors (Jordan 2024)."""
+    share = (value.adam_learning_rate or value.learning_rate) / value.learning_rate
+    return optax.contrib.muon(
+        learning_rate,
+        beta=betas[0],
+        eps=value.eps,
+        weight_decay=value.weight_decay,
+        adam_b2=betas[1],
+        adam_learning_rate=lambda step: learning_rate(step) * share,
+        muon_weight_dimension_numbers={name: _muon_dims(dims) for name, dims in axes.items()},
+    )
+
+
+def _muon_dims(axes: tuple[str | None, ...]) -> optax.contrib.MuonDimensionNumbers | None:
+    """Input and output dims of a hidden matrix; ``None`` for what AdamW updates."""
+    own = own_dims(axes)
+    if len(own) < 2 or "vocab" in axes:
+        return None
+    if axes[own[0]] in ("embed", "expert_embed"):
+        return optax.contrib.MuonDimensionNumbers(
+            reduction_axis=(own[0],), output_axis=tuple(own[1:])
+        )
+    return optax.contrib.MuonDimensionNumbers(
+        reduction_axis=tuple(own[:-1]), output_axis=(own[-1],)
+    )

@@ -1,0 +1,84 @@
+"""Which device holds which part: of parameters, of optimizer state, of batches."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from systolic.job import Field
+from systolic.job.data import MASK
+from systolic.steps.target import MeshTarget
+
+SMALL = 2**14
+"""Parameters of fewer elements, without logical axes, are kept whole on every device."""
+
+
+def parameter_spec(
+    target: MeshTarget, shape: tuple[int, ...], axes: tuple[str | None, ...] | None
+) -> PartitionSpec:
+    """The partition of one parameter: by its logical axes, else its largest dim over fsdp where it divides."""
+    if axes is not None:
+        return target.fit(shape, axes)
+    if len(shape) < 2 or _size(shape) < SMALL:
+        return PartitionSpec()
+    largest = max(range(len(shape)), key=lambda dim: shape[dim])
+    return target.fit(
+        shape, tuple("embed" if dim == largest else None for dim in range(len(shape)))
+    )
+
+
+def optimizer_specs(
+    optimizer: Any, shapes: Mapping[str, tuple[int, ...]], specs: Mapping[str, PartitionSpec]
+) -> Any:
+    """Optimizer state sharded like the parameter each leaf belongs to.
+
+    Args:
+        optimizer: The optimizer's state (arrays or shapes); leaves of a parameter have its name in their path.
+        shapes: Name to shape of each parameter.
+        specs: Name to partition of each parameter.
+
+    Returns:
+        The same tree of PartitionSpec. A leaf with some of the parameter's dims (a factored moment)
+        keeps their partition; any other leaf is whole everywhere.
+    """
+
+    def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        for key in reversed(path):
+            if isinstance(key, jax.tree_util.DictKey) and key.key in specs:
+                return _project(leaf.shape, shapes[key.key], specs[key.key])
+        return PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(spec, optimizer)
+
+
+def batch_specs(target: MeshTarget, fields: Mapping[str, Field]) -> dict[str, PartitionSpec]:
+    """The partition of each array of a batch."""
+    specs = {
+        name: target.spec("batch", *(field.axes or (None,) * len(field.shape)))
+        for name, field in fields.items()
+    }
+    return {**specs, MASK: target.spec("batch")}
+
+
+def _project(shape: tuple[int, ...], whole: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
+    """The partition of an array that has a subsequence of a parameter's dims."""
+    parts = list(spec) + [None] * (len(whole) - len(spec))
+    if shape == whole:
+        return PartitionSpec(*parts)
+    kept, dim = [], 0
+    for size in shape:
+        while dim < len(whole) and whole[dim] != size:
+            dim += 1
+        if dim == len(whole):
+            return PartitionSpec()
+        kept.append(parts[dim])
+        dim += 1
+    return PartitionSpec(*kept)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for dim in shape:
+        size *= dim
+    return size

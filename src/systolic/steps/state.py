@@ -1,0 +1,80 @@
+"""What a train step reads and writes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watch:
+    """The guard's memory, on the device, so that a bad update is dropped in the step that made it."""
+
+    mean: jax.Array
+    """f32[]: running mean of the loss."""
+    seen: jax.Array
+    """int32[]: good steps in that mean."""
+    in_a_row: jax.Array
+    """int32[]: bad steps since the last good one."""
+    total: jax.Array
+    """int32[]: bad steps so far."""
+    frozen: jax.Array
+    """bool[]: a bad step under the rule ``stop``: no update is applied any more."""
+
+    @classmethod
+    def start(cls) -> "Watch":
+        """Nothing seen yet."""
+        zero = jnp.zeros((), jnp.int32)
+        return cls(
+            mean=jnp.zeros((), jnp.float32),
+            seen=zero,
+            in_a_row=zero,
+            total=zero,
+            frozen=jnp.zeros((), bool),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossScale:
+    """Dynamic loss scaling for float16 (Micikevicius et al. 2018)."""
+
+    scale: jax.Array
+    """f32[]: the loss is multiplied by it, gradients are divided by it."""
+    good: jax.Array
+    """int32[]: finite steps since the scale last changed."""
+
+    @classmethod
+    def start(cls) -> "LossScale":
+        """2**15, doubled after 2000 finite steps, halved at an overflow."""
+        return cls(scale=jnp.asarray(2.0**15, jnp.float32), good=jnp.zeros((), jnp.int32))
+
+    def after(self, finite: jax.Array) -> "LossScale":
+        """The scale for the next step."""
+        grown = self.good + 1 >= 2000
+        scale = jnp.where(
+            finite, jnp.where(grown, self.scale * 2, self.scale), jnp.maximum(self.scale / 2, 1.0)
+        )
+        return LossScale(scale=scale, good=jnp.where(finite & ~grown, self.good + 1, 0))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainState:
+    """Everything that changes from step to step; a checkpoint is this and the position in the data."""
+
+    step: jax.Array
+    """int32[]: optimizer steps done."""
+    params: dict[str, jax.Array]
+    """Master weights by path ("blocks/query"), float32."""
+    rest: dict[str, jax.Array]
+    """Other variables of the module by path: batch statistics, random keys."""
+    optimizer: Any
+    """Optax state."""
+    ema: dict[str, jax.Array] | None
+    """Moving average of the weights, when the optimizer keeps one."""
+    scale: LossScale | None
+    """Only in float16."""
+    watch: Watch

@@ -1,0 +1,280 @@
+"""A job for a target as pure functions of arrays: init, train step, eval step, predict step.
+
+Nothing here runs or compiles: the trainer jits these functions for the devices at hand, the
+forecast lowers the same ones for a slice that isn't there.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+
+from systolic.job import GuardRule, Job
+from systolic.job.data import MASK
+from systolic.job.model import Mean
+from systolic.steps import flops
+from systolic.steps.network import Arrays, Network
+from systolic.steps.optimizer import build, schedule
+from systolic.steps.sharding import batch_specs, optimizer_specs, parameter_spec
+from systolic.steps.state import LossScale, TrainState, Watch
+from systolic.steps.target import MeshTarget
+
+Batch = Mapping[str, jax.Array]
+
+SETTLE = 20
+"""Good steps before the guard knows what a normal loss is."""
+
+
+class Steps:
+    """The programs of one job on one target."""
+
+    def __init__(self, job: Job, target: MeshTarget) -> None:
+        job.model.check(target.layout)
+        self.job, self.target = job, target
+        self.batch_size = job.batch.resolve(target.layout)
+        self.network = Network(job.model, target)
+        self.learning_rate = schedule(job.schedule, job.steps, job.optimizer.learning_rate)
+        axes = {
+            path: dims or (None,) * self.network.params[path].ndim
+            for path, dims in self.network.axes.items()
+        }
+        self.optimizer = build(job.optimizer, self.learning_rate, axes)
+
+    # What there is: shapes and shardings
+
+    @cached_property
+    def shapes(self) -> TrainState:
+        """The state as ShapeDtypeStructs."""
+        return jax.eval_shape(self.init, jax.random.key(0))
+
+    @cached_property
+    def shardings(self) -> TrainState:
+        """Where each array of the state lives."""
+        sharding = self.target.sharding
+        shapes = {path: shape.shape for path, shape in self.network.params.items()}
+        specs = {
+            path: parameter_spec(self.target, shapes[path], self.network.axes[path])
+            for path in shapes
+        }
+        whole = self.target.sharding(jax.sharding.PartitionSpec())
+        params = {path: sharding(spec) for path, spec in specs.items()}
+        return TrainState(
+            step=whole,
+            params=params,
+            rest=dict.fromkeys(self.network.rest, whole),
+            optimizer=jax.tree.map(sharding, optimizer_specs(self.shapes.optimizer, shapes, specs)),
+            ema=params if self.shapes.ema is not None else None,
+            scale=jax.tree.map(lambda _: whole, self.shapes.scale),
+            watch=jax.tree.map(lambda _: whole, self.shapes.watch),
+        )
+
+    @cached_property
+    def abstract_state(self) -> TrainState:
+        """The state as ShapeDtypeStructs that carry their shardings: what lowering and restoring need."""
+        return jax.tree.map(
+            lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
+            self.shapes,
+            self.shardings,
+        )
+
+    @cached_property
+    def batch_shardings(self) -> dict[str, NamedSharding]:
+        """Where each array of a batch lives."""
+        return {
+            name: self.target.sharding(spec)
+            for name, spec in batch_specs(self.target, self.job.data.fields()).items()
+        }
+
+    def abstract_batch(self, size: int | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+        """A batch of ``size`` examples (the job's by default) as ShapeDtypeStructs with shardings."""
+        size = size or self.batch_size
+        shapes = {
+            name: ((size, *field.shape), field.dtype)
+            for name, field in self.job.data.fields().items()
+        }
+        shapes[MASK] = ((size,), "float32")
+        return {
+            name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=self.batch_shardings[name])
+            for name, (shape, dtype) in shapes.items()
+        }
+
+    @cached_property
+    def forward_flops(self) -> float:
+        """Matmul FLOPs of one example's forward pass."""
+        known = self.job.model.flops(self.job.data.fields())
+        if known is not None:
+            return known
+        state = self.abstract_state
+        return (
+            flops.count(
+                lambda p, r, b: self._sums(p, r, b, train=False)[0],
+                state.params,
+                state.rest,
+                self.abstract_batch(),
+            )
+            / self.batch_size
+        )
+
+    @property
+    def step_flops(self) -> float:
+        """Model FLOPs of a train step: the backward pass counts twice the forward one, rematerialisation not at all."""
+        return 3 * self.forward_flops * self.batch_size
+
+    # What it does
+
+    def init(self, key: jax.Array) -> TrainState:
+        """The state before the first step; jit it with ``out_shardings=self.shardings`` so that weights are born sharded."""
+        params, rest = self.network.init(key)
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=params,
+            rest=rest,
+            optimizer=self.optimizer.init(params),
+            ema=jax.tree.map(jnp.copy, params) if self.job.optimizer.ema else None,
+            scale=LossScale.start() if self.target.dtype == "float16" else None,
+            watch=Watch.start(),
+        )
+
+    def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One optimizer step; also f32[] metrics: loss, grad_norm, learning_rate, bad (0 or 1) and the task's terms."""
+        scale = state.scale.scale if state.scale is not None else jnp.ones((), jnp.float32)
+        gradients, rest, sums = self._gradients(state, batch, scale)
+        weight = jnp.maximum(sums["loss"].weight, 1e-9)
+        gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / (weight * scale), gradients)
+        norm = optax.tree.norm(gradients)
+        finite = jnp.isfinite(norm)
+        if self.job.optimizer.clip:
+            shrink = jnp.minimum(1.0, self.job.optimizer.clip / jnp.maximum(norm, 1e-9))
+            gradients = jax.tree.map(lambda g: g * shrink, gradients)
+        updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        ema = None
+        if state.ema is not None:
+            # Early on a plain mean: an average that starts at the initial weights would remember them.
+            decay = jnp.minimum(self.job.optimizer.ema, (1 + state.step) / (10 + state.step))
+            ema = jax.tree.map(lambda old, new: old * decay + new * (1 - decay), state.ema, params)
+
+        loss = sums["loss"].total / weight
+        bad, watch = self._judge(state.watch, loss, finite, overflow=state.scale is not None)
+        drop = bad | ~finite if state.scale is not None else bad
+        new = TrainState(
+            step=state.step + 1,
+            params=params,
+            rest=rest,
+            optimizer=optimizer,
+            ema=ema,
+            scale=state.scale.after(finite) if state.scale is not None else None,
+            watch=watch,
+        )
+        if self.job.guard.rule is not GuardRule.ignore or state.scale is not None:
+            kept = TrainState(
+                step=new.step,
+                params=state.params,
+                rest=state.rest,
+                optimizer=state.optimizer,
+                ema=state.ema,
+                scale=new.scale,
+                watch=watch,
+            )
+            new = jax.tree.map(
+                lambda old, fresh: old if old is fresh else jnp.where(drop, old, fresh), kept, new
+            )
+        metrics = {name: mean.total / jnp.maximum(mean.weight, 1e-9) for name, mean in sums.items()}
+        return new, {
+            **metrics,
+            "grad_norm": norm,
+            "learning_rate": self.learning_rate(state.step),
+            "bad": bad.astype(jnp.float32),
+        }
+
+    def evaluate(self, params: Arrays, rest: Arrays, batch: Batch) -> dict[str, Mean]:
+        """The task's terms of one batch as sums, so that batches add up to the mean over a split."""
+        return self._sums(params, rest, batch, train=False)[0]
+
+    def predict(self, params: Arrays, rest: Arrays, batch: Batch) -> dict[str, jax.Array]:
+        """The task's outputs, name to [batch, ...]."""
+        module = self.network.module(self.network.cast(params), rest, train=False)
+        return dict(self.job.task.outputs(module, batch))
+
+    def _sums(
+        self, params: Arrays, rest: Arrays, batch: Batch, train: bool
+    ) -> tuple[dict[str, Mean], Arrays]:
+        module = self.network.module(self.network.cast(params), rest, train)
+        terms = self.job.task.terms(module, batch, train)
+        mask = batch[MASK]
+        sums = {name: _sum(value, mask) for name, value in terms.items()}
+        return sums, self.network.variables(module)
+
+    def _gradients(
+        self, state: TrainState, batch: Batch, scale: jax.Array
+    ) -> tuple[Arrays, Arrays, dict[str, Mean]]:
+        """Sums over the batch: gradients of the scaled total loss, the module's new variables, the terms."""
+
+        def loss(
+            params: Arrays, rest: Arrays, part: Batch
+        ) -> tuple[jax.Array, tuple[dict[str, Mean], Arrays]]:
+            sums, rest = self._sums(params, rest, part, train=True)
+            return sums["loss"].total * scale, (sums, rest)
+
+        gradient = jax.value_and_grad(loss, has_aux=True)
+        passes = self.job.layout.accumulate
+        if passes == 1:
+            (_, (sums, rest)), gradients = gradient(state.params, state.rest, batch)
+            return gradients, rest, sums
+
+        def split(name: str, array: jax.Array) -> jax.Array:
+            # Interleaved, so that each pass takes its share of every device's examples and none move.
+            parts = array.reshape(-1, passes, *array.shape[1:]).swapaxes(0, 1)
+            spec = self.batch_shardings[name].spec
+            return jax.lax.with_sharding_constraint(
+                parts, self.target.sharding(jax.sharding.PartitionSpec(None, *spec))
+            )
+
+        def one(carry: Any, part: Batch) -> tuple[Any, None]:
+            total, rest, sums = carry
+            (_, (more, rest)), gradients = gradient(state.params, rest, part)
+            return (
+                jax.tree.map(jnp.add, total, gradients),
+                rest,
+                jax.tree.map(jnp.add, sums, more),
+            ), None
+
+        parts = {name: split(name, array) for name, array in batch.items()}
+        first = jax.tree.map(lambda p: p[0], parts)
+        _, (shape, _) = jax.eval_shape(loss, state.params, state.rest, first)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
+        start = (jax.tree.map(jnp.zeros_like, state.params), state.rest, zeros)
+        (gradients, rest, sums), _ = jax.lax.scan(one, start, parts)
+        return gradients, rest, sums
+
+    def _judge(
+        self, watch: Watch, loss: jax.Array, finite: jax.Array, overflow: bool
+    ) -> tuple[jax.Array, Watch]:
+        """Whether this step is bad under the job's guard, and what the guard remembers.
+
+        In float16 a gradient overflow is the loss scale's business, not a bad step.
+        """
+        guard = self.job.guard
+        bad = ~jnp.isfinite(loss) if overflow else ~(jnp.isfinite(loss) & finite)
+        if guard.jump:
+            bad |= (watch.seen >= SETTLE) & (loss > guard.jump * jnp.maximum(watch.mean, 1e-3))
+        if guard.rule is GuardRule.stop:
+            bad |= watch.frozen
+        decay = jnp.minimum(0.98, watch.seen / (watch.seen + 1.0))
+        return bad, Watch(
+            mean=jnp.where(bad, watch.mean, watch.mean * decay + loss * (1 - decay)),
+            seen=watch.seen + ~bad,
+            in_a_row=jnp.where(bad, watch.in_a_row + 1, 0),
+            total=watch.total + bad,
+            frozen=watch.frozen | (bad if guard.rule is GuardRule.stop else False),
+        )
+
+
+def _sum(value: Any, mask: jax.Array) -> Mean:
+    if isinstance(value, Mean):
+        return Mean(jnp.asarray(value.total, jnp.float32), jnp.asarray(value.weight, jnp.float32))
+    return Mean(jnp.sum(jnp.where(mask > 0, value, 0).astype(jnp.float32) * mask), jnp.sum(mask))

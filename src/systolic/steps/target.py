@@ -1,0 +1,84 @@
+"""A mesh of devices, real or not, and what a program may know about it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from systolic.job import Layout
+
+AnyMesh = Mesh | AbstractMesh
+
+RULES: Mapping[str, tuple[str, ...]] = {
+    # activations
+    "batch": ("data", "fsdp", "expert"),
+    "expert_batch": ("data", "fsdp"),
+    "sequence": ("context",),
+    "stages": ("pipeline",),
+    # parameters and the activations made of them
+    "embed": ("fsdp", "expert", "context"),
+    "expert_embed": ("fsdp", "context"),
+    "conv_out": ("fsdp", "expert", "context"),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    "experts": ("expert",),
+    "layers": ("pipeline",),
+}
+"""Logical name of a dim to the mesh axes that split it; a name that is not here is not split."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MeshTarget:
+    """Implements :class:`systolic.job.Target` for one mesh."""
+
+    platform: str
+    layout: Layout
+    dtype: str
+    mesh: AnyMesh
+    notes: list[str] = field(default_factory=list)
+    """What :meth:`note` was told while tracing, in order."""
+
+    def note(self, text: str) -> None:
+        """Keeps ``text`` once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def axes(self, name: str | None) -> tuple[str, ...]:
+        """The mesh axes larger than 1 that split a dim of this logical name."""
+        if name is None:
+            return ()
+        return tuple(axis for axis in RULES.get(name, ()) if self.mesh.shape[axis] > 1)
+
+    def spec(self, *axes: str | None) -> PartitionSpec:
+        """See :class:`systolic.job.Target`."""
+        parts = [self.axes(name) for name in axes]
+        return PartitionSpec(*(part[0] if len(part) == 1 else part or None for part in parts))
+
+    def constrain(self, array: jax.Array, *axes: str | None) -> jax.Array:
+        """See :class:`systolic.job.Target`; a dim that its axes don't divide is left to the partitioner."""
+        if self.layout.num_devices == 1:
+            return array
+        return jax.lax.with_sharding_constraint(
+            array, NamedSharding(self.mesh, self.fit(array.shape, axes))
+        )
+
+    def fit(self, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> PartitionSpec:
+        """The partition by logical names, less the mesh axes that don't divide a dim or are used twice."""
+        used: set[str] = set()
+        parts = []
+        for size, name in zip(shape, axes, strict=True):
+            ways, kept = 1, []
+            for axis in self.axes(name):
+                if axis not in used and size % (ways * self.mesh.shape[axis]) == 0:
+                    ways *= self.mesh.shape[axis]
+                    kept.append(axis)
+            used.update(kept)
+            parts.append(kept[0] if len(kept) == 1 else tuple(kept) or None)
+        return PartitionSpec(*parts)
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        """``spec`` on this mesh."""
+        return NamedSharding(self.mesh, spec)

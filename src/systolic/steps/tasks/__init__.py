@@ -1,0 +1,1 @@
+"""What to minimise and what to report: one task a file."""
