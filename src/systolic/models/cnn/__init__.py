@@ -1,0 +1,1 @@
+"""A plain convolutional network for small images."""

@@ -1,0 +1,72 @@
+"""The sizes of a small convolutional network; imports without jax."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from systolic.core.errors import OptionError
+from systolic.job import Axis, Field, Layout, Model, Target
+from systolic.models.vision import (
+    Pixels,
+    at_least_one,
+    conv_flops,
+    image_size,
+    refuse_axes,
+    strided,
+)
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CNN(Model):
+    """Stages of two 3x3 convolutions with batch norm and 2x2 max pooling, then one linear layer.
+
+    Raises:
+        OptionError: a size below 1, or no stage.
+    """
+
+    channels: tuple[int, ...] = (32, 64)
+    """Channels of each stage; every stage halves the resolution."""
+    num_classes: int = 10
+    pixels: Pixels = field(default_factory=Pixels)
+
+    def __post_init__(self) -> None:
+        if not self.channels or min(self.channels) < 1:
+            raise OptionError(
+                f"model.channels is {self.channels}; give the channels of each stage, 1 or more"
+            )
+        at_least_one("model", num_classes=self.num_classes)
+
+    def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
+        """A :class:`~systolic.models.cnn.module.CNNModule` in float32."""
+        from systolic.models.cnn.module import CNNModule
+
+        return CNNModule(self, rngs, target)
+
+    def check(self, layout: Layout) -> None:
+        """Only the batch and the parameters split."""
+        refuse_axes(layout, "a CNN", Axis.tensor, Axis.context, Axis.expert, Axis.pipeline)
+
+    @property
+    def features(self) -> int:
+        """Numbers that the linear layer sees."""
+        size = (self.pixels.size, self.pixels.size)
+        for _ in self.channels:
+            size = strided(size, 2)
+        return size[0] * size[1] * self.channels[-1]
+
+    def flops(self, fields: Mapping[str, Field]) -> float:
+        """FLOPs of the convolutions and the linear layer for one image."""
+        size, conv_in, total = image_size(fields, self.pixels), self.pixels.channels, 0
+        for conv_out in self.channels:
+            total += conv_flops(size, 3, conv_in, conv_out)
+            total += conv_flops(size, 3, conv_out, conv_out)
+            size, conv_in = strided(size, 2), conv_out
+        return float(total + 2 * self.features * self.num_classes)
+
+    def shrink(self, layout: Layout) -> "CNN":
+        """The same stages, at most 8 channels (or one per fsdp shard) each."""
+        widest = max(8, layout.fsdp)
+        return replace(self, channels=tuple(min(size, widest) for size in self.channels))

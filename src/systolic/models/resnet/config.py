@@ -1,0 +1,118 @@
+"""The sizes of a residual network; imports without jax."""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from systolic.job import Axis, Field, Layout, Model, Target
+from systolic.models.vision import (
+    Pixels,
+    at_least_one,
+    conv_flops,
+    image_size,
+    refuse_axes,
+    strided,
+)
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+
+class Depth(enum.Enum):
+    """Layers with weights; 50 and more are made of bottlenecks."""
+
+    d10 = "10"
+    """One block a stage, for small images and small machines."""
+    d18 = "18"
+    d34 = "34"
+    d50 = "50"
+    d101 = "101"
+
+    @property
+    def blocks(self) -> tuple[int, int, int, int]:
+        """Residual blocks of the four stages (He et al. 2016, table 1)."""
+        return {
+            "10": (1, 1, 1, 1),
+            "18": (2, 2, 2, 2),
+            "34": (3, 4, 6, 3),
+            "50": (3, 4, 6, 3),
+            "101": (3, 4, 23, 3),
+        }[self.value]
+
+    @property
+    def expansion(self) -> int:
+        """Channels out of a block over its inner width: 4 for a bottleneck, else 1."""
+        return 4 if self in (Depth.d50, Depth.d101) else 1
+
+
+class Stem(enum.Enum):
+    """What comes before the stages."""
+
+    imagenet = "imagenet"
+    """7x7 convolution of stride 2 and 3x3 max pooling of stride 2: a quarter of the resolution is left."""
+    half = "half"
+    """3x3 convolution of stride 2."""
+    small = "small"
+    """3x3 convolution of stride 1, for images of about 32 pixels."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResNet(Model):
+    """A residual network with batch norm, images [height, width, channels] to logits.
+
+    Raises:
+        OptionError: a size below 1.
+    """
+
+    depth: Depth = Depth.d50
+    width: int = 64
+    """Channels of the first stage; each later stage has twice as many."""
+    stem: Stem = Stem.imagenet
+    num_classes: int = 1000
+    pixels: Pixels = field(default_factory=Pixels)
+
+    def __post_init__(self) -> None:
+        at_least_one("model", width=self.width, num_classes=self.num_classes)
+
+    def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
+        """A :class:`~systolic.models.resnet.module.ResNetModule` in float32."""
+        from systolic.models.resnet.module import ResNetModule
+
+        return ResNetModule(self, rngs, target)
+
+    def check(self, layout: Layout) -> None:
+        """Only the batch and the parameters split."""
+        refuse_axes(layout, "a ResNet", Axis.tensor, Axis.context, Axis.expert, Axis.pipeline)
+
+    def flops(self, fields: Mapping[str, Field]) -> float:
+        """FLOPs of the convolutions and the head for one image."""
+        size = image_size(fields, self.pixels)
+        kernel = 7 if self.stem is Stem.imagenet else 3
+        if self.stem is not Stem.small:
+            size = strided(size, 2)
+        total = conv_flops(size, kernel, self.pixels.channels, self.width)
+        if self.stem is Stem.imagenet:
+            size = strided(size, 2)
+        conv_in = self.width
+        for stage, num_blocks in enumerate(self.depth.blocks):
+            inner = self.width * 2**stage
+            conv_out = inner * self.depth.expansion
+            for index in range(num_blocks):
+                stride = 2 if stage and not index else 1
+                out = strided(size, stride)
+                if self.depth.expansion > 1:
+                    total += conv_flops(size, 1, conv_in, inner)
+                    total += conv_flops(out, 3, inner, inner)
+                    total += conv_flops(out, 1, inner, conv_out)
+                else:
+                    total += conv_flops(out, 3, conv_in, inner)
+                    total += conv_flops(out, 3, inner, inner)
+                if stride > 1 or conv_in != conv_out:
+                    total += conv_flops(out, 1, conv_in, conv_out)
+                size, conv_in = out, conv_out
+        return float(total + 2 * conv_in * self.num_classes)
+
+    def shrink(self, layout: Layout) -> "ResNet":
+        """The same blocks, 8 channels (or one per fsdp shard) wide at first."""
+        return replace(self, width=min(self.width, max(8, layout.fsdp)))

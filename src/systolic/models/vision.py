@@ -1,0 +1,76 @@
+"""What image models have in common and can be said without jax: checks of sizes and of layouts, counts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from systolic.core.errors import LayoutError, OptionError
+from systolic.job import Axis, Field, Layout
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+"""Mean of ImageNet's training images per channel, on the scale 0 to 1 (torchvision's reference values)."""
+IMAGENET_STD = (0.229, 0.224, 0.225)
+"""Standard deviation of ImageNet's training images per channel, same scale and source."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pixels:
+    """The images a model takes, and how their bytes become numbers: (byte / 255 - mean) / std.
+
+    Raises:
+        OptionError: a size below 1, or a mean or std that is not one number per channel.
+    """
+
+    size: int = 224
+    """Height and width in pixels."""
+    channels: int = 3
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    """Per channel, or one number for all of them."""
+    std: tuple[float, ...] = IMAGENET_STD
+    """Like mean."""
+
+    def __post_init__(self) -> None:
+        at_least_one("model.pixels", size=self.size, channels=self.channels)
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) not in (1, self.channels):
+                raise OptionError(
+                    f"model.pixels.{name} has {len(values)} numbers for {self.channels} channels; give 1 or {self.channels}"
+                )
+        if min(self.std) <= 0:
+            raise OptionError(
+                f"model.pixels.std is {self.std}; a standard deviation is above 0 (1.0 leaves the scale alone)"
+            )
+
+
+def at_least_one(prefix: str, **sizes: int) -> None:
+    """Raises OptionError for the first of the named sizes that is below 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            option = name.replace("_", "-")
+            raise OptionError(f"{prefix}.{option} is {size}; it must be at least 1")
+
+
+def refuse_axes(layout: Layout, model: str, *axes: Axis) -> None:
+    """Raises LayoutError when one of ``axes`` is used, which ``model`` has nothing to split over."""
+    for axis in axes:
+        if layout.size(axis) > 1:
+            raise LayoutError(
+                f"layout.{axis.value} is {layout.size(axis)} but {model} has nothing to split that way; set it to 1 and use layout.data or layout.fsdp"
+            )
+
+
+def image_size(fields: Mapping[str, Field], pixels: Pixels) -> tuple[int, int]:
+    """Height and width of the images of ``fields``, or the model's own when they don't name an image."""
+    if "image" not in fields:
+        return pixels.size, pixels.size
+    height, width = fields["image"].shape[:2]
+    return height, width
+
+
+def strided(size: tuple[int, int], stride: int) -> tuple[int, int]:
+    """Height and width after a convolution or pooling that pads so that only the stride shrinks them."""
+    return -(-size[0] // stride), -(-size[1] // stride)
+
+
+def conv_flops(out: tuple[int, int], kernel: int, conv_in: int, conv_out: int) -> int:
+    """FLOPs of a convolution with ``out`` positions; taps on the padding count, as published counts do."""
+    return 2 * out[0] * out[1] * kernel * kernel * conv_in * conv_out

@@ -1,0 +1,1 @@
+"""The vision transformer (Dosovitskiy et al. 2021)."""
