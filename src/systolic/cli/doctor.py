@@ -1,0 +1,130 @@
+"""``systolic doctor``: the verdict first, then what to mend, then the facts."""
+
+import json as jsonlib
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from systolic.cli.parse import parse
+from systolic.core.units import GIB, si
+from systolic.doctor import Finding, Machine, Status, examine, gather, measure
+from systolic.doctor.gather import PACKAGES
+from systolic.doctor.machine import Measured
+from systolic.doctor.measure import LIMIT_SECONDS
+
+WIDTH = 100
+LONGEST_VARIABLE = 70
+STYLES = {
+    Status.ok: "green",
+    Status.note: "dim",
+    Status.warning: "yellow",
+    Status.failed: "bold red",
+}
+
+
+def run(args: list[str]) -> int:
+    """Examines this machine; 0 when it is fit (warnings allowed), 1 when a check failed."""
+    return parse(doctor, args, "systolic doctor")
+
+
+def doctor(
+    json: bool = False, no_measure: bool = False, limit_seconds: float = LIMIT_SECONDS
+) -> int:
+    """Checks this machine: versions, devices, who holds the TPU, measured peaks.
+
+    Args:
+        json: Print one JSON object.
+        no_measure: Do not start JAX: nothing is measured and no device is touched.
+        limit_seconds: How long JAX may take to start and measure.
+    """
+    machine = gather()
+    if not no_measure and machine.version("jax") is not None:
+        machine = replace(machine, measured=measure(machine, limit_seconds))
+    findings = examine(machine)
+    if json:
+        print(jsonlib.dumps(record(machine, findings), indent=2, ensure_ascii=False))
+    else:
+        show(machine, findings, Console(width=WIDTH, highlight=False))
+    return int(any(finding.status is Status.failed for finding in findings))
+
+
+def record(machine: Machine, findings: list[Finding]) -> dict[str, Any]:
+    """The JSON object of ``systolic doctor --json``."""
+    return {
+        "verdict": verdict(findings),
+        "fit": all(finding.status is not Status.failed for finding in findings),
+        "findings": [finding.to_json() for finding in findings],
+        "machine": machine.to_json(),
+    }
+
+
+def verdict(findings: list[Finding]) -> str:
+    """One line: how many checks failed, and the loudest of them."""
+    count = {status: sum(f.status is status for f in findings) for status in Status}
+    warnings = f"{count[Status.warning]} warning{'s' if count[Status.warning] != 1 else ''}"
+    if count[Status.failed]:
+        checks = f"{count[Status.failed]} check{'s' if count[Status.failed] != 1 else ''} failed"
+        return f"NOT FIT: {checks}, {warnings}"
+    return f"All fine, {warnings}" if count[Status.warning] else "All fine"
+
+
+def show(machine: Machine, findings: list[Finding], console: Console) -> None:
+    """The screen."""
+    worst = max((f.status for f in findings), key=list(Status).index, default=Status.ok)
+    style = STYLES[Status.ok] if worst is Status.note else STYLES[worst]
+    console.print(Text(verdict(findings), style=f"bold {style}"))
+    loud = [f for f in findings if f.status in (Status.failed, Status.warning)]
+    for finding in sorted(loud, key=lambda f: f.status is Status.warning):
+        mark = "x" if finding.status is Status.failed else "!"
+        line = Text(f"{mark} {finding.name}: ", style=STYLES[finding.status])
+        console.print(line.append(finding.text, style="default"))
+        console.print(Text(f"    mend: {finding.mend}", style="bold"))
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    for name, text in facts(machine).items():
+        table.add_row(name, text)
+    for finding in findings:
+        if finding.status is Status.note or finding.name.endswith(("matmul", "copy")):
+            table.add_row(finding.name, finding.text)
+    console.print(table)
+    passed = dict.fromkeys(f.name for f in findings if f.status is Status.ok)
+    if passed:
+        console.print(Text(f"passed: {', '.join(passed)}", style="dim"))
+
+
+def facts(machine: Machine) -> dict[str, str]:
+    """What this machine is, in a few lines."""
+    hardware = [machine.accelerators] if machine.accelerators else []
+    if machine.nvidia is not None:
+        hardware += [*machine.nvidia.names[:1], f"driver {machine.nvidia.driver or '?'}"]
+    if machine.tpu_kind is not None:
+        hardware.append(machine.tpu_kind)
+    host = f"{machine.num_cpus} CPUs, {machine.memory_bytes / GIB:.0f} GiB"
+    rows = {
+        "machine": "; ".join([machine.place.value, *hardware, machine.cpu, host]),
+        "python": f"{machine.python}, {machine.system}",
+        "packages": ", ".join(f"{n} {version}" for n, version in machine.packages if n in PACKAGES),
+        "free": ", ".join(
+            [
+                f"memory {machine.memory_free_bytes / GIB:.1f} GiB",
+                *(f"{folder} {free / GIB:.1f} GiB" for folder, free in machine.disk_free_bytes),
+            ]
+        ),
+    }
+    if machine.environment:
+        pairs = [_shortened(f"{key}={value}") for key, value in machine.environment]
+        rows["environment"] = " ".join(pairs)
+    if isinstance(machine.measured, Measured):
+        found = machine.measured
+        seen = f"{found.num_devices} x {found.device_kind} on {found.platform}"
+        rows["JAX"] = f"{seen}, started and measured in {si(found.seconds, 's')}"
+    return rows
+
+
+def _shortened(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= LONGEST_VARIABLE else f"{text[: LONGEST_VARIABLE - 1]}…"

@@ -1,0 +1,13 @@
+"""Is this machine fit to train on, and if not, which line mends it?
+
+``gather`` reads a :class:`Machine` from the system, ``measure`` lets JAX run in a child process,
+``examine`` turns the record into findings with pure functions, so that any machine can be examined
+from its record.
+"""
+
+from systolic.doctor.checks import Finding, Status, examine
+from systolic.doctor.gather import gather
+from systolic.doctor.machine import Machine
+from systolic.doctor.measure import measure
+
+__all__ = ["Finding", "Machine", "Status", "examine", "gather", "measure"]

@@ -1,0 +1,330 @@
+"""Judges a machine: pure functions from its record to findings."""
+
+from collections.abc import Callable
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from systolic.chips import Chip, by_device_kind, chip
+from systolic.core.units import GIB, si
+from systolic.doctor import flags
+from systolic.doctor.findings import Finding, Status, failed, fine, noted, warned
+from systolic.doctor.machine import Death, Machine, Measured, Place, Unmeasured
+
+__all__ = ["Finding", "Status", "examine"]
+
+OLDEST_PYTHON = "3.11"
+CUDA_DRIVERS = {"jax-cuda12-plugin": "525", "jax-cuda13-plugin": "580"}
+"""Oldest NVIDIA driver each plugin runs on. Source: JAX's installation guide."""
+LITTLE_MEMORY_BYTES, LITTLE_DISK_BYTES, NO_DISK_BYTES = 2 * GIB, 5 * GIB, GIB // 2
+LITTLE_SHARED_MEMORY_BYTES = 512 * 2**20
+POOR_SHARE = 0.5
+"""A large bf16 matmul reaches 80 to 95 % of a chip's peak when nothing is wrong."""
+
+
+def examine(machine: Machine) -> list[Finding]:
+    """All findings, in the order in which to mend them."""
+    checks: tuple[Callable[[Machine], list[Finding]], ...] = (
+        python,
+        packages,
+        tpu_software,
+        gpu_software,
+        tensorflow,
+        holders,
+        lock_file,
+        flags.environment,
+        devices,
+        rates,
+        memory,
+        disk,
+        hugepages,
+    )
+    return [finding for check in checks for finding in check(machine)]
+
+
+def python(machine: Machine) -> list[Finding]:
+    """Python is new enough."""
+    if Version(machine.python) < Version(OLDEST_PYTHON):
+        text = f"Python {machine.python} is older than {OLDEST_PYTHON}"
+        return [failed("python", text, f"make an environment with Python {OLDEST_PYTHON} or newer")]
+    return [fine("python", f"Python {machine.python}")]
+
+
+def packages(machine: Machine) -> list[Finding]:
+    """jax is there, and installed versions are those that systolic and jax ask for."""
+    if machine.version("jax") is None or machine.version("jaxlib") is None:
+        missing = "jax" if machine.version("jax") is None else "jaxlib"
+        extra = f"[{_extra(machine)}]" if machine.accelerators else ""
+        return [failed("packages", f"{missing} is not installed", f"pip install -U 'jax{extra}'")]
+    rows = []
+    for want in machine.wanted:
+        have = machine.version(want.package)
+        if have is None:
+            text = f"{want.package}, which {want.by} needs, is not installed"
+            rows.append(failed("packages", text, f"pip install '{want.package}{want.specifier}'"))
+            continue
+        if _fits(have, want.specifier):
+            continue
+        text = f"{want.package} {have} is installed, but {want.by} wants {want.specifier}"
+        mend = f"pip install -U '{want.package}{want.specifier}'"
+        if want.package == "libtpu":
+            mend = f"pip install -U 'jax[tpu]=={machine.version('jax')}'"
+        if want.package == "libtpu" and not machine.tpu_chips:
+            rows.append(warned("packages", f"{text} (it compiles for TPUs here)", mend))
+        else:
+            rows.append(failed("packages", text, mend))
+    if machine.version("libtpu") and machine.version("libtpu-nightly"):
+        mend = "pip uninstall -y libtpu-nightly"
+        rows.append(warned("packages", "libtpu and libtpu-nightly are both installed", mend))
+    return rows or [fine("packages", "installed versions fit together")]
+
+
+def tpu_software(machine: Machine) -> list[Finding]:
+    """A machine with a TPU has libtpu."""
+    if machine.tpu_chips and machine.version("libtpu") is None:
+        text = f"{machine.accelerators}, but libtpu is not installed"
+        jax = f"=={machine.version('jax')}" if machine.version("jax") else ""
+        return [failed("libtpu", text, f"pip install -U 'jax[tpu]{jax}'")]
+    return []
+
+
+def gpu_software(machine: Machine) -> list[Finding]:
+    """A machine with a GPU has a driver that answers, JAX's plugin, and the two fit."""
+    if machine.nvidia is None:
+        return []
+    driver = machine.nvidia.driver
+    if driver is None:
+        text = f"{machine.accelerators} on the bus, but the driver does not answer"
+        return [failed("driver", text, "install or reload NVIDIA's driver until nvidia-smi works")]
+    plugins = [name for name in CUDA_DRIVERS if machine.version(name)]
+    if not plugins:
+        jax = f"=={machine.version('jax')}" if machine.version("jax") else ""
+        text = f"{machine.accelerators}, but JAX's CUDA plugin is not installed"
+        return [failed("driver", text, f"pip install -U 'jax[{_extra(machine)}]{jax}'")]
+    oldest = min((CUDA_DRIVERS[name] for name in plugins), key=Version)
+    if not _at_least(driver, oldest):
+        text = f"NVIDIA driver {driver} is older than {oldest}, which {plugins[0]} needs"
+        mend = f"update the driver to {oldest} or newer"
+        if plugins == ["jax-cuda13-plugin"] and _at_least(
+            driver, CUDA_DRIVERS["jax-cuda12-plugin"]
+        ):
+            mend = f"pip uninstall -y jax-cuda13-plugin; pip install 'jax[cuda12]=={machine.version('jax')}'"
+        return [failed("driver", text, mend)]
+    return [fine("driver", f"NVIDIA driver {driver}")]
+
+
+def tensorflow(machine: Machine) -> list[Finding]:
+    """TensorFlow's full package takes the TPU when it is imported first."""
+    if not machine.tpu_chips:
+        return []
+    for name in ("tensorflow", "tensorflow-tpu"):
+        if machine.version(name):
+            text = f"{name} {machine.version(name)} can take the TPU before JAX does"
+            mend = f"pip uninstall -y {name} && pip install tensorflow-cpu"
+            return [warned("tensorflow", text, mend)]
+    return []
+
+
+def holders(machine: Machine) -> list[Finding]:
+    """No other process has the TPU or its lock file open."""
+    if not machine.tpu_chips:
+        return []
+    rows = [
+        failed(
+            "TPU in use",
+            f"process {held.pid} of {held.user} holds {held.path}: {held.command}",
+            f"{'' if held.user == machine.user else 'sudo '}kill {held.pid}",
+        )
+        for held in machine.holders
+    ]
+    if not rows and machine.unseen_processes and isinstance(machine.measured, Unmeasured):
+        text = f"{machine.unseen_processes} processes of other users could not be looked into"
+        rows.append(warned("TPU in use", text, "sudo -E systolic doctor"))
+    return rows or [fine("TPU in use", "no other process holds the TPU")]
+
+
+def lock_file(machine: Machine) -> list[Finding]:
+    """libtpu's lock file is absent, or held by someone who is alive."""
+    lock = machine.lock_file
+    held = any(lock is not None and held.path == lock.path for held in machine.holders)
+    if lock is None or held or not machine.tpu_chips:
+        return []
+    if not lock.opens:
+        text = f"{lock.path} was left by {lock.owner}; {machine.user} cannot open it"
+        return [failed("lock file", text, f"sudo rm {lock.path}")]
+    if isinstance(machine.measured, Unmeasured) and not machine.holders:
+        text = f"{lock.path} is there and nobody visible holds it"
+        return [warned("lock file", text, f"rm {lock.path}")]
+    return []
+
+
+def devices(machine: Machine) -> list[Finding]:
+    """JAX starts, and shows the devices that the hardware has."""
+    found = machine.measured
+    if found is None or machine.version("jax") is None:
+        return []
+    if isinstance(found, Unmeasured):
+        return [_death(machine, found)]
+    if found.platform == "cpu" and machine.accelerators:
+        return [_fallback(machine, found)]
+    if found.platform == "cpu":
+        if machine.place in (Place.colab, Place.kaggle):
+            text = "this notebook has no accelerator"
+            return [warned("devices", text, "choose a TPU or GPU in the notebook's settings")]
+        shown = f"{found.num_devices} CPU device{'s' if found.num_devices > 1 else ''}"
+        return [noted("devices", f"JAX shows {shown}; there is no TPU or GPU here")]
+    expected = _expected_devices(machine, found)
+    shown = f"{found.num_local_devices} x {found.device_kind}"
+    if expected is not None and found.num_local_devices != expected:
+        hidden = [n for n, _ in machine.environment if "VISIBLE" in n or "PROCESS_BOUNDS" in n]
+        text = f"JAX shows {shown} where the machine has {expected}"
+        if hidden:
+            return [noted("devices", f"{text}, as {hidden[0]} asks")]
+        return [failed("devices", text, "restart the machine; if it stays so, report it as broken")]
+    return [fine("devices", f"JAX shows {shown}")]
+
+
+def rates(machine: Machine) -> list[Finding]:
+    """The device reaches a fair share of its peak in the catalogue."""
+    found = machine.measured
+    if not isinstance(found, Measured):
+        return []
+    known = by_device_kind(found.device_kind)
+    rows = [
+        ("bf16 matmul", found.bf16_flops_per_second, "FLOP/s", _peak(known, "bf16")),
+        ("f32 matmul", found.f32_flops_per_second, "FLOP/s", None),
+        ("memory copy", found.copy_bytes_per_second, "B/s", _peak(known, "memory")),
+    ]
+    findings = []
+    for name, rate, unit, peak in rows:
+        if rate is None:
+            continue
+        text = si(rate, unit)
+        if peak is None:
+            findings.append(noted(name, text))
+            continue
+        text += f", {rate / peak:.0%} of the peak of {si(peak, unit, digits=4)}"
+        if rate / peak < POOR_SHARE:
+            mend = "see who else uses the device (nvidia-smi, tpu-info), then run this again"
+            findings.append(warned(name, text, mend))
+        else:
+            findings.append(fine(name, text))
+    return findings
+
+
+def memory(machine: Machine) -> list[Finding]:
+    """There is memory on the host and on the first GPU."""
+    rows = []
+    text = f"{machine.memory_free_bytes / GIB:.1f} of {machine.memory_bytes / GIB:.1f} GiB free"
+    if machine.memory_free_bytes < LITTLE_MEMORY_BYTES:
+        rows.append(warned("memory", text, "end other programs: ps aux --sort=-rss | head"))
+    else:
+        rows.append(fine("memory", text))
+    gpu = machine.nvidia
+    if gpu is not None and gpu.memory_bytes and gpu.used_bytes is not None:
+        share = gpu.used_bytes / gpu.memory_bytes
+        text = f"{share:.0%} of the first GPU's {gpu.memory_bytes / GIB:.0f} GiB are taken"
+        if share > 0.1:
+            rows.append(warned("GPU memory", text, "nvidia-smi shows by whom; end that process"))
+    return rows
+
+
+def disk(machine: Machine) -> list[Finding]:
+    """There is room for checkpoints and for the data loader's shared memory."""
+    rows = []
+    for folder, free in machine.disk_free_bytes:
+        text = f"{free / GIB:.1f} GiB free in {folder}"
+        if folder.endswith("/dev/shm"):
+            if free < LITTLE_SHARED_MEMORY_BYTES:
+                mend = "start the container with --shm-size=8g"
+                rows.append(warned("shared memory", f"{text}: data workers need more", mend))
+        elif free < NO_DISK_BYTES:
+            rows.append(failed("disk", text, f"free some space: du -xh {folder} | sort -h | tail"))
+        elif free < LITTLE_DISK_BYTES:
+            rows.append(warned("disk", text, f"free some space: du -xh {folder} | sort -h | tail"))
+        else:
+            rows.append(fine("disk", text))
+    return rows
+
+
+def hugepages(machine: Machine) -> list[Finding]:
+    """TPU hosts start and transfer faster with transparent huge pages."""
+    if not machine.tpu_chips or machine.transparent_hugepages in (None, True):
+        return []
+    mend = 'sudo sh -c "echo always > /sys/kernel/mm/transparent_hugepage/enabled"'
+    return [
+        warned("huge pages", "transparent huge pages are off: slow start, slow transfers", mend)
+    ]
+
+
+def _fallback(machine: Machine, found: Measured) -> Finding:
+    text = f"JAX HAS FALLEN BACK TO THE CPU: there is {machine.accelerators}, JAX uses none of it"
+    if forced := flags.forces_cpu(machine):
+        return failed("devices", f"{text} ({forced} says so)", f"unset {forced.split('=')[0]}")
+    if found.complaint:
+        text += f" ({found.complaint})"
+    if machine.holders:
+        return failed("devices", text, f"end process {machine.holders[0].pid}, then try again")
+    mend = f"pip install -U 'jax[{_extra(machine)}]=={machine.version('jax')}'"
+    return failed("devices", text, mend)
+
+
+def _death(machine: Machine, found: Unmeasured) -> Finding:
+    said = f": {found.complaint}" if found.complaint else ""
+    if found.death is Death.timed_out:
+        text = f"JAX did not start and measure within {found.seconds:.0f} s{said}"
+        if machine.holders:
+            return failed("devices", text, f"end process {machine.holders[0].pid}, then try again")
+        if machine.tpu_chips:
+            mend = "on one host of several, run this on all at once; alone: --limit-seconds 600"
+            return failed("devices", text, mend)
+        return failed("devices", text, "systolic doctor --limit-seconds 600")
+    how = f"died with signal {-(found.exit_code or 0)}"
+    if found.death is Death.failed:
+        how = f"ended with exit code {found.exit_code}"
+    mend = "mend what is named above, then run: python -c 'import jax; print(jax.devices())'"
+    return failed("devices", f"JAX {how}{said}", mend)
+
+
+def _expected_devices(machine: Machine, found: Measured) -> int | None:
+    """Devices that the hardware should show on this host; ``None`` when it cannot be said."""
+    if found.platform == "tpu" and machine.tpu_chips:
+        known = by_device_kind(found.device_kind)
+        if known is None and machine.tpu_kind is not None:
+            known = chip(machine.tpu_kind)
+        per_chip = known.devices_per_chip if known is not None else None
+        return None if per_chip is None else machine.tpu_chips * per_chip
+    if found.platform in ("gpu", "cuda") and machine.nvidia is not None:
+        return machine.nvidia.num_gpus
+    return None
+
+
+def _peak(known: Chip | None, what: str) -> float | None:
+    """A device's share of its chip's peak."""
+    if known is None or known.devices_per_chip is None:
+        return None
+    peak = known.peak_bf16_flops_per_second if what == "bf16" else known.hbm_bytes_per_second
+    return None if peak is None else peak / known.devices_per_chip
+
+
+def _extra(machine: Machine) -> str:
+    """The extra of the package jax for this machine's accelerator."""
+    if machine.tpu_chips:
+        return "tpu"
+    driver = machine.nvidia.driver if machine.nvidia is not None else None
+    new = driver is not None and _at_least(driver, CUDA_DRIVERS["jax-cuda13-plugin"])
+    return "cuda13" if new else "cuda12"
+
+
+def _fits(version: str, specifier: str) -> bool:
+    try:
+        return SpecifierSet(specifier).contains(version, prereleases=True)
+    except InvalidVersion:
+        return True
+
+
+def _at_least(version: str, oldest: str) -> bool:
+    try:
+        return Version(version) >= Version(oldest)
+    except InvalidVersion:
+        return True

@@ -1,0 +1,75 @@
+"""The measuring child: what it brings back, and what its death means."""
+
+import sys
+
+import pytest
+from machines import LAPTOP
+
+from systolic.doctor.machine import Death, Measured, Unmeasured
+from systolic.doctor.measure import last_line, measure, outcome
+
+RESULT = '{"platform": "cpu", "device_kind": "cpu", "num_devices": 1, "num_local_devices": 1}'
+
+
+def _child(code: str, limit_seconds: float = 60) -> Measured | Unmeasured:
+    return measure(LAPTOP, limit_seconds, (sys.executable, "-c", code))
+
+
+def test_a_result_is_read_past_noise() -> None:
+    found = _child(f"import sys; print('hello'); print('{RESULT}'); sys.stderr.write('W: noise')")
+    assert isinstance(found, Measured)
+    assert (found.platform, found.num_devices, found.complaint) == ("cpu", 1, "W: noise")
+
+
+def test_a_child_that_hangs_is_killed_with_its_children() -> None:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'], stdin=None)"
+    hang = "import time; time.sleep(600)"
+    for text in (hang, code.replace("input()", hang)):
+        found = _child(text, limit_seconds=1)
+        assert isinstance(found, Unmeasured)
+        assert found.death is Death.timed_out
+
+
+def test_a_child_that_aborts_or_raises() -> None:
+    found = _child("import os; os.abort()")
+    assert isinstance(found, Unmeasured)
+    assert (found.death, found.exit_code) == (Death.killed, -6)
+    found = _child("raise RuntimeError('TPU is in use by pid 7')")
+    assert isinstance(found, Unmeasured)
+    assert (found.death, found.exit_code) == (Death.failed, 1)
+    assert found.complaint == "RuntimeError: TPU is in use by pid 7"
+
+
+def test_a_child_that_cannot_start() -> None:
+    found = measure(LAPTOP, 5, ("/nowhere/python",))
+    assert isinstance(found, Unmeasured)
+    assert found.exit_code == 127
+
+
+@pytest.mark.parametrize("out", ["", "no json", "[1]", '{"platform": "cpu"}', '{"x": 1}'])
+def test_garbage_is_a_failure_not_a_traceback(out: str) -> None:
+    found = outcome(0, out, "", 1.0)
+    assert isinstance(found, Unmeasured)
+    assert found.death is Death.failed
+
+
+def test_last_line_drops_prefixes_and_traceback_frames() -> None:
+    log = "W0101 12:00:00.000001  1234 cpu_client.cc:42] An NVIDIA GPU may be present\n\n"
+    assert last_line(log) == "An NVIDIA GPU may be present"
+    assert (
+        last_line('Traceback (most recent call last):\n  File "x"\nValueError: no\n')
+        == "ValueError: no"
+    )
+    assert last_line("") == ""
+    assert len(last_line("x" * 10_000)) == 300
+
+
+def test_the_real_child_measures_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    found = measure(LAPTOP)
+    assert isinstance(found, Measured), found
+    assert found.platform == "cpu"
+    rates = (found.bf16_flops_per_second, found.f32_flops_per_second, found.copy_bytes_per_second)
+    for rate in rates:
+        assert rate is not None
+        assert 1e7 < rate < 1e15
