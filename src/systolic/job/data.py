@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from systolic.core.errors import DataError
+from systolic.job.layout import Layout
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,6 +106,15 @@ class Data(ABC):
         raise DataError(
             f"{path}: a {type(self).__name__} job does not read single files; use systolic eval"
         )
+
+    def references(self) -> Mapping[str, float]:
+        """Figures of simple methods on the held-out data, for a result to be held against."""
+        return {}
+
+    def shrink(self, layout: Layout) -> "Data":
+        """The same data in smaller examples that the layout still divides, for rehearsals."""
+        del layout
+        return self
 
     def labels(self) -> tuple[str, ...]:
         """The names of the classes, in label order; () where there are none."""

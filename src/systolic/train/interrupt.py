@@ -1,0 +1,30 @@
+"""SIGTERM and Ctrl-C ask the loop to save and leave; a second Ctrl-C leaves at once."""
+
+import signal
+from types import FrameType, TracebackType
+from typing import Self
+
+
+class Interrupt:
+    """Within its ``with`` block, remembers that the process was asked to stop."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._before[number] = signal.signal(number, self._ask)
+            except ValueError:  # Not the main thread: whoever runs this owns the signals.
+                continue
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # ty: ignore[invalid-argument-type]
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)

@@ -1,0 +1,58 @@
+"""Where the time of a run went."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+KINDS = ("compile", "step", "data_wait", "eval", "checkpoint", "other")
+"""``step`` is productive; the rest is what a user would like to have back."""
+
+
+class Ledger:
+    """Seconds by kind; what nobody claims is ``other``.
+
+    Args:
+        clock: Seconds from any origin, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self.started = clock()
+        self._spent = dict.fromkeys(KINDS, 0.0)
+        self.claimed = 0.0
+        """Seconds claimed by any kind."""
+
+    @contextmanager
+    def spend(self, kind: str) -> Iterator[None]:
+        """Claims the time of a ``with`` block, less what blocks inside it claim."""
+        start, before = self.clock(), self.claimed
+        try:
+            yield
+        finally:
+            inner = self.claimed - before
+            self.add(kind, self.clock() - start - inner)
+
+    def add(self, kind: str, seconds: float) -> None:
+        """Claims seconds that were measured elsewhere."""
+        self._spent[kind] += seconds
+        self.claimed += seconds
+
+    def spent(self, kind: str) -> float:
+        """Seconds of a kind so far."""
+        return self._spent[kind]
+
+    @property
+    def seconds(self) -> float:
+        """Since the ledger was opened."""
+        return self.clock() - self.started
+
+    def close(self) -> dict[str, float]:
+        """Seconds by kind, adding up to the whole."""
+        spent = dict(self._spent)
+        spent["other"] += max(0.0, self.seconds - self.claimed)
+        return spent
+
+    @property
+    def goodput(self) -> float:
+        """Share of the time in which steps were computed."""
+        return self._spent["step"] / max(self.seconds, 1e-9)
