@@ -43,7 +43,7 @@ def test_one_screen_with_the_verdict_first(machine: Machine) -> None:
 
 def test_each_failure_is_followed_by_what_mends_it() -> None:
     lines = _screen(BAD)
-    assert lines[0] == "NOT FIT: 3 checks failed, 4 warnings"
+    assert lines[0] == "NOT FIT: JAX HAS FALLEN BACK TO THE CPU; 3 checks failed, 4 warnings"
     text = "\n".join(lines)
     assert "JAX HAS FALLEN BACK TO THE CPU" in text
     loud = [f for f in examine(BAD) if f.status in (Status.failed, Status.warning)]

@@ -11,6 +11,7 @@ from rich.text import Text
 from systolic.cli.parse import parse
 from systolic.core.units import GIB, si
 from systolic.doctor import Finding, Machine, Status, examine, gather, measure
+from systolic.doctor.checks import FALLEN_BACK
 from systolic.doctor.gather import PACKAGES
 from systolic.doctor.machine import Measured
 from systolic.doctor.measure import LIMIT_SECONDS
@@ -67,7 +68,8 @@ def verdict(findings: list[Finding]) -> str:
     warnings = f"{count[Status.warning]} warning{'s' if count[Status.warning] != 1 else ''}"
     if count[Status.failed]:
         checks = f"{count[Status.failed]} check{'s' if count[Status.failed] != 1 else ''} failed"
-        return f"NOT FIT: {checks}, {warnings}"
+        fallen = any(f.text.startswith(FALLEN_BACK) for f in findings)
+        return f"NOT FIT: {f'{FALLEN_BACK}; ' if fallen else ''}{checks}, {warnings}"
     return f"All fine, {warnings}" if count[Status.warning] else "All fine"
 
 

@@ -18,6 +18,7 @@ CUDA_DRIVERS = {"jax-cuda12-plugin": "525", "jax-cuda13-plugin": "580"}
 """Oldest NVIDIA driver each plugin runs on. Source: JAX's installation guide."""
 LITTLE_MEMORY_BYTES, LITTLE_DISK_BYTES, NO_DISK_BYTES = 2 * GIB, 5 * GIB, GIB // 2
 LITTLE_SHARED_MEMORY_BYTES = 512 * 2**20
+FALLEN_BACK = "JAX HAS FALLEN BACK TO THE CPU"
 POOR_SHARE = 0.5
 """A large bf16 matmul reaches 80 to 95 % of a chip's peak when nothing is wrong."""
 
@@ -258,7 +259,7 @@ def hugepages(machine: Machine) -> list[Finding]:
 
 
 def _fallback(machine: Machine, found: Measured) -> Finding:
-    text = f"JAX HAS FALLEN BACK TO THE CPU: there is {machine.accelerators}, JAX uses none of it"
+    text = f"{FALLEN_BACK}: the machine has {machine.accelerators}, JAX uses none"
     if forced := flags.forces_cpu(machine):
         return failed("devices", f"{text} ({forced} says so)", f"unset {forced.split('=')[0]}")
     if found.complaint:
