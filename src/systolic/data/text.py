@@ -1,0 +1,44 @@
+"""What all text sources share: the fields of a row of tokens, and a tokenizer."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from systolic.core.errors import OptionError
+from systolic.job.data import Data, Field
+
+if TYPE_CHECKING:
+    from systolic.data.tokenizer import Tokenizer
+
+FILL = {"targets": -1}
+"""What padding rows hold where it is not 0."""
+
+
+class TextData(Data):
+    """Rows of tokens for a language model."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def get_tokenizer(self) -> "Tokenizer":
+        """The tokenizer of the rows; reads no text."""
+
+    def vocab_size(self) -> int:
+        """One more than the largest token id; reads the tokenizer's file only, if there is one."""
+        return self.get_tokenizer().vocab_size
+
+
+def row_fields(sequence: int) -> Mapping[str, Field]:
+    """tokens, targets (-1: no loss), segments (0: padding) and positions, int32[sequence]."""
+    row = Field(shape=(sequence,), dtype="int32", axes=("sequence",))
+    return dict.fromkeys(("tokens", "targets", "segments", "positions"), row)
+
+
+def check_sequence(sequence: int) -> None:
+    """Refuses rows without a place.
+
+    Raises:
+        OptionError: ``sequence`` is below 1.
+    """
+    if sequence < 1:
+        raise OptionError(f"sequence is {sequence}; a row holds 1 token or more")

@@ -1,0 +1,252 @@
+"""Text to token ids and back: any ``tokenizer.json``, or plain bytes when there is none."""
+
+import codecs
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from systolic.core.errors import DataError, MissingExtraError, NotFoundError, nearest
+
+if TYPE_CHECKING:
+    import numpy as np
+    import tokenizers
+
+BYTES_START = 256
+"""The byte vocabulary's document token, after the 256 byte values."""
+
+_BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|bos|>", "[BOS]")
+_EOS_NAMES = ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "<|eos|>", "[EOS]", "<|im_end|>")
+"""What published tokenizers call these two, for a ``tokenizer.json`` without a config beside it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tokenizer:
+    """Which tokenizer; its file is read at first use and kept.
+
+    Raises (from any method that needs the file):
+        NotFoundError: no such file.
+        DataError: the file is not a ``tokenizer.json``, or has no such special token.
+        MissingExtraError: the ``tokenizers`` package is not installed.
+    """
+
+    path: Path | None = None
+    """A ``tokenizer.json`` or a folder that holds one; None reads bytes (257 tokens)."""
+    bos: str | None = None
+    """The token before each document; None asks ``tokenizer_config.json`` and the usual names."""
+    eos: str | None = None
+    """The token after each document; None as for ``bos``."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id; reads the tokenizer's file only."""
+        return 257 if self.path is None else _load(self).vocab_size
+
+    @property
+    def start(self) -> int | None:
+        """The id before each document, if the tokenizer has one."""
+        return BYTES_START if self.path is None else _load(self).start
+
+    @property
+    def end(self) -> int | None:
+        """The id after each document, if the tokenizer has one."""
+        return BYTES_START if self.path is None else _load(self).end
+
+    def digest(self) -> str:
+        """16 hex digits that name the tokenizer's file; ``bytes`` for bytes."""
+        return "bytes" if self.path is None else _load(self).digest
+
+    def file(self) -> Path | None:
+        """The ``tokenizer.json`` itself, None for bytes."""
+        return None if self.path is None else _file(self.path)
+
+    def encode(self, text: str | bytes) -> list[int]:
+        """The ids of a text, without special tokens around it."""
+        return self.encode_all([text])[0].tolist()
+
+    def encode_all(self, texts: Sequence[str | bytes]) -> "list[np.ndarray]":
+        """int32[tokens] for each text; invalid UTF-8 becomes U+FFFD, except when reading bytes."""
+        import numpy as np
+
+        if self.path is None:
+            raw = [text.encode() if isinstance(text, str) else text for text in texts]
+            return [np.frombuffer(one, np.uint8).astype(np.int32) for one in raw]
+        strings = [
+            text if isinstance(text, str) else text.decode("utf-8", "replace") for text in texts
+        ]
+        encoded = _load(self).backend.encode_batch_fast(strings, add_special_tokens=False)
+        return [np.array(one.ids, np.int32) for one in encoded]
+
+    def documents(self, texts: Sequence[str | bytes]) -> "list[np.ndarray]":
+        """int32[tokens] for each text, between the start and end tokens that there are."""
+        import numpy as np
+
+        start = [] if self.start is None else [self.start]
+        end = [] if self.end is None else [self.end]
+        return [
+            np.concatenate([np.array(start, np.int32), ids, np.array(end, np.int32)])
+            for ids in self.encode_all(texts)
+        ]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of some ids, special tokens left out, invalid UTF-8 as U+FFFD."""
+        if self.path is None:
+            return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", "replace")
+        return _load(self).backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def stream(self) -> "TextStream":
+        """A decoder for ids that come one at a time."""
+        return _ByteStream() if self.path is None else _TokenStream(tokenizer=self)
+
+    def token(self, index: int) -> str:
+        """One id in readable form, for display."""
+        if self.path is None:
+            return "<start>" if index == BYTES_START else repr(bytes([index]))[2:-1]
+        return _load(self).backend.id_to_token(index) or f"<{index}>"
+
+
+class TextStream:
+    """Text out of ids that come one at a time; never gives half a character."""
+
+    def push(self, index: int) -> str:
+        """The text that has become certain with this id; "" while a character is incomplete."""
+        raise NotImplementedError
+
+    def flush(self) -> str:
+        """What is left, incomplete characters as U+FFFD."""
+        raise NotImplementedError
+
+
+class _ByteStream(TextStream):
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, index: int) -> str:
+        return self._decoder.decode(bytes([index])) if index < 256 else ""
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+@dataclass(kw_only=True, slots=True)
+class _TokenStream(TextStream):
+    """Decodes the last ids in the light of the ones before, as spaces depend on neighbours."""
+
+    tokenizer: Tokenizer
+    ids: list[int] = field(default_factory=list)
+    context: int = 0
+    """Where the ids begin that the next ones are decoded together with."""
+    given: int = 0
+    """How many ids have been given out as text."""
+
+    def push(self, index: int) -> str:
+        self.ids.append(int(index))
+        return self._rest(final=False)
+
+    def flush(self) -> str:
+        return self._rest(final=True)
+
+    def _rest(self, final: bool) -> str:
+        before = self.tokenizer.decode(self.ids[self.context : self.given])
+        text = self.tokenizer.decode(self.ids[self.context :])
+        if not final and text.endswith("\ufffd"):
+            return ""
+        if len(text) > len(before):
+            self.context, self.given = self.given, len(self.ids)
+            return text[len(before) :]
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Loaded:
+    backend: "tokenizers.Tokenizer"
+    vocab_size: int
+    start: int | None
+    end: int | None
+    digest: str
+
+
+def _file(path: Path) -> Path:
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise NotFoundError(
+            f"tokenizer {path} does not exist{'' if file == path else ' (it has no tokenizer.json)'}; give a tokenizer.json, or none to read bytes"
+        )
+    return file
+
+
+@lru_cache(maxsize=8)
+def _load(tokenizer: Tokenizer) -> _Loaded:
+    assert tokenizer.path is not None
+    file = _file(tokenizer.path)
+    raw = file.read_bytes()
+    try:
+        described = json.loads(raw)
+        added = {str(t["content"]): int(t["id"]) for t in described.get("added_tokens", [])}
+        described["model"]["vocab"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{file} is not a tokenizer.json of the tokenizers library (no model.vocab); give the file that tokenizer.save() writes"
+        ) from error
+    backend = _backend(file, raw)
+    vocab = backend.get_vocab(with_added_tokens=True)
+    config = _config(file.parent / "tokenizer_config.json")
+    return _Loaded(
+        backend=backend,
+        vocab_size=max(vocab.values(), default=-1) + 1,
+        start=_special(tokenizer.bos, config, "bos", _BOS_NAMES, added, vocab, file),
+        end=_special(tokenizer.eos, config, "eos", _EOS_NAMES, added, vocab, file),
+        digest=hashlib.sha256(raw).hexdigest()[:16],
+    )
+
+
+def _backend(file: Path, raw: bytes) -> "tokenizers.Tokenizer":
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise MissingExtraError("reading a tokenizer.json", "text") from error
+    try:
+        backend = tokenizers.Tokenizer.from_str(raw.decode())
+    except Exception as error:  # the library raises bare Exception
+        reason = " ".join(str(error).split())
+        raise DataError(
+            f"{file} cannot be read as a tokenizer.json ({reason}); save it again with a newer tokenizers"
+        ) from error
+    # Rows are packed here; a tokenizer that pads or cuts would alter documents.
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
+
+
+def _config(file: Path) -> dict[str, Any] | None:
+    if not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{file} is not JSON; mend it or remove it") from error
+    return found if isinstance(found, dict) else None
+
+
+def _special(
+    asked: str | None,
+    config: dict[str, Any] | None,
+    kind: str,
+    names: tuple[str, ...],
+    added: dict[str, int],
+    vocab: dict[str, int],
+    file: Path,
+) -> int | None:
+    """The id of a special token: the one asked for, the configured one, or one of a usual name."""
+    if asked is not None:
+        if asked not in vocab:
+            raise DataError(f"{file} has no token {asked!r} for {kind}{nearest(asked, added)}")
+        return vocab[asked]
+    if config is not None and f"{kind}_token" in config:
+        named = config[f"{kind}_token"]
+        content = named.get("content") if isinstance(named, dict) else named
+        return vocab.get(content) if isinstance(content, str) else None
+    return next((added[name] for name in names if name in added), None)
