@@ -1,5 +1,6 @@
 """``systolic VERB [TARGET] [options]``: finds the verb, runs it, and turns errors into one line."""
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -58,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"systolic {__version__}")
         return 0
+    _quiet_libtpu()
     try:
         if args[0] not in VERBS:
             raise OptionError(
@@ -74,3 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+
+
+def _quiet_libtpu() -> None:
+    """Where libtpu is installed but no TPU is there, keeps it from asking the cloud's metadata server for one.
+
+    Must come before jax is imported, which a user's recipe file may do.
+    """
+    if not any(os.path.exists(path) for path in ("/dev/accel0", "/dev/vfio/0")):
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")

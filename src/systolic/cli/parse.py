@@ -5,6 +5,7 @@ here they become one :class:`OptionError` that names the nearest option.
 """
 
 import contextlib
+import inspect
 import io
 import re
 from collections.abc import Callable, Sequence
@@ -23,7 +24,12 @@ _FRAME = re.compile(r"[│╭╮╰╯─]+")
 
 
 def parse(function: Callable[..., T], args: Sequence[str], prog: str) -> T:
-    """Calls ``function`` with its parameters read from ``args``.
+    """Calls ``function`` with its parameters read from ``args``; raises as :func:`arguments`."""
+    return function(**arguments(function, args, prog))
+
+
+def arguments(function: Callable[..., Any], args: Sequence[str], prog: str) -> dict[str, Any]:
+    """The parameters of ``function`` by name, read from ``args``.
 
     Raises:
         OptionError: an unknown option (with the nearest known one) or a value that does not parse.
@@ -34,9 +40,10 @@ def parse(function: Callable[..., T], args: Sequence[str], prog: str) -> T:
     captured: dict[str, Any] = {}
 
     def capture(*positional: Any, **named: Any) -> None:
-        captured.update(positional=positional, named=named)
+        captured.update(signature.bind(*positional, **named).arguments)
 
-    capture.__signature__ = _signature(function)  # ty: ignore[unresolved-attribute]
+    signature = inspect.signature(function)
+    capture.__signature__ = signature  # ty: ignore[unresolved-attribute]
     capture.__annotations__ = function.__annotations__
     capture.__doc__ = function.__doc__
     complaint = io.StringIO()
@@ -53,13 +60,7 @@ def parse(function: Callable[..., T], args: Sequence[str], prog: str) -> T:
         raise OptionError(
             f"{prog} has no {kind} {option}{nearest(option, _options(function))}; see {prog} --help"
         )
-    return function(*captured["positional"], **captured["named"])
-
-
-def _signature(function: Callable[..., Any]) -> Any:
-    import inspect
-
-    return inspect.signature(function)
+    return captured
 
 
 def _options(function: Callable[..., Any]) -> list[str]:

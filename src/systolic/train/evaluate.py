@@ -11,7 +11,9 @@ from systolic.steps.steps import Steps
 from systolic.train.feed import evaluation
 
 
-def evaluate(job: Job, steps: Steps, program: Any, params: Any, rest: Any, split: Split, batches: int = 0) -> dict[str, float]:
+def evaluate(
+    job: Job, steps: Steps, program: Any, params: Any, rest: Any, split: Split, batches: int = 0
+) -> dict[str, float]:
     """Means over a split, weighted exactly (by token or example), name to value.
 
     Args:
@@ -35,5 +37,10 @@ def evaluate(job: Job, steps: Steps, program: Any, params: Any, rest: Any, split
     finally:
         feed.close()
     if total is None:
-        raise DataError(f"the {split.value} split of {job.name} is empty; give the recipe data for it")
-    return {name: float(mean.total) / max(float(mean.weight), 1e-9) for name, mean in jax.device_get(total).items()}
+        raise DataError(
+            f"the {split.value} split of {job.name} is empty; give the recipe data for it"
+        )
+    return {
+        name: float(mean.total) / max(float(mean.weight), 1e-9)
+        for name, mean in jax.device_get(total).items()
+    }

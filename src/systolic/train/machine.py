@@ -38,7 +38,12 @@ class Machine:
         peak = None
         if chip is not None and chip.peak_bf16_flops_per_second is not None:
             peak = chip.peak_bf16_flops_per_second / (chip.devices_per_chip or 1) * len(devices)
-        return cls(devices=devices, platform=first.platform, name=f"{len(devices)} x {first.device_kind}", peak_bf16_flops_per_second=peak)
+        return cls(
+            devices=devices,
+            platform=first.platform,
+            name=f"{len(devices)} x {first.device_kind}",
+            peak_bf16_flops_per_second=peak,
+        )
 
     def memory_bytes(self) -> int | None:
         """Bytes in use on the first local device, ``None`` where the backend doesn't say."""
@@ -52,6 +57,10 @@ def _refuse_silent_fallback(platform: str) -> None:
     """A CPU run on a machine with an accelerator is a mistake unless JAX_PLATFORMS asks for it."""
     if platform != "cpu" or "cpu" in os.environ.get("JAX_PLATFORMS", ""):
         return
-    found = [path for path in ("/dev/accel0", "/dev/vfio/0", "/dev/nvidia0") if os.path.exists(path)]
+    found = [
+        path for path in ("/dev/accel0", "/dev/vfio/0", "/dev/nvidia0") if os.path.exists(path)
+    ]
     if found:
-        raise RunError(f"{found[0]} is an accelerator but JAX fell back to the CPU; run systolic doctor, or set JAX_PLATFORMS=cpu to train on the CPU")
+        raise RunError(
+            f"{found[0]} is an accelerator but JAX fell back to the CPU; run systolic doctor, or set JAX_PLATFORMS=cpu to train on the CPU"
+        )

@@ -19,7 +19,9 @@ class Program:
         report: Called with (event, seconds, detail) after each compile.
     """
 
-    def __init__(self, name: str, jitted: Any, ledger: Ledger, report: Callable[[str, float, str], None]) -> None:
+    def __init__(
+        self, name: str, jitted: Any, ledger: Ledger, report: Callable[[str, float, str], None]
+    ) -> None:
         self.name, self._jitted, self._ledger, self._report = name, jitted, ledger, report
         self._compiled: dict[Any, Any] = {}
         self._signature: Signature = {}
@@ -42,7 +44,9 @@ class Program:
         signature = {name: (array.shape, str(array.dtype)) for name, array in arguments[-1].items()}
         if self._signature:
             self.recompiles += 1
-            self._report("recompile", seconds, f"{self.name} step: {_difference(self._signature, signature)}")
+            self._report(
+                "recompile", seconds, f"{self.name} step: {_difference(self._signature, signature)}"
+            )
         else:
             self._report("compile", seconds, f"{self.name} step")
         self._signature = signature

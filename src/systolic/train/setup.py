@@ -53,7 +53,10 @@ def set_up(job: Job, machine: Machine | None = None) -> Setup:
     if job.data.size(Split.train) == 0:
         raise DataError(f"the training split of {job.name} is empty; give the recipe other data")
     target = MeshTarget(
-        platform=machine.platform, layout=job.layout, dtype=precision.dtype, mesh=make_mesh(job.layout, machine.devices)
+        platform=machine.platform,
+        layout=job.layout,
+        dtype=precision.dtype,
+        mesh=make_mesh(job.layout, machine.devices),
     )
     return Setup(job=job, machine=machine, steps=Steps(job, target))
 

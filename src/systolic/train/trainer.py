@@ -136,7 +136,11 @@ class Trainer:
         )
         if restored is not None:
             for step, reason in restored.skipped:
-                self.event("resume", 0.0, f"checkpoint of step {step} is damaged ({reason}); using the one of step {restored.step}")
+                self.event(
+                    "resume",
+                    0.0,
+                    f"checkpoint of step {step} is damaged ({reason}); using the one of step {restored.step}",
+                )
             self.event("resume", 0.0, f"from step {restored.step}")
             return restored.state
         with self.ledger.spend("compile"):
@@ -163,7 +167,9 @@ class Trainer:
                 self._milestone(state, feed)
         self._drain(pending)
         if interrupt.signal:
-            self.event("interrupt", 0.0, f"{interrupt.signal.name} at step {self.step}: saving and leaving")
+            self.event(
+                "interrupt", 0.0, f"{interrupt.signal.name} at step {self.step}: saving and leaving"
+            )
         return state
 
     def _due(self, every: int) -> bool:
@@ -189,7 +195,11 @@ class Trainer:
             self.last = values
             self.in_a_row = 0
         self.meter.done()
-        if done.step % self.log_every == 0 or done.step == self.job.steps or self.meter.quiet_seconds > LOG_SECONDS:
+        if (
+            done.step % self.log_every == 0
+            or done.step == self.job.steps
+            or self.meter.quiet_seconds > LOG_SECONDS
+        ):
             self.say("train", step=done.step, **values, **self.meter.read())
 
     def _bad(self, done: Pending, loss: float) -> None:
@@ -203,14 +213,21 @@ class Trainer:
             return
         self.bad_steps += 1
         self.in_a_row += 1
-        path = self.run.write_bad(done.step, {name: np.asarray(array) for name, array in jax.device_get(done.batch).items()})
+        path = self.run.write_bad(
+            done.step,
+            {name: np.asarray(array) for name, array in jax.device_get(done.batch).items()},
+        )
         what = "is not a number" if not np.isfinite(loss) else f"jumped to {loss:.4g}"
         name = "skip" if guard.rule is GuardRule.skip else "bad_step"
         self.event(name, 0.0, f"the loss of step {done.step} {what}; its batch is in {path}")
         if guard.rule is GuardRule.stop or self.in_a_row >= guard.patience:
             self.store.wait()
             kept = self.store.latest_step()
-            back = f"the checkpoint of step {kept} is intact" if kept is not None else "there is no checkpoint yet"
+            back = (
+                f"the checkpoint of step {kept} is intact"
+                if kept is not None
+                else "there is no checkpoint yet"
+            )
             raise RunError(
                 f"the loss of step {done.step} {what}, the batch is kept in {path} and {back}; lower the learning rate, or resume with --guard.rule skip"
             )
@@ -221,14 +238,18 @@ class Trainer:
         if self._due(self.job.evaluation.every):
             metrics = self._evaluate(state, Split.validation, self.job.evaluation.batches)
             self._judge(metrics)
-        if self._due(self.job.checkpoints.every) or (metrics is not None and self.job.checkpoints.keep_best):
+        if self._due(self.job.checkpoints.every) or (
+            metrics is not None and self.job.checkpoints.keep_best
+        ):
             self._save(state, feed, metrics)
 
     def _evaluate(self, state: Any, split: Split, batches: int) -> dict[str, float]:
         start = self.ledger.clock()
         with self.ledger.spend("eval"):
             params = state.params if state.ema is None else state.ema
-            metrics = evaluate(self.job, self.steps, self.eval_program, params, state.rest, split, batches)
+            metrics = evaluate(
+                self.job, self.steps, self.eval_program, params, state.rest, split, batches
+            )
         self.say("eval", split=split.value, metrics=metrics, seconds=self.ledger.clock() - start)
         return metrics
 
@@ -236,7 +257,9 @@ class Trainer:
         """Early stopping."""
         rule = self.job.evaluation
         if rule.metric not in metrics:
-            raise RunError(f"evaluation.metric {rule.metric!r} is not reported; choose one of {', '.join(sorted(metrics))}")
+            raise RunError(
+                f"evaluation.metric {rule.metric!r} is not reported; choose one of {', '.join(sorted(metrics))}"
+            )
         value = metrics[rule.metric] * (1 if rule.mode is Mode.min else -1)
         if self.best is None or value < self.best:
             self.best, self.stale = value, 0

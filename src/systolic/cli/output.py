@@ -1,0 +1,22 @@
+"""Where results go: a person's terminal, or one JSON object on stdout."""
+
+import json
+import math
+import sys
+from typing import Any
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on stdout; numbers that JSON has no form for become null."""
+    sys.stdout.write(json.dumps(_finite(value), ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,113 @@
+"""What a verb works on: a recipe with its options, or a run."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from systolic import recipes
+from systolic.artifact.run import Run
+from systolic.cli.parse import arguments
+from systolic.core.errors import NotFoundError, OptionError
+from systolic.job import Job
+from systolic.recipes import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A recipe with its arguments, and the verb's own options."""
+
+    recipe: Recipe
+    options: Mapping[str, Any]
+    verb: Mapping[str, Any]
+
+    @property
+    def job(self) -> Job:
+        """The job these options make."""
+        return self.recipe(self.options)
+
+
+def first(args: Sequence[str], verb: str, what: str) -> tuple[str, list[str]]:
+    """The target and the rest of the arguments.
+
+    Raises:
+        OptionError: there is no target.
+    """
+    if not args or args[0].startswith("-"):
+        raise OptionError(f"systolic {verb} needs {what}; systolic {verb} --help shows how")
+    return args[0], list(args[1:])
+
+
+def request(target: str, args: Sequence[str], verb: str, options: Callable[..., Any]) -> Request:
+    """Reads a recipe's options and the verb's from one command line.
+
+    Args:
+        target: A recipe's name or file.
+        args: What follows it.
+        verb: For messages.
+        options: A function whose parameters are the verb's own options.
+    """
+    recipe = recipes.find(target)
+    own = inspect.signature(options).parameters
+    theirs = inspect.signature(recipe.function, eval_str=True).parameters
+    clash = set(own) & set(theirs)
+    if clash:
+        raise OptionError(
+            f"{target} has an option {clash.pop()} that systolic {verb} needs for itself; rename it in the recipe"
+        )
+
+    def both() -> None:
+        pass
+
+    merged = [
+        p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*theirs.values(), *own.values())
+    ]
+    both.__signature__ = inspect.Signature(merged)  # ty: ignore[unresolved-attribute]
+    both.__annotations__ = {p.name: p.annotation for p in merged}
+    both.__doc__ = _documented(recipe.function, options)
+    values = arguments(both, args, f"systolic {verb} {target}")
+    return Request(
+        recipe=recipe,
+        options={name: value for name, value in values.items() if name in theirs},
+        verb={name: value for name, value in values.items() if name in own},
+    )
+
+
+def _documented(recipe: Callable[..., Any], options: Callable[..., Any]) -> str:
+    """One docstring with the Args sections of both."""
+    text = inspect.getdoc(recipe) or ""
+    own = (inspect.getdoc(options) or "").partition("Args:\n")[2]
+    if "Args:\n" in text:
+        head, _, tail = text.partition("Args:\n")
+        return f"{head}Args:\n{own.rstrip()}\n{tail}"
+    return f"{text}\n\nArgs:\n{own}"
+
+
+def rebuild(run: Run) -> tuple[Recipe, Job, dict[str, Any]]:
+    """The recipe, job and options that a run was made from.
+
+    Raises:
+        NotFoundError: the run's recipe is gone.
+        RunError: the recipe no longer takes the run's options.
+    """
+    record = run.read_job()
+    target = record["recipe"]
+    if run.recipe.is_file():
+        recipe = recipes.from_file(run.recipe, target.rpartition(":")[2], target)
+    else:
+        recipe = recipes.find(target)
+    options = recipes.typed(recipe, record["options"])
+    return recipe, recipe(options), options
+
+
+def existing(path: str) -> Path:
+    """A path that must be there.
+
+    Raises:
+        NotFoundError: it is not.
+    """
+    found = Path(path)
+    if not found.exists():
+        raise NotFoundError(f"{path} does not exist; check the path")
+    return found

@@ -1,0 +1,144 @@
+"""Recipes: typed functions that return a Job. Their signatures are the command line options.
+
+A recipe is named by a module of this package (``bytes``) or by a file and a function
+(``path/to/file.py:job``).
+"""
+
+import importlib.util
+import inspect
+import pkgutil
+import sys
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from systolic.core.errors import NotFoundError, OptionError, RunError, nearest
+from systolic.job import Job
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """A function that returns a job, and where it came from."""
+
+    target: str
+    """As the user wrote it."""
+    function: Callable[..., Job]
+    file: Path | None = None
+    """The user's file; ``None`` for a shipped recipe."""
+
+    @property
+    def summary(self) -> str:
+        """The first line of its docstring."""
+        return (inspect.getdoc(self.function) or "").split("\n")[0]
+
+    def __call__(self, options: Mapping[str, Any]) -> Job:
+        """The job with these arguments.
+
+        Raises:
+            OptionError: the function returned something else.
+        """
+        job = self.function(**options)
+        if not isinstance(job, Job):
+            raise OptionError(
+                f"{self.target} returned {type(job).__name__}, not a Job; end the function with 'return Job(...)'"
+            )
+        return job
+
+
+def shipped() -> list[str]:
+    """Names of the recipes in this package."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def find(target: str) -> Recipe:
+    """The recipe of a name or of ``file.py:function``.
+
+    Raises:
+        NotFoundError: no such recipe, file or function; names the nearest.
+        OptionError: the file does not import.
+    """
+    if target in shipped():
+        module = import_module(f"{__name__}.{target}")
+        return Recipe(target=target, function=vars(module)[target])
+    path, _, name = target.rpartition(":") if ":" in target else (target, "", "job")
+    if not path.endswith(".py"):
+        raise NotFoundError(
+            f"there is no recipe {target!r}{nearest(target, shipped())}; systolic recipes lists them, and a file of yours is named path/to/file.py:function"
+        )
+    return from_file(Path(path), name, target)
+
+
+def from_file(path: Path, name: str, target: str) -> Recipe:
+    """The function ``name`` of a Python file; modules beside the file can be imported by it."""
+    if not path.is_file():
+        raise NotFoundError(
+            f"{path} is not a file; give the path of a Python file as path/to/file.py:function"
+        )
+    module_name = f"systolic_recipe_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise NotFoundError(f"{path} cannot be imported as Python; give a file that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        where = _line(error, path)
+        raise OptionError(
+            f"{path}{where} failed to import: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        sys.path.pop(0)
+    functions = {
+        key: value
+        for key, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module_name
+    }
+    if name not in functions:
+        raise NotFoundError(
+            f"{path} has no function {name}{nearest(name, functions)}; a recipe is a function that returns a Job"
+        )
+    return Recipe(target=target, function=functions[name], file=path)
+
+
+def _line(error: BaseException, path: Path) -> str:
+    trace, line = error.__traceback__, ""
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            line = f":{trace.tb_lineno}"
+        trace = trace.tb_next
+    return line
+
+
+def plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a recipe as JSON values."""
+    return msgspec.to_builtins(dict(options), enc_hook=str)
+
+
+def typed(recipe: Recipe, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments as :func:`plain` saved them, in the types that the recipe's signature names.
+
+    Raises:
+        RunError: the recipe has changed and no longer takes them.
+    """
+    hints = typing.get_type_hints(recipe.function)
+    unknown = set(options) - set(hints)
+    if unknown:
+        raise RunError(
+            f"the recipe {recipe.target} no longer takes {', '.join(sorted(unknown))}; use the version of Systolic that trained this run"
+        )
+    try:
+        return {
+            name: msgspec.convert(value, hints[name], dec_hook=lambda kind, value: kind(value))
+            for name, value in options.items()
+        }
+    except msgspec.ValidationError as error:
+        raise RunError(
+            f"the recipe {recipe.target} no longer takes its saved options ({error}); use the version of Systolic that trained this run"
+        ) from error
