@@ -1,0 +1,85 @@
+"""The 1797 handwritten digits of 8 x 8 pixels that scikit-learn brings with it (Alpaydin and Kaynak 1998)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from systolic.core.errors import MissingExtraError
+from systolic.job import Data, Field, Read, Split
+from systolic.job.data import Batches
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SIZE = 8
+"""Pixels on a side."""
+
+BRIGHTEST = 16
+"""The largest value of a pixel in scikit-learn's arrays; here it is 255."""
+
+HELD_OUT = {Split.validation: 0.1, Split.test: 0.2}
+"""Share of each class."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Digits(Data):
+    """Image uint8[8, 8, 1] and label int32[], 0 to 9; every class is split 70 : 10 : 20."""
+
+    shift: int = 1
+    """The most pixels that a training image is moved along each dim."""
+
+    def fields(self) -> Mapping[str, Field]:
+        """image and label."""
+        return {
+            "image": Field(shape=(SIZE, SIZE, 1), dtype="uint8"),
+            "label": Field(shape=(), dtype="int32"),
+        }
+
+    def size(self, split: Split) -> int:
+        """Examples in a split."""
+        return len(_splits()[split][1])
+
+    def open(self, read: Read) -> Batches:
+        """Batches of a split; training images are moved when they are shuffled.
+
+        Raises:
+            MissingExtraError: scikit-learn is not installed.
+        """
+        from systolic.data.small import SmallImages
+        from systolic.data.table import open_table
+
+        images, labels = _splits()[read.split]
+        changed = read.split is Split.train and read.shuffle
+        table = SmallImages(images, labels, seed=read.seed, shift=self.shift if changed else 0)
+        return open_table(table, read, self.fields(), fill={"label": -1})
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """A picture (a light digit on dark ground) as image uint8[8, 8, 1]."""
+        from systolic.data.small import read_picture
+
+        return {"image": read_picture(path, SIZE, 1)}
+
+    def labels(self) -> tuple[str, ...]:
+        """0 to 9."""
+        return tuple("0123456789")
+
+
+@lru_cache(maxsize=1)
+def _splits() -> "dict[Split, tuple[np.ndarray, np.ndarray]]":
+    """Split to images uint8[n, 8, 8, 1] and labels int32[n]."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise MissingExtraError("the digits data", "image") from error
+    import numpy as np
+
+    from systolic.data.small import hold_out
+
+    bunch = load_digits()
+    images = np.round(bunch.images * (255 / BRIGHTEST)).astype(np.uint8)[..., None]
+    labels = bunch.target.astype(np.int32)
+    parts = hold_out(labels, tuple(HELD_OUT.values()))
+    names = (Split.train, *HELD_OUT)
+    return {name: (images[part], labels[part]) for name, part in zip(names, parts, strict=True)}

@@ -1,0 +1,125 @@
+"""Picture files to arrays with Pillow: decoding, cropping, resizing."""
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from systolic.core.errors import DataError, MissingExtraError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+EVALUATION_SHARE = 0.875
+"""Side of the centre crop over the shorter side: 224 of 256, as ImageNet is usually evaluated."""
+
+RATIO = 4 / 3
+"""The most that a training crop is stretched either way (Szegedy et al. 2015)."""
+
+_ORIENTATION = 0x0112
+"""The EXIF tag that says how a camera was held."""
+
+
+class Box(NamedTuple):
+    """Part of a picture, each number a share (0 to 1) of its width or height."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+
+def decode(source: Path | bytes, name: str = "") -> "Image":
+    """Opens a picture; pixels are not read yet.
+
+    Raises:
+        DataError: not a picture that Pillow reads; the message names the file or ``name``.
+        MissingExtraError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtraError("reading pictures", "image") from error
+    try:
+        return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+    except (OSError, Image.DecompressionBombError) as error:
+        raise DataError(
+            f"{name or source} is not a picture that can be read; remove it or replace it"
+        ) from error
+
+
+def as_image(array: np.ndarray) -> "Image":
+    """uint8[height, width, 1 or 3] as a Pillow image.
+
+    Raises:
+        MissingExtraError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtraError("resizing pictures", "image") from error
+    return Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array)
+
+
+def crop(image: "Image", box: Box, size: int, channels: int, name: str = "") -> np.ndarray:
+    """The part ``box`` of a picture as uint8[size, size, channels].
+
+    Raises:
+        DataError: the file is damaged; the message names it or ``name``.
+    """
+    from PIL import Image, ImageOps
+
+    name = name or str(getattr(image, "filename", "a picture"))
+    mode = "L" if channels == 1 else "RGB"
+    try:
+        width, height = upright(image)
+        scale = size / max(
+            1.0, min((box.right - box.left) * width, (box.bottom - box.top) * height)
+        )
+        if scale < 1:
+            # A JPEG is decoded at 1/2, 1/4 or 1/8 where that still has enough pixels.
+            image.draft(mode, (int(image.width * scale) + 1, int(image.height * scale) + 1))
+        image = ImageOps.exif_transpose(image)
+        # Palettes and transparency can't be resized; they become plain colours first.
+        image = image if image.mode == mode else image.convert(mode)
+        width, height = image.size
+        pixels = (box.left * width, box.top * height, box.right * width, box.bottom * height)
+        image = image.resize((size, size), Image.Resampling.BILINEAR, box=pixels)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise DataError(f"{name} is damaged ({error}); remove it or replace it") from error
+    return np.asarray(image, np.uint8).reshape(size, size, channels)
+
+
+def upright(image: "Image") -> tuple[int, int]:
+    """Width and height as a viewer shows the picture."""
+    turned = image.getexif().get(_ORIENTATION, 1) >= 5
+    return (image.height, image.width) if turned else image.size
+
+
+def centre_box(width: int, height: int, share: float = 1.0) -> Box:
+    """The centred square whose side is ``share`` of the shorter side."""
+    side = share * min(width, height)
+    across, down = side / width / 2, side / height / 2
+    return Box(0.5 - across, 0.5 - down, 0.5 + across, 0.5 + down)
+
+
+def random_box(width: int, height: int, least: float, chance: np.ndarray) -> Box:
+    """A part of ``least`` to all of the area, stretched by up to RATIO, anywhere.
+
+    ``chance`` f64[4] in [0, 1): area, stretch, place across, place down. A part that would stick
+    out is made narrower or lower, where others draw again.
+    """
+    area = (least + (1 - least) * chance[0]) * width * height
+    stretch = RATIO ** (2 * chance[1] - 1)
+    across = min(1.0, (area * stretch) ** 0.5 / width)
+    down = min(1.0, (area / stretch) ** 0.5 / height)
+    left, top = (1 - across) * chance[2], (1 - down) * chance[3]
+    return Box(left, top, left + across, top + down)
+
+
+def centre(
+    image: "Image", size: int, channels: int, share: float = 1.0, name: str = ""
+) -> np.ndarray:
+    """The centred square as uint8[size, size, channels]; see :func:`crop` for errors."""
+    return crop(image, centre_box(*upright(image), share), size, channels, name)
