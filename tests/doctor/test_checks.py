@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from machines import (
+from tests.doctor.machines import (
     GPU_HOST,
     LAPTOP,
     ON_CPU,

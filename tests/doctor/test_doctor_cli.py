@@ -5,8 +5,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from machines import GPU_HOST, LAPTOP, ON_CPU, TPU_VM, with_package, with_variables
 from rich.console import Console
+from tests.doctor.machines import GPU_HOST, LAPTOP, ON_CPU, TPU_VM, with_package, with_variables
 
 from systolic.cli.doctor import WIDTH, record, show
 from systolic.cli.main import main

@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from machines import LAPTOP
+from tests.doctor.machines import LAPTOP
 
 from systolic.doctor.machine import Death, Measured, Unmeasured
 from systolic.doctor.measure import last_line, measure, outcome
