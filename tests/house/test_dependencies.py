@@ -1,0 +1,81 @@
+"""What is imported is declared, what is declared is imported, and each has its line in the docs."""
+
+import ast
+import re
+import sys
+import tomllib
+from functools import cache
+from importlib.metadata import packages_distributions
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.house.budget import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+WITHOUT_IMPORT = {
+    "import-linter": "a command that CI runs",
+    "pytest-xdist": "a plugin that pytest loads",
+    "ruff": "a command that CI runs",
+    "ty": "a command that CI runs",
+}
+
+HOW_JAX_FINDS_DEVICES = ("tpu", "cuda")
+"""Extras that only choose plugins of jax."""
+
+
+def names(requirements: list[str]) -> set[str]:
+    """Canonical names of other projects in a list of requirements."""
+    found = {canonicalize_name(Requirement(text).name) for text in requirements}
+    return found - {"systolic"}
+
+
+@cache
+def imported(folder: str) -> frozenset[str]:
+    """Distributions that the files of a folder import, at any depth of a function."""
+    modules = set()
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                modules.update(alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                modules.add(node.module.partition(".")[0])
+    outside = modules - set(sys.stdlib_module_names) - {"systolic", "tests"}
+    home = packages_distributions()
+    return frozenset(canonicalize_name(name) for module in outside for name in home[module])
+
+
+def optional() -> set[str]:
+    """Names in the extras that add features."""
+    features = [extra for extra in EXTRAS if extra not in ("dev", *HOW_JAX_FINDS_DEVICES)]
+    return set().union(*(names(EXTRAS[extra]) for extra in features))
+
+
+def test_the_package_imports_what_it_declares() -> None:
+    assert imported("src") == names(PROJECT["dependencies"]) | optional()
+
+
+def test_the_tests_import_what_dev_declares() -> None:
+    used = imported("tests") | set(WITHOUT_IMPORT)
+    assert names(EXTRAS["dev"]) == used - names(PROJECT["dependencies"]) - optional()
+
+
+def test_dev_has_every_feature() -> None:
+    (own,) = [r for text in EXTRAS["dev"] if (r := Requirement(text)).name == "systolic"]
+    assert own.extras == set(EXTRAS) - {"dev", *HOW_JAX_FINDS_DEVICES}
+
+
+def test_every_bound_below_is_given() -> None:
+    declared = [text for texts in (PROJECT["dependencies"], *EXTRAS.values()) for text in texts]
+    for requirement in map(Requirement, declared):
+        operators = {spec.operator for spec in requirement.specifier}
+        assert requirement.name == "systolic" or operators & {">=", "=="}, requirement
+
+
+def test_docs_have_a_row_for_each() -> None:
+    text = (ROOT / "docs" / "dependencies.md").read_text()
+    rows = re.findall(r"^\| `([a-z0-9-]+)", text, re.MULTILINE)
+    declared = names(PROJECT["dependencies"]).union(*map(names, EXTRAS.values()))
+    assert sorted(rows) == sorted(declared)
