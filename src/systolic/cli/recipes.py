@@ -1,0 +1,107 @@
+"""``systolic recipes [NAME]``: the recipes, or one recipe's options and the job that they make."""
+
+import contextlib
+import inspect
+import json as jsonlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from systolic import recipes
+from systolic.cli import train
+from systolic.cli.output import print_json
+from systolic.cli.parse import parse
+from systolic.cli.target import request
+from systolic.recipes import Recipe
+
+WIDTH = 100
+
+
+def run(args: Sequence[str]) -> int:
+    """The verb."""
+    if args and not args[0].startswith("-"):
+        return show(args[0], args[1:])
+    return parse(listing, args, "systolic recipes")
+
+
+def listing(json: bool = False) -> int:
+    """The recipes that come with Systolic.
+
+    systolic recipes NAME shows one recipe's options and the job that they make; options may follow
+    the name, and NAME may be a file of yours: path/to/file.py:function.
+
+    Args:
+        json: Print one JSON object.
+    """
+    found = [recipes.find(name) for name in recipes.shipped()]
+    if json:
+        print_json({"recipes": [{"name": r.target, "summary": r.summary} for r in found]})
+        return 0
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    for recipe in found:
+        table.add_row(recipe.target, recipe.summary)
+    console = Console(width=WIDTH, highlight=False)
+    console.print(table)
+    console.print(
+        "systolic recipes NAME shows one with its options; systolic train NAME trains it.",
+        style="dim",
+    )
+    return 0
+
+
+def options(json: bool = False) -> None:
+    """The verb's own options.
+
+    Args:
+        json: Print one JSON object.
+    """
+
+
+def show(target: str, args: Sequence[str]) -> int:
+    """One recipe: its options as ``systolic train`` takes them, and the resolved job."""
+    recipe = recipes.find(target)
+    missing = required(recipe)
+    if missing and not [arg for arg in args if arg != "--json"]:
+        json, values, job = "--json" in args, {}, None
+    else:
+        asked = request(target, args, "recipes", options)
+        json, values, job = asked.verb["json"], asked.options, asked.job.to_json()
+    if json:
+        print_json(record(recipe, values, job))
+        return 0
+    with contextlib.suppress(SystemExit):
+        request(target, ["--help"], "train", train.options)
+    if job is None:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        print(f"The job depends on {names}: add it to see the resolved job.")
+    else:
+        print("The resolved job:")
+        print(jsonlib.dumps(job, indent=2, ensure_ascii=False))
+    return 0
+
+
+def record(recipe: Recipe, values: Mapping[str, Any], job: dict[str, Any] | None) -> dict[str, Any]:
+    """The JSON object of one recipe; ``job`` is null while a required option is missing."""
+    return {
+        "name": recipe.target,
+        "summary": recipe.summary,
+        "required": required(recipe),
+        "options": recipes.plain({**defaults(recipe), **values}),
+        "job": job,
+    }
+
+
+def defaults(recipe: Recipe) -> dict[str, Any]:
+    """Parameter to default of the parameters that have one."""
+    parameters = inspect.signature(recipe.function).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def required(recipe: Recipe) -> list[str]:
+    """Parameters without a default."""
+    parameters = inspect.signature(recipe.function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty]
