@@ -79,9 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _quiet_libtpu() -> None:
-    """Where libtpu is installed but no TPU is there, keeps it from asking the cloud's metadata server for one.
+    """Keeps an installed libtpu from looking for a TPU, at length and aloud, on a machine that has no accelerator.
 
     Must come before jax is imported, which a user's recipe file may do.
     """
     if not any(os.path.exists(path) for path in ("/dev/accel0", "/dev/vfio/0")):
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        if not os.path.exists("/dev/nvidia0"):
+            os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -4,13 +4,14 @@ import gzip
 import hashlib
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from systolic.core.errors import DataError, NotFoundError
 from systolic.data.text import FILL, TextData, check_sequence, row_fields
+from systolic.job import Layout
 from systolic.job.data import Batches, Field, Read, Split
 
 if TYPE_CHECKING:
@@ -77,6 +78,17 @@ class StandardLibrary(TextData):
             )
         rows = RecordRows(_held(self._folder(), read.split), self.sequence)
         return open_table(rows, read, self.fields(), FILL)
+
+    def references(self) -> Mapping[str, float]:
+        """What gzip makes of the validation files, in bits per byte: each on its own, and joined."""
+        return {
+            "gzip_bits_per_byte": self.gzip_bits_per_byte(),
+            "gzip_joined_bits_per_byte": self.gzip_bits_per_byte_joined(),
+        }
+
+    def shrink(self, layout: Layout) -> "StandardLibrary":
+        """Rows of 64 bytes a context shard."""
+        return replace(self, sequence=min(self.sequence, 64 * layout.context))
 
     def gzip_bits_per_byte(self) -> float:
         """Bits per byte that ``gzip -9`` needs for the validation files, each on its own."""

@@ -40,7 +40,11 @@ def splash_attention(
     layout = target.layout
     mesh_axes = target.spec("batch", "sequence", "heads")
     batch_axes, sequence_axis, head_axis = mesh_axes
-    mask = mask_lib.CausalMask((sequence, sequence)) if causal else mask_lib.FullMask((sequence, sequence))
+    mask = (
+        mask_lib.CausalMask((sequence, sequence))
+        if causal
+        else mask_lib.FullMask((sequence, sequence))
+    )
     block_q, block_kv = block_size(sequence // layout.context), block_size(sequence)
     sizes = kernel_lib.BlockSizes(
         block_q=block_q,
@@ -58,7 +62,9 @@ def splash_attention(
         head_shards=math.gcd(layout.tensor, heads),
         q_seq_shards=layout.context,
     )
-    kernel_spec = kernel.manual_sharding_spec(NamedSharding(target.mesh, PartitionSpec(head_axis, sequence_axis)))
+    kernel_spec = kernel.manual_sharding_spec(
+        NamedSharding(target.mesh, PartitionSpec(head_axis, sequence_axis))
+    )
     q_spec = PartitionSpec(batch_axes, head_axis, sequence_axis, None)
     kv_spec = PartitionSpec(batch_axes, head_axis, None, None)
     if segments is None:
@@ -70,7 +76,14 @@ def splash_attention(
     out = jax.shard_map(
         local,
         mesh=target.mesh,
-        in_specs=(kernel_spec, q_spec, kv_spec, kv_spec, PartitionSpec(batch_axes, sequence_axis), PartitionSpec(batch_axes, None)),
+        in_specs=(
+            kernel_spec,
+            q_spec,
+            kv_spec,
+            kv_spec,
+            PartitionSpec(batch_axes, sequence_axis),
+            PartitionSpec(batch_axes, None),
+        ),
         out_specs=q_spec,
         check_vma=False,
     )(

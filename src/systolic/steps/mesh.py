@@ -24,14 +24,20 @@ def make_mesh(layout: Layout, devices: Sequence[Any]) -> Mesh:
     """
     shape = list(layout.mesh_shape.values())
     names = tuple(layout.mesh_shape)
-    slices = {device.slice_index for device in devices if device.platform == "tpu" and _has_slices(device)}
+    slices = {
+        device.slice_index for device in devices if device.platform == "tpu" and _has_slices(device)
+    }
     if len(slices) > 1:
         crossing = names.index(layout.slices.value)
         if shape[crossing] % len(slices):
-            raise LayoutError(f"layout.{names[crossing]} {shape[crossing]} is not a multiple of the {len(slices)} slices it crosses; change it, or layout.slices")
+            raise LayoutError(
+                f"layout.{names[crossing]} {shape[crossing]} is not a multiple of the {len(slices)} slices it crosses; change it, or layout.slices"
+            )
         outer = [len(slices) if axis == crossing else 1 for axis in range(len(shape))]
         inner = [size // outside for size, outside in zip(shape, outer, strict=True)]
-        grid = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
+        grid = mesh_utils.create_hybrid_device_mesh(
+            inner, outer, devices, allow_split_physical_axes=True
+        )
     elif devices[0].platform == "tpu" and len(devices) > 1:
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     else:

@@ -28,7 +28,8 @@ class Decoder(Model):
     kv_heads: int = 12
     """Key and value heads; fewer than heads is grouped-query attention."""
     head_dim: int = 64
-    vocab: int = 50304
+    vocab: int = 0
+    """Token ids; 0 takes the tokenizer's, rounded up to a multiple of 128."""
     tie_embeddings: bool = True
     """Whether the output matrix is the embedding's transpose."""
     experts: int = 1
@@ -42,6 +43,11 @@ class Decoder(Model):
     norm_eps: float = 1e-6
     qk_norm: bool = False
     """RMSNorm on queries and keys."""
+    ngrams: int = 0
+    """The longest n-gram with a hashed embedding of its own, 2 or more; 0 has none."""
+    ngram_rows: int = 2**15
+    """Rows of each n-gram table, a power of two."""
+    ngram_dim: int = 32
 
     def __post_init__(self) -> None:
         for name in (
@@ -64,6 +70,14 @@ class Decoder(Model):
             raise OptionError(
                 f"model.head-dim {self.head_dim} is odd; rotary embeddings turn pairs of dims, use an even one"
             )
+        if self.ngrams < 0 or self.ngrams == 1:
+            raise OptionError(
+                f"model.ngrams is {self.ngrams}; it is 0, or the longest n-gram: 2 or more"
+            )
+        if self.ngrams and (self.ngram_rows < 1 or self.ngram_rows & (self.ngram_rows - 1)):
+            raise OptionError(
+                f"model.ngram-rows {self.ngram_rows} is not a power of two; rows are picked by the low bits of a hash"
+            )
         if self.experts > 1 and not 1 <= self.experts_per_token <= self.experts:
             raise OptionError(
                 f"model.experts-per-token {self.experts_per_token} is outside 1 to {self.experts} experts"
@@ -77,12 +91,18 @@ class Decoder(Model):
         router = self.d_model * self.experts if self.experts > 1 else 0
         layer = attention + norms + router + 3 * self.d_model * self.d_ff * self.experts
         embeddings = self.vocab * self.d_model * (1 if self.tie_embeddings else 2)
-        return self.layers * layer + embeddings + self.d_model
+        orders = max(self.ngrams - 1, 0)
+        ngrams = orders * self.ngram_dim * (self.ngram_rows + self.d_model)
+        return self.layers * layer + embeddings + ngrams + self.d_model
 
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
         """A :class:`~systolic.models.decoder.module.DecoderModule` in float32."""
         from systolic.models.decoder.module import DecoderModule
 
+        if not self.vocab:
+            raise OptionError(
+                "model.vocab is 0; a recipe that does not read a tokenizer must say how many token ids there are"
+            )
         return DecoderModule(self, rngs, target)
 
     def check(self, layout: Layout) -> None:
@@ -129,6 +149,7 @@ class Decoder(Model):
             layers=min(self.layers, 2 * layout.pipeline),
             d_model=width,
             d_ff=32 * layout.tensor,
+            ngram_rows=64 * layout.tensor if self.ngrams else self.ngram_rows,
             heads=kv_heads * min(groups, 4),
             kv_heads=kv_heads,
             head_dim=16,

@@ -10,6 +10,7 @@ from systolic.job import Target
 from systolic.models.attention import attention
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.moe import Mixture
+from systolic.models.decoder.ngrams import NGrams
 from systolic.models.decoder.pipeline import run_stages
 from systolic.models.parameters import weight
 from systolic.models.remat import name, rematerialise
@@ -24,6 +25,8 @@ class Cache(NamedTuple):
     """Like key."""
     length: jax.Array
     """int32[batch]: positions filled."""
+    recent: jax.Array
+    """int32[batch, n - 1]: the last tokens, for n-gram lookups; [batch, 0] without them."""
 
 
 class RMSNorm(nnx.Module):
@@ -139,21 +142,30 @@ class DecoderModule(nnx.Module):
         self.embedding = weight(
             rngs, (config.vocab, config.d_model), ("vocab", "embed"), config.d_model
         )
+        self.ngrams = NGrams(config, rngs, target) if config.ngrams else None
         self.blocks = blocks(rngs)
         self.norm = RMSNorm(config.d_model, config.norm_eps, "norm")
         if not config.tie_embeddings:
-            self.unembedding = weight(
-                rngs, (config.d_model, config.vocab), ("embed", "vocab"), config.d_model
-            )
+            # Zero: the first prediction is uniform, whatever the trunk says.
+            shape = (config.d_model, config.vocab)
+            self.unembedding = nnx.Param(jnp.zeros(shape), out_sharding=("embed", "vocab"))
         self.config, self.target = config, target
 
-    def embed(self, tokens: jax.Array) -> jax.Array:
-        """int32[batch, sequence] to [batch, sequence, d_model], scaled to unit variance."""
+    def embed(self, tokens: jax.Array, positions: jax.Array, recent: jax.Array) -> jax.Array:
+        """[batch, n, d_model] of unit variance.
+
+        tokens and positions int32[batch, n]; recent int32[batch, history] are the tokens before them.
+        """
         # Whole rows on every device: a lookup in split rows would make the partitioner replicate its result.
         table = self.target.constrain(self.embedding[...], "vocab", None)
-        return self.target.constrain(
-            table[tokens] * self.config.d_model**0.5, "batch", "sequence", None
-        )
+        x = table[tokens] * self.config.d_model**0.5
+        if self.ngrams is not None:
+            x = x + self.ngrams(jnp.concatenate([recent, tokens], axis=1), positions)
+        return self.target.constrain(x, "batch", "sequence", None)
+
+    def no_history(self, batch: int) -> jax.Array:
+        """int32[batch, history]: no token (-1) before the first one."""
+        return jnp.full((batch, max(self.config.ngrams - 1, 0)), -1, jnp.int32)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """[batch, sequence, d_model] to [batch, sequence, vocab]."""
@@ -175,7 +187,7 @@ class DecoderModule(nnx.Module):
             return nnx.merge(graph, state)(x, segments, positions)
 
         layer = rematerialise(layer, self.target.layout)
-        x = self.embed(tokens)
+        x = self.embed(tokens, positions, self.no_history(tokens.shape[0]))
         if self.target.layout.pipeline > 1:
             x, losses = run_stages(layer, stacked, x, segments, positions, self.target)
         else:
@@ -196,11 +208,23 @@ class DecoderModule(nnx.Module):
         """Room for ``capacity`` positions of ``batch`` sequences."""
         shape = (self.config.layers, batch, capacity, self.config.kv_heads, self.config.head_dim)
         return Cache(
-            jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((batch,), jnp.int32)
+            jnp.zeros(shape, dtype),
+            jnp.zeros(shape, dtype),
+            jnp.zeros((batch,), jnp.int32),
+            self.no_history(batch),
         )
 
-    def extend(self, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Logits [batch, n, vocab] of the next n tokens int32[batch, n], and the cache with them in it."""
+    def extend(self, tokens: jax.Array, count: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Runs the next tokens of each sequence.
+
+        Args:
+            tokens: int32[batch, n].
+            count: int32[batch]: how many of the n are real; the rest is padding.
+            cache: What came before.
+
+        Returns:
+            Logits [batch, n, vocab] and the cache with the real tokens in it.
+        """
         graph, stacked = nnx.split(self.blocks)
         positions = cache.length[:, None] + jnp.arange(tokens.shape[1])
         visible = jnp.arange(cache.key.shape[2])[None, None, :] <= positions[:, :, None]
@@ -223,6 +247,9 @@ class DecoderModule(nnx.Module):
             )
             return (block.merge(x, attended)[0], keys, values), None
 
-        carry = (self.embed(tokens), cache.key, cache.value)
+        carry = (self.embed(tokens, positions, cache.recent), cache.key, cache.value)
         (x, keys, values), _ = jax.lax.scan(step, carry, (jnp.arange(self.config.layers), stacked))
-        return self.logits(x), Cache(keys, values, cache.length + tokens.shape[1])
+        seen = jnp.concatenate([cache.recent, tokens], axis=1)
+        last = count[:, None] + jnp.arange(cache.recent.shape[1])
+        recent = jnp.take_along_axis(seen, last, axis=1)
+        return self.logits(x), Cache(keys, values, cache.length + count, recent)

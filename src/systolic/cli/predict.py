@@ -1,0 +1,55 @@
+"""``systolic predict RUN FILES...``: the model's answer for each file."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from systolic.cli.output import print_json
+from systolic.cli.parse import parse
+from systolic.core.errors import NotFoundError, OptionError
+
+
+def run(args: Sequence[str]) -> int:
+    """The verb."""
+    return parse(predict, args, "systolic predict")
+
+
+def predict(
+    run: Annotated[Path, tyro.conf.Positional],
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional] = (),
+    checkpoint: str = "best",
+    json: bool = False,
+) -> int:
+    """Labels files with a trained model; a language model scores texts in bits per byte.
+
+    Args:
+        run: The run's directory.
+        files: Images or arrays for an image model, texts for a language model.
+        checkpoint: best, last or the number of a step.
+        json: Print one JSON object.
+    """
+    if not files:
+        raise OptionError(f"systolic predict {run} needs files; name one or more after the run")
+    for file in files:
+        if not file.is_file():
+            raise NotFoundError(f"{file} is not a file; check the path")
+    from systolic.cli.trained import load
+    from systolic.train.predict import predictions
+
+    trained = load(run, checkpoint)
+    found: list[dict[str, Any]] = []
+    for file, answer in predictions(trained.setup, trained.weights, files):
+        found.append({"file": str(file), **answer})
+        if not json:
+            print(
+                f"{file}  " + "  ".join(f"{name} {_text(value)}" for name, value in answer.items())
+            )
+    if json:
+        print_json({"run": str(run), "step": trained.weights.step, "predictions": found})
+    return 0
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,47 @@
+"""A run made ready for use: its job, its programs on the devices at hand, its weights."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from systolic.artifact.run import Run
+from systolic.cli.target import rebuild
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What eval, generate and predict work with."""
+
+    run: Run
+    setup: Any
+    weights: Any
+
+
+def load(path: Path, checkpoint: str) -> Trained:
+    """The run's weights on this machine's devices; a damaged checkpoint that was passed over is said on stderr."""
+    from dataclasses import replace
+
+    from systolic.artifact import weights
+    from systolic.job import Layout, Remat
+    from systolic.train.machine import Machine
+    from systolic.train.setup import set_up
+
+    run = Run.open(path)
+    _, job, _ = rebuild(run)
+    machine = Machine.here()
+    # Any number of devices can use what any layout trained: weights are spread over what is here.
+    ways = len(machine.devices)
+    batch = (
+        replace(job.batch, total=job.batch.resolve(Layout(data=1, fsdp=1)), per_device=None)
+        if job.batch.total
+        else job.batch
+    )
+    free = Layout(data=1, fsdp=-1, remat=Remat.none)
+    if job.batch.total and job.batch.total % ways:
+        batch = replace(batch, total=-(-job.batch.total // ways) * ways)
+    setup = set_up(replace(job, layout=free, batch=batch), machine)
+    found = weights.load(run, setup.steps, checkpoint)
+    for line in found.skipped:
+        print(f"systolic: {line}; using step {found.step}", file=sys.stderr)
+    return Trained(run=run, setup=setup, weights=found)

@@ -1,0 +1,112 @@
+"""A configurable decoder language model on any text."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from systolic.core.errors import OptionError
+from systolic.data.bytes import StandardLibrary
+from systolic.data.documents import Documents
+from systolic.data.text import TextData
+from systolic.job import (
+    Batch,
+    Checkpoints,
+    Evaluation,
+    Guard,
+    Job,
+    Layout,
+    Optimizer,
+    Precision,
+    Schedule,
+)
+from systolic.models.decoder.config import Decoder
+from systolic.steps.tasks.language import LanguageModel, Unit
+
+VOCAB_MULTIPLE = 128
+"""Vocabularies are rounded up to it: the matrix units' lane count, and even to split."""
+
+
+def lm(
+    path: Path | None = None,
+    tokenizer: Path | None = None,
+    validation: Path | None = None,
+    field: str = "text",
+    model: Decoder = Decoder(),
+    sequence: int = 1024,
+    batch_per_device: float = 8,
+    batch: int | None = None,
+    steps: int = 1000,
+    optimizer: Optimizer = Optimizer(),
+    schedule: Schedule = Schedule(warmup=100),
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    precision: Precision = Precision.auto,
+    layout: Layout = Layout(),
+    evaluation: Evaluation = Evaluation(every=250, batches=32),
+    checkpoints: Checkpoints = Checkpoints(every=250),
+    guard: Guard = Guard(),
+    seed: int = 0,
+    prompt: str = "",
+) -> Job:
+    """Trains a decoder (RMSNorm, RoPE, grouped queries, SwiGLU, dense or mixture of experts) on any text.
+
+    Args:
+        path: Text, JSONL, Parquet or ArrayRecord files, a datasets folder, or what systolic data pack wrote; by default the Python standard library.
+        tokenizer: A tokenizer.json or its folder; by default bytes, or what packed data was made with.
+        validation: Validation text; by default a share of the documents.
+        field: The JSONL field or the column that holds the text.
+        model: The decoder's sizes.
+        sequence: Tokens per row; documents are packed into rows and don't see each other.
+        batch_per_device: Rows per device and pass; may be a fraction when an axis splits a row over devices.
+        batch: Rows per optimizer step, instead of batch-per-device.
+        steps: Optimizer steps.
+        optimizer: The update rule.
+        schedule: The learning rate over the steps.
+        z_loss: Weight of the squared log normaliser.
+        label_smoothing: Share of the probability spread evenly over the vocabulary.
+        precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
+        layout: How to spread it over devices.
+        evaluation: When, and what early stopping looks at.
+        checkpoints: Which are written and kept.
+        guard: What to do about a loss that is not a number or jumps.
+        seed: Of the initial weights and the order of the data.
+        prompt: What the sample at the end of training continues.
+    """
+    data: TextData
+    if path is None:
+        data = StandardLibrary(sequence=sequence)
+    else:
+        data = Documents(
+            path=path, tokenizer=tokenizer, sequence=sequence, field=field, validation=validation
+        )
+    vocab = data.vocab_size()
+    if model.vocab and model.vocab < vocab:
+        raise OptionError(
+            f"model.vocab is {model.vocab} but the tokenizer has {vocab} tokens; leave model.vocab out, or raise it to {_round_up(vocab)}"
+        )
+    whole = data.get_tokenizer().path is None
+    return Job(
+        name="lm",
+        model=model if model.vocab else replace(model, vocab=_round_up(vocab)),
+        task=LanguageModel(
+            unit=Unit.byte if whole else Unit.token,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            router_loss=model.router_loss if model.experts > 1 else 0.0,
+        ),
+        data=data,
+        steps=steps,
+        batch=Batch(total=batch) if batch is not None else Batch(per_device=batch_per_device),
+        optimizer=optimizer,
+        schedule=schedule,
+        precision=precision,
+        layout=layout,
+        evaluation=evaluation,
+        checkpoints=checkpoints,
+        guard=guard,
+        seed=seed,
+        sample=prompt,
+    )
+
+
+def _round_up(vocab: int) -> int:
+    return -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE

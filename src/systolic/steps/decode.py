@@ -1,0 +1,121 @@
+"""Text generation as pure functions: prefill reads a prompt into the cache, decode writes tokens from it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from systolic.core.errors import RunError
+from systolic.models.decoder.module import Cache, DecoderModule
+from systolic.steps.network import Arrays
+from systolic.steps.steps import Steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the next token is picked from the logits."""
+
+    temperature: float = 0.8
+    """Logits are divided by it; 0 always takes the most likely token."""
+    top_k: int = 0
+    """Only the k most likely tokens are eligible; 0 is all."""
+    top_p: float = 0.95
+    """Only the most likely tokens that together have this probability are eligible; 1 is all."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeState:
+    """Where a generation stands."""
+
+    token: jax.Array
+    """int32[batch]: the last token picked, not yet in the cache."""
+    key: jax.Array
+    """Random key."""
+    cache: Cache
+
+
+class Decode:
+    """The generation programs of a language model.
+
+    Raises:
+        RunError: the job's model is of another kind.
+    """
+
+    def __init__(self, steps: Steps, sampling: Sampling) -> None:
+        self.steps, self.sampling = steps, sampling
+        module = jax.eval_shape(
+            lambda: steps.network.module(*steps.network.init(jax.random.key(0)), train=False)
+        )
+        if not isinstance(module, DecoderModule):
+            raise RunError(
+                f"{steps.job.name} trains a {type(steps.job.model).__name__}, which does not generate text; use systolic predict"
+            )
+
+    def prefill(
+        self,
+        params: Arrays,
+        rest: Arrays,
+        tokens: jax.Array,
+        count: jax.Array,
+        key: jax.Array,
+        capacity: int,
+    ) -> DecodeState:
+        """The state after a prompt, its first new token picked.
+
+        Args:
+            params: Weights.
+            rest: Other variables.
+            tokens: int32[batch, n], padded at the end.
+            count: int32[batch]: how many are real.
+            key: Random key.
+            capacity: Positions the cache has room for; static.
+        """
+        module = self._module(params, rest)
+        cache = module.empty_cache(tokens.shape[0], capacity, jnp.dtype(self.steps.target.dtype))
+        logits, cache = module.extend(tokens, count, cache)
+        last = jnp.take_along_axis(logits, (count - 1)[:, None, None], axis=1)[:, 0]
+        key, use = jax.random.split(key)
+        return DecodeState(token=pick(last, use, self.sampling), key=key, cache=cache)
+
+    def decode(
+        self, params: Arrays, rest: Arrays, state: DecodeState, count: int
+    ) -> tuple[DecodeState, jax.Array]:
+        """The next ``count`` (static) tokens int32[batch, count], the state's token first."""
+
+        def one(state: DecodeState, _: None) -> tuple[DecodeState, jax.Array]:
+            module = self._module(params, rest)
+            logits, cache = module.extend(
+                state.token[:, None], jnp.ones_like(state.token), state.cache
+            )
+            key, use = jax.random.split(state.key)
+            return DecodeState(
+                token=pick(logits[:, 0], use, self.sampling), key=key, cache=cache
+            ), state.token
+
+        state, tokens = jax.lax.scan(one, state, None, length=count)
+        return state, tokens.T
+
+    def _module(self, params: Arrays, rest: Arrays) -> Any:
+        return self.steps.network.module(self.steps.network.cast(params), rest, train=False)
+
+
+def pick(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
+    """int32[batch] tokens from logits [batch, vocab]."""
+    if sampling.temperature <= 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logits = logits.astype(jnp.float32) / sampling.temperature
+    if sampling.top_k:
+        smallest = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[-1]))[0][:, -1:]
+        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+    if sampling.top_p < 1:
+        ordered = jnp.sort(logits, axis=-1, descending=True)
+        before = jnp.cumsum(jax.nn.softmax(ordered, axis=-1), axis=-1) - jax.nn.softmax(
+            ordered, axis=-1
+        )
+        smallest = jnp.min(
+            jnp.where(before < sampling.top_p, ordered, jnp.inf), axis=-1, keepdims=True
+        )
+        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+    return jax.random.categorical(key, logits, axis=-1).astype(jnp.int32)
