@@ -118,6 +118,18 @@ class Layout:
             )
         return replace(self, **{free[0]: num_devices // fixed}) if free else self
 
+    def check_slices(self, num_slices: int) -> None:
+        """Whether a definite layout spreads over so many slices.
+
+        Raises:
+            LayoutError: the axis that crosses slices is not a multiple of their number.
+        """
+        ways = self.size(self.slices)
+        if ways % num_slices:
+            raise LayoutError(
+                f"layout.{self.slices.value} {ways} is not a multiple of the {num_slices} slices it crosses; change it, or layout.slices"
+            )
+
     @property
     def mesh_shape(self) -> dict[str, int]:
         """Axis name to size, outermost first."""

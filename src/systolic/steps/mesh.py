@@ -9,7 +9,6 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from systolic.core.errors import LayoutError
 from systolic.job import Layout
 
 
@@ -28,11 +27,8 @@ def make_mesh(layout: Layout, devices: Sequence[Any]) -> Mesh:
         device.slice_index for device in devices if device.platform == "tpu" and _has_slices(device)
     }
     if len(slices) > 1:
+        layout.check_slices(len(slices))
         crossing = names.index(layout.slices.value)
-        if shape[crossing] % len(slices):
-            raise LayoutError(
-                f"layout.{names[crossing]} {shape[crossing]} is not a multiple of the {len(slices)} slices it crosses; change it, or layout.slices"
-            )
         outer = [len(slices) if axis == crossing else 1 for axis in range(len(shape))]
         inner = [size // outside for size, outside in zip(shape, outer, strict=True)]
         grid = mesh_utils.create_hybrid_device_mesh(

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from systolic.core.errors import LayoutError
 from systolic.job import Field
 from systolic.job.data import MASK
 from systolic.steps.target import MeshTarget
@@ -59,6 +60,21 @@ def batch_specs(target: MeshTarget, fields: Mapping[str, Field]) -> dict[str, Pa
         for name, field in fields.items()
     }
     return {**specs, MASK: target.spec("batch")}
+
+
+def check_fields(target: MeshTarget, fields: Mapping[str, Field]) -> None:
+    """Whether the mesh divides the dims of an example that it splits.
+
+    Raises:
+        LayoutError: an axis does not divide a dim.
+    """
+    for field in fields.values():
+        for size, name in zip(field.shape, field.axes, strict=False):
+            for axis in target.axes(name):
+                if size % target.mesh.shape[axis]:
+                    raise LayoutError(
+                        f"layout.{axis} {target.mesh.shape[axis]} does not divide the {name} of {size}; use a divisor of {size}, or change the {name}"
+                    )
 
 
 def _project(shape: tuple[int, ...], whole: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:

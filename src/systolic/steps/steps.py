@@ -19,7 +19,7 @@ from systolic.job.model import Mean
 from systolic.steps import flops
 from systolic.steps.network import Arrays, Network
 from systolic.steps.optimizer import build, schedule
-from systolic.steps.sharding import batch_specs, optimizer_specs, parameter_spec
+from systolic.steps.sharding import batch_specs, check_fields, optimizer_specs, parameter_spec
 from systolic.steps.state import LossScale, TrainState, Watch
 from systolic.steps.target import MeshTarget
 
@@ -34,6 +34,7 @@ class Steps:
 
     def __init__(self, job: Job, target: MeshTarget) -> None:
         job.model.check(target.layout)
+        check_fields(target, job.data.fields())
         self.job, self.target = job, target
         self.batch_size = job.batch.resolve(target.layout)
         self.network = Network(job.model, target)
