@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
@@ -60,13 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"systolic {__version__}")
         return 0
     _quiet_libtpu()
+    return guarded(lambda: _verb(args))
+
+
+def guarded(work: Callable[[], int | None]) -> int:
+    """Runs ``work`` and returns its exit code; a user's mistake becomes one line on stderr."""
     try:
-        if args[0] not in VERBS:
-            raise OptionError(
-                f"there is no verb {args[0]!r}{nearest(args[0], VERBS)}; systolic --help lists them"
-            )
-        module = import_module(f"systolic.cli.{VERBS[args[0]].module}")
-        return int(module.run(args[1:]) or 0)
+        return int(work() or 0)
     except SystolicError as error:
         print(f"systolic: {error}", file=sys.stderr)
         return error.exit_code
@@ -76,6 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+
+
+def _verb(args: list[str]) -> int | None:
+    if args[0] not in VERBS:
+        raise OptionError(
+            f"there is no verb {args[0]!r}{nearest(args[0], VERBS)}; systolic --help lists them"
+        )
+    return import_module(f"systolic.cli.{VERBS[args[0]].module}").run(args[1:])
 
 
 def _quiet_libtpu() -> None:
