@@ -1,7 +1,7 @@
 """Anybody's text for a language model: files, JSONL, Parquet, ArrayRecord, datasets folders."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +10,7 @@ from systolic.core.errors import DataError, OptionError
 from systolic.data.packing import Packing
 from systolic.data.text import FILL, TextData, check_sequence, row_fields
 from systolic.data.tokenizer import Tokenizer
+from systolic.job import Layout
 from systolic.job.data import Batches, Field, Read, Split
 
 if TYPE_CHECKING:
@@ -147,6 +148,10 @@ class Documents(TextData):
             shuffle=read.shuffle,
         )
         return WindowBatches(windows=windows, read=read, fields=self.fields())
+
+    def shrink(self, layout: Layout) -> "Documents":
+        """Rows of 64 tokens a context shard."""
+        return replace(self, sequence=min(self.sequence, 64 * layout.context))
 
     def _path(self, split: Split) -> Path:
         """The file or folder that a split is read from."""

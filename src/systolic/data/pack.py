@@ -19,8 +19,8 @@ from systolic.job.data import Split
 _RECORD_PLACES = 1 << 14
 """Longer documents are several records, so that a row never costs reading a whole book."""
 
-_OPTIONS = "group_size:8,zstd:3"
-"""Eight neighbours are compressed together: rows read neighbours anyway, and it halves short ones."""
+_OPTIONS = "group_size:1,zstd:3"
+"""One record a group, so that any record is read without its neighbours."""
 
 _BATCH_BYTES = 1 << 24
 """Text that is tokenised at a time."""

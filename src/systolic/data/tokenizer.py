@@ -104,7 +104,7 @@ class Tokenizer:
     def token(self, index: int) -> str:
         """One id in readable form, for display."""
         if self.path is None:
-            return "<start>" if index == BYTES_START else repr(bytes([index]))[2:-1]
+            return "<document>" if index == BYTES_START else chr(index)
         return _load(self).backend.id_to_token(index) or f"<{index}>"
 
 

@@ -1,0 +1,144 @@
+"""What a model will see of its data, as one plain record."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from systolic.core.errors import DataError
+from systolic.data.documents import Documents
+from systolic.data.text import TextData
+from systolic.data.tokenizer import Tokenizer
+from systolic.job.data import MASK, Data, Read, Split
+
+_BATCH = 16
+_COMMON = 10
+"""How many of the most common tokens are told."""
+
+
+def inspect(data: Data, split: Split, examples: int, seed: int = 0) -> dict[str, Any]:
+    """A record of the fields, the counts, and the first examples in the order of training.
+
+    Args:
+        data: any data.
+        split: whose examples are looked at.
+        examples: at most how many.
+        seed: of the shuffle.
+
+    Returns:
+        JSON values: data, fields, splits, split, examples, labels, values (each field's range),
+        and for text ``text``, for labelled data ``label_counts``.
+
+    Raises:
+        DataError: no examples in the split, or damaged data.
+    """
+    fields = data.fields()
+    sample = _sample(data, split, examples, seed)
+    record: dict[str, Any] = {
+        "data": type(data).__name__,
+        "fields": {
+            name: {"shape": list(one.shape), "dtype": one.dtype} for name, one in fields.items()
+        },
+        "splits": {one.value: _counts(data, one) for one in Split},
+        "split": split.value,
+        "examples": len(next(iter(sample.values()))),
+        "labels": list(data.labels()),
+        "values": {
+            name: {
+                "min": array.min().item(),
+                "max": array.max().item(),
+                "mean": float(array.mean()),
+            }
+            for name, array in sample.items()
+            if array.size
+        },
+    }
+    if isinstance(data, TextData):
+        record["text"] = _text(sample, data.get_tokenizer())
+    elif "label" in sample and sample["label"].ndim == 1:
+        record["label_counts"] = _labels(sample["label"], data.labels())
+    return record
+
+
+def pictures(data: Data, split: Split, count: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """The first examples of a split, for a contact sheet; empty for data without images."""
+    image = data.fields().get("image")
+    if image is None or len(image.shape) != 3:
+        return {}
+    return _sample(data, split, count, seed)
+
+
+def _sample(data: Data, split: Split, examples: int, seed: int) -> dict[str, np.ndarray]:
+    if examples < 1:
+        raise DataError(f"{examples} examples show nothing; ask for 1 or more")
+    batches = data.open(Read(split=split, batch=min(_BATCH, examples), seed=seed, epochs=1))
+    parts, have = [], 0
+    try:
+        for batch in batches:
+            kept = batch[MASK] > 0
+            parts.append({name: array[kept] for name, array in batch.items() if name != MASK})
+            have += int(kept.sum())
+            if have >= examples:
+                break
+    finally:
+        batches.close()
+    return {
+        name: np.concatenate([part[name] for part in parts])[:examples] for name in data.fields()
+    }
+
+
+def _counts(data: Data, split: Split) -> dict[str, Any]:
+    """Examples, and documents where rows are not counted before they are packed."""
+    size = data.size(split)
+    counts: dict[str, Any] = {"examples": size}
+    if isinstance(data, Documents) and size is None:
+        counts["documents"] = len(data.documents(split)[1])
+    return counts
+
+
+def _labels(labels: np.ndarray, names: tuple[str, ...]) -> dict[str, int]:
+    found = Counter(labels.tolist())
+    counts = {name: found.pop(number, 0) for number, name in enumerate(names)}
+    return counts | {str(number): count for number, count in sorted(found.items())}
+
+
+def _text(sample: Mapping[str, np.ndarray], tokenizer: Tokenizer) -> dict[str, Any]:
+    inside = sample["segments"] > 0
+    targets = sample["targets"][sample["targets"] >= 0]
+    ids, counts = np.unique(targets, return_counts=True)
+    shares = counts / max(counts.sum(), 1)
+    first = sample["positions"][inside] == 0
+    text = tokenizer.decode(targets.tolist())
+    common = np.argsort(-counts, kind="stable")[:_COMMON]
+    return {
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": tokenizer.digest(),
+        "padding_share": float(1 - inside.mean()),
+        "documents_per_row": float(first.sum() / len(inside)),
+        "distinct_tokens": len(ids),
+        "bytes_per_token": len(text.encode()) / max(len(targets), 1),
+        "entropy_bits_per_token": float(-(shares * np.log2(shares)).sum()),
+        "most_common": [
+            {"token": tokenizer.token(int(ids[n])), "id": int(ids[n]), "share": float(shares[n])}
+            for n in common
+        ],
+        "row": _row({name: array[0] for name, array in sample.items()}, tokenizer),
+    }
+
+
+def _row(row: Mapping[str, np.ndarray], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The documents of one row: where they lie, and their text with the last target."""
+    parts = []
+    for segment in range(1, int(row["segments"].max()) + 1):
+        at = np.flatnonzero(row["segments"] == segment)
+        ids = [*row["tokens"][at].tolist(), int(row["targets"][at[-1]])]
+        parts.append(
+            {
+                "from": int(at[0]),
+                "places": len(at),
+                "starts": ids[0] == tokenizer.start,
+                "text": tokenizer.decode(ids),
+            }
+        )
+    return parts
