@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
@@ -160,12 +161,9 @@ class Saver:
         self, step: int, table: Mapping[tuple[str, ...], Any], extra: Mapping[str, Any]
     ) -> None:
         """Copies the arrays off the devices and starts writing; returns before the disk is done."""
-        grouped: dict[str, dict[tuple[str, ...], Any]] = {}
-        for path, leaf in table.items():
-            grouped.setdefault(tree.item(path), {})[path] = leaf
         items: dict[str, Any] = {
             name: ocp.args.PyTreeSave(tree.nest(leaves, tree.to_data))
-            for name, leaves in grouped.items()
+            for name, leaves in _by_item(table).items()
         }
         items[EXTRA] = _ExtraSave(extra)
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
@@ -199,11 +197,8 @@ def load(folder: Path, wanted: Mapping[tuple[str, ...], Any]) -> dict[tuple[str,
     Raises:
         DamagedError: a file disappeared while reading.
     """
-    grouped: dict[str, dict[tuple[str, ...], Any]] = {}
-    for path, leaf in wanted.items():
-        grouped.setdefault(tree.item(path), {})[path] = leaf
-    found: dict[tuple[str, ...], Any] = {}
-    for name, leaves in grouped.items():
+    found = {path: _empty(leaf) for path, leaf in wanted.items() if not leaf.size}
+    for name, leaves in _by_item(wanted).items():
         abstract = tree.nest(leaves, tree.abstract_data)
         arguments = jax.tree.map(
             lambda leaf: ocp.ArrayRestoreArgs(
@@ -225,6 +220,23 @@ def load(folder: Path, wanted: Mapping[tuple[str, ...], Any]) -> dict[tuple[str,
         for path, leaf in leaves.items():
             found[path] = tree.from_data(tree.pick(data, path), leaf)
     return found
+
+
+def _by_item(table: Mapping[tuple[str, ...], Any]) -> dict[str, dict[tuple[str, ...], Any]]:
+    """The leaves of each item. Arrays without elements are in none: Orbax does not write them."""
+    grouped: dict[str, dict[tuple[str, ...], Any]] = {}
+    for path, leaf in table.items():
+        if leaf.size:
+            grouped.setdefault(tree.item(path), {})[path] = leaf
+    return grouped
+
+
+def _empty(leaf: Any) -> jax.Array:
+    data = tree.abstract_data(leaf)
+    array = jax.make_array_from_callback(
+        data.shape, data.sharding, lambda index: np.zeros(data.shape, data.dtype)[index]
+    )
+    return tree.from_data(array, leaf)
 
 
 def load_extra(folder: Path) -> dict[str, Any]:

@@ -6,26 +6,24 @@ same rename, hence a folder without one is not a checkpoint of ours and is never
 """
 
 import contextlib
-import errno
 import math
-import os
 import shutil
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from systolic.artifact import failure, tree
 from systolic.artifact import manifest as manifests
-from systolic.artifact import tree
 from systolic.artifact.access import Access
 from systolic.artifact.manifest import DamagedError, Leaf, Manifest
 from systolic.core.errors import NotFoundError, RunError
 from systolic.job import Mode
 
 _ASIDE = "damaged"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +96,7 @@ class CheckpointStore:
         self._saver: Any = None
         self._flight: _Flight | None = None
         self._written: set[int] = set()
+        self._news: deque[Saved] = deque()
         self._read: dict[int, Manifest] = {}
         if access is Access.write:
             self._sweep()
@@ -170,7 +169,7 @@ class CheckpointStore:
         import jax
 
         self._require_write()
-        self.wait()
+        self._settle()
         if step in self._written:
             return False
         table = tree.flatten(state)
@@ -194,38 +193,23 @@ class CheckpointStore:
         return True
 
     def poll(self) -> Saved | None:
-        """A look without waiting: the checkpoint that was committed since the last look, if any.
+        """A look without waiting: a checkpoint that was committed and not yet returned, oldest first.
 
         Raises:
             RunError: the save failed; says which checkpoint is intact.
         """
-        if self._flight is None or self._saver.saving():
-            return None
-        return self.wait()
+        if self._flight is not None and not self._saver.saving():
+            self._settle()
+        return self._news.popleft() if self._news else None
 
     def wait(self) -> Saved | None:
-        """Blocks until the save under way is committed and returns it; ``None`` when there is none.
+        """Blocks until the save under way is committed; returns as :meth:`poll`.
 
         Raises:
             RunError: the save failed; says which checkpoint is intact.
         """
-        flight = self._flight
-        if flight is None:
-            return None
-        try:
-            self._saver.wait()
-            manifest = manifests.read(self.path(flight.step))
-        except Exception as error:
-            self._fail(error)
-        self._flight = None
-        self._written.add(flight.step)
-        self._read[flight.step] = manifest
-        return Saved(
-            step=flight.step,
-            seconds=time.monotonic() - flight.started,
-            num_bytes=manifest.num_bytes,
-            path=self.path(flight.step),
-        )
+        self._settle()
+        return self._news.popleft() if self._news else None
 
     def restore(
         self,
@@ -247,7 +231,7 @@ class CheckpointStore:
             NotFoundError: there is no such checkpoint.
             RunError: none is intact, or it holds another model; names the first path that differs.
         """
-        self.wait()
+        self._settle()
         wanted = {
             path: leaf
             for path, leaf in tree.flatten(abstract_state).items()
@@ -285,7 +269,7 @@ class CheckpointStore:
             The steps that are gone.
         """
         self._require_write()
-        self.wait()
+        self._settle()
         later = [found for found in self._folders() if found > step]
         for found in later:
             try:
@@ -309,9 +293,30 @@ class CheckpointStore:
             RunError: that save failed.
         """
         try:
-            self.wait()
+            self._settle()
         finally:
             self._close_saver()
+
+    def _settle(self) -> None:
+        flight = self._flight
+        if flight is None:
+            return
+        try:
+            self._saver.wait()
+            manifest = manifests.read(self.path(flight.step))
+        except Exception as error:
+            self._fail(error)
+        self._flight = None
+        self._written.add(flight.step)
+        self._read[flight.step] = manifest
+        self._news.append(
+            Saved(
+                step=flight.step,
+                seconds=time.monotonic() - flight.started,
+                num_bytes=manifest.num_bytes,
+                path=self.path(flight.step),
+            )
+        )
 
     def _folders(self) -> list[int]:
         if not self.folder.is_dir():
@@ -372,7 +377,7 @@ class CheckpointStore:
         except Exception as error:
             # Every byte is as it was written, so an older checkpoint would fail alike.
             raise RunError(
-                f"checkpoint of step {step} is intact but could not be loaded: {_reason(error)}"
+                f"checkpoint of step {step} is intact but could not be loaded: {failure.reason(error)}"
             ) from error
 
     def _require_same(
@@ -451,10 +456,10 @@ class CheckpointStore:
             if intact is not None
             else "there is no earlier checkpoint"
         )
-        cure = "free space" if _number(error) in _FULL else "mend that"
+        cure = "free space" if failure.is_full(error) else "mend that"
         run = self.folder.parent if self.folder.name == "checkpoints" else self.folder
         raise RunError(
-            f"checkpoint of step {step} failed: {_reason(error)}; {kept}; {cure} and continue with --resume {run}"
+            f"checkpoint of step {step} failed: {failure.reason(error)}; {kept}; {cure} and continue with --resume {run}"
         ) from error
 
     def _sweep(self) -> None:
@@ -472,25 +477,3 @@ def _top(manifest: Manifest) -> set[str]:
 
 def _list(steps: Iterable[int]) -> str:
     return ", ".join(map(str, steps)) or "none"
-
-
-def _number(error: BaseException) -> int | None:
-    """The operating system's error number at the root of ``error``, which may be text in a wrapper."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno:
-            return seen.errno
-        message = str(seen)
-        for number in (*_FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT):
-            if os.strerror(number) in message:
-                return number
-        seen = seen.__cause__ or seen.__context__
-    return None
-
-
-def _reason(error: BaseException) -> str:
-    number = _number(error)
-    if number is not None:
-        return os.strerror(number)
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,35 @@
+"""Why a write failed, in the operating system's words, whoever wrapped them."""
+
+import errno
+import os
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_KNOWN = (*_FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether the disk, a quota or a size limit is the cause."""
+    return _number(error) in _FULL
+
+
+def reason(error: BaseException) -> str:
+    """One line: the system's message, or the first line of the error."""
+    number = _number(error)
+    if number is not None:
+        return os.strerror(number)
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _number(error: BaseException) -> int | None:
+    """The error number at the root; native code passes it on as text only."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno:
+            return seen.errno
+        message = str(seen)
+        for number in _KNOWN:
+            if os.strerror(number) in message:
+                return number
+        seen = seen.__cause__ or seen.__context__
+    return None
