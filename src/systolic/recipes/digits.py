@@ -1,0 +1,102 @@
+"""Handwritten digits of 8 x 8 pixels: the smallest real training, no download."""
+
+import enum
+from dataclasses import replace
+
+from systolic.data.digits import SIZE, Digits
+from systolic.job import (
+    Batch,
+    Checkpoints,
+    Evaluation,
+    Guard,
+    Job,
+    Layout,
+    Mode,
+    Optimizer,
+    OptimizerKind,
+    Precision,
+    Schedule,
+)
+from systolic.models.cnn.config import CNN
+from systolic.models.vision import Pixels
+from systolic.models.vit.config import ViT
+from systolic.steps.tasks.classification import Classification
+
+
+class DigitsModel(enum.Enum):
+    """A network for images of 8 x 8 pixels."""
+
+    cnn = "cnn"
+    vit = "vit"
+
+
+PIXELS = Pixels(size=SIZE, channels=1, mean=(0.305,), std=(0.376,))
+"""Mean and deviation of the training images."""
+
+MODELS = {
+    DigitsModel.cnn: CNN(channels=(32, 64), num_classes=10, pixels=PIXELS),
+    DigitsModel.vit: ViT(
+        layers=3, d_model=64, d_ff=128, heads=4, patch=4, num_classes=10, pixels=PIXELS
+    ),
+}
+STEPS = {DigitsModel.cnn: 300, DigitsModel.vit: 800}
+OPTIMIZERS = {
+    DigitsModel.cnn: Optimizer(learning_rate=3e-3, weight_decay=0.05),
+    DigitsModel.vit: Optimizer(
+        kind=OptimizerKind.muon,
+        learning_rate=0.02,
+        adam_learning_rate=3e-3,
+        weight_decay=0.05,
+    ),
+}
+"""A transformer learns little from 1257 images in this time under AdamW, and 98 % under Muon."""
+
+
+def digits(
+    model: DigitsModel = DigitsModel.cnn,
+    steps: int | None = None,
+    batch: int = 64,
+    learning_rate: float | None = None,
+    label_smoothing: float = 0.1,
+    precision: Precision = Precision.auto,
+    layout: Layout = Layout(),
+    evaluation: Evaluation = Evaluation(every=100, metric="accuracy", mode=Mode.max),
+    checkpoints: Checkpoints = Checkpoints(),
+    guard: Guard = Guard(),
+    seed: int = 0,
+) -> Job:
+    """Reads handwritten digits: scikit-learn's 1797 images, 99 % in half a minute on two cores.
+
+    Args:
+        model: A small convolutional network, or a small vision transformer.
+        steps: Optimizer steps; by default 300 for cnn, 800 for vit.
+        batch: Images per step.
+        learning_rate: Peak of the learning rate; by default 0.003 for cnn (AdamW), 0.02 for vit (Muon).
+        label_smoothing: Share of the probability spread evenly over the classes.
+        precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
+        layout: How to spread it over devices.
+        evaluation: When, and what early stopping looks at.
+        checkpoints: Which are written and kept.
+        guard: What to do when the loss goes bad.
+        seed: Of the initial weights, the order and the shifts of the images.
+    """
+    steps = STEPS[model] if steps is None else steps
+    optimizer = OPTIMIZERS[model]
+    if learning_rate is not None:
+        optimizer = replace(optimizer, learning_rate=learning_rate)
+    return Job(
+        name="digits",
+        model=MODELS[model],
+        task=Classification(label_smoothing=label_smoothing),
+        data=Digits(),
+        steps=steps,
+        batch=Batch(total=batch),
+        optimizer=optimizer,
+        schedule=Schedule(warmup=min(30, steps // 10), final=0.01),
+        precision=precision,
+        layout=layout,
+        evaluation=evaluation,
+        checkpoints=checkpoints,
+        guard=guard,
+        seed=seed,
+    )
