@@ -1,0 +1,118 @@
+"""Fashion-MNIST: 70 000 images of clothes, 28 x 28 pixels, from a Debian package or a folder of IDX files."""
+
+import enum
+from dataclasses import replace
+from pathlib import Path
+
+from systolic.data.idx import DEBIAN, Idx
+from systolic.job import (
+    Batch,
+    Checkpoints,
+    Evaluation,
+    Guard,
+    Job,
+    Layout,
+    Mode,
+    Optimizer,
+    OptimizerKind,
+    Precision,
+    Schedule,
+)
+from systolic.models.resnet.config import Depth, ResNet, Stem
+from systolic.models.vision import Pixels
+from systolic.models.vit.config import ViT
+from systolic.steps.tasks.classification import Classification
+
+
+class FashionModel(enum.Enum):
+    """A network for images of 28 x 28 pixels."""
+
+    resnet = "resnet"
+    vit = "vit"
+
+
+CLASSES = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
+"""In label order (Xiao, Rasul, Vollgraf 2017, table 2)."""
+
+PIXELS = Pixels(size=28, channels=1, mean=(0.286,), std=(0.353,))
+"""Mean and deviation of the training images."""
+
+MODELS = {
+    FashionModel.resnet: ResNet(
+        depth=Depth.d10, width=16, stem=Stem.half, num_classes=10, pixels=PIXELS
+    ),
+    FashionModel.vit: ViT(
+        layers=4, d_model=128, d_ff=256, heads=4, patch=7, num_classes=10, pixels=PIXELS
+    ),
+}
+OPTIMIZERS = {
+    FashionModel.resnet: Optimizer(learning_rate=4e-3, weight_decay=0.05),
+    FashionModel.vit: Optimizer(
+        kind=OptimizerKind.muon,
+        learning_rate=0.02,
+        adam_learning_rate=3e-3,
+        weight_decay=0.05,
+    ),
+}
+
+
+def fashion(
+    path: Path = DEBIAN / "fashion-mnist",
+    model: FashionModel = FashionModel.resnet,
+    steps: int = 1500,
+    batch: int = 128,
+    learning_rate: float | None = None,
+    label_smoothing: float = 0.05,
+    precision: Precision = Precision.auto,
+    layout: Layout = Layout(),
+    evaluation: Evaluation = Evaluation(every=250, metric="accuracy", mode=Mode.max),
+    checkpoints: Checkpoints = Checkpoints(),
+    guard: Guard = Guard(),
+    seed: int = 0,
+) -> Job:
+    """Sorts Fashion-MNIST's clothes into ten classes: over 90 % in a few minutes on two cores.
+
+    Args:
+        path: The folder of the IDX files; by default where Debian's dataset-fashion-mnist puts them.
+        model: A small residual network, or a small vision transformer.
+        steps: Optimizer steps.
+        batch: Images per step.
+        learning_rate: Peak of the learning rate; by default 0.004 for resnet (AdamW), 0.02 for vit (Muon).
+        label_smoothing: Share of the probability spread evenly over the classes.
+        precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
+        layout: How to spread it over devices.
+        evaluation: When, and what early stopping looks at.
+        checkpoints: Which are written and kept.
+        guard: What to do when the loss goes bad.
+        seed: Of the initial weights, the order and the augmentation.
+    """
+    optimizer = OPTIMIZERS[model]
+    if learning_rate is not None:
+        optimizer = replace(optimizer, learning_rate=learning_rate)
+    return Job(
+        name="fashion",
+        model=MODELS[model],
+        task=Classification(label_smoothing=label_smoothing),
+        data=Idx(path=path, flip=True, names=CLASSES),
+        steps=steps,
+        batch=Batch(total=batch),
+        optimizer=optimizer,
+        schedule=Schedule(warmup=min(100, steps // 10), final=0.01),
+        precision=precision,
+        layout=layout,
+        evaluation=evaluation,
+        checkpoints=checkpoints,
+        guard=guard,
+        seed=seed,
+    )

@@ -1,0 +1,141 @@
+"""A residual network or a vision transformer on any folder of pictures."""
+
+import enum
+from dataclasses import replace
+from pathlib import Path
+
+from systolic.core.errors import OptionError
+from systolic.data.images import Images
+from systolic.job import (
+    Batch,
+    Checkpoints,
+    Evaluation,
+    Guard,
+    Job,
+    Layout,
+    Mode,
+    Model,
+    Optimizer,
+    OptimizerKind,
+    Precision,
+    Schedule,
+)
+from systolic.models.resnet.config import Depth, ResNet, Stem
+from systolic.models.vision import Pixels
+from systolic.models.vit.config import Preset, ViT
+from systolic.steps.tasks.classification import Classification
+
+
+class ImageModel(enum.Enum):
+    """A published network."""
+
+    resnet18 = "resnet18"
+    resnet34 = "resnet34"
+    resnet50 = "resnet50"
+    resnet101 = "resnet101"
+    vit_ti = "vit-ti"
+    vit_s = "vit-s"
+    vit_b = "vit-b"
+    vit_l = "vit-l"
+
+
+DEPTHS = {
+    ImageModel.resnet18: Depth.d18,
+    ImageModel.resnet34: Depth.d34,
+    ImageModel.resnet50: Depth.d50,
+    ImageModel.resnet101: Depth.d101,
+}
+PRESETS = {
+    ImageModel.vit_ti: Preset.tiny,
+    ImageModel.vit_s: Preset.small,
+    ImageModel.vit_b: Preset.base,
+    ImageModel.vit_l: Preset.large,
+}
+SGD = Optimizer(kind=OptimizerKind.sgd, learning_rate=0.1, b1=0.9, weight_decay=1e-4, clip=0.0)
+"""Of residual networks, at REFERENCE_BATCH (He et al. 2016; Goyal et al. 2017)."""
+ADAMW = Optimizer(learning_rate=2.5e-4, b2=0.999, weight_decay=0.1, clip=1.0)
+"""Of vision transformers, at REFERENCE_BATCH (Beyer, Zhai, Kolesnikov 2022: 1e-3 at 1024)."""
+REFERENCE_BATCH = 256
+"""Default learning rates are per so many images and grow with the batch."""
+SMALL_SIZE = 64
+"""Up to so many pixels a residual network starts at full resolution."""
+
+
+def image(
+    path: Path,
+    model: ImageModel = ImageModel.resnet50,
+    size: int = 224,
+    patch: int = 16,
+    classes: int | None = None,
+    steps: int = 10_000,
+    batch: int = 256,
+    learning_rate: float | None = None,
+    warmup: int = 500,
+    label_smoothing: float = 0.1,
+    crop: float = 0.08,
+    precision: Precision = Precision.auto,
+    layout: Layout = Layout(),
+    evaluation: Evaluation = Evaluation(every=1000, metric="accuracy", mode=Mode.max),
+    checkpoints: Checkpoints = Checkpoints(every=1000),
+    guard: Guard = Guard(),
+    seed: int = 0,
+) -> Job:
+    """Trains a ResNet or a ViT on a folder of pictures with one folder a class.
+
+    Args:
+        path: The folder: classes in it, or train/, val/ and test/ with classes in them, or what systolic data pack --images wrote.
+        model: The network.
+        size: Height and width of the crops that the network sees.
+        patch: vit: pixels on a side of a patch.
+        classes: Number of classes; by default the class folders are counted.
+        steps: Optimizer steps.
+        batch: Images per step.
+        learning_rate: Peak; by default 0.1 (SGD) for resnets and 0.00025 (AdamW) for vits per 256 images of batch.
+        warmup: Steps in which the learning rate rises.
+        label_smoothing: Share of the probability spread evenly over the classes.
+        crop: The smallest share of a picture that a training example shows.
+        precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
+        layout: How to spread it over devices.
+        evaluation: When, and what early stopping looks at.
+        checkpoints: Which are written and kept.
+        guard: What to do when the loss goes bad.
+        seed: Of the initial weights, the order and the crops.
+    """
+    data = Images(path=path, side=size, crop=crop)
+    num_classes = len(data.labels()) if classes is None else classes
+    optimizer = SGD if model in DEPTHS else ADAMW
+    if learning_rate is None:
+        learning_rate = optimizer.learning_rate * batch / REFERENCE_BATCH
+    return Job(
+        name="image",
+        model=network(model, size, patch, num_classes),
+        task=Classification(label_smoothing=label_smoothing),
+        data=data,
+        steps=steps,
+        batch=Batch(total=batch),
+        optimizer=replace(optimizer, learning_rate=learning_rate),
+        schedule=Schedule(warmup=min(warmup, steps // 10), final=0.0),
+        precision=precision,
+        layout=layout,
+        evaluation=evaluation,
+        checkpoints=checkpoints,
+        guard=guard,
+        seed=seed,
+    )
+
+
+def network(model: ImageModel, size: int, patch: int, num_classes: int) -> Model:
+    """The network for crops of ``size`` pixels.
+
+    Raises:
+        OptionError: no class, or a patch that does not divide the size.
+    """
+    if num_classes < 1:
+        raise OptionError(f"--classes is {num_classes}; it must be at least 1")
+    pixels = Pixels(size=size)
+    if model in DEPTHS:
+        stem = Stem.small if size <= SMALL_SIZE else Stem.imagenet
+        return ResNet(depth=DEPTHS[model], stem=stem, num_classes=num_classes, pixels=pixels)
+    if patch < 1 or size % patch:
+        raise OptionError(f"--patch {patch} does not divide --size {size}; change one")
+    return ViT.preset(PRESETS[model], patch=patch, num_classes=num_classes, pixels=pixels)
