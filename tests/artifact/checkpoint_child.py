@@ -86,13 +86,16 @@ def topology(folder: Path) -> None:
 
 
 def forever(folder: Path) -> None:
-    """Saves until it is killed."""
+    """Saves until it is killed; says the first step that is committed."""
     with CheckpointStore(folder, keep_last=2) as store:
-        step = store.latest_step() or 0
+        first = (store.latest_step() or 0) + 1
+        step = first
         while True:
-            step += 1
             store.save(step, place(step, 1), extra={"position": str(step).encode()})
-            print(step, flush=True)
+            if step == first:
+                store.wait()
+                print(step, flush=True)
+            step += 1
 
 
 def before_commit(folder: Path) -> None:
