@@ -1,7 +1,7 @@
 """The job: everything that decides what is computed, as one frozen value."""
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -133,6 +133,18 @@ class Job:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise OptionError(f"steps is {self.steps}; a job has at least 1 step")
+
+    def on(self, num_devices: int, num_slices: int = 1) -> "Job":
+        """The same job with a definite layout.
+
+        Raises:
+            LayoutError: an axis does not divide the devices, the slices, the model or the batch.
+        """
+        layout = self.layout.on(num_devices)
+        layout.check_slices(num_slices)
+        self.model.check(layout)
+        self.batch.resolve(layout)
+        return replace(self, layout=layout)
 
     def to_json(self) -> dict[str, Any]:
         """The job as plain values; parts that are chosen by class carry it as ``type``."""

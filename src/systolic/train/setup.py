@@ -1,6 +1,6 @@
 """From a job and the devices at hand to the programs that train it; every check before any compile."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -46,9 +46,7 @@ def set_up(job: Job, machine: Machine | None = None) -> Setup:
         DataError: the training split is empty.
     """
     machine = machine or Machine.here()
-    job = replace(job, layout=job.layout.on(len(machine.devices)))
-    job.model.check(job.layout)
-    job.batch.resolve(job.layout)
+    job = job.on(len(machine.devices))
     precision = job.precision.resolve(machine.platform)
     if job.data.size(Split.train) == 0:
         raise DataError(f"the training split of {job.name} is empty; give the recipe other data")

@@ -1,0 +1,139 @@
+"""``systolic train RECIPE --rehearse SLICE``: mistakes show, and what it says is so."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from systolic.chips import slice
+from systolic.cli.main import main
+from systolic.cli.rehearse import ROWS, environment, lines
+
+TINY = f"{Path(__file__).with_name('tiny.py')}:job"
+
+
+def _systolic(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "systolic", *args]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def _rehearse(on: str, *options: str) -> dict[str, Any]:
+    done = _systolic("train", TINY, "--rehearse", on, "--json", *options)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_child_has_as_many_devices_as_the_slice() -> None:
+    given = {
+        "XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=3",
+        "JAX_PLATFORMS": "tpu",
+        "HOME": "/h",
+        "TF_CPP_MIN_LOG_LEVEL": "0",
+    }
+    assert environment(slice("v5p-16"), given) == {
+        "XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+        "HOME": "/h",
+        "TF_CPP_MIN_LOG_LEVEL": "0",
+    }
+
+
+@pytest.mark.parametrize(
+    ("on", "said"),
+    [
+        ("v5e-17", "v5e-17 is not a slice: .*; did you mean v5e-16"),
+        ("v5p-12288", "v5p-12288 has 6144 devices and a rehearsal runs up to 1024"),
+    ],
+)
+def test_a_slice_that_cannot_be_rehearsed(capsys, on: str, said: str) -> None:
+    assert main(["train", TINY, "--rehearse", on]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(said, line)
+
+
+@pytest.mark.parametrize(
+    ("on", "options", "said"),
+    [
+        ("v5e-8", ["--layout.fsdp", "3"], "needs a multiple of 3 devices but there are 8"),
+        ("v5e-8", ["--layout.tensor", "4"], "layout.tensor 4 does not divide model.kv-heads 2"),
+        ("v5e-8", ["--batch", "12"], "batch of 12 does not divide by 8"),
+        ("2xv5e-4", [], "layout.data 1 is not a multiple of the 2 slices it crosses"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_one_line(
+    capsys, on: str, options: list[str], said: str
+) -> None:
+    assert main(["train", TINY, "--rehearse", on, *options]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("on", "options", "said"),
+    [
+        (
+            "v5e-8",
+            ["--layout.context", "8", "--layout.fsdp", "1", "--sequence", "36"],
+            "layout.context 8 does not divide the sequence of 36",
+        ),
+        ("v5e-1", ["--model.d-ff", "9000000"], "weights and optimizer state need .* GiB on each"),
+    ],
+)
+def test_what_only_the_child_sees_is_one_line(on: str, options: list[str], said: str) -> None:
+    done = _systolic("train", TINY, "--rehearse", on, *options)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert re.search(said, line)
+
+
+@pytest.mark.slow
+def test_sixteen_devices() -> None:
+    record = _rehearse("v5e-16", "--layout.fsdp", "8", "--layout.tensor", "2")
+    assert record["layout"] == {
+        "data": 1,
+        "pipeline": 1,
+        "fsdp": 8,
+        "expert": 1,
+        "context": 1,
+        "tensor": 2,
+    }
+    assert (record["devices"], record["precision"], record["batch_size"]) == (16, "bf16", 16)
+    parameters = {part["path"]: part for part in record["parameters"]}
+    assert sum(math.prod(part["shape"]) for part in parameters.values()) == record["num_parameters"]
+    up = parameters["blocks/mlp/up"]
+    assert (up["shape"], up["spec"]) == ([2, 64, 128], "-, fsdp, tensor")
+    assert up["bytes_per_device"] == 2 * 64 * 128 * 4 // 16
+    held = record["bytes_per_device"]
+    # AdamW's two moments, sharded as the parameters are, and its count of steps.
+    assert held["optimizer"] - 2 * held["parameters"] in (4, 8)
+    assert record["batch"][0]["bytes_per_device"] == 16 * 32 * 4 // 8
+    assert len(record["rehearsed"]["losses"]) == 3
+    assert record["rehearsed"]["batch_size"] == 8
+    assert {"loss", "bits_per_byte", "accuracy"} <= set(record["rehearsed"]["metrics"])
+    assert "32 and 32" in record["notes"][0]
+    text = lines(record)
+    assert any(note in line for line in text for note in record["notes"])
+    assert sum(" fsdp, tensor" in line for line in text) == min(ROWS, 3)
+
+
+@pytest.mark.slow
+def test_two_slices_and_a_pipeline() -> None:
+    options = ["--layout.data", "2", "--layout.pipeline", "2", "--layout.accumulate", "2"]
+    record = _rehearse("2xv5e-4", *options)
+    assert (record["layout"]["data"], record["layout"]["fsdp"]) == (2, 2)
+    # Four shards of the batch, two passes, two microbatches of which each has one example.
+    assert record["rehearsed"]["batch_size"] == 4 * 2 * 2
+
+
+@pytest.mark.slow
+def test_a_metric_that_the_task_does_not_report() -> None:
+    done = _systolic("train", TINY, "--rehearse", "v5e-4", "--metric", "top5")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "systolic: evaluation.metric 'top5' is not reported; choose one of accuracy, bits_per_byte"
+    )
