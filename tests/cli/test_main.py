@@ -1,0 +1,116 @@
+"""The command line's spine: a mistake is one line on stderr and a code, ``--json`` one object."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from systolic import recipes
+from systolic.cli.main import VERBS, guarded, main
+
+CASES = [
+    (["trian"], 2, "there is no verb 'trian'; did you mean train?; systolic --help lists them"),
+    (["train"], 0, None),
+    (["train", "--steps", "3"], 2, "systolic train needs a recipe"),
+    (["train", "bites"], 2, "there is no recipe 'bites'; did you mean bytes?"),
+    (["train", "bytes", "--step", "3"], 2, "has no option --step; did you mean --steps?"),
+    (["train", "bytes", "--model.layer=3"], 2, "did you mean --model.layers?"),
+    (["train", "bytes", "--steps", "many"], 2, "see systolic train bytes --help"),
+    (["train", "bytes", "--steps", "0"], 2, "steps is 0; a job has at least 1 step"),
+    (["train", "bytes", "extra"], 2, "systolic train bytes has no argument extra"),
+    (["train", "nowhere.py:job"], 2, "nowhere.py is not a file"),
+    (["train", "bytes", "--resume", "runs/x"], 2, "--resume takes a run and no recipe"),
+    (["recipes", "lmm"], 2, "there is no recipe 'lmm'; did you mean lm?"),
+    (["recipes", "--jsn"], 2, "systolic recipes has no option --jsn; did you mean --json?"),
+    (["chips", "v5e-17"], 2, "did you mean v5e-16?"),
+    (["doctor", "--no-mesure"], 2, "did you mean --no-measure?"),
+]
+
+
+@pytest.mark.parametrize(("args", "code", "said"), CASES, ids=[" ".join(case[0]) for case in CASES])
+def test_a_mistake_is_one_line(capsys, args: list[str], code: int, said: str | None) -> None:
+    assert main(args) == code
+    captured = capsys.readouterr()
+    if said is None:
+        assert captured.err == ""
+        return
+    (line,) = captured.err.splitlines()
+    assert line.startswith("systolic: ")
+    assert said in line
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import nonesuch\n", ":1 failed to import: ModuleNotFoundError: No module named 'non"),
+        ("def job(:\n", "failed to import: SyntaxError"),
+        ("x = 1\n\ny = 1 / 0\n", ":3 failed to import: ZeroDivisionError: division by zero"),
+        ("def jab():\n    pass\n", "has no function job; did you mean jab?"),
+        ("def job():\n    return 3\n", "returned int, not a Job"),
+    ],
+)
+def test_a_bad_recipe_file(capsys, tmp_path: Path, source: str, said: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    assert main(["recipes", f"{file}:job"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_an_option_that_the_verb_needs_itself(capsys, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def job(workers: int = 1):\n    return None\n")
+    assert main(["train", f"{file}:job"]) == 2
+    assert "has an option workers that systolic train needs" in capsys.readouterr().err
+
+
+def test_usage_names_every_verb(capsys) -> None:
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {name} " in text for name in VERBS)
+
+
+def test_recipes_as_json(capsys) -> None:
+    assert main(["recipes", "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    listed = json.loads(line)["recipes"]
+    assert [each["name"] for each in listed] == recipes.shipped()
+    assert all(each["summary"].endswith(".") for each in listed)
+
+
+@pytest.mark.parametrize("name", recipes.shipped())
+def test_one_recipe_as_json(capsys, name: str) -> None:
+    assert main(["recipes", name, "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    record = json.loads(line)
+    assert record["name"] == name
+    assert (record["job"] is None) == bool(record["required"])
+    assert set(record["options"]) >= {"steps", "seed", "layout"}
+
+
+def test_options_change_the_resolved_job(capsys) -> None:
+    assert main(["recipes", "bytes", "--json", "--steps", "7", "--layout.remat", "full"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["options"]["steps"] == record["job"]["steps"] == 7
+    assert record["job"]["layout"]["remat"] == "full"
+
+
+def test_one_recipe_for_people(capsys) -> None:
+    assert main(["recipes", "digits", "--steps", "7"]) == 0
+    text = capsys.readouterr().out
+    assert "--batch INT" in text
+    assert '"steps": 7' in text
+
+
+def test_a_required_option_is_named(capsys) -> None:
+    assert main(["recipes", "image"]) == 0
+    assert "The job depends on --path" in capsys.readouterr().out
+
+
+def test_an_interrupt_is_no_traceback(capsys) -> None:
+    def work() -> int:
+        raise KeyboardInterrupt
+
+    assert guarded(work) == 130
+    assert capsys.readouterr().err == "systolic: interrupted\n"
