@@ -57,7 +57,6 @@ class Decoder(Model):
             "heads",
             "kv_heads",
             "head_dim",
-            "vocab",
             "experts",
         ):
             if getattr(self, name) < 1:

@@ -1,0 +1,53 @@
+"""Trains the tiny job under layouts on 8 virtual devices; prints one JSON object a layout."""
+
+import json
+import sys
+from dataclasses import replace
+
+from systolic.job import Layout
+from tests.steps import tiny
+
+DENSE = {
+    "data": Layout(data=8, fsdp=1),
+    "fsdp": Layout(fsdp=8),
+    "tensor": Layout(tensor=2, data=4, fsdp=1),
+    "context": Layout(context=8, fsdp=1),
+    "pipeline": Layout(pipeline=4, data=2, fsdp=1),
+    "fsdp-tensor": Layout(fsdp=4, tensor=2),
+    "fsdp-context": Layout(fsdp=4, context=2),
+    "data-fsdp-tensor-accumulate": Layout(data=2, fsdp=2, tensor=2, accumulate=2),
+    "pipeline-fsdp-tensor": Layout(pipeline=2, fsdp=2, tensor=2),
+    "context-tensor-fsdp": Layout(context=2, tensor=2, fsdp=2),
+}
+MIXTURE = {
+    "expert": Layout(expert=4, fsdp=2),
+    "expert-tensor": Layout(expert=2, fsdp=2, tensor=2),
+    "expert-pipeline": Layout(expert=2, pipeline=2, fsdp=2),
+}
+EXPERTS = replace(tiny.MODEL, experts=4, d_ff=32)
+
+
+def main(names: list[str]) -> None:
+    for name in names:
+        layout = (DENSE | MIXTURE)[name]
+        model = EXPERTS if name in MIXTURE else tiny.MODEL
+        steps = tiny.steps(tiny.job(layout=layout, model=model), 8)
+        losses, state = tiny.run(steps)
+        moments = state.optimizer[0].mu
+        print(
+            json.dumps(
+                {
+                    "name": name,
+                    "losses": losses,
+                    "params": {path: str(p.sharding.spec) for path, p in state.params.items()},
+                    "moments": {path: str(m.sharding.spec) for path, m in moments.items()},
+                    "shard": state.params["blocks/mlp/up"].addressable_shards[0].data.size
+                    / state.params["blocks/mlp/up"].size,
+                }
+            ),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

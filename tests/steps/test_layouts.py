@@ -1,0 +1,58 @@
+"""Every axis, and the usual pairs, train the same model to the same loss as one device."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.steps import tiny
+from tests.steps.layouts_child import DENSE, EXPERTS, MIXTURE
+
+TOLERANCE = 2e-5
+"""Relative, after three steps in float32: sums over devices are added in another order."""
+
+QUICK = ["fsdp-tensor", "pipeline", "expert"]
+
+
+def on_eight_devices(names: list[str]) -> dict[str, dict[str, Any]]:
+    root = Path(__file__).parents[2]
+    flags = "--xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.steps.layouts_child", *names],
+        cwd=root,
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {(one := json.loads(line))["name"]: one for line in done.stdout.splitlines()}
+
+
+def check(found: dict[str, dict[str, Any]]) -> None:
+    alone = {
+        True: tiny.run(tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=EXPERTS)))[0],
+        False: tiny.run(tiny.steps(tiny.job(layout=tiny.ONE_DEVICE)))[0],
+    }
+    for name, one in found.items():
+        assert one["losses"] == pytest.approx(alone[name in MIXTURE], rel=TOLERANCE), name
+        assert one["moments"] == one["params"], (
+            f"{name}: optimizer state is not sharded like its parameters"
+        )
+
+
+def test_usual_layouts_agree_with_one_device() -> None:
+    found = on_eight_devices(QUICK)
+    check(found)
+    assert found["fsdp-tensor"]["shard"] == 1 / 8
+    assert found["pipeline"]["shard"] == 1 / 4
+    assert found["expert"]["shard"] == 1 / 8
+
+
+@pytest.mark.slow
+def test_all_layouts_agree_with_one_device() -> None:
+    check(on_eight_devices([name for name in DENSE | MIXTURE if name not in QUICK]))

@@ -1,0 +1,124 @@
+"""The train step: accumulation, the guard, averages, precision."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from systolic.job import (
+    Guard,
+    GuardRule,
+    Layout,
+    Optimizer,
+    OptimizerKind,
+    Remat,
+    Schedule,
+    ScheduleKind,
+)
+from systolic.steps.optimizer import schedule
+from systolic.steps.sharding import optimizer_specs
+from tests.steps import tiny
+
+
+def test_accumulation_is_the_whole_batch_in_parts() -> None:
+    whole, _ = tiny.run(tiny.steps(tiny.job(layout=Layout(fsdp=1))))
+    parts, _ = tiny.run(tiny.steps(tiny.job(layout=Layout(fsdp=1, accumulate=4))))
+    assert parts == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize("remat", [Remat.full, Remat.save_names])
+def test_rematerialisation_changes_no_number(remat: Remat) -> None:
+    plain, _ = tiny.run(tiny.steps(tiny.job(layout=Layout(fsdp=1))), 2)
+    again, _ = tiny.run(tiny.steps(tiny.job(layout=Layout(fsdp=1, remat=remat))), 2)
+    assert again == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", list(OptimizerKind))
+def test_every_optimizer_learns(kind: OptimizerKind) -> None:
+    rate = {OptimizerKind.sgd: 0.3, OptimizerKind.lion: 2e-3, OptimizerKind.lamb: 3e-2}.get(
+        kind, 1e-2
+    )
+    one = tiny.steps(
+        tiny.job(layout=Layout(fsdp=1), optimizer=Optimizer(kind=kind, learning_rate=rate))
+    )
+    losses, state = tiny.run(one, 8)
+    assert min(losses[4:]) < losses[0] - 0.1
+    assert all(bool(jnp.isfinite(p).all()) for p in state.params.values())
+
+
+@pytest.mark.parametrize("rule", [GuardRule.stop, GuardRule.skip])
+def test_a_bad_step_changes_no_weight(rule: GuardRule) -> None:
+    one = tiny.steps(tiny.job(layout=Layout(fsdp=1), guard=Guard(rule=rule)))
+    state = jax.jit(one.init)(jax.random.key(0))
+    train = jax.jit(one.train)
+    good = tiny.batch(one, 0)
+    poisoned = replace(
+        state, params={**state.params, "norm/scale": state.params["norm/scale"] * np.nan}
+    )
+    after, metrics = train(poisoned, good)
+    assert metrics["bad"] == 1
+    assert int(after.step) == 1
+    np.testing.assert_array_equal(after.params["embedding"], state.params["embedding"])
+    again, metrics = train(replace(after, params=state.params), good)
+    changed = not np.array_equal(again.params["embedding"], state.params["embedding"])
+    assert changed is (rule is GuardRule.skip)  # stop freezes the state until the host has seen it
+    assert int(again.watch.total) == (1 if rule is GuardRule.skip else 2)
+
+
+def test_float16_overflow_halves_the_scale_and_is_not_bad() -> None:
+    one = tiny.steps(tiny.job(layout=Layout(fsdp=1)), dtype="float16")
+    state = jax.jit(one.init)(jax.random.key(0))
+    huge = replace(state, scale=replace(state.scale, scale=jnp.asarray(2.0**40)))
+    after, metrics = jax.jit(one.train)(huge, tiny.batch(one, 0))
+    assert metrics["bad"] == 0
+    assert float(after.scale.scale) == 2.0**39
+    np.testing.assert_array_equal(after.params["embedding"], state.params["embedding"])
+    _, metrics = jax.jit(one.train)(state, tiny.batch(one, 0))
+    assert np.isfinite(metrics["grad_norm"])
+
+
+def test_low_precision_stays_near_float32() -> None:
+    exact, _ = tiny.run(tiny.steps(tiny.job(layout=Layout(fsdp=1))))
+    for dtype in ("bfloat16", "float16"):
+        rounded, state = tiny.run(tiny.steps(tiny.job(layout=Layout(fsdp=1)), dtype=dtype))
+        assert rounded == pytest.approx(exact, rel=0.02)
+        assert state.params["embedding"].dtype == jnp.float32
+
+
+def test_average_follows_the_weights() -> None:
+    one = tiny.steps(
+        tiny.job(layout=Layout(fsdp=1), optimizer=Optimizer(learning_rate=1e-2, ema=0.5))
+    )
+    _, state = tiny.run(one, 3)
+    gap = jnp.abs(state.ema["embedding"] - state.params["embedding"]).max()
+    assert 0 < float(gap) < 0.05
+
+
+@pytest.mark.parametrize("kind", list(ScheduleKind))
+def test_schedules_rise_to_the_peak_and_end_where_they_say(kind: ScheduleKind) -> None:
+    rate = schedule(Schedule(kind=kind, warmup=10, final=0.1), 100, 1.0)
+    values = [float(rate(step)) for step in range(100)]
+    assert values[0] == pytest.approx(0.1)
+    assert max(values) == pytest.approx(1.0)
+    end = 1.0 if kind is ScheduleKind.constant else 0.1
+    assert values[-1] == pytest.approx(end, abs=0.05)
+    assert all(a <= b + 1e-6 for a, b in zip(values[:10], values[1:11], strict=True))
+    if kind is ScheduleKind.wsd:
+        assert values[79] == pytest.approx(1.0)
+
+
+def test_factored_moments_keep_the_partition_of_the_dims_they_have() -> None:
+    from jax.sharding import PartitionSpec as P
+
+    shapes = {"w": (8, 256, 512)}
+    state = {
+        "v_row": {"w": np.zeros((8, 256))},
+        "v_col": {"w": np.zeros((8, 512))},
+        "count": np.zeros(()),
+    }
+    specs = optimizer_specs(state, shapes, {"w": P("pipeline", "fsdp", "tensor")})
+    assert specs["v_row"]["w"] == P("pipeline", "fsdp")
+    assert specs["v_col"]["w"] == P("pipeline", "tensor")
+    assert specs["count"] == P()

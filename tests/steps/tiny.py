@@ -1,0 +1,90 @@
+"""A language job small enough to compile in seconds, on random tokens."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from systolic.job import Batch, Data, Field, Job, Layout, Optimizer, Read
+from systolic.job.data import MASK
+from systolic.models.decoder.config import Decoder
+from systolic.steps.mesh import make_mesh
+from systolic.steps.steps import Steps
+from systolic.steps.target import MeshTarget
+from systolic.steps.tasks.language import LanguageModel, Unit
+
+MODEL = Decoder(layers=4, d_model=32, d_ff=64, heads=4, kv_heads=2, head_dim=8, vocab=64)
+
+
+@dataclass(frozen=True)
+class Tokens(Data):
+    """Shapes only; batches come from :func:`batch`."""
+
+    sequence: int = 32
+
+    def fields(self) -> Mapping[str, Field]:
+        row = Field(shape=(self.sequence,), dtype="int32", axes=("sequence",))
+        return dict.fromkeys(("tokens", "targets", "segments", "positions"), row)
+
+    def size(self, split: Any) -> None:
+        return None
+
+    def open(self, read: Read) -> Any:
+        raise NotImplementedError
+
+
+def job(**changes: Any) -> Job:
+    given = {
+        "name": "tiny",
+        "model": MODEL,
+        "task": LanguageModel(unit=Unit.byte, router_loss=0.01),
+        "data": Tokens(),
+        "steps": 20,
+        "batch": Batch(total=16),
+        "optimizer": Optimizer(learning_rate=1e-2),
+    }
+    return Job(**{**given, **changes})
+
+
+def steps(of: Job, num_devices: int = 1, dtype: str = "float32") -> Steps:
+    of = replace(of, layout=of.layout.on(num_devices))
+    mesh = make_mesh(of.layout, jax.devices()[:num_devices])
+    return Steps(of, MeshTarget(platform="cpu", layout=of.layout, dtype=dtype, mesh=mesh))
+
+
+def batch(of: Steps, seed: int) -> dict[str, jax.Array]:
+    """Learnable tokens in three documents a row."""
+    rng = np.random.default_rng(seed)
+    size, sequence = of.batch_size, of.job.data.fields()["tokens"].shape[0]
+    raw = rng.integers(0, 64, (size, sequence + 1)).astype(np.int32)
+    raw = (raw * raw // 100) % 64
+    segments = np.sort(rng.integers(1, 4, (size, sequence)), axis=1).astype(np.int32)
+    starts = np.array([[row.tolist().index(s) for s in row] for row in segments], np.int32)
+    arrays = {
+        "tokens": raw[:, :-1],
+        "targets": raw[:, 1:],
+        "segments": segments,
+        "positions": np.arange(sequence, dtype=np.int32) - starts,
+        MASK: np.ones(size, np.float32),
+    }
+    return {name: jax.device_put(a, of.batch_shardings[name]) for name, a in arrays.items()}
+
+
+def run(of: Steps, count: int = 3) -> tuple[list[float], Any]:
+    """The losses of the first steps, and the state after them."""
+    state = jax.jit(of.init, out_shardings=of.shardings)(jax.random.key(0))
+    train = jax.jit(
+        of.train,
+        in_shardings=(of.shardings, of.batch_shardings),
+        out_shardings=(of.shardings, None),
+    )
+    losses = []
+    for index in range(count):
+        state, metrics = train(state, batch(of, index))
+        losses.append(float(metrics["loss"]))
+    return losses, state
+
+
+ONE_DEVICE = Layout(fsdp=1)
