@@ -1,0 +1,125 @@
+"""What the training loop costs: `systolic train` against a bare jitted loop over the same step and data.
+
+    python benchmarks/loop_overhead.py [bytes digits] [--steps 300] [--rounds 5]
+
+Both loops run in one process on the same compiled program, in turn; the ratio is of steps per second,
+paired by round. The trainer logs, guards, meters and watches as it does for a user.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from systolic import recipes
+from systolic.artifact import Run
+from systolic.job import Checkpoints
+from systolic.report.live import Live
+from systolic.report.tensorboard import TensorBoard
+from systolic.train.feed import training
+from systolic.train.setup import Setup, jit_train, set_up
+from systolic.train.trainer import Trainer
+
+
+def bare(setup: Setup, program: Any, steps: int) -> float:
+    """Steps per second of next(data), program(state, batch) and nothing else."""
+    programs = setup.steps
+    state = jax.jit(programs.init, out_shardings=programs.shardings)(jax.random.key(0))
+    feed = training(setup.job, programs, 0)
+    try:
+        state, metrics = program(state, next(feed))
+        jax.block_until_ready(metrics)
+        start = time.perf_counter()
+        for _ in range(steps):
+            state, metrics = program(state, next(feed))
+        jax.block_until_ready((state, metrics))
+        return steps / (time.perf_counter() - start)
+    finally:
+        feed.close()
+
+
+def trained(setup: Setup, program: Any, steps: int) -> float:
+    """Steps per second of the trainer's own loop, from its ledger."""
+    job = replace(setup.job, steps=steps + 1, checkpoints=Checkpoints())
+    with tempfile.TemporaryDirectory() as folder:
+        with Run.create(Path(folder) / "run", {"job": {"name": job.name}}) as run:
+            trainer = Trainer(
+                setup=replace(setup, job=job),
+                run=run,
+                watchers=[Live(), TensorBoard(run.tensorboard)],
+            )
+            loop = Loop(trainer, program)
+            return loop.steps_per_second()
+
+
+class Loop:
+    """The trainer's loop, timed from its second step to its last, as the bare loop is."""
+
+    def __init__(self, trainer: Trainer, program: Any) -> None:
+        self.trainer, self.program = trainer, program
+        self.started = 0.0
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        out = self.program(state, batch)
+        if not self.started:
+            jax.block_until_ready(out[1])
+            self.started = time.perf_counter()
+        return out
+
+    def steps_per_second(self) -> float:
+        from systolic.train.interrupt import Interrupt
+
+        trainer = self.trainer
+        trainer.train_program = self  # ty: ignore[invalid-assignment]
+        feed = training(trainer.job, trainer.steps, 0)
+        try:
+            state = trainer._start(feed, resume=False)
+            state = trainer._loop(state, feed, Interrupt())
+            jax.block_until_ready(state)
+            return (trainer.step - 1) / (time.perf_counter() - self.started)
+        finally:
+            feed.close()
+            trainer.store.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipes", nargs="*", default=["bytes", "digits"])
+    parser.add_argument("--steps", type=int, default=0, help="0: 150 for bytes, 600 for digits")
+    parser.add_argument("--rounds", type=int, default=5)
+    asked = parser.parse_args()
+    results = {}
+    for name in asked.recipes:
+        setup = set_up(recipes.find(name)({}))
+        program = jit_train(setup.steps)
+        steps = asked.steps or {"bytes": 150, "digits": 600}.get(name, 100)
+        pairs = []
+        for index in range(asked.rounds):
+            order = [(bare, "bare"), (trained, "trained")]
+            found = {
+                key: function(setup, program, steps)
+                for function, key in order[:: 1 if index % 2 else -1]
+            }
+            pairs.append(found)
+            print(
+                f"{name} round {index + 1}: bare {found['bare']:.2f}, systolic {found['trained']:.2f} steps/s, ratio {found['trained'] / found['bare']:.4f}",
+                flush=True,
+            )
+        results[name] = {
+            "steps": steps,
+            "bare_steps_per_second": statistics.median(p["bare"] for p in pairs),
+            "systolic_steps_per_second": statistics.median(p["trained"] for p in pairs),
+            "ratio_median": statistics.median(p["trained"] / p["bare"] for p in pairs),
+            "ratios": [p["trained"] / p["bare"] for p in pairs],
+        }
+    print(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()
