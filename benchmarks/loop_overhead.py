@@ -47,15 +47,14 @@ def bare(setup: Setup, program: Any, steps: int) -> float:
 def trained(setup: Setup, program: Any, steps: int) -> float:
     """Steps per second of the trainer's own loop, from its ledger."""
     job = replace(setup.job, steps=steps + 1, checkpoints=Checkpoints())
-    with tempfile.TemporaryDirectory() as folder:
-        with Run.create(Path(folder) / "run", {"job": {"name": job.name}}) as run:
-            trainer = Trainer(
-                setup=replace(setup, job=job),
-                run=run,
-                watchers=[Live(), TensorBoard(run.tensorboard)],
-            )
-            loop = Loop(trainer, program)
-            return loop.steps_per_second()
+    description = {"job": {"name": job.name}}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Run.create(Path(folder) / "run", description) as run,
+    ):
+        watchers = [Live(), TensorBoard(run.tensorboard)]
+        trainer = Trainer(setup=replace(setup, job=job), run=run, watchers=watchers)
+        return Loop(trainer, program).steps_per_second()
 
 
 class Loop:
