@@ -34,7 +34,7 @@ def names(requirements: list[str]) -> set[str]:
 
 @cache
 def imported(folder: str) -> frozenset[str]:
-    """Distributions that the files of a folder import, at any depth of a function."""
+    """Distributions that the files of a folder import or find, at any depth of a function."""
     modules = set()
     for path in (ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -42,6 +42,8 @@ def imported(folder: str) -> frozenset[str]:
                 modules.update(alias.name.partition(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:
                 modules.add(node.module.partition(".")[0])
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".find_spec"):
+                modules.update(a.value for a in node.args if isinstance(a, ast.Constant))
     outside = modules - set(sys.stdlib_module_names) - {"systolic", "tests"}
     home = packages_distributions()
     return frozenset(canonicalize_name(name) for module in outside for name in home[module])

@@ -1,0 +1,8 @@
+"""Tests run on the CPU unless the environment names another platform."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# libtpu, where it is installed, otherwise asks for a TPU over the network and locks out the other workers.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
