@@ -1,0 +1,44 @@
+"""The README's commands are those that CI runs, and what it names is there."""
+
+import re
+
+import pytest
+
+from systolic import recipes
+from systolic.cli.main import VERBS
+from tests.house.budget import ROOT
+
+README = (ROOT / "README.md").read_text()
+
+
+def commands(text: str) -> list[str]:
+    """The lines of the shell blocks."""
+    blocks = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("file", [".ci/run", "CONTRIBUTING.md"])
+def test_the_test_command_is_the_same_everywhere(file: str) -> None:
+    (command,) = [line for line in commands(README) if "pytest" in line]
+    assert command in (ROOT / file).read_text().splitlines()
+
+
+def test_one_command_sets_up_and_trains() -> None:
+    assert [line for line in commands(README) if line.endswith("systolic train bytes")]
+
+
+def test_recipes_and_verbs_are_named() -> None:
+    for name in recipes.shipped():
+        assert f"`{name}`" in README
+    for verb in VERBS:
+        assert f"`systolic {verb}" in README or f"`{verb} " in README
+
+
+def test_links_lead_somewhere() -> None:
+    for page in [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    ]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
