@@ -1,0 +1,130 @@
+"""Numbers and names as people read them, the same in the terminal and on the page."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from systolic.core.units import duration, gibibytes, si
+
+MISSING = "–"
+"""Shown where a number is unknown; never a zero."""
+
+_LABELS = {
+    "mfu": "MFU",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "eval": "evaluation",
+    "data_wait": "data wait",
+    "validation_bits_per_byte": "validation bits per byte",
+    "gzip_bits_per_byte": "gzip bits per byte",
+}
+
+_OWN_KEYS = frozenset(
+    "kind step time elapsed loss learning_rate grad_norm step_seconds mfu data_wait memory_bytes"
+    " eta_seconds tokens_per_second examples_per_second".split()
+)
+
+
+def number(value: Any) -> float | None:
+    """A record's value as a float: ``None`` stays absent, NaN stays NaN, text is absent."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value)
+
+
+def figure(value: Any) -> str:
+    """A loss or another plain number with enough digits to see it move."""
+    plain = number(value)
+    if plain is None:
+        return MISSING
+    if math.isnan(plain):
+        return "NaN"
+    if math.isinf(plain):
+        return "∞" if plain > 0 else "−∞"
+    size = abs(plain)
+    if plain == 0:
+        return "0"
+    if size >= 1e5 or size < 1e-3:
+        return f"{plain:.2e}"
+    return f"{plain:.4f}" if size < 100 else f"{plain:.5g}"
+
+
+def rate(value: Any) -> str:
+    """A learning rate: three significant digits, small ones as ``2.95e-04``."""
+    plain = number(value)
+    if plain is None or not math.isfinite(plain):
+        return figure(value)
+    return "0" if plain == 0 else f"{plain:.2e}" if abs(plain) < 0.01 else f"{plain:.3g}"
+
+
+def percent(share: Any) -> str:
+    """A share (0 to 1) as per cent."""
+    plain = number(share)
+    if plain is None or not math.isfinite(plain):
+        return MISSING
+    return f"{plain * 100:.1f} %"
+
+
+def seconds(value: Any) -> str:
+    """Seconds as a duration."""
+    plain = number(value)
+    return MISSING if plain is None or not math.isfinite(plain) else duration(max(plain, 0.0))
+
+
+def memory(value: Any) -> str:
+    """Bytes in MiB or GiB."""
+    plain = number(value)
+    return MISSING if plain is None or not math.isfinite(plain) else gibibytes(plain)
+
+
+def throughput(record: Mapping[str, Any]) -> tuple[float, str] | None:
+    """Value and unit (``tokens/s`` or ``examples/s``) of a train record or a summary, if it has one."""
+    for unit in ("tokens", "examples"):
+        value = number(record.get(f"{unit}_per_second"))
+        if value is not None:
+            return value, f"{unit}/s"
+    return None
+
+
+def throughput_text(record: Mapping[str, Any]) -> str:
+    """:func:`throughput` as ``123 k tokens/s``."""
+    found = throughput(record)
+    if found is None or not math.isfinite(found[0]):
+        return MISSING
+    return f"{si(found[0])} {found[1]}"
+
+
+def label(name: str) -> str:
+    """A record's key as words."""
+    return _LABELS.get(name, name.replace("_", " "))
+
+
+def metric(name: str, value: Any) -> str:
+    """A metric by its name: accuracies and other shares as per cent, the rest as plain numbers."""
+    return percent(value) if name.endswith(("accuracy", "_rate", "_share")) else figure(value)
+
+
+def metrics_text(metrics: Mapping[str, Any]) -> str:
+    """Metrics as ``loss 1.90, bits per byte 2.74``."""
+    return ", ".join(f"{label(name)} {metric(name, value)}" for name, value in metrics.items())
+
+
+def terms(record: Mapping[str, Any]) -> dict[str, float]:
+    """What the task adds to a train record beside the trainer's own keys."""
+    found = {
+        name: number(value) for name, value in record.items() if name not in _OWN_KEYS
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def plural(number: int, noun: str) -> str:
+    """``1 record``, ``2,000 records``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def count(value: Any) -> str:
+    """A whole number with thin separators; other values as text."""
+    plain = number(value)
+    if plain is None:
+        return MISSING
+    return f"{plain:,.0f}" if math.isfinite(plain) else figure(plain)

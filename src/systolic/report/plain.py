@@ -1,0 +1,137 @@
+"""A run as plain lines: for pipes, log files, notebooks and dumb terminals."""
+
+import math
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from systolic.report import figures, terminal
+
+SLOWEST = 60.0
+"""Seconds: however long a run takes, a line appears at least this often."""
+
+
+class Plain:
+    """A watcher that prints one line at a time and not too many of them.
+
+    A train record is printed when it is the first or the last, when the loss is not a number, when
+    another tenth of the steps is done, or when ``every_seconds`` have passed since the last line (a
+    hundredth of the time so far in long runs, 60 s at most).
+    """
+
+    def __init__(
+        self, *, stream: TextIO, clock: Callable[[], float], every_seconds: float = 5.0
+    ) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._every_seconds = every_seconds
+        self._steps: int | None = None
+        self._began = clock()
+        self._last: float | None = None
+        self._tenth = 0
+        self._was_bad = False
+        self._closed = False
+
+    def see(self, record: dict[str, Any]) -> None:
+        """Prints a record, or leaves it out."""
+        if self._closed:
+            return
+        kind = record.get("kind")
+        if kind == "start":
+            self._steps = record.get("steps")
+        if kind != "train" or self._is_due(record):
+            line = line_of(record, self._steps)
+            if line:
+                terminal.say(self._stream, line)
+
+    def close(self) -> None:
+        """Nothing is printed from here on."""
+        self._closed = True
+
+    def _is_due(self, record: dict[str, Any]) -> bool:
+        now = self._clock()
+        step = record.get("step") or 0
+        tenth = step * 10 // self._steps if self._steps else 0
+        pause = min(max(self._every_seconds, (now - self._began) / 100), SLOWEST)
+        bad = is_bad(record)
+        due = (
+            self._last is None
+            or now - self._last >= pause
+            or tenth > self._tenth
+            or step == self._steps
+            or (bad and not self._was_bad)
+        )
+        self._was_bad = bad
+        if due:
+            self._last = now
+            self._tenth = tenth
+        return due
+
+
+def is_bad(record: dict[str, Any]) -> bool:
+    """Whether a train record's loss is NaN or infinite (``null`` where JSON has no NaN)."""
+    loss = figures.number(record.get("loss"))
+    return loss is None or not math.isfinite(loss)
+
+
+def line_of(record: dict[str, Any], steps: int | None) -> str:
+    """One record as one line; ``""`` for the end, which the summary tells."""
+    kind = record.get("kind")
+    if kind == "start":
+        return f"start   {headline(record)}"
+    if kind == "train":
+        return _train_line(record, steps)
+    if kind == "eval":
+        text = figures.metrics_text(record.get("metrics") or {})
+        spent = figures.seconds(record.get("seconds"))
+        return f"eval    step {record.get('step')}, {record.get('split')}: {text} ({spent})"
+    if kind == "event":
+        return f"event   {event_text(record)}"
+    if kind == "sample":
+        return f"sample  {terminal.one_line(str(record.get('text') or ''), 100)}"
+    return ""
+
+
+def headline(start: dict[str, Any]) -> str:
+    """The start record on one line: what runs where."""
+    num_parameters = figures.number(start.get("num_parameters"))
+    parts = [str(start.get("name") or "run")]
+    if num_parameters is not None:
+        parts.append(f"{figures.si(num_parameters)} parameters")
+    parts += [str(start[key]) for key in ("devices", "precision") if start.get(key)]
+    if start.get("batch"):
+        parts.append(f"batch {figures.count(start['batch'])}")
+    if start.get("steps"):
+        parts.append(f"{figures.count(start['steps'])} steps")
+    if start.get("resumed_from") is not None:
+        parts.append(f"resumed from step {figures.count(start['resumed_from'])}")
+    return terminal.one_line(" · ".join(parts), 200)
+
+
+def event_text(event: dict[str, Any]) -> str:
+    """An event as ``step 100: checkpoint (1.20 s) detail``."""
+    parts = [f"step {event.get('step')}: {figures.label(str(event.get('name') or 'event'))}"]
+    if figures.number(event.get("seconds")):
+        parts.append(f"({figures.seconds(event['seconds'])})")
+    if event.get("detail"):
+        parts.append(str(event["detail"]))
+    return terminal.one_line(" ".join(parts), 200)
+
+
+def _train_line(record: dict[str, Any], steps: int | None) -> str:
+    step = str(record.get("step"))
+    place = f"{step:>{len(str(steps))}}/{steps}" if steps else step
+    parts = [
+        f"step {place}",
+        f"loss {figures.figure(record.get('loss'))}",
+        *(f"{figures.label(name)} {figures.metric(name, v)}" for name, v in figures.terms(record).items()),
+        f"lr {figures.rate(record.get('learning_rate'))}",
+        figures.throughput_text(record),
+    ]
+    if record.get("mfu") is not None:
+        parts.append(f"MFU {figures.percent(record['mfu'])}")
+    parts.append(f"data wait {figures.percent(record.get('data_wait'))}")
+    if record.get("memory_bytes") is not None:
+        parts.append(figures.memory(record["memory_bytes"]))
+    if record.get("eta_seconds") is not None:
+        parts.append(f"{figures.seconds(record['eta_seconds'])} left")
+    return "train   " + "  ".join(parts)

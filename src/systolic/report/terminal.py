@@ -1,0 +1,100 @@
+"""The terminal: whether it can be redrawn, lines of block characters, and text that is safe to print."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TextIO
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+BAD = "×"
+"""A column of a sparkline that holds a value which is not a number."""
+
+MIN_WIDTH = 60
+"""Columns below which the live view gives way to plain lines."""
+
+_NOTEBOOKS = ("COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE")
+"""Notebook services whose cells show a terminal's output without moving the cursor back."""
+
+
+class History:
+    """A curve of bounded size: when it is full, neighbours are averaged and the stride doubles."""
+
+    def __init__(self, capacity: int = 256) -> None:
+        self._capacity = capacity
+        self._stride = 1
+        self._pending: list[float] = []
+        self.values: list[float] = []
+
+    def add(self, value: float) -> None:
+        """One more value; constant time on average."""
+        self._pending.append(value)
+        if len(self._pending) < self._stride:
+            return
+        self.values.append(mean(self._pending))
+        self._pending = []
+        if len(self.values) >= self._capacity:
+            pairs = zip(self.values[::2], self.values[1::2], strict=False)
+            self.values = [mean(pair) for pair in pairs]
+            self._stride *= 2
+
+
+def mean(values: Iterable[float]) -> float:
+    """The mean; NaN if any value is."""
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def sparkline(values: Iterable[float], width: int) -> str:
+    """Values as one row of at most ``width`` blocks, lowest to highest; NaN and infinity as ``×``."""
+    values = list(values)
+    if not values or width < 1:
+        return ""
+    columns = min(width, len(values))
+    edges = [round(i * len(values) / columns) for i in range(columns + 1)]
+    means = [mean(values[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    finite = [v for v in means if math.isfinite(v)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    span = high - low
+    top = len(BLOCKS) - 1
+
+    def block(value: float) -> str:
+        if not math.isfinite(value):
+            return BAD
+        return BLOCKS[round((value - low) / span * top) if span > 0 else 0]
+
+    return "".join(map(block, means))
+
+
+def can_redraw(stream: TextIO, environ: Mapping[str, str], width: int) -> bool:
+    """Whether a stream is a terminal that can be redrawn in place, wide enough for the live view."""
+    try:
+        if not stream.isatty():
+            return False
+    except ValueError:
+        return False
+    if environ.get("TERM", "") in ("dumb", "unknown") or any(k in environ for k in _NOTEBOOKS):
+        return False
+    utf = (stream.encoding or "utf-8").lower().replace("-", "").startswith("utf")
+    return utf and width >= MIN_WIDTH
+
+
+def printable(text: str) -> str:
+    """Text with control characters (escape sequences among them) replaced; newlines stay, tabs are spaces."""
+    return "".join(
+        c if c == "\n" or c.isprintable() else " " if c == "\t" else "·" for c in text
+    )
+
+
+def one_line(text: str, width: int = 120) -> str:
+    """Text on one line of at most ``width`` characters, printable."""
+    flat = " ".join(printable(text).split())
+    return flat if len(flat) <= width else flat[: width - 1] + "…"
+
+
+def say(stream: TextIO, line: str) -> None:
+    """One line, in what the stream can encode; a stream that is gone is no reason to end a run."""
+    encoding = stream.encoding or "utf-8"
+    try:
+        stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+        stream.flush()
+    except (OSError, ValueError):
+        return
