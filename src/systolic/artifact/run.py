@@ -216,6 +216,10 @@ class Run:
         plain = json.loads(metrics.encode(summary))
         write_json(self._own(SUMMARY), plain)
 
+    def drop_summary(self) -> None:
+        """Removes the summary of a run that goes on, so that nobody takes it for finished."""
+        self._own(SUMMARY).unlink(missing_ok=True)
+
     def read_summary(self) -> dict[str, Any]:
         """What :meth:`write_summary` wrote.
 

@@ -48,9 +48,23 @@ def request(target: str, args: Sequence[str], verb: str, options: Callable[..., 
         verb: For messages.
         options: A function whose parameters are the verb's own options.
     """
-    recipe = recipes.find(target)
+    return request_for(recipes.find(target), args, verb, options, {})
+
+
+def request_for(
+    recipe: Recipe,
+    args: Sequence[str],
+    verb: str,
+    options: Callable[..., Any],
+    saved: Mapping[str, Any],
+) -> Request:
+    """As :func:`request` for a recipe at hand; an option that is not given has its ``saved`` value."""
+    target = recipe.target
     own = inspect.signature(options).parameters
-    theirs = inspect.signature(recipe.function, eval_str=True).parameters
+    theirs = {
+        name: p.replace(default=saved[name]) if name in saved else p
+        for name, p in inspect.signature(recipe.function, eval_str=True).parameters.items()
+    }
     clash = set(own) & set(theirs)
     if clash:
         raise OptionError(

@@ -1,7 +1,10 @@
-"""``systolic train RECIPE [options]``, ``systolic train --resume RUN``, ``--rehearse SLICE``."""
+"""``systolic train RECIPE [options]``, ``--resume RUN``, ``--replay BATCH``, ``--rehearse SLICE``."""
 
 import os
-from collections.abc import Sequence
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +12,20 @@ from systolic import __version__, recipes
 from systolic.artifact.access import Access
 from systolic.artifact.run import Run
 from systolic.cli.output import print_json
-from systolic.cli.target import Request, first, rebuild, request
+from systolic.cli.target import Request, first, rebuild, request, request_for
 from systolic.core.digest import digest
-from systolic.core.errors import OptionError, RunError
-from systolic.job import Job
+from systolic.core.errors import NotFoundError, OptionError, RunError
+from systolic.job import Batch, Job
+from systolic.train.ledger import Ledger
 
 USAGE = """usage: systolic train RECIPE [options]
-       systolic train --resume RUN [--json]
+       systolic train --resume RUN [options]
+       systolic train --replay RUN/bad/step-N.npz [--json]
        systolic train RECIPE --rehearse SLICE [options]
 
 RECIPE is a name that systolic recipes lists, or path/to/file.py:function.
+--resume goes on from the newest intact checkpoint; options change the run's own.
+--replay makes the train step again on the batch of a bad step and says what is wrong with it.
 systolic train RECIPE --help shows the recipe's options."""
 
 
@@ -35,13 +42,27 @@ def options(
     """
 
 
+def resume_options(resume: Path, workers: int = 0, json: bool = False) -> None:
+    """The verb's own options with a run.
+
+    Args:
+        resume: The run's directory.
+        workers: Processes that read and transform data; 0 uses threads.
+        json: Print the summary as one JSON object on stdout.
+    """
+
+
 def run(args: Sequence[str]) -> int:
     """The verb."""
+    ledger = Ledger()
     if not args or args[0] in ("-h", "--help"):
         print(USAGE)
         return 0
-    if args[0] == "--resume" or args[0].startswith("--resume="):
-        return resume(args)
+    word, _, value = args[0].partition("=")
+    if word in ("--resume", "--replay"):
+        rest = ([value] if value else []) + list(args[1:])
+        path, rest = first(rest, f"train {word}", "a path")
+        return resume(Path(path), rest, ledger) if word == "--resume" else replay(Path(path), rest)
     target, rest = first(args, "train", "a recipe")
     if "--resume" in rest:
         raise OptionError(
@@ -52,85 +73,175 @@ def run(args: Sequence[str]) -> int:
         from systolic.cli.rehearse import rehearse
 
         return rehearse(asked)
-    job = asked.job
-    from systolic.train.ledger import Ledger
+    from systolic.train import hosts
     from systolic.train.setup import set_up
 
-    ledger = Ledger()
-    setup = set_up(job)
+    hosts.join()
+    setup = set_up(asked.job)
+    setup.check_metric()
     description = describe(asked, setup.job)
-    with Run.create(asked.verb["run"], description) as directory:
-        if asked.recipe.file is not None:
+    with create(asked.verb["run"], description) as directory:
+        if asked.recipe.file is not None and directory.access is Access.write:
             directory.write_recipe(asked.recipe.file.read_text())
-        return session(
-            setup,
-            directory,
-            ledger,
-            workers=asked.verb["workers"],
-            json=asked.verb["json"],
-            resume=False,
-        )
+        return session(setup, directory, ledger, asked.verb, resume=False)
 
 
-def resume(args: Sequence[str]) -> int:
+def create(path: Path | None, description: Mapping[str, Any]) -> Run:
+    """The run of this job, made by the first of its processes and opened for reading by the others."""
+    from systolic.train import hosts
+
+    made: Run | None = None
+    if hosts.is_first():
+        try:
+            made = Run.create(path, description)
+        except Exception:
+            hosts.share("")
+            raise
+    shared = hosts.share("" if made is None else str(made.path))
+    if made is not None:
+        return made
+    if not shared:
+        raise RunError("the first process could not make the run; see its message")
+    return Run.open(shared)
+
+
+def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
     """``systolic train --resume RUN``: goes on from the newest intact checkpoint."""
-    from systolic.cli.parse import arguments
+    from systolic.train import hosts
 
-    def verb(resume: Path, workers: int = 0, json: bool = False) -> None:
-        """Goes on with a run from its newest intact checkpoint.
-
-        Args:
-            resume: The run's directory.
-            workers: Processes that read and transform data; 0 uses threads.
-            json: Print the summary as one JSON object on stdout.
-        """
-
-    asked = arguments(verb, args, "systolic train")
-    with Run.open(asked["resume"], access=Access.write) as directory:
-        _, job, _ = rebuild(directory)
-        from systolic.train.ledger import Ledger
+    hosts.join()
+    access = Access.write if hosts.is_first() else Access.read
+    with Run.open(path, access=access) as directory:
+        record = directory.read_job()
+        recipe, _, saved = rebuild(directory)
+        asked = request_for(recipe, ["--resume", str(path), *args], "train", resume_options, saved)
+        job, description = continued(asked, record, saved)
+        summary = finished(directory, job, changed=asked.options != saved)
+        if summary is not None:
+            if asked.verb["json"]:
+                print_json(summary)
+            print(
+                f"systolic: {path} is finished at step {summary['steps']}; give --steps a larger number to go on, or use it: {summary['next']}",
+                file=sys.stderr,
+            )
+            return 0
         from systolic.train.setup import set_up
 
-        ledger = Ledger()
-        return session(
-            set_up(job),
-            directory,
-            ledger,
-            workers=asked.get("workers", 0),
-            json=asked.get("json", False),
-            resume=True,
-        )
+        setup = set_up(job)
+        setup.check_metric()
+        if access is Access.write:
+            directory.drop_summary()
+            if asked.options != saved:
+                directory.write_job(description)
+        return session(setup, directory, ledger, asked.verb, resume=True)
+
+
+def continued(
+    asked: Request, record: Mapping[str, Any], saved: Mapping[str, Any]
+) -> tuple[Job, dict[str, Any]]:
+    """The job that goes on and its job.json: on other devices, with the batch that it started with."""
+    job = asked.job
+    spread = {name: value for name, value in asked.options.items() if value != saved.get(name)}
+    same_batch = not any("batch" in name or name == "layout" for name in spread)
+    layout = record["layout"]
+    if same_batch and job.batch.per_device is not None:
+        total = job.batch.resolve(replace(job.layout, **layout))
+        job = replace(job, batch=Batch(total=total))
+    description = describe(asked, job)
+    return job, {**description, "layout": layout} if same_batch else description
+
+
+def finished(directory: Run, job: Job, *, changed: bool) -> dict[str, Any] | None:
+    """The summary of a run that has nothing left to do; ``None`` for one that has."""
+    try:
+        summary = directory.read_summary()
+    except NotFoundError:
+        return None
+    early = bool(summary["stopped"]) and not changed
+    done = summary["steps"] >= job.steps or early
+    return summary if done and not summary["interrupted"] else None
 
 
 def session(
-    setup: Any, directory: Run, ledger: Any, *, workers: int, json: bool, resume: bool
+    setup: Any, directory: Run, ledger: Ledger, verb: Mapping[str, Any], *, resume: bool
 ) -> int:
     """Trains under watch, writes the report, prints the summary; the exit code."""
-    from systolic.report.live import Live
+    from systolic.report.live import Live, Quiet
     from systolic.report.run_html import write_report
+    from systolic.report.summary import print_summary
     from systolic.report.tensorboard import TensorBoard
     from systolic.train.programs import compiler_cache
     from systolic.train.trainer import Trainer
 
-    compiler_cache(
-        str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "systolic" / "xla")
+    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    compiler_cache(str(cache / "systolic" / "xla"))
+    tells = directory.access is Access.write
+    watchers: list[Any] = []
+    if tells:
+        directory.write_environment([str(device) for device in setup.machine.devices])
+        view = Quiet() if verb["json"] else Live()
+        watchers = [view, TensorBoard(directory.tensorboard)]
+    trainer = Trainer(
+        setup=setup, run=directory, watchers=watchers, workers=verb["workers"], ledger=ledger
     )
-    directory.write_environment([str(device) for device in setup.machine.devices])
-    watchers = [Live(), TensorBoard(directory.tensorboard)]
     try:
-        summary = Trainer(
-            setup=setup, run=directory, watchers=watchers, workers=workers, ledger=ledger
-        ).train(resume)
+        summary = trainer.train(resume)
     finally:
         for watcher in watchers:
             watcher.close()
-        write_report(directory.path)
-    if json:
+        if tells:
+            write_report(directory.path)
+    if tells and verb["json"]:
         print_json(summary)
-    if summary["interrupted"]:
-        raise RunError(
-            f"stopped by {summary['interrupted']} at step {summary['steps']}, which is saved; go on with systolic train --resume {directory.path}"
+    elif tells:
+        print_summary(directory.path)
+    return exit_code(summary, tells)
+
+
+def exit_code(summary: Mapping[str, Any], tells: bool) -> int:
+    """0, or after a signal 128 and its number, as a shell has it."""
+    name = summary["interrupted"]
+    if name is None:
+        return 0
+    if tells:
+        at = f"step {summary['steps']}, which is saved"
+        print(
+            f"systolic: stopped by {name} at {at if summary['checkpoint'] else 'the start'}; go on with {summary['next']}",
+            file=sys.stderr,
         )
+    return 128 + signal.Signals[name]
+
+
+def replay(path: Path, args: Sequence[str]) -> int:
+    """``systolic train --replay RUN/bad/step-N.npz``: the train step on a kept batch."""
+    from systolic.cli.parse import arguments
+
+    def verb(json: bool = False) -> None:
+        """Makes the train step again on the batch of a bad step and says what is wrong with it.
+
+        Args:
+            json: Print one JSON object.
+        """
+
+    asked = arguments(verb, args, "systolic train --replay")
+    if not path.is_file():
+        raise NotFoundError(f"{path} is not a file; give RUN/bad/step-N.npz")
+    with Run.open(path.parent.parent) as directory:
+        _, job, _ = rebuild(directory)
+        from systolic.train.replay import replay as again
+        from systolic.train.setup import set_up
+
+        result = again(set_up(job), directory, path)
+    if asked.get("json"):
+        print_json(result)
+        return 0
+    print(f"{path} with the weights of step {result['weights']}")
+    for name, value in result["metrics"].items():
+        print(f"  {name:<14} {value:.6g}")
+    for name, text in result["arrays"].items():
+        print(f"  batch {name:<8} {text}")
+    for name in result["not_finite"]:
+        print(f"  not finite: {name}")
     return 0
 
 

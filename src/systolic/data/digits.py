@@ -1,12 +1,13 @@
 """The 1797 handwritten digits of 8 x 8 pixels that scikit-learn brings with it (Alpaydin and Kaynak 1998)."""
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from systolic.core.errors import MissingExtraError
+from systolic.core.errors import NotFoundError
 from systolic.job import Data, Field, Read, Split
 from systolic.job.data import Batches
 
@@ -45,7 +46,7 @@ class Digits(Data):
         """Batches of a split; training images are moved when they are shuffled.
 
         Raises:
-            MissingExtraError: scikit-learn is not installed.
+            NotFoundError: scikit-learn is not installed.
         """
         from systolic.data.small import SmallImages
         from systolic.data.table import open_table
@@ -69,17 +70,23 @@ class Digits(Data):
 @lru_cache(maxsize=1)
 def _splits() -> "dict[Split, tuple[np.ndarray, np.ndarray]]":
     """Split to images uint8[n, 8, 8, 1] and labels int32[n]."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise MissingExtraError("the digits data", "image") from error
     import numpy as np
 
     from systolic.data.small import hold_out
 
-    bunch = load_digits()
-    images = np.round(bunch.images * (255 / BRIGHTEST)).astype(np.uint8)[..., None]
-    labels = bunch.target.astype(np.int32)
+    table = np.loadtxt(_file(), delimiter=",", dtype=np.float32)
+    pixels, labels = table[:, :-1], table[:, -1].astype(np.int32)
+    images = np.round(pixels * (255 / BRIGHTEST)).astype(np.uint8).reshape(-1, SIZE, SIZE, 1)
     parts = hold_out(labels, tuple(HELD_OUT.values()))
     names = (Split.train, *HELD_OUT)
     return {name: (images[part], labels[part]) for name, part in zip(names, parts, strict=True)}
+
+
+def _file() -> Path:
+    """scikit-learn's own table; importing the library to read it takes seconds, for it loads SciPy."""
+    found = importlib.util.find_spec("sklearn")
+    if found is None or found.origin is None:
+        raise NotFoundError(
+            "scikit-learn, whose digits these are, is not installed: pip install scikit-learn"
+        )
+    return Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"

@@ -48,14 +48,18 @@ class Placed:
     def __iter__(self) -> Iterator[dict[str, jax.Array]]:
         return self
 
+    def start(self) -> None:
+        """Begins to read ahead; otherwise the first batch that is asked for does."""
+        if self._thread is None and not self._ended:
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._feed, name="systolic-feed", daemon=True)
+            self._thread.start()
+
     def __next__(self) -> dict[str, jax.Array]:
         """Name to global jax.Array [batch, ...]; raises what reading the data raised."""
         if self._ended:
             raise StopIteration
-        if self._thread is None:
-            self._stop.clear()
-            self._thread = threading.Thread(target=self._feed, name="systolic-feed", daemon=True)
-            self._thread.start()
+        self.start()
         asked = time.perf_counter()
         item = self._ready.get()
         self.waited_seconds += time.perf_counter() - asked

@@ -29,6 +29,10 @@ class Interrupt:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # ty: ignore[invalid-argument-type]
 
+    def agree(self) -> None:
+        """Another process of the job was asked to stop, so this one is too."""
+        self.signal = self.signal or signal.SIGTERM
+
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt

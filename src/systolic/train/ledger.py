@@ -41,18 +41,9 @@ class Ledger:
         """Seconds of a kind so far."""
         return self._spent[kind]
 
-    @property
-    def seconds(self) -> float:
-        """Since the ledger was opened."""
-        return self.clock() - self.started
-
     def close(self) -> dict[str, float]:
-        """Seconds by kind, adding up to the whole."""
+        """Seconds by kind since the ledger was opened; they add up to the wall time."""
+        seconds = self.clock() - self.started
         spent = dict(self._spent)
-        spent["other"] += max(0.0, self.seconds - self.claimed)
+        spent["other"] += max(0.0, seconds - self.claimed)
         return spent
-
-    @property
-    def goodput(self) -> float:
-        """Share of the time in which steps were computed."""
-        return self._spent["step"] / max(self.seconds, 1e-9)

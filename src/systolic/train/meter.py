@@ -53,11 +53,11 @@ class Meter:
             "eta_seconds": left * step_seconds,
         }
 
-    def overall(self) -> tuple[float, float | None]:
-        """Tokens or examples per second over the session's loop, and MFU."""
+    def overall(self) -> tuple[float | None, float | None]:
+        """Tokens or examples per second over the session's loop, and MFU; ``None`` where no step was made."""
         seconds = self.ledger.spent("step") + self.ledger.spent("data_wait")
         if not self.session_steps or not seconds:
-            return 0.0, None
+            return None, None
         each = seconds / self.session_steps
         return self.setup.units_per_step / each, self.setup.mfu(each)
 

@@ -1,5 +1,6 @@
 """Compiled programs, counted: a second compile of the same step says which argument changed."""
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,23 +26,52 @@ class Program:
         self.name, self._jitted, self._ledger, self._report = name, jitted, ledger, report
         self._compiled: dict[Any, Any] = {}
         self._signature: Signature = {}
+        self._ahead: _Ahead | None = None
         self.recompiles = 0
+
+    def prepare(self, *arguments: Any) -> None:
+        """Traces the program for abstract arguments and starts to compile it in a thread.
+
+        Arguments whose batch is of another signature, when they come, count as a recompile: the
+        data is not what its fields say.
+        """
+        with self._ledger.spend("compile"):
+            started = self._ledger.clock()
+            lowered = self._jitted.lower(*arguments)
+            self._ahead = _Ahead(lowered, arguments[-1], self._ledger.clock, started)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the compile that was started ahead is done, after waiting at most so long."""
+        if self._ahead is None:
+            return True
+        with self._ledger.spend("compile"):
+            return self._ahead.wait(seconds)
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs the program on (*state, batch), compiling it first where the batch is of a new shape."""
         batch = arguments[-1]
-        key = tuple((name, array.shape, array.dtype) for name, array in batch.items())
-        compiled = self._compiled.get(key)
+        if self._ahead is not None:
+            self._adopt(self._ahead)
+        compiled = self._compiled.get(_key(batch))
         if compiled is None:
-            compiled = self._compile(key, arguments)
+            compiled = self._compile(arguments)
         return compiled(*arguments)
 
-    def _compile(self, key: Any, arguments: tuple[Any, ...]) -> Any:
+    def _adopt(self, ahead: "_Ahead") -> None:
+        self._ahead = None
+        with self._ledger.spend("compile"):
+            compiled, seconds = ahead.result()
+        self._keep(ahead.batch, compiled, seconds)
+
+    def _compile(self, arguments: tuple[Any, ...]) -> Any:
         start = self._ledger.clock()
         with self._ledger.spend("compile"):
             compiled = self._jitted.lower(*arguments).compile()
-        seconds = self._ledger.clock() - start
-        signature = {name: (array.shape, str(array.dtype)) for name, array in arguments[-1].items()}
+        self._keep(arguments[-1], compiled, self._ledger.clock() - start)
+        return compiled
+
+    def _keep(self, batch: Mapping[str, Any], compiled: Any, seconds: float) -> None:
+        signature = {name: (array.shape, str(array.dtype)) for name, array in batch.items()}
         if self._signature:
             self.recompiles += 1
             self._report(
@@ -50,8 +80,44 @@ class Program:
         else:
             self._report("compile", seconds, f"{self.name} step")
         self._signature = signature
-        self._compiled[key] = compiled
-        return compiled
+        self._compiled[_key(batch)] = compiled
+
+
+class _Ahead:
+    """A compile in a thread of its own; XLA works without Python's lock."""
+
+    def __init__(
+        self, lowered: Any, batch: Mapping[str, Any], clock: Callable[[], float], started: float
+    ) -> None:
+        self.batch = batch
+        self._lowered, self._clock, self._started = lowered, clock, started
+        self._compiled: Any = None
+        self._error: Exception | None = None
+        self._seconds = 0.0
+        # A daemon: a process that is told to leave does not wait for the compiler.
+        self._thread = threading.Thread(target=self._run, name="systolic-compile", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def result(self) -> tuple[Any, float]:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._compiled, self._seconds
+
+    def _run(self) -> None:
+        try:
+            self._compiled = self._lowered.compile()
+        except Exception as error:  # raised again where the program is called
+            self._error = error
+        self._seconds = self._clock() - self._started
+
+
+def _key(batch: Mapping[str, Any]) -> Any:
+    return tuple(sorted((name, array.shape, str(array.dtype)) for name, array in batch.items()))
 
 
 def _difference(old: Signature, new: Signature) -> str:
@@ -72,4 +138,4 @@ def _text(entry: tuple[tuple[int, ...], str] | None) -> str:
 def compiler_cache(folder: str) -> None:
     """Keeps compiled programs across processes in ``folder`` (JAX's persistent compilation cache)."""
     jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

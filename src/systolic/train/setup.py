@@ -1,11 +1,12 @@
 """From a job and the devices at hand to the programs that train it; every check before any compile."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
 
-from systolic.core.errors import DataError
+from systolic.core.errors import DataError, OptionError, nearest
 from systolic.job import Job, Split
 from systolic.steps.mesh import make_mesh
 from systolic.steps.steps import Steps
@@ -32,6 +33,36 @@ class Setup:
         fields = self.job.data.fields()
         return self.steps.batch_size * (fields["tokens"].shape[0] if "tokens" in fields else 1)
 
+    @cached_property
+    def jitted_train(self) -> Any:
+        """The train step: (state, batch) -> (state, metrics)."""
+        return jit_train(self.steps)
+
+    @cached_property
+    def jitted_evaluate(self) -> Any:
+        """The eval step: (params, rest, batch) -> sums; one object, so that it is traced once."""
+        return jit_evaluate(self.steps)
+
+    @property
+    def abstract_evaluation(self) -> tuple[Any, Any, Any]:
+        """The eval step's arguments as ShapeDtypeStructs."""
+        state, passes = self.steps.abstract_state, self.job.layout.accumulate
+        batch = self.steps.abstract_batch(self.steps.batch_size // passes)
+        return state.params, state.rest, batch
+
+    def check_metric(self) -> None:
+        """Whether the task reports what best checkpoints and early stopping look at.
+
+        Raises:
+            OptionError: it does not; names what it reports.
+        """
+        wanted = self.job.evaluation.metric
+        reported = sorted(self.jitted_evaluate.eval_shape(*self.abstract_evaluation))
+        if wanted not in reported:
+            raise OptionError(
+                f"evaluation.metric is {wanted!r}, which {self.job.name} does not report{nearest(wanted, reported)}; choose one of {', '.join(reported)}"
+            )
+
     def mfu(self, step_seconds: float) -> float | None:
         """Model FLOPs over the published bf16 peak; ``None`` where no peak is published."""
         peak = self.machine.peak_bf16_flops_per_second
@@ -46,7 +77,9 @@ def set_up(job: Job, machine: Machine | None = None) -> Setup:
         DataError: the training split is empty.
     """
     machine = machine or Machine.here()
-    job = job.on(len(machine.devices))
+    job = replace(job, layout=job.layout.on(len(machine.devices)))
+    job.model.check(job.layout)
+    job.batch.resolve(job.layout)
     precision = job.precision.resolve(machine.platform)
     if job.data.size(Split.train) == 0:
         raise DataError(f"the training split of {job.name} is empty; give the recipe other data")
@@ -72,3 +105,12 @@ def jit_train(steps: Steps) -> Any:
 def jit_evaluate(steps: Steps) -> Any:
     """The eval step, jitted: (params, rest, batch) -> sums."""
     return jax.jit(steps.evaluate)
+
+
+def first_state(steps: Steps, seed: int) -> Any:
+    """The state before the first step, born sharded."""
+    init = jax.jit(steps.init, out_shardings=steps.shardings)
+    # It runs once: on a CPU, LLVM would spend seconds to save it milliseconds.
+    quick = {"xla_backend_optimization_level": "1"} if steps.target.platform == "cpu" else None
+    key = jax.random.key(seed)
+    return jax.block_until_ready(init.lower(key).compile(compiler_options=quick)(key))

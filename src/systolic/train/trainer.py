@@ -1,9 +1,11 @@
 """Trains a job in a run directory: start or resume, loop, evaluate, save, sum up."""
 
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import jax
@@ -12,13 +14,16 @@ import numpy as np
 from systolic.artifact import CheckpointStore, Run
 from systolic.core.errors import RunError
 from systolic.job import GuardRule, Mode, Split
-from systolic.train.evaluate import evaluate
+from systolic.train import hosts
+from systolic.train.evaluate import HaltedError, evaluate
 from systolic.train.feed import training
 from systolic.train.interrupt import Interrupt
 from systolic.train.ledger import Ledger
 from systolic.train.meter import Meter
+from systolic.train.outcome import next_command, sample, summarise
 from systolic.train.programs import Program
-from systolic.train.setup import Setup, jit_evaluate, jit_train
+from systolic.train.progress import Progress
+from systolic.train.setup import Setup, first_state
 from systolic.train.watch import Watcher
 
 LAG = 3
@@ -26,6 +31,9 @@ LAG = 3
 
 LOG_SECONDS = 10.0
 """A record at least this often, besides the regular ones."""
+
+AGREE = 8
+"""Several processes ask each other every so many steps whether one was told to stop."""
 
 
 class Pending(NamedTuple):
@@ -42,7 +50,7 @@ class Trainer:
 
     Args:
         setup: The job on this machine.
-        run: Its directory, open for writing.
+        run: Its directory; open for writing in the first process, for reading in the others.
         watchers: See every record.
         workers: Processes that read data.
         ledger: Opened when the command started, so that start-up counts.
@@ -56,32 +64,31 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.job, self.steps = self.setup.job, self.setup.steps
-        rules = self.job.checkpoints
+        rules, evaluation = self.job.checkpoints, self.job.evaluation
         self.store = CheckpointStore(
             self.run.checkpoints,
             keep_last=rules.keep_last,
             keep_best=rules.keep_best,
-            metric=self.job.evaluation.metric,
-            mode=self.job.evaluation.mode,
+            metric=evaluation.metric,
+            mode=evaluation.mode,
         )
-        self.train_program = Program("train", jit_train(self.steps), self.ledger, self.event)
-        self.eval_program = Program("eval", jit_evaluate(self.steps), self.ledger, self.event)
-        self.log_every = max(1, self.job.steps // 400)
-        self.best: float | None = None
-        self.stale = 0
-        self.bad_steps = 0
-        self.step = 0
-        self.last: dict[str, float] = {}
-        self.stop_reason = ""
-        self.in_a_row = 0
-        self._first = True
+        self.train_program = Program("train", self.setup.jitted_train, self.ledger, self.event)
+        self.eval_program = Program("eval", self.setup.jitted_evaluate, self.ledger, self.event)
         self.meter = Meter(self.setup, self.ledger, 0)
+        self.log_every = max(1, self.job.steps // 400)
+        self.progress = Progress()
+        self.stop_reason = ""
+        self.notes_told = 0
+        self.kept: tuple[int, bool] = (0, False)
+        """The step of the last checkpoint, and whether it holds metrics."""
 
     # Records
 
     def say(self, kind: str, **values: Any) -> None:
-        """One record, to disk and to the watchers."""
-        record = {"kind": kind, "step": self.step, "time": time.time()} | values
+        """One record, to disk and to the watchers; processes other than the first are silent."""
+        if not hosts.is_first():
+            return
+        record = {"kind": kind, "step": self.progress.step, "time": time.time()} | values
         self.run.append(record)
         for watcher in self.watchers:
             watcher.see(record)
@@ -97,12 +104,15 @@ class Trainer:
 
         Raises:
             RunError: the loss went bad under the guard's rule, or a checkpoint could not be written.
+            OptionError: the task does not report the evaluation's metric.
         """
+        self.setup.check_metric()
         with Interrupt() as interrupt:
             feed = training(self.job, self.steps, self.workers)
             try:
-                state = self._start(feed, resume)
-                self.meter = Meter(self.setup, self.ledger, self.step)
+                state = self._begin(feed, resume)
+                self._await_program(interrupt)
+                self.meter = Meter(self.setup, self.ledger, self.progress.step)
                 with self.ledger.spend("step"):
                     state = self._loop(state, feed, interrupt)
                 return self._finish(state, feed, interrupt)
@@ -110,76 +120,115 @@ class Trainer:
                 feed.close()
                 self.store.close()
 
-    def _start(self, feed: Any, resume: bool) -> Any:
-        """The first state: fresh, or the newest intact checkpoint."""
-        restored = None
-        if resume and self.store.latest_step() is not None:
-            with self.ledger.spend("checkpoint"):
-                restored = self.store.restore(self.steps.abstract_state)
-            feed.set_state(restored.extra["data"])
-            self.best, self.stale = restored.extra["best"], restored.extra["stale"]
-            self.step = restored.step
-            self.run.truncate(restored.step)
-            self.store.discard_after(restored.step)
-        machine = self.setup.machine
+    def _begin(self, feed: Any, resume: bool) -> Any:
+        """The first state, fresh or of the newest intact checkpoint, while the train step compiles."""
+        steps = self.steps
+        self.train_program.prepare(steps.abstract_state, steps.abstract_batch())
+        # The first save would wait for this import.
+        threading.Thread(
+            target=import_module, args=("systolic.artifact.backend",), daemon=True
+        ).start()
+        restored = self._restore(feed) if resume else None
+        feed.start()
         self.say(
             "start",
             name=self.job.name,
             steps=self.job.steps,
             unit=self.setup.unit,
-            num_parameters=self.steps.network.num_parameters,
-            devices=machine.name,
-            precision=self.steps.target.dtype,
-            batch=self.steps.batch_size,
+            num_parameters=steps.network.num_parameters,
+            devices=self.setup.machine.name,
+            precision=steps.target.dtype,
+            batch=steps.batch_size,
             layout=self.job.layout.mesh_shape,
             resumed_from=None if restored is None else restored.step,
         )
-        if restored is not None:
-            for step, reason in restored.skipped:
-                self.event(
-                    "resume",
-                    0.0,
-                    f"checkpoint of step {step} is damaged ({reason}); using the one of step {restored.step}",
-                )
-            self.event("resume", 0.0, f"from step {restored.step}")
-            return restored.state
+        self._say_restored(restored, resume)
         with self.ledger.spend("compile"):
-            init = jax.jit(self.steps.init, out_shardings=self.steps.shardings)
-            return jax.block_until_ready(init(jax.random.key(self.job.seed)))
+            state = first_state(steps, self.job.seed) if restored is None else restored.state
+        if self.job.data.size(Split.validation) != 0:
+            self.eval_program.prepare(*self.setup.abstract_evaluation)
+        return state
+
+    def _restore(self, feed: Any) -> Any:
+        """Goes back to the newest intact checkpoint; ``None`` where there is none yet."""
+        first = hosts.is_first()
+        if self.store.latest_step() is None:
+            if first:
+                self.run.truncate(0)
+            return None
+        with self.ledger.spend("checkpoint"):
+            restored = self.store.restore(self.steps.abstract_state)
+        feed.set_state(restored.extra["data"])
+        self.progress = Progress.from_json(restored.extra["progress"])
+        self.kept = (restored.step, self.job.evaluation.metric in restored.metrics)
+        self._judge_patience()
+        if first:
+            self.run.truncate(restored.step)
+            self.store.discard_after(restored.step)
+        return restored
+
+    def _say_restored(self, restored: Any, resume: bool) -> None:
+        if restored is None:
+            if resume:
+                self.event("resume", 0.0, "there is no checkpoint yet: from the start")
+            return
+        for step, reason in restored.skipped:
+            self.event(
+                "resume",
+                0.0,
+                f"checkpoint of step {step} is damaged ({reason}); using the one of step {restored.step}",
+            )
+        self.event("resume", 0.0, f"from step {restored.step}")
+
+    def _await_program(self, interrupt: Interrupt) -> None:
+        """Until the train step is compiled, or the process is told to leave before."""
+        while not self.train_program.wait(0.1):
+            if interrupt.signal and not hosts.several():
+                return
 
     def _loop(self, state: Any, feed: Any, interrupt: Interrupt) -> Any:
         """Steps until the job's last one, an early stop or a signal."""
         pending: deque[Pending] = deque()
-        clock, ledger = self.ledger.clock, self.ledger
-        while self.step < self.job.steps and not interrupt.signal and not self.stop_reason:
+        clock, ledger, progress = self.ledger.clock, self.ledger, self.progress
+        if progress.owed:
+            self._milestone(state, feed, interrupt)
+        while progress.step < self.job.steps and not self.stop_reason:
+            if self._told_to_stop(interrupt):
+                break
             asked = clock()
             batch = next(feed)
             ledger.add("data_wait", clock() - asked)
             state, metrics = self.train_program(state, batch)
-            if self._first:
-                self._notes()
-            self.step += 1
-            pending.append(Pending(self.step, metrics, batch))
+            self._notes()
+            progress.step += 1
+            pending.append(Pending(progress.step, metrics, batch))
             while len(pending) > LAG:
                 self._check(pending.popleft())
             if self._due(self.job.evaluation.every) or self._due(self.job.checkpoints.every):
                 self._drain(pending)
-                self._milestone(state, feed)
+                self._milestone(state, feed, interrupt)
         self._drain(pending)
-        if interrupt.signal:
-            self.event(
-                "interrupt", 0.0, f"{interrupt.signal.name} at step {self.step}: saving and leaving"
-            )
         return state
 
+    def _told_to_stop(self, interrupt: Interrupt) -> bool:
+        """Whether to save and leave: a signal, in any of the processes."""
+        if not hosts.several():
+            return interrupt.signal is not None
+        if self.progress.step % AGREE or not hosts.any_of(interrupt.signal is not None):
+            return False
+        interrupt.agree()
+        return True
+
     def _due(self, every: int) -> bool:
-        return bool(every) and self.step % every == 0 and self.step < self.job.steps
+        step = self.progress.step
+        return bool(every) and step % every == 0 and step < self.job.steps
 
     def _notes(self) -> None:
-        """What tracing the first step had to say."""
-        self._first = False
-        for note in self.steps.target.notes:
+        """What tracing had to say about kernels since the last time."""
+        notes = self.steps.target.notes
+        for note in notes[self.notes_told :]:
             self.event("kernel", 0.0, note)
+        self.notes_told = len(notes)
 
     def _drain(self, pending: deque[Pending]) -> None:
         while pending:
@@ -188,12 +237,11 @@ class Trainer:
     def _check(self, done: Pending) -> None:
         """Looks at a finished step: is it bad, is it time for a record?"""
         values = {name: float(value) for name, value in jax.device_get(done.metrics).items()}
-        bad = values.pop("bad")
-        if bad:
+        if values.pop("bad"):
             self._bad(done, values["loss"])
         else:
-            self.last = values
-            self.in_a_row = 0
+            self.progress.last = values
+            self.progress.in_a_row = 0
         self.meter.done()
         if (
             done.step % self.log_every == 0
@@ -208,103 +256,144 @@ class Trainer:
         Raises:
             RunError: under the rule ``stop``, or after too many in a row under ``skip``.
         """
-        guard = self.job.guard
+        guard, progress = self.job.guard, self.progress
         if guard.rule is GuardRule.ignore:
             return
-        self.bad_steps += 1
-        self.in_a_row += 1
-        path = self.run.write_bad(
-            done.step,
-            {name: np.asarray(array) for name, array in jax.device_get(done.batch).items()},
-        )
+        progress.bad_steps += 1
+        progress.in_a_row += 1
+        batch = hosts.gather(done.batch)
+        path = self.run.path / "bad" / f"step-{done.step}.npz"
+        if hosts.is_first():
+            self.run.write_bad(done.step, batch)
         what = "is not a number" if not np.isfinite(loss) else f"jumped to {loss:.4g}"
         name = "skip" if guard.rule is GuardRule.skip else "bad_step"
-        self.event(name, 0.0, f"the loss of step {done.step} {what}; its batch is in {path}")
-        if guard.rule is GuardRule.stop or self.in_a_row >= guard.patience:
-            self.store.wait()
-            kept = self.store.latest_step()
-            back = (
-                f"the checkpoint of step {kept} is intact"
-                if kept is not None
-                else "there is no checkpoint yet"
-            )
-            raise RunError(
-                f"the loss of step {done.step} {what}, the batch is kept in {path} and {back}; lower the learning rate, or resume with --guard.rule skip"
-            )
+        detail = f"the loss of step {done.step} {what}; its batch is in {path}"
+        self.say("event", step=done.step, name=name, seconds=0.0, detail=detail)
+        if guard.rule is GuardRule.skip and progress.in_a_row < guard.patience:
+            return
+        self.store.wait()
+        kept = self.store.latest_step()
+        back = "there is no checkpoint yet"
+        if kept is not None:
+            back = f"the checkpoint of step {kept} is intact"
+        row = f" (bad steps in a row: {progress.in_a_row})" if progress.in_a_row > 1 else ""
+        raise RunError(
+            f"the loss of step {done.step} {what}{row} and {back}; look at its batch with systolic train --replay {path}, lower the learning rate, or go on with systolic train --resume {self.run.path} and guard.rule skip"
+        )
 
-    def _milestone(self, state: Any, feed: Any) -> None:
+    # Milestones
+
+    def _milestone(self, state: Any, feed: Any, interrupt: Interrupt) -> None:
         """An evaluation, a checkpoint, or both."""
         metrics = None
         if self._due(self.job.evaluation.every):
-            metrics = self._evaluate(state, Split.validation, self.job.evaluation.batches)
-            self._judge(metrics)
+            metrics = self._evaluate(
+                state, Split.validation, self.job.evaluation.batches, interrupt
+            )
+            self.progress.owed = metrics is None
+        if metrics is not None:
+            rule = self.job.evaluation
+            sign = 1 if rule.mode is Mode.min else -1
+            self.progress.judge(metrics[rule.metric] * sign)
+            self._judge_patience()
         if self._due(self.job.checkpoints.every) or (
             metrics is not None and self.job.checkpoints.keep_best
         ):
             self._save(state, feed, metrics)
+        if self.stop_reason:
+            self.event("stop", 0.0, self.stop_reason)
 
-    def _evaluate(self, state: Any, split: Split, batches: int) -> dict[str, float]:
+    def _evaluate(
+        self, state: Any, split: Split, batches: int, interrupt: Interrupt
+    ) -> dict[str, float] | None:
+        """Metrics of a split; ``None`` where a signal ended it early."""
+
+        def halt() -> bool:
+            return interrupt.signal is not None and not hosts.several()
+
         start = self.ledger.clock()
+        params = state.params if state.ema is None else state.ema
+        arguments = (self.job, self.steps, self.eval_program, params, state.rest)
         with self.ledger.spend("eval"):
-            params = state.params if state.ema is None else state.ema
-            metrics = evaluate(
-                self.job, self.steps, self.eval_program, params, state.rest, split, batches
-            )
+            try:
+                metrics = evaluate(*arguments, split, batches, halt)
+            except HaltedError:
+                return None
         self.say("eval", split=split.value, metrics=metrics, seconds=self.ledger.clock() - start)
         return metrics
 
-    def _judge(self, metrics: dict[str, float]) -> None:
+    def _judge_patience(self) -> None:
         """Early stopping."""
-        rule = self.job.evaluation
-        if rule.metric not in metrics:
-            raise RunError(
-                f"evaluation.metric {rule.metric!r} is not reported; choose one of {', '.join(sorted(metrics))}"
-            )
-        value = metrics[rule.metric] * (1 if rule.mode is Mode.min else -1)
-        if self.best is None or value < self.best:
-            self.best, self.stale = value, 0
-            return
-        self.stale += 1
-        if rule.patience and self.stale >= rule.patience:
-            self.stop_reason = f"{rule.metric} has not improved in {self.stale} evaluations"
-            self.event("stop", 0.0, self.stop_reason)
+        rule, stale = self.job.evaluation, self.progress.stale
+        if rule.patience and stale >= rule.patience:
+            self.stop_reason = f"{rule.metric} has not improved in {stale} evaluations"
 
     def _save(self, state: Any, feed: Any, metrics: dict[str, float] | None) -> None:
+        step, measured = self.progress.step, metrics is not None
+        if step == 0 or (self.kept[0] == step and self.kept[1] >= measured):
+            return
         start = self.ledger.clock()
         with self.ledger.spend("checkpoint"):
-            extra = {"data": feed.get_state(), "best": self.best, "stale": self.stale}
-            if self.store.save(self.step, state, extra=extra, metrics=metrics):
-                self.event("checkpoint", self.ledger.clock() - start, f"step {self.step}")
+            extra = {"data": feed.get_state(), "progress": self.progress.to_json()}
+            self.store.save(step, state, extra=extra, metrics=metrics)
+        self.kept = (step, measured)
+        self.event("checkpoint", self.ledger.clock() - start, f"step {step}")
+
+    # The end
 
     def _finish(self, state: Any, feed: Any, interrupt: Interrupt) -> dict[str, Any]:
         """The last evaluation and checkpoint, a sample, the summary."""
-        final: dict[str, float] = dict(self.job.data.references())
-        last = None
-        if not interrupt.signal:
-            for split in (Split.validation, Split.test):
-                if self.job.data.size(split) != 0:
-                    metrics = self._evaluate(state, split, 0)
-                    last = last or metrics
-                    final |= {f"{split.value}_{name}": value for name, value in metrics.items()}
-        self._save(state, feed, last)
+        final: dict[str, float] = {}
+        ranking = None
+        for split in (Split.validation, Split.test):
+            if not interrupt.signal and self.job.data.size(split) != 0:
+                metrics = self._evaluate(state, split, 0, interrupt)
+                ranking = metrics if ranking is None else ranking
+                final |= {f"{split.value}_{k}": value for k, value in (metrics or {}).items()}
+        self._save(state, feed, ranking)
         with self.ledger.spend("checkpoint"):
             self.store.wait()
-        throughput, mfu = self.meter.overall()
-        kept = self.store.latest_step()
-        summary = {
-            "run": str(self.run.path),
-            "steps": self.step,
+        if interrupt.signal:
+            where = f"{interrupt.signal.name} at step {self.progress.step}"
+            self.event("interrupt", 0.0, where)
+        else:
+            final |= self.job.data.references()
+            self._sample(state)
+        summary = summarise(
+            setup=self.setup,
+            run=self.run.path,
+            progress=self.progress,
+            metrics=final,
+            meter=self.meter,
+            ledger=self.ledger,
+            checkpoint=self._kept_path(),
+        ) | {
             "interrupted": interrupt.signal.name if interrupt.signal else None,
             "stopped": self.stop_reason or None,
-            "final": {"loss": self.last.get("loss"), "metrics": final},
-            f"{self.setup.unit}_per_second": throughput,
-            "mfu": mfu,
-            "goodput": self.ledger.goodput,
-            "forecast": {},
-            "checkpoint": None if kept is None else str(self.store.path(kept)),
-            "seconds": self.ledger.seconds,
-            "time": self.ledger.close(),
-            "bad_steps": self.bad_steps,
-            "recompiles": self.train_program.recompiles,
+            "recompiles": self.train_program.recompiles + self.eval_program.recompiles,
+            "next": next_command(self.job, self.run.path, unfinished=bool(interrupt.signal)),
         }
+        self.say("end", **summary)
+        if hosts.is_first():
+            self.run.write_summary(summary)
         return summary
+
+    def _kept_path(self) -> str | None:
+        kept = self.store.latest_step()
+        return None if kept is None else str(self.store.path(kept))
+
+    def _sample(self, state: Any) -> None:
+        """What a language model writes after the job's prompt."""
+        prompt = self.job.sample
+        if prompt is None or hosts.several():
+            return
+        params = state.params if state.ema is None else state.ema
+        try:
+            text = sample(self.steps, params, state.rest, prompt)
+        except Exception as error:  # whatever is wrong with a sample, the run has ended well
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            self.event("sample", 0.0, f"there is none: {reason}")
+            return
+        self.say("sample", prompt=prompt, text=text)
+        if hosts.is_first():
+            self.run.append_sample({"step": self.progress.step, "prompt": prompt, "text": text})

@@ -1,0 +1,131 @@
+"""Several processes that train one job: joining, agreeing, and who writes.
+
+Each process reads its part of the data and computes on its own devices; the first one writes the
+run's files, and all of them write checkpoints. Functions that exchange something must be called by
+every process in the same order, or all of them wait for ever.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from systolic.core.errors import OptionError, RunError
+
+TEXT_BYTES = 4096
+"""Room for a text that the first process shares."""
+
+_ADDRESS, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+
+
+def belongs(environ: Mapping[str, str]) -> bool:
+    """Whether the environment says that this process is one of several of the same job.
+
+    By an explicit coordinator, a scheduler (Slurm, Open MPI) or a TPU slice of several hosts.
+    """
+    several = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES")
+    hosts = environ.get("TPU_WORKER_HOSTNAMES") or environ.get("TPU_PROCESS_ADDRESSES") or ""
+    return (
+        _ADDRESS in environ or "," in hosts or any(_number(environ, name) > 1 for name in several)
+    )
+
+
+def join(environ: Mapping[str, str] = os.environ) -> bool:
+    """Connects the processes of the job, before anything else of JAX; False where there is only this one.
+
+    ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID`` describe a job by hand;
+    under a scheduler or on a TPU slice JAX finds them itself.
+
+    Raises:
+        OptionError: a part of a description by hand is missing.
+        RunError: the other processes were not reached.
+    """
+    if not belongs(environ):
+        return False
+    import jax
+
+    if jax.distributed.is_initialized():
+        return True
+    given: dict[str, Any] = {}
+    if _COUNT in environ or _INDEX in environ:
+        missing = [name for name in (_ADDRESS, _COUNT, _INDEX) if name not in environ]
+        if missing:
+            raise OptionError(
+                f"{missing[0]} is not set, but a job of several processes needs {_ADDRESS}, {_COUNT} and {_INDEX}; set all three in every process"
+            )
+        given = {
+            "coordinator_address": environ[_ADDRESS],
+            "num_processes": _number(environ, _COUNT),
+            "process_id": _number(environ, _INDEX),
+        }
+    try:
+        jax.distributed.initialize(**given)
+    except (RuntimeError, ValueError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RunError(
+            f"this process could not join its job ({reason}); set {_ADDRESS}, {_COUNT} and {_INDEX} in every process"
+        ) from error
+    return True
+
+
+def is_first() -> bool:
+    """Whether this process writes the run's files."""
+    import jax
+
+    return jax.process_index() == 0
+
+
+def several() -> bool:
+    """Whether there is more than one process."""
+    import jax
+
+    return jax.process_count() > 1
+
+
+def share(text: str) -> str:
+    """The first process's text, in every process.
+
+    Raises:
+        RunError: it is longer than ``TEXT_BYTES``.
+    """
+    if not several():
+        return text
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    encoded = text.encode()
+    if len(encoded) > TEXT_BYTES:
+        raise RunError(f"{len(encoded)} bytes are too long to share; {TEXT_BYTES} is the limit")
+    padded = np.zeros(TEXT_BYTES, np.uint8)
+    padded[: len(encoded)] = np.frombuffer(encoded, np.uint8)
+    shared = np.asarray(multihost_utils.broadcast_one_to_all(padded))
+    return shared.tobytes().rstrip(b"\0").decode()
+
+
+def any_of(flag: bool) -> bool:
+    """Whether any process says so."""
+    if not several():
+        return flag
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+
+
+def gather(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Global arrays as numpy arrays, whole in every process."""
+    import jax
+    import numpy as np
+
+    if not several():
+        return {name: np.asarray(array) for name, array in jax.device_get(dict(arrays)).items()}
+    from jax.experimental import multihost_utils
+
+    return {
+        name: np.asarray(multihost_utils.process_allgather(array, tiled=True))
+        for name, array in arrays.items()
+    }
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    return int(text) if text.isdigit() else 0
