@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 
 class Depth(enum.Enum):
-    """Layers with weights; 50 and more are made of bottlenecks."""
+    """Layers with weights; 14, 50 and 101 are made of bottlenecks."""
 
     d10 = "10"
     """One block a stage, for small images and small machines."""
+    d14 = "14"
+    """One bottleneck a stage."""
     d18 = "18"
     d34 = "34"
     d50 = "50"
@@ -34,6 +36,7 @@ class Depth(enum.Enum):
         """Residual blocks of the four stages (He et al. 2016, table 1)."""
         return {
             "10": (1, 1, 1, 1),
+            "14": (1, 1, 1, 1),
             "18": (2, 2, 2, 2),
             "34": (3, 4, 6, 3),
             "50": (3, 4, 6, 3),
@@ -43,7 +46,7 @@ class Depth(enum.Enum):
     @property
     def expansion(self) -> int:
         """Channels out of a block over its inner width: 4 for a bottleneck, else 1."""
-        return 4 if self in (Depth.d50, Depth.d101) else 1
+        return 4 if self in (Depth.d14, Depth.d50, Depth.d101) else 1
 
 
 class Stem(enum.Enum):

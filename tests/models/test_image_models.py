@@ -1,0 +1,260 @@
+"""ResNet, ViT and CNN: what they compute, count, refuse and learn."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from systolic.core.errors import LayoutError, OptionError
+from systolic.job import Field, Layout, Model, Remat
+from systolic.models.cnn.config import CNN
+from systolic.models.resnet.config import Depth, ResNet, Stem
+from systolic.models.vision import Pixels
+from systolic.models.vit.config import Preset, ViT
+from systolic.models.vit.module import sincos
+from systolic.steps import flops
+from tests.models.images import CLASSES, COLOURED, MODELS, batch, noisy, steps
+
+EVERY = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+
+
+def start(of):
+    return jax.jit(of.network.init)(jax.random.key(0))
+
+
+def forward(of, params, rest, image, train=False):
+    return of.network.module(params, rest, train)(image)
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_have_the_compute_dtype_and_statistics_stay_float32(
+    model: Model, dtype: str
+) -> None:
+    of = steps(model, dtype)
+
+    def run(key, image):
+        params, rest = of.network.init(key)
+        module = of.network.module(of.network.cast(params), rest, train=True)
+        return params, module(image), of.network.variables(module)
+
+    params, logits, rest = jax.eval_shape(run, jax.random.key(0), batch(of)["image"])
+    assert (logits.shape, logits.dtype) == ((8, CLASSES), dtype)
+    assert {p.dtype.name for p in params.values()} == {"float32"}
+    assert {r.dtype.name for r in rest.values()} <= {"float32"}
+
+
+@EVERY
+def test_every_parameter_matters(model: Model) -> None:
+    of = steps(model)
+    params, rest = start(of)
+    image = batch(of)["image"]
+
+    def loss(params):
+        logits = forward(of, params, rest, image, train=True)
+        return jnp.sum(logits * jnp.cos(jnp.arange(logits.size).reshape(logits.shape)))
+
+    gradients = jax.jit(jax.grad(loss))(noisy(params))
+    still = [name for name, g in gradients.items() if float(jnp.abs(g).max()) < 1e-5]
+    assert still == []
+
+
+@EVERY
+def test_loss_falls_and_an_image_alone_gets_the_logits_it_gets_in_a_batch(model: Model) -> None:
+    of = steps(model, batch=32)
+    state = jax.jit(of.init)(jax.random.key(0))
+    train = jax.jit(of.train)
+    losses = []
+    for seed in range(60):
+        state, metrics = train(state, batch(of, seed))
+        losses.append(float(metrics["loss"]))
+    assert np.mean(losses[-5:]) < 0.7 * losses[0]
+    evaluate = jax.jit(partial(forward, of, state.params, state.rest))
+    image = batch(of)["image"]
+    np.testing.assert_allclose(evaluate(image[:1])[0], evaluate(image)[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["resnet-basic", "vit-mean"])
+def test_rematerialised_blocks_give_the_same_step(name: str) -> None:
+    def after(of):
+        params, rest = start(of)
+        image = batch(of)["image"]
+
+        def loss(params):
+            module = of.network.module(params, rest, train=True)
+            return jnp.sum(jnp.sin(module(image))), of.network.variables(module)
+
+        return jax.jit(jax.grad(loss, has_aux=True))(noisy(params))
+
+    plain, again = after(steps(MODELS[name])), after(steps(MODELS[name], remat=Remat.full))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), plain, again)
+
+
+@EVERY
+def test_flops_are_those_of_the_program(model: Model) -> None:
+    of = steps(model)
+    image = jax.ShapeDtypeStruct((1, 16, 16, 3), "uint8")
+    counted = flops.count(partial(forward, of), of.network.params, of.network.rest, image)
+    assert model.flops(of.job.data.fields()) == counted
+
+
+@pytest.mark.parametrize(
+    ("model", "below"),
+    [
+        # XLA does not count the taps of a convolution that lie on the padding.
+        (ResNet(), 0.04),
+        (ViT.preset(Preset.base), 0.0),
+    ],
+)
+def test_flops_agree_with_the_compilers_count(model: Model, below: float) -> None:
+    of = steps(model)
+    image = jax.ShapeDtypeStruct((1, 224, 224, 3), "uint8")
+    run = jax.jit(partial(forward, of)).trace(of.network.params, of.network.rest, image)
+    if isinstance(model, ViT):
+        one, two = (
+            jax.jit(partial(forward, short))
+            .trace(short.network.params, short.network.rest, image)
+            .lower()
+            .cost_analysis()["flops"]
+            for short in (steps(replace(model, layers=1)), steps(replace(model, layers=2)))
+        )
+        # A loop's body is counted once, so whole models of one and two layers are compared.
+        compiled = one + 11 * (two - one)
+    else:
+        compiled = run.lower().cost_analysis()["flops"]
+    assert model.flops(of.job.data.fields()) * (1 - below) <= compiled
+    assert compiled <= 1.02 * model.flops(of.job.data.fields())
+
+
+@pytest.mark.parametrize(
+    ("model", "millions", "gigamacs"),
+    [
+        # He et al. 2016 and torchvision's tables; Touvron et al. 2021, table 1.
+        (ResNet(depth=Depth.d18), 11.69, 1.81),
+        (ResNet(depth=Depth.d34), 21.80, 3.66),
+        (ResNet(depth=Depth.d50), 25.56, 4.09),
+        (ResNet(depth=Depth.d101), 44.55, 7.80),
+        (ViT.preset(Preset.tiny), 5.7, 1.25),
+        (ViT.preset(Preset.small), 22.0, 4.6),
+        (ViT.preset(Preset.base), 86.5, 17.5),
+    ],
+)
+def test_sizes_are_the_published_ones(model: Model, millions: float, gigamacs: float) -> None:
+    of = steps(model)
+    assert of.network.num_parameters / 1e6 == pytest.approx(millions, rel=0.01)
+    field = {"image": Field(shape=(224, 224, 3), dtype="uint8")}
+    assert model.flops(field) / 2e9 == pytest.approx(gigamacs, rel=0.02)
+
+
+def test_batch_statistics_are_those_of_the_batch() -> None:
+    of = steps(CNN(channels=(4,), num_classes=CLASSES, pixels=COLOURED))
+    params, rest = start(of)
+    image = batch(of)["image"]
+    module = of.network.module(params, rest, train=True)
+    module(image)
+    after = of.network.variables(module)
+    pixels = (image / 255.0 - COLOURED.mean) / COLOURED.std
+    out = jax.lax.conv_general_dilated(
+        pixels.astype(np.float32),
+        params["convs/0/kernel"],
+        (1, 1),
+        "SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+    np.testing.assert_allclose(after["convs/0/norm/mean"], 0.1 * out.mean((0, 1, 2)), atol=1e-5)
+    np.testing.assert_allclose(after["convs/0/norm/var"], 0.9 + 0.1 * out.var((0, 1, 2)), rtol=1e-4)
+    before = of.network.module(params, after, train=False)
+    before(image)
+    jax.tree.map(np.testing.assert_array_equal, of.network.variables(before), after)
+
+
+@pytest.mark.parametrize("depth", [Depth.d10, Depth.d14])
+def test_residual_branches_start_as_nothing(depth: Depth) -> None:
+    of = steps(ResNet(depth=depth, width=4, num_classes=CLASSES, pixels=COLOURED))
+    params, _ = start(of)
+    last = len([n for n in params if n.startswith("blocks/0/convs/") and n.endswith("kernel")]) - 1
+    assert not params[f"blocks/0/convs/{last}/norm/scale"].any()
+    assert (params["blocks/0/convs/0/norm/scale"] == 1).all()
+
+
+def test_sincos_positions_are_all_different() -> None:
+    table = sincos(14, 64)
+    distance = np.linalg.norm(table[:, None] - table[None], axis=-1)
+    assert table.shape == (196, 64)
+    assert distance[~np.eye(196, dtype=bool)].min() > 0.5
+
+
+def test_parameters_are_split_by_their_logical_axes() -> None:
+    of = steps(MODELS["vit-mean"])
+    assert of.network.axes["blocks/project"] == ("layers", "embed", None, "heads", "head_dim")
+    of = steps(MODELS["resnet-basic"])
+    assert of.network.axes["stem/kernel"] == (None, None, "conv_in", "conv_out")
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "says"),
+    [
+        (ResNet(), Layout(tensor=2), "layout.tensor is 2 but a ResNet"),
+        (CNN(), Layout(pipeline=2), "layout.pipeline is 2 but a CNN"),
+        (
+            ViT.preset(Preset.tiny),
+            Layout(tensor=2),
+            "layout.tensor 2 does not divide model.heads 3",
+        ),
+        (ViT.preset(Preset.small), Layout(context=2), "layout.context is 2 but a ViT"),
+        (
+            ViT.preset(Preset.small),
+            Layout(fsdp=5),
+            "layout.fsdp 5 does not divide model.d-model 384",
+        ),
+    ],
+)
+def test_layouts_that_do_not_divide_are_refused(model: Model, layout: Layout, says: str) -> None:
+    with pytest.raises(LayoutError, match=says) as caught:
+        model.check(layout)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (ResNet(), Layout(fsdp=4)),
+        (CNN(channels=(32, 64)), Layout(data=4)),
+        (ViT.preset(Preset.tiny), Layout(tensor=3, fsdp=4)),
+        (ViT.preset(Preset.base), Layout(tensor=4, fsdp=64)),
+    ],
+)
+def test_shrunk_models_are_small_and_fit_the_layout(model: Model, layout: Layout) -> None:
+    small = model.shrink(layout)
+    small.check(layout)
+    assert steps(small).network.num_parameters < 0.2 * steps(model).network.num_parameters
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ViT(patch=15),
+        lambda: ViT(heads=5),
+        lambda: ResNet(width=0),
+        lambda: CNN(channels=()),
+        lambda: Pixels(channels=1),
+        lambda: Pixels(std=(0.0,)),
+    ],
+)
+def test_impossible_sizes_are_refused(make) -> None:
+    with pytest.raises(OptionError) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_stems_differ_in_resolution() -> None:
+    field = {"image": Field(shape=(64, 64, 3), dtype="uint8")}
+    costs = [
+        ResNet(depth=Depth.d18, stem=stem, pixels=Pixels(size=64)).flops(field)
+        for stem in (Stem.imagenet, Stem.half, Stem.small)
+    ]
+    assert costs[0] < costs[1] / 3
+    assert costs[1] < costs[2] / 3
