@@ -86,9 +86,15 @@ def attention(
     attend = partial(jax.nn.dot_product_attention, mask=mask, is_causal=causal, scale=scale)
     if kernel is Kernel.cudnn:
         dtype = query.dtype if query.dtype in (jnp.bfloat16, jnp.float16) else jnp.bfloat16
-        return attend(
-            query.astype(dtype), key.astype(dtype), value.astype(dtype), implementation="cudnn"
-        ).astype(query.dtype)
+        narrow = (query.astype(dtype), key.astype(dtype), value.astype(dtype))
+        try:
+            return attend(*narrow, implementation="cudnn").astype(query.dtype)
+        except (
+            RuntimeError
+        ) as error:  # JAX asks for the library while tracing, also for another machine.
+            target.note(
+                f"{error} On this machine the program is built with plain attention; install systolic[cuda] to build it with cuDNN's"
+            )
     if target.platform == "cpu" and query.dtype == jnp.float16:
         # XLA's CPU matmul has no float16 form with float32 accumulation, which the logits ask for.
         wide = attend(

@@ -34,8 +34,12 @@ def splash_attention(
     segments: jax.Array | None,
     causal: bool,
     scale: float,
+    interpret: bool = False,
 ) -> jax.Array:
-    """See :func:`systolic.models.attention.attention`; sequences are multiples of 128 per device."""
+    """See :func:`systolic.models.attention.attention`; sequences are multiples of 128 per device.
+
+    ``interpret`` runs the kernel in the Pallas interpreter, for checks without a TPU.
+    """
     sequence, heads = query.shape[1], query.shape[2]
     layout = target.layout
     mesh_axes = target.spec("batch", "sequence", "heads")
@@ -61,6 +65,7 @@ def splash_attention(
         block_sizes=sizes,
         head_shards=math.gcd(layout.tensor, heads),
         q_seq_shards=layout.context,
+        interpret=interpret,
     )
     kernel_spec = kernel.manual_sharding_spec(
         NamedSharding(target.mesh, PartitionSpec(head_axis, sequence_axis))
