@@ -1,0 +1,173 @@
+"""A run that was cut off and resumed is, bit for bit, the run that was not."""
+
+import os
+import shutil
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from systolic.data.documents import Documents
+from systolic.job import Batch, Checkpoints, Evaluation, Job, Layout, Optimizer
+from systolic.models.decoder.config import Decoder
+from systolic.steps.tasks.language import LanguageModel, Unit
+from systolic.train.setup import Setup, set_up
+from tests.train import tiny
+from tests.train.sessions import (
+    Collect,
+    Crash,
+    CrashAt,
+    assert_same,
+    events,
+    losses,
+    records,
+    train,
+)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A run that was not cut off."""
+
+    setup: Setup
+    path: Path
+    summary: dict[str, Any]
+
+
+def run_whole(job: Job, path: Path) -> Whole:
+    setup = set_up(job)
+    return Whole(setup=setup, path=path, summary=train(setup, path))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    return run_whole(tiny.job(), tmp_path_factory.mktemp("whole") / "run")
+
+
+def cut_off_and_resume(whole: Whole, cut: Path, moments: tuple[int, ...]) -> None:
+    """Compares a whole run with one that crashes at each of the steps."""
+    for number, step in enumerate(moments):
+        with pytest.raises(Crash):
+            train(whole.setup, cut, number > 0, [CrashAt(step)])
+    train(whole.setup, cut, resume=True)
+    assert max(losses(whole.path)) == whole.setup.job.steps
+    assert_same(whole.setup, whole.path, cut)
+
+
+def test_batch_norm_and_dropout(tmp_path: Path, whole: Whole):
+    cut_off_and_resume(whole, tmp_path, (7, 8, 14))
+    assert [r["resumed_from"] for r in records(tmp_path, "start")] == [None, 4, 4, 12]
+    random = [path for path in whole.setup.steps.network.rest if "rng" in path.lower()]
+    assert random, "dropout draws from keys that are part of the state"
+
+
+def test_moving_average_and_accumulation(tmp_path: Path):
+    job = tiny.job(ema=0.9, layout=Layout(accumulate=2))
+    cut_off_and_resume(run_whole(job, tmp_path / "whole"), tmp_path / "cut", (6,))
+
+
+def test_packed_text_with_a_buffer(tmp_path: Path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for number in range(40):
+        words = rng.choice(["def", "return", "if", "x", "y", "=", "\n"], rng.integers(5, 60))
+        (folder / f"{number}.txt").write_text(" ".join(words))
+    job = Job(
+        name="text",
+        model=Decoder(layers=1, d_model=16, d_ff=16, heads=2, kv_heads=1, head_dim=8, vocab=264),
+        task=LanguageModel(unit=Unit.byte),
+        data=Documents(path=folder, sequence=48, validation_share=0.2),
+        steps=10,
+        batch=Batch(total=4),
+        optimizer=Optimizer(learning_rate=1e-2),
+        evaluation=Evaluation(every=6, batches=2),
+        checkpoints=Checkpoints(every=3),
+    )
+    cut_off_and_resume(run_whole(job, tmp_path / "whole"), tmp_path / "cut", (5, 8))
+
+
+def test_without_a_checkpoint_it_starts_over(tmp_path: Path, whole: Whole):
+    with pytest.raises(Crash):
+        train(whole.setup, tmp_path, watchers=[CrashAt(2)])
+    train(whole.setup, tmp_path, resume=True)
+    assert events(tmp_path, "resume") == ["there is no checkpoint yet: from the start"]
+    assert_same(whole.setup, whole.path, tmp_path)
+
+
+def test_killed_after_the_last_checkpoint_it_only_sums_up(tmp_path: Path, whole: Whole):
+    cut = tmp_path / "cut"
+    shutil.copytree(whole.path, cut)
+    (cut / "summary.json").unlink()
+    again = train(whole.setup, cut, resume=True)
+    assert again["final"] == whole.summary["final"]
+    assert again["steps"] == 16
+    assert again["examples_per_second"] is None, "no step was made"
+    assert_same(whole.setup, whole.path, cut)
+
+
+class Ask:
+    """A watcher that asks the process to stop, once or several times."""
+
+    def __init__(self, number: signal.Signals, step: int, times: int = 1):
+        self.number, self.step, self.times = number, step, times
+
+    def see(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "train" and record["step"] == self.step:
+            for _ in range(self.times):
+                os.kill(os.getpid(), self.number)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_leaves(tmp_path: Path, whole: Whole, number: signal.Signals):
+    before = signal.getsignal(number)
+    summary = train(whole.setup, tmp_path, watchers=[Ask(number, 5)])
+    step = summary["steps"]
+    assert summary["interrupted"] == number.name
+    assert 5 <= step < 16
+    assert summary["checkpoint"] == str((tmp_path / "checkpoints").resolve() / str(step))
+    assert summary["next"] == f"systolic train --resume {tmp_path}"
+    assert events(tmp_path, "interrupt") == [f"{number.name} at step {step}"]
+    assert signal.getsignal(number) is before
+    train(whole.setup, tmp_path, resume=True)
+    assert_same(whole.setup, whole.path, tmp_path)
+
+
+def test_a_signal_during_an_evaluation_repeats_it(tmp_path: Path, whole: Whole):
+    """What was given up comes first after the resume, so that nothing is missing."""
+    # The record of step 8 is written just before its evaluation.
+    summary = train(whole.setup, tmp_path, watchers=[Ask(signal.SIGTERM, 8)])
+    assert summary["steps"] == 8
+    assert not records(tmp_path, "eval")
+    train(whole.setup, tmp_path, resume=True)
+    assert_same(whole.setup, whole.path, tmp_path)
+
+
+def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path, whole: Whole):
+    with pytest.raises(KeyboardInterrupt):
+        train(whole.setup, tmp_path, watchers=[Ask(signal.SIGINT, 5, times=2)])
+    assert not (tmp_path / "summary.json").exists()
+    assert max(losses(tmp_path)) == 5
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_passed_over(tmp_path: Path, whole: Whole):
+    with pytest.raises(Crash):
+        train(whole.setup, tmp_path, watchers=[CrashAt(10)])
+    newest = tmp_path / "checkpoints" / "8"
+    victim = next(path for path in sorted((newest / "params").rglob("*")) if path.stat().st_size)
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    seen = Collect()
+    train(whole.setup, tmp_path, resume=True, watchers=[seen])
+    told = [r["detail"] for r in seen.records if r.get("name") == "resume"]
+    assert told[0].startswith("checkpoint of step 8 is damaged (params/")
+    assert told[0].endswith("; using the one of step 4")
+    assert told[1] == "from step 4"
+    assert_same(whole.setup, whole.path, tmp_path)
