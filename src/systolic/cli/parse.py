@@ -20,6 +20,7 @@ T = TypeVar("T")
 CONFIG = (tyro.conf.AvoidSubcommands, tyro.conf.EnumChoicesFromValues, tyro.conf.FlagCreatePairsOff)
 """One flat set of options a verb; enums by value; a boolean is a plain ``--flag``."""
 
+_OPTION = re.compile(r"--[a-z][\w.-]*\w")
 _FRAME = re.compile(r"[│╭╮╰╯─]+")
 
 
@@ -64,8 +65,11 @@ def arguments(function: Callable[..., Any], args: Sequence[str], prog: str) -> d
 
 
 def _options(function: Callable[..., Any]) -> list[str]:
-    parser = tyro.extras.get_parser(function, config=CONFIG)
-    return [name for name in parser._option_string_actions if name.startswith("--")]
+    """The options that the help text names; tyro has no lasting way to ask for them."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+        tyro.cli(function, args=["--help"], config=CONFIG)
+    return sorted(set(_OPTION.findall(text.getvalue())))
 
 
 def _one_line(complaint: str) -> str:
