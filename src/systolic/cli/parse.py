@@ -44,7 +44,7 @@ def arguments(function: Callable[..., Any], args: Sequence[str], prog: str) -> d
         captured.update(signature.bind(*positional, **named).arguments)
 
     signature = inspect.signature(function)
-    capture.__signature__ = signature  # ty: ignore[unresolved-attribute]
+    capture.__signature__ = signature  # ty: ignore[missing-attribute]
     capture.__annotations__ = function.__annotations__
     capture.__doc__ = function.__doc__
     complaint = io.StringIO()

@@ -77,7 +77,7 @@ def request_for(
     merged = [
         p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*theirs.values(), *own.values())
     ]
-    both.__signature__ = inspect.Signature(merged)  # ty: ignore[unresolved-attribute]
+    both.__signature__ = inspect.Signature(merged)  # ty: ignore[missing-attribute]
     both.__annotations__ = {p.name: p.annotation for p in merged}
     both.__doc__ = _documented(recipe.function, options)
     values = arguments(both, args, f"systolic {verb} {target}")

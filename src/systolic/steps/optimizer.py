@@ -15,7 +15,7 @@ Axes = Mapping[str, tuple[str | None, ...]]
 """Parameter name to the logical names of its dims; unnamed dims are ``None``."""
 
 
-def schedule(value: Schedule, steps: int, peak: float) -> Callable[[Any], jax.Array]:
+def schedule(value: Schedule, steps: int, peak: float) -> Callable[[Any], Any]:
     """Step (counted from 0) to learning rate f32[]."""
     warmup = min(value.warmup, steps - 1)
     body = max(steps - warmup, 1)
@@ -51,7 +51,7 @@ def is_matrix(axes: tuple[str | None, ...]) -> bool:
 
 
 def build(
-    value: Optimizer, learning_rate: Callable[[Any], jax.Array], axes: Axes
+    value: Optimizer, learning_rate: Callable[[Any], Any], axes: Axes
 ) -> optax.GradientTransformation:
     """The update rule over a flat dict of parameters; gradients arrive clipped."""
     matrices = {name: is_matrix(dims) for name, dims in axes.items()}
@@ -91,7 +91,7 @@ def build(
 def _muon(
     value: Optimizer,
     betas: tuple[float, float],
-    learning_rate: Callable[[Any], jax.Array],
+    learning_rate: Callable[[Any], Any],
     axes: Axes,
 ) -> optax.GradientTransformation:
     """Muon for hidden matrices, undecayed AdamW for embeddings, heads and vectors (Jordan 2024)."""

@@ -61,8 +61,8 @@ class Steps:
             path: parameter_spec(self.target, shapes[path], self.network.axes[path])
             for path in shapes
         }
-        whole = self.target.sharding(jax.sharding.PartitionSpec())
-        params = {path: sharding(spec) for path, spec in specs.items()}
+        whole: Any = self.target.sharding(jax.sharding.PartitionSpec())
+        params: Any = {path: sharding(spec) for path, spec in specs.items()}
         return TrainState(
             step=whole,
             params=params,
@@ -152,7 +152,7 @@ class Steps:
             shrink = jnp.minimum(1.0, self.job.optimizer.clip / jnp.maximum(norm, 1e-9))
             gradients = jax.tree.map(lambda g: g * shrink, gradients)
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params: Any = optax.apply_updates(state.params, updates)
         ema = None
         if state.ema is not None:
             # Early on a plain mean: an average that starts at the initial weights would remember them.

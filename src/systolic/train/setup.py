@@ -111,6 +111,8 @@ def first_state(steps: Steps, seed: int) -> Any:
     """The state before the first step, born sharded."""
     init = jax.jit(steps.init, out_shardings=steps.shardings)
     # It runs once: on a CPU, LLVM would spend seconds to save it milliseconds.
-    quick = {"xla_backend_optimization_level": "1"} if steps.target.platform == "cpu" else None
+    quick: dict[str, str | bool] | None = None
+    if steps.target.platform == "cpu":
+        quick = {"xla_backend_optimization_level": "1"}
     key = jax.random.key(seed)
     return jax.block_until_ready(init.lower(key).compile(compiler_options=quick)(key))

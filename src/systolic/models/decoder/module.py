@@ -181,12 +181,12 @@ class DecoderModule(nnx.Module):
         """
         graph, stacked = nnx.split(self.blocks)
 
-        def layer(
+        def plain(
             x: jax.Array, state: nnx.State, segments: jax.Array, positions: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
             return nnx.merge(graph, state)(x, segments, positions)
 
-        layer = rematerialise(layer, self.target.layout)
+        layer = rematerialise(plain, self.target.layout)
         x = self.embed(tokens, positions, self.no_history(tokens.shape[0]))
         if self.target.layout.pipeline > 1:
             x, losses = run_stages(layer, stacked, x, segments, positions, self.target)

@@ -44,7 +44,7 @@ class LanguageModel(Task):
         from flax import nnx
 
         logits = model(batch["tokens"], batch["segments"], batch["positions"])
-        sown = nnx.pop(model, nnx.Intermediate)
+        sown: Any = nnx.pop(model, nnx.Intermediate)
         nats, normaliser, best = cross_entropy(logits, batch["targets"])
         seen = (batch["targets"] >= 0).astype(jnp.float32)
         weight = seen.sum()
