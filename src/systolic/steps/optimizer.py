@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import optax
 
 from systolic.job import Optimizer, OptimizerKind, Schedule, ScheduleKind
