@@ -83,7 +83,9 @@ def state(setup: Setup, path: Path) -> list[np.ndarray]:
     with CheckpointStore(path / "checkpoints", access=Access.read) as store:
         leaves = jax.tree.leaves(store.restore(setup.steps.abstract_state).state)
     return [
-        np.asarray(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+        np.asarray(
+            jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        )
         for x in leaves
     ]
 

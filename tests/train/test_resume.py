@@ -1,8 +1,10 @@
 """A run that was cut off and resumed is, bit for bit, the run that was not."""
 
 import os
+import resource
 import shutil
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from systolic.core.errors import RunError
 from systolic.data.documents import Documents
 from systolic.job import Batch, Checkpoints, Evaluation, Job, Layout, Optimizer
 from systolic.models.decoder.config import Decoder
@@ -171,3 +174,35 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(tmp_path: Path, wh
     assert told[0].endswith("; using the one of step 4")
     assert told[1] == "from step 4"
     assert_same(whole.setup, whole.path, tmp_path)
+
+
+class FullAt:
+    """From a step on, files end at 64 kB: the records still fit, a checkpoint doesn't."""
+
+    def __init__(self, step: int, saved: Path):
+        self.step, self.saved = step, saved
+
+    def see(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "train" and record["step"] == self.step:
+            while not (self.saved / "manifest.json").exists():
+                time.sleep(0.01)
+            _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (65536, most))
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_full_disk_fails_the_save_and_keeps_what_was_there(tmp_path: Path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    setup = set_up(tiny.job(width=4096, evaluation=Evaluation()))
+    try:
+        with pytest.raises(RunError) as caught:
+            train(setup, tmp_path, watchers=[FullAt(10, tmp_path / "checkpoints" / "8")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(caught.value) == (
+        f"checkpoint of step 12 failed: File too large; the checkpoint of step 8 is intact; free space and continue with --resume {tmp_path}"
+    )
+    assert train(setup, tmp_path, resume=True)["steps"] == 16
+    assert records(tmp_path, "start")[1]["resumed_from"] == 8

@@ -62,7 +62,7 @@ class Labels(Task):
         logits = model(batch["x"])
         loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         right = logits.argmax(-1) == batch["label"]
-        return {"loss": loss * self.scale, "accuracy": right}
+        return {"loss": loss * self.scale * batch["weight"], "accuracy": right}
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class SpoiledBatches:
     def __next__(self) -> dict[str, np.ndarray]:
         batch = next(self.batches)
         self.number += 1
-        x = batch["x"] * np.float32(self.data.spoil.get(self.number, 1.0))
-        batch = {**batch, "x": x}
+        factor = np.float32(self.data.spoil.get(self.number, 1.0))
+        batch |= {name: batch[name] * factor for name in ("x", "weight")}
         if self.number in self.data.halve:
             return {name: array[: len(array) // 2] for name, array in batch.items()}
         return batch
@@ -115,7 +115,9 @@ def load() -> Mapping[str, Mapping[str, np.ndarray]]:
     x = rng.normal(size=(400, 8)).astype(np.float32)
     label = (np.abs(x[:, 0]) + x[:, 1] > 0.5).astype(np.int32) + (x[:, 2] > 1)
     parts = {"train": slice(0, 300), "validation": slice(300, 360), "test": slice(360, 400)}
-    return {name: {"x": x[part], "label": label[part]} for name, part in parts.items()}
+    weight = np.ones(400, np.float32)
+    arrays = {"x": x, "label": label, "weight": weight}
+    return {name: {k: array[part] for k, array in arrays.items()} for name, part in parts.items()}
 
 
 ARRAYS = Arrays.call(load)
@@ -128,6 +130,7 @@ def job(
     learning_rate: float = 1e-2,
     scale: float = 1.0,
     dropout: float = 0.1,
+    width: int = 16,
     precision: Precision = Precision.auto,
     layout: Layout = Layout(),  # noqa: B008
     evaluation: Evaluation = Evaluation(every=8),  # noqa: B008
@@ -140,7 +143,7 @@ def job(
     """Sorts made-up numbers into three classes."""
     return Job(
         name="tiny",
-        model=Perceptron(dropout=dropout),
+        model=Perceptron(width, dropout),
         task=Labels(scale),
         data=Spoiled(dict.fromkeys(spoil, factor), halve) if spoil or halve else ARRAYS,
         steps=steps,

@@ -14,7 +14,7 @@ from systolic.artifact.run import Run
 from systolic.cli.output import print_json
 from systolic.cli.target import Request, first, rebuild, request, request_for
 from systolic.core.digest import digest
-from systolic.core.errors import NotFoundError, OptionError, RunError
+from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
 from systolic.job import Batch, Job
 from systolic.train.ledger import Ledger
 
@@ -167,7 +167,6 @@ def session(
 ) -> int:
     """Trains under watch, writes the report, prints the summary; the exit code."""
     from systolic.report.live import Live, Quiet
-    from systolic.report.run_html import write_report
     from systolic.report.summary import print_summary
     from systolic.report.tensorboard import TensorBoard
     from systolic.train.programs import compiler_cache
@@ -190,12 +189,22 @@ def session(
         for watcher in watchers:
             watcher.close()
         if tells:
-            write_report(directory.path)
+            report(directory)
     if tells and verb["json"]:
         print_json(summary)
     elif tells:
         print_summary(directory.path)
     return exit_code(summary, tells)
+
+
+def report(directory: Run) -> None:
+    """Writes the page; that it can't be written must not hide how the run ended."""
+    from systolic.report.run_html import write_report
+
+    try:
+        write_report(directory.path)
+    except (SystolicError, OSError) as error:
+        print(f"systolic: there is no report: {error}", file=sys.stderr)
 
 
 def exit_code(summary: Mapping[str, Any], tells: bool) -> int:

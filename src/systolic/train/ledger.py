@@ -1,7 +1,7 @@
 """Where the time of a run went."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 KINDS = ("compile", "step", "data_wait", "eval", "checkpoint", "other")
@@ -23,7 +23,7 @@ class Ledger:
         """Seconds claimed by any kind."""
 
     @contextmanager
-    def spend(self, kind: str) -> Iterator[None]:
+    def spend(self, kind: str) -> Generator[None]:
         """Claims the time of a ``with`` block, less what blocks inside it claim."""
         start, before = self.clock(), self.claimed
         try:

@@ -113,6 +113,8 @@ def first_state(steps: Steps, seed: int) -> Any:
     # It runs once: on a CPU, LLVM would spend seconds to save it milliseconds.
     quick: dict[str, str | bool] | None = None
     if steps.target.platform == "cpu":
+        quick: dict[str, str | bool] | None = None
+    if steps.target.platform == "cpu":
         quick = {"xla_backend_optimization_level": "1"}
     key = jax.random.key(seed)
     return jax.block_until_ready(init.lower(key).compile(compiler_options=quick)(key))

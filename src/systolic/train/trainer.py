@@ -1,6 +1,5 @@
 """Trains a job in a run directory: start or resume, loop, evaluate, save, sum up."""
 
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from systolic.train.meter import Meter
 from systolic.train.outcome import next_command, sample, summarise
 from systolic.train.programs import Program
 from systolic.train.progress import Progress
+from systolic.train.quiet import quiet_saves
 from systolic.train.setup import Setup, first_state
 from systolic.train.watch import Watcher
 
@@ -107,7 +107,7 @@ class Trainer:
             OptionError: the task does not report the evaluation's metric.
         """
         self.setup.check_metric()
-        with Interrupt() as interrupt:
+        with Interrupt() as interrupt, quiet_saves():
             feed = training(self.job, self.steps, self.workers)
             try:
                 state = self._begin(feed, resume)
@@ -124,10 +124,9 @@ class Trainer:
         """The first state, fresh or of the newest intact checkpoint, while the train step compiles."""
         steps = self.steps
         self.train_program.prepare(steps.abstract_state, steps.abstract_batch())
-        # The first save would wait for this import.
-        threading.Thread(
-            target=import_module, args=("systolic.artifact.backend",), daemon=True
-        ).start()
+        # The first save needs it, and while XLA compiles there is time. Never in a thread: two
+        # threads that import the same modules can see them half made.
+        import_module("systolic.artifact.backend")
         restored = self._restore(feed) if resume else None
         feed.start()
         self.say(
@@ -249,6 +248,8 @@ class Trainer:
             or self.meter.quiet_seconds > LOG_SECONDS
         ):
             self.say("train", step=done.step, **values, **self.meter.read())
+            # A save in the background that failed is told now, not when the next one is due.
+            self.store.poll()
 
     def _bad(self, done: Pending, loss: float) -> None:
         """A step that the guard found bad; its update was not applied.
