@@ -1,6 +1,7 @@
 """Help texts and resolved recipes are as committed; ``python -m tests.golden`` rewrites them."""
 
 import pytest
+
 from tests.golden import texts
 
 

@@ -15,6 +15,7 @@ from unittest.mock import patch
 from systolic import recipes
 from systolic.cli.main import VERBS, main
 from systolic.cli.recipes import required
+from tests.report import texts as report
 
 FOLDER = Path(__file__).parent
 
@@ -34,13 +35,16 @@ def commands() -> Iterator[tuple[str, tuple[str, ...]]]:
 def names() -> tuple[str, ...]:
     """File names, relative to this folder."""
     jobs = tuple(f"job/{name}.json" for name in recipes.shipped())
-    return (*(name for name, _ in commands()), *jobs)
+    reports = tuple(f"report/{name}.txt" for name in report.TEXTS)
+    return (*(name for name, _ in commands()), *jobs, *reports)
 
 
 def text(name: str) -> str:
     """What the code says now."""
     if name.startswith("job/"):
         return job(Path(name).stem)
+    if name.startswith("report/"):
+        return report.TEXTS[Path(name).stem]()
     return output(*dict(commands())[name])
 
 

@@ -11,17 +11,16 @@ MISSING = "–"
 
 _LABELS = {
     "mfu": "MFU",
-    "lr": "learning rate",
     "grad_norm": "gradient norm",
     "eval": "evaluation",
-    "data_wait": "data wait",
-    "validation_bits_per_byte": "validation bits per byte",
-    "gzip_bits_per_byte": "gzip bits per byte",
 }
 
 _OWN_KEYS = frozenset(
-    "kind step time elapsed loss learning_rate grad_norm step_seconds mfu data_wait memory_bytes"
-    " eta_seconds tokens_per_second examples_per_second".split()
+    (
+        *("kind", "step", "time", "elapsed", "loss", "learning_rate", "grad_norm"),
+        *("tokens_per_second", "examples_per_second", "step_seconds", "mfu", "data_wait"),
+        *("memory_bytes", "eta_seconds"),
+    )
 )
 
 
@@ -99,9 +98,14 @@ def label(name: str) -> str:
     return _LABELS.get(name, name.replace("_", " "))
 
 
+def is_share(name: str) -> bool:
+    """Whether a metric of this name is a share of 1, shown as per cent."""
+    return name.endswith(("accuracy", "_rate", "_share"))
+
+
 def metric(name: str, value: Any) -> str:
     """A metric by its name: accuracies and other shares as per cent, the rest as plain numbers."""
-    return percent(value) if name.endswith(("accuracy", "_rate", "_share")) else figure(value)
+    return percent(value) if is_share(name) else figure(value)
 
 
 def metrics_text(metrics: Mapping[str, Any]) -> str:
@@ -111,9 +115,7 @@ def metrics_text(metrics: Mapping[str, Any]) -> str:
 
 def terms(record: Mapping[str, Any]) -> dict[str, float]:
     """What the task adds to a train record beside the trainer's own keys."""
-    found = {
-        name: number(value) for name, value in record.items() if name not in _OWN_KEYS
-    }
+    found = {name: number(value) for name, value in record.items() if name not in _OWN_KEYS}
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -37,6 +37,8 @@ class Live:
     not Unicode, and in notebooks that don't move the cursor.
     """
 
+    _view: "Screen | Plain"
+
     def __init__(
         self,
         *,
@@ -49,48 +51,30 @@ class Live:
         stream = sys.stderr if stream is None else stream
         environ = os.environ if environ is None else environ
         columns = shutil.get_terminal_size().columns if width is None else width
-        self._plain: Plain | None = None
         self._ticker: _Ticker | None = None
         self._closed = False
         if terminal.can_redraw(stream, environ, columns):
             from systolic.report.screen import Screen
 
-            self._screen: Screen = Screen(stream=stream, clock=clock, width=width)
-            self._ticker = _Ticker(self._screen, redraw_seconds)
+            self._view = Screen(stream=stream, clock=clock, width=width)
+            self._ticker = _Ticker(self._view, redraw_seconds)
         else:
-            self._plain = Plain(stream=stream, clock=clock)
-
-    @property
-    def is_drawing(self) -> bool:
-        """Whether this is the screen that redraws, not the plain lines."""
-        return self._ticker is not None
+            self._view = Plain(stream=stream, clock=clock)
 
     def see(self, record: dict[str, Any]) -> None:
         """Notes a record; after ``close`` it is forgotten."""
         if self._closed:
             return
-        if self._ticker is None:
-            if self._plain is not None:
-                self._plain.see(record)
-            return
-        self._screen.see(record)
-        self._ticker.start()
-
-    def draw(self) -> None:
-        """Draws now, without waiting for the timer; plain lines are printed as they come."""
-        if self._ticker is not None and not self._closed:
-            self._screen.draw()
+        self._view.see(record)
+        if self._ticker is not None:
+            self._ticker.start()
 
     def close(self) -> None:
         """Prints what is still to be said, gives the terminal back and stops the timer; may be called twice."""
-        if self._closed:
-            return
         self._closed = True
         if self._ticker is not None:
             self._ticker.stop()
-            self._screen.close()
-        elif self._plain is not None:
-            self._plain.close()
+        self._view.close()
 
 
 class _Ticker:

@@ -108,13 +108,13 @@ def headline(start: dict[str, Any]) -> str:
 
 
 def event_text(event: dict[str, Any]) -> str:
-    """An event as ``step 100: checkpoint (1.20 s) detail``."""
-    parts = [f"step {event.get('step')}: {figures.label(str(event.get('name') or 'event'))}"]
-    if figures.number(event.get("seconds")):
-        parts.append(f"({figures.seconds(event['seconds'])})")
+    """An event as ``step 100: checkpoint (1.2 s), detail``."""
+    text = f"step {event.get('step')}: {figures.label(str(event.get('name') or 'event'))}"
+    if event.get("seconds"):
+        text += f" ({figures.seconds(event['seconds'])})"
     if event.get("detail"):
-        parts.append(str(event["detail"]))
-    return terminal.one_line(" ".join(parts), 200)
+        text += f", {event['detail']}"
+    return terminal.one_line(text, 200)
 
 
 def _train_line(record: dict[str, Any], steps: int | None) -> str:
@@ -123,7 +123,10 @@ def _train_line(record: dict[str, Any], steps: int | None) -> str:
     parts = [
         f"step {place}",
         f"loss {figures.figure(record.get('loss'))}",
-        *(f"{figures.label(name)} {figures.metric(name, v)}" for name, v in figures.terms(record).items()),
+        *(
+            f"{figures.label(name)} {figures.metric(name, v)}"
+            for name, v in figures.terms(record).items()
+        ),
         f"lr {figures.rate(record.get('learning_rate'))}",
         figures.throughput_text(record),
     ]
@@ -132,6 +135,6 @@ def _train_line(record: dict[str, Any], steps: int | None) -> str:
     parts.append(f"data wait {figures.percent(record.get('data_wait'))}")
     if record.get("memory_bytes") is not None:
         parts.append(figures.memory(record["memory_bytes"]))
-    if record.get("eta_seconds") is not None:
+    if record.get("eta_seconds"):
         parts.append(f"{figures.seconds(record['eta_seconds'])} left")
     return "train   " + "  ".join(parts)

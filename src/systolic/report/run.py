@@ -4,16 +4,20 @@ Reading forgives what a crash leaves: a torn last line, a missing summary, no en
 """
 
 import enum
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from systolic.artifact.metrics import decode
+from systolic.artifact.run import ENVIRONMENT, JOB, METRICS, SUMMARY
 from systolic.core.errors import NotFoundError, RunError
 from systolic.report import figures
 
 Record = dict[str, Any]
+
+KINDS = ("train", "eval", "event", "sample")
+"""Records that are kept as lists; ``start`` and ``end`` are looked at one by one."""
 
 
 class State(enum.Enum):
@@ -21,9 +25,11 @@ class State(enum.Enum):
 
     finished = "finished"
     stopped = "stopped"
-    """Ended before its last step by its own rule: the guard, early stopping."""
+    """Ended before its last step by its own rule: early stopping."""
     interrupted = "interrupted"
     """Ended from outside, after saving."""
+    failed = "failed"
+    """A bad step ended it: the last thing on record is that step."""
     unfinished = "unfinished"
     """No summary: it still trains, or was killed."""
 
@@ -36,106 +42,88 @@ class Run:
     job: Record
     environment: Record
     summary: Record | None
+    """Of the last session."""
     began: float | None
     """Unix seconds of the first record."""
     start: Record
     """The start record of the last session; {} if none was written."""
+    last: Record
+    """The last record of all; {} if there is none."""
     train: tuple[Record, ...]
     evals: tuple[Record, ...]
     events: tuple[Record, ...]
     samples: tuple[Record, ...]
     seconds: float
-    """Wall time of all sessions."""
-    num_sessions: int
+    """From the first record to the last, without the pauses between sessions."""
     resumes: tuple[float, ...]
     """``elapsed`` at the start of each session but the first."""
-    num_superseded: int
-    """Train records after a checkpoint that a later session went back to; they are left out."""
     num_damaged: int
     """Lines of metrics.jsonl that are not records."""
-    last_session_events: tuple[Record, ...]
 
     @property
     def name(self) -> str:
         """The job's name, or the directory's."""
-        job = self.job.get("job") or {}
-        return str(self.start.get("name") or job.get("name") or self.path.name)
+        return str(self.start.get("name") or self._plain_job.get("name") or self.path.name)
+
+    @property
+    def num_sessions(self) -> int:
+        """How often it was started; 1 for a run without records too."""
+        return len(self.resumes) + 1
 
     @property
     def steps(self) -> int | None:
         """Steps the job asks for."""
-        steps = figures.number(self.start.get("steps") or (self.job.get("job") or {}).get("steps"))
+        steps = figures.number(self.start.get("steps") or self._plain_job.get("steps"))
         return None if steps is None else int(steps)
 
     @property
     def step(self) -> int:
         """The last step on record."""
-        records = (*self.train[-1:], *self.evals[-1:])
-        steps = [number for r in records if (number := figures.number(r.get("step"))) is not None]
-        own = figures.number((self.summary or {}).get("steps"))
-        return int(own if own is not None else max(steps, default=0))
+        summary = () if self.summary is None else ({"step": self.summary.get("steps")},)
+        records = (*self.train[-1:], *self.evals[-1:], *summary)
+        steps = [n for record in records if (n := figures.number(record.get("step"))) is not None]
+        return int(max(steps, default=0))
 
     @property
     def state(self) -> State:
         """How far it came, from its files alone."""
-        names = {event.get("name") for event in self.last_session_events}
-        if "interrupt" in names:
+        if self.summary is None:
+            failed = self.last.get("name") in ("bad_step", "skip")
+            return State.failed if failed else State.unfinished
+        if self.summary.get("interrupted"):
             return State.interrupted
-        if "stop" in names:
-            return State.stopped
-        return State.unfinished if self.summary is None else State.finished
+        return State.stopped if self.summary.get("stopped") else State.finished
 
     @property
     def final_metrics(self) -> Record:
-        """The summary's metrics, or those of the last evaluation."""
-        final = (self.summary or {}).get("final") or {}
-        if final.get("metrics"):
-            return final["metrics"]
-        return (self.evals[-1].get("metrics") or {}) if self.evals else {}
+        """The summary's metrics, or those of the last evaluation of each split, named alike."""
+        if self.summary is not None:
+            return self.summary["final"]["metrics"]
+        return {
+            f"{record['split']}_{name}": value
+            for record in self.evals
+            for name, value in record["metrics"].items()
+        }
 
     @property
     def final_loss(self) -> float | None:
         """The summary's loss, or the last one on record; NaN if that was not a number."""
-        final = (self.summary or {}).get("final") or {}
-        if "loss" in final:
-            return loss_of(final)
+        if self.summary is not None:
+            return figures.number(self.summary["final"]["loss"])
         return loss_of(self.train[-1]) if self.train else None
 
-    def time_shares(self) -> tuple[dict[str, float], bool]:
-        """Seconds by kind (step, data_wait, compile, eval, checkpoint, other), and whether measured.
+    @property
+    def has_diverged(self) -> bool:
+        """Whether the last loss on record is not a number."""
+        return bool(self.train) and not math.isfinite(loss_of(self.train[-1]))
 
-        Without a summary they are added up from the records, which leaves the rest in ``other``.
-        """
-        time = (self.summary or {}).get("time") or {}
-        measured = {k: n for k, v in time.items() if (n := figures.number(v)) is not None}
-        if measured:
-            return measured, True
-        return self._time_from_records(), False
-
-    def _time_from_records(self) -> dict[str, float]:
-        spent = dict.fromkeys(("step", "data_wait", "compile", "eval", "checkpoint"), 0.0)
-        for event in self.events:
-            kind = {"recompile": "compile"}.get(str(event.get("name")), event.get("name"))
-            if kind in ("compile", "checkpoint"):
-                spent[kind] += figures.number(event.get("seconds")) or 0.0
-        for record in self.evals:
-            spent["eval"] += figures.number(record.get("seconds")) or 0.0
-        before = figures.number(self.start.get("resumed_from")) or 0.0
-        if self.num_sessions > 1:
-            before = 0.0
-        for record in self.train:
-            step = figures.number(record.get("step")) or before
-            seconds = (figures.number(record.get("step_seconds")) or 0.0) * max(step - before, 0)
-            wait = min(max(figures.number(record.get("data_wait")) or 0.0, 0.0), 1.0)
-            spent["data_wait"] += seconds * wait
-            spent["step"] += seconds * (1 - wait)
-            before = step
-        spent["other"] = max(self.seconds - sum(spent.values()), 0.0)
-        return spent
+    @property
+    def _plain_job(self) -> Record:
+        return self.job.get("job") or {}
 
 
 def loss_of(record: Record) -> float:
-    """A record's loss; ``null``, which stands for NaN where JSON has none, is NaN."""
+    """A record's loss; NaN where it has none."""
     loss = figures.number(record.get("loss"))
     return math.nan if loss is None else loss
 
@@ -147,34 +135,32 @@ def load_run(path: Path) -> Run:
         NotFoundError: there is no such directory, or it holds neither job.json nor metrics.jsonl.
         RunError: job.json, environment.json or summary.json is damaged.
     """
-    if not any((path / name).is_file() for name in ("job.json", "metrics.jsonl")):
+    metrics = path / METRICS
+    if not (metrics.is_file() or (path / JOB).is_file()):
         raise NotFoundError(
-            f"{path} is not a run (no job.json, no metrics.jsonl); give a directory that systolic train made"
+            f"{path} is not a run (no {JOB}, no {METRICS}); give a directory that systolic train made"
         )
-    summary = _read_object(path / "summary.json")
     ledger = _Ledger()
-    metrics = path / "metrics.jsonl"
     if metrics.is_file():
-        with metrics.open(encoding="utf-8", errors="replace") as lines:
+        with metrics.open("rb") as lines:
             for line in lines:
                 ledger.add(line)
+    train, evals, events, samples = (tuple(ledger.records[kind]) for kind in KINDS)
     return Run(
         path=path,
-        job=_read_object(path / "job.json") or {},
-        environment=_read_object(path / "environment.json") or {},
-        summary=summary or ledger.end,
+        job=_read_object(path / JOB) or {},
+        environment=_read_object(path / ENVIRONMENT) or {},
+        summary=_read_object(path / SUMMARY),
         began=ledger.began,
         start=ledger.start,
-        train=tuple(ledger.train),
-        evals=tuple(ledger.evals),
-        events=tuple(ledger.events),
-        samples=tuple(ledger.samples),
+        last=ledger.last,
+        train=train,
+        evals=evals,
+        events=events,
+        samples=samples,
         seconds=ledger.elapsed,
-        num_sessions=ledger.num_sessions,
         resumes=tuple(ledger.resumes),
-        num_superseded=ledger.num_superseded,
         num_damaged=ledger.num_damaged,
-        last_session_events=tuple(ledger.session_events),
     )
 
 
@@ -182,10 +168,11 @@ def _read_object(path: Path) -> Record | None:
     if not path.is_file():
         return None
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return decode(path.read_bytes())
     except (ValueError, OSError) as error:
-        raise RunError(f"{path} is damaged ({error}); move it away to read the rest of the run") from error
-    return value if isinstance(value, dict) else None
+        raise RunError(
+            f"{path} is damaged ({error}); move it away to read the rest of the run"
+        ) from error
 
 
 @dataclass(slots=True)
@@ -193,70 +180,38 @@ class _Ledger:
     """Collects records in file order, session by session."""
 
     start: Record = field(default_factory=dict)
-    end: Record | None = None
-    train: list[Record] = field(default_factory=list)
-    evals: list[Record] = field(default_factory=list)
-    events: list[Record] = field(default_factory=list)
-    samples: list[Record] = field(default_factory=list)
-    session_events: list[Record] = field(default_factory=list)
+    last: Record = field(default_factory=dict)
+    records: dict[str, list[Record]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     resumes: list[float] = field(default_factory=list)
     elapsed: float = 0.0
-    num_sessions: int = 0
-    num_superseded: int = 0
     num_damaged: int = 0
     began: float | None = None
-    _origin: float | None = None
+    _origin: float = 0.0
+    """Unix seconds at which ``elapsed`` would have been 0, had there been no pause."""
 
-    def add(self, line: str) -> None:
+    def add(self, line: bytes) -> None:
         """One line of metrics.jsonl."""
-        if not line.strip():
-            return
         try:
-            record = json.loads(line)
-        except ValueError:
+            record = decode(line)
+            kind, time = record["kind"], figures.number(record["time"])
+        except (ValueError, KeyError):
             self.num_damaged += 1
             return
-        if not isinstance(record, dict) or "kind" not in record:
-            self.num_damaged += 1
-            return
-        kind = record["kind"]
-        if kind == "start" or not self.num_sessions:
-            self._new_session(record)
-        self._date(record)
-        if kind == "event":
-            self.session_events.append(record)
         if kind == "end":
-            self.end = {k: v for k, v in record.items() if k not in ("kind", "elapsed")}
-        lists = {"train": self.train, "eval": self.evals, "event": self.events, "sample": self.samples}
-        if kind in lists:
-            lists[kind].append(record)
-
-    def _new_session(self, record: Record) -> None:
-        if self.num_sessions:
-            self.resumes.append(self.elapsed)
-            back_to = figures.number(record.get("resumed_from")) or 0.0
-            self.num_superseded += self._go_back(self.train, back_to)
-            self._go_back(self.evals, back_to)
-        self.num_sessions += 1
-        self.session_events = []
-        self.end = None
-        self._origin = None
-        if record["kind"] == "start":
-            self.start = record
-
-    def _date(self, record: Record) -> None:
-        time = figures.number(record.get("time"))
+            return  # what summary.json says; its ``time`` is where the time went
         if time is not None:
-            if self.began is None:
-                self.began = time
-            if self._origin is None:
-                self._origin = time - self.elapsed
-            self.elapsed = max(self.elapsed, time - self._origin)
+            self._date(time, is_start=kind == "start")
+        if kind == "start":
+            self.start = record
         record["elapsed"] = self.elapsed
+        self.last = record
+        if kind in self.records:
+            self.records[kind].append(record)
 
-    @staticmethod
-    def _go_back(records: list[Record], step: float) -> int:
-        kept = [r for r in records if (figures.number(r.get("step")) or 0.0) <= step]
-        num_dropped = len(records) - len(kept)
-        records[:] = kept
-        return num_dropped
+    def _date(self, time: float, *, is_start: bool) -> None:
+        if self.began is None:
+            self.began = self._origin = time
+        elif is_start:
+            self.resumes.append(self.elapsed)
+            self._origin = time - self.elapsed
+        self.elapsed = max(self.elapsed, time - self._origin)

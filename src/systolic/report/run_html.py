@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from systolic.core.files import write_atomically
-from systolic.report import charts, curves, figures, plain
+from systolic.report import charts, curves, figures, plain, readings
 from systolic.report.run import Record, Run, load_run
 from systolic.report.terminal import printable
 from systolic.report.verdict import commands, judge
@@ -30,7 +30,6 @@ _LANES = {
     "checkpoint": ("checkpoint",),
     "trouble": ("bad_step", "skip", "stop", "interrupt"),
 }
-_TIME_ORDER = ("step", "data_wait", "compile", "eval", "checkpoint", "other")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,17 +58,6 @@ class Lane:
     name: str
     spans: tuple[Span, ...]
     num_hidden: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
-    """A part of the wall time."""
-
-    css: str
-    name: str
-    percent: float
-    share_text: str
-    seconds_text: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +93,6 @@ def render(run: Run) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    shares, is_measured = time_shares(run)
     events = run.events[-MAX_EVENTS:]
     page = {
         "name": run.name,
@@ -115,10 +102,11 @@ def render(run: Run) -> str:
         "tiles": tiles(run),
         "charts": charts.all_charts(run),
         "hover": charts.hover_table(run),
-        "shares": shares,
-        "is_measured": is_measured,
-        "goodput": goodput(run),
-        "wall": wall_text(run),
+        "shares": readings.shares(run),
+        "is_measured": run.summary is not None,
+        "goodput": readings.goodput(run),
+        "wall": readings.wall(run),
+        "scope": readings.scope(run),
         "lanes": lanes(run),
         "time_axis": time_axis(run),
         "resumes": [round(r / run.seconds * 100, 2) for r in run.resumes] if run.seconds else [],
@@ -141,10 +129,9 @@ def header_facts(run: Run) -> list[tuple[str, str]]:
     axes = " × ".join(f"{axis} {size}" for axis, size in layout.items() if size != 1)
     number = figures.number(start.get("num_parameters"))
     facts = [
-        ("recipe", run.job.get("recipe") or start.get("recipe")),
+        ("recipe", run.job.get("recipe")),
         ("parameters", None if number is None else figures.si(number)),
         ("devices", start.get("devices")),
-        ("slice", run.job.get("slice") or start.get("slice")),
         ("layout", axes),
         ("precision", start.get("precision")),
         ("batch", figures.count(start["batch"]) if start.get("batch") else None),
@@ -158,69 +145,26 @@ def header_facts(run: Run) -> list[tuple[str, str]]:
 
 def tiles(run: Run) -> list[Tile]:
     """The key figures: metrics first, then speed, then trouble."""
-    summary = run.summary or {}
-    found = [
-        Tile(label=figures.label(name), value=figures.metric(name, value))
-        for name, value in list(run.final_metrics.items())[:4]
-        if name != "loss"
-    ]
+    found = [Tile(label=name, value=text) for name, text in readings.metrics(run).items()]
     loss = run.final_loss
     if loss is not None:
-        alarming = not math.isfinite(loss)
-        found.append(Tile(label="final loss", value=figures.figure(loss), is_alarming=alarming))
-    latest = next((r for r in reversed(run.train) if figures.throughput(r)), {})
-    speed = figures.throughput_text(summary if figures.throughput(summary) else latest)
-    mfu = summary.get("mfu") if summary.get("mfu") is not None else latest.get("mfu")
+        alarming = run.has_diverged or not math.isfinite(loss)
+        found.append(Tile(label="training loss", value=figures.figure(loss), is_alarming=alarming))
     peaks = [b for r in run.train if (b := figures.number(r.get("memory_bytes"))) is not None]
     texts = [
-        ("throughput", speed),
-        ("MFU", figures.percent(mfu)),
-        ("goodput", goodput(run)),
-        ("time", wall_text(run)),
+        *readings.speed(run),
+        ("goodput", readings.goodput(run)),
+        ("time", readings.wall(run)),
         ("peak memory", figures.memory(max(peaks, default=None))),
     ]
     found += [Tile(label=name, value=text) for name, text in texts if text != figures.MISSING]
     for name in ("bad_steps", "recompiles"):
-        number = figures.number(summary.get(name))
+        number = figures.number((run.summary or {}).get(name))
         if number is not None:
-            value = figures.count(number)
-            found.append(Tile(label=figures.label(name), value=value, is_alarming=number > 0 and name == "bad_steps"))
+            alarming = number > 0 and name == "bad_steps"
+            label = figures.label(name)
+            found.append(Tile(label=label, value=figures.count(number), is_alarming=alarming))
     return found
-
-
-def wall_text(run: Run) -> str:
-    """The wall time: measured, or else from the first record to the last without pauses."""
-    measured = figures.number((run.summary or {}).get("seconds"))
-    return figures.seconds(run.seconds if measured is None else measured)
-
-
-def goodput(run: Run) -> str:
-    """Share of the wall time in productive steps, from the summary or else from the records."""
-    measured = figures.number((run.summary or {}).get("goodput"))
-    if measured is not None:
-        return figures.percent(measured)
-    spent, _ = run.time_shares()
-    total = sum(spent.values())
-    return figures.percent(spent.get("step", 0.0) / total) if total else figures.MISSING
-
-
-def time_shares(run: Run) -> tuple[list[Share], bool]:
-    """Where the wall time went, and whether it was measured rather than added up from records."""
-    spent, is_measured = run.time_shares()
-    total = sum(spent.values())
-    ordered = [k for k in _TIME_ORDER if k in spent] + [k for k in spent if k not in _TIME_ORDER]
-    shares = [
-        Share(
-            css=name if name in _TIME_ORDER else "other",
-            name=figures.label("training steps" if name == "step" else name),
-            percent=round(spent[name] / total * 100, 3),
-            share_text=figures.percent(spent[name] / total),
-            seconds_text=figures.seconds(spent[name]),
-        )
-        for name in ordered
-        if total > 0 and spent[name] > 0
-    ]
-    return shares, is_measured
 
 
 def lanes(run: Run) -> list[Lane]:
@@ -257,7 +201,9 @@ def time_axis(run: Run) -> list[tuple[float, str]]:
     """Ticks of the time line as (per cent, label)."""
     if run.seconds <= 0:
         return []
-    unit, size = next(u for u in (("s", 1), ("min", 60), ("h", 3600)) if run.seconds < 180 * u[1] or u[0] == "h")
+    unit, size = next(
+        u for u in (("s", 1), ("min", 60), ("h", 3600)) if run.seconds < 180 * u[1] or u[0] == "h"
+    )
     axis = curves.linear_axis(0.0, run.seconds / size, num_ticks=5)
     return [(place, f"{text} {unit}") for place, text in axis.percents()]
 
@@ -280,7 +226,7 @@ def samples(run: Run) -> list[dict[str, str]]:
 def job_view(run: Run) -> Record:
     """The resolved job, with what job.json says beside it."""
     beside = {k: v for k, v in run.job.items() if k not in ("job", "options")}
-    return {**(run.job.get("job") or {}), "as saved": beside} if run.job else {}
+    return {**(run.job.get("job") or {}), "kept with it": beside} if run.job else {}
 
 
 def tree(value: Mapping[str, Any]) -> list[Branch]:
@@ -316,18 +262,25 @@ def _text(value: Any) -> str:
 
 
 def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit:,} characters more)"
+    return (
+        text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit:,} characters more)"
+    )
 
 
 def notes(run: Run) -> list[str]:
     """What the reader should know about the record itself."""
     found = []
-    if run.num_superseded:
+    if readings.scope(run):
         found.append(
-            f"{figures.plural(run.num_superseded, 'record')} left out: a later session went back to an earlier checkpoint."
+            f"Times, throughput and goodput are of the {readings.scope(run)}; the charts show all."
         )
+    hidden = charts.hidden_terms(run)
+    if hidden:
+        found.append(f"Without a chart, in metrics.jsonl only: {', '.join(hidden)}.")
     if run.num_damaged:
-        found.append(f"{figures.plural(run.num_damaged, 'line')} of metrics.jsonl damaged and skipped.")
+        found.append(
+            f"{figures.plural(run.num_damaged, 'line')} of metrics.jsonl damaged and skipped."
+        )
     return found
 
 

@@ -1,5 +1,6 @@
 """The screen of a training run: a panel redrawn in place, with the log of events above it."""
 
+import contextlib
 import math
 import sys
 import threading
@@ -30,7 +31,7 @@ _ALARMS = frozenset({"bad_step", "skip", "stop", "interrupt", "recompile"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """What one drawing shows, apart from the records that keep coming."""
+    """What one drawing shows; records keep coming while it is drawn."""
 
     start: dict[str, Any]
     latest: dict[str, Any]
@@ -38,10 +39,6 @@ class Frame:
     began: float
     evaluation: dict[str, Any]
     curves: dict[str, list[float]]
-    lines: list[Text]
-    """New lines of the log, printed above the panel once."""
-    unsaid: int
-    """Lines that came too fast to be printed."""
 
 
 class Screen:
@@ -85,24 +82,42 @@ class Screen:
             elif line:
                 self._unsaid += 1
 
+    def panel(self) -> Panel:
+        """The panel as it would be drawn now."""
+        with self._noting:
+            frame = Frame(
+                start=self._start,
+                latest=self._latest,
+                latest_at=self._latest_at,
+                began=self._began,
+                evaluation=self._eval,
+                curves={name: list(curve.values) for name, curve in self._curves.items()},
+            )
+            self.has_news = False
+        return panel(frame, self._clock(), self._console.width)
+
+    def take_lines(self) -> list[Text]:
+        """The new lines of the log, handed out once; the last says how many there was no room for."""
+        with self._noting:
+            lines, self._lines = self._lines, []
+            unsaid, self._unsaid = self._unsaid, 0
+        more = [Text(f"        and {unsaid} more lines", style="dim")] if unsaid else []
+        return lines + more
+
     def draw(self) -> None:
         """Prints the new lines of the log and redraws the panel."""
         with self._drawing:
             if not self._closed:
-                frame = self._frame()
-                self._show(frame, panel(frame, self._clock(), self._console.width))
+                self._show(self.take_lines(), self.panel())
 
     def close(self) -> None:
         """Prints the rest of the log and takes the panel away; the end summary follows on stdout."""
         with self._drawing:
-            if self._closed:
-                return
-            self._closed = True
-            frame = self._frame()
-            if self._live is not None or frame.lines:
-                self._show(frame, Text(""))
-            if self._live is not None:
-                self._live.stop()
+            if not self._closed:
+                lines = self.take_lines()
+                if self._live is not None or lines:
+                    self._show(lines, Text(""))
+                self._stop()
 
     def _note_train(self, record: dict[str, Any]) -> None:
         self._latest = record
@@ -118,24 +133,23 @@ class Screen:
             if value is not None:
                 self._curves[name].add(value)
 
-    def _frame(self) -> Frame:
-        with self._noting:
-            frame = Frame(
-                start=self._start,
-                latest=self._latest,
-                latest_at=self._latest_at,
-                began=self._began,
-                evaluation=self._eval,
-                curves={name: list(curve.values) for name, curve in self._curves.items()},
-                lines=self._lines,
-                unsaid=self._unsaid,
-            )
-            self._lines = []
-            self._unsaid = 0
-            self.has_news = False
-            return frame
+    def _show(self, lines: list[Text], drawing: RenderableType) -> None:
+        """Draws; a terminal that is gone is no reason to end a run."""
+        try:
+            live = self._started(drawing)
+            for line in lines:
+                self._console.print(line)
+            live.update(drawing, refresh=True)
+        except (OSError, ValueError):
+            self._stop()
 
-    def _show(self, frame: Frame, drawing: RenderableType) -> None:
+    def _stop(self) -> None:
+        self._closed = True
+        if self._live is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._live.stop()
+
+    def _started(self, drawing: RenderableType) -> RichLive:
         if self._live is None:
             is_stderr = self._console.file is sys.stderr
             self._live = RichLive(
@@ -149,11 +163,7 @@ class Screen:
                 redirect_stderr=is_stderr,
             )
             self._live.start()
-        for line in frame.lines:
-            self._console.print(line)
-        if frame.unsaid:
-            self._console.print(Text(f"        and {frame.unsaid} more lines", style="dim"))
-        self._live.update(drawing, refresh=True)
+        return self._live
 
 
 def panel(frame: Frame, now: float, width: int) -> Panel:
@@ -183,7 +193,11 @@ def panel(frame: Frame, now: float, width: int) -> Panel:
 def _readings(frame: Frame, width: int) -> Table:
     latest = frame.latest
     rows = [
-        ("loss", figures.figure(latest.get("loss")), "bold red" if plain.is_bad(latest) else "bold"),
+        (
+            "loss",
+            figures.figure(latest.get("loss")),
+            "bold red" if plain.is_bad(latest) else "bold",
+        ),
         ("learning_rate", figures.rate(latest.get("learning_rate")), ""),
         ("throughput", figures.throughput_text(latest), ""),
         ("grad_norm", figures.figure(latest.get("grad_norm")), ""),

@@ -1,20 +1,28 @@
 """What is said once when a run is over: a panel on a terminal, plain lines in a pipe."""
 
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
-from systolic.report import charts, figures, terminal
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from systolic.report import figures, readings, terminal
 from systolic.report.run import Run, load_run, loss_of
-from systolic.report.run_html import NAME, goodput, time_shares, wall_text
-from systolic.report.verdict import Tone, Verdict, judge
+from systolic.report.run_html import NAME
+from systolic.report.verdict import Tone, judge
 
 SAMPLE_LINES = 8
 SAMPLE_CHARACTERS = 600
 CURVE_WIDTH = 40
+MAX_WIDTH = 100
+"""Columns of the panel on a wide terminal."""
 
 _COLOURS = {Tone.good: "green", Tone.fair: "yellow", Tone.bad: "red", Tone.neutral: "cyan"}
 
@@ -37,7 +45,7 @@ def print_summary(
     environ = os.environ if environ is None else environ
     columns = shutil.get_terminal_size().columns if width is None else width
     if terminal.can_redraw(stream, environ, columns):
-        _print_panel(run, stream, width)
+        print_panel(run, Console(file=stream, force_terminal=True, width=width, highlight=False))
     else:
         for line in plain_summary(run):
             terminal.say(stream, line)
@@ -59,25 +67,25 @@ def plain_summary(run: Run) -> list[str]:
 def rows(run: Run) -> list[tuple[str, str]]:
     """The figures as (name, text): progress, loss, metrics, speed and where the time went."""
     summary = run.summary or {}
-    latest = next((r for r in reversed(run.train) if figures.throughput(r)), {})
-    speed = summary if figures.throughput(summary) else latest
-    mfu = summary.get("mfu") if summary.get("mfu") is not None else latest.get("mfu")
     loss = run.final_loss
-    metrics = {k: v for k, v in run.final_metrics.items() if k != "loss"}
-    shares, _ = time_shares(run)
-    bad, again = (figures.number(summary.get(k)) or 0 for k in ("bad_steps", "recompiles"))
-    trouble = [figures.plural(int(n), w) for n, w in ((bad, "bad step"), (again, "recompile")) if n]
+    trouble = [("bad_steps", "bad step"), ("recompiles", "recompile")]
     found = [
-        ("steps", f"{figures.count(run.step)} of {figures.count(run.steps)} in {wall_text(run)}"),
-        ("loss", figures.MISSING if loss is None else figures.figure(loss)),
-        ("metrics", figures.metrics_text(metrics)),
-        ("throughput", figures.throughput_text(speed)),
-        ("MFU", figures.percent(mfu)),
-        ("goodput", goodput(run)),
-        ("time", ", ".join(f"{share.name} {share.share_text}" for share in shares)),
-        ("trouble", ", ".join(trouble)),
+        ("steps", _progress(run)),
+        ("loss", "" if loss is None else figures.figure(loss)),
+        ("metrics", ", ".join(f"{name} {text}" for name, text in readings.metrics(run).items())),
+        *readings.speed(run),
+        ("goodput", readings.goodput(run)),
+        ("time", ", ".join(f"{s.name} {s.share_text}" for s in readings.shares(run))),
+        ("trouble", ", ".join(figures.plural(summary[k], w) for k, w in trouble if summary.get(k))),
     ]
     return [(name, text) for name, text in found if text and text != figures.MISSING]
+
+
+def _progress(run: Run) -> str:
+    text = f"{figures.count(run.step)} of {figures.count(run.steps)}"
+    if readings.wall(run) != figures.MISSING:
+        text += f" in {readings.wall(run)}"
+    return f"{text} ({readings.scope(run)})" if readings.scope(run) else text
 
 
 def pointers(run: Run) -> list[tuple[str, str]]:
@@ -88,7 +96,7 @@ def pointers(run: Run) -> list[tuple[str, str]]:
         ("run", str(run.path)),
         ("checkpoint", summary.get("checkpoint")),
         ("report", str(page) if page.is_file() else None),
-        ("next", summary.get("next")),
+        ("next", summary.get("next") or f"systolic train --resume {shlex.quote(str(run.path))}"),
     ]
     return [(name, terminal.printable(str(text))) for name, text in found if text]
 
@@ -105,14 +113,8 @@ def _sample(run: Run) -> str:
     return "\n".join(lines[:SAMPLE_LINES]) + cut
 
 
-def _print_panel(run: Run, stream: TextIO, width: int | None) -> None:
-    from rich import box
-    from rich.console import Console, Group, RenderableType
-    from rich.panel import Panel
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(file=stream, force_terminal=True, width=width, highlight=False)
+def print_panel(run: Run, console: Console) -> None:
+    """Prints the summary as a panel, and below it what is there to be copied."""
     verdict = judge(run)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
@@ -120,26 +122,29 @@ def _print_panel(run: Run, stream: TextIO, width: int | None) -> None:
     for name, text in rows(run):
         line = Text(text)
         if name == "loss":
-            curve = terminal.History()
-            for _, value in charts.points_of(run, loss_of):
-                curve.add(value)
-            line.append("  ").append(terminal.sparkline(curve.values, CURVE_WIDTH), style="cyan")
+            line.append("  ").append(_curve(run), style="cyan")
         table.add_row(name, line)
     parts: list[RenderableType] = [table]
     if verdict.sentence:
         parts = [Text(verdict.sentence, style="bold"), Text(""), table]
     sample = _sample(run)
     if sample:
-        parts += [Text(""), Panel(Text(sample), title="sample", title_align="left", border_style="dim")]
+        title = Text("sample", style="dim")
+        parts += [
+            Text(""),
+            Panel(Text(sample), title=title, title_align="left", border_style="dim"),
+        ]
+    colour = _COLOURS[verdict.tone]
     console.print(
         Panel(
             Group(*parts),
-            title=_title(run, verdict),
+            title=Text(f"{run.name} ", style="bold").append(
+                f" {verdict.word} ", f"reverse {colour}"
+            ),
             title_align="left",
-            border_style=_COLOURS[verdict.tone],
-            box=box.ROUNDED,
+            border_style=colour,
             padding=(1, 2),
-            width=min(console.width, 100),
+            width=min(console.width, MAX_WIDTH),
         )
     )
     # Outside the frame and unwrapped: paths and commands are there to be copied.
@@ -150,8 +155,8 @@ def _print_panel(run: Run, stream: TextIO, width: int | None) -> None:
         console.print(line, soft_wrap=True)
 
 
-def _title(run: Run, verdict: Verdict) -> "object":
-    from rich.text import Text
-
-    title = Text(f"{run.name} ", style="bold")
-    return title.append(f" {verdict.word} ", style=f"reverse {_COLOURS[verdict.tone]}")
+def _curve(run: Run) -> str:
+    history = terminal.History()
+    for record in run.train:
+        history.add(loss_of(record))
+    return terminal.sparkline(history.values, CURVE_WIDTH)

@@ -1,13 +1,15 @@
 """A watcher that writes TensorBoard events: scalars of training and evaluation, samples as text."""
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from systolic.report import figures
 
 if TYPE_CHECKING:
-    from tensorboardX import SummaryWriter
+    from tensorboardX.event_file_writer import EventsWriter
+
+FLUSH_SECONDS = 10.0
+"""Of the records' own time: TensorBoard sees them this late at most."""
 
 _TRAIN = {
     "loss": "train/loss",
@@ -23,65 +25,88 @@ _TRAIN = {
 
 
 class TensorBoard:
-    """Writes events into ``folder`` (``RUN/tensorboard``) from the first record on.
+    """Writes events into ``folder`` (``RUN/tensorboard``) from the first record on, one a record.
 
     A resumed run adds a file that hides what an earlier one wrote after the step it resumed from.
-    A disk that fills up ends the events, not the run.
+    A disk that fills up ends the events, not the run. For that the events are written in place:
+    the library's queue would block the run for ever once its thread has met a full disk.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._writer: SummaryWriter | None = None
+        self._writer: EventsWriter | None = None
+        self._flushed = 0.0
         self._closed = False
 
     def see(self, record: dict[str, Any]) -> None:
-        """Queues a record's values; a thread of the writer's own puts them on disk."""
+        """Writes a record's values into the file's buffer; after ``close`` it is forgotten."""
         if self._closed:
             return
         try:
             self._write(record)
         except OSError:
-            self._closed = True
+            self.close()
 
     def close(self) -> None:
-        """Flushes and closes the file; records that still come are forgotten."""
-        if self._writer is not None and not self._closed:
-            self._writer.close()
+        """Flushes and closes the file; may be called twice."""
         self._closed = True
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return
+        try:
+            writer.close()
+        except OSError:
+            return
 
     def _write(self, record: dict[str, Any]) -> None:
-        kind = record.get("kind")
-        step, when = record.get("step") or 0, record.get("time")
+        # Classes that protobuf makes when the module is imported.
+        from tensorboardX.proto.event_pb2 import Event  # ty: ignore[import-not-found]
+        from tensorboardX.proto.summary_pb2 import Summary  # ty: ignore[import-not-found]
+        from tensorboardX.summary import text
+
         if self._writer is None:
             self._writer = self._open(record)
-        if kind == "train":
-            values = {tag: figures.number(record.get(key)) for key, tag in _TRAIN.items()}
-            values |= {f"train/{name}": value for name, value in figures.terms(record).items()}
-        elif kind == "eval":
-            split = record.get("split") or "validation"
-            metrics = record.get("metrics") or {}
-            values = {f"{split}/{name}": figures.number(value) for name, value in metrics.items()}
+        if record["kind"] == "sample":
+            summary = text("sample", _as_markdown(str(record.get("text") or "")))
         else:
-            values = {}
-        for tag, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(tag, value, step, walltime=when)
-        if kind == "train" and record.get("loss", 0.0) is None:
-            self._writer.add_scalar("train/loss", math.nan, step, walltime=when)
-        if kind == "sample":
-            text = _as_markdown(f"{record.get('text') or ''}")
-            self._writer.add_text("sample", text, step, walltime=when)
+            values = {
+                tag: n
+                for tag, v in _scalars(record).items()
+                if (n := figures.number(v)) is not None
+            }
+            summary = Summary(
+                value=[Summary.Value(tag=t, simple_value=v) for t, v in values.items()]
+            )
+        if not summary.value:
+            return
+        now = record["time"]
+        self._writer.write_event(Event(step=record["step"], wall_time=now, summary=summary))
+        if now - self._flushed >= FLUSH_SECONDS:
+            self._flushed = now
+            self._writer.flush()
 
-    def _open(self, record: dict[str, Any]) -> "SummaryWriter":
-        from tensorboardX import SummaryWriter
+    def _open(self, record: dict[str, Any]) -> "EventsWriter":
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog  # ty: ignore[import-not-found]
 
-        resumed_from = record.get("resumed_from")
-        return SummaryWriter(
-            str(self._folder),
-            purge_step=None if resumed_from is None else int(resumed_from) + 1,
-            max_queue=1000,
-            flush_secs=10,
-        )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        writer = EventsWriter(str(self._folder / "events"))
+        if record.get("resumed_from") is not None:
+            log = SessionLog(status=SessionLog.START)
+            writer.write_event(
+                Event(step=record["resumed_from"] + 1, wall_time=record["time"], session_log=log)
+            )
+        return writer
+
+
+def _scalars(record: dict[str, Any]) -> dict[str, Any]:
+    """Values by tag."""
+    if record["kind"] == "train":
+        terms = {f"train/{name}": value for name, value in figures.terms(record).items()}
+        return {tag: record.get(key) for key, tag in _TRAIN.items()} | terms
+    if record["kind"] == "eval":
+        return {f"{record['split']}/{name}": value for name, value in record["metrics"].items()}
+    return {}
 
 
 def _as_markdown(text: str) -> str:

@@ -1,5 +1,6 @@
 """The terminal: whether it can be redrawn, lines of block characters, and text that is safe to print."""
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import TextIO
@@ -50,7 +51,7 @@ def sparkline(values: Iterable[float], width: int) -> str:
         return ""
     columns = min(width, len(values))
     edges = [round(i * len(values) / columns) for i in range(columns + 1)]
-    means = [mean(values[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [mean(values[a:b]) for a, b in itertools.pairwise(edges)]
     finite = [v for v in means if math.isfinite(v)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
     span = high - low
@@ -79,9 +80,7 @@ def can_redraw(stream: TextIO, environ: Mapping[str, str], width: int) -> bool:
 
 def printable(text: str) -> str:
     """Text with control characters (escape sequences among them) replaced; newlines stay, tabs are spaces."""
-    return "".join(
-        c if c == "\n" or c.isprintable() else " " if c == "\t" else "·" for c in text
-    )
+    return "".join(c if c == "\n" or c.isprintable() else " " if c == "\t" else "·" for c in text)
 
 
 def one_line(text: str, width: int = 120) -> str:

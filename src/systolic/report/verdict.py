@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from systolic.artifact.run import RECIPE
 from systolic.report import figures
 from systolic.report.run import Run, State
 from systolic.report.terminal import one_line
@@ -36,30 +37,29 @@ class Verdict:
 def judge(run: Run) -> Verdict:
     """The verdict from how the run ended, its last loss and its metrics against their baseline."""
     place = f"step {figures.count(run.step)} of {figures.count(run.steps)}"
-    loss = run.final_loss
     if run.state is State.interrupted:
         return Verdict(
             word="interrupted",
-            sentence=f"Interrupted at {place}{_detail(run, 'interrupt')}.",
+            sentence=f"Interrupted at {place}{_reason(run, 'interrupted')}.",
             tone=Tone.fair,
         )
-    diverged = loss is not None and not math.isfinite(loss)
-    if run.state is State.stopped:
-        tone = Tone.fair if run.summary is not None and not diverged else Tone.bad
-        return Verdict(
-            word="stopped", sentence=f"Stopped at {place}{_detail(run, 'stop')}.", tone=tone
-        )
+    if run.state is State.failed:
+        detail = one_line(str(run.last.get("detail") or "a bad step"), 200)
+        return Verdict(word="failed", sentence=f"Ended at {place}: {detail}.", tone=Tone.bad)
     if run.state is State.unfinished:
         what = "it is still training or was killed"
         where = f"the last record is of {place}" if run.train else "no step is on record yet"
         return Verdict(
             word="unfinished", sentence=f"No summary: {what}; {where}.", tone=Tone.neutral
         )
-    if diverged:
+    if run.has_diverged:
+        sentence = f"The loss of step {figures.count(run.train[-1]['step'])}, the last on record, is not a number."
+        return Verdict(word="diverged", sentence=sentence, tone=Tone.bad)
+    if run.state is State.stopped:
         return Verdict(
-            word="diverged", sentence="The last loss is not a number.", tone=Tone.bad
+            word="stopped", sentence=f"Stopped at {place}{_reason(run, 'stopped')}.", tone=Tone.fair
         )
-    return _judge_metrics(run.final_metrics, loss)
+    return _judge_metrics(run.final_metrics, run.final_loss)
 
 
 def _judge_metrics(metrics: Mapping[str, Any], loss: float | None) -> Verdict:
@@ -75,57 +75,50 @@ def _judge_metrics(metrics: Mapping[str, Any], loss: float | None) -> Verdict:
             return Verdict(word="beats gzip", sentence=sentence, tone=Tone.good)
         sentence = f"{where}: {-gain * 100:.0f} % more. Train longer or take a larger model."
         return Verdict(word="behind gzip", sentence=sentence, tone=Tone.bad)
-    for name in ("test_accuracy", "validation_accuracy"):
-        accuracy = figures.number(metrics.get(name))
-        if accuracy is not None:
-            sentence = f"{figures.label(name).capitalize()} {figures.percent(accuracy)}."
-            return Verdict(word="trained", sentence=sentence, tone=Tone.good)
+    best = ("test_accuracy", "validation_bits_per_byte", "validation_accuracy", "validation_loss")
+    for name in best:
+        if name in metrics:
+            text = f"{figures.label(name).capitalize()} {figures.metric(name, metrics[name])}."
+            return Verdict(word="trained", sentence=text, tone=Tone.good)
     sentence = "" if loss is None else f"Final loss {figures.figure(loss)}."
     return Verdict(word="trained", sentence=sentence, tone=Tone.good)
 
 
-def _detail(run: Run, name: str) -> str:
-    details = [e.get("detail") for e in run.last_session_events if e.get("name") == name]
-    return f": {one_line(str(details[-1]), 200).rstrip('.')}" if details and details[-1] else ""
+def _reason(run: Run, name: str) -> str:
+    reason = (run.summary or {}).get(name)
+    return f": {one_line(str(reason), 200)}" if reason else ""
 
 
 def commands(run: Run) -> list[tuple[str, str]]:
-    """What to type: (purpose, command) pairs from the recipe and options that job.json keeps."""
+    """What to type: (purpose, command) pairs."""
     where = shlex.quote(str(run.path))
-    found = []
-    recipe = run.job.get("recipe")
-    if recipe:
-        options = _options(run.job.get("options") or {})
-        found.append(("the same run again", shlex.join(["systolic", "train", str(recipe), *options])))
-        if ".py" in str(recipe):
-            copy = shlex.join(["systolic", "train", _copied(run, str(recipe)), *options])
-            found.append(("from the copy of the recipe kept with the run", copy))
-        if run.state is not State.finished:
-            found.append(("go on from the last checkpoint", f"systolic train --resume {where}"))
-    if run.summary is not None:
+    argv = _started(run)
+    found = [("the same run again", shlex.join(argv))] if argv else []
+    copy = run.path / RECIPE
+    if argv and copy.is_file():
+        _, _, function = argv[2].rpartition(":")
+        kept = ["systolic", "train", f"{copy}:{function}", *argv[3:]]
+        found.append(("from the copy of the recipe kept with the run", shlex.join(kept)))
+    if run.state is State.failed:
+        batch = shlex.quote(str(run.path / "bad" / f"step-{run.last['step']}.npz"))
+        found.append(("look at the batch of the bad step", f"systolic train --replay {batch}"))
+    if run.state is not State.finished:
+        found.append(("go on from the last checkpoint", f"systolic train --resume {where}"))
+    if run.summary is not None and run.summary["checkpoint"]:
         found.append(("evaluate it", f"systolic eval {where}"))
     following = (run.summary or {}).get("next")
-    if following and str(following) not in [command for _, command in found]:
-        found.append(("next", str(following)))
+    if following and following not in [command for _, command in found]:
+        found.append(("next", following))
     return found
 
 
-def _copied(run: Run, recipe: str) -> str:
-    _, _, function = recipe.rpartition(".py:")
-    return str(run.path / "recipe.py") + (f":{function}" if ".py:" in recipe else "")
-
-
-def _options(options: Mapping[str, Any], prefix: str = "--") -> list[str]:
-    """Options as words: nested or dotted names, lists as several words, true as a plain flag."""
-    words: list[str] = []
-    for name, value in options.items():
-        option = prefix + str(name).replace("_", "-")
-        if isinstance(value, Mapping):
-            words += _options(value, f"{option}.")
-        elif isinstance(value, list | tuple):
-            words += [option, *map(str, value)]
-        elif value is True:
-            words.append(option)
-        elif value is not None and value is not False:
-            words += [option, str(value)]
-    return words
+def _started(run: Run) -> list[str]:
+    """The words that started the run, without its directory, which is taken now; [] after a resume."""
+    argv = [str(word) for word in run.environment.get("argv") or []]
+    if len(argv) < 3 or argv[1] != "train" or argv[2].startswith("-"):
+        return []
+    words = ["systolic", *argv[1:]]
+    if "--run" in words:
+        at = words.index("--run")
+        del words[at : at + 2]
+    return [word for word in words if not word.startswith("--run=")]

@@ -1,0 +1,96 @@
+"""Draws the pictures of the documentation from a real run: ``python docs/pictures.py RUN``.
+
+``images/train.svg`` is what ``systolic train`` shows on a terminal of 100 columns: the live view
+near the end, from the run's records, and the summary after it.
+"""
+
+import io
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.terminal_theme import TerminalTheme
+
+from systolic.artifact import metrics
+from systolic.report.run import load_run
+from systolic.report.screen import Screen
+from systolic.report.summary import print_panel
+
+COLUMNS = 100
+SEEN = 0.85
+"""Share of the steps at which the live view is drawn."""
+
+THEME = TerminalTheme(
+    (22, 24, 29),
+    (220, 221, 222),
+    [
+        *((60, 64, 72), (235, 108, 102), (126, 200, 140), (232, 190, 100)),
+        *((110, 160, 255), (190, 150, 240), (95, 205, 215), (200, 202, 206)),
+    ],
+)
+"""A dark window reads on a light page and on a dark one."""
+
+FORMAT = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
+<style>
+.{unique_id}-matrix {{
+  font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
+  font-size: {char_height}px; line-height: {line_height}px;
+}}
+.{unique_id}-title {{ font-size: 18px; font-weight: bold; font-family: sans-serif; }}
+{styles}
+</style>
+<defs>
+<clipPath id="{unique_id}-clip-terminal">
+<rect x="0" y="0" width="{terminal_width}" height="{terminal_height}"/>
+</clipPath>
+{lines}
+</defs>
+{chrome}
+<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
+{backgrounds}
+<g class="{unique_id}-matrix">
+{matrix}
+</g>
+</g>
+</svg>
+"""
+"""Rich's own loads a font over the network, which GitHub does not allow in a picture."""
+
+
+def live_view(run: Path, console: Console) -> None:
+    """Prints what the live view showed when most of the steps were done."""
+    now = 0.0
+    screen = Screen(stream=io.StringIO(), clock=lambda: now, width=COLUMNS)
+    steps = 0
+    for record in metrics.read(run / "metrics.jsonl"):
+        steps = record.get("steps", steps)
+        if record["step"] > SEEN * steps:
+            break
+        now = record["time"]
+        screen.see(record)
+    for line in screen.take_lines():
+        console.print(line)
+    console.print(screen.panel())
+
+
+def main(run: Path) -> None:
+    """Writes ``images/train.svg``."""
+    console = Console(
+        file=io.StringIO(), record=True, width=COLUMNS, force_terminal=True, highlight=False
+    )
+    live_view(run, console)
+    console.print()
+    print_panel(load_run(run), console)
+    picture = console.export_svg(
+        title="systolic train bytes", theme=THEME, code_format=FORMAT, unique_id="train"
+    )
+    target = Path(__file__).parent / "images" / "train.svg"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(picture)
+    print(f"{target}: {len(picture):,} characters")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python docs/pictures.py RUN")
+    main(Path(sys.argv[1]))

@@ -1,0 +1,92 @@
+"""Figures about a whole run that the summary and the page both show."""
+
+from dataclasses import dataclass
+
+from systolic.report import figures
+from systolic.report.run import Record, Run
+
+_ORDER = ("step", "data_wait", "compile", "eval", "checkpoint", "other")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """A part of the wall time."""
+
+    kind: str
+    name: str
+    percent: float
+    share_text: str
+    seconds_text: str
+
+
+def shares(run: Run) -> list[Share]:
+    """Where the time went, in the order of use to waste."""
+    spent = seconds_by_kind(run)
+    total = sum(spent.values())
+    return [
+        Share(
+            kind=kind,
+            name=figures.label("training steps" if kind == "step" else kind),
+            percent=round(spent[kind] / total * 100, 3),
+            share_text=figures.percent(spent[kind] / total),
+            seconds_text=figures.seconds(spent[kind]),
+        )
+        for kind in _ORDER
+        if spent.get(kind, 0.0) > 0
+    ]
+
+
+def seconds_by_kind(run: Run) -> dict[str, float]:
+    """The summary's ``time``, or, where there is none, what the records add up to."""
+    if run.summary is not None:
+        return run.summary["time"]
+    spent = dict.fromkeys(_ORDER, 0.0)
+    for event in run.events:
+        kind = "compile" if event["name"] == "recompile" else event["name"]
+        if kind in ("compile", "checkpoint"):
+            spent[kind] += event["seconds"]
+    spent["eval"] = sum(record["seconds"] for record in run.evals)
+    before = 0
+    for record in run.train:
+        seconds = record["step_seconds"] * (record["step"] - before)
+        before = record["step"]
+        spent["data_wait"] += seconds * record["data_wait"]
+        spent["step"] += seconds * (1 - record["data_wait"])
+    spent["other"] = max(run.seconds - sum(spent.values()), 0.0)
+    return spent
+
+
+def goodput(run: Run) -> str:
+    """Share of the wall time in productive steps."""
+    spent = seconds_by_kind(run)
+    total = sum(spent.values())
+    return figures.percent(spent["step"] / total) if total else figures.MISSING
+
+
+def wall(run: Run) -> str:
+    """The wall time: measured, or else from the first record to the last without pauses."""
+    seconds = run.seconds if run.summary is None else run.summary["seconds"]
+    return figures.seconds(seconds) if seconds > 0 else figures.MISSING
+
+
+def scope(run: Run) -> str:
+    """What a summary's times are about where that is not the whole run: ``last of 2 sessions``."""
+    if run.summary is None or run.num_sessions == 1:
+        return ""
+    return f"last of {run.num_sessions} sessions"
+
+
+def speed(run: Run) -> list[tuple[str, str]]:
+    """Throughput and MFU as (name, text): of the session, or of the last record; what is known."""
+    latest: Record = run.train[-1] if run.train else {}
+    record = latest if run.summary is None else run.summary
+    found = [
+        ("throughput", figures.throughput_text(record)),
+        ("MFU", figures.percent(record.get("mfu"))),
+    ]
+    return [(name, text) for name, text in found if text != figures.MISSING]
+
+
+def metrics(run: Run) -> dict[str, str]:
+    """The final metrics, ready to read."""
+    return {figures.label(k): figures.metric(k, v) for k, v in run.final_metrics.items()}
