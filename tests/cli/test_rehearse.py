@@ -111,6 +111,7 @@ def test_sixteen_devices() -> None:
     held = record["bytes_per_device"]
     # AdamW's two moments, sharded as the parameters are, and its count of steps.
     assert held["optimizer"] - 2 * held["parameters"] in (4, 8)
+    assert 0 < record["whole_share"] < 0.05  # the norms
     assert record["batch"][0]["bytes_per_device"] == 16 * 32 * 4 // 8
     assert len(record["rehearsed"]["losses"]) == 3
     assert record["rehearsed"]["batch_size"] == 8
@@ -119,6 +120,25 @@ def test_sixteen_devices() -> None:
     text = lines(record)
     assert any(note in line for line in text for note in record["notes"])
     assert f"  … and {len(parameters) - ROWS} smaller parameters; the batch:" in text
+
+
+def test_what_stays_whole_is_said() -> None:
+    record = {
+        "slice": "v5e-4",
+        "devices": 4,
+        "notes": ["plain attention"],
+        "bytes_per_device": {"parameters": 3000},
+        "parameters": [{"path": "w", "shape": [30, 25], "spec": "whole", "bytes_per_device": 3000}],
+        "whole_share": 1.0,
+        "batch": [],
+        "not_checked": "speed",
+        "seconds": 2.0,
+    }
+    text = "\n".join(lines(record))
+    assert "100% of these parameters are whole on every device" in text
+    assert "w  30x25  whole  3 kB" in text
+    assert "plain attention" in text
+    assert "A rehearsal does not check speed." in text
 
 
 @pytest.mark.slow

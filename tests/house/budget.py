@@ -27,6 +27,7 @@ LONG_FUNCTIONS: dict[str, str] = {
 """``path:function`` to the reason why it may have up to LONGEST_EXCEPTION lines."""
 
 MANY_PARAMETERS: dict[str, str] = {
+    "tests/train/tiny.py:job": COMMAND,
     "src/systolic/cli/data.py:pack": COMMAND,
     "src/systolic/cli/generate.py:generate": COMMAND,
 }

@@ -22,6 +22,8 @@ from systolic.core.units import duration, si
 MANY_DEVICES = 64
 """Above it a rehearsal takes minutes."""
 MOST_DEVICES = 1024
+MUCH = 0.1
+"""Share of the parameters above which it is said that they are whole everywhere."""
 ROWS = 8
 """Parameters shown."""
 
@@ -97,6 +99,10 @@ def lines(record: Mapping[str, Any]) -> Sequence[str]:
     text = [f"  kernels     {note}" for note in record["notes"]]
     text += ["", "on each device of the real job:"]
     text += [f"  {kind:<11} {si(size, 'B')}" for kind, size in held.items()]
+    if record["devices"] > 1 and record["whole_share"] > MUCH:
+        text.append(
+            f"  {record['whole_share']:.0%} of these parameters are whole on every device: no mesh axis splits them"
+        )
     parts = record["parameters"]
     shown = [*parts[:ROWS], *record["batch"]]
     cells = [

@@ -34,6 +34,9 @@ from systolic.train.setup import Setup, jit_evaluate, jit_train, set_up
 STEPS = 3
 """The last one starts from the restored checkpoint."""
 
+WHOLE = "whole"
+"""The spec of an array that every device holds all of."""
+
 NOT_CHECKED = "speed, memory in use and the slice's own compiler and kernels"
 
 Say = Callable[[str, str], None]
@@ -47,7 +50,7 @@ class Part:
     path: str
     shape: tuple[int, ...]
     spec: str
-    """Mesh axes of each dim: ``fsdp, tensor``; ``-`` for a dim that is whole."""
+    """Mesh axes of each dim: ``fsdp, tensor``; ``-`` for a dim that is not split."""
     bytes_per_device: int
 
 
@@ -61,6 +64,8 @@ class Spread:
     batch: Sequence[Part]
     bytes_per_device: Mapping[str, int]
     """Kind (parameters, optimizer, other, batch) to bytes on each device."""
+    whole_share: float
+    """Of a device's parameter bytes: those that no mesh axis splits."""
     notes: Sequence[str]
     """What tracing for the slice had to say about kernels."""
 
@@ -133,6 +138,8 @@ def spread_of(steps: Steps) -> Spread:
         "other": (state.rest, state.ema, state.scale),
         "batch": batch,
     }
+    held = sum(part.bytes_per_device for part in parameters)
+    whole = sum(part.bytes_per_device for part in parameters if part.spec == WHOLE)
     return Spread(
         num_parameters=steps.network.num_parameters,
         parameters=sorted(parameters, key=lambda part: -math.prod(part.shape)),
@@ -140,6 +147,7 @@ def spread_of(steps: Steps) -> Spread:
         bytes_per_device={
             kind: sum(map(_bytes, jax.tree.leaves(arrays))) for kind, arrays in kinds.items()
         },
+        whole_share=whole / max(held, 1),
         notes=tuple(steps.target.notes),
     )
 
@@ -281,7 +289,7 @@ def _part(path: str, array: Any) -> Part:
     return Part(
         path=path,
         shape=array.shape,
-        spec=", ".join(dims) if any(dim != "-" for dim in dims) else "whole",
+        spec=", ".join(dims) if any(dim != "-" for dim in dims) else WHOLE,
         bytes_per_device=_bytes(array),
     )
 
