@@ -15,6 +15,7 @@ from systolic.artifact import metrics
 from systolic.report.run import load_run
 from systolic.report.screen import Screen
 from systolic.report.summary import print_panel
+from systolic.report.verdict import SAME, commands
 
 COLUMNS = 100
 SEEN = 0.85
@@ -73,24 +74,23 @@ def live_view(run: Path, console: Console) -> None:
     console.print(screen.panel())
 
 
-def main(run: Path) -> None:
-    """Writes ``images/train.svg``."""
+def picture(run: Path) -> str:
+    """The terminal as SVG."""
+    loaded = load_run(run)
     console = Console(
         file=io.StringIO(), record=True, width=COLUMNS, force_terminal=True, highlight=False
     )
     live_view(run, console)
     console.print()
-    print_panel(load_run(run), console)
-    picture = console.export_svg(
-        title="systolic train bytes", theme=THEME, code_format=FORMAT, unique_id="train"
-    )
-    target = Path(__file__).parent / "images" / "train.svg"
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(picture)
-    print(f"{target}: {len(picture):,} characters")
+    print_panel(loaded, console)
+    title = dict(commands(loaded)).get(SAME, f"systolic train {loaded.name}")
+    return console.export_svg(title=title, theme=THEME, code_format=FORMAT, unique_id="train")
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python docs/pictures.py RUN")
-    main(Path(sys.argv[1]))
+    target = Path(__file__).parent / "images" / "train.svg"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(picture(Path(sys.argv[1])))
+    print(target)

@@ -212,6 +212,12 @@ def test_sparkline() -> None:
     assert len(sparkline(range(1000), 40)) == 40
 
 
+def test_a_steep_start_does_not_flatten_the_rest_of_a_sparkline() -> None:
+    line = sparkline([100.0, 50.0, *range(38, 0, -1)], 40)
+    assert line[:4] == "████"
+    assert set(line) == set("▁▂▃▄▅▆▇█")
+
+
 def test_a_history_stays_small_and_keeps_its_shape() -> None:
     history = History(capacity=16)
     for value in range(10_000):

@@ -108,6 +108,7 @@ def render(run: Run) -> str:
         "wall": readings.wall(run),
         "scope": readings.scope(run),
         "lanes": lanes(run),
+        "lead_in": lead_in(run),
         "time_axis": time_axis(run),
         "resumes": [round(r / run.seconds * 100, 2) for r in run.resumes] if run.seconds else [],
         "events": [(figures.seconds(e["elapsed"]), plain.event_text(e)) for e in events],
@@ -195,6 +196,14 @@ def _lane(run: Run, name: str, records: list[tuple[Record, str]]) -> Lane:
         spans.append(Span(left=round(left, 2), width=round(width, 2), text=text))
     css = {"evaluation": "eval"}.get(name, name)
     return Lane(css=css, name=name, spans=tuple(spans), num_hidden=len(records) - len(chosen))
+
+
+def lead_in(run: Run) -> str:
+    """The part of the measured time that lies before the first record; ``""`` for less than a second."""
+    if run.summary is None or run.num_sessions > 1:
+        return ""
+    before = run.summary["seconds"] - run.seconds
+    return figures.seconds(before) if before >= 1 else ""
 
 
 def time_axis(run: Run) -> list[tuple[float, str]]:

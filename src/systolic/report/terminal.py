@@ -9,6 +9,9 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 BAD = "×"
 """A column of a sparkline that holds a value which is not a number."""
 
+MIN_CUT = 20
+"""Columns from which a sparkline cuts its highest tenth."""
+
 MIN_WIDTH = 60
 """Columns below which the live view gives way to plain lines."""
 
@@ -45,7 +48,11 @@ def mean(values: Iterable[float]) -> float:
 
 
 def sparkline(values: Iterable[float], width: int) -> str:
-    """Values as one row of at most ``width`` blocks, lowest to highest; NaN and infinity as ``×``."""
+    """Values as one row of at most ``width`` blocks; NaN and infinity as ``×``.
+
+    The highest tenth of a longer row is cut to one height, so that the start of a loss curve does
+    not flatten the rest of it.
+    """
     values = list(values)
     if not values or width < 1:
         return ""
@@ -53,14 +60,16 @@ def sparkline(values: Iterable[float], width: int) -> str:
     edges = [round(i * len(values) / columns) for i in range(columns + 1)]
     means = [mean(values[a:b]) for a, b in itertools.pairwise(edges)]
     finite = [v for v in means if math.isfinite(v)]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    finite.sort()
+    highest = len(finite) * 9 // 10 if len(finite) >= MIN_CUT else -1
+    low, high = (finite[0], finite[highest]) if finite else (0.0, 0.0)
     span = high - low
     top = len(BLOCKS) - 1
 
     def block(value: float) -> str:
         if not math.isfinite(value):
             return BAD
-        return BLOCKS[round((value - low) / span * top) if span > 0 else 0]
+        return BLOCKS[round(min((value - low) / span, 1.0) * top) if span > 0 else 0]
 
     return "".join(map(block, means))
 

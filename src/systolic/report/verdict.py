@@ -15,6 +15,9 @@ from systolic.report.terminal import one_line
 LEVEL = 0.02
 """Compression within this share of gzip's counts as level with it."""
 
+SAME = "the same run again"
+"""The purpose of the command that made a run."""
+
 
 class Tone(enum.Enum):
     """How a verdict is coloured."""
@@ -93,7 +96,7 @@ def commands(run: Run) -> list[tuple[str, str]]:
     """What to type: (purpose, command) pairs."""
     where = shlex.quote(str(run.path))
     argv = _started(run)
-    found = [("the same run again", shlex.join(argv))] if argv else []
+    found = [(SAME, shlex.join(argv))] if argv else []
     copy = run.path / RECIPE
     if argv and copy.is_file():
         _, _, function = argv[2].rpartition(":")
