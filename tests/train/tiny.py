@@ -2,6 +2,8 @@
 norm and dropout on made-up numbers, and data that can be spoiled at given steps."""
 
 import json
+import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +73,8 @@ class Spoiled(Data):
 
     spoil: Mapping[int, float]
     halve: tuple[int, ...] = ()
+    halt_at: int = 0
+    """The process is told to stop when this batch is read."""
 
     def fields(self) -> Mapping[str, Field]:
         return ARRAYS.fields()
@@ -93,6 +97,8 @@ class SpoiledBatches:
     def __next__(self) -> dict[str, np.ndarray]:
         batch = next(self.batches)
         self.number += 1
+        if self.number == self.data.halt_at:
+            os.kill(os.getpid(), signal.SIGTERM)
         factor = np.float32(self.data.spoil.get(self.number, 1.0))
         batch |= {name: batch[name] * factor for name in ("x", "weight")}
         if self.number in self.data.halve:
@@ -139,13 +145,14 @@ def job(
     spoil: tuple[int, ...] = (),
     factor: float = float("nan"),
     halve: tuple[int, ...] = (),
+    halt_at: int = 0,
 ) -> Job:
     """Sorts made-up numbers into three classes."""
     return Job(
         name="tiny",
         model=Perceptron(width, dropout),
         task=Labels(scale),
-        data=Spoiled(dict.fromkeys(spoil, factor), halve) if spoil or halve else ARRAYS,
+        data=Spoiled(dict.fromkeys(spoil, factor), halve, halt_at),
         steps=steps,
         batch=Batch(total=batch),
         optimizer=Optimizer(learning_rate=learning_rate, ema=ema),

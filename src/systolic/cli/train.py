@@ -73,10 +73,9 @@ def run(args: Sequence[str]) -> int:
         from systolic.cli.rehearse import rehearse
 
         return rehearse(asked)
-    from systolic.train import hosts
     from systolic.train.setup import set_up
 
-    hosts.join()
+    join(asked.verb)
     setup = set_up(asked.job)
     setup.check_metric()
     description = describe(asked, setup.job)
@@ -84,6 +83,18 @@ def run(args: Sequence[str]) -> int:
         if asked.recipe.file is not None and directory.access is Access.write:
             directory.write_recipe(asked.recipe.file.read_text())
         return session(setup, directory, ledger, asked.verb, resume=False)
+
+
+def join(verb: Mapping[str, Any]) -> None:
+    """Joins the other processes of the job, if there are any."""
+    from systolic.train import hosts
+
+    if hosts.belongs(os.environ) and verb["json"]:
+        # Libraries between processes (Gloo, NCCL) print to stdout, which belongs to one JSON object.
+        sys.stdout.flush()
+        sys.stdout = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+    hosts.join()
 
 
 def create(path: Path | None, description: Mapping[str, Any]) -> Run:
@@ -109,7 +120,7 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
     """``systolic train --resume RUN``: goes on from the newest intact checkpoint."""
     from systolic.train import hosts
 
-    hosts.join()
+    join({"json": "--json" in args})
     access = Access.write if hosts.is_first() else Access.read
     with Run.open(path, access=access) as directory:
         record = directory.read_job()

@@ -1,0 +1,74 @@
+"""A run goes on with another number of devices, and in several processes."""
+
+import json
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from systolic.artifact import Run
+from tests.train.children import RECIPE, environment, finish, start
+from tests.train.sessions import losses
+
+
+def assert_close(one: Path, other: Path) -> None:
+    left, right = losses(one), losses(other)
+    assert sorted(left) == sorted(right)
+    for step, values in left.items():
+        assert right[step] == pytest.approx(values, rel=1e-4), step
+
+
+@pytest.mark.slow
+def test_resumes_on_other_numbers_of_devices(tmp_path: Path):
+    run = tmp_path / "run"
+    environ = {n: environment(tmp_path / "cache", n) for n in (8, 2, 1)}
+    whole = [RECIPE, "--steps", "12", "--json"]
+    finish(start([*whole, "--run", str(tmp_path / "whole")], environ[8]))
+    part = [RECIPE, "--steps", "12", "--halt-at", "4", "--json"]
+    finish(start([*part, "--run", str(run)], environ[8]), 143)
+    finish(start(["--resume", str(run), "--halt-at", "8", "--json"], environ[2]), 143)
+    finish(start(["--resume", str(run), "--halt-at", "0", "--json"], environ[1]))
+    devices = [r["devices"].split(" x ")[0] for r in Run.open(run).records("start")]
+    assert devices == ["8", "2", "1"]
+    assert_close(tmp_path / "whole", run)
+
+
+def two_processes(args: list[str], cache: Path, code: int = 0) -> list[str]:
+    """What each prints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+    }
+    processes = [
+        start(args, environment(cache, 2) | job | {"JAX_PROCESS_ID": str(number)})
+        for number in range(2)
+    ]
+    return [finish(process, code) for process in processes]
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_run(tmp_path: Path):
+    run, cache = tmp_path / "two", tmp_path / "cache"
+    finish(start([RECIPE, "--run", str(tmp_path / "one"), "--json"], environment(cache, 4)))
+    first = two_processes([RECIPE, "--halt-at", "5", "--run", str(run), "--json"], cache, 143)
+    assert json.loads(first[0])["steps"] == 8, "where the processes next ask each other"
+    assert first[1] == "", "only the first process speaks"
+    last = two_processes(["--resume", str(run), "--halt-at", "0", "--json"], cache)
+    assert json.loads(last[0])["steps"] == 16
+    assert [r["resumed_from"] for r in Run.open(run).records("start")] == [None, 8]
+    assert_close(tmp_path / "one", run)
+    assert not (run / "bad").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_keep_one_bad_batch(tmp_path: Path):
+    run = tmp_path / "run"
+    two_processes([RECIPE, "--spoil", "6", "--run", str(run)], tmp_path / "cache", 1)
+    with np.load(run / "bad" / "step-6.npz") as batch:
+        assert batch["x"].shape == (16, 8), "the parts of both"
+        assert np.isnan(batch["x"]).all()
