@@ -44,7 +44,7 @@ SCHEDULE = Schedule(kind=ScheduleKind.linear, warmup=10, final=0.0)
 
 def bytes(
     model: Decoder = MODEL,
-    steps: int = 700,
+    steps: int = 500,
     batch: int = 16,
     sequence: int = 128,
     optimizer: Optimizer = OPTIMIZER,
