@@ -8,6 +8,7 @@ _DECIMAL = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 def si(value: float, unit: str = "", digits: int = 3) -> str:
     """``1234567`` as ``1.23 M`` + unit (powers of 1000)."""
+    value = float(f"{value:.{digits}g}")  # 999.9 is 1 k, not 1e+03
     for scale, prefix in _DECIMAL:
         if abs(value) >= scale:
             return f"{value / scale:.{digits}g} {prefix}{unit}"
@@ -24,9 +25,9 @@ def gibibytes(num_bytes: float) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds as ``340 ms``, ``12.3 s``, ``4 m 05 s``, ``3 h 20 m`` or ``2 d 4 h``."""
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
