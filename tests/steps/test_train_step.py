@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from systolic.job import (
@@ -18,7 +19,7 @@ from systolic.job import (
     Schedule,
     ScheduleKind,
 )
-from systolic.steps.optimizer import schedule
+from systolic.steps.optimizer import build, schedule
 from systolic.steps.sharding import optimizer_specs
 from tests.steps import tiny
 
@@ -29,7 +30,10 @@ def test_accumulation_is_the_whole_batch_in_parts() -> None:
     assert parts == pytest.approx(whole, rel=1e-5)
 
 
-@pytest.mark.parametrize("remat", [Remat.full, Remat.save_names])
+@pytest.mark.parametrize(
+    "remat",
+    [pytest.param(one, marks=() if one is Remat.full else pytest.mark.slow) for one in Remat],
+)
 def test_rematerialisation_changes_no_number(remat: Remat) -> None:
     plain, _ = tiny.run(tiny.steps(tiny.job(layout=Layout(fsdp=1))), 2)
     again, _ = tiny.run(tiny.steps(tiny.job(layout=Layout(fsdp=1, remat=remat))), 2)
@@ -37,16 +41,42 @@ def test_rematerialisation_changes_no_number(remat: Remat) -> None:
 
 
 @pytest.mark.parametrize("kind", list(OptimizerKind))
-def test_every_optimizer_learns(kind: OptimizerKind) -> None:
-    rate = {OptimizerKind.sgd: 0.3, OptimizerKind.lion: 2e-3, OptimizerKind.lamb: 3e-2}.get(
-        kind, 1e-2
+def test_every_optimizer_finds_a_minimum_and_decays_matrices_only(kind: OptimizerKind) -> None:
+    rate = 0.01 if kind is OptimizerKind.lamb else 0.05
+    value = Optimizer(kind=kind, learning_rate=rate, weight_decay=0.0)
+    axes = {"matrix": ("embed", "mlp"), "stacked": ("layers", "embed", "mlp"), "bias": ("mlp",)}
+    params = {
+        "matrix": jnp.full((8, 16), 0.5),
+        "stacked": jnp.full((2, 8, 16), 0.5),
+        "bias": jnp.full((16,), 0.5),
+    }
+    aim = jax.tree.map(lambda p: jax.random.normal(jax.random.key(p.size), p.shape), params)
+
+    def loss(params):
+        return sum(jnp.mean((params[name] - aim[name]) ** 2) for name in params)
+
+    def train(value: Optimizer, params, gradient):
+        optimizer = build(value, lambda step: jnp.asarray(rate), axes)
+        state = optimizer.init(params)
+
+        @jax.jit
+        def step(params, state):
+            updates, state = optimizer.update(gradient(params), state, params)
+            return optax.apply_updates(params, updates), state
+
+        for _ in range(60):
+            params, state = step(params, state)
+        return params
+
+    assert loss(train(value, params, jax.grad(loss))) < 0.7 * loss(params)
+    still = train(
+        replace(value, weight_decay=0.1), params, lambda p: jax.tree.map(lambda a: a * 1e-30, p)
     )
-    one = tiny.steps(
-        tiny.job(layout=Layout(fsdp=1), optimizer=Optimizer(kind=kind, learning_rate=rate))
-    )
-    losses, state = tiny.run(one, 8)
-    assert min(losses[4:]) < losses[0] - 0.1
-    assert all(bool(jnp.isfinite(p).all()) for p in state.params.values())
+    decayed = {name: not np.allclose(still[name], params[name], atol=1e-3) for name in params}
+    if kind not in (OptimizerKind.lamb, OptimizerKind.lion):  # these move by sign or by norm alone
+        assert decayed["matrix"]
+        assert decayed["stacked"]
+        assert not decayed["bias"] or kind in (OptimizerKind.adafactor,)
 
 
 @pytest.mark.parametrize("rule", [GuardRule.stop, GuardRule.skip])
