@@ -27,7 +27,7 @@ def test_public_names() -> None:
     assert dir(systolic) == sorted(systolic.__all__)
 
 
-@pytest.mark.parametrize("name", ["Job", "train", "numpy", "nonsense"])
+@pytest.mark.parametrize("name", ["Job", "Layout", "numpy", "nonsense"])
 def test_other_names_are_not_there(name: str) -> None:
     with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
         getattr(systolic, name)

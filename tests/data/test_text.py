@@ -153,25 +153,6 @@ def test_standard_library_without_files_is_said(tmp_path):
         StandardLibrary(sequence=0)
 
 
-@pytest.fixture(scope="module")
-def tokenizer_file(tmp_path_factory) -> Path:
-    import tokenizers
-
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts(200), trainer)
-    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    backend.save(str(file))
-    return file
-
-
 def write(kind: str, folder: Path, content: list[str]) -> Path:
     """The same documents in one of the formats."""
     if kind == "txt":
@@ -458,46 +439,3 @@ def test_fields_need_no_data():
     fields = Documents(path=Path("/nowhere"), sequence=9).fields()
     assert {field.shape for field in fields.values()} == {(9,)}
     assert set(fields) == {"tokens", "targets", "segments", "positions"}
-
-
-@settings(max_examples=40, deadline=None)
-@given(text=st.text(max_size=30))
-def test_tokenizers_round_trip_and_stream_whole_characters(text, tokenizer_file):
-    for tokenizer in (Tokenizer(), Tokenizer(path=tokenizer_file.parent)):
-        ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids) == text
-        stream = tokenizer.stream()
-        parts = [stream.push(i) for i in ids]
-        assert "".join(parts) + stream.flush() == text
-        if "\ufffd" not in text:
-            assert not any("\ufffd" in part for part in parts)
-
-
-def test_half_a_character_waits_and_is_marked_at_the_end(tokenizer_file):
-    for tokenizer in (Tokenizer(), Tokenizer(path=tokenizer_file)):
-        ids = tokenizer.encode("a\u4e2d")
-        stream = tokenizer.stream()
-        assert "".join(stream.push(i) for i in ids[:-1]) == "a"
-        assert set(stream.flush()) == {"\ufffd"}
-
-
-def test_special_tokens_are_found_asked_for_or_configured(tokenizer_file, tmp_path):
-    found = Tokenizer(path=tokenizer_file)
-    assert (found.start, found.end) == (0, 1)
-    assert found.documents(["a"])[0].tolist() == [0, *found.encode("a"), 1]
-    asked = Tokenizer(path=tokenizer_file, eos="<s>")
-    assert asked.end == 0
-    with pytest.raises(DataError, match="did you mean <s>"):
-        _ = Tokenizer(path=tokenizer_file, bos="<S>").start
-    (tmp_path / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
-    config = {"bos_token": None, "eos_token": {"content": "</s>"}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    configured = Tokenizer(path=tmp_path)
-    assert (configured.start, configured.end) == (None, 1)
-    assert configured.vocab_size == found.vocab_size <= 400
-    assert configured.digest() == found.digest() != "bytes"
-    assert (Tokenizer().start, Tokenizer().vocab_size) == (256, 257)
-    broken = tmp_path / "broken.json"
-    broken.write_text('{"model": {"vocab": 3, "type": "Nope"}, "added_tokens": []}')
-    with pytest.raises(DataError, match=r"cannot be read as a tokenizer\.json"):
-        _ = Tokenizer(path=broken).vocab_size

@@ -44,7 +44,8 @@ def imported(folder: str) -> frozenset[str]:
                 modules.add(node.module.partition(".")[0])
             elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".find_spec"):
                 modules.update(a.value for a in node.args if isinstance(a, ast.Constant))
-    outside = modules - set(sys.stdlib_module_names) - {"systolic", "tests"}
+    own = {"systolic", *(path.name for path in ROOT.iterdir() if path.is_dir())}
+    outside = modules - set(sys.stdlib_module_names) - own
     home = packages_distributions()
     return frozenset(canonicalize_name(name) for module in outside for name in home[module])
 
