@@ -3,6 +3,10 @@
 import dataclasses
 
 import pytest
+
+from systolic.doctor import Status, examine
+from systolic.doctor.findings import Finding
+from systolic.doctor.machine import Death, Holder, LockFile, Machine, Nvidia, Place, Unmeasured
 from tests.doctor.machines import (
     GPU_HOST,
     LAPTOP,
@@ -13,10 +17,6 @@ from tests.doctor.machines import (
     with_package,
     with_variables,
 )
-
-from systolic.doctor import Status, examine
-from systolic.doctor.findings import Finding
-from systolic.doctor.machine import Death, Holder, LockFile, Machine, Nvidia, Place, Unmeasured
 
 replace = dataclasses.replace
 HOLDER = Holder(pid=4242, command="python train.py", user="eve", path="/dev/vfio/0")

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from tests.doctor.machines import GPU_HOST, LAPTOP, ON_CPU, TPU_VM, with_package, with_variables
 
 from systolic.cli.doctor import WIDTH, record, show
 from systolic.cli.main import main
 from systolic.doctor import Machine, Status, examine
 from systolic.doctor.machine import Holder, LockFile
+from tests.doctor.machines import GPU_HOST, LAPTOP, ON_CPU, TPU_VM, with_package, with_variables
 
 BAD = with_variables(
     replace(

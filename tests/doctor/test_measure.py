@@ -3,10 +3,10 @@
 import sys
 
 import pytest
-from tests.doctor.machines import LAPTOP
 
 from systolic.doctor.machine import Death, Measured, Unmeasured
 from systolic.doctor.measure import last_line, measure, outcome
+from tests.doctor.machines import LAPTOP
 
 RESULT = '{"platform": "cpu", "device_kind": "cpu", "num_devices": 1, "num_local_devices": 1}'
 
