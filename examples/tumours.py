@@ -40,7 +40,7 @@ class FocalLoss(Task):
     def terms(self, model, batch, train):
         logits, malignant = model(batch["features"]), batch["malignant"]
         right = (logits > 0) == (malignant > 0.5)
-        return {"loss": optax.sigmoid_focal_loss(logits, malignant, gamma=self.gamma), "accuracy": right}
+        return {"loss": optax.sigmoid_focal_loss(logits, malignant, gamma=self.gamma), "accuracy": right}  # fmt: skip
 
 
 def load():
@@ -48,10 +48,10 @@ def load():
     features = (table.data - table.data.mean(0)) / table.data.std(0)
     order = np.random.default_rng(0).permutation(len(features))
     parts = {"train": order[:400], "validation": order[400:480], "test": order[480:]}
-    return {split: {"features": features[i], "malignant": 1.0 - table.target[i]} for split, i in parts.items()}
+    return {split: {"features": features[i], "malignant": 1.0 - table.target[i]} for split, i in parts.items()}  # fmt: skip
 
 
-def job(width: int = 64, steps: int = 300, optimizer: Optimizer = Optimizer(learning_rate=3e-3)) -> Job:
+def job(width: int = 64, steps: int = 300, optimizer: Optimizer = Optimizer(learning_rate=3e-3)) -> Job:  # fmt: skip
     """Tells malignant from benign tumours in scikit-learn's breast cancer table."""
     return Job(
         name="tumours", model=Perceptron(width), task=FocalLoss(), data=Arrays.call(load),
