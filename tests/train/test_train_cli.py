@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
+from systolic import recipes
 from systolic.artifact import Run
 from systolic.cli.main import main
+from systolic.cli.target import request_for
+from systolic.cli.train import continued, resume_options
+from systolic.job import Layout
 from systolic.report.live import Quiet
 from tests.train.sessions import events, losses, records
 
@@ -117,3 +121,18 @@ def test_a_metric_that_is_not_reported_leaves_no_run(
     assert main(["train", RECIPE, "--run", str(run), "--evaluation.metric", "speed"]) == 2
     assert capsys.readouterr().err.startswith("systolic: evaluation.metric is 'speed', which ")
     assert not run.exists()
+
+
+def test_a_run_keeps_its_batch_on_other_devices():
+    recipe = recipes.find("lm")
+    layout = {"data": 1, "pipeline": 1, "fsdp": 8, "expert": 1, "context": 1, "tensor": 1}
+
+    def batch(*args: str) -> int:
+        asked = request_for(recipe, ["--resume", "run", *args], "train", resume_options, {})
+        saved = {**asked.options, "batch_per_device": 8.0, "layout": Layout()}
+        job, description = continued(asked, {"layout": layout}, saved)
+        assert description["layout"] == (layout if job.batch.total else job.layout.mesh_shape)
+        return job.batch.resolve(job.layout.on(1))
+
+    assert batch() == 64, "8 for each of the 8 devices that it began on"
+    assert batch("--batch-per-device", "4") == 4, "what is asked for counts"
