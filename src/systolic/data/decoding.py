@@ -113,7 +113,7 @@ class Crops(NamedTuple):
         image = decode(picture.content, picture.name)
         if self.least is None:
             return centre(image, self.side, self.channels, EVALUATION_SHARE, picture.name)
-        box = random_box(*upright(image), self.least, chance)
+        box = random_box(*upright(image, picture.name), self.least, chance)
         pixels = crop(image, box, self.side, self.channels, picture.name)
         return pixels[:, ::-1] if self.flip and chance[4] < 0.5 else pixels
 

@@ -1,6 +1,8 @@
 """Picture files to arrays with Pillow: decoding, cropping, resizing."""
 
 import io
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,7 +44,8 @@ def decode(source: Path | bytes, name: str = "") -> "Image":
     except ImportError as error:
         raise MissingExtraError("reading pictures", "image") from error
     try:
-        return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+        content = source if isinstance(source, bytes) else source.read_bytes()
+        return Image.open(io.BytesIO(content))
     except (OSError, Image.DecompressionBombError) as error:
         raise DataError(
             f"{name or source} is not a picture that can be read; remove it or replace it"
@@ -62,18 +65,17 @@ def as_image(array: np.ndarray) -> "Image":
     return Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array)
 
 
-def crop(image: "Image", box: Box, size: int, channels: int, name: str = "") -> np.ndarray:
+def crop(image: "Image", box: Box, size: int, channels: int, name: str = "a picture") -> np.ndarray:
     """The part ``box`` of a picture as uint8[size, size, channels].
 
     Raises:
-        DataError: the file is damaged; the message names it or ``name``.
+        DataError: the file is damaged; the message calls it ``name``.
     """
     from PIL import Image, ImageOps
 
-    name = name or str(getattr(image, "filename", "a picture"))
     mode = "L" if channels == 1 else "RGB"
-    try:
-        width, height = upright(image)
+    width, height = upright(image, name)
+    with _readable(name):
         scale = size / max(
             1.0, min((box.right - box.left) * width, (box.bottom - box.top) * height)
         )
@@ -86,15 +88,23 @@ def crop(image: "Image", box: Box, size: int, channels: int, name: str = "") -> 
         width, height = image.size
         pixels = (box.left * width, box.top * height, box.right * width, box.bottom * height)
         image = image.resize((size, size), Image.Resampling.BILINEAR, box=pixels)
-    except (OSError, SyntaxError, ValueError) as error:
-        raise DataError(f"{name} is damaged ({error}); remove it or replace it") from error
     return np.asarray(image, np.uint8).reshape(size, size, channels)
 
 
-def upright(image: "Image") -> tuple[int, int]:
-    """Width and height as a viewer shows the picture."""
-    turned = image.getexif().get(_ORIENTATION, 1) >= 5
+def upright(image: "Image", name: str = "a picture") -> tuple[int, int]:
+    """Width and height as a viewer shows the picture; see :func:`crop` for errors."""
+    with _readable(name):
+        turned = image.getexif().get(_ORIENTATION, 1) >= 5
     return (image.height, image.width) if turned else image.size
+
+
+@contextmanager
+def _readable(name: str) -> Generator[None]:
+    """Pillow's complaints about a damaged file, as an error that names it."""
+    try:
+        yield
+    except (OSError, SyntaxError, ValueError) as error:
+        raise DataError(f"{name} is damaged ({error}); remove it or replace it") from error
 
 
 def centre_box(width: int, height: int, share: float = 1.0) -> Box:
@@ -119,7 +129,7 @@ def random_box(width: int, height: int, least: float, chance: np.ndarray) -> Box
 
 
 def centre(
-    image: "Image", size: int, channels: int, share: float = 1.0, name: str = ""
+    image: "Image", size: int, channels: int, share: float = 1.0, name: str = "a picture"
 ) -> np.ndarray:
     """The centred square as uint8[size, size, channels]; see :func:`crop` for errors."""
-    return crop(image, centre_box(*upright(image), share), size, channels, name)
+    return crop(image, centre_box(*upright(image, name), share), size, channels, name)

@@ -96,7 +96,7 @@ def read_picture(path: Path, size: int, channels: int, share: float = 1.0) -> np
     from systolic.data.pictures import as_image, centre, decode
 
     if path.suffix != ".npy":
-        return centre(decode(path), size, channels, share)
+        return centre(decode(path), size, channels, share, str(path))
     array = _bytes(path)
     if array.shape == (size, size, channels):
         return array

@@ -1,0 +1,174 @@
+"""Folders of pictures, made here with Pillow, as they are and packed."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from systolic.core.errors import DataError, NotFoundError
+from systolic.data.images import INDEX, Images, listing, pack
+from systolic.data.pictures import Box, centre, crop, decode, random_box
+from systolic.job import Read, Split
+
+CLASSES = ("bird", "cat", "dog")
+COLOURS = {"bird": (250, 20, 20), "cat": (20, 250, 20), "dog": (20, 20, 250)}
+
+
+def draw(folder: Path, count: int, start: int = 0) -> None:
+    """``count`` pictures a class, of the class's colour and various sizes and formats."""
+    for name in CLASSES:
+        (folder / name).mkdir(parents=True)
+        for index in range(start, start + count):
+            size = (40 + 3 * index, 60 - 2 * index)
+            suffix = (".png", ".jpg", ".JPEG")[index % 3]
+            Image.new("RGB", size, COLOURS[name]).save(folder / name / f"{index}{suffix}")
+        (folder / name / "notes.txt").write_text("not a picture")
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    draw(tmp_path / "plain", 10)
+    return tmp_path / "plain"
+
+
+def read(split: Split, **changes) -> Read:
+    return Read(**{"split": split, "batch": 8, "shuffle": False, "epochs": 1, **changes})
+
+
+def everything(data: Images, split: Split) -> tuple[np.ndarray, np.ndarray]:
+    batches = list(data.open(read(split)))
+    kept = np.concatenate([b["mask"] for b in batches]) > 0
+    return tuple(np.concatenate([b[name] for b in batches])[kept] for name in ("image", "label"))
+
+
+def test_a_folder_of_classes_is_split(plain: Path) -> None:
+    data = Images(path=plain, side=16)
+    assert data.labels() == CLASSES
+    assert [data.size(split) for split in Split] == [24, 3, 3]
+    for split in Split:
+        images, labels = everything(data, split)
+        assert images.shape == (data.size(split), 16, 16, 3)
+        expected = np.array([COLOURS[CLASSES[label]] for label in labels])
+        assert np.abs(images.mean((1, 2)) - expected).max() < 4
+        assert np.bincount(labels).tolist() == [data.size(split) // 3] * 3
+
+
+def test_split_folders_are_taken_as_they_are(tmp_path: Path) -> None:
+    draw(tmp_path / "train", 10)
+    data = Images(path=tmp_path, side=8)
+    assert [data.size(split) for split in Split] == [27, 3, 0]
+    draw(tmp_path / "val", 2)
+    assert [data.size(split) for split in Split] == [30, 6, 0]
+    draw(tmp_path / "test", 1)
+    assert [data.size(split) for split in Split] == [30, 6, 3]
+    (tmp_path / "val" / "fish").mkdir()
+    with pytest.raises(DataError, match="'fish'"):
+        data.size(Split.validation)
+
+
+def test_packed_pictures_are_the_same_pictures(plain: Path, tmp_path: Path) -> None:
+    data, out = Images(path=plain, side=16), tmp_path / "packed"
+    assert pack(data, out) == {"train": 24, "validation": 3, "test": 3}
+    packed = Images(path=out, side=16)
+    assert packed.labels() == data.labels()
+    for shuffled in (read(Split.train), read(Split.train, shuffle=True, seed=4)):
+        for one, other in zip(data.open(shuffled), packed.open(shuffled), strict=True):
+            np.testing.assert_array_equal(one["image"], other["image"])
+            np.testing.assert_array_equal(one["label"], other["label"])
+    with pytest.raises(DataError, match="packed already"):
+        pack(packed, tmp_path / "again")
+    (out / "train.array_record").unlink()
+    with pytest.raises(NotFoundError, match="pack the pictures again"):
+        next(packed.open(read(Split.train)))
+    (out / INDEX).unlink()
+    with pytest.raises(DataError, match="has no folders"):
+        packed.labels()
+
+
+def test_worker_processes_give_the_same_batches_and_resume(plain: Path) -> None:
+    data = Images(path=plain, side=8)
+    alone = data.open(Read(split=Split.train, batch=4, seed=1))
+    expected = [next(alone) for _ in range(4)]
+    batches = data.open(Read(split=Split.train, batch=4, seed=1, workers=1))
+    np.testing.assert_array_equal(next(batches)["image"], expected[0]["image"])
+    next(batches)
+    state = batches.get_state()
+    batches.close()
+    resumed = data.open(Read(split=Split.train, batch=4, seed=1))
+    resumed.set_state(state)
+    for batch in expected[2:]:
+        np.testing.assert_array_equal(next(resumed)["image"], batch["image"])
+
+
+def test_training_shows_parts_and_evaluation_the_centre(tmp_path: Path) -> None:
+    ramp = np.linspace(0, 255, 64, dtype=np.uint8)
+    picture = np.stack(np.broadcast_arrays(ramp[None, :], ramp[:, None], np.uint8(0)), axis=-1)
+    (tmp_path / "only").mkdir()
+    for index in range(20):
+        Image.fromarray(picture).save(tmp_path / "only" / f"{index:02}.png")
+    data = Images(path=tmp_path, side=16)
+    centred, _ = everything(data, Split.validation)
+    edge = (1 - 0.875) / 2 * 255
+    assert abs(centred[0, 0, 0, 0] - edge) < 12
+    assert abs(centred[0, 0, -1, 0] - (255 - edge)) < 12
+    parts = next(data.open(Read(split=Split.train, batch=16)))["image"].astype(int)
+    rises = parts[:, 8, -1, 0] > parts[:, 8, 0, 0]
+    assert 2 < rises.sum() < 14
+    widths = abs(parts[:, 8, -1, 0] - parts[:, 8, 0, 0]) / 255
+    assert widths.min() < 0.6
+    assert widths.max() > 0.6
+    whole = Images(path=tmp_path, side=16, crop=1.0, flip=False)
+    shown = next(whole.open(Read(split=Split.train, batch=16)))["image"].astype(int)
+    assert (shown[:, 8, -1, 0] > shown[:, 8, 0, 0] + 150).all()
+
+
+def test_random_boxes_lie_inside_and_have_the_asked_area() -> None:
+    chances = np.random.default_rng(0).random((500, 4))
+    areas = []
+    for chance in chances:
+        box = random_box(300, 200, 0.08, chance)
+        assert 0 <= box.left < box.right <= 1 + 1e-9
+        assert 0 <= box.top < box.bottom <= 1 + 1e-9
+        areas.append((box.right - box.left) * (box.bottom - box.top))
+    assert min(areas) > 0.079
+    # Uniform from 0.08 to 1, less what is cut off where a stretched part does not fit.
+    assert 0.45 < np.mean(areas) < 0.54
+
+
+def test_a_jpeg_is_decoded_smaller_with_the_same_result(tmp_path: Path) -> None:
+    ramp = np.linspace(0, 255, 512).astype(np.uint8)
+    Image.fromarray(np.broadcast_to(ramp[None, :, None], (512, 512, 3)).copy()).save(
+        tmp_path / "a.jpg", quality=95
+    )
+    Image.open(tmp_path / "a.jpg").save(tmp_path / "a.png")
+    small, exact = (centre(decode(tmp_path / name), 32, 3) for name in ("a.jpg", "a.png"))
+    assert np.abs(small.astype(int) - exact).max() <= 3
+
+
+def test_pictures_are_turned_as_the_camera_says_and_made_grey(tmp_path: Path) -> None:
+    picture = Image.fromarray(np.repeat([[0, 255]], 20, axis=1).repeat(40, axis=0).astype(np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture.save(tmp_path / "turned.jpg", exif=exif)
+    read = Images(path=tmp_path, side=16, channels=1).load(tmp_path / "turned.jpg")["image"]
+    assert read.shape == (16, 16, 1)
+    assert read[:4].mean() < 20
+    assert read[-4:].mean() > 235
+
+
+def test_what_cannot_be_read_is_named_in_one_line(plain: Path, tmp_path: Path) -> None:
+    for path, kind in ((tmp_path / "none", NotFoundError), (tmp_path / "empty", DataError)):
+        if kind is DataError:
+            path.mkdir()
+        with pytest.raises(kind, match=path.name) as caught:
+            Images(path=path).size(Split.train)
+        assert "\n" not in str(caught.value)
+    broken = plain / "cat" / "0.png"
+    broken.write_bytes(broken.read_bytes()[:60])
+    data = Images(path=plain, side=8)
+    split = next(s for s in Split if str(broken) in listing(plain, data.held_out, s).files)
+    with pytest.raises(DataError, match=r"cat/0.png"):
+        everything(data, split)
+    with pytest.raises(DataError, match="is damaged"):
+        crop(decode(broken), Box(0, 0, 1, 1), 8, 3)
