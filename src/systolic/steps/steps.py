@@ -142,7 +142,10 @@ class Steps:
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step; also f32[] metrics: loss, grad_norm, learning_rate, bad (0 or 1) and the task's terms."""
-        scale = state.scale.scale if state.scale is not None else jnp.ones((), jnp.float32)
+        # float16 gradients of the *mean* loss are what the scale lifts; the total would overflow.
+        scale = jnp.ones((), jnp.float32)
+        if state.scale is not None:
+            scale = state.scale.scale / self._terms_per_pass
         gradients, rest, sums = self._gradients(state, batch, scale)
         weight = jnp.maximum(sums["loss"].weight, 1e-9)
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / (weight * scale), gradients)
@@ -251,6 +254,16 @@ class Steps:
         start = (jax.tree.map(jnp.zeros_like, state.params), state.rest, zeros)
         (gradients, rest, sums), _ = jax.lax.scan(one, start, parts)
         return gradients, rest, sums
+
+    @property
+    def _terms_per_pass(self) -> int:
+        """About how many losses a pass adds up: its tokens, or its examples."""
+        lengths = [
+            field.shape[field.axes.index("sequence")]
+            for field in self.job.data.fields().values()
+            if "sequence" in field.axes
+        ]
+        return self.batch_size // self.job.layout.accumulate * max(lengths, default=1)
 
     def _judge(
         self, watch: Watch, loss: jax.Array, finite: jax.Array, overflow: bool
