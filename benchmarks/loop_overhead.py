@@ -23,6 +23,7 @@ from systolic.job import Checkpoints
 from systolic.report.live import Live
 from systolic.report.tensorboard import TensorBoard
 from systolic.train.feed import training
+from systolic.train.interrupt import Interrupt
 from systolic.train.setup import Setup, jit_train, set_up
 from systolic.train.trainer import Trainer
 
@@ -45,8 +46,9 @@ def bare(setup: Setup, program: Any, steps: int) -> float:
 
 
 def trained(setup: Setup, program: Any, steps: int) -> float:
-    """Steps per second of the trainer's own loop, from its ledger."""
-    job = replace(setup.job, steps=steps + 1, checkpoints=Checkpoints())
+    """Steps per second of the trainer's own loop, from its second step to its last."""
+    evaluation = replace(setup.job.evaluation, every=0)
+    job = replace(setup.job, steps=steps + 1, checkpoints=Checkpoints(), evaluation=evaluation)
     description = {"job": {"name": job.name}}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -54,14 +56,27 @@ def trained(setup: Setup, program: Any, steps: int) -> float:
     ):
         watchers = [Live(), TensorBoard(run.tensorboard)]
         trainer = Trainer(setup=replace(setup, job=job), run=run, watchers=watchers)
-        return Loop(trainer, program).steps_per_second()
+        feed = training(trainer.job, trainer.steps, 0)
+        try:
+            state = trainer._begin(feed, resume=False)
+            trainer._await_program(Interrupt())
+            watch = Stopwatch(trainer.train_program)
+            trainer.train_program = watch  # ty: ignore[invalid-assignment]
+            state = trainer._loop(state, feed, Interrupt())
+            jax.block_until_ready(state)
+            return steps / (time.perf_counter() - watch.started)
+        finally:
+            feed.close()
+            trainer.store.close()
+            for watcher in watchers:
+                watcher.close()
 
 
-class Loop:
-    """The trainer's loop, timed from its second step to its last, as the bare loop is."""
+class Stopwatch:
+    """Passes calls on; starts when the first one is done, as the bare loop does."""
 
-    def __init__(self, trainer: Trainer, program: Any) -> None:
-        self.trainer, self.program = trainer, program
+    def __init__(self, program: Any) -> None:
+        self.program = program
         self.started = 0.0
 
     def __call__(self, state: Any, batch: Any) -> Any:
@@ -70,21 +85,6 @@ class Loop:
             jax.block_until_ready(out[1])
             self.started = time.perf_counter()
         return out
-
-    def steps_per_second(self) -> float:
-        from systolic.train.interrupt import Interrupt
-
-        trainer = self.trainer
-        trainer.train_program = self  # ty: ignore[invalid-assignment]
-        feed = training(trainer.job, trainer.steps, 0)
-        try:
-            state = trainer._start(feed, resume=False)
-            state = trainer._loop(state, feed, Interrupt())
-            jax.block_until_ready(state)
-            return (trainer.step - 1) / (time.perf_counter() - self.started)
-        finally:
-            feed.close()
-            trainer.store.close()
 
 
 def main() -> None:
