@@ -111,6 +111,19 @@ def test_lines_of_the_log_are_printed_once_above_the_panel_which_goes_at_the_end
     assert text.rindex("\x1b[2K") > text.rindex("getting ready"), "the panel is gone"
 
 
+def test_many_lines_draw_the_panel_once() -> None:
+    view, terminal = screen(Clock())
+    view.see(start())
+    view.draw()
+    before = len(terminal.getvalue())
+    for number in range(20):
+        view.see(event("skip", number, 1.0))
+    view.draw()
+    text = terminal.getvalue()[before:]
+    assert all(f"step {number}: skip" in text for number in range(20))
+    assert text.count("╰") == 1
+
+
 def test_a_flood_of_events_is_counted_not_printed() -> None:
     view, _ = screen(Clock())
     view.see(start())

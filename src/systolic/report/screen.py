@@ -137,9 +137,9 @@ class Screen:
         """Draws; a terminal that is gone is no reason to end a run."""
         try:
             live = self._started(drawing)
-            for line in lines:
-                self._console.print(line)
-            live.update(drawing, refresh=True)
+            live.update(drawing, refresh=not lines)
+            if lines:  # a print draws the panel again below it: one print for all of them
+                self._console.print(Group(*lines))
         except (OSError, ValueError):
             self._stop()
 
