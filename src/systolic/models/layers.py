@@ -11,6 +11,45 @@ BATCH_NORM_MOMENTUM = 0.9
 """Share of the old running statistics kept per step (He et al. 2016)."""
 
 
+DEVIATION = "deviation"
+"""Name of the standard deviation that a parameter carries."""
+
+TRUNCATED_DEVIATION = 0.879625657
+"""Standard deviation of a unit normal cut at two: sqrt(1 - 4 pdf(2) / (2 cdf(2) - 1))."""
+
+
+def zeros(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
+    """A float32 parameter of zeros."""
+    return nnx.Param(jnp.zeros(shape, jnp.float32), out_sharding=axes)
+
+
+def random(shape: tuple[int, ...], axes: tuple[str | None, ...], deviation: float) -> nnx.Param:
+    """A float32 parameter that :func:`start` fills: normal, cut at two standard deviations."""
+    return nnx.Param(jnp.zeros(shape, jnp.float32), out_sharding=axes, deviation=deviation)
+
+
+def start(module: nnx.Module, rngs: nnx.Rngs) -> None:
+    """Fills the :func:`random` parameters of a whole network from one draw.
+
+    The compiler spends half a second or more on each draw of another shape, which for a ResNet of
+    50 layers is half a minute before the first step.
+    """
+    found = [
+        (path, parameter)
+        for path, parameter in nnx.to_flat_state(nnx.state(module, nnx.Param))
+        if DEVIATION in parameter.get_metadata()
+    ]
+    sizes = [parameter.size for _, parameter in found]
+    draw = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, (sum(sizes),), jnp.float32)
+    filled, offset = [], 0
+    for (path, parameter), size in zip(found, sizes, strict=True):
+        scale = parameter.get_metadata(DEVIATION) / TRUNCATED_DEVIATION
+        part = jax.lax.slice_in_dim(draw, offset, offset + size)
+        filled.append((path, parameter.replace(scale * part.reshape(parameter.shape))))
+        offset += size
+    nnx.update(module, nnx.from_flat_state(filled))
+
+
 def normalise(image: jax.Array, pixels: Pixels, dtype: jnp.dtype) -> jax.Array:
     """Bytes uint8[batch, height, width, channels] to ``dtype`` with about zero mean and unit variance."""
     mean = 255.0 * jnp.asarray(pixels.mean, jnp.float32)
@@ -21,8 +60,8 @@ def normalise(image: jax.Array, pixels: Pixels, dtype: jnp.dtype) -> jax.Array:
 class ConvNorm(nnx.Module):
     """Convolution without bias, then batch norm.
 
-    :func:`start_kernels` gives the kernel its first values. Batch statistics and the running ones
-    are float32 whatever the compute dtype; under a mesh they cover the whole batch.
+    The kernel starts with variance 2 / fan_out (He et al. 2015). Batch statistics and the running
+    ones are float32 whatever the compute dtype; under a mesh they cover the whole batch.
     """
 
     def __init__(
@@ -37,9 +76,10 @@ class ConvNorm(nnx.Module):
         gain: float = 1.0,
     ) -> None:
         """``gain`` is the first scale of the norm: 0 makes a residual branch start as nothing."""
-        self.kernel = nnx.Param(
-            jnp.zeros((kernel, kernel, conv_in, conv_out), jnp.float32),
-            out_sharding=(None, None, "conv_in", "conv_out"),
+        self.kernel = random(
+            (kernel, kernel, conv_in, conv_out),
+            (None, None, "conv_in", "conv_out"),
+            (2.0 / (kernel * kernel * conv_out)) ** 0.5,
         )
         self.norm = nnx.BatchNorm(
             conv_out,
@@ -65,33 +105,13 @@ class ConvNorm(nnx.Module):
         return self.target.constrain(self.norm(x).astype(x.dtype), "batch", None, None, None)
 
 
-def start_kernels(module: nnx.Module, rngs: nnx.Rngs) -> None:
-    """Fills the kernels of all ConvNorms in ``module``: normal, variance 2 / fan_out (He et al. 2015).
-
-    One draw serves them all, because the compiler spends about half a second on each draw of
-    another shape, which is half a minute for 50 layers.
-    """
-    convs = [part for _, part in nnx.iter_modules(module) if isinstance(part, ConvNorm)]
-    draw = jax.random.normal(rngs.params(), (sum(conv.kernel.size for conv in convs),), jnp.float32)
-    start = 0
-    for conv in convs:
-        shape = conv.kernel.shape
-        deviation = (2.0 / (shape[0] * shape[1] * shape[3])) ** 0.5
-        part = jax.lax.slice_in_dim(draw, start, start + conv.kernel.size)
-        conv.kernel[...] = deviation * part.reshape(shape)
-        start += conv.kernel.size
-
-
 class Head(nnx.Module):
     """Features to logits."""
 
-    def __init__(
-        self, features: int, num_classes: int, rngs: nnx.Rngs, target: Target, deviation: float
-    ) -> None:
-        """The kernel starts normal with standard deviation ``deviation``, the bias at 0."""
-        value = deviation * jax.random.normal(rngs.params(), (features, num_classes), jnp.float32)
-        self.kernel = nnx.Param(value, out_sharding=("embed", "vocab"))
-        self.bias = nnx.Param(jnp.zeros((num_classes,)), out_sharding=("vocab",))
+    def __init__(self, features: int, num_classes: int, target: Target, deviation: float) -> None:
+        """The kernel starts with standard deviation ``deviation``, the bias at 0."""
+        self.kernel = random((features, num_classes), ("embed", "vocab"), deviation)
+        self.bias = zeros((num_classes,), ("vocab",))
         self.target = target
 
     def __call__(self, x: jax.Array) -> jax.Array:

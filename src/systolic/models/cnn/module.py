@@ -5,7 +5,7 @@ from flax import nnx
 
 from systolic.job import Target
 from systolic.models.cnn.config import CNN
-from systolic.models.layers import ConvNorm, Head, normalise, start_kernels
+from systolic.models.layers import ConvNorm, Head, normalise, start
 
 
 class CNNModule(nnx.Module):
@@ -18,9 +18,9 @@ class CNNModule(nnx.Module):
             convs.append(ConvNorm(conv_out, conv_out, 3, rngs, target))
             conv_in = conv_out
         self.convs = nnx.List(convs)
-        start_kernels(self, rngs)
-        self.head = Head(config.features, config.num_classes, rngs, target, deviation=0.01)
+        self.head = Head(config.features, config.num_classes, target, deviation=0.01)
         self.config, self.target = config, target
+        start(self, rngs)
 
     def __call__(self, image: jax.Array) -> jax.Array:
         """Logits [batch, num_classes] of image uint8[batch, size, size, channels]."""

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from systolic.job import Remat, Target
-from systolic.models.layers import ConvNorm, Head, normalise, start_kernels
+from systolic.models.layers import ConvNorm, Head, normalise, start
 from systolic.models.remat import rematerialise
 from systolic.models.resnet.config import ResNet, Stem
 
@@ -62,10 +62,10 @@ class ResNetModule(nnx.Module):
                 blocks.append(Block(conv_in, inner, expansion, stride, rngs, target))
                 conv_in = inner * expansion
         self.blocks = nnx.List(blocks)
-        start_kernels(self, rngs)
         # A small head keeps the first loss near log(num_classes) (Goyal et al. 2017).
-        self.head = Head(conv_in, config.num_classes, rngs, target, deviation=0.01)
+        self.head = Head(conv_in, config.num_classes, target, deviation=0.01)
         self.config, self.target = config, target
+        start(self, rngs)
 
     def run(self, block: Block, x: jax.Array) -> jax.Array:
         """``block(x)`` under the layout's rematerialisation, which must see the new statistics go out."""

@@ -7,7 +7,7 @@ from flax import nnx
 
 from systolic.job import Target
 from systolic.models.attention import attention
-from systolic.models.layers import Head, normalise
+from systolic.models.layers import Head, normalise, random, start, zeros
 from systolic.models.remat import name, rematerialise
 from systolic.models.vit.config import Pooling, Positions, ViT
 
@@ -17,19 +17,6 @@ TOKEN_DEVIATION = 0.02
 """Standard deviation of learned positions and of the extra token (Dosovitskiy et al. 2021)."""
 UNROLLED_LAYERS = 6
 """On a CPU up to this many layers are traced one by one: a loop keeps XLA from fusing across them."""
-
-
-def weight(
-    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], deviation: float
-) -> nnx.Param:
-    """A float32 array, normal with this standard deviation, cut at two deviations."""
-    value = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32)
-    return nnx.Param(deviation * value, out_sharding=axes)
-
-
-def zeros(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
-    """A float32 array of zeros."""
-    return nnx.Param(jnp.zeros(shape, jnp.float32), out_sharding=axes)
 
 
 class LayerNorm(nnx.Module):
@@ -51,18 +38,18 @@ class LayerNorm(nnx.Module):
 class Block(nnx.Module):
     """Attention and a GELU MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ViT, rngs: nnx.Rngs, target: Target) -> None:
+    def __init__(self, config: ViT, target: Target) -> None:
         d, f, h, e = config.d_model, config.d_ff, config.heads, config.head_dim
         self.attention_norm = LayerNorm(d)
         # One matmul makes queries, keys and values; heads stay a dim of their own to be split.
-        self.project = weight(rngs, (d, 3, h, e), ("embed", None, "heads", "head_dim"), d**-0.5)
+        self.project = random((d, 3, h, e), ("embed", None, "heads", "head_dim"), d**-0.5)
         self.project_bias = zeros((3 * d,), ("norm",))
-        self.out = weight(rngs, (h, e, d), ("heads", "head_dim", "embed"), d**-0.5)
+        self.out = random((h, e, d), ("heads", "head_dim", "embed"), d**-0.5)
         self.out_bias = zeros((d,), ("norm",))
         self.mlp_norm = LayerNorm(d)
-        self.up = weight(rngs, (d, f), ("embed", "mlp"), d**-0.5)
+        self.up = random((d, f), ("embed", "mlp"), d**-0.5)
         self.up_bias = zeros((f,), ("mlp",))
-        self.down = weight(rngs, (f, d), ("mlp", "embed"), f**-0.5)
+        self.down = random((f, d), ("mlp", "embed"), f**-0.5)
         self.down_bias = zeros((d,), ("norm",))
         self.target = target
 
@@ -97,23 +84,23 @@ class ViTModule(nnx.Module):
     """Images to logits."""
 
     def __init__(self, config: ViT, rngs: nnx.Rngs, target: Target) -> None:
-        @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(axis_size=config.layers, transform_metadata={nnx.PARTITION_NAME: "layers"})
-        def blocks(rngs: nnx.Rngs) -> Block:
-            return Block(config, rngs, target)
+        def blocks() -> Block:
+            return Block(config, target)
 
         d, taps = config.d_model, config.patch**2 * config.pixels.channels
-        self.embedding = weight(rngs, (taps, d), (None, "embed"), taps**-0.5)
+        self.embedding = random((taps, d), (None, "embed"), taps**-0.5)
         self.embedding_bias = zeros((d,), ("norm",))
         side = config.pixels.size // config.patch
         if config.positions is Positions.learned:
-            self.positions = weight(rngs, (side * side, d), (None, "embed"), TOKEN_DEVIATION)
+            self.positions = random((side * side, d), (None, "embed"), TOKEN_DEVIATION)
         if config.pooling is Pooling.token:
-            self.token = weight(rngs, (d,), ("norm",), TOKEN_DEVIATION)
-        self.blocks = blocks(rngs)
+            self.token = random((d,), ("norm",), TOKEN_DEVIATION)
+        self.blocks = blocks()
         self.norm = LayerNorm(d)
-        self.head = Head(d, config.num_classes, rngs, target, deviation=0.0)
+        self.head = Head(d, config.num_classes, target, deviation=0.0)
         self.config, self.target = config, target
+        start(self, rngs)
 
     def embed(self, image: jax.Array) -> jax.Array:
         """uint8[batch, size, size, channels] to tokens [batch, tokens, d_model]."""

@@ -1,0 +1,139 @@
+"""The image recipes as a person runs them, on data made here or brought by scikit-learn."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from systolic.cli.main import main
+from systolic.core.errors import NotFoundError, OptionError
+from systolic.data.digits import Digits
+from systolic.data.idx import DEBIAN
+from systolic.job import Layout, Read, Split
+from systolic.job.data import MASK
+from systolic.models.resnet.config import Stem
+from systolic.recipes.digits import DigitsModel, digits
+from systolic.recipes.fashion import CLASSES, FashionModel, fashion
+from systolic.recipes.image import ImageModel, image, network
+from systolic.steps.mesh import make_mesh
+from systolic.steps.steps import Steps
+from systolic.steps.target import MeshTarget
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def systolic(capsys: pytest.CaptureFixture[str], *args: Any) -> dict[str, Any]:
+    """What a verb prints as JSON."""
+    assert main([*map(str, args), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_digits_trains_evaluates_and_predicts(tmp_path: Path, capsys) -> None:
+    run = tmp_path / "run"
+    summary = systolic(capsys, "train", "digits", "--steps", 100, "--run", run)
+    accuracy = summary["final"]["metrics"]["test_accuracy"]
+    assert accuracy > 0.95
+    assert summary["examples_per_second"] > 0
+    batch = next(Digits().open(Read(split=Split.test, batch=20, shuffle=False)))
+    files = []
+    for index, picture in enumerate(batch["image"]):
+        files.append(tmp_path / f"{index}.png")
+        Image.fromarray(picture[:, :, 0]).save(files[-1])
+    found = systolic(capsys, "predict", run, *files)["predictions"]
+    names = [answer["label"] for answer in found]
+    assert sum(int(name) == label for name, label in zip(names, batch["label"], strict=True)) >= 18
+    assert all(0.1 <= answer["probability"] <= 1 for answer in found)
+    assert len(found[0]["top"]) == 5
+
+
+def test_image_trains_on_a_folder_of_pictures(tmp_path: Path, capsys) -> None:
+    rng = np.random.default_rng(0)
+    for name, colour in (("red", 0), ("green", 1), ("blue", 2)):
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        for index in range(20):
+            pixels = rng.integers(0, 100, (20, 24, 3)).astype(np.uint8)
+            pixels[..., colour] += 100
+            Image.fromarray(pixels).save(tmp_path / "pictures" / name / f"{index}.png")
+    summary = systolic(
+        capsys,
+        *("train", "image", "--path", tmp_path / "pictures", "--model", "vit-ti", "--size", 16),
+        *("--patch", 8, "--steps", 30, "--batch", 24, "--learning-rate", 1e-3),
+        *("--run", tmp_path / "run"),
+    )
+    assert summary["final"]["metrics"]["test_accuracy"] == 1.0
+
+
+@pytest.mark.parametrize("model", ImageModel)
+def test_every_network_builds_for_the_size(model: ImageModel) -> None:
+    layout = Layout().on(1)
+    mesh = make_mesh(layout, jax.devices()[:1])
+    target = MeshTarget(platform="cpu", layout=layout, dtype="float32", mesh=mesh)
+    job = image(path=Path("."), model=model, size=32, patch=8, classes=10)
+    of = Steps(job, target)
+    assert of.network.num_parameters > 5e6
+    batch = {
+        name: jax.ShapeDtypeStruct((2, *field.shape), field.dtype)
+        for name, field in job.data.fields().items()
+    }
+    batch[MASK] = jax.ShapeDtypeStruct((2,), "float32")
+    answer = jax.eval_shape(of.predict, of.shapes.params, of.shapes.rest, batch)
+    assert answer["label"].shape == (2, 5)
+
+
+def test_small_pictures_keep_their_resolution() -> None:
+    stems = [network(ImageModel.resnet18, size, 16, 10).stem for size in (32, 224)]
+    assert stems == [Stem.small, Stem.imagenet]
+
+
+def test_the_default_learning_rate_follows_the_batch() -> None:
+    rates = [
+        image(path=Path("."), classes=10, batch=batch).optimizer.learning_rate
+        for batch in (256, 1024)
+    ]
+    assert rates == [0.1, 0.4]
+    given = image(path=Path("."), classes=10, batch=1024, learning_rate=0.3)
+    assert given.optimizer.learning_rate == 0.3
+
+
+def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="--patch 15 does not divide --size 224"):
+        image(path=tmp_path, model=ImageModel.vit_s, patch=15, classes=3)
+    with pytest.raises(OptionError, match="--classes is 0"):
+        image(path=tmp_path, classes=0)
+    with pytest.raises(NotFoundError, match="none"):
+        image(path=tmp_path / "none")
+    job = fashion(path=DEBIAN / "fashion-nowhere")
+    with pytest.raises(NotFoundError, match="apt-get install dataset-fashion-nowhere"):
+        job.data.size(Split.train)
+
+
+def test_fashion_names_its_classes() -> None:
+    for model in FashionModel:
+        job = fashion(model=model)
+        assert job.data.labels() == CLASSES
+        assert len(CLASSES) == job.model.num_classes == 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", DigitsModel)
+def test_digits_reaches_its_accuracy(tmp_path: Path, capsys, model: DigitsModel) -> None:
+    assert digits(model=model).steps <= 800
+    args = ("train", "digits", "--model", model.value, "--run", tmp_path / "run")
+    assert systolic(capsys, *args)["final"]["metrics"]["test_accuracy"] >= 0.97
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (DEBIAN / "fashion-mnist").is_dir(), reason="apt-get install dataset-fashion-mnist"
+)
+@pytest.mark.parametrize("model", FashionModel)
+def test_fashion_reaches_its_accuracy(tmp_path: Path, capsys, model: FashionModel) -> None:
+    args = ("train", "fashion", "--model", model.value, "--run", tmp_path / "run")
+    assert systolic(capsys, *args)["final"]["metrics"]["test_accuracy"] >= 0.9
