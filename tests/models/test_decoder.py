@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from systolic.core.errors import LayoutError, OptionError
 from systolic.job import Layout
@@ -64,7 +65,7 @@ def test_packed_documents_do_not_see_each_other(config: Decoder) -> None:
 def test_cache_gives_the_logits_of_the_whole_text(config: Decoder) -> None:
     net = module(config)
     tokens, segments, positions = arrays(10, [10])
-    whole = net(tokens, segments, positions)
+    whole, _ = nnx.capture(net, nnx.Intermediate)(tokens, segments, positions)
     cache = net.empty_cache(1, 16, jnp.float32)
     prompt = jnp.zeros((1, 8), jnp.int32).at[:, :5].set(tokens[:, :5])
     logits, cache = net.extend(prompt, jnp.array([5]), cache)

@@ -41,10 +41,8 @@ class LanguageModel(Task):
     ) -> "Mapping[str, jax.Array | Mean]":
         """loss (nats a token; the regularisers only while training), accuracy, and bits_per_byte for bytes."""
         import jax.numpy as jnp
-        from flax import nnx
 
-        logits = model(batch["tokens"], batch["segments"], batch["positions"])
-        sown: Any = nnx.pop(model, nnx.Intermediate)
+        logits, sown = forward(model, batch)
         nats, normaliser, best = cross_entropy(logits, batch["targets"])
         seen = (batch["targets"] >= 0).astype(jnp.float32)
         weight = seen.sum()
@@ -69,11 +67,17 @@ class LanguageModel(Task):
         """nats f32[batch]: the summed loss of each row; tokens f32[batch]: its number of targets."""
         import jax.numpy as jnp
 
-        nats, _, _ = cross_entropy(
-            model(batch["tokens"], batch["segments"], batch["positions"]), batch["targets"]
-        )
+        nats, _, _ = cross_entropy(forward(model, batch)[0], batch["targets"])
         seen = (batch["targets"] >= 0).astype(jnp.float32)
         return {"nats": (nats * seen).sum(axis=-1), "tokens": seen.sum(axis=-1)}
+
+
+def forward(model: Any, batch: "Mapping[str, jax.Array]") -> "tuple[jax.Array, Any]":
+    """The logits [batch, sequence, vocab] and what the model sowed as ``nnx.Intermediate`` on the way."""
+    from flax import nnx
+
+    call: Any = nnx.capture(model, nnx.Intermediate)
+    return call(batch["tokens"], batch["segments"], batch["positions"])
 
 
 def cross_entropy(
