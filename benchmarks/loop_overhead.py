@@ -24,7 +24,8 @@ from systolic.report.live import Live
 from systolic.report.tensorboard import TensorBoard
 from systolic.train.feed import training
 from systolic.train.interrupt import Interrupt
-from systolic.train.setup import Setup, jit_train, set_up
+from systolic.steps.programs import jit_train
+from systolic.train.setup import Setup, set_up
 from systolic.train.trainer import Trainer
 
 

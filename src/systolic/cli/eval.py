@@ -34,8 +34,8 @@ def evaluate(
     """
     from systolic.cli.trained import load
     from systolic.core.errors import DataError
+    from systolic.steps.programs import jit_evaluate
     from systolic.train.evaluate import evaluate as over
-    from systolic.train.setup import jit_evaluate
 
     trained = load(run, checkpoint)
     job, steps = trained.setup.job, trained.setup.steps

@@ -22,6 +22,7 @@ from systolic.core.units import duration, gibibytes
 from systolic.job import Batch, Job, Split
 from systolic.models.decoder.pipeline import num_microbatches
 from systolic.steps.mesh import make_mesh
+from systolic.steps.programs import jit_evaluate, jit_train
 from systolic.steps.steps import Steps
 from systolic.steps.target import MeshTarget
 from systolic.train.evaluate import evaluate
@@ -29,7 +30,7 @@ from systolic.train.feed import training
 from systolic.train.ledger import Ledger
 from systolic.train.machine import Machine
 from systolic.train.programs import Program
-from systolic.train.setup import Setup, jit_evaluate, jit_train, set_up
+from systolic.train.setup import Setup, set_up
 
 STEPS = 3
 """The last one starts from the restored checkpoint."""

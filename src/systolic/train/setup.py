@@ -9,6 +9,7 @@ import jax
 from systolic.core.errors import DataError, OptionError, nearest
 from systolic.job import Job, Split
 from systolic.steps.mesh import make_mesh
+from systolic.steps.programs import jit_evaluate, jit_train
 from systolic.steps.steps import Steps
 from systolic.steps.target import MeshTarget
 from systolic.train.machine import Machine
@@ -92,28 +93,11 @@ def set_up(job: Job, machine: Machine | None = None) -> Setup:
     return Setup(job=job, machine=machine, steps=Steps(job, target))
 
 
-def jit_train(steps: Steps) -> Any:
-    """The train step, jitted: (state, batch) -> (state, metrics); the state's memory is reused."""
-    return jax.jit(
-        steps.train,
-        donate_argnums=0,
-        in_shardings=(steps.shardings, steps.batch_shardings),
-        out_shardings=(steps.shardings, None),
-    )
-
-
-def jit_evaluate(steps: Steps) -> Any:
-    """The eval step, jitted: (params, rest, batch) -> sums."""
-    return jax.jit(steps.evaluate)
-
-
 def first_state(steps: Steps, seed: int) -> Any:
     """The state before the first step, born sharded."""
     init = jax.jit(steps.init, out_shardings=steps.shardings)
     # It runs once: on a CPU, LLVM would spend seconds to save it milliseconds.
     quick: dict[str, str | bool] | None = None
-    if steps.target.platform == "cpu":
-        quick: dict[str, str | bool] | None = None
     if steps.target.platform == "cpu":
         quick = {"xla_backend_optimization_level": "1"}
     key = jax.random.key(seed)

@@ -1,0 +1,18 @@
+"""Compiling for a slice that is not there, in a child process, kept in a content-addressed store."""
+
+from systolic.aot.compile import Compiler, compile
+from systolic.aot.outcome import Compiled, Failed, Outcome, Rejected
+from systolic.aot.program import FunctionProgram, JobProgram, Program, Verb
+
+__all__ = [
+    "Compiled",
+    "Compiler",
+    "Failed",
+    "FunctionProgram",
+    "JobProgram",
+    "Outcome",
+    "Program",
+    "Rejected",
+    "Verb",
+    "compile",
+]

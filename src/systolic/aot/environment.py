@@ -1,0 +1,32 @@
+"""The environment in which libtpu compiles without a TPU; the one place that sets it."""
+
+from collections.abc import Mapping, Sequence
+
+from systolic.chips import Slice
+
+QUIET = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # libtpu takes a lock on the machine otherwise
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",  # any: what is compiled for comes from the topology
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "JAX_PLATFORMS": "cpu",
+}
+
+
+def child_environment(
+    given: Mapping[str, str], on: Slice, flags: Sequence[str] = ()
+) -> dict[str, str]:
+    """The variables of the process that compiles for ``on``; ``flags`` are the compiler's."""
+    made = {**given, **QUIET}
+    made.pop("XLA_FLAGS", None)
+    if on.platform == "tpu":
+        made["LIBTPU_INIT_ARGS"] = " ".join(flags)
+    else:
+        count = f"--xla_force_host_platform_device_count={on.num_devices}"
+        made["XLA_FLAGS"] = " ".join((*flags, count))
+        if on.platform == "gpu":
+            made.pop("JAX_PLATFORMS")
+    return made

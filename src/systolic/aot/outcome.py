@@ -1,0 +1,138 @@
+"""What comes back from the compiler. That a program does not fit is an answer, not an error."""
+
+import gzip
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from systolic.core.store import read_json
+from systolic.core.units import GIB
+
+HLO, REPORT, EXECUTABLE = "module.hlo.gz", "report.json", "executable.bin"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A scheduled program in the store."""
+
+    folder: Path
+    digest: str
+    """Of the lowered program, its target, the flags and the versions."""
+    cached: bool
+
+    @cached_property
+    def report(self) -> Mapping[str, Any]:
+        """Versions, seconds, memory, places of the devices, and what the program says of itself."""
+        return read_json(self.folder / REPORT)
+
+    @property
+    def hlo(self) -> str:
+        """The scheduled module as text."""
+        return gzip.decompress((self.folder / HLO).read_bytes()).decode()
+
+    @property
+    def executable(self) -> Path | None:
+        """The serialized executable, where it was asked for."""
+        path = self.folder / EXECUTABLE
+        return path if path.is_file() else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffer:
+    """An allocation that the compiler named."""
+
+    bytes: int
+    op: str = ""
+    shape: str = ""
+    source: str = ""
+    kind: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """The program does not fit."""
+
+    space: str
+    """``hbm``, ``vmem`` or ``smem``."""
+    need_bytes: int
+    have_bytes: int
+    buffers: Sequence[Buffer] = ()
+    """The largest, largest first."""
+    digest: str = ""
+    cached: bool = False
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed:
+    """The compiler refused or died."""
+
+    reason: str
+    """One line."""
+    log: str = ""
+    """The end of what it printed."""
+
+
+Outcome = Compiled | Rejected | Failed
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_USED = re.compile(r"Used ([\d.]+)([KMGT]?)\w* of ([\d.]+)([KMGT]?)\w* (\w+)", re.IGNORECASE)
+_SPACE = re.compile(r"memory space (\w+)")
+_BUFFER = re.compile(
+    r"Size: ([\d.]+)([KMGT]?)\w*\s*\n(?P<body>(?:.+\n?)*?)(?=\s*=====|\Z)", re.MULTILINE
+)
+_LABELS = {
+    "op": re.compile(r'op_name="([^"]*)"'),
+    "shape": re.compile(r"Shape: (\S+)"),
+    "source": re.compile(r"source_file=\"?([^\"\s]+)\"?(?:\s+source_line=(\d+))?"),
+    "kind": re.compile(r"Allocation type: (.+)"),
+}
+
+
+def rejection(text: str, capacity: int) -> Rejected | None:
+    """What an out-of-memory message of libtpu says; None when it is none."""
+    lowered = text.lower()
+    if (
+        "resource_exhausted" not in lowered
+        and "out of memory" not in lowered
+        and "vmemoom" not in lowered
+    ):
+        return None
+    used = _USED.search(text)
+    space = _SPACE.search(text)
+    if used is None:
+        return Rejected(space=space[1] if space else "hbm", need_bytes=0, have_bytes=capacity)
+    return Rejected(
+        space=used[5].lower(),
+        need_bytes=_bytes(used[1], used[2]),
+        have_bytes=_bytes(used[3], used[4]),
+        buffers=_buffers(text),
+    )
+
+
+def _buffers(text: str) -> list[Buffer]:
+    found = []
+    for part in re.split(r"^\s*\d+\. ", text, flags=re.MULTILINE)[1:]:
+        size = re.match(r"Size: ([\d.]+)([KMGT]?)", part)
+        if size is None:
+            continue
+        labels = {name: _search(pattern, part) for name, pattern in _LABELS.items()}
+        found.append(Buffer(bytes=_bytes(size[1], size[2]), **labels))
+    return sorted(found, key=lambda b: -b.bytes)
+
+
+def _search(pattern: re.Pattern[str], text: str) -> str:
+    found = pattern.search(text)
+    return ":".join(group for group in found.groups() if group).strip() if found else ""
+
+
+def _bytes(number: str, unit: str) -> int:
+    return round(float(number) * _UNITS[unit.upper()])
+
+
+def line(rejected: Rejected) -> str:
+    """``needs 20.30 GiB of hbm, 15.75 GiB are there``."""
+    return f"needs {rejected.need_bytes / GIB:.2f} GiB of {rejected.space}, {rejected.have_bytes / GIB:.2f} GiB are there"

@@ -1,0 +1,112 @@
+"""A job's programs, traced for devices that need not be there."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from systolic.aot.program import Traced, Verb, definite
+from systolic.chips import Slice
+from systolic.core.errors import OptionError
+from systolic.job import Job
+from systolic.steps.decode import Decode, DecodeState, Sampling
+from systolic.steps.mesh import make_mesh
+from systolic.steps.programs import jit_evaluate, jit_train
+from systolic.steps.steps import Steps
+from systolic.steps.target import MeshTarget
+
+
+def trace_job(job: Job, verb: Verb, on: Slice, devices: Sequence[Any]) -> Traced:
+    """The step of ``job`` that ``verb`` names, on a mesh of ``devices``."""
+    job = definite(job, on)
+    target = MeshTarget(
+        platform=on.platform,
+        layout=job.layout,
+        dtype=job.precision.dtype,
+        mesh=make_mesh(job.layout, devices),
+    )
+    steps = Steps(job, target)
+    fields = job.data.fields()
+    unit = "tokens" if "tokens" in fields else "examples"
+    per_example = fields["tokens"].shape[0] if unit == "tokens" else 1
+    state = steps.abstract_state
+    match verb:
+        case Verb.train:
+            traced = jit_train(steps).trace(state, steps.abstract_batch())
+            flops, units = steps.step_flops, steps.batch_size * per_example
+        case Verb.eval:
+            size = steps.batch_size // job.layout.accumulate
+            traced = jit_evaluate(steps).trace(state.params, state.rest, steps.abstract_batch(size))
+            flops, units = steps.forward_flops * size, size * per_example
+        case Verb.prefill | Verb.decode:
+            if unit != "tokens":
+                raise OptionError(f"{job.name} does not write text; forecast its eval step instead")
+            traced, flops, units = _generation(steps, verb, per_example)
+    return Traced(
+        traced=traced,
+        mesh=target.mesh,
+        facts={
+            "name": job.name,
+            "verb": verb.value,
+            "model_flops": float(flops),
+            "unit": unit,
+            "units": int(units),
+            "batch_size": steps.batch_size,
+            "parameters": steps.network.num_parameters,
+            "precision": job.precision.value,
+            "layout": {
+                **job.layout.mesh_shape,
+                "remat": job.layout.remat.value,
+                "accumulate": job.layout.accumulate,
+                "slices": job.layout.slices.value,
+            },
+            "notes": list(target.notes),
+        },
+    )
+
+
+def _generation(steps: Steps, verb: Verb, sequence: int) -> tuple[Any, float, int]:
+    """Prefill of whole rows, or one token for each row with a full cache."""
+    decode = Decode(steps, Sampling(temperature=0.0))
+    state, size = steps.abstract_state, steps.batch_size
+    target = steps.target
+
+    def spread(shape: Any, *axes: str | None) -> Any:
+        where = target.sharding(target.fit(shape.shape, axes))
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where)
+
+    whole = target.sharding(PartitionSpec())
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
+    tokens = spread(jax.ShapeDtypeStruct((size, sequence), jnp.int32), "batch", None)
+    count = spread(jax.ShapeDtypeStruct((size,), jnp.int32), "batch")
+    params = {
+        path: jax.ShapeDtypeStruct(p.shape, jnp.dtype(target.dtype), sharding=p.sharding)
+        for path, p in state.params.items()
+    }
+    if verb is Verb.prefill:
+        program = jax.jit(decode.prefill, static_argnums=5)
+        traced = program.trace(params, state.rest, tokens, count, key, sequence)
+        return traced, steps.forward_flops * size, size * sequence
+    made = jax.eval_shape(
+        lambda p, r, t, c, k: decode.prefill(p, r, t, c, k, sequence),
+        params,
+        state.rest,
+        tokens,
+        count,
+        key,
+    )
+    cache = jax.tree.map(
+        lambda s: (
+            spread(s, *(None, "batch", None, "kv_heads", None)[: s.ndim])
+            if s.ndim >= 4
+            else spread(s, *("batch", None, None)[: s.ndim])
+        ),
+        made.cache,
+    )
+    begun = DecodeState(token=count, key=key, cache=cache)  # ty: ignore[invalid-argument-type]
+    program = jax.jit(decode.decode, static_argnums=3, donate_argnums=2)
+    traced = program.trace(params, state.rest, begun, 1)
+    return traced, steps.forward_flops * size / sequence, size

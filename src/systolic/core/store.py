@@ -1,0 +1,90 @@
+"""A content-addressed store on disk: a folder an entry, whole or absent, never changed."""
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from systolic.core.errors import RunError
+
+
+def cache_home() -> Path:
+    """``$SYSTOLIC_CACHE``, or ``systolic`` in ``$XDG_CACHE_HOME``, by default ``~/.cache``."""
+    given = os.environ.get("SYSTOLIC_CACHE")
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "systolic"
+
+
+class Store:
+    """Entries of one kind under a root: ``root/kind/ab/abcdef…/``."""
+
+    def __init__(self, kind: str, root: Path | None = None) -> None:
+        self.root = (root or cache_home()) / kind
+
+    def path(self, digest: str) -> Path:
+        """Where the entry of that digest is, or would be."""
+        return self.root / digest[:2] / digest
+
+    def get(self, digest: str) -> Path | None:
+        """The entry's folder; None when there is none."""
+        found = self.path(digest)
+        return found if found.is_dir() else None
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A folder to fill for :meth:`put`; gone afterwards unless it was put.
+
+        Raises:
+            RunError: the store's disk can't be written.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            made = Path(tempfile.mkdtemp(dir=self.root, prefix=".new-"))
+        except OSError as error:
+            raise RunError(
+                f"{self.root} could not be written ({error.strerror}); set SYSTOLIC_CACHE to a folder that can"
+            ) from error
+        try:
+            yield made
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+    def put(self, digest: str, folder: Path) -> Path:
+        """Moves a filled folder in; the entry that is there already stays. Returns its place."""
+        target = self.path(digest)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.rename(folder, target)
+        except OSError as error:
+            if not target.is_dir():
+                raise RunError(
+                    f"{target} could not be written ({error.strerror}); free some space or set SYSTOLIC_CACHE"
+                ) from error
+        return target
+
+    @contextmanager
+    def lock(self, digest: str) -> Iterator[None]:
+        """One process at a time for a digest; others wait. A dead process holds nothing."""
+        folder = self.root / ".locks"
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / digest, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def read_json(path: Path) -> Any:
+    """The JSON in a file of the store.
+
+    Raises:
+        RunError: the file is absent or damaged.
+    """
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} is damaged ({error}); delete its folder and run again") from error

@@ -1,0 +1,189 @@
+"""The answer, as a value and as JSON with names that other tools read."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from systolic.chips import Slice
+from systolic.core.origin import Origin
+from systolic.forecast.cost import Bill
+from systolic.forecast.memory import MemoryMap
+from systolic.sim.timeline import Resource, Timeline
+
+BILLION, MILLION = 1e9, 1e6
+LARGEST = 12
+"""Buffers named in the JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What a program will do on a slice.
+
+    Times in seconds, memory in bytes of one device. MFU counts model FLOPs (no rematerialisation)
+    against the bf16 peak of all chips, HFU the FLOPs that the matrix units execute.
+    """
+
+    recipe: str
+    on: Slice
+    origin: Origin
+    fits: bool
+    capacity_bytes: int
+    memory: MemoryMap | None = None
+    timeline: Timeline | None = None
+    step_seconds: float | None = None
+    low: float | None = None
+    high: float | None = None
+    interval: str = ""
+    """Where low and high come from."""
+    model_flops: float | None = None
+    unit: str = "calls"
+    units: float = 1
+    """Tokens, examples or calls of a step, all devices."""
+    hardware_flops: float = 0.0
+    """Of one device."""
+    bill: Bill
+    compiler: Mapping[str, Any] = field(default_factory=dict)
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    rejected: Mapping[str, Any] | None = None
+    notes: Sequence[str] = ()
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs over the bf16 peak."""
+        return self._share(self.model_flops)
+
+    @property
+    def hfu(self) -> float | None:
+        """Executed FLOPs over the bf16 peak."""
+        return self._share(self.hardware_flops * self.on.num_devices)
+
+    def _share(self, flops: float | None) -> float | None:
+        peak = self.on.chip.peak_bf16_flops_per_second
+        if flops is None or not peak or not self.step_seconds:
+            return None
+        return flops / (self.step_seconds * peak * self.on.num_chips)
+
+    @property
+    def time_by_resource(self) -> dict[str, float]:
+        """Seconds of the step by what the core was doing or waiting for; sums to the step."""
+        seconds = dict.fromkeys((r.value for r in Resource), 0.0)
+        if self.timeline is None:
+            return seconds
+        for span, times in self.timeline.leaves():
+            if span.lane == "core":
+                seconds[span.resource.value] += span.seconds * times
+        seconds["idle"] += max(0.0, self.timeline.seconds - sum(seconds.values()))
+        return seconds
+
+    @property
+    def exposed_collective_seconds(self) -> float:
+        """Time in which the core does nothing but wait for chips."""
+        by = self.time_by_resource
+        return by["ici"] + by["dcn"]
+
+    @property
+    def bound_by(self) -> str | None:
+        """The resource that takes the largest share of the step."""
+        if self.timeline is None:
+            return None
+        by = self.time_by_resource
+        return max(by, key=lambda name: by[name])
+
+    @property
+    def priced_fraction(self) -> float:
+        """Share of the step that a rule prices; the rest is taken from bytes alone."""
+        if self.timeline is None or not self.timeline.seconds:
+            return 0.0
+        return 1.0 - sum(s for _, s in self.unpriced) / self.timeline.seconds
+
+    @property
+    def unpriced(self) -> list[tuple[str, float]]:
+        """Ops that no rule prices, with the seconds that their bytes need."""
+        if self.timeline is None:
+            return []
+        return [
+            (f"{span.opcode} {span.name}", span.seconds * times)
+            for span, times in self.timeline.leaves()
+            if span.priced_by == "nothing"
+        ]
+
+    @property
+    def units_per_second(self) -> float | None:
+        """Tokens, examples or calls a second, all chips together."""
+        return self.units / self.step_seconds if self.step_seconds else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The published names."""
+        seconds = self.step_seconds
+        per, scale = (
+            ("billion_tokens", BILLION) if self.unit == "tokens" else ("million_examples", MILLION)
+        )
+        rate = "tokens_per_second" if self.unit == "tokens" else "examples_per_second"
+        record: dict[str, Any] = {
+            "recipe": self.recipe,
+            "slice": self.on.name,
+            "chips": self.on.num_chips,
+            "origin": self.origin.value,
+            "fits": self.fits,
+            "hbm": self._hbm(),
+            "step_seconds": seconds,
+            "step_seconds_low": self.low,
+            "step_seconds_high": self.high,
+            "interval": self.interval,
+            "model_flops_per_step": self.model_flops,
+            "tflops_per_chip": self.model_flops / seconds / self.on.num_chips / 1e12
+            if seconds and self.model_flops
+            else None,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            rate: self.units_per_second,
+            "time_by_resource": self.time_by_resource,
+            "exposed_collective_seconds": self.exposed_collective_seconds,
+            "bound_by": self.bound_by,
+            "priced_fraction": self.priced_fraction,
+            "unpriced": [{"op": op, "seconds": s} for op, s in self.unpriced],
+            "usd_per_hour": self.bill.usd_per_hour,
+            f"usd_per_{per}": self.bill.usd_per(scale, self.units, seconds) if seconds else None,
+            f"kwh_per_{per}": self.bill.kwh_per(scale, self.units, seconds) if seconds else None,
+            **self._bill(),
+            "compiler": dict(self.compiler),
+            "layout": dict(self.layout),
+            "notes": list(self.notes),
+        }
+        if self.rejected is not None:
+            record["rejected"] = dict(self.rejected)
+        return record
+
+    def _hbm(self) -> dict[str, Any]:
+        memory = self.memory
+        if memory is None:
+            need = (self.rejected or {}).get("need_bytes")
+            return {"capacity_bytes": self.capacity_bytes, "peak_bytes": need, "by_kind": {}}
+        return {
+            "capacity_bytes": self.capacity_bytes,
+            "peak_bytes": memory.peak_bytes,
+            "by_kind": dict(memory.by_kind),
+            "buffers": [
+                {
+                    "bytes": b.bytes,
+                    "kind": b.kind,
+                    "shape": b.shape,
+                    "layer": b.layer,
+                    "op": b.op,
+                    "source": b.source,
+                }
+                for b in memory.buffers[:LARGEST]
+            ],
+        }
+
+    def _bill(self) -> dict[str, Any]:
+        bill = self.bill
+        return {
+            "prices": {
+                "on_demand": bill.usd_per_hour,
+                "spot": bill.spot_usd_per_hour,
+                "committed": bill.committed_usd_per_hour,
+                "as_of": bill.price_as_of,
+            },
+            "power": {"watts": bill.watts, "source": bill.watts_source, "pue": bill.pue},
+        }

@@ -1,0 +1,276 @@
+"""What holds device memory at the peak of a schedule.
+
+The compiler's own figure is the peak; which buffers are alive then comes from the schedule: an
+array lives from the op that makes it to the last that reads it, results that alias an operand
+(updates in place, tuples, bitcasts, loops) are no new memory.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from systolic.hlo import Computation, Instruction, Module, Shape
+from systolic.hlo.shape import HBM
+from systolic.sim.layers import layer_of, phase_of
+
+KINDS = (
+    "parameters",
+    "optimizer state",
+    "inputs",
+    "saved activations",
+    "gradients",
+    "collective buffers",
+    "temporaries",
+    "program",
+)
+
+_ALIASES = frozenset(
+    (
+        "bitcast",
+        "tuple",
+        "get-tuple-element",
+        "opt-barrier",
+        "while",
+        "call",
+        "conditional",
+        "copy-done",
+        "after-all",
+    )
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """A buffer that is alive at the peak."""
+
+    name: str
+    kind: str
+    bytes: int
+    shape: str
+    layer: str
+    source: str
+    op: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryMap:
+    """Device memory at the peak."""
+
+    peak_bytes: int
+    """The compiler's figure where it is known, else the schedule's."""
+    estimated_bytes: int
+    """By the schedule alone."""
+    by_kind: Mapping[str, int]
+    """Sums to ``peak_bytes``; what the schedule doesn't explain is ``temporaries``."""
+    buffers: Sequence[Held]
+    """Largest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Peak:
+    bytes: int
+    held: tuple[Held, ...]
+
+
+def memory_map(module: Module, peak_bytes: int | None, code_bytes: int = 0) -> MemoryMap:
+    """Who holds the memory at the peak.
+
+    Args:
+        module: Scheduled HLO.
+        peak_bytes: The compiler's peak; None for text that came without.
+        code_bytes: Of the program itself.
+    """
+    entry = module.entry
+    arguments = [_argument(module, i) for i in entry.parameters]
+    inputs = tuple(held for held in arguments if held.bytes)
+    peak = _peak(module, entry, {})
+    held = sorted((*inputs, *peak.held), key=lambda h: -h.bytes)
+    estimated = sum(h.bytes for h in held) + code_bytes
+    total = peak_bytes or estimated
+    by_kind: Counter[str] = Counter()
+    for buffer in held:
+        by_kind[buffer.kind] += buffer.bytes
+    if code_bytes:
+        by_kind["program"] = code_bytes
+    excess = sum(by_kind.values()) - total
+    if excess <= 0:
+        by_kind["temporaries"] -= excess
+    else:
+        # The compiler shares memory better than lifetimes alone tell: take it off what is not held fixed.
+        for kind in ("temporaries", "collective buffers", "gradients", "saved activations"):
+            less = min(excess, by_kind[kind])
+            by_kind[kind] -= less
+            excess -= less
+    return MemoryMap(
+        peak_bytes=total,
+        estimated_bytes=estimated,
+        by_kind={kind: by_kind[kind] for kind in KINDS if by_kind[kind] > 0},
+        buffers=held,
+    )
+
+
+def _argument(module: Module, parameter: Instruction) -> Held:
+    path = parameter.op_name or parameter.name
+    kind = "inputs"
+    if ".params" in path or path.startswith("params"):
+        kind = "parameters"
+    elif any(word in path for word in (".optimizer", "opt_state", ".ema", ".mu", ".nu")):
+        kind = "optimizer state"
+    return Held(
+        name=parameter.name,
+        kind=kind,
+        bytes=parameter.shape.bytes_in(HBM),
+        shape=str(parameter.shape),
+        layer=_leaf(path),
+        source="",
+        op=path,
+    )
+
+
+def _leaf(path: str) -> str:
+    inside = path.partition("['")[2]
+    return inside.partition("']")[0] if inside else path
+
+
+def _peak(module: Module, computation: Computation, known: dict[str, _Peak]) -> _Peak:
+    """The most that is alive in a computation beyond its parameters, and what it is."""
+    if computation.name in known:
+        return known[computation.name]
+    order = computation.instructions
+    owners = _owners(module, computation)
+    last: dict[str, int] = {}
+    for index, instruction in enumerate(order):
+        for name in instruction.operands:
+            for owner in owners.get(name, ()):
+                last[owner] = index
+    for owner in owners.get(computation.root.name, ()):
+        last[owner] = len(order)
+    ends: dict[int, list[str]] = {}
+    for name, index in last.items():
+        ends.setdefault(index, []).append(name)
+    alive: dict[str, int] = {}
+    now = best = 0
+    at: tuple[dict[str, int], Instruction | None, _Peak | None] = ({}, None, None)
+    for index, instruction in enumerate(order):
+        size = _own_bytes(module, instruction)
+        inner = None
+        if instruction.opcode in ("while", "call", "conditional"):
+            inners = [_peak(module, module.computations[n], known) for n in _bodies(instruction)]
+            inner = max(inners, key=lambda p: p.bytes, default=None)
+        if size and instruction.name in last:
+            alive[instruction.name] = size
+            now += size
+        here = now + (inner.bytes if inner else 0) + (size if instruction.name not in last else 0)
+        if here > best:
+            best, at = here, (dict(alive), instruction, inner)
+        for name in ends.get(index, ()):
+            now -= alive.pop(name, 0)
+    held = [_held(module, computation, computation[name], size) for name, size in at[0].items()]
+    if at[2] is not None:
+        held += at[2].held
+    known[computation.name] = _Peak(best, tuple(held))
+    return known[computation.name]
+
+
+def _bodies(instruction: Instruction) -> list[str]:
+    if instruction.opcode == "while":
+        return [instruction.called("body") or ""]
+    return instruction.called_computations
+
+
+def _owners(module: Module, computation: Computation) -> dict[str, tuple[str, ...]]:
+    """Each name to the instructions whose memory its value lies in."""
+    owners: dict[str, tuple[str, ...]] = {}
+    for instruction in computation:
+        opcode = instruction.opcode
+        if opcode == "tuple":
+            owners[instruction.name] = tuple(
+                {o for name in instruction.operands for o in owners.get(name, ())}
+            )
+        elif opcode == "get-tuple-element":
+            source = computation.index.get(instruction.operands[0])
+            if source is not None and source.opcode == "tuple":
+                owners[instruction.name] = owners.get(source.operands[instruction.tuple_index], ())
+            else:
+                owners[instruction.name] = owners.get(instruction.operands[0], ())
+        elif opcode in _ALIASES or opcode.endswith("-done") or _in_place(module, instruction):
+            owners[instruction.name] = tuple(
+                {o for name in instruction.operands for o in owners.get(name, ())}
+            ) or ((instruction.name,) if _own_bytes(module, instruction) else ())
+        else:
+            owners[instruction.name] = (instruction.name,)
+    return owners
+
+
+def _in_place(module: Module, instruction: Instruction) -> bool:
+    return instruction.opcode == "dynamic-update-slice" or (
+        instruction.opcode == "fusion"
+        and instruction.attribute("output_to_operand_aliasing") is not None
+    )
+
+
+def _own_bytes(module: Module, instruction: Instruction) -> int:
+    """HBM that an instruction allocates."""
+    opcode = instruction.opcode
+    if opcode in ("parameter", *_ALIASES) or opcode.endswith("-done"):
+        return 0
+    if opcode == "dynamic-update-slice":
+        return 0
+    shape = instruction.shape
+    if opcode.endswith("-start") and shape.parts is not None:
+        # (operand, result, context) or ((operands), result, context): only the result is new.
+        return (
+            shape.parts[1].bytes_in(HBM)
+            if len(shape.parts) > 1 and "copy" not in opcode
+            else (shape.parts[0].bytes_in(HBM) if "copy" in opcode else 0)
+        )
+    aliased = instruction.attribute("output_to_operand_aliasing")
+    if aliased and shape.parts is not None:
+        return sum(
+            part.bytes_in(HBM) for n, part in enumerate(shape.parts) if f"{{{n}}}:" not in aliased
+        )
+    if aliased:
+        return 0
+    if opcode == "fusion":
+        return _fresh(module, instruction, shape)
+    return shape.bytes_in(HBM)
+
+
+def _fresh(module: Module, fusion: Instruction, shape: Shape) -> int:
+    """A fusion's results less those that update an operand in place."""
+    inner = module.computations[fusion.called("calls") or ""]
+    root = inner.root
+    names = root.operands if root.opcode == "tuple" else (root.name,)
+    parts = shape.parts if shape.parts is not None else (shape,)
+    total = 0
+    for part, name in zip(parts, names, strict=False):
+        made = inner.index.get(name)
+        while made is not None and made.opcode == "bitcast":
+            made = inner.index.get(made.operands[0])
+        if made is None or made.opcode != "dynamic-update-slice":
+            total += part.bytes_in(HBM)
+    return total
+
+
+def _held(module: Module, computation: Computation, instruction: Instruction, size: int) -> Held:
+    source = module.source(instruction)
+    opcode, phase = instruction.opcode, phase_of(instruction.op_name)
+    kind = "temporaries"
+    if any(
+        word in f"{opcode} {instruction.name}"
+        for word in ("all-gather", "all-reduce", "reduce-scatter", "collective", "all-to-all")
+    ):
+        kind = "collective buffers"
+    elif phase == "forward" and computation.entry:
+        kind = "saved activations"
+    elif phase == "backward" and computation.entry:
+        kind = "gradients"
+    return Held(
+        name=instruction.name,
+        kind=kind,
+        bytes=size,
+        shape=str(instruction.shape),
+        layer=layer_of(instruction.op_name),
+        source=str(source) if source else "",
+        op=instruction.op_name,
+    )

@@ -1,0 +1,190 @@
+"""From a job, a function or a dump to a forecast."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from systolic.aot import (
+    Compiled,
+    Compiler,
+    Failed,
+    JobProgram,
+    Outcome,
+    Program,
+    Rejected,
+    Verb,
+)
+from systolic.aot import compile as compile_program
+from systolic.chips import Slice
+from systolic.core.errors import OptionError, RunError
+from systolic.core.origin import Origin
+from systolic.forecast.cost import bill_of
+from systolic.forecast.forecast import Forecast
+from systolic.forecast.interval import interval_of
+from systolic.forecast.memory import memory_map
+from systolic.hlo import Module, parse
+from systolic.job import Job
+from systolic.sim import simulate
+
+Say = Callable[[str], None]
+
+
+def forecast_job(
+    job: Job,
+    on: Slice,
+    *,
+    verb: Verb = Verb.train,
+    compiler: Compiler | None = None,
+    say: Say = lambda _: None,
+) -> Forecast:
+    """One of a job's steps on a slice.
+
+    Raises:
+        LayoutError: the layout does not divide the slice, the model or the batch.
+        RunError: the compiler failed; the message has its reason.
+    """
+    return forecast_program(
+        JobProgram(job=job, verb=verb), job.name, on, compiler=compiler, say=say
+    )
+
+
+def forecast_program(
+    program: Program,
+    name: str,
+    on: Slice,
+    *,
+    compiler: Compiler | None = None,
+    say: Say = lambda _: None,
+) -> Forecast:
+    """Any program on a slice."""
+    check_platform(on)
+    begin = time.perf_counter()
+    outcome = compile_program(program, on, compiler, say)
+    return of_outcome(outcome, name, on, time.perf_counter() - begin)
+
+
+def check_platform(on: Slice) -> None:
+    """Whether a forecast for this kind of slice exists.
+
+    Raises:
+        OptionError: it does not.
+    """
+    if on.platform != "tpu":
+        raise OptionError(
+            f"{on.name} is a {on.platform}: only TPU slices are forecast so far; systolic chips lists them"
+        )
+
+
+def of_outcome(outcome: Outcome, name: str, on: Slice, seconds: float) -> Forecast:
+    """The forecast that a compiler's answer makes.
+
+    Raises:
+        RunError: the compiler failed.
+    """
+    match outcome:
+        case Failed(reason=reason):
+            raise RunError(f"compiling {name} for {on.name} failed: {reason}")
+        case Rejected():
+            return _rejected(outcome, name, on, seconds)
+        case Compiled():
+            return _compiled(outcome, name, on, seconds)
+
+
+def capacity(on: Slice) -> int:
+    """Device memory of one JAX device."""
+    return (on.chip.hbm_bytes or 0) // (on.chip.devices_per_chip or 1)
+
+
+def _compiled(outcome: Compiled, name: str, on: Slice, seconds: float) -> Forecast:
+    report = outcome.report
+    module = parse(outcome.hlo)
+    places = [tuple(place) for place in report["places"]] or None
+    timeline = simulate(module, on, places)
+    stats = report["memory"]
+    memory = memory_map(
+        module,
+        stats.get("peak_memory_in_bytes") or None,
+        stats.get("generated_code_size_in_bytes", 0),
+    )
+    return assemble(
+        module=module,
+        timeline=timeline,
+        memory=memory,
+        facts=report["program"],
+        name=name,
+        on=on,
+        compiler={
+            **report["versions"],
+            "seconds": round(seconds, 3),
+            "stages": report["seconds"],
+            "cached": outcome.cached,
+            "flags": report["flags"],
+            "program": outcome.digest,
+        },
+    )
+
+
+def assemble(
+    *,
+    module: Module,
+    timeline: Any,
+    memory: Any,
+    facts: Mapping[str, Any],
+    name: str,
+    on: Slice,
+    compiler: Mapping[str, Any],
+) -> Forecast:
+    """The forecast of a simulated step; ``facts`` is what the program says of itself."""
+    low, high, text = interval_of(on.chip.name, timeline.seconds)
+    return Forecast(
+        recipe=name,
+        on=on,
+        origin=Origin.simulated,
+        fits=True,
+        capacity_bytes=capacity(on),
+        memory=memory,
+        timeline=timeline,
+        step_seconds=timeline.seconds,
+        low=low,
+        high=high,
+        interval=text,
+        model_flops=facts.get("model_flops"),
+        unit=facts.get("unit", "calls"),
+        units=facts.get("units", 1),
+        hardware_flops=sum(span.flops * times for span, times in timeline.leaves()),
+        bill=bill_of(on),
+        compiler=compiler,
+        layout=facts.get("layout", {}),
+        notes=(*facts.get("notes", ()), *timeline.notes),
+    )
+
+
+def _rejected(outcome: Rejected, name: str, on: Slice, seconds: float) -> Forecast:
+    facts = outcome.report.get("program", {})
+    return Forecast(
+        recipe=name,
+        on=on,
+        origin=Origin.compiled,
+        fits=False,
+        capacity_bytes=outcome.have_bytes or capacity(on),
+        model_flops=facts.get("model_flops"),
+        unit=facts.get("unit", "calls"),
+        units=facts.get("units", 1),
+        bill=bill_of(on),
+        compiler={
+            **outcome.report.get("versions", {}),
+            "seconds": round(seconds, 3),
+            "cached": outcome.cached,
+        },
+        layout=facts.get("layout", {}),
+        rejected={
+            "space": outcome.space,
+            "need_bytes": outcome.need_bytes,
+            "have_bytes": outcome.have_bytes,
+            "buffers": [
+                {"bytes": b.bytes, "op": b.op, "shape": b.shape, "source": b.source, "kind": b.kind}
+                for b in outcome.buffers
+            ],
+            "remedies": [],
+        },
+    )

@@ -1,0 +1,126 @@
+"""Which devices a collective joins."""
+
+import math
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from systolic.core.errors import DataError
+from systolic.hlo.module import Instruction
+
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"mesh\[([^\]]*)\]")
+_AXIS = re.compile(r"'([^']+)'\s*=\s*(\d+)")
+_NAMES = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Device numbers (partition ids), a tuple each group."""
+
+    groups: tuple[tuple[int, ...], ...]
+    pairs: bool = False
+    """Whether each is a (source, target) pair of a permute."""
+
+    @property
+    def size(self) -> int:
+        """Devices of the largest group."""
+        return max((len(group) for group in self.groups), default=1)
+
+
+def groups_of(instruction: Instruction, num_devices: int) -> Groups:
+    """The groups of a collective; all devices in one group when it names none."""
+    pairs = instruction.attribute("source_target_pairs")
+    if pairs is not None:
+        return Groups(_lists(pairs), pairs=True)
+    text = _groups_text(instruction.rest)
+    if text is None:
+        return Groups((tuple(range(num_devices)),))
+    return parse_groups(text, num_devices)
+
+
+def _groups_text(rest: str) -> str | None:
+    start = rest.find("replica_groups=")
+    if start < 0:
+        return None
+    text = rest[start + len("replica_groups=") :]
+    # The mesh form has a space inside: mesh['a'=2,'b'=8] {'b'}
+    if text.startswith("mesh"):
+        end = text.find("}", text.find("]"))
+        return text[: end + 1]
+    if text.startswith("["):
+        found = _IOTA.match(text)
+        return found[0] if found else None
+    depth = 0
+    for index, char in enumerate(text):
+        depth += (char == "{") - (char == "}")
+        if depth == 0:
+            return text[: index + 1]
+    return None
+
+
+def parse_groups(text: str, num_devices: int) -> Groups:
+    """``{{0,1},{2,3}}``, ``[2,4]<=[4,2]T(1,0)`` or ``mesh['a'=2,'b'=4] {'b'}``.
+
+    Raises:
+        DataError: it is none of these.
+    """
+    text = text.strip()
+    if text.startswith("mesh"):
+        return Groups(_of_mesh(text))
+    if found := _IOTA.match(text):
+        shape, dims, order = (
+            [int(n) for n in part.split(",")] if part else None for part in found.groups()
+        )
+        assert shape is not None
+        assert dims is not None
+        ids = np.arange(math.prod(dims)).reshape(dims)
+        if order is not None:
+            ids = ids.transpose(order)
+        return Groups(tuple(map(tuple, ids.reshape(shape).tolist())))
+    if text in ("{}", ""):
+        return Groups((tuple(range(num_devices)),))
+    if text.startswith("{"):
+        return Groups(_lists(text))
+    raise DataError(f"{text[:60]!r} is not a list of device groups; the text may be damaged")
+
+
+def _lists(text: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(
+        tuple(int(n) for n in part.split(",") if n.strip())
+        for part in re.findall(r"\{([\d,\s]*)\}", text[1:-1] if text.startswith("{{") else text)
+    )
+
+
+def _of_mesh(text: str) -> tuple[tuple[int, ...], ...]:
+    head = _MESH.match(text)
+    if head is None:
+        raise DataError(f"{text[:60]!r} is not a mesh of device groups; the text may be damaged")
+    axes = [(name, int(size)) for name, size in _AXIS.findall(head[1])]
+    names = [name for name, _ in axes]
+    sizes = [size for _, size in axes]
+    tail = text[head.end() :]
+    device_ids = re.search(r"device_ids=\(?\[?([\d,\s]+)\]?\)?", tail)
+    ids = np.arange(math.prod(sizes))
+    if device_ids:
+        listed = [int(n) for n in device_ids[1].split(",") if n.strip()]
+        if len(listed) == len(ids):
+            ids = np.array(listed)
+    ids = ids.reshape(sizes)
+    braces = re.search(r"\{([^}]*)\}", tail)
+    # A part of an axis is written 'x':(before)size: split that axis in three.
+    used: list[int] = []
+    for name, before, size in _NAMES.findall(braces[1] if braces else ""):
+        at = names.index(name)
+        if before:
+            first, middle = int(before), int(size)
+            last = sizes[at] // (first * middle)
+            names[at : at + 1] = [f"{name}\0", name, f"{name}\1"]
+            sizes[at : at + 1] = [first, middle, last]
+            ids = ids.reshape(sizes)
+    for name, _, _ in _NAMES.findall(braces[1] if braces else ""):
+        used.append(names.index(name))
+    others = [n for n in range(len(sizes)) if n not in used]
+    moved = ids.transpose(others + used).reshape(-1, math.prod(sizes[n] for n in used))
+    return tuple(map(tuple, moved.tolist()))

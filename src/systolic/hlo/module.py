@@ -1,0 +1,242 @@
+"""A module: computations of instructions in the order they run."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from systolic.hlo.shape import Shape, parse_shape
+
+_CYCLES = re.compile(r'"estimated_cycles":"?(\d+)"?')
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_FILE = re.compile(r'source_file="([^"]*)"')
+_LINE = re.compile(r"source_line=(\d+)")
+_INT = re.compile(r"-?\d+")
+
+MOST_CYCLES = 1 << 40
+"""Larger estimates are sentinels: a compile at low effort prints them in place of cycles."""
+
+
+@dataclass(slots=True, eq=False)
+class Instruction:
+    """One line of a computation. Attributes are read from the text when asked for."""
+
+    name: str
+    opcode: str
+    shape_text: str
+    operands: tuple[str, ...]
+    """Names of instructions of the same computation; a constant's literal for constants."""
+    rest: str
+    """All that follows the operands: attributes, metadata, backend_config."""
+    root: bool
+
+    @property
+    def shape(self) -> Shape:
+        """Of the result."""
+        return parse_shape(self.shape_text)
+
+    def attribute(self, name: str) -> str | None:
+        """The raw text of an attribute: ``calls`` gives ``%fused_computation.1``; None if absent."""
+        key = f"{name}="
+        start = self.rest.find(key)
+        while start > 0 and self.rest[start - 1] not in " ,{":
+            start = self.rest.find(key, start + 1)
+        return None if start < 0 else _value(self.rest, start + len(key))
+
+    def called(self, name: str) -> str | None:
+        """The computation that an attribute names, without ``%``."""
+        value = self.attribute(name)
+        return None if value is None else value.lstrip("%")
+
+    @property
+    def called_computations(self) -> list[str]:
+        """All computations it calls: bodies, conditions, branches, fusions."""
+        found = []
+        for key in (
+            "calls",
+            "to_apply",
+            "body",
+            "condition",
+            "true_computation",
+            "false_computation",
+        ):
+            if (one := self.called(key)) is not None:
+                found.append(one)
+        if (branches := self.attribute("branch_computations")) is not None:
+            found += [name.strip().lstrip("%") for name in branches.strip("{}").split(",")]
+        return found
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """``backend_config`` as JSON; empty when there is none."""
+        text = self.attribute("backend_config")
+        if text is None:
+            return {}
+        value = json.loads(text)
+        return json.loads(value) if isinstance(value, str) else value
+
+    @property
+    def cycles(self) -> int | None:
+        """The compiler's ``estimated_cycles`` (TensorCore cycles); None where it has no estimate."""
+        found = _CYCLES.search(self.rest)
+        if found is None:
+            return None
+        cycles = int(found[1])
+        return cycles if 0 < cycles < MOST_CYCLES else None
+
+    @property
+    def op_name(self) -> str:
+        """The path of JAX names that made it, ``jit(train)/jvp()/while/body/…``; empty if unknown."""
+        found = _OP_NAME.search(self.rest)
+        return found[1] if found else ""
+
+    @property
+    def target(self) -> str:
+        """A custom call's target, else empty."""
+        if self.opcode != "custom-call":
+            return ""
+        return (self.attribute("custom_call_target") or "").strip('"')
+
+    @property
+    def tuple_index(self) -> int:
+        """``index`` of a get-tuple-element."""
+        found = _INT.search(self.attribute("index") or "")
+        return int(found[0]) if found else 0
+
+
+@dataclass(slots=True, eq=False)
+class Computation:
+    """Instructions in the order of the schedule."""
+
+    name: str
+    instructions: list[Instruction] = field(default_factory=list)
+    entry: bool = False
+    index: dict[str, Instruction] = field(default_factory=dict)
+    """Name to instruction."""
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return iter(self.instructions)
+
+    def __len__(self) -> int:
+        return len(self.instructions)
+
+    def __getitem__(self, name: str) -> Instruction:
+        return self.index[name]
+
+    @property
+    def root(self) -> Instruction:
+        """The instruction whose result is the computation's."""
+        for instruction in reversed(self.instructions):
+            if instruction.root:
+                return instruction
+        return self.instructions[-1]
+
+    @property
+    def parameters(self) -> list[Instruction]:
+        """By number."""
+        found = [i for i in self.instructions if i.opcode == "parameter"]
+        return sorted(found, key=lambda i: int(i.operands[0]) if i.operands else 0)
+
+    def operand_shapes(self, instruction: Instruction) -> list[Shape]:
+        """Shapes of the operands that are instructions here."""
+        return [self.index[name].shape for name in instruction.operands if name in self.index]
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """A line of source code."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(eq=False)
+class Module:
+    """A scheduled program for one core, the same on all."""
+
+    name: str
+    header: str
+    computations: dict[str, Computation]
+    tables: dict[str, list[str]] = field(default_factory=dict)
+    """FileNames, FunctionNames, FileLocations, StackFrames as printed, where the text has them."""
+
+    @property
+    def entry(self) -> Computation:
+        """The computation that is run."""
+        for computation in self.computations.values():
+            if computation.entry:
+                return computation
+        return next(reversed(self.computations.values()))
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether instructions are in the order they run."""
+        return "is_scheduled=true" in self.header
+
+    @cached_property
+    def num_partitions(self) -> int:
+        """Devices that run it."""
+        partitions = re.search(r"num_partitions=(\d+)", self.header)
+        replicas = re.search(r"replica_count=(\d+)", self.header)
+        return int(partitions[1] if partitions else 1) * int(replicas[1] if replicas else 1)
+
+    def source(self, instruction: Instruction) -> Frame | None:
+        """The innermost line of source that made an instruction; None where the text has none."""
+        if found := _FRAME.search(instruction.rest):
+            return self._frames.get(int(found[1]))
+        file = _FILE.search(instruction.rest)
+        if file is None:
+            return None
+        line = _LINE.search(instruction.rest)
+        return Frame(file[1], int(line[1]) if line else 0)
+
+    @cached_property
+    def _frames(self) -> dict[int, Frame]:
+        files = {
+            int(number): name.strip().strip('"')
+            for number, _, name in (row.partition(" ") for row in self.tables.get("FileNames", ()))
+        }
+        places: dict[int, Frame] = {}
+        for row in self.tables.get("FileLocations", ()):
+            number, _, body = row.partition(" ")
+            file = re.search(r"file_name_id=(\d+)", body)
+            line = re.search(r"\bline=(\d+)", body)
+            if file and line:
+                places[int(number)] = Frame(files.get(int(file[1]), "?"), int(line[1]))
+        frames = {}
+        for row in self.tables.get("StackFrames", ()):
+            number, _, body = row.partition(" ")
+            place = re.search(r"file_location_id=(\d+)", body)
+            if place and int(place[1]) in places:
+                frames[int(number)] = places[int(place[1])]
+        return frames
+
+
+def _value(text: str, start: int) -> str:
+    """The value that begins at ``start``: balanced braces, a quoted string, or up to a comma."""
+    depth, quoted, index = 0, False, start
+    while index < len(text):
+        char = text[index]
+        if quoted:
+            if char == "\\":
+                index += 1
+            elif char == '"':
+                quoted = False
+        elif char == '"':
+            quoted = True
+        elif char in "{[(":
+            depth += 1
+        elif char in "}])":
+            if depth == 0:
+                break
+            depth -= 1
+        elif char == "," and depth == 0:
+            break
+        index += 1
+    return text[start:index].strip()

@@ -1,0 +1,128 @@
+"""HLO text to a :class:`Module`."""
+
+import re
+
+from systolic.core.errors import DataError
+from systolic.hlo.module import Computation, Instruction, Module
+from systolic.hlo.shape import split
+
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_INDEX = re.compile(r"/\*index=\d+\*/")
+
+
+def parse(text: str) -> Module:
+    """The module that ``text`` prints.
+
+    Raises:
+        DataError: it is not HLO text, or it ends in the middle.
+    """
+    lines = text.split("\n")
+    at = next((n for n, line in enumerate(lines) if line.startswith("HloModule ")), None)
+    if at is None:
+        raise DataError(
+            "no line begins with HloModule; give scheduled HLO text, as compiled.as_text() prints it"
+        )
+    header = lines[at]
+    module = Module(name=header.split(maxsplit=2)[1].rstrip(","), header=header, computations={})
+    computation: Computation | None = None
+    table: list[str] | None = None
+    pending: list[str] = []
+
+    def flush() -> None:
+        if pending and computation is not None:
+            _add(computation, "\n".join(pending) if len(pending) > 1 else pending[0])
+            pending.clear()
+
+    for line in lines[at + 1 :]:
+        if computation is None:
+            if line in _TABLES:
+                table = module.tables.setdefault(line, [])
+            elif line.endswith("{") and line[:1] not in (" ", ""):
+                table = None
+                computation = _open(line)
+            elif table is not None and line:
+                table.append(line)
+        elif line[:1] == "}":
+            if pending and line != "}" and not line.startswith("} //"):
+                pending.append(line)  # the end of a braced attribute that spans lines
+                continue
+            flush()
+            module.computations[computation.name] = computation
+            computation = None
+        elif line[:2] == "  " and line[2:3] not in (" ", "") and " = " in line:
+            flush()
+            pending.append(line)
+        elif line or pending:
+            pending.append(line)
+    if computation is not None:
+        raise DataError(
+            f"the text ends inside computation {computation.name}; the file was cut off, dump it again"
+        )
+    if not module.computations:
+        raise DataError("the HLO text has no computation; dump the module again")
+    return module
+
+
+def _open(line: str) -> Computation:
+    entry = line.startswith("ENTRY ")
+    rest = line[6:] if entry else line
+    name = re.split(r"[\s(]", rest.lstrip("%"), maxsplit=1)[0]
+    return Computation(name=name, entry=entry)
+
+
+def _add(computation: Computation, line: str) -> None:
+    line = line.strip()
+    root = line.startswith("ROOT ")
+    if root:
+        line = line[5:]
+    name, _, body = line.partition(" = ")
+    name = name.lstrip("%")
+    if body.startswith("("):
+        end = _closing(body, 0) + 1
+        # layouts may follow a tuple only inside it
+    else:
+        end = body.find(" ")
+        if end < 0:
+            raise DataError(f"instruction {name} of {computation.name} has no opcode")
+    shape = body[:end]
+    body = body[end:].lstrip()
+    opening = body.find("(")
+    if opening < 0:
+        raise DataError(f"instruction {name} of {computation.name} has no operands")
+    opcode = body[:opening]
+    closing = _closing(body, opening)
+    instruction = Instruction(
+        name=name,
+        opcode=opcode,
+        shape_text=shape,
+        operands=_operands(opcode, body[opening + 1 : closing]),
+        rest=body[closing + 1 :],
+        root=root,
+    )
+    computation.instructions.append(instruction)
+    computation.index[name] = instruction
+
+
+def _operands(opcode: str, text: str) -> tuple[str, ...]:
+    if not text:
+        return ()
+    if opcode in ("parameter", "constant", "iota"):
+        return (text.strip(),)
+    if "[" not in text and "{" not in text:  # names only, as newer versions print them
+        if "/*" in text:
+            text = _INDEX.sub("", text)
+        return tuple(part.strip().lstrip("%") for part in text.split(","))
+    return tuple(part.rsplit(" ", 1)[-1].lstrip("%") for part in split(text))
+
+
+def _closing(text: str, start: int) -> int:
+    """The index of the parenthesis that closes the one at ``start``."""
+    end = text.find(")", start)
+    inner = text.count("(", start + 1, end if end >= 0 else len(text))
+    while end >= 0 and inner:
+        after = text.find(")", end + 1)
+        inner += text.count("(", end, after if after >= 0 else len(text)) - 1
+        end = after
+    if end < 0:
+        raise DataError(f"a parenthesis is not closed in {text[:60]!r}; the text may be damaged")
+    return end

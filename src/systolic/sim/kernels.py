@@ -1,0 +1,110 @@
+"""Pallas calls priced from their block structure.
+
+A kernel's cost estimate counts when it has one. Attention kernels are known by name; their time is
+that of the matrix units, with head dims filled up to the array's width, plus the vector units' for
+the softmax, which these kernels barely overlap.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+from systolic.hlo import Computation, Instruction
+from systolic.sim.rates import Rates
+
+_BLOCK = re.compile(r'\\?"(block_\w+)\\?":\s*(\d+)')
+_NAME = re.compile(r"(splash_mha|splash_mqa|flash_attention|flash_mha|mha|ragged_paged_attention)")
+
+FORWARD, DKV, DQ, DKV_FUSED = "forward", "dkv", "dq", "dkv_fused"
+_MATMULS = {FORWARD: 2, DKV: 4, DQ: 3, DKV_FUSED: 5}
+"""Of block x block x head_dim each: S and PV; S, dV, dP, dK; S, dP, dQ; all five."""
+_VECTOR_OPS = {FORWARD: 12, DKV: 12, DQ: 10, DKV_FUSED: 14}
+"""Vector operations per logit: scale, mask, segment compare, maximum, subtract, exp (about 4), sum,
+cast; backward has no maximum and multiplies by the gradient instead. Counted in the kernels' source
+(jax.experimental.pallas.ops.tpu.splash_attention)."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCost:
+    """Of one call."""
+
+    seconds: float
+    flops: float
+    note: str = ""
+
+
+def kernel_cost(
+    computation: Computation, call: Instruction, rates: Rates, causal: bool = True
+) -> KernelCost | None:
+    """Seconds of a Pallas call; None when nothing is known but its bytes."""
+    estimate = call.config.get("custom_call_config", {}).get("cost_estimate")
+    if estimate:
+        flops = float(estimate.get("flops", 0))
+        moved = float(estimate.get("bytes_accessed", 0))
+        exps = float(estimate.get("transcendentals", 0))
+        if flops or moved:
+            seconds = max(
+                flops / rates.peak("bf16") + 4 * exps / vector_rate(rates), moved / rates.hbm
+            )
+            return KernelCost(seconds, flops)
+    name = call.op_name or call.name
+    if not _NAME.search(f"{call.name} {name}"):
+        return None
+    return _attention(computation, call, rates, causal)
+
+
+def vector_rate(rates: Rates) -> float:
+    """f32 operations per second of a device's vector units: lanes x ALUs x clock."""
+    chip = rates.chip
+    rows, lanes = chip.vpu_shape or (8, 128)
+    cores = (chip.num_cores or 1) // (chip.devices_per_chip or 1)
+    return rows * lanes * (chip.vpu_alus_per_lane or 4) * max(cores, 1) * rates.clock_hz
+
+
+def _attention(
+    computation: Computation, call: Instruction, rates: Rates, causal: bool
+) -> KernelCost | None:
+    arrays = [s for s in computation.operand_shapes(call) if s.dtype in ("bf16", "f16", "f32")]
+    arrays = [s for s in arrays if len(s.dims) >= 3]
+    if len(arrays) < 3:
+        return None
+    query, key = arrays[0], arrays[1]
+    batch = math.prod(query.dims[:-2])
+    queries, head_dim = query.dims[-2:]
+    keys = key.dims[-2]
+    text = f"{call.name} {call.op_name}"
+    blocks = {name: int(size) for name, size in _BLOCK.findall(call.rest)}
+    kind = FORWARD
+    if "dkv" in text or "bwd_dkv" in text:
+        kind = DKV_FUSED if 'fused_bwd_kernel\\": true' in call.rest else DKV
+    elif "dq" in text:
+        kind = DQ
+    suffix = {FORWARD: "", DKV: "_dkv", DKV_FUSED: "_dkv", DQ: "_dq"}[kind]
+    block_q = min(blocks.get(f"block_q{suffix}", 512) or 512, queries)
+    block_kv = min(blocks.get(f"block_kv{suffix}", 512) or 512, keys)
+    share = _active(queries, keys, block_q, block_kv) if causal and queries == keys else 1.0
+    logits = batch * queries * keys * share
+    width = (rates.chip.mxu_shape or (128, 128))[0]
+    filled = -(-head_dim // width) * width
+    matmuls = _MATMULS[kind]
+    flops = 2.0 * matmuls * logits * head_dim
+    matrix = 2.0 * matmuls * logits * filled / rates.peak("bf16")
+    vector = _VECTOR_OPS[kind] * logits / vector_rate(rates)
+    moved = computation_bytes(computation, call) / rates.hbm
+    return KernelCost(
+        max(matrix + vector, moved), flops, "attention taken as causal" if causal else ""
+    )
+
+
+def computation_bytes(computation: Computation, call: Instruction) -> float:
+    """HBM bytes of operands and results."""
+    return float(
+        sum(s.bytes_in(0) for s in computation.operand_shapes(call)) + call.shape.bytes_in(0)
+    )
+
+
+def _active(queries: int, keys: int, block_q: int, block_kv: int) -> float:
+    """Share of the blocks that a causal mask does not empty."""
+    rows, columns = -(-queries // block_q), -(-keys // block_kv)
+    kept = sum(min(columns, -(-min((row + 1) * block_q, keys) // block_kv)) for row in range(rows))
+    return kept / (rows * columns)

@@ -1,0 +1,57 @@
+"""From the path of names that JAX gives an op to the place in the model."""
+
+import re
+from functools import lru_cache
+
+_WRAPPED = re.compile(
+    r"^(?:jit|pjit|jvp|transpose|vmap|remat|checkpoint|custom_vjp|shard_map)\((.*)\)$"
+)
+_DROPPED = frozenset(
+    (
+        "",
+        "while",
+        "body",
+        "cond",
+        "scan",
+        "closed_call",
+        "core_call",
+        "checkpoint",
+        "rematted_computation",
+        "remat",
+        "remat2",
+        "shard_map",
+        "pallas_call",
+        "custom_vjp_call",
+        "custom_jvp_call",
+        "jvp()",
+        "transpose(jvp())",
+        "vmap()",
+        "branch_0_fun",
+        "branch_1_fun",
+    )
+)
+
+
+@lru_cache(maxsize=65536)
+def layer_of(op_name: str) -> str:
+    """``jit(train)/transpose(jvp(attention))/while/body/dot_general`` is ``attention``."""
+    parts = [_bare(part) for part in op_name.split("/")]
+    named = [part for part in parts[1:-1] if part not in _DROPPED and "->" not in part]
+    return "/".join(named)
+
+
+def phase_of(op_name: str) -> str:
+    """forward, backward, recomputed or update: the part of a train step an op belongs to."""
+    if "rematted_computation" in op_name:
+        return "recomputed"
+    if "transpose(" in op_name:
+        return "backward"
+    if "jvp(" in op_name:
+        return "forward"
+    return "update"
+
+
+def _bare(part: str) -> str:
+    while found := _WRAPPED.match(part):
+        part = found[1]
+    return part

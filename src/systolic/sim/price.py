@@ -1,0 +1,112 @@
+"""Seconds of one op on a TensorCore, and the unit that bounds it."""
+
+from dataclasses import dataclass
+
+from systolic.hlo import Computation, Instruction, Module
+from systolic.sim.calibration import Calibration
+from systolic.sim.kernels import kernel_cost, vector_rate
+from systolic.sim.rates import Rates
+from systolic.sim.timeline import Resource
+from systolic.sim.work import work_of
+
+FREE = frozenset(
+    (
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "bitcast-convert",
+        "partition-id",
+        "replica-id",
+        "after-all",
+        "opt-barrier",
+        "add-dependency",
+        "get-dimension-size",
+        "domain",
+        "token",
+    )
+)
+FREE_TARGETS = frozenset(
+    (
+        "AllocateBuffer",
+        "ConcatBitcast",
+        "AssumeGatherIndicesInBound",
+        "AsyncCollectiveStart",
+        "AsyncCollectiveDone",
+        "Sharding",
+        "SPMDFullToShardShape",
+        "SPMDShardToFullShape",
+        "annotate_device_placement",
+    )
+)
+_SMALL = 4096
+"""Bytes below which an op without an estimate is scalar bookkeeping."""
+_SMALL_SECONDS = 2e-7
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Of one op."""
+
+    seconds: float
+    resource: Resource
+    by: str
+    flops: float = 0.0
+    bytes: float = 0.0
+
+
+def price(
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    rates: Rates,
+    calibration: Calibration,
+) -> Price | None:
+    """None for what takes no time."""
+    opcode = instruction.opcode
+    if opcode in FREE or instruction.target in FREE_TARGETS:
+        return None
+    if opcode == "fusion" and not instruction.rest.count("estimated_cycles"):
+        root = module.computations[instruction.called("calls") or ""].root
+        if root.target in FREE_TARGETS:
+            return None
+    work = work_of(module, computation, instruction)
+    matrix = work.flops / rates.peak(work.dtype)
+    memory = work.bytes / rates.hbm
+    if instruction.target == "tpu_custom_call":
+        cost = kernel_cost(computation, instruction, rates)
+        if cost is not None:
+            seconds = cost.seconds * calibration.factor("kernel")
+            return Price(seconds, Resource.mxu, "kernel", cost.flops, work.bytes)
+        return Price(memory, Resource.hbm, "bytes", 0.0, work.bytes)
+    cycles = instruction.cycles
+    if cycles is not None:
+        seconds = cycles / rates.clock_hz
+        kind = "matmul" if work.flops else "memory" if memory >= 0.5 * seconds else "vector"
+        seconds *= calibration.factor(kind)
+        return Price(seconds, _bound(seconds, matrix, memory), "cycles", work.flops, work.bytes)
+    touched = instruction.shape.padded_bytes + sum(
+        shape.padded_bytes for shape in computation.operand_shapes(instruction)
+    )
+    if touched <= _SMALL:
+        return Price(_SMALL_SECONDS, Resource.vpu, "small", 0.0, work.bytes)
+    if opcode == "sort":
+        keys = computation.operand_shapes(instruction)[0]
+        depth = max(keys.dims[-1] if keys.dims else 1, 2).bit_length()
+        seconds = keys.elements * depth * (depth + 1) / 2 * 4 / vector_rate(rates)
+        return Price(max(seconds, memory), Resource.vpu, "rule", 0.0, work.bytes)
+    if work.flops:
+        seconds = max(matrix / 0.8, memory)
+        return Price(seconds, _bound(seconds, matrix, memory), "roofline", work.flops, work.bytes)
+    seconds = max(memory, touched / 4 / vector_rate(rates))
+    by = "nothing" if opcode == "custom-call" else "bytes"
+    return Price(seconds, Resource.hbm if memory else Resource.vpu, by, 0.0, work.bytes)
+
+
+def _bound(seconds: float, matrix: float, memory: float) -> Resource:
+    if matrix >= 0.4 * seconds and matrix >= memory:
+        return Resource.mxu
+    if memory >= 0.5 * seconds:
+        return Resource.hbm
+    return Resource.mxu if matrix >= 0.2 * seconds else Resource.vpu

@@ -1,0 +1,97 @@
+"""The rates of one device of a slice, from the catalogue."""
+
+from dataclasses import dataclass, field
+
+from systolic.chips import Chip, Slice
+from systolic.core.errors import NotFoundError
+
+_NARROW = {"s8": "int8", "u8": "int8", "s4": "int4", "u4": "int4"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """One JAX device: a chip with megacore, else a TensorCore. Bytes/s one way, FLOP/s dense."""
+
+    chip: Chip
+    clock_hz: float
+    peaks: dict[str, float] = field(default_factory=dict)
+    """``bf16``, ``fp8``, ``int8``, ``int4``: operations per second, where the chip has them."""
+    hbm: float
+    link: float
+    """One ICI link, one way."""
+    axes: int
+    """Torus axes of the interconnect."""
+    hop_seconds: float
+    collective_seconds: float
+    """Fixed cost of a collective."""
+    dcn: float
+    """Per device, one way."""
+    host: float
+    """Per device, one way."""
+
+    def peak(self, dtype: str) -> float:
+        """Peak of a matmul with operands of that HLO dtype; f32 runs as bf16 passes."""
+        if dtype.startswith("f8") and "fp8" in self.peaks:
+            return self.peaks["fp8"]
+        return self.peaks.get(_NARROW.get(dtype, "bf16"), self.peaks["bf16"])
+
+
+HOP_SECONDS = 1e-6
+"""Latency of one ICI hop: about 1 us (How to Scale Your Model, sharding.md)."""
+
+COLLECTIVE_SECONDS = 5e-6
+"""Fixed cost of a collective where the catalogue has none: the scaling book measured 8 us for an
+all-gather that its formula puts at 3 us."""
+
+DCN_SHARE = 1.0
+
+
+def rates_of(on: Slice, power_state: int | None = None) -> Rates:
+    """The rates of one device of a TPU slice.
+
+    Raises:
+        NotFoundError: the catalogue lacks a number that a simulation needs.
+    """
+    chip = on.chip
+    devices = chip.devices_per_chip or 1
+    clock = chip.clock_hz
+    states = dict(chip.clock_hz_by_power_state)
+    if power_state is not None and states:
+        clock = states.get(power_state, clock)
+    needed = {
+        "clock_hz": clock,
+        "peak_bf16_flops_per_second": chip.peak_bf16_flops_per_second,
+        "hbm_bytes_per_second": chip.hbm_bytes_per_second,
+        "ici_bytes_per_second_per_link": chip.ici_bytes_per_second_per_link,
+    }
+    for name, value in needed.items():
+        if value is None:
+            raise NotFoundError(
+                f"the catalogue has no {name} of {chip.name}, which a simulation needs; choose another chip"
+            )
+    peaks = {
+        "bf16": chip.peak_bf16_flops_per_second,
+        "fp8": chip.peak_fp8_flops_per_second,
+        "int8": chip.peak_int8_ops_per_second,
+        "int4": chip.peak_int4_ops_per_second,
+    }
+    per_host = chip.chips_per_host or 4
+    dcn = chip.measured_dcn_bytes_per_second_per_chip or (
+        (chip.dcn_bytes_per_second_per_host or 25e9) / per_host
+    )
+    return Rates(
+        chip=chip,
+        clock_hz=needed["clock_hz"] or 0.0,
+        peaks={name: peak / devices for name, peak in peaks.items() if peak is not None},
+        hbm=(chip.hbm_bytes_per_second or 0.0) / devices,
+        link=(
+            chip.measured_ici_bytes_per_second_per_link
+            or needed["ici_bytes_per_second_per_link"]
+            or 0.0
+        ),
+        axes=chip.ici_axes or 2,
+        hop_seconds=HOP_SECONDS,
+        collective_seconds=chip.measured_all_gather_fixed_seconds or COLLECTIVE_SECONDS,
+        dcn=dcn / devices,
+        host=(chip.pcie_bytes_per_second_per_chip or 16e9) / devices,
+    )

@@ -1,0 +1,404 @@
+"""The schedule in order on one core, with transfers and collectives beside it.
+
+The TensorCore runs one op after another. A ``-start`` puts its transfer on a lane (a torus axis, the
+DMA engines, the host link, the data-centre network), where transfers follow each other; its
+``-done`` waits for it. What the core waits is exposed. Loops are simulated once and repeated: a
+transfer never crosses an iteration.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from systolic.chips import Slice
+from systolic.core.origin import Origin
+from systolic.hlo import Computation, Instruction, Module
+from systolic.hlo.groups import groups_of
+from systolic.hlo.loops import trip_count
+from systolic.hlo.shape import HOST, Shape
+from systolic.sim.calibration import Calibration, calibration_of
+from systolic.sim.layers import layer_of
+from systolic.sim.network import Network, Place
+from systolic.sim.price import price
+from systolic.sim.rates import Rates, rates_of
+from systolic.sim.timeline import Resource, Span, Timeline
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "ragged-all-to-all",
+    "collective-broadcast",
+)
+DMA_SECONDS = 1e-6
+"""Latency of a copy between memories: 0.6 to 1.9 us were measured on v4 (tpu-v4-latency-numbers)."""
+DMA_SHARE = 0.9
+"""Of the HBM rate that a copy reaches."""
+TURN_SECONDS = 3e-7
+"""Of a loop's turn: the condition and the jump."""
+
+_LANE = {"x": Resource.ici, "y": Resource.ici, "z": Resource.ici, "die": Resource.ici}
+
+
+def simulate(
+    module: Module,
+    on: Slice,
+    places: Sequence[Place] | None = None,
+    calibration: Calibration | None = None,
+    power_state: int | None = None,
+) -> Timeline:
+    """The step that ``module`` schedules, on one device of ``on``.
+
+    Args:
+        module: Scheduled HLO of one core.
+        on: The slice; its chip and links.
+        places: (x, y, z, core, slice) of each device number; JAX's default order otherwise.
+        calibration: Corrections; by default those of the chip's generation.
+        power_state: Of chips that have some (TPU7x); the default one otherwise.
+    """
+    rates = rates_of(on, power_state)
+    run = _Run(
+        module=module,
+        rates=rates,
+        network=Network(on, rates, places),
+        calibration=calibration or calibration_of(on.chip.name),
+        num_devices=on.num_devices,
+    )
+    seconds, spans = run.computation(module.entry)
+    return Timeline(origin=Origin.simulated, seconds=seconds, spans=spans, notes=tuple(run.notes))
+
+
+@dataclass
+class _Transfer:
+    span: Span
+    finish: float
+
+
+@dataclass
+class _Run:
+    module: Module
+    rates: Rates
+    network: Network
+    calibration: Calibration
+    num_devices: int
+    notes: dict[str, None] = field(default_factory=dict)
+    known: dict[str, tuple[float, tuple[Span, ...]]] = field(default_factory=dict)
+
+    def computation(self, computation: Computation) -> tuple[float, tuple[Span, ...]]:
+        """Seconds and spans of one run of it."""
+        if computation.name not in self.known:
+            self.known[computation.name] = _Order(self, computation).run()
+        return self.known[computation.name]
+
+
+class _Order:
+    """One computation's instructions, in order."""
+
+    def __init__(self, run: _Run, computation: Computation) -> None:
+        self.on, self.computation = run, computation
+        self.now = 0.0
+        self.spans: list[Span] = []
+        self.busy: dict[str, float] = defaultdict(float)
+        self.pending: dict[str, _Transfer] = {}
+
+    def run(self) -> tuple[float, tuple[Span, ...]]:
+        for instruction in self.computation:
+            self.step(instruction)
+        # What nothing waited for ends with the computation.
+        for transfer in self.pending.values():
+            self.wait(transfer)
+        return self.now, tuple(sorted(self.spans, key=lambda span: span.start))
+
+    def step(self, instruction: Instruction) -> None:
+        opcode = instruction.opcode
+        if opcode == "while":
+            self.loop(instruction)
+        elif opcode == "conditional":
+            self.branch(instruction)
+        elif opcode == "call":
+            self.call(instruction, instruction.called("to_apply") or "")
+        elif opcode.endswith("-done"):
+            self.done(instruction)
+        elif opcode.endswith("-start"):
+            self.begin(instruction)
+        elif opcode in ("send", "recv"):
+            self.cross(instruction)
+        elif opcode in COLLECTIVES:
+            self.collective(instruction, instruction, self.computation, beside=False)
+        elif opcode == "fusion" and (inside := self.collective_inside(instruction)):
+            name, target = inside
+            held = self.on.module.computations[instruction.called("calls") or ""]
+            self.collective(instruction, held[name], held, beside=target == "start")
+        elif opcode == "fusion" and self.ends_collective(instruction):
+            self.done(instruction)
+        else:
+            self.op(instruction)
+
+    # On the core
+
+    def op(self, instruction: Instruction) -> None:
+        paid = price(
+            self.on.module, self.computation, instruction, self.on.rates, self.on.calibration
+        )
+        if paid is None:
+            return
+        if paid.by == "nothing":
+            self.on.notes[f"no rule prices {instruction.opcode} {instruction.target}".strip()] = (
+                None
+            )
+        self.add(
+            instruction,
+            paid.seconds,
+            paid.resource,
+            flops=paid.flops,
+            bytes=paid.bytes,
+            priced_by=paid.by,
+        )
+
+    def add(
+        self, instruction: Instruction, seconds: float, resource: Resource, **more: object
+    ) -> None:
+        self.spans.append(self.span(instruction, self.now, seconds, resource, "core", **more))
+        self.now += seconds
+
+    def span(
+        self,
+        instruction: Instruction,
+        start: float,
+        seconds: float,
+        resource: Resource,
+        lane: str,
+        **more: object,
+    ) -> Span:
+        source = self.on.module.source(instruction)
+        return Span(
+            name=instruction.name,
+            opcode=instruction.opcode,
+            start=start,
+            seconds=seconds,
+            resource=resource,
+            lane=lane,
+            layer=layer_of(instruction.op_name),
+            source=str(source) if source else "",
+            **more,  # ty: ignore[invalid-argument-type]
+        )
+
+    def loop(self, instruction: Instruction) -> None:
+        count = trip_count(self.on.module, self.computation, instruction)
+        if count is None:
+            self.on.notes[
+                f"loop {instruction.name} has no trip count before the run: taken once"
+            ] = None
+            count = 1
+        seconds, spans = self.on.computation(
+            self.on.module.computations[instruction.called("body") or ""]
+        )
+        turn = seconds + TURN_SECONDS
+        if count:
+            outer = self.span(instruction, self.now, turn * count, Resource.idle, "core")
+            self.spans.append(replace(outer, repeat=count, inside=spans))
+            self.now += turn * count
+
+    def branch(self, instruction: Instruction) -> None:
+        branches = [self.on.module.computations[name] for name in instruction.called_computations]
+        costs = [self.on.computation(branch) for branch in branches]
+        self.on.notes[f"of the branches of {instruction.name} the longest is taken"] = None
+        self.nest(instruction, *max(costs, key=lambda cost: cost[0]))
+
+    def call(self, instruction: Instruction, name: str) -> None:
+        self.nest(instruction, *self.on.computation(self.on.module.computations[name]))
+
+    def nest(self, instruction: Instruction, seconds: float, spans: tuple[Span, ...]) -> None:
+        outer = self.span(instruction, self.now, seconds, Resource.idle, "core")
+        self.spans.append(replace(outer, inside=spans))
+        self.now += seconds
+
+    # Beside it
+
+    def put(self, instruction: Instruction, span: Span, lanes: Sequence[str]) -> _Transfer:
+        """A transfer that begins when its lanes are free."""
+        start = max([self.now, *(self.busy[lane] for lane in lanes)])
+        transfer = _Transfer(replace(span, start=start), start + span.seconds)
+        for lane in lanes:
+            self.busy[lane] = transfer.finish
+        self.spans.append(transfer.span)
+        self.pending[instruction.name] = transfer
+        return transfer
+
+    def wait(self, transfer: _Transfer) -> None:
+        left = transfer.finish - self.now
+        if left > 0:
+            of = transfer.span
+            self.spans.append(
+                replace(
+                    of,
+                    opcode=f"wait {of.opcode}",
+                    start=self.now,
+                    seconds=left,
+                    lane="core",
+                    flops=0.0,
+                    bytes=0.0,
+                )
+            )
+            self.now = transfer.finish
+
+    def done(self, instruction: Instruction) -> None:
+        for name in instruction.operands:
+            if (transfer := self.find(name)) is not None:
+                self.wait(transfer)
+
+    def find(self, name: str) -> _Transfer | None:
+        """The transfer that an operand stands for, through tuples and threaded fusions."""
+        seen: set[str] = set()
+        todo = [name]
+        while todo:
+            at = todo.pop()
+            if at in seen:
+                continue
+            seen.add(at)
+            if at in self.pending:
+                return self.pending.pop(at)
+            instruction = self.computation.index.get(at)
+            if instruction is not None and instruction.opcode in (
+                "get-tuple-element",
+                "tuple",
+                "bitcast",
+                "copy",
+            ):
+                todo.extend(instruction.operands)
+        return None
+
+    def begin(self, instruction: Instruction) -> None:
+        kind = instruction.opcode.removesuffix("-start")
+        if kind in COLLECTIVES:
+            self.collective(instruction, instruction, self.computation, beside=True)
+            return
+        if kind == "async":
+            self.begin_async(instruction)
+            return
+        shapes = instruction.shape
+        self.copy(instruction, shapes)
+
+    def begin_async(self, instruction: Instruction) -> None:
+        held = self.on.module.computations[instruction.called("calls") or ""]
+        for inner in held:
+            if inner.opcode in COLLECTIVES:
+                self.collective(instruction, inner, held, beside=True)
+                return
+        seconds, _ = self.on.computation(held)
+        root = held.root
+        moved = root.shape.padded_bytes
+        places = {s.space for s in root.shape.arrays()} | {
+            s.space for operand in held.operand_shapes(root) for s in operand.arrays()
+        }
+        lane, resource, rate = self.way(places)
+        if lane == "host":
+            seconds = max(seconds, moved / rate)
+        elif not seconds:
+            seconds = moved / rate + DMA_SECONDS
+        span = self.span(
+            instruction, self.now, seconds, resource, lane, bytes=float(moved), priced_by="bytes"
+        )
+        self.put(instruction, span, [lane])
+
+    def copy(self, instruction: Instruction, shape: Shape) -> None:
+        # (destination, source, context) for copies, ((sources), result, context) for slices.
+        arrays = [s for s in shape.arrays() if s.dtype not in ("u32", "s32") or s.elements > 2]
+        moved = min((s.padded_bytes for s in arrays), default=0)
+        lane, resource, rate = self.way({s.space for s in arrays})
+        seconds = moved / rate + DMA_SECONDS
+        if lane == "dma":
+            # Engines run side by side: they share the rate, not the latency.
+            span = self.span(
+                instruction,
+                self.now,
+                moved / rate,
+                resource,
+                lane,
+                bytes=float(moved),
+                priced_by="bytes",
+            )
+            transfer = self.put(instruction, span, [lane])
+            transfer.finish += DMA_SECONDS
+            return
+        span = self.span(
+            instruction, self.now, seconds, resource, lane, bytes=float(moved), priced_by="bytes"
+        )
+        self.put(instruction, span, [lane])
+
+    def way(self, spaces: set[int]) -> tuple[str, Resource, float]:
+        """Lane, resource and rate of a copy between memory spaces."""
+        if HOST in spaces:
+            return "host", Resource.host, self.on.rates.host
+        return "dma", Resource.hbm, self.on.rates.hbm * DMA_SHARE
+
+    def cross(self, instruction: Instruction) -> None:
+        shape = instruction.shape
+        moved = max((s.padded_bytes for s in shape.arrays()), default=0)
+        host = "is_host_transfer=true" in instruction.rest
+        between = host and self.on.network.on.num_slices > 1
+        lane = "dcn" if between else "host" if host else "x"
+        rate = {"dcn": self.on.rates.dcn, "host": self.on.rates.host}.get(lane, self.on.rates.link)
+        resource = {"dcn": Resource.dcn, "host": Resource.host}.get(lane, Resource.ici)
+        span = self.span(
+            instruction,
+            self.now,
+            moved / rate,
+            resource,
+            lane,
+            bytes=float(moved),
+            priced_by="network",
+        )
+        self.put(instruction, span, [f"{lane} {instruction.opcode}"])
+
+    def collective(
+        self, instruction: Instruction, inner: Instruction, held: Computation, beside: bool
+    ) -> None:
+        kind = inner.opcode.removesuffix("-start")
+        operands = sum(s.bytes for s in held.operand_shapes(inner))
+        result = inner.shape
+        if inner.opcode.endswith("-start") and result.parts is not None:
+            # (operands, results, context…): the results are the second part, or half the arrays.
+            result = result.parts[1] if len(result.parts) > 1 else result
+        groups = groups_of(inner, self.on.num_devices)
+        cost = self.on.network.collective(kind, groups, float(result.bytes), float(operands))
+        seconds = cost.seconds * self.on.calibration.factor("collective")
+        resource = Resource.dcn if "dcn" in cost.lanes else Resource.ici
+        lane = "dcn" if resource is Resource.dcn else "ici"
+        span = self.span(
+            instruction,
+            self.now,
+            seconds,
+            resource,
+            lane if beside else "core",
+            bytes=cost.bytes,
+            priced_by="network",
+        )
+        if not span.layer:
+            span = replace(span, layer=layer_of(inner.op_name))
+        span = replace(span, opcode=kind)
+        if beside:
+            self.put(instruction, span, cost.lanes)
+        else:
+            start = max([self.now, *(self.busy[axis] for axis in cost.lanes)])
+            self.spans.append(replace(span, start=self.now, seconds=start - self.now + seconds))
+            self.now = start + seconds
+            for axis in cost.lanes:
+                self.busy[axis] = self.now
+
+    def collective_inside(self, fusion: Instruction) -> tuple[str, str] | None:
+        """A collective that a fusion holds: its name, and ``start`` when it only begins there."""
+        held = self.on.module.computations[fusion.called("calls") or ""]
+        starts = any(i.target == "AsyncCollectiveStart" for i in held)
+        for inner in held:
+            if inner.opcode in COLLECTIVES:
+                if not starts and "async_collective_name" in inner.rest:
+                    return None  # the same work as the start that it names
+                return inner.name, "start" if starts else "now"
+        return None
+
+    def ends_collective(self, fusion: Instruction) -> bool:
+        held = self.on.module.computations[fusion.called("calls") or ""]
+        return any(i.target == "AsyncCollectiveDone" for i in held)

@@ -1,0 +1,76 @@
+"""Spans on resources: what a step does when, simulated or measured."""
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from systolic.core.origin import Origin
+
+
+class Resource(enum.Enum):
+    """What is busy. A TensorCore's ops go to the unit that bounds them."""
+
+    mxu = "mxu"
+    """Matrix units."""
+    vpu = "vpu"
+    """Vector, cross-lane and scalar units."""
+    hbm = "hbm"
+    """Device memory: ops bound by it, and copies that run beside compute."""
+    ici = "ici"
+    """Links between the chips of a slice."""
+    dcn = "dcn"
+    """The network between slices."""
+    host = "host"
+    """Transfers between device and host memory."""
+    idle = "idle"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One op, or a loop of them. Times in seconds from the start of the enclosing span."""
+
+    name: str
+    """The HLO instruction."""
+    opcode: str
+    start: float
+    seconds: float
+    resource: Resource
+    lane: str = "core"
+    """``core`` runs one op at a time; other lanes (``dma``, ``ici``, ``dcn``, ``host``) run beside it."""
+    layer: str = ""
+    """Path of names in the model."""
+    source: str = ""
+    """``file:line``."""
+    flops: float = 0.0
+    """FLOPs of matrix units."""
+    bytes: float = 0.0
+    """HBM bytes, or bytes on the links."""
+    priced_by: str = ""
+    """``cycles``, ``bytes``, ``kernel``, ``network`` …; ``nothing`` when no rule prices it."""
+    repeat: int = 1
+    """Iterations of a loop; ``seconds`` is of all of them."""
+    inside: "tuple[Span, ...]" = ()
+    """One iteration of a loop, from its start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A step."""
+
+    origin: Origin
+    seconds: float
+    spans: Sequence[Span]
+    notes: Sequence[str] = field(default=())
+    """What was assumed on the way."""
+
+    def leaves(self) -> "Iterator[tuple[Span, int]]":
+        """Every op that is no loop, with how often it runs."""
+        return _leaves(self.spans, 1)
+
+
+def _leaves(spans: Sequence[Span], times: int) -> Iterator[tuple[Span, int]]:
+    for span in spans:
+        if span.inside:
+            yield from _leaves(span.inside, times * span.repeat)
+        else:
+            yield span, times
