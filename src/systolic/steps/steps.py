@@ -154,8 +154,9 @@ class Steps:
         if self.job.optimizer.clip:
             shrink = jnp.minimum(1.0, self.job.optimizer.clip / jnp.maximum(norm, 1e-9))
             gradients = jax.tree.map(lambda g: g * shrink, gradients)
-        updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
-        params: Any = optax.apply_updates(state.params, updates)
+        with jax.named_scope("optimizer"):
+            updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
+            params: Any = optax.apply_updates(state.params, updates)
         ema = None
         if state.ema is not None:
             # Early on a plain mean: an average that starts at the initial weights would remember them.

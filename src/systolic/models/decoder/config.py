@@ -1,5 +1,6 @@
 """The sizes of a decoder; imports without jax."""
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -9,6 +10,24 @@ from systolic.job import Field, Layout, Model, Target
 
 if TYPE_CHECKING:
     from flax import nnx
+
+
+class Mlp(enum.Enum):
+    """The feed-forward part: its activation, and whether a second matrix gates it."""
+
+    swiglu = "swiglu"
+    """SiLU, gated: three matrices (Shazeer 2020)."""
+    geglu = "geglu"
+    """GELU, gated."""
+    gelu = "gelu"
+    """GELU, two matrices."""
+    relu = "relu"
+    """ReLU, two matrices."""
+
+    @property
+    def gated(self) -> bool:
+        """Whether it has a gate."""
+        return self in (Mlp.swiglu, Mlp.geglu)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +42,9 @@ class Decoder(Model):
     d_model: int = 768
     """Width of the residual stream."""
     d_ff: int = 2048
-    """Hidden units of SwiGLU (of each expert, in a mixture)."""
+    """Hidden units (of each expert, in a mixture)."""
+    mlp: Mlp = Mlp.swiglu
+    """The feed-forward part."""
     heads: int = 12
     kv_heads: int = 12
     """Key and value heads; fewer than heads is grouped-query attention."""
@@ -77,10 +98,18 @@ class Decoder(Model):
             raise OptionError(
                 f"model.ngram-rows {self.ngram_rows} is not a power of two; rows are picked by the low bits of a hash"
             )
+        if self.experts > 1 and not self.mlp.gated:
+            raise OptionError(
+                f"model.mlp {self.mlp.value} has no mixture of experts; use swiglu or geglu"
+            )
         if self.experts > 1 and not 1 <= self.experts_per_token <= self.experts:
             raise OptionError(
                 f"model.experts-per-token {self.experts_per_token} is outside 1 to {self.experts} experts"
             )
+
+    @property
+    def _mlp_matrices(self) -> int:
+        return 3 if self.mlp.gated else 2
 
     @property
     def num_parameters(self) -> int:
@@ -88,7 +117,12 @@ class Decoder(Model):
         attention = self.d_model * self.head_dim * 2 * (self.heads + self.kv_heads)
         norms = 2 * self.d_model + (2 * self.head_dim if self.qk_norm else 0)
         router = self.d_model * self.experts if self.experts > 1 else 0
-        layer = attention + norms + router + 3 * self.d_model * self.d_ff * self.experts
+        layer = (
+            attention
+            + norms
+            + router
+            + self._mlp_matrices * self.d_model * self.d_ff * self.experts
+        )
         embeddings = self.vocab * self.d_model * (1 if self.tie_embeddings else 2)
         orders = max(self.ngrams - 1, 0)
         ngrams = orders * self.ngram_dim * (self.ngram_rows + self.d_model)
@@ -132,7 +166,7 @@ class Decoder(Model):
         projections = 2 * self.d_model * self.head_dim * 2 * (self.heads + self.kv_heads)
         scores = 2 * 2 * self.heads * self.head_dim * (sequence + 1) / 2
         active = self.experts_per_token if self.experts > 1 else 1
-        mlp = 2 * 3 * self.d_model * self.d_ff * active
+        mlp = 2 * self._mlp_matrices * self.d_model * self.d_ff * active
         router = 2 * self.d_model * self.experts if self.experts > 1 else 0
         return sequence * (
             self.layers * (projections + scores + mlp + router) + 2 * self.d_model * self.vocab

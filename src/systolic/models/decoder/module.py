@@ -8,7 +8,7 @@ from flax import nnx
 
 from systolic.job import Target
 from systolic.models.attention import attention
-from systolic.models.decoder.config import Decoder
+from systolic.models.decoder.config import Decoder, Mlp
 from systolic.models.decoder.moe import Mixture
 from systolic.models.decoder.ngrams import NGrams
 from systolic.models.decoder.pipeline import run_stages
@@ -55,20 +55,34 @@ def rope(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     )
 
 
+ACTIVATIONS = {
+    Mlp.swiglu: jax.nn.silu,
+    Mlp.geglu: jax.nn.gelu,
+    Mlp.gelu: jax.nn.gelu,
+    Mlp.relu: jax.nn.relu,
+}
+
+
 class MLP(nnx.Module):
-    """SwiGLU (Shazeer 2020)."""
+    """The feed-forward part, gated or not."""
 
     def __init__(self, config: Decoder, rngs: nnx.Rngs, target: Target) -> None:
         d, f = config.d_model, config.d_ff
-        self.gate = weight(rngs, (d, f), ("embed", "mlp"), d)
+        if config.mlp.gated:
+            self.gate = weight(rngs, (d, f), ("embed", "mlp"), d)
         self.up = weight(rngs, (d, f), ("embed", "mlp"), d)
         self.down = weight(rngs, (f, d), ("mlp", "embed"), f, (2 * config.layers) ** -0.5)
-        self.target = target
+        self.config, self.target = config, target
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[batch, sequence, d_model] to the same, and a router loss of 0."""
-        gate, up = name(x @ self.gate[...], "mlp"), name(x @ self.up[...], "mlp")
-        hidden = self.target.constrain(jax.nn.silu(gate) * up, "batch", "sequence", "mlp")
+        activate = ACTIVATIONS[self.config.mlp]
+        if self.config.mlp.gated:
+            gate, up = name(x @ self.gate[...], "mlp"), name(x @ self.up[...], "mlp")
+            hidden = activate(gate) * up
+        else:
+            hidden = activate(name(x @ self.up[...], "mlp"))
+        hidden = self.target.constrain(hidden, "batch", "sequence", "mlp")
         return hidden @ self.down[...], jnp.zeros((), jnp.float32)
 
 
@@ -110,24 +124,27 @@ class Block(nnx.Module):
     def merge(self, x: jax.Array, attended: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The rest of the block after attention: the residual stream and the router's loss."""
         constrain = self.target.constrain
-        attended = constrain(name(attended, "attention"), "batch", "sequence", "heads", None)
-        x = constrain(
-            x + jnp.einsum("bshe,hed->bsd", attended, self.out[...]), "batch", "sequence", None
-        )
-        update, loss = self.mlp(self.mlp_norm(x))
-        return constrain(x + update, "batch", "sequence", None), loss
+        with jax.named_scope("attention"):
+            attended = constrain(name(attended, "attention"), "batch", "sequence", "heads", None)
+            x = constrain(
+                x + jnp.einsum("bshe,hed->bsd", attended, self.out[...]), "batch", "sequence", None
+            )
+        with jax.named_scope("mlp"):
+            update, loss = self.mlp(self.mlp_norm(x))
+            return constrain(x + update, "batch", "sequence", None), loss
 
     def __call__(
         self, x: jax.Array, segments: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """x [batch, sequence, d_model], segments and positions int32[batch, sequence]."""
-        query, key, value = self.project(self.attention_norm(x), positions)
-        constrain = self.target.constrain
-        query = constrain(query, "batch", "sequence", "heads", None)
-        key, value = (constrain(part, "batch", None, "kv_heads", None) for part in (key, value))
-        return self.merge(
-            x, attention(self.target, query, key, value, segments=segments, causal=True)
-        )
+        x = name(x, "layer_input")
+        with jax.named_scope("attention"):
+            query, key, value = self.project(self.attention_norm(x), positions)
+            constrain = self.target.constrain
+            query = constrain(query, "batch", "sequence", "heads", None)
+            key, value = (constrain(part, "batch", None, "kv_heads", None) for part in (key, value))
+            attended = attention(self.target, query, key, value, segments=segments, causal=True)
+        return self.merge(x, attended)
 
 
 class DecoderModule(nnx.Module):
@@ -157,11 +174,12 @@ class DecoderModule(nnx.Module):
         tokens and positions int32[batch, n]; recent int32[batch, history] are the tokens before them.
         """
         # Whole rows on every device: a lookup in split rows would make the partitioner replicate its result.
-        table = self.target.constrain(self.embedding[...], "vocab", None)
-        x = table[tokens] * self.config.d_model**0.5
-        if self.ngrams is not None:
-            x = x + self.ngrams(jnp.concatenate([recent, tokens], axis=1), positions)
-        return self.target.constrain(x, "batch", "sequence", None)
+        with jax.named_scope("embed"):
+            table = self.target.constrain(self.embedding[...], "vocab", None)
+            x = table[tokens] * self.config.d_model**0.5
+            if self.ngrams is not None:
+                x = x + self.ngrams(jnp.concatenate([recent, tokens], axis=1), positions)
+            return self.target.constrain(x, "batch", "sequence", None)
 
     def no_history(self, batch: int) -> jax.Array:
         """int32[batch, history]: no token (-1) before the first one."""
@@ -169,9 +187,10 @@ class DecoderModule(nnx.Module):
 
     def logits(self, x: jax.Array) -> jax.Array:
         """[batch, sequence, d_model] to [batch, sequence, vocab]."""
-        x = self.norm(x)
-        matrix = self.embedding[...].T if self.config.tie_embeddings else self.unembedding[...]
-        return self.target.constrain(x @ matrix, "batch", "sequence", "vocab")
+        with jax.named_scope("logits"):
+            x = self.norm(x)
+            matrix = self.embedding[...].T if self.config.tie_embeddings else self.unembedding[...]
+            return self.target.constrain(x @ matrix, "batch", "sequence", "vocab")
 
     def __call__(self, tokens: jax.Array, segments: jax.Array, positions: jax.Array) -> jax.Array:
         """Logits [batch, sequence, vocab] of tokens int32[batch, sequence].

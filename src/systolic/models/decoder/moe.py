@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from systolic.job import Target
-from systolic.models.decoder.config import Decoder
+from systolic.models.decoder.config import Decoder, Mlp
 from systolic.models.parameters import weight
 from systolic.models.remat import name
 
@@ -28,7 +28,7 @@ def capacity(config: Decoder, sequence: int) -> int:
 
 
 class Mixture(nnx.Module):
-    """Top-k routing over SwiGLU experts (GShard, Lepikhin et al. 2020; Mixtral's normalised top-k weights)."""
+    """Top-k routing over gated experts (GShard, Lepikhin et al. 2020; Mixtral's normalised top-k weights)."""
 
     def __init__(self, config: Decoder, rngs: nnx.Rngs, target: Target) -> None:
         e, d, f = config.experts, config.d_model, config.d_ff
@@ -73,7 +73,8 @@ class Mixture(nnx.Module):
         routed = constrain(routed, "expert_batch", "experts", None, None)
         gate = name(jnp.einsum("becd,edf->becf", routed, self.gate[...]), "mlp")
         up = name(jnp.einsum("becd,edf->becf", routed, self.up[...]), "mlp")
-        hidden = constrain(jax.nn.silu(gate) * up, "expert_batch", "experts", None, "mlp")
+        activate = jax.nn.silu if config.mlp is Mlp.swiglu else jax.nn.gelu
+        hidden = constrain(activate(gate) * up, "expert_batch", "experts", None, "mlp")
         done = constrain(
             jnp.einsum("becf,efd->becd", hidden, self.down[...]),
             "expert_batch",
