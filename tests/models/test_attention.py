@@ -7,7 +7,7 @@ import pytest
 
 from systolic.job import Layout
 from systolic.models.attention import Kernel, attention, choose_kernel
-from systolic.models.splash import LARGEST_BLOCK, block_size, splash_attention
+from systolic.models.splash import block_size, splash_attention
 from systolic.steps.mesh import make_mesh
 from systolic.steps.target import MeshTarget
 
@@ -97,10 +97,10 @@ def test_a_shape_that_rules_the_kernel_out_falls_back_and_says_so(
 
 def test_blocks_divide_the_sequence() -> None:
     for sequence in range(128, 128 * 70, 128):
-        size = block_size(sequence)
+        size = block_size(sequence, 512)
         assert sequence % size == 0
         assert size % 128 == 0
-        assert size <= LARGEST_BLOCK
+        assert size <= 512
 
 
 def test_context_shards_count_for_the_kernel() -> None:

@@ -71,7 +71,11 @@ class Layout:
     remat: Remat = Remat.none
     """What the backward pass computes again."""
     remat_names: tuple[str, ...] = ("query", "key", "value", "attention", "mlp")
-    """For save-names and offload: which activations."""
+    """For save-names and offload: which activations; a decoder also names layer_input, out and down."""
+    saved_names: tuple[str, ...] = ()
+    """For offload: activations that stay in device memory beside the offloaded ones."""
+    attention_block: int = 512
+    """Tokens of a block side of the TPU attention kernel, a multiple of 128; larger ones are faster where they fit VMEM."""
 
     def __post_init__(self) -> None:
         sizes = {axis.value: self.size(axis) for axis in Axis}
@@ -84,6 +88,10 @@ class Layout:
         if len(free) > 1:
             raise LayoutError(
                 f"layout has {' and '.join(free)} at -1; only one axis can take the rest, set the others"
+            )
+        if self.attention_block < 128 or self.attention_block % 128:
+            raise LayoutError(
+                f"layout.attention-block is {self.attention_block}; it is a multiple of 128"
             )
         if self.accumulate < 1:
             raise LayoutError(

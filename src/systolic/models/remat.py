@@ -28,7 +28,7 @@ def rematerialise(layer: Callable[..., Any], layout: Layout) -> Callable[..., An
             policy = policies.save_only_these_names(*layout.remat_names)
         case Remat.offload:
             policy = policies.save_and_offload_only_these_names(
-                names_which_can_be_saved=[],
+                names_which_can_be_saved=list(layout.saved_names),
                 names_which_can_be_offloaded=list(layout.remat_names),
                 offload_src="device",
                 offload_dst="pinned_host",

@@ -14,15 +14,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from systolic.job import Target
 
-LARGEST_BLOCK = 512
-"""Tokens of a block side. The forward and backward working sets of a 512 x 512 block (f32 logits,
-their gradient, q, k, v, output) stay under 8 MiB at head dim 256, half the scoped VMEM of every
-generation."""
 
+def block_size(sequence: int, largest: int) -> int:
+    """The largest multiple of 128 up to ``largest`` that divides ``sequence`` (a multiple of 128).
 
-def block_size(sequence: int) -> int:
-    """The largest multiple of 128 up to LARGEST_BLOCK that divides ``sequence`` (a multiple of 128)."""
-    return max(size for size in range(128, LARGEST_BLOCK + 1, 128) if sequence % size == 0)
+    The forward and backward working sets of a 512 x 512 block (f32 logits, their gradient, q, k, v,
+    output) stay under 8 MiB at head dim 256, half the scoped VMEM of every generation.
+    """
+    return max(size for size in range(128, largest + 1, 128) if sequence % size == 0)
 
 
 def splash_attention(
@@ -49,7 +48,9 @@ def splash_attention(
         if causal
         else mask_lib.FullMask((sequence, sequence))
     )
-    block_q, block_kv = block_size(sequence // layout.context), block_size(sequence)
+    largest = layout.attention_block
+    block_q = block_size(sequence // layout.context, largest)
+    block_kv = block_size(sequence, largest)
     sizes = kernel_lib.BlockSizes(
         block_q=block_q,
         block_kv=block_kv,

@@ -83,7 +83,7 @@ class MLP(nnx.Module):
         else:
             hidden = activate(name(x @ self.up[...], "mlp"))
         hidden = self.target.constrain(hidden, "batch", "sequence", "mlp")
-        return hidden @ self.down[...], jnp.zeros((), jnp.float32)
+        return name(hidden @ self.down[...], "down"), jnp.zeros((), jnp.float32)
 
 
 class Block(nnx.Module):
@@ -127,7 +127,10 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             attended = constrain(name(attended, "attention"), "batch", "sequence", "heads", None)
             x = constrain(
-                x + jnp.einsum("bshe,hed->bsd", attended, self.out[...]), "batch", "sequence", None
+                x + name(jnp.einsum("bshe,hed->bsd", attended, self.out[...]), "out"),
+                "batch",
+                "sequence",
+                None,
             )
         with jax.named_scope("mlp"):
             update, loss = self.mlp(self.mlp_norm(x))
