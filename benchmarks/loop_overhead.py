@@ -22,9 +22,9 @@ from systolic.artifact import Run
 from systolic.job import Checkpoints
 from systolic.report.live import Live
 from systolic.report.tensorboard import TensorBoard
+from systolic.steps.programs import jit_train
 from systolic.train.feed import training
 from systolic.train.interrupt import Interrupt
-from systolic.steps.programs import jit_train
 from systolic.train.setup import Setup, set_up
 from systolic.train.trainer import Trainer
 

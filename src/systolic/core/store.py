@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class Store:
         return found if found.is_dir() else None
 
     @contextmanager
-    def scratch(self) -> Iterator[Path]:
+    def scratch(self) -> Generator[Path]:
         """A folder to fill for :meth:`put`; gone afterwards unless it was put.
 
         Raises:
@@ -69,7 +69,7 @@ class Store:
         return target
 
     @contextmanager
-    def lock(self, digest: str) -> Iterator[None]:
+    def lock(self, digest: str) -> Generator[None]:
         """One process at a time for a digest; others wait. A dead process holds nothing."""
         folder = self.root / ".locks"
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,139 @@
+"""Where the time of a step goes: by op, by place in the model, by source line."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from systolic.sim.timeline import Resource, Span, Timeline
+
+GLUE = frozenset(("clip", "where", "take_along_axis", "dynamic_index_in_dim"))
+"""Functions of jax.numpy that appear in a path of names but are no place in a model."""
+
+_KERNEL = re.compile(r"(splash_mha_\w+?)(?:_segmented|_no_residuals|_residuals)*$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """Time of the core: of one op over all its runs, or of all ops of one place."""
+
+    name: str
+    seconds: float
+    runs: int
+    """How often ops of it run in a step."""
+    resource: Resource
+    """That takes the most of it."""
+    place: str
+    source: str
+    """``file:line`` of the most expensive op."""
+    flops: float
+    bytes: float
+    priced_by: tuple[str, ...]
+    opcode: str = ""
+
+    @property
+    def short_source(self) -> str:
+        """The last folder, the file and the line."""
+        return short(self.source)
+
+
+def place_of(span: Span) -> str:
+    """Where in the model an op belongs: its path of names, else its source line, else its kind."""
+    parts: list[str] = []
+    for part in span.layer.replace("\\'", "'").split("/"):
+        kernel = _KERNEL.match(part)
+        name = kernel[1] if kernel else part
+        if name and not name.startswith("_") and name not in GLUE and name not in parts[-1:]:
+            parts.append(name)
+    if parts:
+        return "/".join(parts)
+    return short(span.source) or f"unnamed {span.opcode}"
+
+
+def short(source: str) -> str:
+    """``/long/path/decoder/module.py:70`` as ``decoder/module.py:70``."""
+    return "/".join(source.split("/")[-2:])
+
+
+def by_op(timeline: Timeline) -> list[Cost]:
+    """The ops of the core, waits among them, the most expensive first."""
+    return _grouped(timeline, lambda span: f"{span.opcode} {span.name}")
+
+
+def by_place(timeline: Timeline, rows: int = 12) -> list[Cost]:
+    """The places of the core's time at the depth that fills about ``rows``, the most expensive first."""
+    names = roll_up(seconds_by_place(timeline), rows)
+    return _grouped(timeline, lambda span: names[place_of(span)])
+
+
+def seconds_by_place(timeline: Timeline) -> dict[str, float]:
+    """Seconds of the core by full path; sums to the step less its gaps."""
+    found: Counter[str] = Counter()
+    for span, times in core(timeline):
+        found[place_of(span)] += span.seconds * times
+    return dict(found.most_common())
+
+
+def core(timeline: Timeline) -> Iterable[tuple[Span, int]]:
+    """The ops that run one after another, and the waits between them, with how often each runs."""
+    return ((span, times) for span, times in timeline.leaves() if span.lane == "core")
+
+
+def roll_up(seconds: Mapping[str, float], rows: int) -> dict[str, str]:
+    """Each path to the prefix that stands for it: the heaviest are opened while there is room."""
+    group = {path: (path if _is_source(path) else path.split("/")[0]) for path in seconds}
+    closed: set[str] = set()
+    while True:
+        weight: Counter[str] = Counter()
+        members: dict[str, list[str]] = defaultdict(list)
+        for path, name in group.items():
+            weight[name] += seconds[path]  # ty: ignore[invalid-assignment]
+            members[name].append(path)
+        candidates = [name for name, _ in weight.most_common() if name not in closed]
+        if not candidates or len(weight) >= rows:
+            return group
+        name = candidates[0]
+        deeper = {path: _deeper(path, name) for path in members[name]}
+        if len(weight) - 1 + len(set(deeper.values())) > rows:
+            closed.add(name)
+            continue
+        if set(deeper.values()) == {name}:
+            closed.add(name)
+        group |= deeper
+
+
+def _deeper(path: str, prefix: str) -> str:
+    if path == prefix or _is_source(path):
+        return path
+    rest = path[len(prefix) + 1 :].split("/")[0]
+    return f"{prefix}/{rest}"
+
+
+def _is_source(path: str) -> bool:
+    return ".py:" in path or path.startswith("unnamed ")
+
+
+def _grouped(timeline: Timeline, key: Callable[[Span], str]) -> list[Cost]:
+    groups: dict[str, list[tuple[Span, int]]] = defaultdict(list)
+    for span, times in core(timeline):
+        groups[key(span)].append((span, times))
+    return sorted((_cost(name, found) for name, found in groups.items()), key=lambda c: -c.seconds)
+
+
+def _cost(name: str, found: Sequence[tuple[Span, int]]) -> Cost:
+    seconds: Counter[Resource] = Counter()
+    for span, times in found:
+        seconds[span.resource] += span.seconds * times  # ty: ignore[invalid-assignment]
+    largest, _ = max(found, key=lambda pair: (bool(pair[0].source), pair[0].seconds * pair[1]))
+    return Cost(
+        name=name,
+        seconds=sum(seconds.values()),
+        runs=sum(times for _, times in found),
+        resource=seconds.most_common(1)[0][0],
+        place=place_of(largest),
+        source=largest.source,
+        flops=sum(span.flops * times for span, times in found),
+        bytes=sum(span.bytes * times for span, times in found),
+        priced_by=tuple(sorted({span.priced_by for span, _ in found if span.priced_by})),
+        opcode=largest.opcode,
+    )
