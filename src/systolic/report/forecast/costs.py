@@ -1,7 +1,7 @@
 """Where the time of a step goes: by op, by place in the model, by source line."""
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class Cost:
     """That takes the most of it."""
     place: str
     source: str
-    """``file:line`` of the most expensive op."""
+    """``file:line`` that takes the most of it."""
     flops: float
     bytes: float
     priced_by: tuple[str, ...]
@@ -68,10 +68,10 @@ def by_place(timeline: Timeline, rows: int = 12) -> list[Cost]:
 
 def seconds_by_place(timeline: Timeline) -> dict[str, float]:
     """Seconds of the core by full path; sums to the step less its gaps."""
-    found: Counter[str] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
     for span, times in core(timeline):
         found[place_of(span)] += span.seconds * times
-    return dict(found.most_common())
+    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
 
 
 def core(timeline: Timeline) -> Iterable[tuple[Span, int]]:
@@ -84,12 +84,14 @@ def roll_up(seconds: Mapping[str, float], rows: int) -> dict[str, str]:
     group = {path: (path if _is_source(path) else path.split("/")[0]) for path in seconds}
     closed: set[str] = set()
     while True:
-        weight: Counter[str] = Counter()
+        weight: defaultdict[str, float] = defaultdict(float)
         members: dict[str, list[str]] = defaultdict(list)
         for path, name in group.items():
-            weight[name] += seconds[path]  # ty: ignore[invalid-assignment]
+            weight[name] += seconds[path]
             members[name].append(path)
-        candidates = [name for name, _ in weight.most_common() if name not in closed]
+        candidates = [
+            name for name in sorted(weight, key=lambda n: -weight[n]) if name not in closed
+        ]
         if not candidates or len(weight) >= rows:
             return group
         name = candidates[0]
@@ -121,17 +123,20 @@ def _grouped(timeline: Timeline, key: Callable[[Span], str]) -> list[Cost]:
 
 
 def _cost(name: str, found: Sequence[tuple[Span, int]]) -> Cost:
-    seconds: Counter[Resource] = Counter()
+    seconds: defaultdict[Resource, float] = defaultdict(float)
+    sources: defaultdict[str, float] = defaultdict(float)
     for span, times in found:
-        seconds[span.resource] += span.seconds * times  # ty: ignore[invalid-assignment]
-    largest, _ = max(found, key=lambda pair: (bool(pair[0].source), pair[0].seconds * pair[1]))
+        seconds[span.resource] += span.seconds * times
+        sources[span.source] += span.seconds * times
+    largest = max(found, key=lambda pair: pair[0].seconds * pair[1])[0]
+    named = {source: spent for source, spent in sources.items() if source}
     return Cost(
         name=name,
         seconds=sum(seconds.values()),
         runs=sum(times for _, times in found),
-        resource=seconds.most_common(1)[0][0],
+        resource=max(seconds, key=lambda r: seconds[r]),
         place=place_of(largest),
-        source=largest.source,
+        source=max(named, key=lambda s: named[s], default=""),
         flops=sum(span.flops * times for span, times in found),
         bytes=sum(span.bytes * times for span, times in found),
         priced_by=tuple(sorted({span.priced_by for span, _ in found if span.priced_by})),

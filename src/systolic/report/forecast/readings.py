@@ -1,0 +1,184 @@
+"""Figures of a forecast as words, the same in the terminal and on the page."""
+
+from dataclasses import dataclass
+
+from systolic.core.origin import Origin
+from systolic.core.units import duration, gibibytes, si
+from systolic.forecast import Forecast
+from systolic.report import figures
+from systolic.report.verdict import Tone, Verdict
+
+SCALES = {"tokens": ("billion tokens", 1e9), "examples": ("million examples", 1e6)}
+CLOSE = 0.9
+"""Share of the memory above which little is left for what the compiler does not count."""
+
+RESOURCES = {
+    "mxu": "the matrix units",
+    "vpu": "the vector units",
+    "hbm": "device memory",
+    "ici": "waiting for chips",
+    "dcn": "waiting for slices",
+    "host": "waiting for the host",
+    "idle": "idle",
+}
+"""What the core does or waits for, in words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A part of a whole: bytes of a kind of memory, or seconds of a resource."""
+
+    key: str
+    name: str
+    value: float
+    share: float
+    """Of the whole, 0 to 1."""
+    text: str
+
+
+def verdict(forecast: Forecast) -> Verdict:
+    """Fits or not, by how much, and how fast."""
+    need, have = needed(forecast), forecast.capacity_bytes
+    if not forecast.fits:
+        space = (forecast.rejected or {}).get("space", "hbm")
+        where = "" if space == "hbm" else f" of {space}"
+        if not need:
+            return Verdict(
+                word="does not fit", sentence=f"More than {gibibytes(have)}{where}.", tone=Tone.bad
+            )
+        sentence = f"Needs {gibibytes(need)}{where}, {gibibytes(have)} are there: {gibibytes(need - have)} too much."
+        return Verdict(word="does not fit", sentence=sentence, tone=Tone.bad)
+    spare = f"{gibibytes(have - need)} of {gibibytes(have)} to spare" if have else "memory unknown"
+    tone = Tone.fair if have and need > CLOSE * have else Tone.good
+    return Verdict(word="fits", sentence=f"{spare}.", tone=tone)
+
+
+def needed(forecast: Forecast) -> int:
+    """Bytes of one device at the peak; 0 where they are unknown."""
+    if forecast.memory is not None:
+        return forecast.memory.peak_bytes
+    return int((forecast.rejected or {}).get("need_bytes") or 0)
+
+
+def speed(forecast: Forecast) -> list[tuple[str, str]]:
+    """Step time, throughput and utilisation as (name, text); what is unknown is left out."""
+    if forecast.step_seconds is None:
+        return []
+    found = [("step", duration(forecast.step_seconds))]
+    if (rate := forecast.units_per_second) is not None and forecast.unit != "calls":
+        found.append(("throughput", f"{si(rate)} {forecast.unit}/s"))
+    found += [
+        ("MFU", figures.percent(forecast.mfu)),
+        ("HFU", figures.percent(forecast.hfu)),
+        ("bound by", forecast.bound_by or figures.MISSING),
+    ]
+    return [(name, text) for name, text in found if text != figures.MISSING]
+
+
+def interval(forecast: Forecast) -> str:
+    """``5.85 ms to 9.75 ms``; empty without one."""
+    if forecast.low is None or forecast.high is None:
+        return ""
+    return f"{duration(forecast.low)} to {duration(forecast.high)}"
+
+
+def memory_origin(forecast: Forecast) -> Origin:
+    """Whether the peak is the compiler's or the schedule's."""
+    return Origin.compiled if "jax" in forecast.compiler else Origin.simulated
+
+
+def memory_parts(forecast: Forecast) -> list[Part]:
+    """The peak by kind, as shares of the device's memory."""
+    if forecast.memory is None:
+        return []
+    whole = max(forecast.capacity_bytes, forecast.memory.peak_bytes, 1)
+    return [
+        Part(key=_key(kind), name=kind, value=size, share=size / whole, text=gibibytes(size))
+        for kind, size in forecast.memory.by_kind.items()
+    ]
+
+
+def _key(kind: str) -> str:
+    return kind.replace(" ", "-")
+
+
+def time_parts(forecast: Forecast) -> list[Part]:
+    """The step by what the core did or waited for."""
+    if not forecast.step_seconds:
+        return []
+    step = forecast.step_seconds
+    return [
+        Part(key=name, name=name, value=s, share=s / step, text=duration(s))
+        for name, s in forecast.time_by_resource.items()
+        if s / step > 5e-4
+    ]
+
+
+def money(forecast: Forecast) -> str:
+    """Dollars by the hour and by work; empty without a price."""
+    bill = forecast.bill
+    if bill.usd_per_hour is None:
+        return ""
+    text = f"${bill.usd_per_hour:,.2f}/h on demand"
+    if bill.spot_usd_per_hour is not None:
+        text += f", ${bill.spot_usd_per_hour:,.2f} spot"
+    if bill.price_as_of:
+        text += f" ({bill.price_as_of})"
+    name, scale = SCALES.get(forecast.unit, ("million calls", 1e6))
+    if forecast.step_seconds:
+        per = bill.usd_per(scale, forecast.units, forecast.step_seconds)
+        text += f"; ${figure(per)} per {name}"
+    return text
+
+
+def energy(forecast: Forecast) -> str:
+    """Kilowatt-hours by work and where the watts come from; empty without watts."""
+    bill = forecast.bill
+    if bill.watts is None or not forecast.step_seconds:
+        return ""
+    name, scale = SCALES.get(forecast.unit, ("million calls", 1e6))
+    kwh = bill.kwh_per(scale, forecast.units, forecast.step_seconds)
+    kind = bill.watts_source.split(",")[0]
+    return f"{figure(kwh)} kWh per {name} ({kind} {si(bill.watts, 'W')}, PUE {bill.pue:g})"
+
+
+def figure(value: float | None) -> str:
+    """Three digits without an exponent: dollars and kilowatt-hours."""
+    if value is None:
+        return figures.MISSING
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def notes(forecast: Forecast) -> list[str]:
+    """What was assumed, what has no price, where the interval comes from."""
+    found = []
+    if forecast.interval:
+        found.append(f"interval: {forecast.interval}")
+    if forecast.timeline is not None and forecast.priced_fraction < 0.9995:
+        found.append(
+            f"{figures.plural(len(forecast.unpriced), 'op')} without a rule, taken from bytes alone: {figures.percent(1 - forecast.priced_fraction)} of the step"
+        )
+    return [*found, *forecast.notes]
+
+
+def compiler_text(forecast: Forecast) -> str:
+    """Versions and seconds of the compile: ``libtpu 0.0.42.1, jax 0.10.2, from the store in 0.4 s``."""
+    facts = forecast.compiler
+    parts = [f"{name} {facts[name]}" for name in ("libtpu", "jax") if name in facts]
+    if parts:
+        how = "from the store in" if facts.get("cached") else "compiled in"
+        parts.append(f"{how} {duration(float(facts['seconds']))}")
+    return ", ".join(parts)
+
+
+def axes_text(forecast: Forecast) -> str:
+    """Mesh axes that split something: ``fsdp 4``."""
+    axes = {
+        name: size
+        for name, size in forecast.layout.items()
+        if isinstance(size, int) and not isinstance(size, bool) and size != 1
+    }
+    named = ("data", "pipeline", "fsdp", "expert", "context", "tensor", "accumulate")
+    return " × ".join(f"{name} {axes[name]}" for name in named if name in axes)

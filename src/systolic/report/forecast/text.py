@@ -1,0 +1,257 @@
+"""A forecast on one screen: the verdict first, then memory, time, costs and the bill."""
+
+import io
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from systolic.core.units import duration, gibibytes
+from systolic.forecast import Forecast
+from systolic.report import figures, terminal
+from systolic.report.forecast import readings
+from systolic.report.forecast.costs import by_place
+from systolic.report.forecast.readings import Part
+from systolic.report.verdict import Tone
+
+HEIGHT = 23
+"""Lines of a screen that leave one for the prompt."""
+MAX_WIDTH = 100
+COSTS = 6
+BUFFERS = 8
+INDENT = 9
+SMALL = 0.02
+"""Share of the peak below which kinds of memory are shown together."""
+
+_COLOURS = {Tone.good: "green", Tone.fair: "yellow", Tone.bad: "red", Tone.neutral: "cyan"}
+_FILLS = "█▓▒░▞▚▤▥"
+"""Segments of a bar differ without colour, too."""
+_HUES = ("blue", "magenta", "yellow", "green", "cyan", "red", "white", "bright_black")
+_RESOURCES = {
+    "mxu": ("█", "blue"),
+    "vpu": ("▓", "magenta"),
+    "hbm": ("▒", "yellow"),
+    "ici": ("░", "green"),
+    "dcn": ("▞", "cyan"),
+    "host": ("▚", "red"),
+    "idle": ("·", "bright_black"),
+}
+
+
+def print_forecast(
+    forecast: Forecast,
+    *,
+    stream: TextIO | None = None,
+    environ: Mapping[str, str] | None = None,
+    width: int | None = None,
+) -> None:
+    """Prints the screen to ``stream`` (stdout), in colour on a terminal."""
+    stream = sys.stdout if stream is None else stream
+    environ = os.environ if environ is None else environ
+    columns = width or shutil.get_terminal_size((80, 24)).columns
+    shown = lines(forecast, min(columns, MAX_WIDTH))
+    if terminal.can_redraw(stream, environ, columns):
+        console = Console(file=stream, force_terminal=True, width=columns, highlight=False)
+        for line in shown:
+            console.print(line, soft_wrap=True)
+        return
+    for line in plain(shown):
+        terminal.say(stream, line)
+
+
+def plain(shown: Sequence[Text]) -> list[str]:
+    """Lines without colour."""
+    stream = io.StringIO()
+    console = Console(file=stream, width=MAX_WIDTH, color_system=None, highlight=False)
+    for line in shown:
+        console.print(line, soft_wrap=True)
+    return [line.rstrip() for line in stream.getvalue().splitlines()]
+
+
+def lines(forecast: Forecast, width: int) -> list[Text]:
+    """The screen: at most :data:`HEIGHT` lines of ``width`` columns."""
+    shown = [*_verdict(forecast), Text("")]
+    shown += _memory(forecast, width)
+    shown += _refused(forecast, width) if not forecast.fits else _time(forecast, width)
+    tail = _bill(forecast)
+    notes = readings.notes(forecast)
+    room = HEIGHT - len(shown) - len(tail)
+    if forecast.timeline is not None:
+        rows = min(COSTS, room - 2 - min(len(notes), 2))
+        shown += _costs(forecast, width, rows)
+    shown += tail
+    shown += _notes(notes, HEIGHT - len(shown))
+    return [_cut(line, width) for line in shown[:HEIGHT]]
+
+
+def _verdict(forecast: Forecast) -> list[Text]:
+    verdict = readings.verdict(forecast)
+    colour = _COLOURS[verdict.tone]
+    head = Text(f"{forecast.recipe} on {forecast.on.name}  ", style="bold")
+    head.append(f" {verdict.word} ", f"bold reverse {colour}")
+    head.append(f"  {verdict.sentence}", "bold")
+    speed = dict(readings.speed(forecast))
+    if not speed:
+        axes = readings.axes_text(forecast)
+        return [head, *([Text(f"layout {axes}", style="dim")] if axes else [])]
+    step = Text(f"{speed['step']} a step", style=f"bold {colour}")
+    if found := readings.interval(forecast):
+        step.append(f" ({found})", "not bold")
+    step.append(f", bound by {readings.RESOURCES[speed['bound by']]}", "not bold")
+    step.append(f"  [{forecast.origin.value}]", "dim not bold")
+    rest = [speed["throughput"]] if "throughput" in speed else []
+    rest += [f"{name} {speed[name]}" for name in ("MFU", "HFU") if name in speed]
+    rest.append(readings.axes_text(forecast))
+    return [head, step, Text(", ".join(part for part in rest if part))]
+
+
+def _memory(forecast: Forecast, width: int) -> list[Text]:
+    need, have = readings.needed(forecast), forecast.capacity_bytes
+    if not need:
+        return []
+    origin = readings.memory_origin(forecast).value
+    head = _row("memory", f"{gibibytes(need)} of {gibibytes(have)} on each device")
+    head.append(f"  [{origin}; kinds estimated]" if forecast.memory else f"  [{origin}]", "dim")
+    parts = _merged(readings.memory_parts(forecast))
+    if not parts:
+        return [head]
+    looks = {part.key: (_FILLS[i % 8], _HUES[i % 8]) for i, part in enumerate(parts)}
+    return [head, _bar(parts, looks, width), *_legend(parts, looks, width)]
+
+
+def _merged(parts: Sequence[Part]) -> list[Part]:
+    """Kinds that would be too thin to see as one."""
+    total = sum(part.value for part in parts)
+    kept = [part for part in parts if part.value >= SMALL * total]
+    rest = [part for part in parts if part not in kept]
+    if len(rest) < 2:
+        return list(parts)
+    size = sum(part.value for part in rest)
+    share = sum(part.share for part in rest)
+    return [*kept, Part(key="rest", name="others", value=size, share=share, text=gibibytes(size))]
+
+
+def _time(forecast: Forecast, width: int) -> list[Text]:
+    parts = readings.time_parts(forecast)
+    if not parts:
+        return []
+    exposed = forecast.exposed_collective_seconds
+    waits = f"{duration(exposed)} of it only waiting for chips" if exposed else "no waiting"
+    head = _row("time", f"{duration(forecast.step_seconds or 0.0)}, {waits}")
+    head.append(f"  [{forecast.origin.value}]", "dim")
+    return [head, _bar(parts, _RESOURCES, width), *_legend(parts, _RESOURCES, width, share=True)]
+
+
+def _bar(parts: Sequence[Part], looks: Mapping[str, tuple[str, str]], width: int) -> Text:
+    """Segments by share; what is not in any part is free."""
+    line, room = Text(" " * INDENT), width - INDENT
+    done, at = 0.0, 0
+    for part in parts:
+        done += part.share
+        end = min(round(done * room), room)
+        fill, colour = looks[part.key]
+        line.append(fill * (end - at), colour)
+        at = end
+    return line.append("·" * (room - at), "bright_black")
+
+
+def _legend(
+    parts: Sequence[Part],
+    looks: Mapping[str, tuple[str, str]],
+    width: int,
+    share: bool = False,
+) -> list[Text]:
+    """What the segments are, on as few lines as hold them."""
+    found = [Text(" " * INDENT)]
+    for part in parts:
+        text = figures.percent(part.share) if share else part.text
+        size = len(part.name) + len(text) + 3
+        if len(found[-1]) + size > width:
+            found.append(Text(" " * INDENT))
+        fill, colour = looks[part.key]
+        found[-1].append(fill, colour).append(f" {part.name} ").append(text, "bold").append("  ")
+    return found
+
+
+def _costs(forecast: Forecast, width: int, rows: int) -> list[Text]:
+    if forecast.timeline is None or rows < 1:
+        return []
+    wide = width - INDENT - 46
+    head = Text(f"{'costs':<{INDENT}}", style="bold")
+    head.append(f"{'in the model':<{wide}}   share      time  by    source", "dim")
+    shown = [head]
+    whole = forecast.timeline.seconds or 1.0
+    for cost in by_place(forecast.timeline)[:rows]:
+        source = "" if cost.short_source == cost.name else cost.short_source
+        line = Text(f"{'':<{INDENT}}{_middle(cost.name, wide):<{wide}}  ")
+        line.append(f"{cost.seconds / whole * 100:5.1f} %", "bold")
+        line.append(f"  {duration(cost.seconds):>8}  ")
+        line.append(f"{cost.resource.value:<5} ", _RESOURCES[cost.resource.value][1])
+        shown.append(line.append(_tail(source, width - len(line)), "dim"))
+    return shown
+
+
+def _refused(forecast: Forecast, width: int) -> list[Text]:
+    """The largest buffers of what does not fit."""
+    refused = forecast.rejected or {}
+    buffers = list(refused.get("buffers") or [])
+    if not buffers:
+        return [_row("largest", "the compiler names no buffers")]
+    head = Text(f"{'largest':<{INDENT}}", style="bold")
+    head.append(f"{'bytes':>9}  shape, what it is, op", "dim")
+    shown = [head]
+    for buffer in buffers[:BUFFERS]:
+        line = Text(f"{'':<{INDENT}}").append(f"{gibibytes(buffer['bytes']):>9}", "bold")
+        parts = (buffer["shape"].split("{")[0], buffer["kind"], _tail(buffer["op"], 60))
+        line.append("  " + "  ".join(part for part in parts if part))
+        if buffer["source"]:
+            line.append(f"  {_tail(buffer['source'], 30)}", "dim")
+        shown.append(line)
+    remedies = refused.get("remedies") or []
+    return shown + [_row("try" if not i else "", str(text)) for i, text in enumerate(remedies[:3])]
+
+
+def _bill(forecast: Forecast) -> list[Text]:
+    found = [("cost", readings.money(forecast)), ("energy", readings.energy(forecast))]
+    found.append(("compiler", readings.compiler_text(forecast)))
+    return [_row(name, text) for name, text in found if text]
+
+
+def _notes(notes: Sequence[str], room: int) -> list[Text]:
+    """As many as there is room for; how many are left out is said."""
+    if room < 1 or not notes:
+        return []
+    shown = list(notes) if len(notes) <= room else list(notes[: room - 1])
+    found = [_row("notes" if not i else "", note) for i, note in enumerate(shown)]
+    if len(shown) < len(notes):
+        found.append(_row("", f"and {len(notes) - len(shown)} more notes, with --json or --html"))
+    for line in found:
+        line.stylize("dim", INDENT)
+    return found
+
+
+def _row(name: str, text: str) -> Text:
+    return Text(f"{name:<{INDENT}}", style="bold").append(terminal.one_line(text, 400), "not bold")
+
+
+def _cut(line: Text, width: int) -> Text:
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def _middle(text: str, width: int) -> str:
+    """Cut in the middle: both the block and the op of a path tell something."""
+    if len(text) <= width:
+        return text
+    head = (width - 1) // 2
+    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+
+
+def _tail(text: str, width: int) -> str:
+    if width < 2:
+        return ""
+    return text if len(text) <= width else f"…{text[len(text) - width + 1 :]}"
