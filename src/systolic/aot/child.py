@@ -51,7 +51,11 @@ def _compile(request: Mapping[str, Any], folder: Path) -> int:
     lowered = program.traced.lower(lowering_platforms=(_platform(on),))
     clock.lap("lower")
     versions = versions_here(on)
-    name = _digest([lowered.as_text(), on.name, request["flags"], request["options"], versions])
+    # The text of a program does not tell which device is where in the mesh; the schedule depends on it.
+    where = places(program.mesh, on)
+    name = _digest(
+        [lowered.as_text(), where, on.name, request["flags"], request["options"], versions]
+    )
     report = {
         "digest": name,
         "slice": on.name,
@@ -59,7 +63,7 @@ def _compile(request: Mapping[str, Any], folder: Path) -> int:
         "options": dict(request["options"]),
         "versions": versions,
         "program": dict(program.facts),
-        "places": places(program.mesh, on),
+        "places": where,
         "seconds": clock.laps,
     }
     if not request["again"] and Store("programs", Path(request["store"])).get(name) is not None:

@@ -31,7 +31,7 @@ def forecast_text(path: Path, on: Slice) -> Forecast:
         raise DataError(
             f"{path} is not scheduled; dump it after compiling: compiled.as_text(), or XLA's *after_optimizations.txt"
         )
-    if module.num_partitions not in (1, on.num_devices):
+    if module.num_partitions not in (1, on.num_devices, on.num_devices // on.num_slices):
         raise DataError(
             f"{path} runs on {module.num_partitions} devices but {on.name} has {on.num_devices}; choose a slice of that size"
         )

@@ -7,6 +7,8 @@ from systolic.hlo.module import Computation, Instruction, Module
 from systolic.hlo.shape import split
 
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_END = re.compile(r"\}(?:, execution_thread=\"[^\"]*\")?(?:\s*//.*)?\s*")
+"""Of a computation; SparseCore's have a thread of their own."""
 _INDEX = re.compile(r"/\*index=\d+\*/")
 
 
@@ -43,7 +45,7 @@ def parse(text: str) -> Module:
             elif table is not None and line:
                 table.append(line)
         elif line[:1] == "}":
-            if pending and line != "}" and not line.startswith("} //"):
+            if pending and not _END.fullmatch(line):
                 pending.append(line)  # the end of a braced attribute that spans lines
                 continue
             flush()

@@ -5,12 +5,13 @@ without wrap over one; several axes of a group work at once (How to Scale Your M
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from systolic.chips import Slice
-from systolic.hlo import Groups
+from systolic.hlo import Groups, Instruction
 from systolic.sim.rates import Rates
 
 Place = tuple[int, ...]
@@ -165,6 +166,27 @@ class Network:
             seconds = max(seconds, bytes_ / self.rates.dcn)
             names = (*names, "dcn")
         return Cost(seconds, names or ("die",), bytes_)
+
+
+_TARGETS = re.compile(r"_xla_megascale_target=\{\{([^}]*)\}")
+_TYPE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+
+
+def crossings(transfer: Instruction) -> float:
+    """How often the array of a ``send`` or ``recv`` crosses the data-centre network.
+
+    A collective between slices is one pair of them: the runtime reduces or gathers among the group
+    of slices that the attributes list, over a ring as inside a slice.
+    """
+    kind, group = _TYPE.search(transfer.rest), _TARGETS.search(transfer.rest)
+    if kind is None or group is None:
+        return 1.0
+    slices = max(group[1].count(",") + 1, 1)
+    if kind[1] == "ALL_REDUCE":
+        return 2.0 * (slices - 1) / slices
+    if kind[1] == "ALL_GATHER":
+        return slices - 1.0 if transfer.opcode == "send" else (slices - 1.0) / slices
+    return 1.0
 
 
 def default_places(on: Slice) -> list[Place]:

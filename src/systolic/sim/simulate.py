@@ -6,6 +6,7 @@ DMA engines, the host link, the data-centre network), where transfers follow eac
 transfer never crosses an iteration.
 """
 
+import enum
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,12 +14,13 @@ from dataclasses import dataclass, field, replace
 from systolic.chips import Slice
 from systolic.core.origin import Origin
 from systolic.hlo import Computation, Instruction, Module
+from systolic.hlo.aliases import aliased_operand
 from systolic.hlo.groups import groups_of
 from systolic.hlo.loops import trip_count
 from systolic.hlo.shape import HOST, Shape
 from systolic.sim.calibration import Calibration, calibration_of
 from systolic.sim.layers import layer_of
-from systolic.sim.network import Network, Place
+from systolic.sim.network import Network, Place, crossings, default_places
 from systolic.sim.price import price
 from systolic.sim.rates import Rates, rates_of
 from systolic.sim.timeline import Resource, Span, Timeline
@@ -39,7 +41,8 @@ DMA_SHARE = 0.9
 TURN_SECONDS = 3e-7
 """Of a loop's turn: the condition and the jump."""
 
-_LANE = {"x": Resource.ici, "y": Resource.ici, "z": Resource.ici, "die": Resource.ici}
+SPARSE = "sparse"
+"""The lane of what is offloaded to SparseCores."""
 
 
 def simulate(
@@ -54,20 +57,36 @@ def simulate(
     Args:
         module: Scheduled HLO of one core.
         on: The slice; its chip and links.
-        places: (x, y, z, core, slice) of each device number; JAX's default order otherwise.
+        places: (x, y, z, core, slice) of the devices in the order of the mesh; JAX's default order
+            otherwise.
         calibration: Corrections; by default those of the chip's generation.
         power_state: Of chips that have some (TPU7x); the default one otherwise.
     """
     rates = rates_of(on, power_state)
+    places = list(places) if places else default_places(on)
+    if on.num_slices > 1 and module.num_partitions * on.num_slices == on.num_devices:
+        # Such a module numbers the devices of its own slice; what crosses slices is sent and received.
+        places = [place for place in places if place[4] == places[0][4]]
     run = _Run(
         module=module,
         rates=rates,
         network=Network(on, rates, places),
         calibration=calibration or calibration_of(on.chip.name),
-        num_devices=on.num_devices,
+        num_devices=len(places),
     )
     seconds, spans = run.computation(module.entry)
     return Timeline(origin=Origin.simulated, seconds=seconds, spans=spans, notes=tuple(run.notes))
+
+
+class Role(enum.Enum):
+    """Of a fusion that holds a collective."""
+
+    none = enum.auto()
+    """Compute, perhaps with a collective under way."""
+    begin = enum.auto()
+    end = enum.auto()
+    whole = enum.auto()
+    """The collective and its compute, the core waiting."""
 
 
 @dataclass
@@ -121,18 +140,21 @@ class _Order:
             self.call(instruction, instruction.called("to_apply") or "")
         elif opcode.endswith("-done"):
             self.done(instruction)
+        elif opcode == "async-update":
+            return
         elif opcode.endswith("-start"):
             self.begin(instruction)
         elif opcode in ("send", "recv"):
             self.cross(instruction)
         elif opcode in COLLECTIVES:
             self.collective(instruction, instruction, self.computation, beside=False)
-        elif opcode == "fusion" and (inside := self.collective_inside(instruction)):
-            name, target = inside
+        elif opcode == "fusion" and (role := self.role(instruction)) is not Role.none:
             held = self.on.module.computations[instruction.called("calls") or ""]
-            self.collective(instruction, held[name], held, beside=target == "start")
-        elif opcode == "fusion" and self.ends_collective(instruction):
-            self.done(instruction)
+            inner = next((i for i in held if i.opcode in COLLECTIVES), None)
+            if role is Role.end or inner is None:
+                self.done(instruction)
+            else:
+                self.collective(instruction, inner, held, beside=role is Role.begin)
         else:
             self.op(instruction)
 
@@ -246,11 +268,11 @@ class _Order:
 
     def done(self, instruction: Instruction) -> None:
         for name in instruction.operands:
-            if (transfer := self.find(name)) is not None:
-                self.wait(transfer)
+            if (begun := self.find(name)) is not None:
+                self.wait(self.pending.pop(begun))
 
-    def find(self, name: str) -> _Transfer | None:
-        """The transfer that an operand stands for, through tuples and threaded fusions."""
+    def find(self, name: str) -> str | None:
+        """The pending ``-start`` whose state an operand carries."""
         seen: set[str] = set()
         todo = [name]
         while todo:
@@ -259,13 +281,25 @@ class _Order:
                 continue
             seen.add(at)
             if at in self.pending:
-                return self.pending.pop(at)
+                return at
             instruction = self.computation.index.get(at)
-            if instruction is not None and instruction.opcode in (
+            if instruction is None:
+                continue
+            if instruction.opcode == "get-tuple-element":
+                source = self.computation.index.get(instruction.operands[0])
+                if source is not None and source.opcode == "fusion":
+                    # A fusion between start and done hands the state on, an operand to a result.
+                    passed = aliased_operand(source, instruction.tuple_index)
+                    todo.extend(source.operands[passed : passed + 1] if passed is not None else ())
+                    if source.name in self.pending:
+                        return source.name
+                    continue
+            if instruction.opcode in (
                 "get-tuple-element",
                 "tuple",
                 "bitcast",
                 "copy",
+                "async-update",
             ):
                 todo.extend(instruction.operands)
         return None
@@ -275,19 +309,26 @@ class _Order:
         if kind in COLLECTIVES:
             self.collective(instruction, instruction, self.computation, beside=True)
             return
-        if kind == "async":
+        if kind in ("async", "call"):
             self.begin_async(instruction)
             return
         shapes = instruction.shape
         self.copy(instruction, shapes)
 
     def begin_async(self, instruction: Instruction) -> None:
-        held = self.on.module.computations[instruction.called("calls") or ""]
+        name = instruction.called("calls") or instruction.called("to_apply") or ""
+        held = self.on.module.computations[name]
         for inner in held:
-            if inner.opcode in COLLECTIVES:
+            if inner.opcode.removesuffix("-start") in COLLECTIVES:
                 self.collective(instruction, inner, held, beside=True)
                 return
         seconds, _ = self.on.computation(held)
+        if 'async_execution_thread="sparsecore"' in instruction.rest:
+            span = self.span(
+                instruction, self.now, seconds, Resource.vpu, SPARSE, priced_by="bytes"
+            )
+            self.put(instruction, span, [SPARSE])
+            return
         root = held.root
         moved = root.shape.padded_bytes
         places = {s.space for s in root.shape.arrays()} | {
@@ -337,6 +378,7 @@ class _Order:
     def cross(self, instruction: Instruction) -> None:
         shape = instruction.shape
         moved = max((s.padded_bytes for s in shape.arrays()), default=0)
+        moved = moved * crossings(instruction)
         host = "is_host_transfer=true" in instruction.rest
         between = host and self.on.network.on.num_slices > 1
         lane = "dcn" if between else "host" if host else "x"
@@ -388,17 +430,16 @@ class _Order:
             for axis in cost.lanes:
                 self.busy[axis] = self.now
 
-    def collective_inside(self, fusion: Instruction) -> tuple[str, str] | None:
-        """A collective that a fusion holds: its name, and ``start`` when it only begins there."""
+    def role(self, fusion: Instruction) -> "Role":
+        """What a fusion has to do with a collective that it holds."""
         held = self.on.module.computations[fusion.called("calls") or ""]
-        starts = any(i.target == "AsyncCollectiveStart" for i in held)
-        for inner in held:
-            if inner.opcode in COLLECTIVES:
-                if not starts and "async_collective_name" in inner.rest:
-                    return None  # the same work as the start that it names
-                return inner.name, "start" if starts else "now"
-        return None
-
-    def ends_collective(self, fusion: Instruction) -> bool:
-        held = self.on.module.computations[fusion.called("calls") or ""]
-        return any(i.target == "AsyncCollectiveDone" for i in held)
+        targets = {i.target for i in held if i.opcode == "custom-call"}
+        if "AsyncCollectiveDone" in targets:
+            return Role.end
+        if not any(i.opcode in COLLECTIVES for i in held):
+            return Role.none
+        if "AsyncCollectiveStart" in targets:
+            return Role.begin
+        # Compute that a pending collective's state is threaded through repeats the collective's op.
+        carried = any(self.find(name) is not None for name in fusion.operands)
+        return Role.none if carried else Role.whole

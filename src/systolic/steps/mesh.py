@@ -23,9 +23,7 @@ def make_mesh(layout: Layout, devices: Sequence[Any]) -> Mesh:
     """
     shape = list(layout.mesh_shape.values())
     names = tuple(layout.mesh_shape)
-    slices = {
-        device.slice_index for device in devices if device.platform == "tpu" and _has_slices(device)
-    }
+    slices = {slice_of(device) for device in devices if device.platform == "tpu"}
     if len(slices) > 1:
         layout.check_slices(len(slices))
         crossing = names.index(layout.slices.value)
@@ -41,6 +39,11 @@ def make_mesh(layout: Layout, devices: Sequence[Any]) -> Mesh:
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
 
 
-def _has_slices(device: jax.Device) -> bool:
-    # Devices of one-slice platforms have no such attribute at all; there is no other way to ask.
-    return "slice_index" in dir(device)
+def slice_of(device: jax.Device) -> int:
+    """The number of the slice that a device is in; 0 where there is one slice."""
+    # Devices of one-slice platforms have no such attribute; those of a described topology have it but
+    # dir() does not list it, so that asking is the only way to know.
+    try:
+        return device.slice_index or 0
+    except AttributeError:
+        return 0
