@@ -7,18 +7,20 @@ import gzip
 import hashlib
 import importlib.metadata
 import json
+import os
+import stat
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from systolic.aot.outcome import EXECUTABLE, HLO, REPORT
+from systolic.aot.outcome import ERROR, EXECUTABLE, HLO, REPORT, rejection
 from systolic.chips import Slice, slice
 from systolic.core.errors import SystolicError
 from systolic.core.store import Store
-
-ERROR = "error.json"
 
 
 def say(**record: Any) -> None:
@@ -27,15 +29,26 @@ def say(**record: Any) -> None:
 
 
 def main(request_path: Path, folder: Path) -> int:
-    """Traces, lowers, looks in the store, compiles."""
+    """Traces, lowers, looks in the store, compiles, stores."""
     import cloudpickle
 
-    request = cloudpickle.loads(request_path.read_bytes())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        return _compile(request, folder)
+        return _compile(cloudpickle.loads(request_path.read_bytes()), folder)
     except SystolicError as error:
-        _fail(folder, "user", str(error))
+        _fail(folder, "user", str(error), type(error).__name__)
+    except Exception as error:
+        # A mistake in a function that is not ours: its last words are the reason.
+        traceback.print_exc()
+        _fail(folder, "program", f"{type(error).__name__}: {error}")
     return 1
+
+
+def _end_with_parent() -> None:
+    """The parent holds our standard input open and never writes: its end is the parent's."""
+    if stat.S_ISFIFO(os.fstat(0).st_mode):  # by hand it is a terminal or a file
+        os.read(0, 1)
+        os._exit(1)
 
 
 def _compile(request: Mapping[str, Any], folder: Path) -> int:
@@ -66,17 +79,39 @@ def _compile(request: Mapping[str, Any], folder: Path) -> int:
         "places": where,
         "seconds": clock.laps,
     }
-    if not request["again"] and Store("programs", Path(request["store"])).get(name) is not None:
-        say(stage="found", digest=name)
-        return 0
-    say(stage="compiling", digest=name)
+    store = Store("programs", Path(request["store"]))
+    # Two that ask for the same program at once compile it once: the second finds it.
+    with store.lock(name, lambda: say(stage="waiting")):
+        known = store.get(name)
+        if known is not None and not (request["save"] and _lacks_executable(known)):
+            say(stage="found", digest=name)
+            return 0
+        say(stage="compiling", digest=name)
+        if not _answer(lowered, request, report, clock, folder):
+            return 1
+        place = store.put(name, folder)
+        if (folder / EXECUTABLE).exists():  # the entry was there, without it
+            os.replace(folder / EXECUTABLE, place / EXECUTABLE)
+    say(stage="compiled", digest=name)
+    return 0
+
+
+def _lacks_executable(entry: Path) -> bool:
+    return not (entry / EXECUTABLE).exists() and not (entry / ERROR).exists()
+
+
+def _answer(
+    lowered: Any, request: Mapping[str, Any], report: dict[str, Any], clock: "_Clock", folder: Path
+) -> bool:
+    """Fills the folder with the compiler's answer; False when it is not one to keep."""
     try:
         compiled = lowered.compile(compiler_options=dict(request["options"]) or None)
     except Exception as error:
         clock.lap("compile")
+        text = f"{type(error).__name__}: {error}"
         _write(folder / REPORT, report)
-        _fail(folder, "compiler", f"{type(error).__name__}: {error}")
-        return 1
+        _fail(folder, "compiler", text)
+        return rejection(text, 0) is not None
     clock.lap("compile")
     report["memory"] = _memory(compiled)
     costs = compiled.cost_analysis() or {}
@@ -87,8 +122,7 @@ def _compile(request: Mapping[str, Any], folder: Path) -> int:
         (folder / EXECUTABLE).write_bytes(compiled.runtime_executable().serialize())
     clock.lap("read")
     _write(folder / REPORT, report)
-    say(stage="compiled", digest=name)
-    return 0
+    return True
 
 
 def _digest(parts: list[Any]) -> str:
@@ -155,8 +189,8 @@ def _platform(on: Slice) -> str:
     return {"gpu": "cuda"}.get(on.platform, on.platform)
 
 
-def _fail(folder: Path, who: str, text: str) -> None:
-    _write(folder / ERROR, {"who": who, "text": text})
+def _fail(folder: Path, who: str, text: str, kind: str = "") -> None:
+    _write(folder / ERROR, {"who": who, "text": text, "kind": kind})
 
 
 def _write(path: Path, value: Any) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -15,17 +15,26 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from systolic.aot import child, environment
-from systolic.aot.outcome import EXECUTABLE, REPORT, Compiled, Failed, Outcome, rejection
+from systolic.aot import environment
+from systolic.aot.outcome import ERROR, EXECUTABLE, REPORT, Compiled, Failed, Outcome, rejection
 from systolic.aot.program import Program
 from systolic.chips import Slice
 from systolic.core.digest import digest
-from systolic.core.errors import MissingExtraError, SystolicError
+from systolic.core.errors import (
+    DataError,
+    LayoutError,
+    MissingExtraError,
+    NotFoundError,
+    OptionError,
+    RunError,
+    SystolicError,
+)
 from systolic.core.files import write_json
 from systolic.core.store import Store, cache_home, read_json
 
 Say = Callable[[str], None]
-"""Told the stage: importing, tracing, lowering, compiling, found."""
+"""Told the stage: importing, tracing, lowering, waiting (another compiles the same), compiling,
+serializing, compiled or found."""
 
 LOG_LINES = 40
 QUICK = {"exec_time_optimization_effort": -1.0}
@@ -48,8 +57,10 @@ class Compiler:
         return replace(self, options={**self.options, **QUICK})
 
 
-class UserError(SystolicError):
-    """A mistake that the child found."""
+_MISTAKES = {
+    kind.__name__: kind for kind in (OptionError, NotFoundError, DataError, LayoutError, RunError)
+}
+"""What the child says by name is raised here as the same."""
 
 
 def compile(
@@ -68,25 +79,7 @@ def compile(
         MissingExtraError: libtpu is not installed.
         KeyboardInterrupt: after the child has ended; nothing is left behind.
     """
-    compiler = compiler or Compiler()
-    if on.platform == "tpu" and version("libtpu") is None:
-        raise MissingExtraError(f"compiling for {on.name}", "tpu")
-    store, requests = Store("programs", compiler.root), Store("requests", compiler.root)
-    name = _request_name(program, on, compiler)
-    if name is not None and (known := _known(requests, name, store, compiler)) is not None:
-        return known
-    with store.scratch() as folder:
-        made = _run_child(program, on, compiler, folder, say)
-        if isinstance(made, Failed):
-            return made
-        fresh = (folder / REPORT).exists()
-        if fresh:
-            old = store.put(made, folder)
-            if folder.exists() and (folder / EXECUTABLE).exists():
-                os.replace(folder / EXECUTABLE, old / EXECUTABLE)
-    if name is not None:
-        write_json(requests.path(name).with_suffix(".json"), {"program": made})
-    return _outcome(store.path(made), made, cached=not fresh)
+    return _compile(program, on, compiler or Compiler(), say, _Children())
 
 
 def compile_all(
@@ -94,16 +87,84 @@ def compile_all(
     workers: int,
     done: Callable[[int, Outcome], None] = lambda *_: None,
 ) -> list[Outcome]:
-    """Several at once, each in its own child; ``done`` is told each answer as it comes."""
+    """Several at once, each in its own child; ``done`` is told each answer as it comes.
+
+    Raises:
+        SystolicError: as :func:`compile`; the others are ended.
+        KeyboardInterrupt: after all children have ended.
+    """
+    children = _Children()
 
     def one(index: int) -> Outcome:
-        program, on, compiler = work[index]
-        answer = compile(program, on, compiler)
+        answer = _compile(*work[index], lambda _: None, children)
         done(index, answer)
         return answer
 
-    with ThreadPoolExecutor(max_workers=max(workers, 1)) as pool:
-        return list(pool.map(one, range(len(work))))
+    pool = ThreadPoolExecutor(max_workers=max(workers, 1))
+    try:
+        return [future.result() for future in [pool.submit(one, n) for n in range(len(work))]]
+    except BaseException:
+        children.end()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+@dataclass
+class _Children:
+    """Processes at work, so that all of them can be ended at once."""
+
+    running: "set[subprocess.Popen[str]]" = field(default_factory=set)
+    ended: bool = False
+    guard: threading.Lock = field(default_factory=threading.Lock)
+
+    def start(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> Any:
+        with self.guard, log.open("w") as errors:
+            if self.ended:
+                raise KeyboardInterrupt
+            process = subprocess.Popen(
+                command,
+                env=dict(env),
+                stdin=subprocess.PIPE,  # held open: the child ends when it closes, as with our death
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
+            self.running.add(process)
+            return process
+
+    def forget(self, process: "subprocess.Popen[str]") -> None:
+        with self.guard:
+            self.running.discard(process)
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def end(self) -> None:
+        with self.guard:
+            self.ended = True
+            for process in self.running:
+                _kill(process)
+
+
+def _compile(
+    program: Program, on: Slice, compiler: Compiler, say: Say, children: _Children
+) -> Outcome:
+    if on.platform == "tpu" and version("libtpu") is None:
+        raise MissingExtraError(f"compiling for {on.name}", "tpu")
+    store, requests = Store("programs", compiler.root), Store("requests", compiler.root)
+    name = _request_name(program, on, compiler)
+    if name is not None and (known := _known(requests, name, store, compiler)) is not None:
+        return known
+    with store.scratch() as folder, store.scratch() as desk:
+        made = _run_child(_Task(program, on, compiler, folder, desk), say, children)
+    if isinstance(made, Failed):
+        return made
+    digest_made, cached = made
+    if name is not None:
+        write_json(requests.path(name).with_suffix(".json"), {"program": digest_made})
+    return _outcome(store.path(digest_made), digest_made, cached)
 
 
 def _known(requests: Store, name: str, store: Store, compiler: Compiler) -> Outcome | None:
@@ -112,13 +173,14 @@ def _known(requests: Store, name: str, store: Store, compiler: Compiler) -> Outc
         return None
     made = read_json(path)["program"]
     found = store.get(made)
-    if found is None or (compiler.save and not (found / EXECUTABLE).exists()):
+    refused = found is not None and (found / ERROR).exists()
+    if found is None or (compiler.save and not refused and not (found / EXECUTABLE).exists()):
         return None
     return _outcome(found, made, cached=True)
 
 
 def _outcome(folder: Path, made: str, cached: bool) -> Outcome:
-    refused = folder / child.ERROR
+    refused = folder / ERROR
     if not refused.exists():
         return Compiled(folder, made, cached)
     report = read_json(folder / REPORT)
@@ -127,74 +189,79 @@ def _outcome(folder: Path, made: str, cached: bool) -> Outcome:
     return replace(answer, digest=made, cached=cached, report=report)
 
 
-def _run_child(
-    program: Program, on: Slice, compiler: Compiler, folder: Path, say: Say
-) -> str | Failed:
-    """Digest of the program, or why there is none; fills ``folder`` unless the store had it."""
+@dataclass(frozen=True)
+class _Task:
+    program: Program
+    on: Slice
+    compiler: Compiler
+    folder: Path
+    """For the answer."""
+    desk: Path
+    """For what parent and child tell each other."""
+
+
+def _run_child(task: _Task, say: Say, children: _Children) -> tuple[str, bool] | Failed:
+    """Digest of the program in the store and whether it was there before; or why there is none."""
     import cloudpickle
 
-    with tempfile.TemporaryDirectory(prefix="systolic-compile-") as scratch:
-        request = Path(scratch) / "request"
-        request.write_bytes(
-            cloudpickle.dumps(
-                {
-                    "program": program,
-                    "slice": on.name,
-                    "flags": tuple(compiler.flags),
-                    "options": dict(compiler.options),
-                    "save": compiler.save,
-                    "again": compiler.save,
-                    "store": str(compiler.root),
-                }
-            )
-        )
-        log = Path(scratch) / "log"
-        with log.open("w") as errors:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "systolic.aot.child", str(request), str(folder)],
-                env=environment.child_environment(os.environ, on, compiler.flags),
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                start_new_session=True,
-            )
-            try:
-                made = _listen(process, say)
-            except BaseException:
-                _end(process)
-                raise
+    compiler, request, log = task.compiler, task.desk / "request", task.desk / "log"
+    asked = {
+        "program": task.program,
+        "slice": task.on.name,
+        "flags": tuple(compiler.flags),
+        "options": dict(compiler.options),
+        "save": compiler.save,
+        "store": str(compiler.root),
+    }
+    request.write_bytes(cloudpickle.dumps(asked))
+    process = children.start(
+        [sys.executable, "-m", "systolic.aot.child", str(request), str(task.folder)],
+        environment.child_environment(os.environ, task.on, compiler.flags),
+        log,
+    )
+    try:
+        made, stage = _listen(process, say)
         code = process.wait()
-        refused = folder / child.ERROR
-        if refused.exists():
-            told = read_json(refused)
-            if told["who"] == "user":
-                raise UserError(told["text"])
-            if rejection(told["text"], 0) is not None:
-                return made
-            return Failed(reason=_first_line(told["text"]), log=told["text"])
-        if code != 0:
-            text = log.read_text(errors="replace")
-            return Failed(reason=_death(code, text), log="\n".join(text.splitlines()[-LOG_LINES:]))
-        return made
+    except BaseException:
+        _kill(process)
+        process.wait()
+        raise
+    finally:
+        children.forget(process)
+    if children.ended:
+        raise KeyboardInterrupt
+    if code == 0:
+        return made, stage == "found"
+    printed = log.read_text(errors="replace")
+    tail = "\n".join(printed.splitlines()[-LOG_LINES:])
+    refused = task.folder / ERROR
+    if not refused.exists():
+        return Failed(reason=_death(code, printed), log=tail)
+    told = read_json(refused)
+    if told["who"] == "user":
+        raise _MISTAKES.get(told["kind"], SystolicError)(told["text"])
+    return Failed(reason=_first_line(told["text"]), log=f"{told['text']}\n{tail}")
 
 
-def _listen(process: "subprocess.Popen[str]", say: Say) -> str:
-    made = ""
+def _listen(process: "subprocess.Popen[str]", say: Say) -> tuple[str, str]:
+    """The digest and the last stage that the child told."""
+    made = stage = ""
     assert process.stdout is not None
     for text in process.stdout:
         try:
             record = json.loads(text)
         except ValueError:
             continue  # a library that prints
-        made = record.get("digest", made)
-        say(record.get("stage", ""))
-    return made
+        if not isinstance(record, dict) or "stage" not in record:
+            continue
+        made, stage = record.get("digest", made), record["stage"]
+        say(stage)
+    return made, stage
 
 
-def _end(process: "subprocess.Popen[str]") -> None:
+def _kill(process: "subprocess.Popen[str]") -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _death(code: int, text: str) -> str:

@@ -1,5 +1,7 @@
 """The environment in which libtpu compiles without a TPU; the one place that sets it."""
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 
 from systolic.chips import Slice
@@ -22,6 +24,8 @@ def child_environment(
     """The variables of the process that compiles for ``on``; ``flags`` are the compiler's."""
     made = {**given, **QUIET}
     made.pop("XLA_FLAGS", None)
+    # The child imports what the parent could: the folder of a script that was run, for one.
+    made["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     if on.platform == "tpu":
         made["LIBTPU_INIT_ARGS"] = " ".join(flags)
     else:

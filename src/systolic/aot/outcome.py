@@ -12,6 +12,8 @@ from systolic.core.store import read_json
 from systolic.core.units import GIB
 
 HLO, REPORT, EXECUTABLE = "module.hlo.gz", "report.json", "executable.bin"
+ERROR = "error.json"
+"""Files of an entry; the last is there when the program was refused."""
 
 
 @dataclass(frozen=True)

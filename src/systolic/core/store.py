@@ -3,14 +3,16 @@
 import fcntl
 import json
 import os
+import secrets
 import shutil
-import tempfile
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from systolic.core.errors import RunError
+
+_SCRATCH = ".new-"
 
 
 def cache_home() -> Path:
@@ -40,12 +42,20 @@ class Store:
     def scratch(self) -> Generator[Path]:
         """A folder to fill for :meth:`put`; gone afterwards unless it was put.
 
+        What a process leaves behind that was killed is removed by the next that asks for a folder.
+
         Raises:
             RunError: the store's disk can't be written.
         """
+        made = self.root / f"{_SCRATCH}{secrets.token_hex(8)}"
+        owner = self._locks / made.name
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            made = Path(tempfile.mkdtemp(dir=self.root, prefix=".new-"))
+            self._locks.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+            # Locked before the folder is there: a folder whose lock is free has lost its owner.
+            held = owner.open("w")
+            fcntl.flock(held, fcntl.LOCK_EX)
+            made.mkdir()
         except OSError as error:
             raise RunError(
                 f"{self.root} could not be written ({error.strerror}); set SYSTOLIC_CACHE to a folder that can"
@@ -54,6 +64,19 @@ class Store:
             yield made
         finally:
             shutil.rmtree(made, ignore_errors=True)
+            owner.unlink(missing_ok=True)
+            held.close()
+
+    def _sweep(self) -> None:
+        for owner in self._locks.glob(f"{_SCRATCH}*"):
+            with suppress(OSError), owner.open("r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(self.root / owner.name, ignore_errors=True)
+                owner.unlink(missing_ok=True)
+
+    @property
+    def _locks(self) -> Path:
+        return self.root / ".locks"
 
     def put(self, digest: str, folder: Path) -> Path:
         """Moves a filled folder in; the entry that is there already stays. Returns its place."""
@@ -69,12 +92,15 @@ class Store:
         return target
 
     @contextmanager
-    def lock(self, digest: str) -> Generator[None]:
-        """One process at a time for a digest; others wait. A dead process holds nothing."""
-        folder = self.root / ".locks"
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / digest, "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+    def lock(self, digest: str, waiting: Callable[[], None] = lambda: None) -> Generator[None]:
+        """One process at a time for a digest; others wait, told so. A dead process holds nothing."""
+        self._locks.mkdir(parents=True, exist_ok=True)
+        with open(self._locks / digest, "w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waiting()
+                fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
 
