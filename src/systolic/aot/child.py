@@ -3,13 +3,13 @@
 Says on standard output, a JSON object a line, what it is at; leaves its answer in the folder.
 """
 
-import gzip
 import hashlib
 import importlib.metadata
 import json
 import os
 import stat
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from systolic.aot.dump import SCHEDULE_ONLY, keep, peak_bytes, schedule
 from systolic.aot.outcome import ERROR, EXECUTABLE, HLO, REPORT, rejection
 from systolic.chips import Slice, slice
 from systolic.core.errors import SystolicError
@@ -104,8 +105,18 @@ def _answer(
     lowered: Any, request: Mapping[str, Any], report: dict[str, Any], clock: "_Clock", folder: Path
 ) -> bool:
     """Fills the folder with the compiler's answer; False when it is not one to keep."""
+    options = {k: v for k, v in request["options"].items() if k != SCHEDULE_ONLY}
     try:
-        compiled = lowered.compile(compiler_options=dict(request["options"]) or None)
+        if SCHEDULE_ONLY in request["options"]:
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as dumped:
+                text = schedule(lowered, options, Path(dumped))
+                peak = peak_bytes(Path(dumped))
+            clock.lap("compile")
+            report["memory"] = {} if peak is None else {"peak_memory_in_bytes": peak}
+            (folder / HLO).write_bytes(keep(text))
+            _write(folder / REPORT, report)
+            return True
+        compiled = lowered.compile(compiler_options=options or None)
     except Exception as error:
         clock.lap("compile")
         text = f"{type(error).__name__}: {error}"
@@ -116,7 +127,7 @@ def _answer(
     report["memory"] = _memory(compiled)
     costs = compiled.cost_analysis() or {}
     report["flops"] = float(costs.get("flops", 0.0))
-    (folder / HLO).write_bytes(gzip.compress(compiled.as_text().encode(), 3))
+    (folder / HLO).write_bytes(keep(compiled.as_text()))
     if request["save"]:
         say(stage="serializing")
         (folder / EXECUTABLE).write_bytes(compiled.runtime_executable().serialize())
@@ -209,4 +220,7 @@ class _Clock:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
+    code = main(Path(sys.argv[1]), Path(sys.argv[2]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a compile that is stopped at its schedule still has a thread

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from systolic.aot import environment
+from systolic.aot.dump import SCHEDULE_ONLY
 from systolic.aot.outcome import ERROR, EXECUTABLE, REPORT, Compiled, Failed, Outcome, rejection
 from systolic.aot.program import Program
 from systolic.chips import Slice
@@ -37,8 +38,6 @@ Say = Callable[[str], None]
 serializing, compiled or found."""
 
 LOG_LINES = 40
-QUICK = {"exec_time_optimization_effort": -1.0}
-"""Compiles three to four times faster with nearly the same memory, without cycle estimates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +52,8 @@ class Compiler:
     root: Path = field(default_factory=cache_home)
 
     def quick(self) -> "Compiler":
-        """The same at low effort: whether it fits, not how fast it is."""
-        return replace(self, options={**self.options, **QUICK})
+        """The same up to the schedule and its memory: seconds, and no cycle estimates."""
+        return replace(self, options={**self.options, SCHEDULE_ONLY: True})
 
 
 _MISTAKES = {

@@ -1,0 +1,79 @@
+"""What the compiler writes on its way: the schedule, before it generates code.
+
+Passes, scheduling and buffer assignment take libtpu seconds; code for each fusion, where the cycle
+estimates come from, takes minutes. The dump has the whole schedule and its memory at the end of the
+first part, so whether a program fits is known then, exactly.
+"""
+
+import gzip
+import re
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SCHEDULED = "after_optimizations_after_buffer_assignment.txt"
+USAGE = "after_optimizations-memory-usage-report.txt"
+SCHEDULE_ONLY = "schedule_only"
+"""A compile option of ours: stop at the schedule."""
+POLL_SECONDS = 0.05
+_TOTAL = re.compile(r"Memory Space: default \(color=0\)\s+Total bytes: (\d+)")
+
+
+def dump_options(folder: Path) -> dict[str, Any]:
+    """Compile options that make XLA write its modules into ``folder`` as text."""
+    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+
+
+def schedule(lowered: Any, options: Mapping[str, Any], folder: Path) -> str:
+    """The scheduled module of ``lowered``, without cycle estimates; the compile goes on behind.
+
+    The caller ends the process: a compile can't be stopped otherwise.
+
+    Raises:
+        Exception: what the compiler raises before it has a schedule, out of memory among it.
+    """
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            lowered.compile(compiler_options={**options, **dump_options(folder)})
+        except BaseException as error:
+            failed.append(error)
+
+    worker = threading.Thread(target=run, daemon=True)
+    worker.start()
+    size = -1
+    while True:
+        ended = not worker.is_alive()
+        path = _written(folder, SCHEDULED)
+        if path is not None:
+            now = path.stat().st_size
+            # Complete when it grows no more and ends as a module does.
+            if now == size and now and (text := path.read_text()).rstrip().endswith("}"):
+                return text
+            size = now
+        if ended and failed:
+            raise failed[0]
+        if ended and path is None:
+            raise RuntimeError(f"the compiler wrote no schedule into {folder}")
+        time.sleep(POLL_SECONDS)
+
+
+def peak_bytes(folder: Path) -> int | None:
+    """Device memory of the schedule by the compiler's own report; None if it wrote none."""
+    path = _written(folder, USAGE)
+    found = _TOTAL.search(path.read_text()) if path is not None else None
+    return int(found[1]) if found else None
+
+
+def keep(text: str) -> bytes:
+    """A module's text as the store keeps it."""
+    return gzip.compress(text.encode(), 3)
+
+
+def _written(folder: Path, ending: str) -> Path | None:
+    """The largest dump of that kind: the program's, among small modules of the runtime."""
+    found = sorted(folder.glob(f"*.{ending}"), key=lambda path: path.stat().st_size)
+    return found[-1] if found else None
