@@ -23,6 +23,9 @@ VERBS = {
     "chips": Verb("chips", "the catalogue of chips and slices, each number with its source"),
     "recipes": Verb("recipes", "lists the recipes, or one recipe's options"),
     "data": Verb("data", "packs data into ArrayRecord, or shows what a model will see"),
+    "forecast": Verb(
+        "forecast", "what a step will do on a slice, without the slice: memory, time, MFU, cost"
+    ),
     "train": Verb(
         "train", "trains a recipe; resumes with --resume RUN; rehearses with --rehearse SLICE"
     ),

@@ -1,0 +1,74 @@
+"""Progress of a compile on stderr: one line that ticks on a terminal, a line a stage elsewhere."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TextIO
+
+from systolic.core.units import duration
+from systolic.report import terminal
+
+TICK_SECONDS = 0.2
+
+
+class Progress:
+    """A context whose :meth:`say` is told the stage."""
+
+    def __init__(
+        self,
+        stream: TextIO,
+        title: str,
+        *,
+        environ: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stream, self._title, self._clock = stream, title, clock
+        self._live = terminal.can_redraw(
+            stream, os.environ if environ is None else environ, terminal.MIN_WIDTH
+        )
+        self._began = clock()
+        self._stage = ""
+        self._over = threading.Event()
+        self._ticker: threading.Thread | None = None
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        if self._ticker is not None:
+            self._ticker.join()
+            self._write("\r\x1b[K")
+
+    def say(self, stage: str) -> None:
+        """The program is at this stage now."""
+        if not stage or stage == self._stage:
+            return
+        self._stage = stage
+        if not self._live:
+            terminal.say(self._stream, self._line())
+        elif self._ticker is None:
+            self._ticker = threading.Thread(target=self._tick, daemon=True)
+            self._ticker.start()
+
+    def _tick(self) -> None:
+        while not self._over.is_set():
+            self._write(f"\r\x1b[K{self._line()}")
+            self._over.wait(TICK_SECONDS)
+
+    def _line(self) -> str:
+        return f"{self._title}: {self._stage}, {duration(self._clock() - self._began)}"
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._over.set()

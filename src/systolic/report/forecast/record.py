@@ -1,0 +1,202 @@
+"""A forecast as JSON with what a comparison needs, and what changed between two of them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from systolic.core.errors import DataError
+from systolic.core.units import duration, gibibytes
+from systolic.forecast import Forecast
+from systolic.report import figures
+from systolic.report.forecast.costs import by_op, roll_up, seconds_by_place
+
+TOP_OPS = 20
+PLACES = 200
+"""Places in the JSON, the most expensive first; the rest is one sum."""
+REST = "the rest"
+ROWS = 12
+"""Of a group in a comparison, the largest changes first."""
+SAME = 0.0005
+"""Changes below this share of the step are left out."""
+
+
+def to_json(forecast: Forecast) -> dict[str, Any]:
+    """The published names, and beside them ``time_by_layer`` (seconds) and ``top_ops``."""
+    record = forecast.to_json()
+    if forecast.timeline is None:
+        return {**record, "time_by_layer": {}, "top_ops": []}
+    places = list(seconds_by_place(forecast.timeline).items())
+    shown = dict(places[:PLACES])
+    if len(places) > PLACES:
+        shown[REST] = sum(seconds for _, seconds in places[PLACES:])
+    ops = [
+        {
+            "op": cost.name,
+            "seconds": cost.seconds,
+            "runs": cost.runs,
+            "bound_by": cost.resource.value,
+            "layer": cost.place,
+            "source": cost.source,
+            "flops": cost.flops,
+            "bytes": cost.bytes,
+            "priced_by": list(cost.priced_by),
+        }
+        for cost in by_op(forecast.timeline)[:TOP_OPS]
+    ]
+    return {**record, "time_by_layer": shown, "top_ops": ops}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The JSON of another forecast.
+
+    Raises:
+        DataError: the file is not there, or holds something else.
+    """
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} is not a forecast ({error}); write one with systolic forecast … --json > {path.name}"
+        ) from error
+    if not isinstance(record, dict) or not {"slice", "fits", "hbm", "time_by_resource"} <= set(
+        record
+    ):
+        raise DataError(
+            f"{path} is JSON but not of a forecast; write one with systolic forecast … --json > {path.name}"
+        )
+    return record
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One figure before and after; None where a side has none."""
+
+    group: str
+    name: str
+    before: float | None
+    after: float | None
+    unit: str
+    """``s``, ``B``, ``share``, ``$`` or the unit of a throughput."""
+
+    @property
+    def ratio(self) -> float | None:
+        """After over before, less 1."""
+        if self.before is None or self.after is None or not self.before:
+            return None
+        return self.after / self.before - 1
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        return {
+            "group": self.group,
+            "name": self.name,
+            "before": self.before,
+            "after": self.after,
+            "unit": self.unit,
+        }
+
+
+def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+    """What differs from one forecast's JSON to another's: step, memory, money, resources, places."""
+    found = [
+        _change("", "step", before, after, ("step_seconds",), "s"),
+        _change("", "MFU", before, after, ("mfu",), "share"),
+        _change("", "tokens/s", before, after, ("tokens_per_second",), ""),
+        _change("", "examples/s", before, after, ("examples_per_second",), ""),
+        _change("", "peak memory", before, after, ("hbm", "peak_bytes"), "B"),
+        _change("", "per billion tokens", before, after, ("usd_per_billion_tokens",), "$"),
+        _change("", "per million examples", before, after, ("usd_per_million_examples",), "$"),
+    ]
+    found = [change for change in found if (change.before, change.after) != (None, None)]
+    old, new = before["hbm"].get("by_kind") or {}, after["hbm"].get("by_kind") or {}
+    found += _table("memory", old, new, "B", 0.0)
+    steps = [record.get("step_seconds") or 0.0 for record in (before, after)]
+    least = SAME * max(steps)
+    found += _table(
+        "time by resource", before["time_by_resource"], after["time_by_resource"], "s", least
+    )
+    old, new = before.get("time_by_layer") or {}, after.get("time_by_layer") or {}
+    if old and new:
+        names = roll_up(
+            {name: old.get(name, 0.0) + new.get(name, 0.0) for name in {**old, **new}}, ROWS
+        )
+        found += _table("time by layer", _summed(old, names), _summed(new, names), "s", least)
+    return found
+
+
+def lines(changes: Sequence[Change], before: str, after: str) -> list[str]:
+    """The changes as a table of plain text."""
+    shown = [f"from {before} to {after}"]
+    group = ""
+    for change in changes:
+        if change.group != group:
+            group = change.group
+            shown.append(group)
+        texts = (_text(change.before, change.unit), _text(change.after, change.unit))
+        ratio = change.ratio
+        told = "" if ratio is None else _ratio(ratio)
+        name = change.name if len(change.name) <= 34 else f"…{change.name[-33:]}"
+        shown.append(f"  {name:<34}{texts[0]:>12}  {texts[1]:>12}  {told:>9}".rstrip())
+    return shown
+
+
+def _ratio(ratio: float) -> str:
+    if abs(ratio) < SAME:
+        return "same"
+    return f"{ratio * 100:+.1f} %" if ratio < 2 else f"× {ratio + 1:.3g}"
+
+
+def _change(
+    group: str,
+    name: str,
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    path: tuple[str, ...],
+    unit: str,
+) -> Change:
+    return Change(
+        group=group, name=name, before=_at(before, path), after=_at(after, path), unit=unit
+    )
+
+
+def _at(record: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
+    value: Any = record
+    for name in path:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return figures.number(value)
+
+
+def _table(
+    group: str, old: Mapping[str, float], new: Mapping[str, float], unit: str, least: float
+) -> list[Change]:
+    """Rows of both sides that matter, the largest change first."""
+    rows = [
+        Change(
+            group=group, name=name, before=old.get(name, 0.0), after=new.get(name, 0.0), unit=unit
+        )
+        for name in {**old, **new}
+    ]
+    moved = [row for row in rows if abs((row.after or 0.0) - (row.before or 0.0)) > least]
+    moved.sort(key=lambda row: -abs((row.after or 0.0) - (row.before or 0.0)))
+    return moved[:ROWS]
+
+
+def _summed(seconds: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for path, spent in seconds.items():
+        found[names[path]] = found.get(names[path], 0.0) + spent
+    return found
+
+
+def _text(value: float | None, unit: str) -> str:
+    if value is None:
+        return figures.MISSING
+    if unit == "s":
+        return duration(value) if value else "0"
+    if unit == "B":
+        return gibibytes(value)
+    if unit == "share":
+        return figures.percent(value)
+    return f"{unit}{figures.si(value)}"
