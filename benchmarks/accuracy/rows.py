@@ -57,9 +57,7 @@ FLAG_GROUPS: Mapping[str, Sequence[str]] = {
         "--xla_tpu_scheduler_percent_shared_memory_limit=100",
         "--xla_latency_hiding_scheduler_rerun=2",
     ),
-    "DISABLE_BUNDLE_AWARE_COST_MODEL": (
-        "--xla_tpu_use_bundle_aware_cost_model_for_fusions=false",
-    ),
+    "DISABLE_BUNDLE_AWARE_COST_MODEL": ("--xla_tpu_use_bundle_aware_cost_model_for_fusions=false",),
     "DISABLE_COLLECTIVE_MATMUL": ("--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000",),
 }
 # MaxText's names of activations, in the decoder's.
@@ -254,7 +252,9 @@ def _flags(record: Mapping[str, Any], departures: list[str]) -> list[str]:
         flags.append(f"--xla_tpu_scoped_vmem_limit_kib={limit[1]}")
     named = text.replace("CUSTOM_VMEM_LIMIT_FLAG", "") if "--xla" not in text else ""
     if "as listed in the README" in text:  # torchprime: the same three groups, in words
-        named = "DENSE_VMEM_LIMIT_FLAG CF_FOR_ALL_GATHER ENABLE_SPARSECORE_OFFLOADING_FOR_ALL_REDUCE"
+        named = (
+            "DENSE_VMEM_LIMIT_FLAG CF_FOR_ALL_GATHER ENABLE_SPARSECORE_OFFLOADING_FOR_ALL_REDUCE"
+        )
     for group in re.findall(r"[A-Z][A-Z_]{8,}", named):
         if group in FLAG_GROUPS:
             flags += FLAG_GROUPS[group]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.calibration import Calibration
+from systolic.sim.estimate import estimate
 from systolic.sim.kernels import kernel_cost, vector_rate
 from systolic.sim.rates import Rates
 from systolic.sim.timeline import Resource
@@ -79,7 +80,7 @@ def price(
         if cost is not None:
             seconds = cost.seconds * calibration.factor("kernel")
             return Price(seconds, Resource.mxu, "kernel", cost.flops, work.bytes)
-        return Price(memory, Resource.hbm, "bytes", 0.0, work.bytes)
+        return Price(memory, Resource.hbm, "nothing", 0.0, work.bytes)
     cycles = instruction.cycles
     if cycles is not None:
         seconds = cycles / rates.clock_hz
@@ -96,17 +97,14 @@ def price(
         depth = max(keys.dims[-1] if keys.dims else 1, 2).bit_length()
         seconds = keys.elements * depth * (depth + 1) / 2 * 4 / vector_rate(rates)
         return Price(max(seconds, memory), Resource.vpu, "rule", 0.0, work.bytes)
-    if work.flops:
-        seconds = max(matrix / 0.8, memory)
-        return Price(seconds, _bound(seconds, matrix, memory), "roofline", work.flops, work.bytes)
-    seconds = max(memory, touched / 4 / vector_rate(rates))
-    by = "nothing" if opcode == "custom-call" else "bytes"
-    return Price(seconds, Resource.hbm if memory else Resource.vpu, by, 0.0, work.bytes)
+    if opcode == "custom-call":
+        return Price(memory, Resource.hbm, "nothing", 0.0, work.bytes)
+    seconds = estimate(module, computation, instruction, work, rates)
+    return Price(seconds, _bound(seconds, matrix, memory), "estimate", work.flops, work.bytes)
 
 
 def _bound(seconds: float, matrix: float, memory: float) -> Resource:
-    if matrix >= 0.4 * seconds and matrix >= memory:
-        return Resource.mxu
-    if memory >= 0.5 * seconds:
-        return Resource.hbm
-    return Resource.mxu if matrix >= 0.2 * seconds else Resource.vpu
+    """The unit that is busy for most of it; the vector units when neither other one is for a third."""
+    if max(matrix, memory) < seconds / 3:
+        return Resource.vpu
+    return Resource.mxu if matrix >= memory else Resource.hbm

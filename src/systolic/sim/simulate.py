@@ -38,6 +38,8 @@ DMA_SECONDS = 1e-6
 """Latency of a copy between memories: 0.6 to 1.9 us were measured on v4 (tpu-v4-latency-numbers)."""
 DMA_SHARE = 0.9
 """Of the HBM rate that a copy reaches."""
+MUCH = 0.02
+"""Share of the step above which it is said that ops were estimated."""
 TURN_SECONDS = 3e-7
 """Of a loop's turn: the condition and the jump."""
 
@@ -75,7 +77,12 @@ def simulate(
         num_devices=len(places),
     )
     seconds, spans = run.computation(module.entry)
-    return Timeline(origin=Origin.simulated, seconds=seconds, spans=spans, notes=tuple(run.notes))
+    made = Timeline(origin=Origin.simulated, seconds=seconds, spans=spans, notes=tuple(run.notes))
+    estimated = sum(s.seconds * n for s, n in made.leaves() if s.priced_by == "estimate")
+    if estimated > MUCH * seconds:
+        note = f"{estimated / seconds:.0%} of the time is of ops without the compiler's cycles, priced by slowdowns fitted to other programs"
+        return replace(made, notes=(*made.notes, note))
+    return made
 
 
 class Role(enum.Enum):
