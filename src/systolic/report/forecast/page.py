@@ -1,0 +1,273 @@
+"""One HTML file for a forecast: opens without a network; memory, time line, costs and roofline."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from systolic.core.files import write_atomically
+from systolic.core.units import duration, gibibytes, si
+from systolic.forecast import Forecast
+from systolic.report import figures
+from systolic.report.forecast import readings
+from systolic.report.forecast.costs import Cost, by_op, by_place, roll_up, seconds_by_place
+from systolic.report.forecast.roofline import roofline
+from systolic.report.forecast.tree import tree
+from systolic.report.forecast.treemap import Box, treemap
+
+COLOURS = 9
+"""Places with a colour of their own."""
+PLACES = 14
+OPS = 30
+BUFFERS = 30
+MAP_BOXES = 60
+MAP_ASPECT = 3.4
+"""Width over height of the memory map."""
+MAP_LABEL = 1.2
+"""Per cent of the map's area above which a box has a label."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    """A key figure, with its origin."""
+
+    label: str
+    value: str
+    small: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """A buffer on the memory map."""
+
+    box: Box
+    kind: str
+    label: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A line of a table of costs."""
+
+    name: str
+    colour: int
+    share: float
+    time: str
+    runs: str
+    resource: str
+    rate: str
+    source: str
+    short_source: str
+    place: str
+    priced_by: str
+
+
+def write_page(forecast: Forecast, path: Path) -> None:
+    """Writes the page.
+
+    Raises:
+        RunError: the file can't be written.
+    """
+    write_atomically(path, render(forecast))
+
+
+def render(forecast: Forecast) -> str:
+    """The page of a forecast as text."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    templates = Environment(
+        loader=PackageLoader("systolic.report", "assets"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    timeline = forecast.timeline
+    groups: Mapping[str, str] = {}
+    costs: Sequence[Cost] = []
+    if timeline is not None:
+        groups = roll_up(seconds_by_place(timeline), PLACES)
+        costs = by_place(timeline, PLACES)
+    shown = [cost.name for cost in costs[:COLOURS]]
+    colours = {place: _colour(group, shown) for place, group in groups.items()}
+    page = {
+        "forecast": forecast,
+        "verdict": readings.verdict(forecast),
+        "facts": facts(forecast),
+        "tiles": tiles(forecast),
+        "notes": readings.notes(forecast),
+        "memory": memory(forecast),
+        "refused": refused(forecast),
+        "time": readings.time_parts(forecast),
+        "words": readings.RESOURCES,
+        "places": rows(forecast, costs, {cost.name: _colour(cost.name, shown) for cost in costs}),
+        "ops": rows(forecast, by_op(timeline)[:OPS], colours) if timeline else [],
+        "legend": [*enumerate(shown), (len(shown), "everything else")] if shown else [],
+        "roofline": roofline(forecast),
+        "colours": colours,
+        "tree": None if timeline is None else tree(timeline, groups, shown),
+        "percent": figures.percent,
+        "duration": duration,
+        "origin": forecast.origin.value,
+        "memory_origin": readings.memory_origin(forecast).value,
+    }
+    return templates.get_template("forecast.html").render(page)
+
+
+def _colour(group: str, shown: Sequence[str]) -> int:
+    return shown.index(group) if group in shown else len(shown)
+
+
+def facts(forecast: Forecast) -> list[tuple[str, str]]:
+    """For what, how spread, by which compiler."""
+    on = forecast.on
+    found = [
+        ("slice", f"{on.name}, {on.num_chips} × {on.chip.title or on.chip.name}"),
+        ("layout", readings.axes_text(forecast)),
+        ("a step", f"{si(forecast.units)} {forecast.unit}" if forecast.unit != "calls" else ""),
+        ("model FLOPs", si(forecast.model_flops) if forecast.model_flops else ""),
+        ("compiler", readings.compiler_text(forecast)),
+        ("flags", " ".join(forecast.compiler.get("flags") or [])),
+    ]
+    return [(name, text) for name, text in found if text]
+
+
+def tiles(forecast: Forecast) -> list[Tile]:
+    """The key figures."""
+    found = [
+        Tile(label=name, value=text, small=readings.interval(forecast) if name == "step" else "")
+        for name, text in readings.speed(forecast)
+    ]
+    if need := readings.needed(forecast):
+        share = figures.percent(need / forecast.capacity_bytes) if forecast.capacity_bytes else ""
+        found.append(Tile(label="peak memory", value=gibibytes(need), small=share))
+    if forecast.timeline is not None:
+        exposed = forecast.exposed_collective_seconds
+        share = figures.percent(exposed / forecast.timeline.seconds)
+        found.append(Tile(label="waiting for chips", value=duration(exposed), small=share))
+    return [*found, *_bill(forecast)]
+
+
+def _bill(forecast: Forecast) -> list[Tile]:
+    bill, step = forecast.bill, forecast.step_seconds
+    name, scale = readings.SCALES.get(forecast.unit, ("million calls", 1e6))
+    found = []
+    if bill.usd_per_hour is not None:
+        found.append(Tile(label="price", value=f"${bill.usd_per_hour:,.2f}/h", small="on demand"))
+        if step:
+            usd = readings.figure(bill.usd_per(scale, forecast.units, step))
+            found.append(Tile(label=f"per {name}", value=f"${usd}"))
+    if bill.watts is not None and step:
+        kwh = readings.figure(bill.kwh_per(scale, forecast.units, step))
+        found.append(
+            Tile(label=f"energy per {name}", value=f"{kwh} kWh", small=f"PUE {bill.pue:g}")
+        )
+    return found
+
+
+def memory(forecast: Forecast) -> dict[str, Any] | None:
+    """The peak by kind, as a map and as a table of buffers."""
+    held = forecast.memory
+    if held is None:
+        return None
+    parts = readings.memory_parts(forecast)
+    free = max(forecast.capacity_bytes - held.peak_bytes, 0)
+    scale = max(forecast.capacity_bytes, held.peak_bytes, 1)
+    return {
+        "parts": [(part, figures.percent(part.value / held.peak_bytes)) for part in parts],
+        "free": gibibytes(free),
+        "free_share": free / scale,
+        "peak": gibibytes(held.peak_bytes),
+        "capacity": gibibytes(forecast.capacity_bytes),
+        "estimated": gibibytes(held.estimated_bytes),
+        "differs": abs(held.estimated_bytes - held.peak_bytes) > 0.02 * held.peak_bytes,
+        "blocks": _blocks(forecast),
+        "buffers": [
+            (b.kind.replace(" ", "-"), gibibytes(b.bytes), b.kind, b.shape, _what(b), b.source)
+            for b in held.buffers[:BUFFERS]
+        ],
+        "num_buffers": len(held.buffers),
+    }
+
+
+def _what(buffer: Any) -> str:
+    return (buffer.layer or buffer.op or buffer.name).replace("\\'", "'")
+
+
+def _blocks(forecast: Forecast) -> list[Block]:
+    """The largest buffers, and the rest of each kind as one."""
+    assert forecast.memory is not None
+    buffers = [b for b in forecast.memory.buffers if b.bytes > 0]
+    entries = [(b.bytes, b.kind, _what(b), b.shape) for b in buffers[:MAP_BOXES]]
+    rest: defaultdict[str, list[int]] = defaultdict(list)
+    for buffer in buffers[MAP_BOXES:]:
+        rest[buffer.kind].append(buffer.bytes)
+    entries += [
+        (sum(sizes), kind, f"{figures.plural(len(sizes), 'smaller buffer')}", "")
+        for kind, sizes in rest.items()
+    ]
+    if code := forecast.memory.by_kind.get("program"):
+        entries.append((code, "program", "the program itself", ""))
+    entries.sort(key=lambda entry: -entry[0])
+    boxes = treemap([float(size) for size, *_ in entries], MAP_ASPECT)
+    return [
+        Block(
+            box=box,
+            kind=kind.replace(" ", "-"),
+            label=what if box.width * box.height > MAP_LABEL * 100 else "",
+            text=", ".join(part for part in (gibibytes(size), kind, what, shape) if part),
+        )
+        for box, (size, kind, what, shape) in zip(boxes, entries, strict=True)
+    ]
+
+
+def refused(forecast: Forecast) -> dict[str, Any] | None:
+    """Bytes needed and there, and the buffers that the compiler names."""
+    told = forecast.rejected
+    if told is None:
+        return None
+    need, have = int(told.get("need_bytes") or 0), forecast.capacity_bytes
+    return {
+        "need": gibibytes(need) if need else "more than that",
+        "have": gibibytes(have),
+        "share": have / need if need > have else 1.0,
+        "buffers": [
+            (gibibytes(b["bytes"]), b["kind"], b["shape"], b["op"], b["source"])
+            for b in told.get("buffers") or []
+        ][:BUFFERS],
+        "remedies": [str(text) for text in told.get("remedies") or []],
+    }
+
+
+def rows(forecast: Forecast, costs: Sequence[Cost], colours: Mapping[str, int]) -> list[Row]:
+    """Costs as lines of a table."""
+    step = forecast.timeline.seconds if forecast.timeline else 1.0
+    chip = forecast.on.chip
+    peak = (chip.peak_bf16_flops_per_second or 0.0) / (chip.devices_per_chip or 1)
+    return [
+        Row(
+            name=cost.name,
+            colour=colours.get(cost.name, colours.get(cost.place, COLOURS)),
+            share=cost.seconds / step,
+            time=duration(cost.seconds),
+            runs=f"{cost.runs:,}",
+            resource=cost.resource.value,
+            rate=_rate(cost, peak),
+            source=cost.source,
+            short_source=cost.short_source,
+            place=cost.place,
+            priced_by=", ".join(cost.priced_by),
+        )
+        for cost in costs
+    ]
+
+
+def _rate(cost: Cost, peak: float) -> str:
+    """FLOPs against the peak, else bytes a second."""
+    if not cost.seconds:
+        return ""
+    if cost.flops and peak:
+        return f"{figures.percent(cost.flops / cost.seconds / peak)} of peak"
+    return f"{si(cost.bytes / cost.seconds, 'B/s', digits=2)}" if cost.bytes else ""

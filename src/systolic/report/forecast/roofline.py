@@ -1,0 +1,94 @@
+"""Ops between the roofs of a device: what they could do with their traffic, and what they do."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from systolic.core.units import duration, si
+from systolic.forecast import Forecast
+from systolic.report import curves
+from systolic.report.curves import Axis
+from systolic.report.forecast.costs import Cost, by_op
+
+MAX_DOTS = 150
+LEAST_SHARE = 2e-4
+"""Ops below this share of the step are no dots."""
+LOWEST = 1e-6
+"""Of the peak: ops that slow are drawn at the lower edge."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dot:
+    """An op: place in per cent, size in pixels."""
+
+    left: float
+    bottom: float
+    size: float
+    place: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Roofline:
+    """Axes in FLOP/byte and FLOP/s of one device, the roofs as an SVG path, ops as dots."""
+
+    x: Axis
+    y: Axis
+    roof: str
+    peak_text: str
+    hbm_text: str
+    ridge_text: str
+    dots: Sequence[Dot]
+    num_hidden: int
+
+
+def roofline(forecast: Forecast) -> Roofline | None:
+    """The roofline of a simulated step; None where the catalogue lacks a roof, or no op has FLOPs."""
+    chip, timeline = forecast.on.chip, forecast.timeline
+    devices = chip.devices_per_chip or 1
+    if timeline is None or not chip.peak_bf16_flops_per_second or not chip.hbm_bytes_per_second:
+        return None
+    peak = chip.peak_bf16_flops_per_second / devices
+    hbm = chip.hbm_bytes_per_second / devices
+    ops = [cost for cost in by_op(timeline) if cost.flops > 0 and cost.bytes > 0]
+    shown = [cost for cost in ops if cost.seconds > LEAST_SHARE * timeline.seconds][:MAX_DOTS]
+    if not shown:
+        return None
+    ridge = peak / hbm
+    across = [cost.flops / cost.bytes for cost in shown]
+    up = [max(cost.flops / cost.seconds, LOWEST * peak) for cost in shown]
+    x = _decades(min(*across, ridge / 10), max(*across, ridge * 10))
+    y = _decades(min(*up, peak / 100), peak * 1.2)
+    edge = min(x.high, max(ridge, x.low))
+    roof = curves.path([(x.low, x.low * hbm), (edge, peak), (x.high, peak)], x, y)
+    dots = [
+        _dot(cost, a, b, x, y, timeline.seconds)
+        for cost, a, b in zip(shown, across, up, strict=True)
+    ]
+    return Roofline(
+        x=x,
+        y=y,
+        roof=roof,
+        peak_text=f"{si(peak, 'FLOP/s')} bf16",
+        hbm_text=f"{si(hbm, 'B/s')} device memory",
+        ridge_text=f"{ridge:.0f} FLOP/byte",
+        dots=sorted(dots, key=lambda dot: -dot.size),
+        num_hidden=len(ops) - len(shown),
+    )
+
+
+def _decades(low: float, high: float) -> Axis:
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    return curves.log_axis(10.0**first, 10.0**last)
+
+
+def _dot(cost: Cost, across: float, up: float, x: Axis, y: Axis, step: float) -> Dot:
+    share = cost.seconds / step
+    text = f"{cost.opcode} {cost.name.split()[-1]}: {si(up, 'FLOP/s')} at {si(across)} FLOP/byte, {duration(cost.seconds)} ({share * 100:.1f} % of the step), {cost.place}"
+    return Dot(
+        left=round(x.place(across) * 100, 2),
+        bottom=round(max(y.place(up), 0.0) * 100, 2),
+        size=round(6 + 40 * math.sqrt(min(share, 0.25)), 1),
+        place=cost.place,
+        text=text,
+    )
