@@ -9,15 +9,22 @@ import json
 import os
 import stat
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from systolic.aot.dump import SCHEDULE_ONLY, keep, peak_bytes, schedule
+from systolic.aot.dump import (
+    SCHEDULE_ONLY,
+    dump_options,
+    keep,
+    peak_bytes,
+    refused_schedule,
+    schedule,
+)
 from systolic.aot.outcome import ERROR, EXECUTABLE, HLO, REPORT, rejection
 from systolic.chips import Slice, slice
 from systolic.core.errors import SystolicError
@@ -35,7 +42,8 @@ def main(request_path: Path, folder: Path) -> int:
 
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        return _compile(cloudpickle.loads(request_path.read_bytes()), folder)
+        request = cloudpickle.loads(request_path.read_bytes())
+        return _compile(request, folder, request_path.parent / "dump")
     except SystolicError as error:
         _fail(folder, "user", str(error), type(error).__name__)
     except Exception as error:
@@ -52,7 +60,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _compile(request: Mapping[str, Any], folder: Path) -> int:
+def _compile(request: Mapping[str, Any], folder: Path, dumped: Path) -> int:
     clock = _Clock()
     on = slice(request["slice"])
     say(stage="importing")
@@ -88,7 +96,7 @@ def _compile(request: Mapping[str, Any], folder: Path) -> int:
             say(stage="found", digest=name)
             return 0
         say(stage="compiling", digest=name)
-        if not _answer(lowered, request, report, clock, folder):
+        if not _answer(lowered, request, report, _Desk(clock, folder, dumped)):
             return 1
         place = store.put(name, folder)
         if (folder / EXECUTABLE).exists():  # the entry was there, without it
@@ -101,39 +109,56 @@ def _lacks_executable(entry: Path) -> bool:
     return not (entry / EXECUTABLE).exists() and not (entry / ERROR).exists()
 
 
-def _answer(
-    lowered: Any, request: Mapping[str, Any], report: dict[str, Any], clock: "_Clock", folder: Path
-) -> bool:
+@dataclass(frozen=True)
+class _Desk:
+    clock: "_Clock"
+    folder: Path
+    """For the answer."""
+    dumped: Path
+    """For what the compiler writes on its way; the parent removes it."""
+
+
+def _answer(lowered: Any, request: Mapping[str, Any], report: dict[str, Any], desk: _Desk) -> bool:
     """Fills the folder with the compiler's answer; False when it is not one to keep."""
     options = {k: v for k, v in request["options"].items() if k != SCHEDULE_ONLY}
+    folder, clock = desk.folder, desk.clock
+    compiled = None
     try:
         if SCHEDULE_ONLY in request["options"]:
-            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as dumped:
-                text = schedule(lowered, options, Path(dumped))
-                peak = peak_bytes(Path(dumped))
-            clock.lap("compile")
-            report["memory"] = {} if peak is None else {"peak_memory_in_bytes": peak}
-            (folder / HLO).write_bytes(keep(text))
-            _write(folder / REPORT, report)
-            return True
-        compiled = lowered.compile(compiler_options=options or None)
+            text = schedule(lowered, options, desk.dumped)
+        else:
+            compiled = lowered.compile(compiler_options={**options, **dump_options(desk.dumped)})
+            text = compiled.as_text()
     except Exception as error:
         clock.lap("compile")
-        text = f"{type(error).__name__}: {error}"
+        _fail(folder, "compiler", f"{type(error).__name__}: {error}")
+        refused = rejection(f"{type(error).__name__}: {error}", 0) is not None
+        if refused and (begun := refused_schedule(desk.dumped)) is not None:
+            # What did not fit, to name the buffers by.
+            (folder / HLO).write_bytes(keep(begun))
+            report["memory"] = _used(desk.dumped)
         _write(folder / REPORT, report)
-        _fail(folder, "compiler", text)
-        return rejection(text, 0) is not None
+        return refused
     clock.lap("compile")
-    report["memory"] = _memory(compiled)
-    costs = compiled.cost_analysis() or {}
-    report["flops"] = float(costs.get("flops", 0.0))
-    (folder / HLO).write_bytes(keep(compiled.as_text()))
-    if request["save"]:
+    (folder / HLO).write_bytes(keep(text))
+    report["memory"] = _used(desk.dumped)
+    if compiled is None:
+        report["memory"]["peak_memory_in_bytes"] = report["memory"].get("used_in_bytes", 0)
+    else:
+        report["memory"] |= _memory(compiled)
+        report["flops"] = float((compiled.cost_analysis() or {}).get("flops", 0.0))
+    if compiled is not None and request["save"]:
         say(stage="serializing")
         (folder / EXECUTABLE).write_bytes(compiled.runtime_executable().serialize())
     clock.lap("read")
     _write(folder / REPORT, report)
     return True
+
+
+def _used(dumped: Path) -> dict[str, int]:
+    """Device memory that the compiler compares with the chip's: arguments, results, temporaries."""
+    used = peak_bytes(dumped)
+    return {} if used is None else {"used_in_bytes": used}
 
 
 def _digest(parts: list[Any]) -> str:

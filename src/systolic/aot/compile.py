@@ -185,7 +185,11 @@ def _outcome(folder: Path, made: str, cached: bool) -> Outcome:
     report = read_json(folder / REPORT)
     answer = rejection(read_json(refused)["text"], 0)
     assert answer is not None
-    return replace(answer, digest=made, cached=cached, report=report)
+    # The report's figure is exact, the message's has two decimals.
+    need = report.get("memory", {}).get("used_in_bytes", answer.need_bytes)
+    return replace(
+        answer, need_bytes=need, digest=made, cached=cached, report=report, folder=folder
+    )
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 SCHEDULED = "after_optimizations_after_buffer_assignment.txt"
+REFUSED = "oom_intermediate_module.txt"
 USAGE = "after_optimizations-memory-usage-report.txt"
 SCHEDULE_ONLY = "schedule_only"
 """A compile option of ours: stop at the schedule."""
@@ -66,6 +67,12 @@ def peak_bytes(folder: Path) -> int | None:
     path = _written(folder, USAGE)
     found = _TOTAL.search(path.read_text()) if path is not None else None
     return int(found[1]) if found else None
+
+
+def refused_schedule(folder: Path) -> str | None:
+    """The scheduled module that did not fit; None if the compiler gave up before it had one."""
+    path = _written(folder, REFUSED)
+    return path.read_text() if path is not None else None
 
 
 def keep(text: str) -> bytes:

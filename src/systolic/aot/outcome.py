@@ -2,12 +2,14 @@
 
 import gzip
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from systolic.core.errors import RunError
 from systolic.core.store import read_json
 from systolic.core.units import GIB
 
@@ -33,7 +35,7 @@ class Compiled:
     @property
     def hlo(self) -> str:
         """The scheduled module as text."""
-        return gzip.decompress((self.folder / HLO).read_bytes()).decode()
+        return read_module(self.folder / HLO)
 
     @property
     def executable(self) -> Path | None:
@@ -66,6 +68,14 @@ class Rejected:
     digest: str = ""
     cached: bool = False
     report: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+    """Of the store."""
+
+    @property
+    def hlo(self) -> str | None:
+        """The scheduled module that did not fit; None where the compiler had none yet."""
+        path = self.folder / HLO if self.folder is not None else None
+        return read_module(path) if path is not None and path.is_file() else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +92,12 @@ Outcome = Compiled | Rejected | Failed
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _USED = re.compile(r"Used ([\d.]+)([KMGT]?)\w* of ([\d.]+)([KMGT]?)\w* (\w+)", re.IGNORECASE)
-_SPACE = re.compile(r"memory space (\w+)")
-_BUFFER = re.compile(
-    r"Size: ([\d.]+)([KMGT]?)\w*\s*\n(?P<body>(?:.+\n?)*?)(?=\s*=====|\Z)", re.MULTILINE
+_REQUIRED = re.compile(
+    r"Ran out of memory on (\w+), the total memory required for [\w ]+ \(([\d.]+)([KMGT]?)\w*\)"
+    r" exceeds available \w+ \(([\d.]+)([KMGT]?)\w*\)"
 )
+"""libtpu 0.0.42's message, without buffers; the total has the arguments in it."""
+_SPACE = re.compile(r"memory space (\w+)")
 _LABELS = {
     "op": re.compile(r'op_name="([^"]*)"'),
     "shape": re.compile(r"Shape: (\S+)"),
@@ -103,16 +115,35 @@ def rejection(text: str, capacity: int) -> Rejected | None:
         and "vmemoom" not in lowered
     ):
         return None
-    used = _USED.search(text)
-    space = _SPACE.search(text)
+    if (short := _REQUIRED.search(text)) is not None:
+        return Rejected(
+            space=short[1].lower(),
+            need_bytes=_bytes(short[2], short[3]),
+            have_bytes=_bytes(short[4], short[5]),
+        )
+    used, space = _USED.search(text), _SPACE.search(text)
     if used is None:
-        return Rejected(space=space[1] if space else "hbm", need_bytes=0, have_bytes=capacity)
+        return Rejected(
+            space=space[1].lower() if space else "hbm", need_bytes=0, have_bytes=capacity
+        )
     return Rejected(
         space=used[5].lower(),
         need_bytes=_bytes(used[1], used[2]),
         have_bytes=_bytes(used[3], used[4]),
         buffers=_buffers(text),
     )
+
+
+def read_module(path: Path) -> str:
+    """The text of a module in the store.
+
+    Raises:
+        RunError: the file is absent or damaged.
+    """
+    try:
+        return gzip.decompress(path.read_bytes()).decode()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise RunError(f"{path} is damaged ({error}); delete its folder and run again") from error
 
 
 def _buffers(text: str) -> list[Buffer]:
