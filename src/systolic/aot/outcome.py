@@ -52,7 +52,10 @@ class Buffer:
     op: str = ""
     shape: str = ""
     source: str = ""
+    label: str = ""
+    """The instruction, ``fusion.12 = fusion(…)``."""
     kind: str = ""
+    """The compiler's word: ``HLO temp``, ``scoped`` …"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +105,7 @@ _LABELS = {
     "op": re.compile(r'op_name="([^"]*)"'),
     "shape": re.compile(r"Shape: (\S+)"),
     "source": re.compile(r"source_file=\"?([^\"\s]+)\"?(?:\s+source_line=(\d+))?"),
+    "label": re.compile(r"XLA label: (.+)"),
     "kind": re.compile(r"Allocation type: (.+)"),
 }
 

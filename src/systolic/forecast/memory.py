@@ -5,6 +5,7 @@ array lives from the op that makes it to the last that reads it, results that al
 (updates in place, tuples, bitcasts, loops) are no new memory.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ KINDS = (
     "program",
 )
 
+_PARAMETERS = re.compile(r"(^|\.)params\b")
+_OPTIMIZER = re.compile(r"\.(optimizer|ema|mu|nu)\b|\bopt_state\b")
+_COLLECTIVE = ("all-gather", "all-reduce", "reduce-scatter", "collective", "all-to-all")
 _ALIASES = frozenset(
     (
         "bitcast",
@@ -81,7 +85,7 @@ def memory_map(module: Module, peak_bytes: int | None, code_bytes: int = 0) -> M
         code_bytes: Of the program itself.
     """
     entry = module.entry
-    arguments = [_argument(module, i) for i in entry.parameters]
+    arguments = [_argument(i) for i in entry.parameters]
     inputs = tuple(held for held in arguments if held.bytes)
     peak = _peak(module, entry, {})
     held = sorted((*inputs, *peak.held), key=lambda h: -h.bytes)
@@ -96,8 +100,8 @@ def memory_map(module: Module, peak_bytes: int | None, code_bytes: int = 0) -> M
     if excess <= 0:
         by_kind["temporaries"] -= excess
     else:
-        # The compiler shares memory better than lifetimes alone tell: take it off what is not held fixed.
-        for kind in ("temporaries", "collective buffers", "gradients", "saved activations"):
+        # The compiler shares memory better than lifetimes alone tell: take it off what is held least fixed.
+        for kind in reversed(KINDS):
             less = min(excess, by_kind[kind])
             by_kind[kind] -= less
             excess -= less
@@ -109,22 +113,41 @@ def memory_map(module: Module, peak_bytes: int | None, code_bytes: int = 0) -> M
     )
 
 
-def _argument(module: Module, parameter: Instruction) -> Held:
+def _argument(parameter: Instruction) -> Held:
     path = parameter.op_name or parameter.name
-    kind = "inputs"
-    if ".params" in path or path.startswith("params"):
-        kind = "parameters"
-    elif any(word in path for word in (".optimizer", "opt_state", ".ema", ".mu", ".nu")):
-        kind = "optimizer state"
     return Held(
         name=parameter.name,
-        kind=kind,
+        kind=_state(path) or "inputs",
         bytes=parameter.shape.bytes_in(HBM),
         shape=str(parameter.shape),
         layer=_leaf(path),
         source="",
         op=path,
     )
+
+
+def _state(path: str) -> str | None:
+    """What part of a train state an argument's path names."""
+    if _PARAMETERS.search(path):
+        return "parameters"
+    return "optimizer state" if _OPTIMIZER.search(path) else None
+
+
+def kind_of(op_name: str, label: str, outside_loops: bool = True) -> str:
+    """What a buffer is, from the path of JAX names of the op that makes it and the op's own name.
+
+    Inside a loop what an iteration makes is gone after it, so it counts as temporary.
+    """
+    phase = phase_of(op_name)
+    if not op_name.startswith("jit(") and (state := _state(op_name)) is not None:
+        return state
+    if any(word in label for word in _COLLECTIVE):
+        return "collective buffers"
+    if phase == "forward" and outside_loops:
+        return "saved activations"
+    if phase == "backward" and outside_loops:
+        return "gradients"
+    return "temporaries"
 
 
 def _leaf(path: str) -> str:
@@ -138,6 +161,7 @@ def _peak(module: Module, computation: Computation, known: dict[str, _Peak]) -> 
         return known[computation.name]
     order = computation.instructions
     owners = _owners(module, computation)
+    given = _donated(module) if computation.entry else {}
     last: dict[str, int] = {}
     for index, instruction in enumerate(order):
         for name in instruction.operands:
@@ -152,7 +176,7 @@ def _peak(module: Module, computation: Computation, known: dict[str, _Peak]) -> 
     now = best = 0
     at: tuple[dict[str, int], Instruction | None, _Peak | None] = ({}, None, None)
     for index, instruction in enumerate(order):
-        size = _own_bytes(module, instruction)
+        size = max(_own_bytes(module, instruction) - given.get(instruction.name, 0), 0)
         inner = None
         if instruction.opcode in ("while", "call", "conditional"):
             inners = [_peak(module, module.computations[n], known) for n in _bodies(instruction)]
@@ -170,6 +194,22 @@ def _peak(module: Module, computation: Computation, known: dict[str, _Peak]) -> 
         held += at[2].held
     known[computation.name] = _Peak(best, tuple(held))
     return known[computation.name]
+
+
+def _donated(module: Module) -> dict[str, int]:
+    """Bytes of each instruction's result that lie in the memory of a donated argument."""
+    entry, given = module.entry, Counter[str]()
+    parts = entry.root.operands if entry.root.opcode == "tuple" else (entry.root.name,)
+    parameters = entry.parameters
+    for output, argument in module.donations.items():
+        if output >= len(parts) or argument >= len(parameters):
+            continue
+        made = entry.index.get(parts[output])
+        while made is not None and made.opcode in ("bitcast", "get-tuple-element"):
+            made = entry.index.get(made.operands[0])
+        if made is not None and made.opcode != "parameter":
+            given[made.name] += parameters[argument].shape.bytes_in(HBM)
+    return given
 
 
 def _bodies(instruction: Instruction) -> list[str]:
@@ -254,17 +294,9 @@ def _fresh(module: Module, fusion: Instruction, shape: Shape) -> int:
 
 def _held(module: Module, computation: Computation, instruction: Instruction, size: int) -> Held:
     source = module.source(instruction)
-    opcode, phase = instruction.opcode, phase_of(instruction.op_name)
-    kind = "temporaries"
-    if any(
-        word in f"{opcode} {instruction.name}"
-        for word in ("all-gather", "all-reduce", "reduce-scatter", "collective", "all-to-all")
-    ):
-        kind = "collective buffers"
-    elif phase == "forward" and computation.entry:
-        kind = "saved activations"
-    elif phase == "backward" and computation.entry:
-        kind = "gradients"
+    kind = kind_of(
+        instruction.op_name, f"{instruction.opcode} {instruction.name}", computation.entry
+    )
     return Held(
         name=instruction.name,
         kind=kind,

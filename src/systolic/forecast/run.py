@@ -19,12 +19,13 @@ from systolic.chips import Slice
 from systolic.core.errors import OptionError, RunError
 from systolic.core.origin import Origin
 from systolic.forecast.cost import bill_of
-from systolic.forecast.forecast import Forecast
+from systolic.forecast.forecast import LARGEST, Forecast
 from systolic.forecast.interval import interval_of
-from systolic.forecast.memory import memory_map
+from systolic.forecast.memory import Held, MemoryMap, kind_of, memory_map
 from systolic.hlo import Module, parse
 from systolic.job import Job
 from systolic.sim import simulate
+from systolic.sim.layers import layer_of
 
 Say = Callable[[str], None]
 
@@ -161,12 +162,15 @@ def assemble(
 
 def _rejected(outcome: Rejected, name: str, on: Slice, seconds: float) -> Forecast:
     facts = outcome.report.get("program", {})
+    text = outcome.hlo
+    memory = memory_map(parse(text), outcome.need_bytes or None) if text is not None else None
     return Forecast(
         recipe=name,
         on=on,
         origin=Origin.compiled,
         fits=False,
         capacity_bytes=outcome.have_bytes or capacity(on),
+        memory=memory,
         model_flops=facts.get("model_flops"),
         unit=facts.get("unit", "calls"),
         units=facts.get("units", 1),
@@ -181,10 +185,29 @@ def _rejected(outcome: Rejected, name: str, on: Slice, seconds: float) -> Foreca
             "space": outcome.space,
             "need_bytes": outcome.need_bytes,
             "have_bytes": outcome.have_bytes,
-            "buffers": [
-                {"bytes": b.bytes, "op": b.op, "shape": b.shape, "source": b.source, "kind": b.kind}
-                for b in outcome.buffers
-            ],
+            "buffers": _named(outcome, memory),
             "remedies": [],
         },
     )
+
+
+def _named(outcome: Rejected, memory: MemoryMap | None) -> list[dict[str, Any]]:
+    """The largest buffers: from the schedule that did not fit, else as the compiler's message has them."""
+    found: list[Held] = list(memory.buffers) if memory is not None else []
+    if not found:
+        found = [
+            Held(
+                name=b.label,
+                kind=kind_of(b.op, b.label),
+                bytes=b.bytes,
+                shape=b.shape,
+                layer=layer_of(b.op),
+                source=b.source,
+                op=b.op,
+            )
+            for b in outcome.buffers
+        ]
+    return [
+        {"bytes": b.bytes, "op": b.op, "shape": b.shape, "source": b.source, "kind": b.kind}
+        for b in found[:LARGEST]
+    ]

@@ -186,6 +186,18 @@ class Module:
         replicas = re.search(r"replica_count=(\d+)", self.header)
         return int(partitions[1] if partitions else 1) * int(replicas[1] if replicas else 1)
 
+    @cached_property
+    def donations(self) -> dict[int, int]:
+        """Part of the result to the argument in whose memory it is left."""
+        start = self.header.find("input_output_alias={")
+        if start < 0:
+            return {}
+        text = _value(self.header, start + len("input_output_alias="))
+        return {
+            int(output or 0): int(argument)
+            for output, argument in re.findall(r"\{(\d*)[\d,\s]*\}:\s*\((\d+)", text)
+        }
+
     def source(self, instruction: Instruction) -> Frame | None:
         """The innermost line of source that made an instruction; None where the text has none."""
         if found := _FRAME.search(instruction.rest):
