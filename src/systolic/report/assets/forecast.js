@@ -29,15 +29,15 @@ function fold(spans, level) {
 }
 fold(tree.spans, 0);
 const lanes = [...used].sort((a, b) => a - b);
-const top = depth * LOOP + (depth ? 6 : 0);
+const upper = depth * LOOP + (depth ? 6 : 0);
 const rows = new Map();
-let bottom = top, gap = 0;
+let lower = upper, gap = 0, beside = 0;
 for (const lane of lanes) {
-  if (tree.lanes[lane].beside && !gap) { gap = 8; bottom += gap; }
-  rows.set(lane, bottom);
-  bottom += ROW;
+  if (tree.lanes[lane].beside && !gap) { gap = 11; beside = lower + 5; lower += gap; }
+  rows.set(lane, lower);
+  lower += ROW;
 }
-canvas.style.height = bottom + AXIS + "px";
+canvas.style.height = lower + AXIS + "px";
 
 function readColours() {
   const style = getComputedStyle(document.documentElement);
@@ -96,7 +96,7 @@ function drawLoop(span, begin, x, w, level, turn) {
       pen.fillStyle = colour(key % 100);
       pen.fillRect(left, rows.get(lane) + ROW - 3 - Math.min(from + h, ROW - 6), Math.max(width - 1, 0.6), h);
     }
-    hits.push([left, top, width, bottom - top, span, begin, turn]);
+    hits.push([left, upper, width, lower - upper, span, begin, turn]);
   }
   const name = tree.texts[span[NAME]] + (span[TURNS] > 1 ? " × " + span[TURNS] : "");
   if (width > 40) label(name, left, y, width, LOOP - 1, ink.text);
@@ -120,15 +120,15 @@ function drawAxis() {
   for (let t = Math.ceil(view[0] / step) * step; t <= view[1]; t += step) {
     const x = place(t);
     pen.fillStyle = ink.line;
-    pen.fillRect(x, top, 1, bottom - top);
+    pen.fillRect(x, upper, 1, lower - upper);
     pen.fillStyle = ink.soft;
-    if (x > LABELS + 12 && x < canvas.clientWidth - 24) pen.fillText(t ? words(t) : "0", x, bottom + AXIS / 2 + 2);
+    if (x > LABELS + 12 && x < canvas.clientWidth - 24) pen.fillText(t ? words(t) : "0", x, lower + AXIS / 2 + 2);
   }
   pen.textAlign = "left";
 }
 
 function draw() {
-  const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, height = bottom + AXIS;
+  const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, height = lower + AXIS;
   canvas.width = width * ratio;
   canvas.height = height * ratio;
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
@@ -146,7 +146,8 @@ function draw() {
   pen.fillRect(0, 0, LABELS - 1, height);
   pen.fillStyle = ink.soft;
   if (depth) pen.fillText("loops", 0, LOOP / 2);
-  for (const [lane, y] of rows) pen.fillText((tree.lanes[lane].beside ? "∥ " : "") + tree.lanes[lane].name, 0, y + ROW / 2);
+  if (gap) for (let x = 0; x < width; x += 6) pen.fillRect(x, beside, 2, 1);
+  for (const [lane, y] of rows) pen.fillText(tree.lanes[lane].name, 0, y + ROW / 2);
 }
 
 let due = false;

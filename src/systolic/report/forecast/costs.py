@@ -4,6 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from systolic.sim.timeline import Resource, Span, Timeline
 
@@ -39,15 +40,19 @@ class Cost:
 
 def place_of(span: Span) -> str:
     """Where in the model an op belongs: its path of names, else its source line, else its kind."""
+    return clean(span.layer) or short(span.source) or f"unnamed {span.opcode}"
+
+
+@lru_cache(maxsize=65536)
+def clean(layer: str) -> str:
+    """A path of names without private names, glue and repetitions."""
     parts: list[str] = []
-    for part in span.layer.replace("\\'", "'").split("/"):
+    for part in layer.replace("\\'", "'").split("/"):
         kernel = _KERNEL.match(part)
         name = kernel[1] if kernel else part
         if name and not name.startswith("_") and name not in GLUE and name not in parts[-1:]:
             parts.append(name)
-    if parts:
-        return "/".join(parts)
-    return short(span.source) or f"unnamed {span.opcode}"
+    return "/".join(parts)
 
 
 def short(source: str) -> str:

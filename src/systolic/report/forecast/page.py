@@ -1,5 +1,6 @@
 """One HTML file for a forecast: opens without a network; memory, time line, costs and roofline."""
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,9 +10,18 @@ from typing import Any
 from systolic.core.files import write_atomically
 from systolic.core.units import duration, gibibytes, si
 from systolic.forecast import Forecast
+from systolic.forecast.memory import Held
 from systolic.report import figures
 from systolic.report.forecast import readings
-from systolic.report.forecast.costs import Cost, by_op, by_place, roll_up, seconds_by_place
+from systolic.report.forecast.costs import (
+    Cost,
+    by_op,
+    by_place,
+    clean,
+    roll_up,
+    seconds_by_place,
+    short,
+)
 from systolic.report.forecast.roofline import roofline
 from systolic.report.forecast.tree import tree
 from systolic.report.forecast.treemap import Box, treemap
@@ -26,6 +36,10 @@ MAP_ASPECT = 3.4
 """Width over height of the memory map."""
 MAP_LABEL = 1.2
 """Per cent of the map's area above which a box has a label."""
+
+
+_STATE = re.compile(r"\.(\w+)\['([^']+)'\]$")
+"""The end of a path into the state of training: ``.params['blocks/mlp/up']``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +116,8 @@ def render(forecast: Forecast) -> str:
         "refused": refused(forecast),
         "time": readings.time_parts(forecast),
         "words": readings.RESOURCES,
-        "places": rows(forecast, costs, {cost.name: _colour(cost.name, shown) for cost in costs}),
+        "places": rows(forecast, costs[:PLACES], {n: i for i, n in enumerate(shown)}),
+        "more_places": _more(forecast, costs[PLACES:]),
         "ops": rows(forecast, by_op(timeline)[:OPS], colours) if timeline else [],
         "legend": [*enumerate(shown), (len(shown), "everything else")] if shown else [],
         "roofline": roofline(forecast),
@@ -114,6 +129,15 @@ def render(forecast: Forecast) -> str:
         "memory_origin": readings.memory_origin(forecast).value,
     }
     return templates.get_template("forecast.html").render(page)
+
+
+def _more(forecast: Forecast, costs: Sequence[Cost]) -> str:
+    """The places that have no row of their own."""
+    if not costs or forecast.timeline is None:
+        return ""
+    seconds = sum(cost.seconds for cost in costs)
+    share = figures.percent(seconds / forecast.timeline.seconds)
+    return f"{figures.plural(len(costs), 'more place')}: {duration(seconds)}, {share}"
 
 
 def _colour(group: str, shown: Sequence[str]) -> int:
@@ -192,8 +216,13 @@ def memory(forecast: Forecast) -> dict[str, Any] | None:
     }
 
 
-def _what(buffer: Any) -> str:
-    return (buffer.layer or buffer.op or buffer.name).replace("\\'", "'")
+def _what(buffer: Held) -> str:
+    """A parameter's path, or the op that makes the buffer and its place."""
+    path = (buffer.op or buffer.name).replace("\\'", "'")
+    if (found := _STATE.search(path)) is not None:
+        return f"{found[1]} {found[2]}".removeprefix("params ")
+    place = clean(buffer.layer) or short(buffer.source)
+    return ", ".join(part for part in (path.split("/")[-1], place) if part)
 
 
 def _blocks(forecast: Forecast) -> list[Block]:
@@ -256,7 +285,7 @@ def rows(forecast: Forecast, costs: Sequence[Cost], colours: Mapping[str, int]) 
             resource=cost.resource.value,
             rate=_rate(cost, peak),
             source=cost.source,
-            short_source=cost.short_source,
+            short_source="" if cost.short_source == cost.name else cost.short_source,
             place=cost.place,
             priced_by=", ".join(cost.priced_by),
         )
@@ -270,4 +299,4 @@ def _rate(cost: Cost, peak: float) -> str:
         return ""
     if cost.flops and peak:
         return f"{figures.percent(cost.flops / cost.seconds / peak)} of peak"
-    return f"{si(cost.bytes / cost.seconds, 'B/s', digits=2)}" if cost.bytes else ""
+    return f"{si(cost.bytes / cost.seconds, 'B/s')}" if cost.bytes else ""

@@ -40,6 +40,9 @@ class Roofline:
     ridge_text: str
     dots: Sequence[Dot]
     num_hidden: int
+    """Ops too short to be dots."""
+    num_inside: int
+    """Ops whose operands are all on the chip: they have no place on the axis."""
 
 
 def roofline(forecast: Forecast) -> Roofline | None:
@@ -50,7 +53,8 @@ def roofline(forecast: Forecast) -> Roofline | None:
         return None
     peak = chip.peak_bf16_flops_per_second / devices
     hbm = chip.hbm_bytes_per_second / devices
-    ops = [cost for cost in by_op(timeline) if cost.flops > 0 and cost.bytes > 0]
+    busy = [cost for cost in by_op(timeline) if cost.flops > 0]
+    ops = [cost for cost in busy if cost.bytes > 0]
     shown = [cost for cost in ops if cost.seconds > LEAST_SHARE * timeline.seconds][:MAX_DOTS]
     if not shown:
         return None
@@ -58,7 +62,7 @@ def roofline(forecast: Forecast) -> Roofline | None:
     across = [cost.flops / cost.bytes for cost in shown]
     up = [max(cost.flops / cost.seconds, LOWEST * peak) for cost in shown]
     x = _decades(min(*across, ridge / 10), max(*across, ridge * 10))
-    y = _decades(min(*up, peak / 100), peak * 1.2)
+    y = curves.log_axis(10.0 ** math.floor(math.log10(min(*up, peak / 100))), peak * 2)
     edge = min(x.high, max(ridge, x.low))
     roof = curves.path([(x.low, x.low * hbm), (edge, peak), (x.high, peak)], x, y)
     dots = [
@@ -74,6 +78,7 @@ def roofline(forecast: Forecast) -> Roofline | None:
         ridge_text=f"{ridge:.0f} FLOP/byte",
         dots=sorted(dots, key=lambda dot: -dot.size),
         num_hidden=len(ops) - len(shown),
+        num_inside=len(busy) - len(ops),
     )
 
 
