@@ -22,7 +22,6 @@ KINDS = (
     "gradients",
     "collective buffers",
     "temporaries",
-    "program",
 )
 
 _PARAMETERS = re.compile(r"(^|\.)params\b")
@@ -76,26 +75,23 @@ class _Peak:
     held: tuple[Held, ...]
 
 
-def memory_map(module: Module, peak_bytes: int | None, code_bytes: int = 0) -> MemoryMap:
+def memory_map(module: Module, peak_bytes: int | None) -> MemoryMap:
     """Who holds the memory at the peak.
 
     Args:
         module: Scheduled HLO.
         peak_bytes: The compiler's peak; None for text that came without.
-        code_bytes: Of the program itself.
     """
     entry = module.entry
     arguments = [_argument(i) for i in entry.parameters]
     inputs = tuple(held for held in arguments if held.bytes)
     peak = _peak(module, entry, {})
     held = sorted((*inputs, *peak.held), key=lambda h: -h.bytes)
-    estimated = sum(h.bytes for h in held) + code_bytes
+    estimated = sum(h.bytes for h in held)
     total = peak_bytes or estimated
     by_kind: Counter[str] = Counter()
     for buffer in held:
         by_kind[buffer.kind] += buffer.bytes
-    if code_bytes:
-        by_kind["program"] = code_bytes
     excess = sum(by_kind.values()) - total
     if excess <= 0:
         by_kind["temporaries"] -= excess
@@ -117,7 +113,7 @@ def _argument(parameter: Instruction) -> Held:
     path = parameter.op_name or parameter.name
     return Held(
         name=parameter.name,
-        kind=_state(path) or "inputs",
+        kind=state_of(path) or "inputs",
         bytes=parameter.shape.bytes_in(HBM),
         shape=str(parameter.shape),
         layer=_leaf(path),
@@ -126,7 +122,7 @@ def _argument(parameter: Instruction) -> Held:
     )
 
 
-def _state(path: str) -> str | None:
+def state_of(path: str) -> str | None:
     """What part of a train state an argument's path names."""
     if _PARAMETERS.search(path):
         return "parameters"
@@ -139,8 +135,6 @@ def kind_of(op_name: str, label: str, outside_loops: bool = True) -> str:
     Inside a loop what an iteration makes is gone after it, so it counts as temporary.
     """
     phase = phase_of(op_name)
-    if not op_name.startswith("jit(") and (state := _state(op_name)) is not None:
-        return state
     if any(word in label for word in _COLLECTIVE):
         return "collective buffers"
     if phase == "forward" and outside_loops:

@@ -21,7 +21,7 @@ from systolic.core.origin import Origin
 from systolic.forecast.cost import bill_of
 from systolic.forecast.forecast import LARGEST, Forecast
 from systolic.forecast.interval import interval_of
-from systolic.forecast.memory import Held, MemoryMap, kind_of, memory_map
+from systolic.forecast.memory import Held, MemoryMap, kind_of, memory_map, state_of
 from systolic.hlo import Module, parse
 from systolic.job import Job
 from systolic.sim import simulate
@@ -102,10 +102,9 @@ def _compiled(outcome: Compiled, name: str, on: Slice, seconds: float) -> Foreca
     places = [tuple(place) for place in report["places"]] or None
     timeline = simulate(module, on, places)
     stats = report["memory"]
+    # The figure that libtpu compares with the chip's memory; its peak_memory has on-chip memory in it.
     memory = memory_map(
-        module,
-        stats.get("peak_memory_in_bytes") or None,
-        stats.get("generated_code_size_in_bytes", 0),
+        module, stats.get("used_in_bytes") or stats.get("peak_memory_in_bytes") or None
     )
     return assemble(
         module=module,
@@ -198,7 +197,8 @@ def _named(outcome: Rejected, memory: MemoryMap | None) -> list[dict[str, Any]]:
         found = [
             Held(
                 name=b.label,
-                kind=kind_of(b.op, b.label),
+                kind=(None if b.op.startswith("jit(") else state_of(b.op))
+                or kind_of(b.op, b.label),
                 bytes=b.bytes,
                 shape=b.shape,
                 layer=layer_of(b.op),

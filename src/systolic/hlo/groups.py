@@ -1,5 +1,6 @@
 """Which devices a collective joins."""
 
+import itertools
 import math
 import re
 from dataclasses import dataclass
@@ -67,6 +68,15 @@ def parse_groups(text: str, num_devices: int) -> Groups:
         DataError: it is none of these.
     """
     text = text.strip()
+    try:
+        return _parsed(text, num_devices)
+    except ValueError as error:
+        raise DataError(
+            f"the device groups {text[:60]!r} contradict themselves ({error}); the text may be damaged"
+        ) from error
+
+
+def _parsed(text: str, num_devices: int) -> Groups:
     if text.startswith("mesh"):
         return Groups(_of_mesh(text))
     if found := _IOTA.match(text):
@@ -107,20 +117,24 @@ def _of_mesh(text: str) -> tuple[tuple[int, ...], ...]:
         listed = [int(n) for n in device_ids[1].split(",") if n.strip()]
         if len(listed) == len(ids):
             ids = np.array(listed)
-    ids = ids.reshape(sizes)
     braces = re.search(r"\{([^}]*)\}", tail)
-    # A part of an axis is written 'x':(before)size: split that axis in three.
-    used: list[int] = []
-    for name, before, size in _NAMES.findall(braces[1] if braces else ""):
-        at = names.index(name)
-        if before:
-            first, middle = int(before), int(size)
-            last = sizes[at] // (first * middle)
-            names[at : at + 1] = [f"{name}\0", name, f"{name}\1"]
-            sizes[at : at + 1] = [first, middle, last]
-            ids = ids.reshape(sizes)
-    for name, _, _ in _NAMES.findall(braces[1] if braces else ""):
-        used.append(names.index(name))
-    others = [n for n in range(len(sizes)) if n not in used]
-    moved = ids.transpose(others + used).reshape(-1, math.prod(sizes[n] for n in used))
-    return tuple(map(tuple, moved.tolist()))
+    picked = [
+        (names.index(name), int(before or 1), int(size or sizes[names.index(name)]))
+        for name, before, size in _NAMES.findall(braces[1] if braces else "")
+    ]
+    # A part of an axis is written 'x':(before)size; cut each axis wherever a part begins or ends.
+    cuts = [
+        sorted({1, size, *(c for at, b, s in picked if at == axis for c in (b, b * s))})
+        for axis, size in enumerate(sizes)
+    ]
+    pieces = [(axis, cut) for axis, row in enumerate(cuts) for cut in row[:-1]]
+    lengths = [after // cut for row in cuts for cut, after in itertools.pairwise(row)]
+    used = [
+        pieces.index((at, cut))
+        for at, before, size in picked
+        for cut in cuts[at]
+        if before <= cut < before * size
+    ]
+    others = [n for n in range(len(pieces)) if n not in used]
+    moved = ids.reshape(lengths).transpose(others + used)
+    return tuple(map(tuple, moved.reshape(-1, math.prod(lengths[n] for n in used)).tolist()))

@@ -13,8 +13,7 @@ def trip_count(module: Module, caller: Computation, loop: Instruction) -> int | 
     """Iterations of a ``while`` of ``caller``; None when they are not known before the run."""
     if known := _KNOWN.search(loop.rest):
         return int(known[1])
-    condition = module.computations[loop.called("condition") or ""]
-    body = module.computations[loop.called("body") or ""]
+    condition, body = module.callee(loop, "condition"), module.callee(loop, "body")
     compared = _compared(module, condition, condition.root)
     if compared is None:
         return None
@@ -29,15 +28,27 @@ def trip_count(module: Module, caller: Computation, loop: Instruction) -> int | 
     bound = limit[1] if limit[0] == "constant" else _start(caller, first, limit[1])
     start = _start(caller, first, counter[1])
     step = _step(module, body, counter[1])
-    if bound is None:
+    if bound is None or start is None or not step:
         return None
-    start = 0 if start is None else start
-    step = step or (1 if direction in ("LT", "LE", "NE") else -1)
+    return _turns(direction, start, bound, step)
+
+
+def _turns(direction: str, start: int, bound: int, step: int) -> int | None:
+    """Of a counter from ``start`` by ``step`` while it is ``direction`` of ``bound``; None: no end."""
+    upwards = step > 0
     span = bound - start
+    if direction == "NE":
+        return span // step if span % step == 0 and span // step >= 0 else None
     if direction in ("LE", "GE"):
-        span += 1 if step > 0 else -1
-    count = -(-span // step) if step > 0 else -(span // -step)
-    return max(count, 0)
+        span += 1 if direction == "LE" else -1
+    if direction not in ("LT", "LE", "GT", "GE"):
+        return None
+    goes_on = span > 0 if direction in ("LT", "LE") else span < 0
+    if not goes_on:
+        return 0
+    if upwards != (direction in ("LT", "LE")):
+        return None
+    return -(-abs(span) // abs(step))
 
 
 Side = tuple[str, int]
@@ -53,7 +64,7 @@ def _compared(
             return None
         return root.attribute("direction") or "LT", sides[0], sides[1]
     if root.opcode == "fusion":
-        inner = module.computations[root.called("calls") or ""]
+        inner = module.callee(root, "calls")
         found = _compared(module, inner, inner.root)
         if found is None:
             return None
@@ -108,7 +119,7 @@ def _step(module: Module, body: Computation, index: int) -> int | None:
     if new is None:
         return None
     if new.opcode == "fusion":
-        inner = module.computations[new.called("calls") or ""]
+        inner = module.callee(new, "calls")
         return _added(inner, inner.root)
     return _added(body, new)
 

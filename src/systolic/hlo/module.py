@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from systolic.core.errors import DataError
 from systolic.hlo.shape import Shape, parse_shape
 
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)"?')
@@ -173,6 +174,20 @@ class Module:
             if computation.entry:
                 return computation
         return next(reversed(self.computations.values()))
+
+    def callee(self, instruction: Instruction, attribute: str) -> Computation:
+        """The computation that an attribute of an instruction names.
+
+        Raises:
+            DataError: the text has no such computation.
+        """
+        name = instruction.called(attribute)
+        found = self.computations.get(name or "")
+        if found is None:
+            raise DataError(
+                f"{instruction.name} calls {name or 'nothing'}, which the text does not have; dump the whole module"
+            )
+        return found
 
     @property
     def is_scheduled(self) -> bool:

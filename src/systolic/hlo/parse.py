@@ -49,6 +49,8 @@ def parse(text: str) -> Module:
                 pending.append(line)  # the end of a braced attribute that spans lines
                 continue
             flush()
+            if not len(computation):
+                raise DataError(f"computation {computation.name} is empty; the text may be damaged")
             module.computations[computation.name] = computation
             computation = None
         elif line[:2] == "  " and line[2:3] not in (" ", "") and " = " in line:

@@ -10,6 +10,8 @@ from systolic.core.errors import DataError
 
 _BITS = {
     "pred": 8,
+    "s1": 1,
+    "u1": 1,
     "s2": 2,
     "u2": 2,
     "s4": 4,
@@ -137,7 +139,7 @@ def parse_shape(text: str) -> Shape:
     if found is None:
         raise DataError(f"{text[:60]!r} is not an HLO shape; the text may be damaged")
     dtype, dims, layout = found.groups()
-    sizes = tuple(int(dim.strip().lstrip("<=")) for dim in dims.split(",") if dim.strip())
+    sizes = tuple(_size(dim, text) for dim in dims.split(",") if dim.strip())
     if layout is None:
         return Shape(dtype=dtype, dims=sizes)
     order, _, rest = layout.partition(":")
@@ -155,6 +157,15 @@ def parse_shape(text: str) -> Shape:
         tile=tile,
         space=space,
     )
+
+
+def _size(dim: str, text: str) -> int:
+    digits = dim.strip().removeprefix("<=")
+    if not digits.isdigit():
+        raise DataError(
+            f"{text[:60]!r} has no size for a dim; only programs of known sizes are read"
+        )
+    return int(digits)
 
 
 def split(text: str) -> list[str]:
