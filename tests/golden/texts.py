@@ -16,8 +16,10 @@ from systolic import recipes
 from systolic.cli.main import VERBS, main
 from systolic.cli.recipes import required
 from tests.report import texts as report
+from tests.report.forecast import texts as forecast
 
 FOLDER = Path(__file__).parent
+REPORTS = {**report.TEXTS, **forecast.TEXTS}
 
 
 def commands() -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -35,7 +37,7 @@ def commands() -> Iterator[tuple[str, tuple[str, ...]]]:
 def names() -> tuple[str, ...]:
     """File names, relative to this folder."""
     jobs = tuple(f"job/{name}.json" for name in recipes.shipped())
-    reports = tuple(f"report/{name}.txt" for name in report.TEXTS)
+    reports = tuple(f"report/{name}.txt" for name in REPORTS)
     return (*(name for name, _ in commands()), *jobs, *reports)
 
 
@@ -44,7 +46,7 @@ def text(name: str) -> str:
     if name.startswith("job/"):
         return job(Path(name).stem)
     if name.startswith("report/"):
-        return report.TEXTS[Path(name).stem]()
+        return REPORTS[Path(name).stem]()
     return output(*dict(commands())[name])
 
 

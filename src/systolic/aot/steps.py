@@ -25,6 +25,7 @@ def trace_job(job: Job, verb: Verb, on: Slice, devices: Sequence[Any]) -> Traced
         platform=on.platform,
         layout=job.layout,
         dtype=job.precision.dtype,
+        operands=job.precision.operands,
         mesh=make_mesh(job.layout, devices),
     )
     steps = Steps(job, target)

@@ -31,6 +31,11 @@ class Target(Protocol):
         ...
 
     @property
+    def operands(self) -> str | None:
+        """``int8`` or ``fp8``: what weight matmuls round their operands to; None leaves them."""
+        ...
+
+    @property
     def mesh(self) -> "jax.sharding.Mesh | jax.sharding.AbstractMesh":
         """The mesh the program is partitioned over."""
         ...

@@ -12,6 +12,10 @@ class Precision(enum.Enum):
     f32 = "f32"
     f16 = "f16"
     """float16 with dynamic loss scaling."""
+    int8 = "int8"
+    """bf16 with int8 operands in the layers' weight matmuls, forward and backward, scaled per channel (decoders)."""
+    fp8 = "fp8"
+    """The same with float8: e4m3 forward, e5m2 gradients (decoders)."""
 
     def resolve(self, platform: str) -> "Precision":
         """``auto`` made definite for a platform: ``tpu`` and ``gpu`` have bf16 units, ``cpu`` is taken not to."""
@@ -22,4 +26,9 @@ class Precision(enum.Enum):
     @property
     def dtype(self) -> str:
         """The numpy name of the compute dtype of a resolved precision."""
-        return {"bf16": "bfloat16", "f32": "float32", "f16": "float16"}[self.value]
+        return {"f32": "float32", "f16": "float16"}.get(self.value, "bfloat16")
+
+    @property
+    def operands(self) -> str | None:
+        """``int8`` or ``fp8`` where weight matmuls have narrower operands than the dtype."""
+        return self.value if self in (Precision.int8, Precision.fp8) else None

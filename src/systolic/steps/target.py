@@ -38,6 +38,7 @@ class MeshTarget:
     layout: Layout
     dtype: str
     mesh: AnyMesh
+    operands: str | None = None
     notes: list[str] = field(default_factory=list)
     """What :meth:`note` was told while tracing, in order."""
 

@@ -268,6 +268,7 @@ def _target(job: Job, platform: str, machine: Machine) -> MeshTarget:
         platform="cpu" if platform == "gpu" else platform,
         layout=job.layout,
         dtype=job.precision.dtype,
+        operands=job.precision.operands,
         mesh=make_mesh(job.layout, machine.devices),
     )
 

@@ -88,6 +88,7 @@ def set_up(job: Job, machine: Machine | None = None) -> Setup:
         platform=machine.platform,
         layout=job.layout,
         dtype=precision.dtype,
+        operands=precision.operands,
         mesh=make_mesh(job.layout, machine.devices),
     )
     return Setup(job=job, machine=machine, steps=Steps(job, target))

@@ -13,6 +13,7 @@ from systolic.models.decoder.moe import Mixture
 from systolic.models.decoder.ngrams import NGrams
 from systolic.models.decoder.pipeline import run_stages
 from systolic.models.parameters import weight
+from systolic.models.product import product
 from systolic.models.remat import name, rematerialise
 
 
@@ -78,12 +79,15 @@ class MLP(nnx.Module):
         """[batch, sequence, d_model] to the same, and a router loss of 0."""
         activate = ACTIVATIONS[self.config.mlp]
         if self.config.mlp.gated:
-            gate, up = name(x @ self.gate[...], "mlp"), name(x @ self.up[...], "mlp")
+            gate = name(product(self.target, "bsd,df->bsf", x, self.gate[...]), "mlp")
+            up = name(product(self.target, "bsd,df->bsf", x, self.up[...]), "mlp")
             hidden = activate(gate) * up
         else:
-            hidden = activate(name(x @ self.up[...], "mlp"))
+            up = name(product(self.target, "bsd,df->bsf", x, self.up[...]), "mlp")
+            hidden = activate(up)
         hidden = self.target.constrain(hidden, "batch", "sequence", "mlp")
-        return name(hidden @ self.down[...], "down"), jnp.zeros((), jnp.float32)
+        down = product(self.target, "bsf,fd->bsd", hidden, self.down[...])
+        return name(down, "down"), jnp.zeros((), jnp.float32)
 
 
 class Block(nnx.Module):
@@ -109,9 +113,9 @@ class Block(nnx.Module):
 
     def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values [batch, sequence, heads or kv_heads, head_dim] of x [batch, sequence, d_model]."""
-        query = jnp.einsum("bsd,dhe->bshe", x, self.query[...])
-        key = jnp.einsum("bsd,dhe->bshe", x, self.key[...])
-        value = jnp.einsum("bsd,dhe->bshe", x, self.value[...])
+        query = product(self.target, "bsd,dhe->bshe", x, self.query[...])
+        key = product(self.target, "bsd,dhe->bshe", x, self.key[...])
+        value = product(self.target, "bsd,dhe->bshe", x, self.value[...])
         if self.config.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         theta = self.config.rope_theta
@@ -127,7 +131,7 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             attended = constrain(name(attended, "attention"), "batch", "sequence", "heads", None)
             x = constrain(
-                x + name(jnp.einsum("bshe,hed->bsd", attended, self.out[...]), "out"),
+                x + name(product(self.target, "bshe,hed->bsd", attended, self.out[...]), "out"),
                 "batch",
                 "sequence",
                 None,

@@ -14,6 +14,7 @@ from flax import nnx
 from systolic.job import Target
 from systolic.models.decoder.config import Decoder, Mlp
 from systolic.models.parameters import weight
+from systolic.models.product import product
 from systolic.models.remat import name
 
 
@@ -71,12 +72,12 @@ class Mixture(nnx.Module):
         )
 
         routed = constrain(routed, "expert_batch", "experts", None, None)
-        gate = name(jnp.einsum("becd,edf->becf", routed, self.gate[...]), "mlp")
-        up = name(jnp.einsum("becd,edf->becf", routed, self.up[...]), "mlp")
+        gate = name(product(self.target, "becd,edf->becf", routed, self.gate[...]), "mlp")
+        up = name(product(self.target, "becd,edf->becf", routed, self.up[...]), "mlp")
         activate = jax.nn.silu if config.mlp is Mlp.swiglu else jax.nn.gelu
         hidden = constrain(activate(gate) * up, "expert_batch", "experts", None, "mlp")
         done = constrain(
-            jnp.einsum("becf,efd->becd", hidden, self.down[...]),
+            product(self.target, "becf,efd->becd", hidden, self.down[...]),
             "expert_batch",
             "experts",
             None,

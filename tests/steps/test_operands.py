@@ -1,0 +1,77 @@
+"""int8 and fp8 operands: the program rounds what it says, and still learns."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from systolic.job import Precision
+from systolic.models.product import product
+from systolic.steps.mesh import make_mesh
+from systolic.steps.steps import Steps
+from systolic.steps.target import MeshTarget
+from tests.steps import tiny
+
+
+def target(operands: str | None) -> MeshTarget:
+    layout = tiny.ONE_DEVICE
+    mesh = make_mesh(layout, jax.devices()[:1])
+    return MeshTarget(platform="cpu", layout=layout, dtype="float32", mesh=mesh, operands=operands)
+
+
+def steps(operands: str | None) -> Steps:
+    job = tiny.job(layout=tiny.ONE_DEVICE)
+    return Steps(job, target(operands))
+
+
+@pytest.mark.parametrize(("operands", "error"), [("int8", 0.02), ("fp8", 0.06)])
+def test_products_are_near_the_exact_ones_but_rounded(operands: str, error: float) -> None:
+    keys = jax.random.split(jax.random.key(0), 2)
+    x = jax.random.normal(keys[0], (2, 8, 64))
+    weights = jax.random.normal(keys[1], (64, 4, 16))
+    spec = "bsd,dhe->bshe"
+    exact = product(target(None), spec, x, weights)
+    rounded = product(target(operands), spec, x, weights)
+    off = np.linalg.norm(rounded - exact) / np.linalg.norm(exact)
+    assert 1e-4 < off < error
+
+
+@pytest.mark.parametrize("operands", ["int8", "fp8"])
+def test_gradients_point_the_same_way(operands: str) -> None:
+    x = jax.random.normal(jax.random.key(0), (2, 8, 64))
+    weights = jax.random.normal(jax.random.key(1), (64, 32))
+
+    def loss(weights: jax.Array, of: str | None) -> jax.Array:
+        return jnp.sum(jnp.sin(product(target(of), "bsd,df->bsf", x, weights)))
+
+    exact = jax.grad(loss)(weights, None).ravel()
+    rounded = jax.grad(loss)(weights, operands).ravel()
+    cosine = exact @ rounded / (jnp.linalg.norm(exact) * jnp.linalg.norm(rounded))
+    assert 0.9 < float(cosine) < 0.999999
+
+
+@pytest.mark.parametrize("operands", ["int8", "fp8"])
+def test_training_learns_as_it_does_without(operands: str) -> None:
+    exact, _ = tiny.run(steps(None), 8)
+    rounded, _ = tiny.run(steps(operands), 8)
+    assert rounded[-1] < rounded[0]
+    np.testing.assert_allclose(rounded, exact, rtol=0.05)
+    assert not np.allclose(rounded, exact, rtol=1e-7)
+
+
+def test_the_program_multiplies_int8() -> None:
+    of = steps("int8")
+    text = jax.jit(of.train).lower(of.abstract_state, of.abstract_batch()).as_text()
+    assert "xi8>" in text
+    assert (
+        "xi8>"
+        not in jax.jit(steps(None).train).lower(of.abstract_state, of.abstract_batch()).as_text()
+    )
+
+
+def test_precisions_say_their_operands() -> None:
+    assert Precision.int8.resolve("cpu").operands == "int8"
+    assert Precision.fp8.dtype == "bfloat16"
+    assert replace(tiny.job(), precision=Precision.bf16).precision.operands is None
