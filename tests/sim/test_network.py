@@ -1,0 +1,145 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from systolic.chips import slice
+from systolic.hlo import Groups
+from systolic.hlo.module import Instruction
+from systolic.sim.network import Network, crossings
+from systolic.sim.rates import rates_of
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
+MIB = 2.0**20
+
+
+def network(name: str) -> Network:
+    on = slice(name)
+    return Network(on, rates_of(on))
+
+
+def line(of: Network, length: int, axis: int = 0) -> Groups:
+    """Devices along one axis of the torus, from the origin."""
+    picked = [
+        device
+        for device, place in enumerate(of.places)
+        if place[axis] < length and not any(place[n] for n in range(5) if n != axis)
+    ]
+    return Groups((tuple(picked),))
+
+
+def seconds(of: Network, kind: str, groups: Groups, whole: float) -> float:
+    """Of a collective whose array is ``whole`` bytes when it is gathered."""
+    part = whole / groups.size
+    out, given_ = {"all-gather": (whole, part), "reduce-scatter": (part, whole)}.get(
+        kind, (whole, whole)
+    )
+    return of.collective(kind, groups, out, given_).seconds
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["v5e-256", "v4-64", "v5p-128", "v6e-16", "2xv5e-16"])
+@given(mib=st.floats(0.01, 1000), more=st.floats(1.01, 10))
+def test_more_bytes_take_longer(kind: str, name: str, mib: float, more: float) -> None:
+    of = network(name)
+    groups = Groups((tuple(range(len(of.places))),))
+    assert seconds(of, kind, groups, more * mib * MIB) > seconds(of, kind, groups, mib * MIB)
+
+
+@pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-reduce"])
+@given(length=st.integers(2, 14), mib=st.floats(1, 1000))
+def test_a_longer_line_takes_longer(kind: str, length: int, mib: float) -> None:
+    of = network("v5e-256")
+    shorter, longer = line(of, length), line(of, length + 1)
+    assert seconds(of, kind, longer, mib * MIB) > seconds(of, kind, shorter, mib * MIB)
+
+
+def test_a_ring_is_twice_as_fast_as_a_line() -> None:
+    of = network("v5e-256")
+    ring, most = line(of, 16), line(of, 15)
+    assert seconds(of, "all-gather", ring, 1e9) == pytest.approx(
+        seconds(of, "all-gather", most, 1e9) / 2, rel=0.05
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["v5e-4", "v5e-256", "v4-64", "v5p-128", "v6e-256", "tpu7x-64"])
+@given(mib=st.floats(1, 4000))
+def test_no_faster_than_all_links_of_a_device(kind: str, name: str, mib: float) -> None:
+    of = network(name)
+    groups = Groups((tuple(range(len(of.places))),))
+    links = 2 * of.rates.axes
+    least = mib * MIB * (groups.size - 1) / groups.size / (links * of.rates.link)
+    least *= {"all-reduce": 2.0, "all-to-all": 1 / groups.size}.get(kind, 1.0)
+    assert seconds(of, kind, groups, mib * MIB) >= least
+
+
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
+    of = network("v5e-256")
+    row = line(of, 16)
+    halves = [seconds(of, kind, row, 1e9) for kind in ("reduce-scatter", "all-gather")]
+    assert seconds(of, "all-reduce", row, 1e9) == pytest.approx(sum(halves), rel=1e-3)
+
+
+def test_one_device_has_nobody_to_wait_for() -> None:
+    of = network("v5e-4")
+    assert of.collective("all-gather", Groups(((0,), (1,))), 1e6, 1e6).seconds == 0.0
+
+
+def ring(of: Network, step: int) -> Groups:
+    row = line(of, 16).groups[0]
+    pairs = tuple((row[n], row[(n + step) % 16]) for n in range(16))
+    return Groups(pairs, pairs=True)
+
+
+def test_a_permute_of_neighbours_is_one_hop() -> None:
+    of = network("v5e-256")
+    cost = of.collective("collective-permute", ring(of, 1), 1e6, 1e6)
+    assert cost.seconds == pytest.approx(1e6 / of.rates.link + of.rates.hop_seconds)
+    assert cost.lanes == ("x",)
+    # The other way round uses the links' other direction.
+    assert of.collective("collective-permute", ring(of, 15), 1e6, 1e6).seconds == cost.seconds
+
+
+@pytest.mark.parametrize("step", [2, 3, 7])
+def test_a_farther_permute_shares_each_link(step: int) -> None:
+    of = network("v5e-256")
+    cost = of.collective("collective-permute", ring(of, step), 1e6, 1e6)
+    assert cost.seconds == pytest.approx(step * (1e6 / of.rates.link + of.rates.hop_seconds))
+
+
+def test_a_permute_to_itself_is_free() -> None:
+    of = network("v5e-4")
+    assert of.collective("collective-permute", Groups(((0, 0),), pairs=True), 1e6, 1e6).seconds == 0
+
+
+def test_between_slices_the_data_centre_network_counts() -> None:
+    of = network("2xv5e-16")
+    across = Groups(((0, 16),))
+    cost = of.collective("all-reduce", across, 1e8, 1e8)
+    assert "dcn" in cost.lanes
+    assert cost.seconds >= 1e8 / of.rates.dcn
+    within = of.collective("all-reduce", Groups(((0, 1),)), 1e8, 1e8)
+    assert "dcn" not in within.lanes
+    assert cost.seconds > within.seconds
+
+
+def sent(kind: str, slices: int, opcode: str = "send") -> Instruction:
+    group = ",".join(f"{n}00000" for n in range(1, slices + 1))
+    rest = f'_xla_megascale_target={{{{{group}}}}},_xla_megascale_transfer_type="{kind}"'
+    return Instruction(
+        name="s", opcode=opcode, shape_text="f32[8]", operands=(), rest=rest, root=False
+    )
+
+
+def test_what_crosses_slices() -> None:
+    assert crossings(sent("ALL_REDUCE", 2)) == 1.0
+    assert crossings(sent("ALL_REDUCE", 4)) == 1.5
+    assert crossings(sent("ALL_GATHER", 4)) == 3.0
+    assert crossings(sent("ALL_GATHER", 4, "recv")) == 0.75
+    assert crossings(sent("ONE_TO_ONE", 2)) == 1.0
+
+
+def test_default_places_are_all_different() -> None:
+    for name in ("2xv5e-16", "v4-64", "tpu7x-64", "v5p-128"):
+        of = network(name)
+        assert len(set(of.places)) == len(of.places) == of.on.num_devices
