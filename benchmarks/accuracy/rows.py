@@ -117,9 +117,15 @@ def row_of(record: Mapping[str, Any]) -> Row | None:
     arch = record["arch"]
     if arch.get("attention_type") or arch.get("shared_experts") or not arch.get("head_dim"):
         return None
-    if record["quantization"] or not record["global_batch"]:
+    if not record["global_batch"]:
         return None
     departures: list[str] = []
+    rounded = str(record["quantization"] or "")
+    precision = (
+        "int8" if rounded.startswith("int8") else "fp8" if rounded.startswith("fp8") else "bf16"
+    )
+    if rounded:
+        departures.append(f"{rounded}: here Qwix, scaled per channel, attention and logits in bf16")
     layout = _layout(record, departures)
     if layout is None:
         return None
@@ -149,6 +155,7 @@ def row_of(record: Mapping[str, Any]) -> Row | None:
             "sequence": record["seq_len"],
             "batch": record["global_batch"],
             "layout": layout,
+            "precision": precision,
         },
         flags=_flags(record, departures),
         departures=tuple(departures),
