@@ -171,6 +171,6 @@ def test_round_numbers_of_the_dense_model() -> None:
     assert module.num_partitions == 4
     parameters = {p.op_name: p.shape for p in module.entry.parameters}
     assert len(parameters) == 45
-    assert parameters[r"state.params[\'embedding\']"].dims == (8192, 512 // 4)
+    assert parameters["state.params['embedding']"].dims == (8192, 512 // 4)
     # All 41 leaves of the state are donated; the four of the batch are not.
     assert module.donations == {n: n for n in range(41)}

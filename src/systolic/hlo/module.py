@@ -12,6 +12,7 @@ from systolic.hlo.shape import Shape, parse_shape
 
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)"?')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(r"\\(.)")
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _FILE = re.compile(r'source_file="([^"]*)"')
 _LINE = re.compile(r"source_line=(\d+)")
@@ -92,7 +93,7 @@ class Instruction:
     def op_name(self) -> str:
         """The path of JAX names that made it, ``jit(train)/jvp()/while/body/…``; empty if unknown."""
         found = _OP_NAME.search(self.rest)
-        return found[1] if found else ""
+        return _ESCAPED.sub(r"\1", found[1]) if found else ""
 
     @property
     def target(self) -> str:

@@ -1,0 +1,150 @@
+import pytest
+
+from systolic.forecast.memory import MemoryMap, kind_of, memory_map, state_of
+from systolic.hlo import parse
+from tests.recorded import hlo as recorded
+
+BIG = "f32[1024,1024]{1,0:T(8,128)}"
+BYTES = 4 * 2**20
+
+
+def held(body: str, header: str = "", before: str = "") -> MemoryMap:
+    return memory_map(
+        parse(
+            f"HloModule m, is_scheduled=true{header}\n\n{before}ENTRY %main () -> f32[] {{\n{body}\n}}\n"
+        ),
+        None,
+    )
+
+
+def test_an_array_lives_from_its_op_to_its_last_reader() -> None:
+    # a and b are alive together, then b and c: never all three.
+    found = held(f"""\
+  %x = f32[]{{:T(128)}} parameter(0)
+  %a = {BIG} broadcast(%x), dimensions={{}}
+  %b = {BIG} negate(%a)
+  %c = {BIG} negate(%b)
+  ROOT %d = f32[]{{:T(128)}} custom-call(%c), custom_call_target="Sum\"""")
+    assert found.peak_bytes == 2 * BYTES + 4
+    assert [buffer.bytes for buffer in found.buffers] == [BYTES, BYTES, 4]
+
+
+def test_updates_in_place_tuples_and_loops_are_no_new_memory() -> None:
+    before = f"""\
+%body (s: (s32[], f32[1024,1024])) -> (s32[], f32[1024,1024]) {{
+  %s = (s32[]{{:T(128)}}, {BIG}) parameter(0)
+  %i = s32[]{{:T(128)}} get-tuple-element(%s), index=0
+  %v = {BIG} get-tuple-element(%s), index=1
+  %row = f32[1,1024]{{1,0:T(1,128)}} slice(%v), slice={{[0:1], [0:1024]}}
+  %u = {BIG} dynamic-update-slice(%v, %row, %i, %i)
+  ROOT %o = (s32[]{{:T(128)}}, {BIG}) tuple(%i, %u)
+}}
+
+%condition (c: (s32[], f32[1024,1024])) -> pred[] {{
+  %c = (s32[]{{:T(128)}}, {BIG}) parameter(0)
+  ROOT %p = pred[]{{:T(512)}} constant(false)
+}}
+
+"""
+    found = held(
+        f"""\
+  %x = {BIG} parameter(0)
+  %n = {BIG} negate(%x)
+  %zero = s32[]{{:T(128)}} constant(0)
+  %t = (s32[]{{:T(128)}}, {BIG}) tuple(%zero, %n)
+  ROOT %w = (s32[]{{:T(128)}}, {BIG}) while(%t), condition=%condition, body=%body""",
+        before=before,
+    )
+    assert 2 * BYTES <= found.peak_bytes < 2 * BYTES + 8192
+
+
+def test_an_asynchronous_start_counts_its_result_alone() -> None:
+    found = held(f"""\
+  %x = f32[512,1024]{{1,0:T(8,128)}} parameter(0)
+  %s = (f32[512,1024]{{1,0:T(8,128)}}, {BIG}, u32[]{{:S(2)}}) all-gather-start(%x), replica_groups={{{{0,1}}}}
+  ROOT %d = {BIG} all-gather-done(%s)""")
+    assert found.peak_bytes == BYTES // 2 + BYTES
+    assert found.by_kind["collective buffers"] == BYTES
+
+
+def test_a_copy_into_on_chip_memory_is_no_device_memory() -> None:
+    found = held(f"""\
+  %x = {BIG} parameter(0)
+  %s = ({BIG[:-1]}S(1)}}, {BIG}, u32[]{{:S(2)}}) copy-start(%x)
+  ROOT %d = {BIG[:-1]}S(1)}} copy-done(%s)""")
+    assert found.peak_bytes == BYTES
+
+
+@pytest.mark.parametrize(
+    ("header", "arrays"), [("", 2), (", input_output_alias={ {0}: (0, {}, may-alias) }", 1)]
+)
+def test_a_result_in_a_donated_argument_is_no_new_memory(header: str, arrays: int) -> None:
+    found = held(
+        f"  %x = {BIG} parameter(0)\n  %n = {BIG} negate(%x)\n  ROOT %t = ({BIG}) tuple(%n)", header
+    )
+    assert found.peak_bytes == arrays * BYTES
+
+
+def test_what_the_path_of_an_argument_says() -> None:
+    assert state_of(r"state.params[\'blocks/mlp/down\']") == "parameters"
+    assert state_of("params['w']") == "parameters"
+    assert state_of(r"state.optimizer[0].mu[\'embedding\']") == "optimizer state"
+    assert state_of("opt_state[0].nu['w']") == "optimizer state"
+    assert state_of("batch['tokens']") is None
+    assert state_of("x.music") is None
+
+
+def test_what_an_op_says() -> None:
+    assert kind_of("jit(train)/jvp()/dot_general", "fusion fusion.1") == "saved activations"
+    assert kind_of("jit(train)/transpose(jvp())/dot_general", "fusion fusion.1") == "gradients"
+    assert kind_of("jit(train)/jvp()/x", "all-gather-start ag") == "collective buffers"
+    assert kind_of("jit(train)/jvp()/x", "fusion f", outside_loops=False) == "temporaries"
+    assert kind_of("jit(train)/mul", "fusion f") == "temporaries"
+
+
+@pytest.mark.parametrize("name", recorded.NAMES)
+def test_kinds_sum_to_the_compilers_figure(name: str) -> None:
+    memory = recorded.report(name)["memory"]
+    for figure in (memory["peak_memory_in_bytes"], memory["argument_size_in_bytes"], 1_000_000):
+        found = memory_map(recorded.module(name), figure)
+        assert found.peak_bytes == figure
+        assert sum(found.by_kind.values()) == figure
+        assert min(found.by_kind.values()) > 0
+
+
+@pytest.mark.parametrize("name", recorded.NAMES)
+def test_the_state_is_exactly_what_its_shapes_say(name: str) -> None:
+    module, report = recorded.module(name), recorded.report(name)
+    found = memory_map(module, report["memory"]["peak_memory_in_bytes"])
+    parameters = [p.shape.padded_bytes for p in module.entry.parameters if ".params[" in p.op_name]
+    assert found.by_kind["parameters"] == sum(parameters)
+    # AdamW keeps two numbers a parameter, and two counters.
+    assert found.by_kind["optimizer state"] == 2 * sum(parameters) + 8
+    layout = report["program"]["layout"]
+    # Master weights are f32; small vectors are whole on every device, the rest is spread.
+    whole = report["program"]["parameters"] * 4
+    spread = layout["fsdp"] * layout["tensor"] * layout["expert"]
+    assert whole / spread <= sum(parameters) < 2.1 * whole / spread
+
+
+@pytest.mark.parametrize(
+    ("name", "figure"),
+    [("lm-v5e-4", "peak_memory_in_bytes"), ("moe-2xv6e-4", "used_in_bytes")],
+)
+def test_the_schedule_alone_is_near_the_compilers_figure(name: str, figure: str) -> None:
+    said = recorded.report(name)["memory"][figure]
+    found = memory_map(recorded.module(name), None)
+    assert found.peak_bytes == found.estimated_bytes
+    assert said / 1.25 < found.estimated_bytes < said * 1.25
+
+
+@pytest.mark.parametrize("name", recorded.NAMES)
+def test_buffers_say_what_they_are(name: str) -> None:
+    found = memory_map(recorded.module(name), None)
+    sizes = [buffer.bytes for buffer in found.buffers]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sum(sizes) == found.estimated_bytes
+    assert {"parameters", "optimizer state", "temporaries"} <= {b.kind for b in found.buffers}
+    embedding = [b for b in found.buffers if b.layer.startswith("embedding")]
+    assert {b.kind for b in embedding} == {"parameters", "optimizer state"}
+    assert any(b.source for b in found.buffers)

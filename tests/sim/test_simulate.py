@@ -1,0 +1,303 @@
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from systolic.chips import slice
+from systolic.core.origin import Origin
+from systolic.hlo import parse
+from systolic.sim import Resource, Span, Timeline, simulate
+from systolic.sim.calibration import Calibration
+from systolic.sim.simulate import TURN_SECONDS, _Order
+from tests.recorded import hlo as recorded
+
+PLAIN = Calibration("none")
+BIG = "f32[1024,1024]{1,0:T(8,128)}"
+PART = "f32[512,1024]{1,0:T(8,128)}"
+
+
+def run(body: str, before: str = "", on: str = "v5e-4") -> Timeline:
+    text = f"HloModule m, is_scheduled=true, num_partitions=4\n\n{before}ENTRY %main () -> f32[] {{\n{body}\n}}\n"
+    return simulate(parse(text), slice(on), calibration=PLAIN)
+
+
+def of(timeline: Timeline, name: str, lane: str = "core") -> Span:
+    (found,) = [s for s in timeline.spans if s.name == name and s.lane == lane]
+    return found
+
+
+COMPUTE = f"""\
+%compute (p: f32[1024,1024]) -> f32[1024,1024] {{
+  %p = {BIG} parameter(0)
+  ROOT %n = {BIG} negate(%p)
+}}
+
+"""
+
+
+def busy(name: str, operand: str, cycles: int) -> str:
+    return f'  %{name} = {BIG} fusion(%{operand}), kind=kLoop, calls=%compute, backend_config={{"estimated_cycles":"{cycles}"}}'
+
+
+def test_cycles_are_seconds_of_the_clock() -> None:
+    timeline = run(f"  %x = {BIG} parameter(0)\n" + busy("f", "x", 150_000), COMPUTE)
+    assert timeline.seconds == pytest.approx(150_000 / 1.5e9)
+    assert timeline.origin is Origin.simulated
+
+
+def test_a_sentinel_is_no_estimate() -> None:
+    timeline = run(f"  %x = {BIG} parameter(0)\n" + busy("f", "x", 2**62), COMPUTE)
+    # Read and written once at the most.
+    assert timeline.seconds < 1e-3
+    assert of(timeline, "f").priced_by != "cycles"
+
+
+GATHER = "replica_groups={{0,1}}, dimensions={0}"
+
+
+def gathered(between: int) -> Timeline:
+    return run(
+        f"""\
+  %x = {BIG} parameter(0)
+  %y = {PART} parameter(1)
+  %start = ({PART}, {BIG}) all-gather-start(%y), {GATHER}
+{busy("f", "x", between)}
+  %done = {BIG} all-gather-done(%start)""",
+        COMPUTE,
+    )
+
+
+def test_what_compute_hides_is_not_waited_for() -> None:
+    long, short = gathered(10_000_000), gathered(1_000)
+    whole = of(long, "start", "ici").seconds
+    assert long.seconds == pytest.approx(10_000_000 / 1.5e9)
+    assert not [s for s in long.spans if s.opcode.startswith("wait")]
+    wait = of(short, "start")
+    assert wait.resource is Resource.ici
+    assert short.seconds == pytest.approx(whole)
+    assert wait.seconds == pytest.approx(whole - 1_000 / 1.5e9)
+
+
+def test_a_synchronous_collective_stops_the_core() -> None:
+    timeline = run(f"  %y = {PART} parameter(0)\n  %g = {BIG} all-gather(%y), {GATHER}")
+    assert of(timeline, "g").seconds == pytest.approx(timeline.seconds)
+    assert timeline.seconds == pytest.approx(of(gathered(1), "start", "ici").seconds)
+
+
+THREADED = f"""\
+%begin (p: f32[512,1024]) -> (f32[512,1024], f32[1024,1024], u32[]) {{
+  %p = {PART} parameter(0)
+  %g = {BIG} all-gather(%p), {GATHER}, frontend_attributes={{chain_id="0"}}
+  ROOT %s = ({PART}, {BIG}, u32[]{{:S(2)}}) custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}}
+
+%middle (p.1: f32[512,1024], q.1: f32[1024,1024], u.1: u32[], x.1: f32[1024,1024]) -> (f32[1024,1024], f32[512,1024], f32[1024,1024], u32[]) {{
+  %p.1 = {PART} parameter(0)
+  %q.1 = {BIG} parameter(1)
+  %u.1 = u32[]{{:S(2)}} parameter(2)
+  %x.1 = {BIG} parameter(3)
+  %n.1 = {BIG} negate(%x.1)
+  %g.1 = {BIG} all-gather(%p.1), {GATHER}, frontend_attributes={{chain_id="0"}}
+  ROOT %t.1 = ({BIG}, {PART}, {BIG}, u32[]{{:S(2)}}) tuple(%n.1, %p.1, %g.1, %u.1)
+}}
+
+%end (p.2: f32[512,1024], q.2: f32[1024,1024], u.2: u32[]) -> f32[1024,1024] {{
+  %p.2 = {PART} parameter(0)
+  %q.2 = {BIG} parameter(1)
+  %u.2 = u32[]{{:S(2)}} parameter(2)
+  %g.2 = {BIG} all-gather(%p.2), {GATHER}, frontend_attributes={{chain_id="0"}}
+  ROOT %d = {BIG} custom-call(%p.2, %q.2, %g.2, %u.2), custom_call_target="AsyncCollectiveDone"
+}}
+
+"""
+
+
+def threaded(cycles: int) -> Timeline:
+    return run(
+        f"""\
+  %x = {BIG} parameter(0)
+  %y = {PART} parameter(1)
+  %start = ({PART}, {BIG}, u32[]{{:S(2)}}) fusion(%y), kind=kCustom, output_to_operand_aliasing={{{{0}}: (0, {{}})}}, calls=%begin
+  %a = {PART} get-tuple-element(%start), index=0
+  %b = {BIG} get-tuple-element(%start), index=1
+  %c = u32[]{{:S(2)}} get-tuple-element(%start), index=2
+  %work = ({BIG}, {PART}, {BIG}, u32[]{{:S(2)}}) fusion(%a, %b, %c, %x), kind=kOutput, output_to_operand_aliasing={{{{1}}: (0, {{}}), {{2}}: (1, {{}}), {{3}}: (2, {{}})}}, calls=%middle, backend_config={{"estimated_cycles":"{cycles}"}}
+  %a2 = {PART} get-tuple-element(%work), index=1
+  %b2 = {BIG} get-tuple-element(%work), index=2
+  %c2 = u32[]{{:S(2)}} get-tuple-element(%work), index=3
+  ROOT %done = {BIG} fusion(%a2, %b2, %c2), kind=kCustom, output_to_operand_aliasing={{{{}}: (1, {{}})}}, calls=%end""",
+        THREADED,
+    )
+
+
+@pytest.mark.parametrize("cycles", [1_000, 10_000_000])
+def test_a_collective_threaded_through_compute_is_one_collective_beside_it(cycles: int) -> None:
+    timeline, plain = threaded(cycles), gathered(cycles)
+    assert timeline.seconds == pytest.approx(plain.seconds)
+    assert of(timeline, "work").seconds == pytest.approx(cycles / 1.5e9)
+    assert len([s for s in timeline.spans if s.lane == "ici"]) == 1
+
+
+def test_copies_share_the_rate_not_the_latency() -> None:
+    starts = "\n".join(
+        f"  %s{n} = ({BIG[:-1]}S(1)}}, {BIG}, u32[]{{:S(2)}}) copy-start(%x)" for n in range(8)
+    )
+    ends = "\n".join(f"  %d{n} = {BIG[:-1]}S(1)}} copy-done(%s{n})" for n in range(8))
+    timeline = run(f"  %x = {BIG} parameter(0)\n{starts}\n{ends}")
+    moved = 8 * 2**22 / slice("v5e-4").chip.hbm_bytes_per_second
+    assert moved < timeline.seconds < 1.2 * moved + 2e-6
+
+
+LOOP = f"""\
+%body (s: (s32[], f32[1024,1024])) -> (s32[], f32[1024,1024]) {{
+  %s = (s32[], {BIG}) parameter(0)
+  %i = s32[]{{:T(128)S(6)}} get-tuple-element(%s), index=0
+  %v = {BIG} get-tuple-element(%s), index=1
+{busy("f", "v", 30_000)}
+  %one = s32[] constant(1)
+  %j = s32[]{{:T(128)S(6)}} add(%i, %one)
+  ROOT %o = (s32[], {BIG}) tuple(%j, %f)
+}}
+
+%condition (c: (s32[], f32[1024,1024])) -> pred[] {{
+  %c = (s32[], {BIG}) parameter(0)
+  %k = s32[] get-tuple-element(%c), index=0
+  %end = s32[] constant(COUNT)
+  ROOT %less = pred[] compare(%k, %end), direction=LT
+}}
+
+"""
+
+
+def looped(count: int) -> Timeline:
+    return run(
+        f"""\
+  %x = {BIG} parameter(0)
+  %zero = s32[] constant(0)
+  %first = (s32[], {BIG}) tuple(%zero, %x)
+  ROOT %loop = (s32[], {BIG}) while(%first), condition=%condition, body=%body""",
+        COMPUTE + LOOP.replace("COUNT", str(count)),
+    )
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_loops_multiply(count: int) -> None:
+    timeline = looped(count)
+    loop = of(timeline, "loop")
+    assert loop.repeat == count
+    turn = sum(span.seconds for span in loop.inside if span.lane == "core") + TURN_SECONDS
+    assert timeline.seconds == pytest.approx(count * turn)
+    assert sum(n for span, n in timeline.leaves() if span.name == "f") == count
+
+
+def test_a_loop_of_no_turns_takes_no_time() -> None:
+    assert looped(0).seconds == 0
+
+
+def test_offload_to_sparse_cores_runs_beside_the_core() -> None:
+    before = f"""\
+%offloaded (a: f32[1024,1024]) -> f32[1024,1024] {{
+  %a = {BIG} parameter(0)
+  ROOT %n = {BIG} negate(%a)
+}}, execution_thread="sparsecore"
+
+"""
+    timeline = run(
+        f"""\
+  %x = {BIG} parameter(0)
+  %start = (({BIG}), {BIG}, u32[]{{:S(8)}}) call-start(%x), async_execution_thread="sparsecore", to_apply=%offloaded
+{busy("f", "x", 10_000_000)}
+  ROOT %done = {BIG} call-done(%start)""",
+        before + COMPUTE,
+        on="v6e-4",
+    )
+    assert of(timeline, "start", "sparse").seconds > 0
+    assert timeline.seconds == pytest.approx(of(timeline, "f").seconds)
+
+
+def test_what_no_rule_prices_is_listed() -> None:
+    timeline = run(
+        f'  %x = {BIG} parameter(0)\n  ROOT %c = {BIG} custom-call(%x), custom_call_target="Odd"'
+    )
+    assert timeline.notes == ("no rule prices custom-call Odd",)
+    assert of(timeline, "c").priced_by == "nothing"
+    assert timeline.seconds > 0
+
+
+def simulated(name: str) -> Timeline:
+    report = recorded.report(name)
+    places = [tuple(place) for place in report["places"]]
+    return simulate(recorded.module(name), slice(report["slice"]), places, calibration=PLAIN)
+
+
+def levels(spans: Sequence[Span], seconds: float) -> Iterator[tuple[Sequence[Span], float]]:
+    """The spans of the step and of each loop's turn, with its length."""
+    yield spans, seconds
+    for span in spans:
+        if span.inside:
+            yield from levels(span.inside, span.seconds / span.repeat)
+
+
+@pytest.mark.parametrize("name", recorded.NAMES)
+def test_the_core_runs_one_op_at_a_time(name: str) -> None:
+    timeline = simulated(name)
+    for spans, seconds in levels(timeline.spans, timeline.seconds):
+        at = 0.0
+        for span in (s for s in spans if s.lane == "core"):
+            assert span.start >= at - 1e-12
+            at = span.start + span.seconds
+        assert at <= seconds + 1e-12
+
+
+@pytest.mark.parametrize("name", recorded.NAMES)
+def test_a_step_is_at_least_its_compute_and_each_transfer(name: str) -> None:
+    timeline = simulated(name)
+    core = sum(s.seconds * n for s, n in timeline.leaves() if s.lane == "core")
+    assert timeline.seconds >= core
+    for spans, seconds in levels(timeline.spans, timeline.seconds):
+        for span in spans:
+            assert span.start + span.seconds <= seconds + 2e-6, span.name
+
+
+@pytest.mark.parametrize("name", recorded.NAMES)
+def test_matmuls_are_the_flops_that_the_compiler_counts(name: str) -> None:
+    """XLA counts each loop once, elementwise ops too, and no Pallas kernel."""
+    timeline = simulated(name)
+    once = {s.name + s.source: s for s, _ in timeline.leaves() if s.priced_by != "kernel"}
+    found = sum(span.flops for span in once.values())
+    said = recorded.report(name)["flops"]
+    assert 0.95 * said < found <= said
+
+
+@pytest.mark.parametrize("name", recorded.NAMES)
+def test_full_rematerialisation_executes_more_than_the_model_has(name: str) -> None:
+    report, timeline = recorded.report(name), simulated(name)
+    done = sum(span.flops * times for span, times in timeline.leaves())
+    model = report["program"]["model_flops"] / slice(report["slice"]).num_devices
+    assert 1.1 * model < done < 2.5 * model
+
+
+@pytest.mark.parametrize("name", recorded.NAMES)
+def test_every_start_finds_its_done(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[str] = []
+    run_all = _Order.run
+
+    def run_and_look(self: _Order) -> tuple[float, tuple[Span, ...]]:
+        answer = run_all(self)
+        left.extend(self.pending)
+        return answer
+
+    monkeypatch.setattr(_Order, "run", run_and_look)
+    timeline = simulated(name)
+    assert any(span.lane == "ici" for span, _ in timeline.leaves())
+    assert left == []
+
+
+def test_several_slices_number_their_own_devices() -> None:
+    timeline = simulated("moe-2xv6e-4")
+    by_kind = {}
+    for span, _ in timeline.leaves():
+        if span.priced_by == "network" and not span.opcode.startswith("wait"):
+            by_kind.setdefault(span.opcode, set()).add(span.resource)
+    # The exchange of experts stays inside a slice; only sends cross.
+    assert by_kind["all-to-all"] == {Resource.ici}
+    assert by_kind["send"] == by_kind["recv"] == {Resource.dcn}
