@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from systolic.hlo import Computation, Instruction, Module, Shape
+from systolic.hlo.origin import named
 from systolic.hlo.shape import HBM
 from systolic.sim.layers import layer_of, phase_of
 
@@ -287,16 +288,15 @@ def _fresh(module: Module, fusion: Instruction, shape: Shape) -> int:
 
 
 def _held(module: Module, computation: Computation, instruction: Instruction, size: int) -> Held:
-    source = module.source(instruction)
-    kind = kind_of(
-        instruction.op_name, f"{instruction.opcode} {instruction.name}", computation.entry
-    )
+    origin = named(module, computation, instruction)
+    source = module.source(origin)
+    kind = kind_of(origin.op_name, f"{instruction.opcode} {instruction.name}", computation.entry)
     return Held(
         name=instruction.name,
         kind=kind,
         bytes=size,
         shape=str(instruction.shape),
-        layer=layer_of(instruction.op_name),
+        layer=layer_of(origin.op_name),
         source=str(source) if source else "",
-        op=instruction.op_name,
+        op=origin.op_name,
     )

@@ -17,6 +17,7 @@ from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.aliases import aliased_operand
 from systolic.hlo.groups import groups_of
 from systolic.hlo.loops import trip_count
+from systolic.hlo.origin import named
 from systolic.hlo.shape import HOST, Shape
 from systolic.sim.calibration import Calibration, calibration_of
 from systolic.sim.layers import layer_of
@@ -201,7 +202,8 @@ class _Order:
         lane: str,
         **more: object,
     ) -> Span:
-        source = self.on.module.source(instruction)
+        origin = named(self.on.module, self.computation, instruction)
+        source = self.on.module.source(origin)
         return Span(
             name=instruction.name,
             opcode=instruction.opcode,
@@ -209,7 +211,7 @@ class _Order:
             seconds=seconds,
             resource=resource,
             lane=lane,
-            layer=layer_of(instruction.op_name),
+            layer=layer_of(origin.op_name),
             source=str(source) if source else "",
             **more,  # ty: ignore[invalid-argument-type]
         )
