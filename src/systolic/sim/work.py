@@ -28,7 +28,7 @@ def work_of(module: Module, computation: Computation, instruction: Instruction) 
     if instruction.opcode == "fusion":
         inner = module.computations[instruction.called("calls") or ""]
         flops, dtype = _matmuls(module, inner)
-        return Work(flops, _fusion_bytes(computation, instruction, inner), dtype)
+        return Work(flops, _fusion_bytes(module, computation, instruction, inner), dtype)
     if instruction.opcode in ("convolution", "dot"):
         shapes = computation.operand_shapes(instruction)
         return Work(
@@ -128,11 +128,9 @@ def _plain_bytes(computation: Computation, instruction: Instruction) -> float:
     return float(read + out.bytes_in(HBM))
 
 
-def _fusion_bytes(computation: Computation, fusion: Instruction, inner: Computation) -> float:
-    users: dict[str, list[Instruction]] = {}
-    for instruction in inner:
-        for name in instruction.operands:
-            users.setdefault(name, []).append(instruction)
+def _fusion_bytes(
+    module: Module, computation: Computation, fusion: Instruction, inner: Computation
+) -> float:
     total = 0.0
     for number, parameter in enumerate(inner.parameters):
         if number >= len(fusion.operands):
@@ -140,18 +138,31 @@ def _fusion_bytes(computation: Computation, fusion: Instruction, inner: Computat
         outside = computation.index.get(fusion.operands[number])
         shape = outside.shape if outside is not None else parameter.shape
         here = float(shape.bytes_in(HBM))
-        if not here:
-            continue
-        uses = _through(parameter, users)
-        if uses and all(u.opcode in _SLICES for u in uses):
-            here = min(here, float(sum(u.shape.padded_bytes for u in uses)))
-        elif uses and all(
-            u.opcode == "dynamic-update-slice" and _source(inner, u.operands[0]) is parameter
-            for u in uses
+        if here:
+            total += _read(module, inner, parameter, here)
+    return total + _written(module, inner, fusion)
+
+
+def _read(module: Module, inner: Computation, parameter: Instruction, size: float) -> float:
+    """Bytes of a fusion's parameter that it reads: slices of it only, or nothing where it is updated in place."""
+    users: dict[str, list[Instruction]] = {}
+    for instruction in inner:
+        for name in instruction.operands:
+            users.setdefault(name, []).append(instruction)
+    total = 0.0
+    for use in _through(parameter, users):
+        if use.opcode in _SLICES:
+            total += use.shape.padded_bytes
+        elif use.opcode == "fusion":
+            held = module.computations[use.called("calls") or ""]
+            for number, name in enumerate(use.operands):
+                if _source(inner, name) is parameter and number < len(held.parameters):
+                    total += _read(module, held, held.parameters[number], size)
+        elif (
+            use.opcode != "dynamic-update-slice" or _source(inner, use.operands[0]) is not parameter
         ):
-            here = 0.0  # updated in place
-        total += here
-    return total + _written(inner, fusion)
+            return size
+    return min(total, size)
 
 
 def _through(parameter: Instruction, users: dict[str, list[Instruction]]) -> list[Instruction]:
@@ -174,17 +185,25 @@ def _source(inner: Computation, name: str) -> Instruction | None:
     return instruction
 
 
-def _written(inner: Computation, fusion: Instruction) -> float:
+def _written(module: Module, inner: Computation, fusion: Instruction) -> float:
     root = inner.root
     shapes = list(fusion.shape.parts) if fusion.shape.parts is not None else [fusion.shape]
     names = list(root.operands) if root.opcode == "tuple" else [root.name]
     total = 0.0
     for shape, name in zip(shapes, names, strict=False):
-        made = _source(inner, name)
         here = float(shape.bytes_in(HBM))
-        if here and made is not None and made.opcode == "dynamic-update-slice":
-            update = inner.index.get(made.operands[1])
-            if update is not None:
-                here = min(here, float(update.shape.padded_bytes))
-        total += here
+        total += min(here, _updated(module, inner, _source(inner, name), here))
     return total
+
+
+def _updated(module: Module, inner: Computation, made: Instruction | None, size: float) -> float:
+    """Bytes that making a result writes: of an update in place, the update."""
+    if made is None:
+        return size
+    if made.opcode == "dynamic-update-slice":
+        update = inner.index.get(made.operands[1])
+        return float(update.shape.padded_bytes) if update is not None else size
+    if made.opcode == "fusion" and made.shape.parts is None:
+        held = module.computations[made.called("calls") or ""]
+        return _updated(module, held, _source(held, held.root.name), size)
+    return size
