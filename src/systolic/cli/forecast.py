@@ -107,7 +107,7 @@ def run(args: Sequence[str]) -> int:
 
         return show(forecast_text(Path(target), slice(verb["on"])), verb, before)
     asked = request(target, rest, "forecast", options)
-    verb = {"step": Verb.train, "flags": "", "quick": False, "save": None, **asked.verb}
+    verb = asked.verb
     on, before = slice(verb["on"]), _before(verb)
     if verb["quick"] and verb["save"] is not None:
         raise OptionError(

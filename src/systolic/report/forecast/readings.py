@@ -46,7 +46,7 @@ def verdict(forecast: Forecast) -> Verdict:
             return Verdict(
                 word="does not fit", sentence=f"More than {gibibytes(have)}{where}.", tone=Tone.bad
             )
-        sentence = f"Needs {gibibytes(need)}{where}, {gibibytes(have)} are there: {gibibytes(need - have)} too much."
+        sentence = f"Needs {gibibytes(need)}{where} where {gibibytes(have)} are there: {gibibytes(need - have)} too much."
         return Verdict(word="does not fit", sentence=sentence, tone=Tone.bad)
     spare = f"{gibibytes(have - need)} of {gibibytes(have)} to spare" if have else "memory unknown"
     tone = Tone.fair if have and need > CLOSE * have else Tone.good

@@ -74,7 +74,7 @@ def plain(shown: Sequence[Text]) -> list[str]:
 
 def lines(forecast: Forecast, width: int) -> list[Text]:
     """The screen: at most :data:`HEIGHT` lines of ``width`` columns."""
-    shown = [*_verdict(forecast), Text("")]
+    shown = [*_verdict(forecast, width), Text("")]
     shown += _memory(forecast, width)
     shown += _refused(forecast, width) if not forecast.fits else _time(forecast, width)
     tail = _bill(forecast)
@@ -88,16 +88,17 @@ def lines(forecast: Forecast, width: int) -> list[Text]:
     return [_cut(line, width) for line in shown[:HEIGHT]]
 
 
-def _verdict(forecast: Forecast) -> list[Text]:
+def _verdict(forecast: Forecast, width: int) -> list[Text]:
     verdict = readings.verdict(forecast)
     colour = _COLOURS[verdict.tone]
     head = Text(f"{forecast.recipe} on {forecast.on.name}  ", style="bold")
     head.append(f" {verdict.word} ", f"bold reverse {colour}")
-    head.append(f"  {verdict.sentence}", "bold")
+    told = Text(verdict.sentence, style="bold")
+    heads = [head.append("  ").append(told)] if len(head) + 2 + len(told) <= width else [head, told]
     speed = dict(readings.speed(forecast))
     if not speed:
         axes = readings.axes_text(forecast)
-        return [head, *([Text(f"layout {axes}", style="dim")] if axes else [])]
+        return [*heads, *([Text(f"layout {axes}", style="dim")] if axes else [])]
     step = Text(f"{speed['step']} a step", style=f"bold {colour}")
     if found := readings.interval(forecast):
         step.append(f" ({found})", "not bold")
@@ -106,7 +107,7 @@ def _verdict(forecast: Forecast) -> list[Text]:
     rest = [speed["throughput"]] if "throughput" in speed else []
     rest += [f"{name} {speed[name]}" for name in ("MFU", "HFU") if name in speed]
     rest.append(readings.axes_text(forecast))
-    return [head, step, Text(", ".join(part for part in rest if part))]
+    return [*heads, step, Text(", ".join(part for part in rest if part))]
 
 
 def _memory(forecast: Forecast, width: int) -> list[Text]:
@@ -115,6 +116,8 @@ def _memory(forecast: Forecast, width: int) -> list[Text]:
         return []
     origin = readings.memory_origin(forecast).value
     head = _row("memory", f"{gibibytes(need)} of {gibibytes(have)} on each device")
+    if not forecast.fits:
+        head = _row("memory", f"{gibibytes(need)} needed, {gibibytes(have)} on each device")
     head.append(f"  [{origin}; kinds estimated]" if forecast.memory else f"  [{origin}]", "dim")
     parts = _merged(readings.memory_parts(forecast))
     if not parts:

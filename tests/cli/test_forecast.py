@@ -1,0 +1,167 @@
+"""``systolic forecast``: targets, options, exit codes, files, and answers from the store."""
+
+import gzip
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from systolic.aot import Compiler, JobProgram
+from systolic.aot.compile import _request_name, version
+from systolic.chips import slice
+from systolic.cli import forecast as verb
+from systolic.cli.main import main
+from systolic.cli.target import request
+from systolic.core.store import Store
+from tests.report.forecast import recorded
+
+WORDS = ["--model.layers=2", "--sequence=1024"]
+
+
+@pytest.fixture
+def dump(tmp_path: Path) -> Path:
+    path = tmp_path / "dump.txt"
+    path.write_bytes(gzip.decompress((recorded.FOLDER / "lm-scoped-v5e-4.hlo.gz").read_bytes()))
+    return path
+
+
+def test_a_dump_on_one_screen(capsys, dump: Path) -> None:
+    assert main(["forecast", str(dump), "--on", "v5e-4"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("dump.txt on v5e-4   fits ")
+    assert len(shown) <= 24
+
+
+def test_a_dump_as_json_with_all_files(capsys, dump: Path, tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("a.html", "a.json.gz", "profile")}
+    page, trace, profile = map(str, files.values())
+    options = ["--html", page, "--perfetto", trace, "--xprof", profile, "--json"]
+    assert main(["forecast", str(dump), "--on=v5e-4", *options]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    made = json.loads(line)
+    assert made["fits"]
+    assert made["origin"] == "simulated"
+    assert made["step_seconds_low"] < made["step_seconds"] < made["step_seconds_high"]
+    assert set(made["written"]) == {"report", "perfetto", "xprof"}
+    assert Path(page).read_text().startswith("<!doctype html>")
+    assert json.loads(gzip.decompress(Path(trace).read_bytes()))["traceEvents"]
+    assert list(Path(profile).rglob("*.xplane.pb"))
+
+
+def test_against_itself_nothing_changed(capsys, dump: Path, tmp_path: Path) -> None:
+    main(["forecast", str(dump), "--on", "v5e-4", "--json"])
+    before = tmp_path / "before.json"
+    before.write_text(capsys.readouterr().out)
+    assert main(["forecast", str(dump), "--on", "v5e-4", "--against", str(before)]) == 0
+    shown = capsys.readouterr().out
+    assert "from dump.txt on v5e-4 to dump.txt on v5e-4" in shown
+    assert "same" in shown
+    assert "%" not in shown.partition("from dump.txt")[2]
+
+
+MISTAKES = [
+    (["lm"], "systolic forecast lm needs a slice; add --on v5e-16"),
+    (["lm", "--on", "v5e-17"], "did you mean v5e-16?"),
+    (["lm", "--on", "h200"], "only TPU slices are forecast so far"),
+    (["lm", "--on", "v5e-4", "--setp", "eval"], "did you mean --step"),
+    (["lm", "--on", "v5e-4", "--step", "evil"], "see systolic forecast lm --help"),
+    (["lmm", "--on", "v5e-4"], "there is no recipe 'lmm'; did you mean lm?"),
+    (["--on", "v5e-4"], "systolic forecast needs a recipe"),
+    (["lm", "--on", "v5e-4", "--quick", "--save", "x"], "leave one of them out"),
+    (["lm", "--on", "v5e-4", "--against", "nowhere.json"], "nowhere.json is not a forecast"),
+]
+
+
+@pytest.mark.parametrize(("args", "said"), MISTAKES, ids=[" ".join(case[0]) for case in MISTAKES])
+def test_a_mistake_is_one_line(capsys, args: list[str], said: str) -> None:
+    assert main(["forecast", *args]) in (1, 2)
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert said in line
+    assert captured.out == ""
+
+
+def test_a_dump_takes_no_options_of_a_compiler(capsys, dump: Path) -> None:
+    assert main(["forecast", str(dump), "--on", "v5e-4", "--quick"]) == 2
+    assert "has no option --quick" in capsys.readouterr().err
+
+
+def test_a_dump_for_another_number_of_devices(capsys, dump: Path) -> None:
+    assert main(["forecast", str(dump), "--on", "v5e-8"]) == 1
+    assert "runs on 4 devices but v5e-8 has 8" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_ends_with_one(capsys) -> None:
+    assert verb.show(recorded.refused(), {}, None) == 1
+    assert "does not fit" in capsys.readouterr().out
+    assert verb.show(recorded.refused(), {"json": True}, None) == 1
+    assert json.loads(capsys.readouterr().out)["rejected"]["need_bytes"] > 20 << 30
+
+
+def test_a_quick_compile_says_nothing_of_time(capsys) -> None:
+    made = verb.without_time(recorded.fitting())
+    assert verb.show(made, {"json": True}, None) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["origin"] == "compiled"
+    assert (record["fits"], record["step_seconds"], record["mfu"]) == (True, None, None)
+    assert verb.show(made, {}, None) == 0
+    assert "whether it fits, not how fast" in capsys.readouterr().out
+
+
+def test_the_executable_is_copied_with_what_made_it(tmp_path: Path) -> None:
+    made = recorded.fitting()
+    compiler = Compiler(root=tmp_path / "cache")
+    entry = Store("programs", compiler.root).path(made.compiler["program"])
+    entry.mkdir(parents=True)
+    (entry / "executable.bin").write_bytes(b"code")
+    (entry / "report.json").write_text("{}")
+    verb.save(made, compiler, tmp_path / "there" / "step.bin")
+    assert (tmp_path / "there" / "step.bin").read_bytes() == b"code"
+    assert (tmp_path / "there" / "step.bin.json").read_text() == "{}"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """A store that holds the recorded answer for the recipe with :data:`WORDS`."""
+    if version("libtpu") is None:
+        pytest.skip("libtpu is not installed")
+    asked = request("lm", ["--on", "v5e-4", *WORDS], "forecast", verb.options)
+    name = _request_name(JobProgram(job=asked.job), slice("v5e-4"), Compiler(root=tmp_path))
+    assert name is not None
+    entry = Store("programs", tmp_path).path("recorded")
+    entry.mkdir(parents=True)
+    shutil.copyfile(recorded.FOLDER / "lm-scoped-v5e-4.hlo.gz", entry / "module.hlo.gz")
+    shutil.copyfile(recorded.FOLDER / "lm-scoped-v5e-4.json", entry / "report.json")
+    known = Store("requests", tmp_path).path(name).with_suffix(".json")
+    known.parent.mkdir(parents=True)
+    known.write_text('{"program": "recorded"}')
+    return tmp_path
+
+
+PROCESS = """
+import subprocess, sys
+from systolic.cli.main import main
+from systolic.cli.target import request
+
+def never(*_, **__):
+    raise AssertionError("the store has the answer: nothing is compiled")
+
+subprocess.Popen = never
+code = main(["forecast", "lm", "--on", "v5e-4", "--json", *sys.argv[1:]])
+heavy = {"jax", "flax", "orbax", "grain", "sklearn"} & set(sys.modules)
+print(sorted(heavy), file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def test_from_the_store_without_jax(store: Path, monkeypatch) -> None:
+    monkeypatch.setenv("SYSTOLIC_CACHE", str(store))
+    command = [sys.executable, "-c", PROCESS, *WORDS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+    made = json.loads(done.stdout)
+    assert made["compiler"]["cached"]
+    assert made["recipe"] == "lm"

@@ -1,0 +1,117 @@
+"""Traces: loops unroll to the step, caps are said, and what is written reads back."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from systolic.report.forecast.lanes import tracks, unroll
+from systolic.report.forecast.protobuf import varint
+from systolic.report.forecast.trace import CAP, trace, write_trace
+from systolic.report.forecast.xprof import STEPS, category, write_xprof
+from systolic.sim.timeline import Resource, Span
+from tests.report.forecast.recorded import fitting, small, small_timeline
+
+
+def test_loops_unroll_to_the_step() -> None:
+    unrolled = unroll(small_timeline(), 1000)
+    assert len(unrolled.events) == unrolled.total == 3 + 4 * 3
+    dots = [event.start for event in unrolled.events if event.span.name == "dot"]
+    assert dots == pytest.approx([1e-3, 3e-3, 5e-3, 7e-3])
+    assert max(e.start + e.seconds for e in unrolled.events) == pytest.approx(12e-3)
+
+
+def test_a_cap_takes_the_last_turns_and_says_so() -> None:
+    unrolled = unroll(small_timeline(), 10)
+    assert unrolled.iterations == 2
+    assert len(unrolled.events) == 3 + 2 * 3
+    assert unrolled.note == "9 of 15 events: of each loop the first 2 iterations"
+
+
+def test_transfers_that_overlap_get_tracks_of_their_own() -> None:
+    def transfer(start: float, seconds: float) -> Span:
+        return Span("t", "all-gather", start, seconds, Resource.ici, lane="ici")
+
+    spans = (transfer(0.0, 2.0), transfer(1.0, 2.0), transfer(2.0, 1.0))
+    timeline = small_timeline()
+    events = unroll(type(timeline)(timeline.origin, 3.0, spans), 10).events
+    rows = [[event.start for event in row] for _, row in tracks(events)]
+    assert rows == [[0.0, 2.0], [1.0]]
+
+
+def test_the_trace_of_a_real_step() -> None:
+    forecast = fitting()
+    assert forecast.timeline is not None
+    made = trace(forecast, forecast.timeline)
+    spans = [event for event in made["traceEvents"] if event["ph"] == "X"]
+    end = max(event["ts"] + event["dur"] for event in spans)
+    assert end == pytest.approx(forecast.timeline.seconds * 1e6, rel=1e-6)
+    names = {e["args"]["name"] for e in made["traceEvents"] if e["name"] == "thread_name"}
+    assert {"TensorCore", "links between chips"} <= names
+    assert len(spans) <= CAP
+    assert made["otherData"]["events"].startswith("all ")
+    assert made["otherData"]["origin"] == "simulated"
+
+
+def test_the_core_runs_one_op_at_a_time() -> None:
+    forecast = fitting()
+    assert forecast.timeline is not None
+    core = [
+        event
+        for event in unroll(forecast.timeline, CAP).events
+        if event.span.lane == "core" and not event.span.inside
+    ]
+    ends = [event.start + event.seconds for event in core]
+    starts = [event.start for event in core]
+    assert all(start >= end - 1e-9 for end, start in zip(ends, starts[1:], strict=False))
+
+
+def test_a_name_that_ends_in_gz_is_compressed(tmp_path: Path) -> None:
+    write_trace(small(), tmp_path / "a.json")
+    write_trace(small(), tmp_path / "a.json.gz")
+    plain = (tmp_path / "a.json").read_bytes()
+    assert gzip.decompress((tmp_path / "a.json.gz").read_bytes()) == plain
+    assert json.loads(plain)["otherData"]["recipe"] == "small"
+
+
+@pytest.mark.parametrize(
+    ("value", "encoded"),
+    [(0, "00"), (1, "01"), (127, "7f"), (300, "ac02"), (-1, "ffffffffffffffffff01")],
+)
+def test_varints(value: int, encoded: str) -> None:
+    assert varint(value).hex() == encoded
+
+
+def test_a_profile_reads_back(tmp_path: Path) -> None:
+    from jax.profiler import ProfileData
+
+    path = write_xprof(small(), tmp_path)
+    assert path.relative_to(tmp_path).as_posix() == "plugins/profile/forecast/systolic.xplane.pb"
+    (plane,) = ProfileData.from_file(str(path)).planes
+    assert plane.name == "/device:TPU:0"
+    assert dict(plane.stats)["device_type_string"] == "TPU v5 lite"
+    assert dict(plane.stats)["peak_teraflops_per_second"] == 197.0
+    lines = {line.name: list(line.events) for line in plane.lines}
+    assert [event.name for event in lines["Steps"]] == [str(n) for n in range(STEPS)]
+    assert [event.duration_ns for event in lines["Steps"]] == pytest.approx([12e6] * STEPS)
+    ops = lines["XLA Ops"]
+    assert len(ops) == STEPS * (3 + 2 * 4)
+    assert {dict(op.stats)["group_id"] for op in ops} == set(range(STEPS))
+    assert len(lines["Async XLA Ops"]) == STEPS * 4
+    last = next(op for op in ops if op.name == "%last = fusion()")
+    assert (last.start_ns, last.duration_ns) == pytest.approx((9e6, 3e6))
+
+
+@pytest.mark.parametrize(
+    ("opcode", "resource", "named"),
+    [
+        ("fusion", Resource.mxu, "convolution fusion"),
+        ("fusion", Resource.hbm, "loop fusion"),
+        ("wait all-gather", Resource.ici, "all-gather-done"),
+        ("transpose", Resource.vpu, "data formatting"),
+        ("custom-call", Resource.mxu, "custom-call"),
+    ],
+)
+def test_categories_are_those_of_xla(opcode: str, resource: Resource, named: str) -> None:
+    assert category(Span("a", opcode, 0.0, 1.0, resource)) == named

@@ -1,0 +1,26 @@
+"""What forecasts look like on a screen of 80 columns; ``tests.golden`` keeps it."""
+
+from collections.abc import Callable
+
+from systolic.forecast import Forecast
+from systolic.report.forecast import record, text
+from tests.report.forecast import recorded
+
+
+def screen(forecast: Forecast) -> str:
+    """The screen without colour."""
+    return "\n".join(text.plain(text.lines(forecast, 80))) + "\n"
+
+
+def comparison() -> str:
+    """What changed from the recorded forecast to a small one."""
+    sides = [record.to_json(made) for made in (recorded.fitting(), recorded.small())]
+    return "\n".join(record.lines(record.compare(*sides), "lm on v5e-4", "small on v5e-4")) + "\n"
+
+
+TEXTS: dict[str, Callable[[], str]] = {
+    "forecast": lambda: screen(recorded.fitting()),
+    "forecast-dump": lambda: screen(recorded.dumped()),
+    "forecast-refused": lambda: screen(recorded.refused()),
+    "forecast-against": comparison,
+}
