@@ -340,13 +340,13 @@ class _Order:
             return
         root = held.root
         moved = root.shape.padded_bytes
+        if root.opcode == "dynamic-update-slice" and root.operands[1] in held.index:
+            moved = held[root.operands[1]].shape.padded_bytes  # in place: only the update moves
         places = {s.space for s in root.shape.arrays()} | {
             s.space for operand in held.operand_shapes(root) for s in operand.arrays()
         }
         lane, resource, rate = self.way(places)
-        if lane == "host":
-            seconds = max(seconds, moved / rate)
-        elif not seconds:
+        if lane == "host" or not seconds:
             seconds = moved / rate + DMA_SECONDS
         span = self.span(
             instruction, self.now, seconds, resource, lane, bytes=float(moved), priced_by="bytes"
