@@ -4,6 +4,7 @@ import io
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
@@ -207,8 +208,11 @@ def _refused(forecast: Forecast, width: int) -> list[Text]:
     head = Text(f"{'largest':<{INDENT}}", style="bold")
     head.append(f"{'bytes':>9}  shape, what it is, op", "dim")
     shown = [head]
-    for buffer in buffers[:BUFFERS]:
+    same = Counter(tuple(sorted(buffer.items())) for buffer in buffers)
+    for facts, number in list(same.items())[:BUFFERS]:
+        buffer = dict(facts)
         line = Text(f"{'':<{INDENT}}").append(f"{gibibytes(buffer['bytes']):>9}", "bold")
+        line.append(f" × {number}" if number > 1 else "")
         parts = (buffer["shape"].split("{")[0], buffer["kind"], _tail(buffer["op"], 60))
         line.append("  " + "  ".join(part for part in parts if part))
         if buffer["source"]:
