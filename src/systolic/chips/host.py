@@ -6,8 +6,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import psutil
-
 from systolic.chips.record import Chip, Figure, Kind, Source
 
 _CGROUP_LIMITS = (
@@ -71,6 +69,8 @@ def num_cpus() -> int:
 
 def memory_bytes() -> int:
     """Memory of the machine, or of the container when that is less."""
+    import psutil  # a tenth of a second that only the CPU of this machine needs
+
     limits = [psutil.virtual_memory().total]
     for path in _CGROUP_LIMITS:
         try:
