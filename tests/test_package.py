@@ -15,11 +15,14 @@ HEAVY = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax", "grain", "rich", "t
 def test_public_names() -> None:
     assert systolic.__all__ == [
         "Chip",
+        "Forecast",
         "Slice",
+        "Spread",
         "SystolicError",
         "__version__",
         "chip",
         "chips",
+        "forecast",
         "slice",
     ]
     for name in systolic.__all__:

@@ -24,7 +24,7 @@ from systolic.aot import compile as compile_program
 from systolic.chips import slice
 from systolic.core.errors import SystolicError
 from systolic.core.store import cache_home
-from systolic.forecast.run import of_outcome
+from systolic.forecasting.run import of_outcome
 
 HERE = Path(__file__).parent
 

@@ -9,24 +9,43 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from systolic.chips import Chip, Slice, chip, chips, slice
     from systolic.core.errors import SystolicError
+    from systolic.forecasting import Forecast, Spread
+    from systolic.forecasting import forecast_function as forecast
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Chip": "systolic.chips",
+    "Forecast": "systolic.forecasting",
     "Slice": "systolic.chips",
+    "Spread": "systolic.forecasting",
     "SystolicError": "systolic.core.errors",
     "chip": "systolic.chips",
     "chips": "systolic.chips",
+    "forecast": "systolic.forecasting",
     "slice": "systolic.chips",
 }
 
-__all__ = ["Chip", "Slice", "SystolicError", "__version__", "chip", "chips", "slice"]
+_NAMES = {"forecast": "forecast_function"}
+"""Public names that their package spells out."""
+
+__all__ = [
+    "Chip",
+    "Forecast",
+    "Slice",
+    "Spread",
+    "SystolicError",
+    "__version__",
+    "chip",
+    "chips",
+    "forecast",
+    "slice",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
+        return getattr(import_module(_HOME[name]), _NAMES.get(name, name))
     raise AttributeError(f"module 'systolic' has no attribute {name!r}")
 
 

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from systolic.aot import FunctionProgram
 from systolic.chips import slice
 from systolic.core.errors import LayoutError
-from systolic.forecast.function import Spread, function_program
+from systolic.forecasting.function import Spread, function_program
 
 
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -12,7 +12,7 @@ from systolic.aot import Compiled, Compiler, Failed, Outcome, Rejected, compile
 from systolic.aot.compile import compile_all
 from systolic.chips import slice
 from systolic.core.errors import LayoutError
-from systolic.forecast.run import of_outcome
+from systolic.forecasting.run import of_outcome
 from systolic.hlo import parse
 from tests.aot import functions
 

@@ -7,7 +7,7 @@ import pytest
 from systolic.aot.outcome import Compiled, rejection
 from systolic.chips import slice
 from systolic.core.errors import RunError
-from systolic.forecast.run import of_outcome
+from systolic.forecasting.run import of_outcome
 
 GIB = 2**30
 SHORT = (

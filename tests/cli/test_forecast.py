@@ -101,16 +101,6 @@ def test_what_does_not_fit_ends_with_one(capsys) -> None:
     assert json.loads(capsys.readouterr().out)["rejected"]["need_bytes"] > 20 << 30
 
 
-def test_a_quick_compile_says_nothing_of_time(capsys) -> None:
-    made = verb.without_time(recorded.fitting())
-    assert verb.show(made, {"json": True}, None) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert record["origin"] == "compiled"
-    assert (record["fits"], record["step_seconds"], record["mfu"]) == (True, None, None)
-    assert verb.show(made, {}, None) == 0
-    assert "whether it fits, not how fast" in capsys.readouterr().out
-
-
 def test_the_executable_is_copied_with_what_made_it(tmp_path: Path) -> None:
     made = recorded.fitting()
     compiler = Compiler(root=tmp_path / "cache")

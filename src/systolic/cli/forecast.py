@@ -4,7 +4,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from systolic.cli.output import print_json
 from systolic.cli.parse import arguments
 from systolic.cli.target import first, request
 from systolic.core.errors import OptionError, RunError
-from systolic.core.origin import Origin
-from systolic.forecast import Forecast
+from systolic.forecasting import Forecast
 
 USAGE = """usage: systolic forecast RECIPE --on SLICE [options]
        systolic forecast dump.txt --on SLICE [options]
@@ -29,7 +27,7 @@ SLICE is one of systolic chips: v5e-16, v5p-128, tpu7x-8, 2xv5e-256.
   --on SLICE       the slice
   --step STEP      train (default), eval, prefill or decode
   --flags="…"      libtpu's, in one string
-  --quick          compile at low effort: whether it fits, not how fast it is
+  --quick          stop at the compiler's schedule: seconds; the time of ops is estimated
   --save PATH      keep the compiled executable, to be loaded on that slice
   --html PATH      write a report: memory map, timeline, costs, roofline
   --perfetto PATH  write a trace for ui.perfetto.dev or chrome://tracing (.gz compresses)
@@ -58,7 +56,7 @@ def options(
         on: The slice: v5e-16, v5p-128, tpu7x-8, 2xv5e-256.
         step: Which of the job's steps: train, eval, prefill or decode.
         flags: Of libtpu, in one string: --flags="--xla_tpu_scoped_vmem_limit_kib=65536".
-        quick: Compile at low effort: whether it fits, not how fast it is.
+        quick: Stop at the compiler's schedule, after seconds: memory is exact, the time of ops estimated.
         save: Keep the compiled executable in this file.
         html: Write a report of one page to this file.
         perfetto: Write a trace for Perfetto or Chrome to this file; .gz compresses it.
@@ -103,7 +101,7 @@ def run(args: Sequence[str]) -> int:
     if is_text(target):
         verb = arguments(text_options, rest, f"systolic forecast {target}")
         before = _before(verb)
-        from systolic.forecast import forecast_text
+        from systolic.forecasting import forecast_text
 
         return show(forecast_text(Path(target), slice(verb["on"])), verb, before)
     asked = request(target, rest, "forecast", options)
@@ -111,7 +109,7 @@ def run(args: Sequence[str]) -> int:
     on, before = slice(verb["on"]), _before(verb)
     if verb["quick"] and verb["save"] is not None:
         raise OptionError(
-            "--save keeps what runs on the slice and --quick compiles it badly; leave one of them out"
+            "--save keeps what runs on the slice and --quick stops before there is such a thing; leave one of them out"
         )
     made = compiled(asked.job, on, verb)
     return show(made, verb, before)
@@ -124,7 +122,7 @@ def is_text(target: str) -> bool:
 
 def compiled(job: Any, on: Slice, verb: Mapping[str, Any]) -> Forecast:
     """The forecast of a job's step, with progress on stderr."""
-    from systolic.forecast import forecast_job
+    from systolic.forecasting import forecast_job
     from systolic.report.forecast.progress import Progress
 
     compiler = Compiler(flags=tuple(shlex.split(verb["flags"])), save=verb["save"] is not None)
@@ -134,23 +132,7 @@ def compiled(job: Any, on: Slice, verb: Mapping[str, Any]) -> Forecast:
         made = forecast_job(job, on, verb=verb["step"], compiler=compiler, say=progress.say)
     if verb["save"] is not None:
         save(made, compiler, verb["save"])
-    return without_time(made) if verb["quick"] else made
-
-
-def without_time(made: Forecast) -> Forecast:
-    """A forecast from a quick compile: its schedule has no cycles, so it says nothing of time."""
-    told = "compiled at low effort (--quick): whether it fits, not how fast it is"
-    return replace(
-        made,
-        origin=Origin.compiled,
-        timeline=None,
-        step_seconds=None,
-        low=None,
-        high=None,
-        interval="",
-        hardware_flops=0.0,
-        notes=(told,),
-    )
+    return made
 
 
 def save(made: Forecast, compiler: Compiler, path: Path) -> None:

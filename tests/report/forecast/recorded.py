@@ -10,9 +10,9 @@ from systolic.aot import Compiled, Rejected
 from systolic.aot.outcome import HLO, REPORT, Buffer
 from systolic.chips import slice
 from systolic.core.origin import Origin
-from systolic.forecast import Forecast, forecast_text
-from systolic.forecast.cost import bill_of
-from systolic.forecast.run import of_outcome
+from systolic.forecasting import Forecast, forecast_text
+from systolic.forecasting.cost import bill_of
+from systolic.forecasting.run import of_outcome
 from systolic.sim.timeline import Resource, Span, Timeline
 
 FOLDER = Path(__file__).parents[2] / "recorded" / "hlo"

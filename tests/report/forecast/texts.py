@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from systolic.forecast import Forecast
+from systolic.forecasting import Forecast
 from systolic.report.forecast import record, text
 from tests.report.forecast import recorded
 

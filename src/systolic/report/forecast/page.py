@@ -9,8 +9,8 @@ from typing import Any
 
 from systolic.core.files import write_atomically
 from systolic.core.units import duration, gibibytes, si
-from systolic.forecast import Forecast
-from systolic.forecast.memory import Held
+from systolic.forecasting import Forecast
+from systolic.forecasting.memory import Held
 from systolic.report import figures
 from systolic.report.forecast import readings
 from systolic.report.forecast.costs import (

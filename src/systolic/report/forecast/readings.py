@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from systolic.core.origin import Origin
 from systolic.core.units import duration, gibibytes, si
-from systolic.forecast import Forecast
+from systolic.forecasting import Forecast
 from systolic.report import figures
 from systolic.report.verdict import Tone, Verdict
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from systolic.core.errors import DataError
 from systolic.core.units import duration, gibibytes
-from systolic.forecast import Forecast
+from systolic.forecasting import Forecast
 from systolic.report import figures
 from systolic.report.forecast.costs import by_op, roll_up, seconds_by_place
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from systolic.core.units import duration, si
-from systolic.forecast import Forecast
+from systolic.forecasting import Forecast
 from systolic.report import curves
 from systolic.report.curves import Axis
 from systolic.report.forecast.costs import Cost, by_op

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from systolic.core.units import duration, gibibytes
-from systolic.forecast import Forecast
+from systolic.forecasting import Forecast
 from systolic.report import figures, terminal
 from systolic.report.forecast import readings
 from systolic.report.forecast.costs import by_place

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from systolic.core.files import write_atomically
-from systolic.forecast import Forecast
+from systolic.forecasting import Forecast
 from systolic.report.forecast.lanes import Event, unroll
 from systolic.report.forecast.protobuf import double, integer, message, table, text
 from systolic.sim.timeline import Resource, Span, Timeline

@@ -12,8 +12,8 @@ from systolic.aot.program import name_of
 from systolic.chips import Slice
 from systolic.chips import slice as slice_named
 from systolic.core.errors import OptionError
-from systolic.forecast.forecast import Forecast
-from systolic.forecast.run import forecast_program
+from systolic.forecasting.forecast import Forecast
+from systolic.forecasting.run import forecast_program
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

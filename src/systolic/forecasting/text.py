@@ -5,9 +5,9 @@ from pathlib import Path
 
 from systolic.chips import Slice
 from systolic.core.errors import DataError
-from systolic.forecast.forecast import Forecast
-from systolic.forecast.memory import memory_map
-from systolic.forecast.run import assemble, check_platform
+from systolic.forecasting.forecast import Forecast
+from systolic.forecasting.memory import memory_map
+from systolic.forecasting.run import assemble, check_platform
 from systolic.hlo import parse
 from systolic.sim import simulate
 

@@ -4,8 +4,8 @@ import pytest
 
 from systolic.chips import slice
 from systolic.core.errors import DataError, OptionError
-from systolic.forecast import forecast_text
-from systolic.forecast.interval import interval_of
+from systolic.forecasting import forecast_text
+from systolic.forecasting.interval import interval_of
 from tests.recorded import hlo as recorded
 
 

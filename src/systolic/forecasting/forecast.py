@@ -6,8 +6,8 @@ from typing import Any
 
 from systolic.chips import Slice
 from systolic.core.origin import Origin
-from systolic.forecast.cost import Bill
-from systolic.forecast.memory import MemoryMap
+from systolic.forecasting.cost import Bill
+from systolic.forecasting.memory import MemoryMap
 from systolic.sim.timeline import Resource, Timeline
 
 BILLION, MILLION = 1e9, 1e6

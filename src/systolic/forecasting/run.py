@@ -18,10 +18,10 @@ from systolic.aot import compile as compile_program
 from systolic.chips import Slice
 from systolic.core.errors import OptionError, RunError
 from systolic.core.origin import Origin
-from systolic.forecast.cost import bill_of
-from systolic.forecast.forecast import LARGEST, Forecast
-from systolic.forecast.interval import interval_of
-from systolic.forecast.memory import Held, MemoryMap, kind_of, memory_map, state_of
+from systolic.forecasting.cost import bill_of
+from systolic.forecasting.forecast import LARGEST, Forecast
+from systolic.forecasting.interval import interval_of
+from systolic.forecasting.memory import Held, MemoryMap, kind_of, memory_map, state_of
 from systolic.hlo import Module, parse
 from systolic.job import Job
 from systolic.sim import simulate

@@ -1,6 +1,6 @@
 import pytest
 
-from systolic.forecast.memory import MemoryMap, kind_of, memory_map, state_of
+from systolic.forecasting.memory import MemoryMap, kind_of, memory_map, state_of
 from systolic.hlo import parse
 from tests.recorded import hlo as recorded
 

@@ -1,0 +1,15 @@
+"""What a program will do on a slice: compiled, simulated, priced."""
+
+from systolic.forecasting.forecast import Forecast
+from systolic.forecasting.function import Spread, forecast_function
+from systolic.forecasting.run import forecast_job, forecast_program
+from systolic.forecasting.text import forecast_text
+
+__all__ = [
+    "Forecast",
+    "Spread",
+    "forecast_function",
+    "forecast_job",
+    "forecast_program",
+    "forecast_text",
+]

@@ -1,0 +1,51 @@
+"""Ops without the compiler's cycles: estimated, said, and near what the compiler says."""
+
+import re
+
+import pytest
+
+from systolic.chips import slice
+from systolic.hlo import parse
+from systolic.sim import simulate
+from systolic.sim.estimate import slowdown_of
+from tests.recorded import hlo
+
+NAMES = {"lm-v5e-4": "v5e-4", "moe-2xv6e-4": "2xv6e-4"}
+
+
+def without_cycles(name: str) -> str:
+    text = hlo.text(name)
+    bare = re.sub(r'"estimated_cycles":"\d+"', '"estimated_cycles":"0"', text)
+    assert bare != text
+    return bare
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_schedule_alone_is_priced_and_says_that_it_is_estimated(name: str) -> None:
+    on = slice(NAMES[name])
+    whole = simulate(hlo.module(name), on)
+    bare = simulate(parse(without_cycles(name)), on)
+    assert not any("without the compiler's cycles" in note for note in whole.notes)
+    assert any("without the compiler's cycles" in note for note in bare.notes)
+    by = {span.priced_by for span, _ in bare.leaves()}
+    assert "cycles" not in by
+    assert "estimate" in by
+    # Small programs are the worst case: what is fitted is the time of large ops.
+    assert 1 / 3 < bare.seconds / whole.seconds < 3
+
+
+def test_what_the_cycles_do_not_touch_stays() -> None:
+    on = slice("v5e-4")
+    whole = simulate(hlo.module("lm-v5e-4"), on)
+    bare = simulate(parse(without_cycles("lm-v5e-4")), on)
+
+    def links(timeline):
+        return [(s.name, s.seconds) for s, _ in timeline.leaves() if s.lane == "ici"]
+
+    assert sorted(links(whole)) == sorted(links(bare))
+
+
+def test_a_generation_without_a_fit_takes_the_mean_of_the_others() -> None:
+    known = [slowdown_of(name) for name in ("v4", "v5e", "v5p", "v6e")]
+    unknown = slowdown_of("v2")
+    assert min(s.matrix for s in known) < unknown.matrix < max(s.matrix for s in known)
