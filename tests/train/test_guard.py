@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from systolic.artifact import CheckpointStore, Run
 from systolic.artifact.access import Access
 from systolic.core.errors import DataError, RunError
 from systolic.job import Checkpoints, Guard, GuardRule, Precision
+from systolic.steps.state import Watch
 from systolic.train.replay import replay
 from systolic.train.setup import set_up
 from tests.train import tiny
@@ -24,7 +27,7 @@ def test_stop_names_the_step_keeps_its_batch_and_the_checkpoint(tmp_path: Path):
         train(setup, tmp_path)
     kept = tmp_path / "bad" / "step-6.npz"
     assert str(caught.value) == (
-        f"the loss of step 6 is not a number and the checkpoint of step 4 is intact; look at its batch with systolic train --replay {kept}, lower the learning rate, or go on with systolic train --resume {tmp_path} and guard.rule skip"
+        f"the loss of step 6 is not a number and the checkpoint of step 4 is intact; look at its batch with systolic train --replay {kept}, lower the learning rate, or go on with systolic train --resume {tmp_path} --guard.rule skip"
     )
     assert events(tmp_path, "bad_step") == [
         f"the loss of step 6 is not a number; its batch is in {kept}"
@@ -104,6 +107,29 @@ def test_a_jump_is_bad_once_the_guard_knows_a_normal_loss_and_is_replayed(tmp_pa
     assert found["weights"] == 24
     assert (found["metrics"]["loss"], found["metrics"]["grad_norm"]) == losses(tmp_path)[25][:2]
     assert found["not_finite"] == []
+
+
+def test_a_noisy_batch_near_zero_is_no_jump() -> None:
+    """A loss that has converged differs from batch to batch by more than any ratio tells."""
+    rng = np.random.default_rng(0)
+    noisy = np.exp(rng.normal(np.log(1e-3), 1.0, 400)).astype(np.float32)
+    assert noisy.max() > 3 * noisy.mean()
+    assert judged([*noisy]) == []
+    steady = [*np.full(100, 2.0, np.float32), np.float32(7.0), np.float32(2.0)]
+    assert judged(steady) == [100]
+    assert judged([*noisy, np.float32(1.0)]) == [400]
+
+
+def judged(losses: list[np.float32]) -> list[int]:
+    """Which of these losses the guard finds bad."""
+    steps = set_up(tiny.job(guard=Guard(rule=GuardRule.skip))).steps
+    watch, found = Watch.start(), []
+    judge = jax.jit(lambda w, x: steps._judge(w, x, jnp.asarray(True), overflow=False))
+    for index, loss in enumerate(losses):
+        bad, watch = judge(watch, jnp.asarray(loss))
+        if bool(bad):
+            found.append(index)
+    return found
 
 
 def test_an_overflow_in_float16_halves_the_scale_and_is_no_bad_step(tmp_path: Path):

@@ -152,9 +152,15 @@ def test_a_signal_during_an_evaluation_repeats_it(tmp_path: Path, whole: Whole):
     assert_same(whole.setup, whole.path, tmp_path)
 
 
-def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path, whole: Whole):
-    with pytest.raises(KeyboardInterrupt):
+def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path, whole: Whole, monkeypatch, capfd):
+    def leave(code: int) -> None:  # this process is the test's: unwind in place of ending it
+        raise SystemExit(code)
+
+    monkeypatch.setattr("os._exit", leave)
+    with pytest.raises(SystemExit, match="130"):
         train(whole.setup, tmp_path, watchers=[Ask(signal.SIGINT, 5, times=2)])
+    told = capfd.readouterr().err
+    assert told.index("stopping after this step") < told.index("left at once")
     assert not (tmp_path / "summary.json").exists()
     assert max(losses(tmp_path)) == 5
 

@@ -61,7 +61,7 @@ def run(args: Sequence[str]) -> int:
     word, _, value = args[0].partition("=")
     if word in ("--resume", "--replay"):
         rest = ([value] if value else []) + list(args[1:])
-        path, rest = first(rest, f"train {word}", "a path")
+        path, rest = first(rest, "train", f"a path after {word}")
         return resume(Path(path), rest, ledger) if word == "--resume" else replay(Path(path), rest)
     target, rest = first(args, "train", "a recipe")
     if "--resume" in rest:

@@ -57,6 +57,9 @@ TEXT = frozenset(
 LINES = frozenset((".jsonl", ".ndjson"))
 PARQUET = frozenset((".parquet",))
 RECORDS = frozenset((".array_record", ".arrayrecord"))
+HEAD_BYTES = 1 << 16
+"""Of a file that are looked at to tell text from the rest."""
+
 _COMPRESSED = frozenset((".gz", ".zst", ".bz2", ".xz"))
 
 
@@ -351,7 +354,23 @@ def _plain(path: Path, root: Path, found: list[Path], piece_bytes: int) -> Corpu
         raise DataError(
             f"{path} holds no text; Systolic reads .txt, .md, code, .jsonl, .parquet, .array_record and datasets folders"
         )
+    if path.is_file():
+        _check_text(path)
     return Files(root, texts, piece_bytes)
+
+
+def _check_text(file: Path) -> None:
+    """A file that its name does not show to be text has none of the bytes that text never has.
+
+    Raises:
+        DataError: it does.
+    """
+    with file.open("rb") as opened:
+        start = opened.read(HEAD_BYTES)
+    if (place := start.find(b"\0")) >= 0:
+        raise DataError(
+            f"{file} is binary, not text (a zero byte at {place}); give plain text, .jsonl, .parquet or .array_record"
+        )
 
 
 def _listed(folder: Path) -> list[Path]:

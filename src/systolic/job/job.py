@@ -65,7 +65,9 @@ class Batch:
                     f"batch of {self.per_device} per device on {layout.num_devices} devices is {float(exact):g} examples; it must be a whole number"
                 )
         ways = layout.batch_ways * layout.accumulate
-        if total < 1 or total % ways:
+        if total < 1:
+            raise LayoutError(f"batch is {total}; it is the examples of a step, at least {ways}")
+        if total % ways:
             raise LayoutError(
                 f"batch of {total} does not divide by {ways} (data {layout.data} x fsdp {layout.fsdp} x expert {layout.expert} x accumulate {layout.accumulate}); use a multiple of {ways}"
             )

@@ -73,6 +73,11 @@ def lm(
     """
     data: TextData
     if path is None:
+        for name, value in (("tokenizer", tokenizer), ("validation", validation)):
+            if value is not None:
+                raise OptionError(
+                    f"{name} is {value} but there is no path, and the built-in text is bytes; give --path with your text"
+                )
         data = StandardLibrary(sequence=sequence)
     else:
         data = Documents(

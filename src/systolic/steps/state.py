@@ -14,8 +14,10 @@ class Watch:
 
     mean: jax.Array
     """f32[]: running mean of the loss."""
+    spread: jax.Array
+    """f32[]: running mean of log(loss / mean) where that is positive: how far batches rise above it."""
     seen: jax.Array
-    """int32[]: good steps in that mean."""
+    """int32[]: good steps in those means."""
     in_a_row: jax.Array
     """int32[]: bad steps since the last good one."""
     total: jax.Array
@@ -29,6 +31,7 @@ class Watch:
         zero = jnp.zeros((), jnp.int32)
         return cls(
             mean=jnp.zeros((), jnp.float32),
+            spread=jnp.zeros((), jnp.float32),
             seen=zero,
             in_a_row=zero,
             total=zero,

@@ -4,6 +4,7 @@ Nothing here runs or compiles: the trainer jits these functions for the devices 
 forecast lowers the same ones for a slice that isn't there.
 """
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -27,6 +28,13 @@ Batch = Mapping[str, jax.Array]
 
 SETTLE = 20
 """Good steps before the guard knows what a normal loss is."""
+
+NOISE = 15.0
+"""Times the spread above the mean loss, in logarithms, a batch is normal whatever the ratio. Of a loss
+whose logarithm has a standard deviation of 1 that is 3; of a steady one it is below any jump."""
+
+TINY = 1e-12
+"""Below it a loss counts as this."""
 
 
 class Steps:
@@ -275,13 +283,18 @@ class Steps:
         """
         guard = self.job.guard
         bad = ~jnp.isfinite(loss) if overflow else ~(jnp.isfinite(loss) & finite)
+        away = jnp.log(jnp.maximum(loss, TINY) / jnp.maximum(watch.mean, TINY))
         if guard.jump:
-            bad |= (watch.seen >= SETTLE) & (loss > guard.jump * jnp.maximum(watch.mean, 1e-3))
+            # Near zero a normal batch is many times the mean: it must also stand out of the noise.
+            normal = jnp.maximum(math.log(guard.jump), NOISE * watch.spread)
+            bad |= (watch.seen >= SETTLE) & (watch.mean > 0) & (away > normal)
         if guard.rule is GuardRule.stop:
             bad |= watch.frozen
         decay = jnp.minimum(0.98, watch.seen / (watch.seen + 1.0))
+        distance = jnp.where(watch.seen > 0, jnp.maximum(away, 0.0), 0.0)
         return bad, Watch(
             mean=jnp.where(bad, watch.mean, watch.mean * decay + loss * (1 - decay)),
+            spread=jnp.where(bad, watch.spread, watch.spread * decay + distance * (1 - decay)),
             seen=watch.seen + ~bad,
             in_a_row=jnp.where(bad, watch.in_a_row + 1, 0),
             total=watch.total + bad,

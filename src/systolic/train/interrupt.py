@@ -1,5 +1,6 @@
 """SIGTERM and Ctrl-C ask the loop to save and leave; a second Ctrl-C leaves at once."""
 
+import os
 import signal
 from types import FrameType, TracebackType
 from typing import Self
@@ -34,6 +35,10 @@ class Interrupt:
         self.signal = self.signal or signal.SIGTERM
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
+        # Straight to the descriptor: a handler may run in the middle of a print.
         if self.signal is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
+            os.write(2, b"\nsystolic: left at once; what came after the last checkpoint is lost\n")
+            # An exception would wait for the step that runs. Checkpoints are whole or absent.
+            os._exit(130)
         self.signal = signal.Signals(number)
+        os.write(2, b"\nsystolic: stopping after this step to save; Ctrl-C again leaves at once\n")

@@ -279,7 +279,7 @@ class Trainer:
             back = f"the checkpoint of step {kept} is intact"
         row = f" (bad steps in a row: {progress.in_a_row})" if progress.in_a_row > 1 else ""
         raise RunError(
-            f"the loss of step {done.step} {what}{row} and {back}; look at its batch with systolic train --replay {path}, lower the learning rate, or go on with systolic train --resume {self.run.path} and guard.rule skip"
+            f"the loss of step {done.step} {what}{row} and {back}; look at its batch with systolic train --replay {path}, lower the learning rate, or go on with systolic train --resume {self.run.path} --guard.rule skip"
         )
 
     # Milestones
