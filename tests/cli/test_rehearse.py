@@ -111,7 +111,11 @@ def test_sixteen_devices() -> None:
     held = record["bytes_per_device"]
     # AdamW's two moments, sharded as the parameters are, and its count of steps.
     assert held["optimizer"] - 2 * held["parameters"] in (4, 8)
-    assert 0 < record["whole_share"] < 0.05  # the norms
+    whole = [part for part in parameters.values() if part["spec"] == "whole"]
+    assert whole
+    assert all("norm" in part["path"] for part in whole)
+    share = sum(part["bytes_per_device"] for part in whole) / held["parameters"]
+    assert record["whole_share"] == pytest.approx(share)
     assert record["batch"][0]["bytes_per_device"] == 16 * 32 * 4 // 8
     assert len(record["rehearsed"]["losses"]) == 3
     assert record["rehearsed"]["batch_size"] == 8
