@@ -23,6 +23,7 @@ from systolic.aot import Compiled, Compiler, Failed, JobProgram, Rejected
 from systolic.aot import compile as compile_program
 from systolic.chips import slice
 from systolic.core.errors import SystolicError
+from systolic.core.files import write_json
 from systolic.core.store import cache_home
 from systolic.forecasting.run import of_outcome
 
@@ -136,8 +137,12 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--fresh", action="store_true", help="with an empty store")
     parser.add_argument("--quick", action="store_true", help="schedules only, cycles estimated")
+    parser.add_argument("--table", type=Path, help="print the table of an earlier run's JSON")
     parser.add_argument("--out", type=Path, default=None, help="JSON of all rows")
     asked = parser.parse_args()
+    if asked.table:
+        print(table(json.loads(asked.table.read_text())))
+        return
     chosen = [
         row
         for row in published.rows()
@@ -150,17 +155,20 @@ def main() -> None:
         if asked.quick:
             compiler = compiler.quick()
 
-        def one(row: published.Row) -> dict[str, Any]:
+        done: dict[str, dict[str, Any]] = {}
+
+        def one(row: published.Row) -> None:
             record = answer(row, compiler)
             told = f"{record['error']:+.1%}" if "error" in record else record["problem"]
             print(f"{row.id}: {told} ({record['seconds']:.0f} s)", file=sys.stderr, flush=True)
-            return record
+            done[row.id] = record
+            if asked.out:  # after each, so that an interruption loses nothing
+                kept = [done[row.id] for row in chosen if row.id in done]
+                write_json(asked.out, kept)
 
         with ThreadPoolExecutor(asked.workers) as pool:
-            records = list(pool.map(one, chosen))
-    if asked.out:
-        asked.out.write_text(json.dumps(records, indent=1) + "\n")
-    print(table(records))
+            list(pool.map(one, chosen))
+    print(table([done[row.id] for row in chosen]))
 
 
 if __name__ == "__main__":
