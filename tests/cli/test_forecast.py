@@ -106,7 +106,7 @@ def test_the_executable_is_copied_with_what_made_it(tmp_path: Path) -> None:
     compiler = Compiler(root=tmp_path / "cache")
     entry = Store("programs", compiler.root).path(made.compiler["program"])
     entry.mkdir(parents=True)
-    (entry / "executable.bin").write_bytes(b"code")
+    (entry / "executable.jax").write_bytes(b"code")
     (entry / "report.json").write_text("{}")
     verb.save(made, compiler, tmp_path / "there" / "step.bin")
     assert (tmp_path / "there" / "step.bin").read_bytes() == b"code"

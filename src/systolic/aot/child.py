@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from systolic.aot import executable
 from systolic.aot.dump import (
     SCHEDULE_ONLY,
     dump_options,
@@ -73,10 +74,12 @@ def _compile(request: Mapping[str, Any], folder: Path, dumped: Path) -> int:
     lowered = program.traced.lower(lowering_platforms=(_platform(on),))
     clock.lap("lower")
     versions = versions_here(on)
+    options = {k: v for k, v in request["options"].items() if k != SCHEDULE_ONLY}
+    text = lowered.as_text()
     # The text of a program does not tell which device is where in the mesh; the schedule depends on it.
     where = places(program.mesh, on)
     name = _digest(
-        [lowered.as_text(), where, on.name, request["flags"], request["options"], versions]
+        [text, where, on.name, request["flags"], request["options"], versions]
     )
     report = {
         "digest": name,
@@ -87,6 +90,7 @@ def _compile(request: Mapping[str, Any], folder: Path, dumped: Path) -> int:
         "program": dict(program.facts),
         "places": where,
         "seconds": clock.laps,
+        "stamp": executable.stamp(text, _ordered(program.mesh, devices), options).to_json(),
     }
     store = Store("programs", Path(request["store"]))
     # Two that ask for the same program at once compile it once: the second finds it.
@@ -100,7 +104,8 @@ def _compile(request: Mapping[str, Any], folder: Path, dumped: Path) -> int:
             return 1
         place = store.put(name, folder)
         if (folder / EXECUTABLE).exists():  # the entry was there, without it
-            os.replace(folder / EXECUTABLE, place / EXECUTABLE)
+            for file in (REPORT, EXECUTABLE):  # the report describes it, so it comes first
+                os.replace(folder / file, place / file)
     say(stage="compiled", digest=name)
     return 0
 
@@ -149,7 +154,9 @@ def _answer(lowered: Any, request: Mapping[str, Any], report: dict[str, Any], de
         report["flops"] = float((compiled.cost_analysis() or {}).get("flops", 0.0))
     if compiled is not None and request["save"]:
         say(stage="serializing")
-        (folder / EXECUTABLE).write_bytes(compiled.runtime_executable().serialize())
+        content = executable.serialize(compiled)
+        report["executable"] = executable.signature(content)
+        (folder / EXECUTABLE).write_bytes(content)
     clock.lap("read")
     _write(folder / REPORT, report)
     return True
@@ -213,6 +220,11 @@ def places(mesh: Any, on: Slice) -> list[list[int]]:
         [*(*device.coords, 0, 0)[:3], device.core_on_chip, getattr(device, "slice_index", 0) or 0]
         for device in mesh.devices.flat
     ]
+
+
+def _ordered(mesh: Any, devices: Any) -> list[Any]:
+    """The devices as the program numbers them."""
+    return list(devices if mesh is None else mesh.devices.flat)
 
 
 def versions_here(on: Slice) -> dict[str, str]:

@@ -13,7 +13,7 @@ from systolic.core.errors import RunError
 from systolic.core.store import read_json
 from systolic.core.units import GIB
 
-HLO, REPORT, EXECUTABLE = "module.hlo.gz", "report.json", "executable.bin"
+HLO, REPORT, EXECUTABLE = "module.hlo.gz", "report.json", "executable.jax"
 ERROR = "error.json"
 """Files of an entry; the last is there when the program was refused."""
 

@@ -3,12 +3,15 @@
 import enum
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 from systolic.chips import Slice
 from systolic.core.errors import LayoutError
 from systolic.job import Job
+
+_KNOWN = ("systolic", "builtins")
+"""Packages whose code is a part of every key."""
 
 
 class Verb(enum.Enum):
@@ -51,7 +54,10 @@ class JobProgram:
     verb: Verb = Verb.train
 
     def key(self) -> Any:
-        """The job and the verb."""
+        """The job and the verb; None where a part is the user's own class, whose code the job does not tell."""
+        parts = (getattr(self.job, one.name) for one in fields(self.job))
+        if any(type(part).__module__.split(".")[0] not in _KNOWN for part in parts):
+            return None
         return {"job": self.job.to_json(), "verb": self.verb.value}
 
     def trace(self, on: Slice, devices: Sequence[Any]) -> Traced:

@@ -54,18 +54,25 @@ def trace_job(job: Job, verb: Verb, on: Slice, devices: Sequence[Any]) -> Traced
             "model_flops": float(flops),
             "unit": unit,
             "units": int(units),
-            "batch_size": steps.batch_size,
-            "parameters": steps.network.num_parameters,
-            "precision": job.precision.value,
-            "layout": {
-                **job.layout.mesh_shape,
-                "remat": job.layout.remat.value,
-                "accumulate": job.layout.accumulate,
-                "slices": job.layout.slices.value,
-            },
+            **described(job, steps),
             "notes": list(target.notes),
         },
     )
+
+
+def described(job: Job, steps: Steps) -> dict[str, Any]:
+    """Sizes, precision and layout of a definite job, for people."""
+    return {
+        "batch_size": steps.batch_size,
+        "parameters": steps.network.num_parameters,
+        "precision": job.precision.value,
+        "layout": {
+            **job.layout.mesh_shape,
+            "remat": job.layout.remat.value,
+            "accumulate": job.layout.accumulate,
+            "slices": job.layout.slices.value,
+        },
+    }
 
 
 def _generation(steps: Steps, verb: Verb, sequence: int) -> tuple[Any, float, int]:

@@ -1,7 +1,6 @@
 """``systolic forecast RECIPE --on SLICE [options]``: what a step does on a slice that need not be there."""
 
 import shlex
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from systolic.chips import Slice, slice
 from systolic.cli.output import print_json
 from systolic.cli.parse import arguments
 from systolic.cli.target import first, request
-from systolic.core.errors import OptionError, RunError
+from systolic.core.errors import OptionError
 from systolic.forecasting import Forecast
 
 USAGE = """usage: systolic forecast RECIPE --on SLICE [options]
@@ -141,20 +140,14 @@ def save(made: Forecast, compiler: Compiler, path: Path) -> None:
     Raises:
         RunError: the step did not fit, so that there is none, or it can't be written.
     """
+    from systolic.aot import executable
     from systolic.aot.outcome import EXECUTABLE, REPORT
     from systolic.core.store import Store
 
     if not made.fits:
         return
     folder = Store("programs", compiler.root).path(made.compiler["program"])
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder / EXECUTABLE, path)
-        shutil.copyfile(folder / REPORT, path.with_name(f"{path.name}.json"))
-    except OSError as error:
-        raise RunError(
-            f"{path} could not be written ({error.strerror}); free some space or choose another folder"
-        ) from error
+    executable.save(folder / EXECUTABLE, folder / REPORT, path)
 
 
 def show(made: Forecast, verb: Mapping[str, Any], before: Mapping[str, Any] | None) -> int:

@@ -30,23 +30,31 @@ systolic train RECIPE --help shows the recipe's options."""
 
 
 def options(
-    run: Path | None = None, rehearse: str | None = None, workers: int = 0, json: bool = False
+    run: Path | None = None,
+    rehearse: str | None = None,
+    executable: Path | None = None,
+    workers: int = 0,
+    json: bool = False,
 ) -> None:
     """The verb's own options.
 
     Args:
         run: The run's directory; by default runs/NAME-TIME.
         rehearse: Run a few real steps on virtual CPU devices with this slice's mesh, then stop.
+        executable: The compiled train step that systolic forecast --save kept, instead of compiling it.
         workers: Processes that read and transform data; 0 uses threads.
         json: Print the summary as one JSON object on stdout.
     """
 
 
-def resume_options(resume: Path, workers: int = 0, json: bool = False) -> None:
+def resume_options(
+    resume: Path, executable: Path | None = None, workers: int = 0, json: bool = False
+) -> None:
     """The verb's own options with a run.
 
     Args:
         resume: The run's directory.
+        executable: The compiled train step that systolic forecast --save kept, instead of compiling it.
         workers: Processes that read and transform data; 0 uses threads.
         json: Print the summary as one JSON object on stdout.
     """
@@ -72,6 +80,10 @@ def run(args: Sequence[str]) -> int:
     if asked.verb["rehearse"] is not None:
         from systolic.cli.rehearse import rehearse
 
+        if asked.verb["executable"] is not None:
+            raise OptionError(
+                "--executable is for the devices at hand and --rehearse makes virtual ones; leave one of them out"
+            )
         return rehearse(asked)
     from systolic.train.setup import set_up
 
@@ -79,10 +91,19 @@ def run(args: Sequence[str]) -> int:
     setup = set_up(asked.job)
     setup.check_metric()
     description = describe(asked, setup.job)
+    loaded = load(setup, asked.verb, ledger)
     with create(asked.verb["run"], description) as directory:
         if asked.recipe.file is not None and directory.access is Access.write:
             directory.write_recipe(asked.recipe.file.read_text())
-        return session(setup, directory, ledger, asked.verb, resume=False)
+        return session(setup, directory, ledger, asked.verb, resume=False, loaded=loaded)
+
+
+def load(setup: Any, verb: Mapping[str, Any], ledger: Ledger) -> Any:
+    """The train step of ``--executable``, before a run is made; None where it is to be compiled."""
+    if verb["executable"] is None:
+        return None
+    with ledger.spend("compile"):
+        return setup.load(verb["executable"])
 
 
 def join(verb: Mapping[str, Any]) -> None:
@@ -140,11 +161,12 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
 
         setup = set_up(job)
         setup.check_metric()
+        loaded = load(setup, asked.verb, ledger)
         if access is Access.write:
             directory.drop_summary()
             if asked.options != saved:
                 directory.write_job(description)
-        return session(setup, directory, ledger, asked.verb, resume=True)
+        return session(setup, directory, ledger, asked.verb, resume=True, loaded=loaded)
 
 
 def continued(
@@ -174,7 +196,13 @@ def finished(directory: Run, job: Job, *, changed: bool) -> dict[str, Any] | Non
 
 
 def session(
-    setup: Any, directory: Run, ledger: Ledger, verb: Mapping[str, Any], *, resume: bool
+    setup: Any,
+    directory: Run,
+    ledger: Ledger,
+    verb: Mapping[str, Any],
+    *,
+    resume: bool,
+    loaded: Any = None,
 ) -> int:
     """Trains under watch, writes the report, prints the summary; the exit code."""
     from systolic.report.live import Live, Quiet
@@ -192,7 +220,12 @@ def session(
         view = Quiet() if verb["json"] else Live()
         watchers = [view, TensorBoard(directory.tensorboard)]
     trainer = Trainer(
-        setup=setup, run=directory, watchers=watchers, workers=verb["workers"], ledger=ledger
+        setup=setup,
+        run=directory,
+        watchers=watchers,
+        workers=verb["workers"],
+        ledger=ledger,
+        loaded=loaded,
     )
     try:
         summary = trainer.train(resume)

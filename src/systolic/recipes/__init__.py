@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -85,6 +86,7 @@ def from_file(path: Path, name: str, target: str) -> Recipe:
         raise NotFoundError(f"{path} cannot be imported as Python; give a file that ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
+    before = set(sys.modules)
     sys.path.insert(0, str(path.resolve().parent))
     try:
         spec.loader.exec_module(module)
@@ -95,6 +97,7 @@ def from_file(path: Path, name: str, target: str) -> Recipe:
         ) from error
     finally:
         sys.path.pop(0)
+    _travel(module, set(sys.modules) - before, path.resolve().parent)
     functions = {
         key: value
         for key, value in vars(module).items()
@@ -105,6 +108,20 @@ def from_file(path: Path, name: str, target: str) -> Recipe:
             f"{path} has no function {name}{nearest(name, functions)}; a recipe is a function that returns a Job"
         )
     return Recipe(target=target, function=functions[name], file=path)
+
+
+def _travel(module: ModuleType, imported: set[str], folder: Path) -> None:
+    """Lets a job be sent to a process that compiles: no other process can import the file by its name."""
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(module)
+    for name in imported:
+        beside = sys.modules.get(name)
+        file = None if beside is None else vars(beside).get("__file__")
+        if beside is None or file is None or "site-packages" in Path(file).parts:
+            continue
+        if folder in Path(file).resolve().parents:
+            cloudpickle.register_pickle_by_value(beside)
 
 
 def _line(error: BaseException, path: Path) -> str:

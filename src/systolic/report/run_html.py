@@ -26,7 +26,7 @@ MAX_TREE_ROWS = 400
 MAX_VALUE_CHARACTERS = 400
 
 _LANES = {
-    "compile": ("compile", "recompile"),
+    "compile": ("compile", "recompile", "load"),
     "checkpoint": ("checkpoint",),
     "trouble": ("bad_step", "skip", "stop", "interrupt"),
 }

@@ -40,6 +40,16 @@ class Program:
             lowered = self._jitted.lower(*arguments)
             self._ahead = _Ahead(lowered, arguments[-1], self._ledger.clock, started)
 
+    def adopt(self, batch: Mapping[str, Any], compiled: Any, seconds: float) -> None:
+        """Takes a program that was compiled elsewhere, for batches like ``batch``, in place of a compile.
+
+        Args:
+            batch: Arrays or ShapeDtypeStructs.
+            compiled: ``jax.stages.Compiled`` of the same function.
+            seconds: That loading it took.
+        """
+        self._keep(batch, compiled, seconds, "load")
+
     def wait(self, seconds: float) -> bool:
         """Whether the compile that was started ahead is done, after waiting at most so long."""
         if self._ahead is None:
@@ -51,13 +61,13 @@ class Program:
         """Runs the program on (*state, batch), compiling it first where the batch is of a new shape."""
         batch = arguments[-1]
         if self._ahead is not None:
-            self._adopt(self._ahead)
+            self._await(self._ahead)
         compiled = self._compiled.get(_key(batch))
         if compiled is None:
             compiled = self._compile(arguments)
         return compiled(*arguments)
 
-    def _adopt(self, ahead: "_Ahead") -> None:
+    def _await(self, ahead: "_Ahead") -> None:
         self._ahead = None
         with self._ledger.spend("compile"):
             compiled, seconds = ahead.result()
@@ -70,7 +80,9 @@ class Program:
         self._keep(arguments[-1], compiled, self._ledger.clock() - start)
         return compiled
 
-    def _keep(self, batch: Mapping[str, Any], compiled: Any, seconds: float) -> None:
+    def _keep(
+        self, batch: Mapping[str, Any], compiled: Any, seconds: float, event: str = "compile"
+    ) -> None:
         signature = {name: (array.shape, str(array.dtype)) for name, array in batch.items()}
         if self._signature:
             self.recompiles += 1
@@ -78,7 +90,7 @@ class Program:
                 "recompile", seconds, f"{self.name} step: {_difference(self._signature, signature)}"
             )
         else:
-            self._report("compile", seconds, f"{self.name} step")
+            self._report(event, seconds, f"{self.name} step")
         self._signature = signature
         self._compiled[_key(batch)] = compiled
 

@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from systolic.aot.executable import Loaded, load
+from systolic.aot.steps import described
 from systolic.core.errors import DataError, OptionError, nearest
 from systolic.job import Job, Split
 from systolic.steps.mesh import make_mesh
@@ -63,6 +66,21 @@ class Setup:
             raise OptionError(
                 f"evaluation.metric is {wanted!r}, which {self.job.name} does not report{nearest(wanted, reported)}; choose one of {', '.join(reported)}"
             )
+
+    def load(self, path: Path) -> Loaded:
+        """The train step that ``systolic forecast --save`` kept, instead of compiling it.
+
+        Raises:
+            NotFoundError: it is not there.
+            RunError: it is damaged or of another program, machine, version or flags; names the first.
+        """
+        steps = self.steps
+        lowered = self.jitted_train.lower(steps.abstract_state, steps.abstract_batch())
+        precision = self.job.precision.resolve(self.machine.platform)
+        job = replace(self.job, precision=precision)
+        facts = {"name": job.name, "verb": "train", **described(job, steps)}
+        assert steps.target.mesh is not None
+        return load(path, lowered, list(steps.target.mesh.devices.flat), facts)
 
     def mfu(self, step_seconds: float) -> float | None:
         """Model FLOPs over the published bf16 peak; ``None`` where no peak is published."""

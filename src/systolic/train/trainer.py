@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from systolic.aot.executable import Loaded
 from systolic.artifact import CheckpointStore, Run
 from systolic.core.errors import RunError
 from systolic.job import GuardRule, Mode, Split
@@ -54,6 +55,7 @@ class Trainer:
         watchers: See every record.
         workers: Processes that read data.
         ledger: Opened when the command started, so that start-up counts.
+        loaded: The train step, compiled elsewhere.
     """
 
     setup: Setup
@@ -61,6 +63,7 @@ class Trainer:
     watchers: Sequence[Watcher] = ()
     workers: int = 0
     ledger: Ledger = field(default_factory=Ledger)
+    loaded: Loaded | None = None
 
     def __post_init__(self) -> None:
         self.job, self.steps = self.setup.job, self.setup.steps
@@ -123,7 +126,8 @@ class Trainer:
     def _begin(self, feed: Any, resume: bool) -> Any:
         """The first state, fresh or of the newest intact checkpoint, while the train step compiles."""
         steps = self.steps
-        self.train_program.prepare(steps.abstract_state, steps.abstract_batch())
+        if self.loaded is None:
+            self.train_program.prepare(steps.abstract_state, steps.abstract_batch())
         # The first save needs it, and while XLA compiles there is time. Never in a thread: two
         # threads that import the same modules can see them half made.
         import_module("systolic.artifact.backend")
@@ -142,6 +146,9 @@ class Trainer:
             resumed_from=None if restored is None else restored.step,
         )
         self._say_restored(restored, resume)
+        if self.loaded is not None:
+            loaded = self.loaded
+            self.train_program.adopt(steps.abstract_batch(), loaded.compiled, loaded.seconds)
         with self.ledger.spend("compile"):
             state = first_state(steps, self.job.seed) if restored is None else restored.state
         if self.job.data.size(Split.validation) != 0:

@@ -1,0 +1,307 @@
+"""A compiled step in a file: saved on any machine, loaded where everything that it depends on is the same.
+
+``PATH`` is JAX's own serialization (:mod:`jax.experimental.serialize_executable`), a pickle: load only
+files that you made. ``PATH.json`` is the compiler's report, with the stamp that is compared on loading.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import shutil
+import time
+from base64 import b64decode
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from systolic.chips.host import model_name
+from systolic.core.errors import NotFoundError, RunError
+
+PACKAGES = ("jax", "jaxlib", "libtpu")
+_BUILD = re.compile(r"\bcl/(\d+)")
+_VIRTUAL = "--xla_force_host_platform_device_count"
+"""How many virtual devices there are is compared as such."""
+_KERNEL = re.compile(r"(\\22body\\22: \\22)([A-Za-z0-9+/=]+)")
+_SHOWN = 12
+"""Characters of a digest in a message."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stamp:
+    """All that a compiled program depends on. Made alike where it is compiled and where it is loaded."""
+
+    platform: str
+    """``tpu``, ``gpu`` or ``cpu``."""
+    kind: str
+    """The device kind, as JAX names it; for a CPU the processor's name."""
+    devices: int
+    """In the mesh of the program."""
+    versions: Mapping[str, str]
+    """Of jax, jaxlib and, for a TPU, libtpu."""
+    build: str
+    """Of libtpu, the number of the change that it was built from; empty off TPU."""
+    flags: Sequence[str]
+    """Of the compiler, sorted, from the environment."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of this compile alone."""
+    ids: Sequence[int]
+    """JAX's numbers of the devices, in the order of the mesh."""
+    places: Sequence[Sequence[int]]
+    """(x, y, z, core, slice) of each of them; empty off TPU."""
+    program: str
+    """Digest of the lowered program; see :func:`program_digest`."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, which :meth:`from_json` takes."""
+        return json.loads(json.dumps(asdict(self)))
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> "Stamp":
+        """The stamp of a record.
+
+        Raises:
+            KeyError: a field is absent.
+        """
+        return cls(**{one.name: given[one.name] for one in fields(cls)})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """An executable on the devices at hand."""
+
+    path: Path
+    compiled: Any
+    """``jax.stages.Compiled``: called as the jitted function is."""
+    seconds: float
+    """That checking and loading took."""
+
+
+def stamp(text: str, devices: Sequence[Any], options: Mapping[str, Any] | None = None) -> Stamp:
+    """What a program for these devices depends on.
+
+    Args:
+        text: The lowered program.
+        devices: JAX's, present or described, in the order of the program's mesh.
+        options: Of this compile alone.
+    """
+    first = devices[0]
+    tpu = first.platform == "tpu"
+    build = _BUILD.search(first.client.platform_version) if tpu else None
+    return Stamp(
+        platform=first.platform,
+        kind=model_name() if first.platform == "cpu" else first.device_kind,
+        devices=len(devices),
+        versions={
+            name: importlib.metadata.version(name) for name in PACKAGES if tpu or name != "libtpu"
+        },
+        build=build[1] if build else "",
+        flags=flags_of(os.environ, first.platform),
+        options=dict(options or {}),
+        ids=[device.id for device in devices],
+        places=[place(device) for device in devices] if tpu else [],
+        program=program_digest(text),
+    )
+
+
+def place(device: Any) -> list[int]:
+    """(x, y, z, core, slice) of a TPU device."""
+    from systolic.steps.mesh import slice_of
+
+    return [*(*device.coords, 0, 0)[:3], device.core_on_chip, slice_of(device)]
+
+
+def flags_of(environ: Mapping[str, str], platform: str) -> list[str]:
+    """The compiler's flags in an environment, sorted: libtpu takes them from LIBTPU_INIT_ARGS too."""
+    names = ("LIBTPU_INIT_ARGS", "XLA_FLAGS") if platform == "tpu" else ("XLA_FLAGS",)
+    given = {flag for name in names for flag in shlex.split(environ.get(name, ""))}
+    return sorted(flag for flag in given if not flag.startswith(_VIRTUAL))
+
+
+def program_digest(text: str) -> str:
+    """SHA-256 of a lowered program, without the paths of source files that Pallas kernels carry."""
+    return hashlib.sha256(_KERNEL.sub(_without_paths, text).encode()).hexdigest()
+
+
+def _without_paths(found: re.Match[str]) -> str:
+    from jax.experimental.mosaic.dialects import tpu
+    from jax.extend.mlir import ir
+
+    with ir.Context() as context:
+        context.allow_unregistered_dialects = True
+        tpu.register_dialect(context)
+        try:
+            module = ir.Module.parse(b64decode(found[2]))
+        except (ir.MLIRError, ValueError):  # another kind of kernel, which is compared as it is
+            return found[0]
+        return f"{found[1]}{module.operation.get_asm(enable_debug_info=False)}"
+
+
+def serialize(compiled: Any) -> bytes:
+    """The content of an executable's file.
+
+    Raises:
+        RunError: the program can't be serialized.
+    """
+    from jax.experimental import serialize_executable
+
+    try:
+        return serialize_executable.serialize(compiled)[0]
+    except (ValueError, NotImplementedError) as error:
+        raise RunError(
+            f"JAX cannot serialize this program ({error}); leave --save out, or pass the arrays that the function closes over as arguments"
+        ) from error
+
+
+def signature(content: bytes) -> dict[str, Any]:
+    """Size and digest of an executable's file, which its report carries."""
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def save(executable: Path, report: Path, path: Path) -> None:
+    """Copies an executable and its report from the store to ``path`` and ``path.json``.
+
+    Raises:
+        RunError: one can't be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(executable, path)
+        shutil.copyfile(report, _beside(path))
+    except OSError as error:
+        raise RunError(
+            f"{path} could not be written ({error.strerror}); free some space or choose another folder"
+        ) from error
+
+
+def load(
+    path: Path, lowered: Any, devices: Sequence[Any], facts: Mapping[str, Any] | None = None
+) -> Loaded:
+    """The executable in ``path`` instead of compiling ``lowered``, if it is of the same program for the same devices.
+
+    Args:
+        path: As saved; ``path.json`` lies beside it.
+        lowered: ``jax.stages.Lowered`` of the program that would be compiled here.
+        devices: The devices present, in the order of the program's mesh.
+        facts: What is known of the program, by the names in the report, to say what differs.
+
+    Raises:
+        NotFoundError: one of the two files is not there.
+        RunError: they are damaged, or the first thing that does not match.
+    """
+    from jax.experimental import serialize_executable
+
+    begin = time.perf_counter()
+    report = _report(path)
+    here = stamp(lowered.as_text(), devices)
+    check(path, report, here, facts or {})
+    content = path.read_bytes()
+    if signature(content) != report["executable"]:
+        raise RunError(
+            f"{path} is not the file that {_beside(path).name} describes: {len(content):,} bytes of {report['executable']['bytes']:,}, or others; copy both again"
+        )
+    try:
+        compiled = serialize_executable.deserialize_and_load(
+            content,
+            lowered.in_tree,
+            lowered.out_tree,
+            backend=devices[0].client,
+            execution_devices=list(devices),
+        )
+    except Exception as error:  # whatever the runtime says of it
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RunError(
+            f"{path} matches this machine, but its runtime refuses it ({reason}); leave --executable out to compile here"
+        ) from error
+    return Loaded(path=path, compiled=compiled, seconds=time.perf_counter() - begin)
+
+
+def check(path: Path, report: Mapping[str, Any], here: Stamp, facts: Mapping[str, Any]) -> None:
+    """Whether what was saved with this report can run here.
+
+    Raises:
+        RunError: it can't; names the first thing that differs, both values and what to do.
+    """
+    for what, saved, present, mend in _differences(Stamp.from_json(report["stamp"]), here):
+        raise RunError(
+            f"{path} does not match: its {what} is {saved}, here it is {present}; {mend}"
+        )
+    if report["stamp"]["program"] == here.program:
+        return
+    for name, value in facts.items():
+        saved = report["program"].get(name)
+        if saved != value:
+            raise RunError(
+                f"{path} is another program: its {name} is {_text(saved)}, here it is {_text(value)}; give the recipe and the options that it was forecast with"
+            )
+    saved = report["stamp"]["program"]
+    raise RunError(
+        f"{path} is another program: its lowered digest is {saved[:_SHOWN]}, here it is {here.program[:_SHOWN]}; give the options and the source that it was forecast with, or forecast again with --save"
+    )
+
+
+def _differences(saved: Stamp, here: Stamp) -> Iterator[tuple[str, str, str, str]]:
+    """(what, saved, here, what to do) of all but the program, the widest first."""
+    again = "forecast for this machine with --save, or leave --executable out to compile here"
+    for name, what in (
+        ("platform", "platform"),
+        ("kind", "chip"),
+        ("devices", "number of devices"),
+    ):
+        one, other = getattr(saved, name), getattr(here, name)
+        if one != other:
+            yield what, str(one), str(other), again
+    for name in PACKAGES:
+        one, other = saved.versions.get(name), here.versions.get(name)
+        if one != other:
+            mend = f"pip install {name}=={one}, or {again}" if one else again
+            yield f"{name} version", _text(one), _text(other), mend
+    if saved.build != here.build:
+        yield "libtpu build", _text(saved.build), _text(here.build), again
+    if list(saved.flags) != list(here.flags):
+        mend = "set LIBTPU_INIT_ARGS to the same" if saved.platform == "tpu" else "set XLA_FLAGS"
+        yield "flags", _text(saved.flags), _text(here.flags), f"{mend}, or {again}"
+    if saved.options != here.options:
+        yield "compile options", _text(saved.options), _text(here.options), again
+    names = (("places", "place in the topology"), ("ids", "number in JAX"))
+    for name, what in names:
+        pairs = zip(getattr(saved, name), getattr(here, name), strict=True)
+        for index, (one, other) in enumerate(pairs):
+            if one != other:
+                yield f"device {index} by {what}", _text(one), _text(other), again
+
+
+def _text(value: Any) -> str:
+    """A value in one line of a message."""
+    if value in (None, "", [], {}):
+        return "none"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {one}" for name, one in value.items())
+    if isinstance(value, list | tuple):
+        spaced = all(isinstance(one, str) for one in value)
+        return " ".join(value) if spaced else f"({', '.join(map(str, value))})"
+    return str(value)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.json")
+
+
+def _report(path: Path) -> dict[str, Any]:
+    for one in (path, _beside(path)):
+        if not one.is_file():
+            raise NotFoundError(
+                f"{one} is not a file; systolic forecast RECIPE --on SLICE --save {path} writes it and {path.name}.json"
+            )
+    try:
+        report = json.loads(_beside(path).read_text())
+        Stamp.from_json(report["stamp"])
+        _ = report["executable"]["bytes"], report["program"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{_beside(path)} is damaged, or of a version that did not record what it was made for ({type(error).__name__}: {error}); forecast again with --save"
+        ) from error
+    return report
