@@ -58,6 +58,14 @@ def test_mesh_axes() -> None:
     assert parse_groups("mesh['a'=2,'b'=2] {'b','a'}", 4).groups == ((0, 2, 1, 3),)
 
 
+def test_mesh_axes_over_devices_in_another_order() -> None:
+    turned = "mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) "
+    assert parse_groups(turned + "{'a'}", 8).groups == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert parse_groups(turned + "{'b'}", 8).groups == ((0, 4), (1, 5), (2, 6), (3, 7))
+    listed = "mesh['a'=2,'b'=2], device_ids=([3,2,1,0]) {'b'}"
+    assert parse_groups(listed, 4).groups == ((3, 2), (1, 0))
+
+
 def test_mesh_with_an_order_of_devices() -> None:
     text = "mesh['a'=2,'b'=2], device_ids=([3,2,1,0]) {'b'}"
     assert parse_groups(text, 4).groups == ((3, 2), (1, 0))

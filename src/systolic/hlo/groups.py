@@ -13,6 +13,8 @@ from systolic.hlo.module import Instruction
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[([^\]]*)\]")
 _AXIS = re.compile(r"'([^']+)'\s*=\s*(\d+)")
+_TURNED = re.compile(r"device_ids=\(?\[([\d,]+)\]T\(([\d,]+)\)")
+"""All devices in order, as an array of that shape, transposed."""
 _NAMES = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 
@@ -111,9 +113,12 @@ def _of_mesh(text: str) -> tuple[tuple[int, ...], ...]:
     names = [name for name, _ in axes]
     sizes = [size for _, size in axes]
     tail = text[head.end() :]
-    device_ids = re.search(r"device_ids=\(?\[?([\d,\s]+)\]?\)?", tail)
     ids = np.arange(math.prod(sizes))
-    if device_ids:
+    device_ids = re.search(r"device_ids=\(?\[?([\d,\s]+)\]?\)?", tail)
+    if turned := _TURNED.search(tail):
+        shape, order = ([int(n) for n in part.split(",")] for part in turned.groups())
+        ids = ids.reshape(shape).transpose(order).reshape(-1)
+    elif device_ids:
         listed = [int(n) for n in device_ids[1].split(",") if n.strip()]
         if len(listed) == len(ids):
             ids = np.array(listed)
