@@ -28,7 +28,7 @@ def of(timeline: Timeline, name: str, lane: str = "core") -> Span:
 COMPUTE = f"""\
 %compute (p: f32[1024,1024]) -> f32[1024,1024] {{
   %p = {BIG} parameter(0)
-  ROOT %n = {BIG} negate(%p)
+  ROOT %n = {BIG} dot(%p, %p), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
 }}
 
 """
@@ -95,7 +95,7 @@ THREADED = f"""\
   %q.1 = {BIG} parameter(1)
   %u.1 = u32[]{{:S(2)}} parameter(2)
   %x.1 = {BIG} parameter(3)
-  %n.1 = {BIG} negate(%x.1)
+  %n.1 = {BIG} dot(%x.1, %x.1), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
   %g.1 = {BIG} all-gather(%p.1), {GATHER}, frontend_attributes={{chain_id="0"}}
   ROOT %t.1 = ({BIG}, {PART}, {BIG}, u32[]{{:S(2)}}) tuple(%n.1, %p.1, %g.1, %u.1)
 }}

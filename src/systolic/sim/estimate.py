@@ -1,8 +1,9 @@
 """Seconds of an op that the compiler gave no cycles: a schedule without generated code has none.
 
-An op takes the longest of its matrix work, its memory traffic and its vector work, each at a
-slowdown over the catalogue's rate. The slowdowns are fitted per generation to the cycles of whole
-compiles (benchmarks/accuracy/fit_estimates.py), so they stand for the compiler, not for a chip.
+A matmul takes its matrix time and what of its memory or vector work does not hide under it, each at
+a slowdown over the catalogue's rate, fitted to the cycles of whole compiles
+(benchmarks/accuracy/fit_estimates.py); the slowdowns stand for the compiler, not for a chip. An op
+without a matmul takes its bytes at the effective rate of the memory, or its vector work.
 """
 
 import tomllib
@@ -50,15 +51,23 @@ _NONE = frozenset(
 )
 
 
+HBM_SHARE = 0.81
+"""Of the catalogue's HBM rate that an op which only moves and maps data reaches: 660 of v5e's 819 GB/s is
+the effective rate in the compiler's own cost model."""
+TRANSPOSE_SHARE = 0.5
+"""The same for a copy that changes the fastest dim, which passes through the cross-lane units. Assumed."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slowdown:
-    """Seconds over seconds at the catalogue's rate."""
+    """Of a matmul and what is fused into it: seconds over seconds at the catalogue's rates.
+
+    matrix x matrix seconds + the larger of memory x memory seconds and vector x vector seconds.
+    """
 
     matrix: float
     memory: float
     vector: float
-    transpose: float
-    """Of a copy that changes the fastest dim, per element over one vector operation."""
 
 
 @cache
@@ -68,37 +77,22 @@ def _fitted() -> dict[str, Slowdown]:
 
 
 def slowdown_of(generation: str) -> Slowdown:
-    """Fitted for a generation, or the mean of those that were."""
+    """Fitted for a generation, or what was fitted over all of them."""
     fitted = _fitted()
-    if generation in fitted:
-        return fitted[generation]
-    rows = list(fitted.values())
-
-    def mean(values: list[float]) -> float:
-        product = 1.0
-        for value in values:
-            product *= value
-        return product ** (1 / len(values))
-
-    return Slowdown(
-        matrix=mean([row.matrix for row in rows]),
-        memory=mean([row.memory for row in rows]),
-        vector=mean([row.vector for row in rows]),
-        transpose=mean([row.transpose for row in rows]),
-    )
+    return fitted.get(generation, fitted["all"])
 
 
 def estimate(
     module: Module, computation: Computation, instruction: Instruction, work: Work, rates: Rates
 ) -> float:
     """Seconds of an op on a TensorCore."""
-    slow = slowdown_of(rates.chip.name)
     matrix, memory, vector, transposed = parts(module, computation, instruction, work, rates)
-    return max(
-        slow.matrix * matrix,
-        slow.memory * memory,
-        slow.vector * vector + slow.transpose * transposed,
-    )
+    if matrix:
+        slow = slowdown_of(rates.chip.name)
+        return slow.matrix * matrix + max(slow.memory * memory, slow.vector * vector)
+    slow = slowdown_of("all")
+    share = TRANSPOSE_SHARE if transposed else HBM_SHARE
+    return max(memory / share, slow.vector * vector)
 
 
 def parts(
