@@ -2,14 +2,16 @@
 
 import gzip
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from systolic.report.forecast.lanes import tracks, unroll
 from systolic.report.forecast.protobuf import varint
 from systolic.report.forecast.trace import CAP, trace, write_trace
-from systolic.report.forecast.xprof import STEPS, category, write_xprof
+from systolic.report.forecast.xprof import STEPS, category, utilization, write_xprof
 from systolic.sim.timeline import Resource, Span
 from tests.report.forecast.recorded import fitting, small, small_timeline
 
@@ -88,7 +90,15 @@ def test_a_profile_reads_back(tmp_path: Path) -> None:
 
     path = write_xprof(small(), tmp_path)
     assert path.relative_to(tmp_path).as_posix() == "plugins/profile/forecast/systolic.xplane.pb"
-    (plane,) = ProfileData.from_file(str(path)).planes
+    plane, host = ProfileData.from_file(str(path)).planes
+    assert host.name == "/host:CPU"
+    # 4 turns of 2e11 FLOPs and 1e8 bytes, 5e8 and 2e9 bytes, in 12 ms.
+    assert dict(host.stats) == pytest.approx(
+        {
+            "matrix_unit_utilization_percent": 100 * 8e11 / 12e-3 / 197e12,
+            "hbm_utilization_percent": 100 * 2.9e9 / 12e-3 / 819e9,
+        }
+    )
     assert plane.name == "/device:TPU:0"
     assert dict(plane.stats)["device_type_string"] == "TPU v5 lite"
     assert dict(plane.stats)["peak_teraflops_per_second"] == 197.0
@@ -101,6 +111,40 @@ def test_a_profile_reads_back(tmp_path: Path) -> None:
     assert len(lines["Async XLA Ops"]) == STEPS * 4
     last = next(op for op in ops if op.name == "%last = fusion()")
     assert (last.start_ns, last.duration_ns) == pytest.approx((9e6, 3e6))
+
+
+@pytest.mark.parametrize("make", [small, fitting])
+def test_xprof_shows_the_timelines_utilization(tmp_path: Path, make: Callable[[], Any]) -> None:
+    convert = pytest.importorskip("xprof.convert.raw_to_tool_data", reason="xprof is not installed")
+    forecast = make()
+    timeline = forecast.timeline
+    path = write_xprof(forecast, tmp_path)
+
+    def page(tool: str) -> Any:
+        made, _ = convert.xspace_to_tool_data([str(path)], tool, {"tqx": "out:json"})
+        return json.loads(made)
+
+    mxu, hbm = utilization(forecast, timeline).values()
+    assert mxu > 10
+    assert hbm > 5
+    overview = {name: value for table in page("overview_page") for name, value in shown(table)}
+    assert overview["device_type"] == "TPU v5 lite"
+    assert overview["mxu_utilization_percent"] == f"{mxu:.1f}%"
+    assert overview["hbm_utilization_percent"] == f"{hbm:.1f}%"
+    assert float(overview["steptime_ms_average"]) == pytest.approx(timeline.seconds * 1e3, abs=5e-3)
+    program = page("op_profile")["byProgram"]["metrics"]
+    assert program["flops"] * 100 == pytest.approx(mxu, rel=1e-4)
+    assert program["bandwidthUtils"][0] * 100 == pytest.approx(hbm, rel=1e-4)
+    roofline = page("roofline_model")[0]
+    names = [column["id"] for column in roofline["cols"]]
+    whole = dict(zip(names, (cell["v"] for cell in roofline["rows"][0]["c"]), strict=True))
+    assert whole["operation"] == "Program"
+    assert whole["compute_efficiency"] * 100 == pytest.approx(mxu, rel=1e-4)
+    assert whole["max_mem_bw_utilization"] * 100 == pytest.approx(hbm, rel=1e-4)
+
+
+def shown(table: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+    return (table.get("p") or {}).items()
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,16 @@
 
 The messages are XSpace, XPlane, XLine and XEvent of tsl/profiler/protobuf/xplane.proto; the planes
 ``/device:TPU:N`` with the lines Steps, XLA Modules and XLA Ops are those of a real TPU's profile.
+
+What its pages take from where (xprof 2.24, xplane_to_op_stats.cc and op_stats_to_overview_page.cc): rates
+of ops from ``flops`` and ``memory_access_breakdown`` of an event's metadata and the times of line XLA Ops;
+peaks from stats of the device's plane; the overview's MXU and HBM utilization from stats of the host's plane,
+which a TPU fills from its counters. The overview's two figures relative to the roofline stay 0 in the
+published xprof for any profile: it is built without the limits that they are relative to.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from systolic.core.files import write_atomically
@@ -36,8 +43,15 @@ _STATS = (
     "device_type_string",
     "peak_teraflops_per_second",
     "peak_hbm_bw_gigabytes_per_second",
+    "matrix_unit_utilization_percent",
+    "hbm_utilization_percent",
+    "Time Scale Multiplier",
 )
 _STAT = {name: number for number, name in enumerate(_STATS, 1)}
+NOT_HBM = (Resource.ici, Resource.dcn)
+"""The bytes of these spans are on the links."""
+HBM_LANES = ("dma", "host")
+"""Lanes beside the core whose transfers read or write HBM."""
 READ, HBM = 1, 1
 """OperationType and MemorySpace in xprof's op_metrics.proto."""
 PROGRAM = 1
@@ -63,7 +77,7 @@ def xspace(forecast: Forecast, timeline: Timeline, cap: int = CAP) -> bytes:
     events = unroll(timeline, cap).events
     spans = list({(e.span.name, e.span.opcode): e.span for e in events}.values())
     numbers = {(s.name, s.opcode): n for n, s in enumerate(spans, FIRST_OP_ID)}
-    core = [e for e in events if e.span.lane == "core"]
+    core = [_issued(e) for e in events if e.span.lane in ("core", *HBM_LANES)]
     beside = [e for e in events if e.span.lane != "core"]
     step = timeline.seconds
     lines = [
@@ -92,23 +106,68 @@ def xspace(forecast: Forecast, timeline: Timeline, cap: int = CAP) -> bytes:
         table(5, names),
         *_peaks(forecast),
     )
-    return message(1, *plane) + text(4, HOST)
+    return message(1, *plane) + message(1, *_host(forecast, timeline)) + text(4, HOST)
+
+
+def _issued(event: Event) -> Event:
+    """The event on the core's line: of a copy beside it the start alone, which takes no time.
+
+    xprof counts the bytes of this line only, so that a copy's would be missing otherwise.
+    """
+    return event if event.span.lane == "core" else replace(event, seconds=0.0)
+
+
+def utilization(forecast: Forecast, timeline: Timeline) -> dict[str, float]:
+    """What the overview shows, by the name of its stat: percent of a device's peaks over the whole step.
+
+    Matrix FLOPs that the step computes (with those of rematerialization) over the published bf16 peak,
+    and bytes of HBM that it moves over the published bandwidth. A peak that is not published is left out.
+    """
+    flops = sum(span.flops * times for span, times in timeline.leaves())
+    moved = sum(
+        span.bytes * times
+        for span, times in timeline.leaves()
+        if span.resource not in NOT_HBM and span.lane in ("core", *HBM_LANES)
+    )
+    done = {
+        "matrix_unit_utilization_percent": (flops, _peak(forecast, "flops")),
+        "hbm_utilization_percent": (moved, _peak(forecast, "bytes")),
+    }
+    return {
+        name: 100 * work / timeline.seconds / peak for name, (work, peak) in done.items() if peak
+    }
+
+
+def _peak(forecast: Forecast, of: str) -> float | None:
+    """A second's worth of one device."""
+    chip = forecast.on.chip
+    peak = chip.peak_bf16_flops_per_second if of == "flops" else chip.hbm_bytes_per_second
+    return None if peak is None else peak / (chip.devices_per_chip or 1)
+
+
+def _host(forecast: Forecast, timeline: Timeline) -> Iterable[bytes]:
+    """The host's plane, which has no events: the simulation knows nothing of the host."""
+    shares = utilization(forecast, timeline)
+    yield integer(1, 2)
+    yield text(2, "/host:CPU")
+    yield table(5, ((_STAT[name], integer(1, _STAT[name]) + text(2, name)) for name in shares))
+    for name, share in shares.items():
+        yield message(6, integer(1, _STAT[name]), double(2, share))
 
 
 def _peaks(forecast: Forecast) -> Iterable[bytes]:
     """What the roofline is drawn from: rates of one device."""
     chip = forecast.on.chip
-    devices = chip.devices_per_chip or 1
     yield message(
         6, integer(1, _STAT["device_type_string"]), text(5, chip.device_kind or chip.name)
     )
     peaks = {
-        "peak_teraflops_per_second": (chip.peak_bf16_flops_per_second, 1e12),
-        "peak_hbm_bw_gigabytes_per_second": (chip.hbm_bytes_per_second, 1e9),
+        "peak_teraflops_per_second": (_peak(forecast, "flops"), 1e12),
+        "peak_hbm_bw_gigabytes_per_second": (_peak(forecast, "bytes"), 1e9),
     }
     for name, (peak, unit) in peaks.items():
         if peak is not None:
-            yield message(6, integer(1, _STAT[name]), double(2, peak / devices / unit))
+            yield message(6, integer(1, _STAT[name]), double(2, peak / unit))
 
 
 def _every(made: Callable[[int], Iterable[bytes]]) -> list[bytes]:
@@ -135,7 +194,8 @@ def _ops(
     group = _number("group_id", n)
     for event in events:
         number = numbers[event.span.name, event.span.opcode]
-        yield _placed(number, n * step + event.start, event.seconds, group)
+        scale = _scale(own_share(event)) if event.span.inside else b""
+        yield _placed(number, n * step + event.start, event.seconds, group + scale)
 
 
 def _placed(number: int, start: float, seconds: float, stats: bytes) -> bytes:
@@ -156,7 +216,7 @@ def _metadata(number: int, span: Span) -> bytes:
             _number("flops", round(span.flops), event=5),
             _number("model_flops", round(span.flops), event=5),
         ]
-        if span.resource not in (Resource.ici, Resource.dcn):
+        if span.resource not in NOT_HBM:
             stats += [
                 _number("bytes_accessed", round(span.bytes), event=5),
                 _number("raw_bytes_accessed", round(span.bytes), event=5),
@@ -188,6 +248,21 @@ def _number(name: str, value: int, event: int = 4) -> bytes:
     """
     kind = 4 if name == "group_id" else 3
     return message(event, integer(1, _STAT[name]), integer(kind, value))
+
+
+def own_share(event: Event) -> float:
+    """Share of a loop's time that no event inside it has.
+
+    xprof adds the times of loops to those of what is in them, at the nominal clock, and divides FLOPs by
+    the sum: as if a loop had run at a clock that leaves it this share alone.
+    """
+    turn = sum(span.seconds for span in event.span.inside if span.lane == "core")
+    return max(0.0, 1 - event.iterations * turn / event.seconds)
+
+
+def _scale(value: float) -> bytes:
+    """By what xprof multiplies an event's time to have it at the nominal clock."""
+    return message(4, integer(1, _STAT["Time Scale Multiplier"]), double(2, value))
 
 
 def _text(name: str, value: str) -> bytes:
