@@ -81,7 +81,7 @@ def test_orders_of_magnitude(known: Chip) -> None:
         "ici_bytes_per_second_per_link": (4e10, 9e11),
         "clock_hz": (5e8, 3e9),
         "pcie_bytes_per_second_per_chip": (4e8, 3e11),
-        "dcn_bytes_per_second_per_host": (1e10, 2e11),
+        "dcn_bytes_per_second_per_host": (1e10, 4e11),
         "host_dram_bytes": (1e11, 2e12),
         "usd_per_chip_hour.on_demand": (0.5, 20),
         "usd_per_chip_hour.spot": (0.1, 5),

@@ -65,7 +65,7 @@ def test_against_itself_nothing_changed(capsys, dump: Path, tmp_path: Path) -> N
 MISTAKES = [
     (["lm"], "systolic forecast lm needs a slice; add --on v5e-16"),
     (["lm", "--on", "v5e-17"], "did you mean v5e-16?"),
-    (["lm", "--on", "h200"], "only TPU slices are forecast so far"),
+    (["lm", "--on", "h400"], "did you mean h100"),
     (["lm", "--on", "v5e-4", "--setp", "eval"], "did you mean --step"),
     (["lm", "--on", "v5e-4", "--step", "evil"], "see systolic forecast lm --help"),
     (["lmm", "--on", "v5e-4"], "there is no recipe 'lmm'; did you mean lm?"),

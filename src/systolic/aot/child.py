@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from systolic.aot import executable
+from systolic.aot import executable, host
 from systolic.aot.dump import (
     SCHEDULE_ONLY,
     dump_options,
@@ -26,6 +26,7 @@ from systolic.aot.dump import (
     refused_schedule,
     schedule,
 )
+from systolic.aot.host import Built
 from systolic.aot.outcome import ERROR, EXECUTABLE, HLO, REPORT, rejection
 from systolic.chips import Slice, slice
 from systolic.core.errors import SystolicError
@@ -66,24 +67,29 @@ def _compile(request: Mapping[str, Any], folder: Path, dumped: Path) -> int:
     on = slice(request["slice"])
     say(stage="importing")
     devices = topology(on)
+    built = host.built_for(on, devices)
+    if built is Built.stand_in:
+        if request["save"]:
+            host.refuse_to_save(on)
+        host.take_cudnn_as_there(on)
     clock.lap("import")
     say(stage="tracing")
     program = request["program"].trace(on, devices)
     clock.lap("trace")
     say(stage="lowering")
-    lowered = program.traced.lower(lowering_platforms=(_platform(on),))
+    lowered = program.traced.lower(lowering_platforms=(host.lowering_platform(on),))
     clock.lap("lower")
     versions = versions_here(on)
     options = {k: v for k, v in request["options"].items() if k != SCHEDULE_ONLY}
     text = lowered.as_text()
     # The text of a program does not tell which device is where in the mesh; the schedule depends on it.
     where = places(program.mesh, on)
-    name = _digest(
-        [text, where, on.name, request["flags"], request["options"], versions]
-    )
+    asked = [on.name, request["flags"], request["options"], versions]
+    name = _digest([text, where, *asked, built.value, host.seen(on, os.environ)])
     report = {
         "digest": name,
         "slice": on.name,
+        "built": built.value,
         "flags": list(request["flags"]),
         "options": dict(request["options"]),
         "versions": versions,
@@ -129,7 +135,9 @@ def _answer(lowered: Any, request: Mapping[str, Any], report: dict[str, Any], de
     folder, clock = desk.folder, desk.clock
     compiled = None
     try:
-        if SCHEDULE_ONLY in request["options"]:
+        if report["built"] == Built.stand_in.value:
+            text = host.schedule(lowered, desk.dumped)
+        elif SCHEDULE_ONLY in request["options"]:
             text = schedule(lowered, options, desk.dumped)
         else:
             compiled = lowered.compile(compiler_options={**options, **dump_options(desk.dumped)})
@@ -147,6 +155,8 @@ def _answer(lowered: Any, request: Mapping[str, Any], report: dict[str, Any], de
     clock.lap("compile")
     (folder / HLO).write_bytes(keep(text))
     report["memory"] = _used(desk.dumped)
+    if compiled is not None and slice(request["slice"]).platform == "cpu":
+        report["rates"] = host.measured_rates(slice(request["slice"]).num_devices)
     if compiled is None:
         report["memory"]["peak_memory_in_bytes"] = report["memory"].get("used_in_bytes", 0)
     else:
@@ -191,11 +201,9 @@ def _memory(compiled: Any) -> dict[str, int]:
 
 
 def topology(on: Slice) -> Any:
-    """The slice's devices as JAX describes them; virtual ones for a CPU."""
-    import jax
-
+    """The slice's devices as JAX describes them; off TPU see :func:`systolic.aot.host.devices`."""
     if on.platform != "tpu":
-        return jax.devices()[: on.num_devices]
+        return host.devices(on)
     from jax.experimental import topologies
 
     bounds: Any = on.chips_per_host_bounds
@@ -231,10 +239,6 @@ def versions_here(on: Slice) -> dict[str, str]:
     """Of what decides the program."""
     names = ["jax", "jaxlib", *(["libtpu"] if on.platform == "tpu" else [])]
     return {name: importlib.metadata.version(name) for name in names}
-
-
-def _platform(on: Slice) -> str:
-    return {"gpu": "cuda"}.get(on.platform, on.platform)
 
 
 def _fail(folder: Path, who: str, text: str, kind: str = "") -> None:

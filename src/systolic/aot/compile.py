@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from systolic.aot import environment
+from systolic.aot import environment, host
 from systolic.aot.dump import SCHEDULE_ONLY
 from systolic.aot.outcome import ERROR, EXECUTABLE, REPORT, Compiled, Failed, Outcome, rejection
 from systolic.aot.program import Program
@@ -152,6 +152,11 @@ def _compile(
 ) -> Outcome:
     if on.platform == "tpu" and version("libtpu") is None:
         raise MissingExtraError(f"compiling for {on.name}", "tpu")
+    host.check(on, compiler.save)
+    if on.platform != "tpu" and SCHEDULE_ONLY in compiler.options:
+        # Only libtpu takes minutes beyond its schedule.
+        kept = {k: v for k, v in compiler.options.items() if k != SCHEDULE_ONLY}
+        compiler = replace(compiler, options=kept)
     store, requests = Store("programs", compiler.root), Store("requests", compiler.root)
     name = _request_name(program, on, compiler)
     if name is not None and (known := _known(requests, name, store, compiler)) is not None:
@@ -275,7 +280,7 @@ def _death(code: int, text: str) -> str:
         line for line in lines if "Unknown command line flag" in line or "Unknown flag" in line
     ]
     if unknown:
-        return f"libtpu {version('libtpu')} does not know a flag: {unknown[0][:200]}"
+        return f"libtpu {version('libtpu')} or XLA does not know a flag: {unknown[0][:200]}"
     if checks:
         return f"the compiler stopped at a failed check: {checks[0][:300]}"
     if code < 0:
@@ -303,6 +308,7 @@ def _request_name(program: Program, on: Slice, compiler: Compiler) -> str | None
                 name: version(name) for name in ("jax", "jaxlib", "libtpu", "flax", "optax")
             },
             "code": _code(),
+            "machine": host.seen(on, os.environ),
         },
         length=32,
     )

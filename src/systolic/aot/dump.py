@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 SCHEDULED = "after_optimizations_after_buffer_assignment.txt"
+FOR_CPU = "cpu_after_optimizations.txt"
 REFUSED = "oom_intermediate_module.txt"
 USAGE = "after_optimizations-memory-usage-report.txt"
+"""Of any platform: ``cpu_`` comes before it in a CPU's."""
 SCHEDULE_ONLY = "schedule_only"
 """A compile option of ours: stop at the schedule."""
 POLL_SECONDS = 0.05
@@ -69,6 +71,12 @@ def peak_bytes(folder: Path) -> int | None:
     return int(found[1]) if found else None
 
 
+def scheduled_for_cpu(folder: Path) -> str | None:
+    """The scheduled module that XLA's CPU compiler wrote; None while there is none."""
+    path = _written(folder, FOR_CPU)
+    return path.read_text() if path is not None else None
+
+
 def refused_schedule(folder: Path) -> str | None:
     """The scheduled module that did not fit; None if the compiler gave up before it had one."""
     path = _written(folder, REFUSED)
@@ -82,5 +90,5 @@ def keep(text: str) -> bytes:
 
 def _written(folder: Path, ending: str) -> Path | None:
     """The largest dump of that kind: the program's, among small modules of the runtime."""
-    found = sorted(folder.glob(f"*.{ending}"), key=lambda path: path.stat().st_size)
+    found = sorted(folder.glob(f"*{ending}"), key=lambda path: path.stat().st_size)
     return found[-1] if found else None

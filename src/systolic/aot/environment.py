@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
+from systolic.aot import host
 from systolic.chips import Slice
 
 QUIET = {
@@ -29,8 +30,5 @@ def child_environment(
     if on.platform == "tpu":
         made["LIBTPU_INIT_ARGS"] = " ".join(flags)
     else:
-        count = f"--xla_force_host_platform_device_count={on.num_devices}"
-        made["XLA_FLAGS"] = " ".join((*flags, count))
-        if on.platform == "gpu":
-            made.pop("JAX_PLATFORMS")
+        made |= host.child_variables(given, on, tuple(flags))
     return made

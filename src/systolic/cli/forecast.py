@@ -19,9 +19,11 @@ USAGE = """usage: systolic forecast RECIPE --on SLICE [options]
 
 RECIPE is a name that systolic recipes lists, or path/to/file.py:function. Its step is compiled for
 the slice by the real compiler and the schedule is simulated; nothing of the slice need be there.
+On cpu the program is compiled too and its time is a roofline at measured rates. A GPU that is not
+here (h100, 8xh100, 2xh200 …) gets a roofline of the partitioned program, marked as assumed.
 dump.txt is scheduled HLO that another program wrote: compiled.as_text(), or XLA's dump after
 optimizations.
-SLICE is one of systolic chips: v5e-16, v5p-128, tpu7x-8, 2xv5e-256.
+SLICE is one of systolic chips: v5e-16, v5p-128, tpu7x-8, 2xv5e-256, 8xh100, cpu.
 
   --on SLICE       the slice
   --step STEP      train (default), eval, prefill or decode
@@ -52,7 +54,7 @@ def options(
     """The verb's own options.
 
     Args:
-        on: The slice: v5e-16, v5p-128, tpu7x-8, 2xv5e-256.
+        on: The slice: v5e-16, v5p-128, tpu7x-8, 2xv5e-256, 8xh100, cpu.
         step: Which of the job's steps: train, eval, prefill or decode.
         flags: Of libtpu, in one string: --flags="--xla_tpu_scoped_vmem_limit_kib=65536".
         quick: Stop at the compiler's schedule, after seconds: memory is exact, the time of ops estimated.

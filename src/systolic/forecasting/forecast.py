@@ -29,6 +29,8 @@ class Forecast:
     fits: bool
     capacity_bytes: int
     memory: MemoryMap | None = None
+    memory_origin: Origin = Origin.compiled
+    """Of the peak: the compiler's, the schedule's, or assumed of what stood in for the device."""
     timeline: Timeline | None = None
     step_seconds: float | None = None
     low: float | None = None
@@ -115,10 +117,8 @@ class Forecast:
     def to_json(self) -> dict[str, Any]:
         """The published names."""
         seconds = self.step_seconds
-        per, scale = (
-            ("billion_tokens", BILLION) if self.unit == "tokens" else ("million_examples", MILLION)
-        )
-        rate = "tokens_per_second" if self.unit == "tokens" else "examples_per_second"
+        tokens = self.unit == "tokens"
+        per, scale = ("billion_tokens", BILLION) if tokens else (f"million_{self.unit}", MILLION)
         record: dict[str, Any] = {
             "recipe": self.recipe,
             "slice": self.on.name,
@@ -136,7 +136,7 @@ class Forecast:
             else None,
             "mfu": self.mfu,
             "hfu": self.hfu,
-            rate: self.units_per_second,
+            f"{self.unit}_per_second": self.units_per_second,
             "time_by_resource": self.time_by_resource,
             "exposed_collective_seconds": self.exposed_collective_seconds,
             "bound_by": self.bound_by,
@@ -158,9 +158,15 @@ class Forecast:
         memory = self.memory
         if memory is None:
             need = (self.rejected or {}).get("need_bytes")
-            return {"capacity_bytes": self.capacity_bytes, "peak_bytes": need, "by_kind": {}}
+            return {
+                "capacity_bytes": self.capacity_bytes,
+                "origin": self.memory_origin.value,
+                "peak_bytes": need,
+                "by_kind": {},
+            }
         return {
             "capacity_bytes": self.capacity_bytes,
+            "origin": self.memory_origin.value,
             "peak_bytes": memory.peak_bytes,
             "by_kind": dict(memory.by_kind),
             "buffers": [

@@ -16,12 +16,13 @@ from systolic.aot import (
 )
 from systolic.aot import compile as compile_program
 from systolic.chips import Slice
-from systolic.core.errors import OptionError, RunError
+from systolic.core.errors import RunError
 from systolic.core.origin import Origin
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.forecast import LARGEST, Forecast
 from systolic.forecasting.interval import interval_of
 from systolic.forecasting.memory import Held, MemoryMap, kind_of, memory_map, state_of
+from systolic.forecasting.platforms import forecast_host
 from systolic.hlo import Module, parse
 from systolic.job import Job
 from systolic.sim import simulate
@@ -58,22 +59,9 @@ def forecast_program(
     say: Say = lambda _: None,
 ) -> Forecast:
     """Any program on a slice."""
-    check_platform(on)
     begin = time.perf_counter()
     outcome = compile_program(program, on, compiler, say)
     return of_outcome(outcome, name, on, time.perf_counter() - begin)
-
-
-def check_platform(on: Slice) -> None:
-    """Whether a forecast for this kind of slice exists.
-
-    Raises:
-        OptionError: it does not.
-    """
-    if on.platform != "tpu":
-        raise OptionError(
-            f"{on.name} is a {on.platform}: only TPU slices are forecast so far; systolic chips lists them"
-        )
 
 
 def of_outcome(outcome: Outcome, name: str, on: Slice, seconds: float) -> Forecast:
@@ -87,12 +75,14 @@ def of_outcome(outcome: Outcome, name: str, on: Slice, seconds: float) -> Foreca
             raise RunError(f"compiling {name} for {on.name} failed: {reason}")
         case Rejected():
             return _rejected(outcome, name, on, seconds)
+        case Compiled() if on.platform != "tpu":
+            return forecast_host(outcome, name, on, seconds)
         case Compiled():
             return _compiled(outcome, name, on, seconds)
 
 
 def capacity(on: Slice) -> int:
-    """Device memory of one JAX device."""
+    """Device memory of one JAX device of a TPU."""
     return (on.chip.hbm_bytes or 0) // (on.chip.devices_per_chip or 1)
 
 
@@ -133,6 +123,7 @@ def assemble(
     name: str,
     on: Slice,
     compiler: Mapping[str, Any],
+    memory_origin: Origin = Origin.compiled,
 ) -> Forecast:
     """The forecast of a simulated step; ``facts`` is what the program says of itself."""
     low, high, text = interval_of(on.chip.name, timeline.seconds)
@@ -140,6 +131,7 @@ def assemble(
         recipe=name,
         on=on,
         origin=Origin.simulated,
+        memory_origin=memory_origin,
         fits=True,
         capacity_bytes=capacity(on),
         memory=memory,

@@ -4,10 +4,11 @@ import time
 from pathlib import Path
 
 from systolic.chips import Slice
-from systolic.core.errors import DataError
+from systolic.core.errors import DataError, OptionError
+from systolic.core.origin import Origin
 from systolic.forecasting.forecast import Forecast
 from systolic.forecasting.memory import memory_map
-from systolic.forecasting.run import assemble, check_platform
+from systolic.forecasting.run import assemble
 from systolic.hlo import parse
 from systolic.sim import simulate
 
@@ -16,9 +17,13 @@ def forecast_text(path: Path, on: Slice) -> Forecast:
     """Scheduled HLO text that another program dumped.
 
     Raises:
+        OptionError: the slice is no TPU.
         DataError: the file is no scheduled HLO, or is for another number of devices.
     """
-    check_platform(on)
+    if on.platform != "tpu":
+        raise OptionError(
+            f"{on.name} is a {on.platform}: of dumps only TPU slices are forecast; give a recipe or a function instead"
+        )
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -49,4 +54,5 @@ def forecast_text(path: Path, on: Slice) -> Forecast:
         name=path.name,
         on=on,
         compiler={"seconds": round(time.perf_counter() - begin, 3), "cached": True},
+        memory_origin=Origin.simulated,
     )

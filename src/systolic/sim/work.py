@@ -139,11 +139,11 @@ def _fusion_bytes(
         shape = outside.shape if outside is not None else parameter.shape
         here = float(shape.bytes_in(HBM))
         if here:
-            total += _read(module, inner, parameter, here)
+            total += bytes_read(module, inner, parameter, here)
     return total + _written(module, inner, fusion)
 
 
-def _read(module: Module, inner: Computation, parameter: Instruction, size: float) -> float:
+def bytes_read(module: Module, inner: Computation, parameter: Instruction, size: float) -> float:
     """Bytes of a fusion's parameter that it reads: slices of it only, or nothing where it is updated in place."""
     users: dict[str, list[Instruction]] = {}
     for instruction in inner:
@@ -157,7 +157,7 @@ def _read(module: Module, inner: Computation, parameter: Instruction, size: floa
             held = module.computations[use.called("calls") or ""]
             for number, name in enumerate(use.operands):
                 if _source(inner, name) is parameter and number < len(held.parameters):
-                    total += _read(module, held, held.parameters[number], size)
+                    total += bytes_read(module, held, held.parameters[number], size)
         elif (
             use.opcode != "dynamic-update-slice" or _source(inner, use.operands[0]) is not parameter
         ):

@@ -115,7 +115,7 @@ def render(forecast: Forecast) -> str:
         "memory": memory(forecast),
         "refused": refused(forecast),
         "time": readings.time_parts(forecast),
-        "words": readings.RESOURCES,
+        "words": readings.words(forecast),
         "places": rows(forecast, costs[:PLACES], {n: i for i, n in enumerate(shown)}),
         "more_places": _more(forecast, costs[PLACES:]),
         "ops": rows(forecast, by_op(timeline)[:OPS], colours) if timeline else [],

@@ -22,6 +22,14 @@ RESOURCES = {
     "idle": "idle",
 }
 """What the core does or waits for, in words."""
+ELSEWHERE = {
+    "mxu": "matmuls",
+    "vpu": "elementwise work",
+    "ici": "waiting for the other GPUs",
+    "dcn": "waiting for the network",
+    "host": "starting kernels",
+}
+"""The words that differ on CPUs and GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +83,11 @@ def speed(forecast: Forecast) -> list[tuple[str, str]]:
     return [(name, text) for name, text in found if text != figures.MISSING]
 
 
+def words(forecast: Forecast) -> dict[str, str]:
+    """What each resource is called on the forecast's platform."""
+    return RESOURCES if forecast.on.platform == "tpu" else {**RESOURCES, **ELSEWHERE}
+
+
 def interval(forecast: Forecast) -> str:
     """``5.85 ms to 9.75 ms``; empty without one."""
     if forecast.low is None or forecast.high is None:
@@ -83,8 +96,8 @@ def interval(forecast: Forecast) -> str:
 
 
 def memory_origin(forecast: Forecast) -> Origin:
-    """Whether the peak is the compiler's or the schedule's."""
-    return Origin.compiled if "jax" in forecast.compiler else Origin.simulated
+    """Whether the peak is the compiler's, the schedule's or assumed."""
+    return forecast.memory_origin
 
 
 def memory_parts(forecast: Forecast) -> list[Part]:

@@ -105,9 +105,11 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
         _change("", "MFU", before, after, ("mfu",), "share"),
         _change("", "tokens/s", before, after, ("tokens_per_second",), ""),
         _change("", "examples/s", before, after, ("examples_per_second",), ""),
+        _change("", "calls/s", before, after, ("calls_per_second",), ""),
         _change("", "peak memory", before, after, ("hbm", "peak_bytes"), "B"),
         _change("", "per billion tokens", before, after, ("usd_per_billion_tokens",), "$"),
         _change("", "per million examples", before, after, ("usd_per_million_examples",), "$"),
+        _change("", "per million calls", before, after, ("usd_per_million_calls",), "$"),
     ]
     found = [change for change in found if (change.before, change.after) != (None, None)]
     old, new = before["hbm"].get("by_kind") or {}, after["hbm"].get("by_kind") or {}

@@ -103,7 +103,7 @@ def _verdict(forecast: Forecast, width: int) -> list[Text]:
     step = Text(f"{speed['step']} a step", style=f"bold {colour}")
     if found := readings.interval(forecast):
         step.append(f" ({found})", "not bold")
-    step.append(f", bound by {readings.RESOURCES[speed['bound by']]}", "not bold")
+    step.append(f", bound by {readings.words(forecast)[speed['bound by']]}", "not bold")
     step.append(f"  [{forecast.origin.value}]", "dim not bold")
     rest = [speed["throughput"]] if "throughput" in speed else []
     rest += [f"{name} {speed[name]}" for name in ("MFU", "HFU") if name in speed]

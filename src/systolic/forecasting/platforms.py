@@ -1,0 +1,182 @@
+"""Forecasts for CPUs and GPUs: the compiler's memory where it was asked, and a roofline's time.
+
+Of a CPU, and of a GPU that is at hand, the program was compiled for real; of any other GPU it was
+partitioned and scheduled on a CPU, and what comes of that is assumed, and says so.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from systolic.aot import Compiled
+from systolic.aot.host import Built
+from systolic.chips import Slice
+from systolic.core.errors import NotFoundError
+from systolic.core.origin import Origin
+from systolic.core.units import gibibytes
+from systolic.forecasting.cost import bill_of
+from systolic.forecasting.forecast import LARGEST, Forecast
+from systolic.forecasting.memory import MemoryMap, memory_map
+from systolic.hlo import Module, parse
+from systolic.sim.roofline import Peaks, Program, gpu_peaks, roofline
+from systolic.sim.timeline import Timeline
+
+GPU_ERROR = 0.35
+"""Half-width of a GPU's interval. Plain rooflines are 31 % off on average (NeuSight, arXiv 2407.13853,
+its baseline over 146 rows); here the efficiencies are measured ones."""
+CPU_FACTOR = 2.0
+"""How far a CPU's step may be from its roofline, either way: threads, caches and small ops are not modelled."""
+PREALLOCATED = 0.75
+"""Share of a GPU's memory that XLA takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says more (JAX's documentation)."""
+
+STAND_IN = "roofline, not compiled for this GPU: XLA partitioned and scheduled it on a CPU; a GPU's fusions differ"
+HOST_TIME = "step time is a roofline over the compiled program, op after op"
+MEASURED = "rates of this CPU were measured when the program was compiled"
+
+
+def forecast_host(outcome: Compiled, name: str, on: Slice, seconds: float) -> Forecast:
+    """The forecast of a program for a CPU or GPU slice."""
+    report = outcome.report
+    built = Built(report["built"])
+    module = parse(outcome.hlo)
+    facts = report["program"]
+    memory = memory_map(module, _peak(report["memory"]))
+    have = capacity(on)
+    notes = [*facts.get("notes", ()), *_notes(built, on, memory, have, report)]
+    timeline, why = _timeline(module, on, built, report)
+    if timeline is None:
+        notes.append(why)
+    fits = not have or memory.peak_bytes <= have
+    low, high, interval = _interval(on, timeline)
+    shown = fits and timeline is not None
+    return Forecast(
+        recipe=name,
+        on=on,
+        origin=_origin(built, timeline, fits),
+        memory_origin=Origin.assumed if built is Built.stand_in else Origin.compiled,
+        fits=fits,
+        capacity_bytes=have,
+        memory=memory,
+        timeline=timeline if fits else None,
+        step_seconds=timeline.seconds if shown and timeline is not None else None,
+        low=low if shown else None,
+        high=high if shown else None,
+        interval=interval if shown else "",
+        model_flops=facts.get("model_flops"),
+        unit=facts.get("unit", "calls"),
+        units=facts.get("units", 1),
+        hardware_flops=_flops(timeline),
+        bill=bill_of(on),
+        compiler={
+            **report["versions"],
+            "seconds": round(seconds, 3),
+            "stages": report["seconds"],
+            "cached": outcome.cached,
+            "flags": report["flags"],
+            "program": outcome.digest,
+            "built_for": "cpu" if built is Built.stand_in else on.chip.name,
+        },
+        layout=facts.get("layout", {}),
+        rejected=None if fits else _rejected(memory, have),
+        notes=(*notes, *(timeline.notes if timeline is not None else ())),
+    )
+
+
+def capacity(on: Slice) -> int:
+    """Memory of one JAX device; virtual devices of a CPU share the machine's."""
+    memory = on.chip.hbm_bytes or 0
+    return memory // on.num_devices if on.platform == "cpu" else memory
+
+
+def _peak(stats: Mapping[str, int]) -> int | None:
+    """Arguments, results that don't take their place, and temporaries at once."""
+    if "argument_size_in_bytes" not in stats:
+        return stats.get("used_in_bytes")
+    held = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes")
+    return sum(stats[name] for name in held) - stats.get("alias_size_in_bytes", 0)
+
+
+def _timeline(
+    module: Module, on: Slice, built: Built, report: Mapping[str, Any]
+) -> tuple[Timeline | None, str]:
+    """The roofline, or None and what the catalogue lacks for it."""
+    program = Program.stand_in if built is Built.stand_in else Program.compiled
+    try:
+        peaks = _cpu_peaks(report["rates"]) if on.platform == "cpu" else gpu_peaks(on)
+        return roofline(module, peaks, on.num_devices, program), ""
+    except NotFoundError as error:
+        return None, f"no step time: {error}"
+
+
+def _cpu_peaks(rates: Mapping[str, float]) -> Peaks:
+    """As the compiling process measured them."""
+    return Peaks(
+        matmul={"f32": rates["matmul_flops_per_second"]},
+        memory=rates["memory_bytes_per_second"],
+        vector=rates["vector_operations_per_second"],
+    )
+
+
+def _interval(on: Slice, timeline: Timeline | None) -> tuple[float | None, float | None, str]:
+    if timeline is None:
+        return None, None, ""
+    seconds = timeline.seconds
+    if on.platform == "cpu":
+        return (
+            seconds / CPU_FACTOR,
+            seconds * CPU_FACTOR,
+            f"a factor of {CPU_FACTOR:g} either way: a roofline knows no threads, caches or small ops",
+        )
+    return (
+        seconds * (1 - GPU_ERROR),
+        seconds * (1 + GPU_ERROR),
+        f"{GPU_ERROR:.0%} either way: what plain rooflines are off by, collectives that overlap among it",
+    )
+
+
+def _origin(built: Built, timeline: Timeline | None, fits: bool) -> Origin:
+    """Of the step time, else of the verdict."""
+    if built is Built.stand_in:
+        return Origin.assumed
+    return Origin.simulated if timeline is not None and fits else Origin.compiled
+
+
+def _flops(timeline: Timeline | None) -> float:
+    if timeline is None:
+        return 0.0
+    return sum(span.flops * times for span, times in timeline.leaves())
+
+
+def _notes(
+    built: Built, on: Slice, memory: MemoryMap, have: int, report: Mapping[str, Any]
+) -> list[str]:
+    found = [STAND_IN] if built is Built.stand_in else [HOST_TIME]
+    if built is Built.stand_in:
+        found.append(
+            "memory is estimated: parameters and optimizer are exact, temporaries as a CPU would have them"
+        )
+        if report["flags"]:
+            found.append("flags change nothing in a roofline")
+    if on.platform == "cpu":
+        found.append(MEASURED)
+        if on.num_devices > 1:
+            found.append(f"{on.num_devices} virtual devices share this machine's cores and memory")
+    elif have and PREALLOCATED * have < memory.peak_bytes <= have:
+        found.append(
+            "XLA takes 75 % of a GPU's memory unless told: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
+        )
+    return found
+
+
+def _rejected(memory: MemoryMap, have: int) -> dict[str, Any]:
+    return {
+        "space": "hbm",
+        "need_bytes": memory.peak_bytes,
+        "have_bytes": have,
+        "buffers": [
+            {"bytes": b.bytes, "op": b.op, "shape": b.shape, "source": b.source, "kind": b.kind}
+            for b in memory.buffers[:LARGEST]
+        ],
+        "remedies": [
+            f"{gibibytes(memory.peak_bytes - have)} less: split more ways with layout.fsdp, take a smaller batch, or layout.remat full"
+        ],
+    }

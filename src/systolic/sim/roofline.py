@@ -1,0 +1,315 @@
+"""Rooflines: seconds of a program from its FLOPs and bytes, where no schedule of the chip is known.
+
+Each op takes the longest of its matrix work, its memory traffic and its elementwise work, at rates
+that were measured on good shapes; ops and collectives follow each other. That says what the hardware
+allows a program, not what a compiler makes of it.
+"""
+
+import enum
+import math
+import re
+from dataclasses import dataclass, field, replace
+
+from systolic.chips import Slice
+from systolic.core.errors import NotFoundError
+from systolic.core.origin import Origin
+from systolic.hlo import Computation, Instruction, Module
+from systolic.hlo.groups import groups_of
+from systolic.hlo.loops import trip_count
+from systolic.hlo.origin import named
+from systolic.sim.estimate import vector_operations
+from systolic.sim.layers import layer_of
+from systolic.sim.price import FREE
+from systolic.sim.reads import Reads
+from systolic.sim.simulate import COLLECTIVES
+from systolic.sim.switched import Switched, switched
+from systolic.sim.timeline import Resource, Span, Timeline
+from systolic.sim.work import Work, work_of
+
+MATMUL_EFFICIENCY = 0.80
+"""Of the published peak, for chips without a measured matmul in the catalogue: the best bf16 matmul
+on H100 (794.5 of 989 TFLOP/s, the catalogue's ml-engineering)."""
+MEMORY_EFFICIENCY = 0.94
+"""Of the published bandwidth, for chips without a measured one: the sum of two arrays of 4 GiB on
+H100 (How to Scale Your Model, gpus.md, question 7: 3.84 ms in theory, 4.1 ms measured)."""
+F32_SHARE = 0.5
+"""Rate of f32 matmuls over bf16's: JAX's default precision is TF32 on GPUs, at half the bf16 rate."""
+ATTENTION = ((64, 0.41), (128, 0.61))
+"""Head dim and share of the bf16 peak that cuDNN's attention reaches: forward, 2k to 16k tokens, H100
+(FlashAttention-3, arXiv 2407.08608, figure 5). The backward pass is taken to reach the same."""
+LAUNCH_SECONDS = 1.5e-6
+"""The least a GPU kernel takes (How to Scale Your Model, gpus.md, question 7)."""
+_FMHA = "__cudnn$fmha"
+_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
+
+
+class Program(enum.Enum):
+    """Where a module comes from."""
+
+    compiled = "compiled"
+    """By the compiler of the platform it is priced for."""
+    stand_in = "stand-in"
+    """Partitioned by XLA, scheduled and fused for another platform."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peaks:
+    """What one device reaches."""
+
+    matmul: dict[str, float]
+    """FLOP/s by kind of operand: ``bf16``, ``f32``, ``fp8``, ``int8``; ``bf16`` or ``f32`` is there."""
+    memory: float
+    """Bytes/s, read and written."""
+    attention: float = 0.0
+    """bf16 peak that the shares of ``ATTENTION`` are of."""
+    vector: float | None = None
+    """Elementwise operations/s; None where only memory bounds them."""
+    launch_seconds: float = 0.0
+    """The least an op takes."""
+    links: Switched | None = None
+    """None where collectives are copies in the memory of one host."""
+
+    def of(self, dtype: str) -> float:
+        """FLOP/s of a matmul whose operands have this HLO dtype."""
+        if dtype.startswith("f8") and "fp8" in self.matmul:
+            return self.matmul["fp8"]
+        if dtype in ("s8", "u8") and "int8" in self.matmul:
+            return self.matmul["int8"]
+        if dtype in ("f32", "f64") and "f32" in self.matmul:
+            return self.matmul["f32"]
+        return self.matmul.get("bf16") or self.matmul["f32"]
+
+
+def gpu_peaks(on: Slice) -> Peaks:
+    """Of a GPU, from the catalogue.
+
+    Raises:
+        NotFoundError: the catalogue lacks the peak or the bandwidth.
+    """
+    chip = on.chip
+    peak, memory = chip.peak_bf16_flops_per_second, chip.hbm_bytes_per_second
+    if peak is None or memory is None:
+        raise NotFoundError(
+            f"the catalogue has no peak or no bandwidth of {chip.name}; add it to your own catalogue"
+        )
+    reached = chip.measured_matmul_bf16_flops_per_second or MATMUL_EFFICIENCY * peak
+    published = {"fp8": chip.peak_fp8_flops_per_second, "int8": chip.peak_int8_ops_per_second}
+    narrow = {k: v * reached / peak for k, v in published.items() if v is not None}
+    return Peaks(
+        matmul={"bf16": reached, "f32": F32_SHARE * reached, **narrow},
+        memory=chip.measured_hbm_copy_bytes_per_second or MEMORY_EFFICIENCY * memory,
+        attention=peak,
+        launch_seconds=LAUNCH_SECONDS,
+        links=switched(on),
+    )
+
+
+def roofline(module: Module, peaks: Peaks, num_devices: int, program: Program) -> Timeline:
+    """The step that ``module`` is, on one of ``num_devices``.
+
+    Args:
+        module: Partitioned and scheduled HLO.
+        peaks: What a device reaches.
+        num_devices: Of the slice.
+        program: Whether it was compiled for these devices; what another platform's compiler adds
+            before a matmul, and the reductions that a GPU's would scatter, are then corrected.
+
+    Raises:
+        NotFoundError: the catalogue lacks the rate of a link that the program needs.
+    """
+    walk = _Walk(
+        module=module,
+        peaks=peaks,
+        num_devices=num_devices,
+        program=program,
+        reads=Reads(module),
+    )
+    seconds, spans = walk.computation(module.entry)
+    origin = Origin.simulated if program is Program.compiled else Origin.assumed
+    return Timeline(origin=origin, seconds=seconds, spans=spans, notes=tuple(walk.notes))
+
+
+@dataclass
+class _Walk:
+    module: Module
+    peaks: Peaks
+    num_devices: int
+    program: Program
+    reads: Reads
+    notes: dict[str, None] = field(default_factory=dict)
+    known: dict[str, tuple[float, tuple[Span, ...]]] = field(default_factory=dict)
+
+    def computation(self, computation: Computation) -> tuple[float, tuple[Span, ...]]:
+        """Seconds and spans of one run of it, one op after another."""
+        if computation.name not in self.known:
+            spans: list[Span] = []
+            now = 0.0
+            for instruction in computation:
+                span = self.step(computation, instruction)
+                if span is not None:
+                    spans.append(replace(span, start=now))
+                    now += span.seconds
+            self.known[computation.name] = (now, tuple(spans))
+        return self.known[computation.name]
+
+    def step(self, computation: Computation, instruction: Instruction) -> Span | None:
+        """None for what takes no time."""
+        opcode = instruction.opcode
+        if opcode in FREE or opcode.endswith(("-done", "-update")):
+            return None
+        if opcode == "while":
+            return self.loop(computation, instruction)
+        if opcode in ("call", "conditional", "async-start", "call-start"):
+            inner = [self.module.computations[name] for name in instruction.called_computations]
+            if len(inner) > 1:
+                self.notes[f"of the branches of {instruction.name} the longest is taken"] = None
+            seconds, spans = max(map(self.computation, inner), key=lambda cost: cost[0])
+            outer = self.span(computation, instruction, seconds, Resource.idle)
+            return replace(outer, inside=spans) if spans else None
+        if opcode.removesuffix("-start") in COLLECTIVES:
+            return self.collective(computation, instruction)
+        return self.op(computation, instruction)
+
+    def loop(self, computation: Computation, instruction: Instruction) -> Span | None:
+        count = trip_count(self.module, computation, instruction)
+        if count is None:
+            self.notes[f"loop {instruction.name} has no trip count before the run: taken once"] = (
+                None
+            )
+            count = 1
+        seconds, spans = self.computation(self.module.callee(instruction, "body"))
+        if not spans or not count:
+            return None
+        outer = self.span(computation, instruction, seconds * count, Resource.idle)
+        return replace(outer, repeat=count, inside=spans)
+
+    def op(self, computation: Computation, instruction: Instruction) -> Span | None:
+        stand_in = self.program is Program.stand_in
+        if stand_in and self.reads.feeds_products_only(computation, instruction):
+            return None  # a GPU's matmul reads its operands in either order
+        if instruction.opcode == "custom-call":
+            return self.call(computation, instruction)
+        work = work_of(self.module, computation, instruction)
+        elements = 0.0
+        if self.peaks.vector is not None:
+            inner = instruction.called("calls") if instruction.opcode == "fusion" else None
+            elements = (
+                vector_operations(self.module, self.module.computations[inner])
+                if inner is not None
+                else float(instruction.shape.elements)
+            )
+        return self.priced(computation, instruction, work, "roofline", elements=elements)
+
+    def call(self, computation: Computation, instruction: Instruction) -> Span:
+        """Libraries: attention and matmuls by their shapes, what is not known by its bytes."""
+        operands = computation.operand_shapes(instruction)
+        moved = float(
+            sum(s.bytes_in(0) for s in operands)
+            + sum(s.bytes_in(0) for s in instruction.shape.arrays() if s.dtype != "u8")
+        )
+        target = instruction.target
+        if target.startswith(_FMHA) and len(operands) >= 3:
+            flops, head_dim = _attention(instruction, operands)
+            rate = self.peaks.attention * _share(head_dim) or self.peaks.of("bf16")
+            return self.priced(
+                computation, instruction, Work(flops, moved), "kernel", seconds=flops / rate
+            )
+        found = _CONTRACTED.search(instruction.rest)
+        if target.startswith("__cublas") and found is not None and operands:
+            dims = [int(n) for n in found[1].replace('"', "").split(",") if n.strip()]
+            depth = math.prod(operands[0].dims[dim] for dim in dims)
+            out = next(iter(instruction.shape.arrays()))
+            work = Work(2.0 * out.elements * depth, moved, operands[0].dtype)
+            return self.priced(computation, instruction, work, "roofline")
+        self.notes[f"no rule prices {instruction.opcode} {target}".strip()] = None
+        return self.priced(computation, instruction, Work(0.0, moved), "nothing")
+
+    def priced(
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        work: Work,
+        by: str,
+        *,
+        seconds: float | None = None,
+        elements: float = 0.0,
+    ) -> Span:
+        """The longest of matrix, memory and elementwise work; ``seconds`` of matrix work where known."""
+        peaks = self.peaks
+        matrix = work.flops / peaks.of(work.dtype) if seconds is None else seconds
+        memory = work.bytes / peaks.memory
+        vector = elements / peaks.vector if peaks.vector is not None else 0.0
+        longest = max(matrix, memory, vector, peaks.launch_seconds)
+        resource = Resource.mxu if matrix >= memory else Resource.hbm
+        if max(matrix, memory) < longest:
+            resource = Resource.vpu if vector >= longest else Resource.host
+        span = self.span(computation, instruction, longest, resource)
+        return replace(span, flops=work.flops, bytes=work.bytes, priced_by=by)
+
+    def collective(self, computation: Computation, instruction: Instruction) -> Span | None:
+        kind = instruction.opcode.removesuffix("-start")
+        given = sum(s.bytes for s in computation.operand_shapes(instruction))
+        made = instruction.shape
+        if instruction.opcode.endswith("-start") and made.parts is not None and len(made.parts) > 1:
+            made = made.parts[1]  # (operands, results)
+        groups = groups_of(instruction, self.num_devices)
+        links = self.peaks.links
+        if links is None:
+            # The devices are threads of one host: what one holds, another copies.
+            work = Work(0.0, float(given + made.bytes))
+            span = self.priced(computation, instruction, work, "roofline")
+            return replace(span, resource=Resource.hbm, opcode=kind)
+        size = max(groups.size, 1)
+        if (
+            self.program is Program.stand_in
+            and kind == "all-reduce"
+            and self.reads.in_parts(computation, instruction, size)
+        ):
+            kind = "reduce-scatter"
+        cost = links.collective(kind, groups, float(made.bytes), float(given))
+        if not cost.seconds:
+            return None
+        resource = Resource.dcn if "dcn" in cost.lanes else Resource.ici
+        span = self.span(computation, instruction, cost.seconds, resource)
+        return replace(span, opcode=kind, bytes=cost.bytes, priced_by="network")
+
+    def span(
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        seconds: float,
+        resource: Resource,
+    ) -> Span:
+        origin = named(self.module, computation, instruction)
+        source = self.module.source(origin)
+        return Span(
+            name=instruction.name,
+            opcode=instruction.opcode,
+            start=0.0,
+            seconds=seconds,
+            resource=resource,
+            layer=layer_of(origin.op_name),
+            source=str(source) if source else "",
+        )
+
+
+def _attention(instruction: Instruction, operands: list) -> tuple[float, int]:
+    """FLOPs and head dim of a cuDNN attention: queries, keys and values are [batch, sequence, heads, head dim].
+
+    Two matmuls forward, five backward; half of them where the kernel masks causally itself.
+    """
+    query, key = operands[0].dims, operands[1].dims
+    batch, queries, heads, head_dim = query
+    flops = 2.0 * 2 * batch * heads * queries * key[1] * head_dim
+    if "Backward" in instruction.target:
+        flops *= 2.5
+    if "CAUSAL" in instruction.rest:
+        flops *= 0.5
+    return flops, head_dim
+
+
+def _share(head_dim: int) -> float:
+    """Of the peak, between and beyond the measured head dims."""
+    (low, small), (high, large) = ATTENTION
+    at = min(max((head_dim - low) / (high - low), 0.0), 1.0)
+    return small + at * (large - small)

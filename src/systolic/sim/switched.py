@@ -1,0 +1,102 @@
+"""Collectives of GPUs: switches inside a host or rack, a network card for each GPU beyond.
+
+A gather of V bytes over n GPUs moves (n-1)/n V into each; what comes from other domains shares the
+cards of the group's GPUs (How to Scale Your Model, gpus.md). Each step of a ring has a latency.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from systolic.chips import Slice
+from systolic.core.errors import NotFoundError
+from systolic.hlo import Groups
+from systolic.sim.network import Cost
+
+LINK_EFFICIENCY = 370 / 450
+"""Of the published rate of a GPU's links: what a large all-reduce reaches on eight H100 (How to Scale
+Your Model, gpus.md). Taken for the network between hosts as well."""
+CALL_SECONDS = 8.4e-6
+HOP_SECONDS = 3.4e-6
+NET_HOP_SECONDS = 14e-6
+"""Fixed cost of a ring, of a step of it over NVLink, and over the network: NCCL's own tuning model
+(src/graph/tuning.cc, 2.2x, protocol Simple)."""
+_ROUNDS = {"all-reduce": 2}
+"""A reduce-scatter and an all-gather."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Switched:
+    """The links of one GPU, one way, as they are reached; None where the catalogue has no number."""
+
+    chip: str
+    domain: int
+    """GPUs that one switch joins."""
+    link: float | None
+    """Bytes/s of a GPU into that switch."""
+    card: float | None
+    """Bytes/s of a GPU into the network between domains."""
+
+    def collective(self, kind: str, groups: Groups, out_bytes: float, in_bytes: float) -> Cost:
+        """As :meth:`systolic.sim.network.Network.collective`.
+
+        Raises:
+            NotFoundError: the catalogue lacks the rate of a link that it needs.
+        """
+        if kind in ("collective-permute", "collective-broadcast") or groups.pairs:
+            return self._pairs(groups.groups, in_bytes)
+        if groups.size <= 1:
+            return Cost(0.0, (), 0.0)
+        group = max(groups.groups, key=len)
+        size, domains = len(group), len({self._domain(device) for device in group})
+        inside = math.ceil(size / domains)
+        rounds = _ROUNDS.get(kind, 1)
+        whole = max(out_bytes, in_bytes)
+        moved = rounds * whole * (size - 1) / size
+        # What comes from other domains: in a gather the GPUs of a domain share it, in an exchange
+        # each has its own.
+        beyond = rounds * whole * (domains - 1) / domains
+        beyond /= 1 if kind in ("all-to-all", "ragged-all-to-all") else inside
+        seconds = moved / self._link() if inside > 1 else 0.0
+        if domains > 1:
+            seconds = max(seconds, beyond / self._card())
+        hops = (inside - 1) * HOP_SECONDS + (domains - 1) * NET_HOP_SECONDS
+        lanes = ("dcn",) if domains > 1 else ("nvlink",)
+        return Cost(seconds + rounds * hops + CALL_SECONDS, lanes, moved)
+
+    def _pairs(self, pairs: Sequence[Sequence[int]], size: float) -> Cost:
+        far = any(self._domain(pair[0]) != self._domain(pair[-1]) for pair in pairs)
+        rate, hop = (self._card(), NET_HOP_SECONDS) if far else (self._link(), HOP_SECONDS)
+        return Cost(size / rate + hop + CALL_SECONDS, ("dcn",) if far else ("nvlink",), size)
+
+    def _domain(self, device: int) -> int:
+        return device // self.domain
+
+    def _link(self) -> float:
+        return self._known(self.link, "links between the GPUs of a host")
+
+    def _card(self) -> float:
+        return self._known(self.card, "network between its hosts")
+
+    def _known(self, rate: float | None, what: str) -> float:
+        if rate is None:
+            raise NotFoundError(
+                f"the catalogue has no rate for the {what} of {self.chip}; add it to your own catalogue"
+            )
+        return rate
+
+
+def switched(on: Slice) -> Switched:
+    """The links of a GPU slice, from the catalogue."""
+    chip = on.chip
+    published = chip.ici_bytes_per_second_per_link or chip.pcie_bytes_per_second_per_chip
+    link = chip.measured_ici_bytes_per_second_per_link
+    if link is None and published is not None:
+        link = published * LINK_EFFICIENCY
+    host = chip.dcn_bytes_per_second_per_host
+    return Switched(
+        chip=chip.name,
+        domain=chip.max_pod_chips or chip.chips_per_host or on.num_chips,
+        link=link,
+        card=None if host is None else host / (chip.chips_per_host or 1) * LINK_EFFICIENCY,
+    )
