@@ -121,9 +121,12 @@ VERSIONS = HERE.versions
         ({"versions": {**VERSIONS, "jaxlib": "0.9"}}, "its jaxlib version is 0.9, here"),
         ({"versions": {**VERSIONS, "libtpu": "0.0.41"}}, "its libtpu version is 0.0.41, here"),
         ({"build": "1"}, "its libtpu build is 1, here it is 933746096;"),
-        ({"flags": []}, "its flags is none, here it is --xla_a=1; set LIBTPU_INIT_ARGS to"),
-        ({"flags": ["--xla_a=2"]}, "its flags is --xla_a=2, here it is --xla_a=1;"),
-        ({"options": {"x": 1}}, "its compile options is x 1, here it is none;"),
+        (
+            {"flags": []},
+            "its set of compiler flags is none, here it is --xla_a=1; set LIBTPU_INIT_ARGS to",
+        ),
+        ({"flags": ["--xla_a=2"]}, "its set of compiler flags is --xla_a=2, here it is --xla_a=1;"),
+        ({"options": {"x": 1}}, "its set of compile options is x 1, here it is none;"),
         (
             {"places": [[0, 0, 0, 0, 0], [0, 1, 0, 0, 0]]},
             "its device 1 by place in the topology is (0, 1, 0, 0, 0), here it is (1, 0, 0, 0, 0);",

@@ -66,7 +66,9 @@ def test_what_does_not_match_stops_before_a_run_is_made(
     given = os.environ.get("XLA_FLAGS", "")
     monkeypatch.setenv("XLA_FLAGS", f"{given} --xla_cpu_enable_fast_math=true")
     assert train(saved, run) == 1
-    assert "its flags is none, here it is --xla_cpu_enable" in capsys.readouterr().err
+    assert (
+        "its set of compiler flags is none, here it is --xla_cpu_enable" in capsys.readouterr().err
+    )
     assert train(tmp_path / "no", run) == 2
     assert "no is not a file; systolic forecast RECIPE --on SLICE --save" in capsys.readouterr().err
     assert not run.exists()

@@ -263,9 +263,9 @@ def _differences(saved: Stamp, here: Stamp) -> Iterator[tuple[str, str, str, str
         yield "libtpu build", _text(saved.build), _text(here.build), again
     if list(saved.flags) != list(here.flags):
         mend = "set LIBTPU_INIT_ARGS to the same" if saved.platform == "tpu" else "set XLA_FLAGS"
-        yield "flags", _text(saved.flags), _text(here.flags), f"{mend}, or {again}"
+        yield "set of compiler flags", _text(saved.flags), _text(here.flags), f"{mend}, or {again}"
     if saved.options != here.options:
-        yield "compile options", _text(saved.options), _text(here.options), again
+        yield "set of compile options", _text(saved.options), _text(here.options), again
     names = (("places", "place in the topology"), ("ids", "number in JAX"))
     for name, what in names:
         pairs = zip(getattr(saved, name), getattr(here, name), strict=True)
