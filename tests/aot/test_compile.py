@@ -3,13 +3,14 @@
 import signal
 import subprocess
 import sys
+from concurrent.futures import wait
 from pathlib import Path
 
 import psutil
 import pytest
 
 from systolic.aot import Compiled, Compiler, Failed, Outcome, Rejected, compile
-from systolic.aot.compile import compile_all
+from systolic.aot.compile import Pool
 from systolic.chips import slice
 from systolic.core.errors import LayoutError
 from systolic.forecasting.run import of_outcome
@@ -129,6 +130,7 @@ def test_out_of_memory_is_an_answer_with_names(root: Path) -> None:
 
 INTERRUPTED = """\
 import sys
+from concurrent.futures import wait
 from pathlib import Path
 from systolic.aot import Compiler, compile
 from systolic.chips import slice
@@ -172,7 +174,8 @@ def test_an_interrupted_parent_leaves_no_child(tmp_path: Path, how: signal.Signa
 @pytest.mark.slow
 def test_two_at_once_compile_the_same_program_once(tmp_path: Path) -> None:
     one = (functions.program(functions.matmul), slice("v5e-4"), Compiler(root=tmp_path))
-    answers = compile_all([one, one], workers=2)
+    with Pool(2) as pool:
+        answers = [future.result() for future in [pool.submit(*one), pool.submit(*one)]]
     assert all(isinstance(answer, Compiled) for answer in answers)
     assert sorted(answer.cached for answer in answers) == [False, True]
     assert answers[0].folder == answers[1].folder
@@ -185,11 +188,11 @@ def test_ending_several_ends_all_children(tmp_path: Path) -> None:
         for on in ("v5e-4", "v5e-8", "v6e-4")
     ]
 
-    def stop(index: int, outcome: Outcome) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        compile_all(work, 2, stop)
+    with Pool(2) as pool:
+        futures = [pool.submit(*one) for one in work]
+        wait(futures, timeout=5)
+    for future in futures:
+        assert future.cancelled() or isinstance(future.exception(), KeyboardInterrupt)
     assert left_behind(tmp_path) == []
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -81,32 +81,28 @@ def compile(
     return _compile(program, on, compiler or Compiler(), say, _Children())
 
 
-def compile_all(
-    work: Sequence[tuple[Program, Slice, Compiler]],
-    workers: int,
-    done: Callable[[int, Outcome], None] = lambda *_: None,
-) -> list[Outcome]:
-    """Several at once, each in its own child; ``done`` is told each answer as it comes.
+class Pool:
+    """Several compiles at once, each in its own child; leaving the context ends what still runs.
 
-    Raises:
-        SystolicError: as :func:`compile`; the others are ended.
-        KeyboardInterrupt: after all children have ended.
+    Raises on leaving nothing of its own: what a compile raised is in its future.
     """
-    children = _Children()
 
-    def one(index: int) -> Outcome:
-        answer = _compile(*work[index], lambda _: None, children)
-        done(index, answer)
-        return answer
+    def __init__(self, workers: int) -> None:
+        self._children = _Children()
+        self._threads = ThreadPoolExecutor(max_workers=max(workers, 1))
 
-    pool = ThreadPoolExecutor(max_workers=max(workers, 1))
-    try:
-        return [future.result() for future in [pool.submit(one, n) for n in range(len(work))]]
-    except BaseException:
-        children.end()
-        raise
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._children.end()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def submit(
+        self, program: Program, on: Slice, compiler: Compiler, say: Say = lambda _: None
+    ) -> "Future[Outcome]":
+        """A compile that begins when a worker is free."""
+        return self._threads.submit(_compile, program, on, compiler, say, self._children)
 
 
 @dataclass

@@ -2,10 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from systolic.job.data import Field
-from systolic.job.layout import Layout
+from systolic.job.layout import Axis, Layout, Remat
 
 if TYPE_CHECKING:
     import jax
@@ -53,6 +54,31 @@ class Target(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outline:
+    """What an analytic model of time and memory may know of a network before any trace.
+
+    ``whole`` and ``split`` are elements of one token (or example) in one layer, in the compute dtype;
+    the tensor axis divides ``split`` and leaves ``whole``.
+    """
+
+    parameters: int
+    expert_parameters: int = 0
+    """Of ``parameters``, those that the expert axis divides as well."""
+    layers: int = 1
+    stream: int = 0
+    """Elements of the residual stream a token: what full rematerialisation keeps of a layer."""
+    keys: int = 0
+    """Elements of keys and values a token and layer, which the context axis gathers."""
+    routed: int = 0
+    """Copies of a token that a mixture sends to its experts; 0 in a dense model."""
+    vocab: int = 0
+    kept: Mapping[Remat, tuple[int, int]] = field(default_factory=dict)
+    """(whole, split) elements that each policy keeps for the backward pass."""
+    repeated: Mapping[Remat, float] = field(default_factory=dict)
+    """Share of the forward pass's FLOPs that each policy computes again."""
+
+
 class Model(ABC):
     """A frozen value that builds a Flax NNX module."""
 
@@ -71,6 +97,22 @@ class Model(ABC):
     def flops(self, fields: Mapping[str, Field]) -> float | None:
         """Matmul FLOPs of one example's forward pass (2 per multiply-add); ``None``: counted from the program."""
         del fields
+        return None
+
+    def axes(self) -> frozenset[Axis]:
+        """The mesh axes that can split it; any model can be copied and have its parameters sharded."""
+        return frozenset((Axis.data, Axis.fsdp))
+
+    def policies(self) -> frozenset[Remat]:
+        """The rematerialisation policies that it follows."""
+        return frozenset((Remat.none,))
+
+    def outline(self, layout: Layout) -> Outline | None:
+        """Sizes for an analytic model; ``None``: only parameters and FLOPs are known, from a trace.
+
+        ``layout`` says which activations its policies name.
+        """
+        del layout
         return None
 
     def shrink(self, layout: Layout) -> "Model":

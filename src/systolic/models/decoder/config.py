@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from systolic.core.errors import LayoutError, OptionError
-from systolic.job import Field, Layout, Model, Target
+from systolic.job import Axis, Field, Layout, Model, Outline, Remat, Target
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -171,6 +171,20 @@ class Decoder(Model):
         return sequence * (
             self.layers * (projections + scores + mlp + router) + 2 * self.d_model * self.vocab
         )
+
+    def axes(self) -> frozenset[Axis]:
+        """All of them; the expert axis only in a mixture."""
+        return frozenset(Axis) - (frozenset() if self.experts > 1 else {Axis.expert})
+
+    def policies(self) -> frozenset[Remat]:
+        """All of them."""
+        return frozenset(Remat)
+
+    def outline(self, layout: Layout) -> Outline:
+        """See :mod:`systolic.models.decoder.outline`."""
+        from systolic.models.decoder.outline import outline
+
+        return outline(self, layout)
 
     def shrink(self, layout: Layout) -> "Decoder":
         """Two layers a stage and a few heads a tensor shard, with this model's ratios of heads and experts."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from systolic.job import Axis, Field, Layout, Model, Target
+from systolic.job import Axis, Field, Layout, Model, Remat, Target
 from systolic.models.vision import (
     Pixels,
     at_least_one,
@@ -87,6 +87,10 @@ class ResNet(Model):
     def check(self, layout: Layout) -> None:
         """Only the batch and the parameters split."""
         refuse_axes(layout, "a ResNet", Axis.tensor, Axis.context, Axis.expert, Axis.pipeline)
+
+    def policies(self) -> frozenset[Remat]:
+        """Each block can be run again; nothing in it has a name."""
+        return frozenset((Remat.none, Remat.minimal, Remat.full))
 
     def flops(self, fields: Mapping[str, Field]) -> float:
         """FLOPs of the convolutions and the head for one image."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import LayoutError, OptionError
-from systolic.job import Axis, Field, Layout, Model, Target
+from systolic.job import Axis, Field, Layout, Model, Remat, Target
 from systolic.models.vision import Pixels, at_least_one, image_size, refuse_axes
 
 if TYPE_CHECKING:
@@ -126,6 +126,14 @@ class ViT(Model):
                 raise LayoutError(
                     f"layout.{axis} {ways} does not divide model.{dim} {size}; use a divisor of {size}, or change model.{dim}"
                 )
+
+    def axes(self) -> frozenset[Axis]:
+        """Heads and hidden units can be split, too."""
+        return frozenset((Axis.data, Axis.fsdp, Axis.tensor))
+
+    def policies(self) -> frozenset[Remat]:
+        """Each block can be run again; nothing in it has a name."""
+        return frozenset((Remat.none, Remat.minimal, Remat.full))
 
     def flops(self, fields: Mapping[str, Field]) -> float:
         """FLOPs of the matmuls for one image."""

@@ -1,0 +1,111 @@
+"""What an analytic model of time and memory may know of a decoder; imports without jax."""
+
+import math
+from typing import TYPE_CHECKING
+
+from systolic.job import Layout, Outline, Remat
+
+if TYPE_CHECKING:
+    from systolic.models.decoder.config import Decoder
+
+ATTENTION = 0.05
+"""Rough share of attention's own products in the forward pass; it grows with the sequence, which is not known here."""
+
+
+def outline(config: "Decoder", layout: Layout) -> Outline:
+    """Elements that each policy keeps, by the names that the blocks give their activations."""
+    whole, split = activations(config)
+    queries = config.heads * config.head_dim
+    matmuls = ("query", "key", "value", "out", "mlp", "down")
+    named = set(layout.remat_names)
+    stays = set(layout.saved_names)
+
+    def kept(names: set[str]) -> tuple[int, int]:
+        return (
+            sum(size for name, size in whole.items() if name in names),
+            sum(size for name, size in split.items() if name in names),
+        )
+
+    some, more = kept({"layer_input", *matmuls})
+    everything = kept({*whole, *split})
+    return Outline(
+        parameters=config.num_parameters,
+        expert_parameters=_expert_parameters(config),
+        layers=config.layers,
+        stream=config.d_model,
+        keys=2 * config.kv_heads * config.head_dim,
+        routed=config.experts_per_token if config.experts > 1 else 0,
+        vocab=config.vocab,
+        kept={
+            # Besides what is named: both norms' results, the rotated queries and keys, the activation.
+            Remat.none: (
+                everything[0] + 4 * config.d_model,
+                everything[1] + queries + split["mlp"] // 2,
+            ),
+            Remat.minimal: (some, more),
+            Remat.save_names: kept({"layer_input", *named}),
+            Remat.offload: kept(({"layer_input"} - named) | stays),
+            Remat.full: kept({"layer_input"}),
+        },
+        repeated={
+            Remat.none: 0.0,
+            Remat.minimal: ATTENTION,
+            Remat.save_names: _repeated(config, {*named}),
+            Remat.offload: _repeated(config, named | stays),
+            Remat.full: 1.0,
+        },
+    )
+
+
+def activations(config: "Decoder") -> tuple[dict[str, int], dict[str, int]]:
+    """Elements a token and layer by name: those that the tensor axis leaves whole, and those it splits."""
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    copies = config.experts_per_token * config.capacity_factor if config.experts > 1 else 1.0
+    hidden = config.d_ff * (2 if config.mlp.gated else 1)
+    whole = {"layer_input": config.d_model, "out": config.d_model, "down": config.d_model}
+    split = {
+        "query": queries,
+        "key": keys,
+        "value": keys,
+        "attention": queries,
+        "mlp": math.ceil(hidden * max(copies, 1.0)),
+    }
+    return whole, split
+
+
+def _expert_parameters(config: "Decoder") -> int:
+    if config.experts == 1:
+        return 0
+    return (
+        (3 if config.mlp.gated else 2)
+        * config.layers
+        * config.d_model
+        * config.d_ff
+        * config.experts
+    )
+
+
+def _costs(config: "Decoder") -> dict[str, float]:
+    """Parameters of the matmul that makes each activation: its share of a layer's FLOPs."""
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    active = config.experts_per_token if config.experts > 1 else 1
+    return {
+        "query": config.d_model * queries,
+        "key": config.d_model * keys,
+        "value": config.d_model * keys,
+        "out": config.d_model * queries,
+        "mlp": (2 if config.mlp.gated else 1) * config.d_model * config.d_ff * active,
+        "down": config.d_model * config.d_ff * active,
+    }
+
+
+def _repeated(config: "Decoder", names: set[str]) -> float:
+    """Share of a layer's matmuls that run again: those that make what is not kept and is asked for."""
+    costs = _costs(config)
+    # What a block ends in is never asked for again by itself.
+    again = sum(
+        cost for name, cost in costs.items() if name not in names and name not in ("out", "down")
+    )
+    if "attention" not in names:
+        again += ATTENTION * sum(costs.values())
+    return again / sum(costs.values())

@@ -1,0 +1,83 @@
+"""One point of the search: a slice, a layout, a batch, a precision and compiler flags."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from systolic.chips import Slice
+from systolic.job import Axis, Batch, Job, Layout, Precision, Remat
+from systolic.plan.flags import DEFAULT, FlagSet
+
+_POLICY = ("remat", "remat_names", "saved_names", "attention_block", "loss_tiles")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """What is compiled; the layout is definite."""
+
+    on: Slice
+    layout: Layout
+    batch: int
+    """Examples an optimizer step."""
+    precision: Precision
+    flags: FlagSet = DEFAULT
+
+    def job(self, base: Job) -> Job:
+        """The job under this layout."""
+        return replace(
+            base, layout=self.layout, batch=Batch(total=self.batch), precision=self.precision
+        )
+
+    @property
+    def per_pass(self) -> float:
+        """Examples of one device in one forward and backward pass; a fraction where an axis splits an example."""
+        layout = self.layout
+        ways = layout.batch_ways * layout.context * layout.tensor * layout.pipeline
+        return self.batch / (ways * layout.accumulate)
+
+    @property
+    def name(self) -> str:
+        """``v5e-16 data 2 fsdp 8 remat full accumulate 2``."""
+        return f"{self.on.name} {self.text}"
+
+    @property
+    def text(self) -> str:
+        """The layout in words."""
+        layout = self.layout
+        parts = [f"{axis.value} {layout.size(axis)}" for axis in Axis if layout.size(axis) > 1]
+        parts += [f"remat {remat_text(layout)}"]
+        if layout.accumulate > 1:
+            parts.append(f"accumulate {layout.accumulate}")
+        if layout.attention_block != 512:
+            parts.append(f"attention block {layout.attention_block}")
+        if layout.loss_tiles > 1:
+            parts.append(f"loss tiles {layout.loss_tiles}")
+        if self.flags is not DEFAULT:
+            parts.append(f"flags {self.flags.name}")
+        return " ".join(parts)
+
+    def settings(self, base: Job) -> dict[str, Any]:
+        """What differs from the job, by option: ``layout.fsdp``, ``batch``, ``precision``."""
+        found: dict[str, Any] = {}
+        for axis in Axis:
+            found[f"layout.{axis.value}"] = self.layout.size(axis)
+        if self.on.num_slices > 1:
+            found["layout.slices"] = self.layout.slices.value
+        found["layout.accumulate"] = self.layout.accumulate
+        for name in _POLICY:
+            value = getattr(self.layout, name)
+            if value != getattr(Layout(), name) or value != getattr(base.layout, name):
+                found[f"layout.{name}"] = value.value if isinstance(value, Remat) else value
+        if base.precision is not self.precision:
+            found["precision"] = self.precision.value
+        found["batch"] = self.batch
+        return found
+
+
+def remat_text(layout: Layout) -> str:
+    """The policy, with the names it keeps or moves."""
+    if layout.remat is Remat.save_names:
+        return f"save {'+'.join(layout.remat_names)}"
+    if layout.remat is Remat.offload:
+        kept = f" keep {'+'.join(layout.saved_names)}" if layout.saved_names else ""
+        return f"offload {'+'.join(layout.remat_names)}{kept}"
+    return layout.remat.value

@@ -1,0 +1,85 @@
+"""What the analytic model knows of a job: parameters, FLOPs, sizes of a layer. Traced once where the model does not say."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from systolic.job import Job, Layout, Optimizer, OptimizerKind, Outline, Remat
+
+_STATE_BYTES: Mapping[OptimizerKind, float] = {
+    OptimizerKind.adamw: 8.0,
+    OptimizerKind.lamb: 8.0,
+    OptimizerKind.sgd: 4.0,
+    OptimizerKind.lion: 4.0,
+    OptimizerKind.muon: 4.0,
+    OptimizerKind.adafactor: 0.0,
+}
+"""Bytes a parameter that an optimizer certainly keeps, in f32; adafactor's factored moments are small."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Of one job, whatever the layout."""
+
+    job: Job
+    unit: str
+    """``tokens`` or ``examples``."""
+    units_per_example: int
+    forward_flops: float
+    """Matmul FLOPs of one example's forward pass."""
+    parameters: int
+
+    @cached_property
+    def state_bytes(self) -> float:
+        """Bytes a parameter that live as long as the run: master weight, optimizer state, average."""
+        optimizer: Optimizer = self.job.optimizer
+        return 4.0 + _STATE_BYTES[optimizer.kind] + (4.0 if optimizer.ema else 0.0)
+
+    def outline(self, layout: Layout) -> Outline:
+        """The model's own, or parameters alone."""
+        key = (layout.remat_names, layout.saved_names)
+        if key not in self._outlines:
+            self._outlines[key] = self.job.model.outline(layout) or self._bare
+        return self._outlines[key]
+
+    @cached_property
+    def _outlines(self) -> dict[tuple[tuple[str, ...], ...], Outline]:
+        return {}
+
+    @cached_property
+    def _bare(self) -> Outline:
+        return Outline(
+            parameters=self.parameters,
+            kept=dict.fromkeys(Remat, (0, 0)),
+            repeated={remat: 1.0 if remat is Remat.full else 0.0 for remat in Remat},
+        )
+
+    @property
+    def train_flops(self) -> float:
+        """Model FLOPs of one example's train step: forward, and backward at twice that."""
+        return 3.0 * self.forward_flops
+
+
+def facts_of(job: Job) -> Facts:
+    """What is known of a job; imports jax for models that have no outline.
+
+    Raises:
+        LayoutError: the data's fields contradict the model.
+    """
+    fields = job.data.fields()
+    unit = "tokens" if "tokens" in fields else "examples"
+    per_example = fields["tokens"].shape[0] if unit == "tokens" else 1
+    known, flops = job.model.outline(Layout()), job.model.flops(fields)
+    if known is None or flops is None:
+        from systolic.steps.outline import count
+
+        parameters, forward = count(job)
+    else:
+        parameters, forward = known.parameters, flops
+    return Facts(
+        job=job,
+        unit=unit,
+        units_per_example=per_example,
+        forward_flops=forward,
+        parameters=parameters,
+    )

@@ -1,0 +1,141 @@
+"""What a plan is to reach: the shortest time, the lowest bill or energy, a deadline, a budget."""
+
+import enum
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from systolic.chips import Slice
+from systolic.core.errors import OptionError
+from systolic.forecasting.cost import bill_of
+
+HOUR = 3600.0
+_SPANS = {"m": 60.0, "h": HOUR, "d": 24 * HOUR, "w": 7 * 24 * HOUR}
+
+
+class Objective(enum.Enum):
+    """What is made small."""
+
+    time = "time"
+    cost = "cost"
+    energy = "energy"
+    pareto = "pareto"
+    """Time and cost: every candidate that no other beats in both; the best is the cheapest per speed."""
+
+
+class Price(enum.Enum):
+    """Which price of the catalogue."""
+
+    on_demand = "on-demand"
+    spot = "spot"
+    committed = "committed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Total:
+    """Of the whole job on one candidate; None where the catalogue has no price or no power."""
+
+    steps: float
+    seconds: float
+    usd: float | None
+    kwh: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goal:
+    """What is wanted of the whole job."""
+
+    objective: Objective = Objective.time
+    units: float
+    """Tokens, or examples, to train on."""
+    unit: str = "tokens"
+    deadline_seconds: float | None = None
+    budget_usd: float | None = None
+    price: Price = Price.on_demand
+
+    def total(self, on: Slice, units_per_step: float, step_seconds: float) -> Total:
+        """Time, dollars and kilowatt-hours at that speed."""
+        steps = max(self.units / units_per_step, 1.0)
+        seconds = steps * step_seconds
+        price = hourly(on, self.price)
+        bill = bill_of(on)
+        watts = bill.watts
+        return Total(
+            steps=steps,
+            seconds=seconds,
+            usd=None if price is None else price * seconds / HOUR,
+            kwh=None if watts is None else watts * bill.pue * seconds / 3.6e6,
+        )
+
+    def broken(self, total: Total) -> str | None:
+        """The limit that a total breaks, in words."""
+        if self.deadline_seconds is not None and total.seconds > self.deadline_seconds:
+            return f"takes {days(total.seconds)}, the deadline is {days(self.deadline_seconds)}"
+        if self.budget_usd is not None:
+            if total.usd is None:
+                return "the catalogue has no price for it, so no budget can be kept; give one in your prices file"
+            if total.usd > self.budget_usd:
+                return f"costs ${total.usd:,.0f}, the budget is ${self.budget_usd:,.0f}"
+        return None
+
+    def score(self, total: Total) -> float:
+        """Smaller is better; infinite where what it asks for is not known."""
+        match self.objective:
+            case Objective.time:
+                return total.seconds
+            case Objective.cost:
+                return float("inf") if total.usd is None else total.usd
+            case Objective.energy:
+                return float("inf") if total.kwh is None else total.kwh
+            case Objective.pareto:
+                return float("inf") if total.usd is None else total.usd * total.seconds
+
+    def to_json(self) -> dict[str, object]:
+        """The goal as plain values."""
+        return {
+            "objective": self.objective.value,
+            self.unit: self.units,
+            "deadline_seconds": self.deadline_seconds,
+            "budget_usd": self.budget_usd,
+            "price": self.price.value,
+        }
+
+
+def hourly(on: Slice, price: Price) -> float | None:
+    """Dollars an hour of a whole slice."""
+    prices = on.usd_per_hour
+    return {
+        Price.on_demand: prices.on_demand,
+        Price.spot: prices.spot,
+        Price.committed: prices.committed,
+    }[price]
+
+
+def front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the points that no other one beats in both coordinates, by the first."""
+    kept, lowest = [], float("inf")
+    for index in sorted(range(len(points)), key=lambda i: points[i]):
+        if points[index][1] < lowest:
+            lowest = points[index][1]
+            kept.append(index)
+    return kept
+
+
+def days(seconds: float) -> str:
+    """``3.2 days``, ``5.4 hours`` or ``12 minutes``."""
+    for name, size in (("days", 24 * HOUR), ("hours", HOUR)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {name}"
+    return f"{seconds / 60:.3g} minutes"
+
+
+def span(text: str) -> float:
+    """Seconds of ``36h``, ``3d``, ``90m`` or ``1w``.
+
+    Raises:
+        OptionError: it is none of these.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mhdw])", text.strip().lower())
+    if found is None or float(found[1]) <= 0:
+        raise OptionError(f"{text!r} is not a time; write it like 90m, 36h, 3d or 1w")
+    return float(found[1]) * _SPANS[found[2]]
