@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 
 from systolic.job import Layout
+from systolic.job.layout import Remat
 from tests.steps import tiny
 
 DENSE = {
@@ -18,11 +19,15 @@ DENSE = {
     "data-fsdp-tensor-accumulate": Layout(data=2, fsdp=2, tensor=2, accumulate=2),
     "pipeline-fsdp-tensor": Layout(pipeline=2, fsdp=2, tensor=2),
     "context-tensor-fsdp": Layout(context=2, tensor=2, fsdp=2),
+    "tiles-context-tensor-fsdp": Layout(context=2, tensor=2, fsdp=2, loss_tiles=4),
+    "tiles-accumulate": Layout(data=2, fsdp=2, tensor=2, accumulate=2, loss_tiles=8),
+    "tiles-pipeline": Layout(pipeline=2, fsdp=2, tensor=2, loss_tiles=4, remat=Remat.full),
 }
 MIXTURE = {
     "expert": Layout(expert=4, fsdp=2),
     "expert-tensor": Layout(expert=2, fsdp=2, tensor=2),
     "expert-pipeline": Layout(expert=2, pipeline=2, fsdp=2),
+    "tiles-expert": Layout(expert=2, fsdp=2, tensor=2, loss_tiles=4),
 }
 EXPERTS = replace(tiny.MODEL, experts=4, d_ff=32)
 

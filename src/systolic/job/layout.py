@@ -74,6 +74,8 @@ class Layout:
     """For save-names and offload: which activations; a decoder also names layer_input, out and down."""
     saved_names: tuple[str, ...] = ()
     """For offload: activations that stay in device memory beside the offloaded ones."""
+    loss_tiles: int = 1
+    """A language model's loss: parts of the sequence whose logits exist one at a time. More hold less memory; with more than 1 the logits are computed twice."""
     attention_block: int = 512
     """Tokens of a block side of the TPU attention kernel, a multiple of 128; larger ones are faster where they fit VMEM."""
 
@@ -92,6 +94,10 @@ class Layout:
         if self.attention_block < 128 or self.attention_block % 128:
             raise LayoutError(
                 f"layout.attention-block is {self.attention_block}; it is a multiple of 128"
+            )
+        if self.loss_tiles < 1:
+            raise LayoutError(
+                f"layout.loss-tiles is {self.loss_tiles}; it is the number of parts of the sequence, 1 or more"
             )
         if self.accumulate < 1:
             raise LayoutError(

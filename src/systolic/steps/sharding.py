@@ -1,5 +1,6 @@
 """Which device holds which part: of parameters, of optimizer state, of batches."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,8 +67,9 @@ def check_fields(target: MeshTarget, fields: Mapping[str, Field]) -> None:
     """Whether the mesh divides the dims of an example that it splits.
 
     Raises:
-        LayoutError: an axis does not divide a dim.
+        LayoutError: an axis, or the loss tiles, do not divide a dim; or there is no sequence to tile.
     """
+    _check_tiles(target, fields)
     for field in fields.values():
         for size, name in zip(field.shape, field.axes, strict=False):
             for axis in target.axes(name):
@@ -75,6 +77,28 @@ def check_fields(target: MeshTarget, fields: Mapping[str, Field]) -> None:
                     raise LayoutError(
                         f"layout.{axis} {target.mesh.shape[axis]} does not divide the {name} of {size}; use a divisor of {size}, or change the {name}"
                     )
+
+
+def _check_tiles(target: MeshTarget, fields: Mapping[str, Field]) -> None:
+    tiles, pieces = target.layout.loss_tiles, target.layout.context
+    if tiles == 1:
+        return
+    lengths = {
+        size
+        for field in fields.values()
+        for size, name in zip(field.shape, field.axes, strict=False)
+        if name == "sequence"
+    }
+    if not lengths:
+        raise LayoutError(
+            f"layout.loss-tiles is {tiles} but the examples are no sequences; leave it at 1"
+        )
+    for size in sorted(lengths):
+        if size % (tiles * pieces):
+            shards = f" x layout.context {pieces}" if pieces > 1 else ""
+            raise LayoutError(
+                f"layout.loss-tiles {tiles}{shards} does not divide the sequence of {size}; use a divisor of {size // math.gcd(size, pieces)}, or change the sequence"
+            )
 
 
 def _project(shape: tuple[int, ...], whole: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:

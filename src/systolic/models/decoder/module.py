@@ -1,6 +1,7 @@
 """The decoder as a Flax NNX module: blocks stacked along a leading ``layers`` dim and run by a scan."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from systolic.models.decoder.config import Decoder, Mlp
 from systolic.models.decoder.moe import Mixture
 from systolic.models.decoder.ngrams import NGrams
 from systolic.models.decoder.pipeline import run_stages
+from systolic.models.decoder.tiles import score_tiles
 from systolic.models.parameters import weight
 from systolic.models.product import product
 from systolic.models.remat import name, rematerialise
@@ -182,7 +184,9 @@ class DecoderModule(nnx.Module):
         """
         # Whole rows on every device: a lookup in split rows would make the partitioner replicate its result.
         with jax.named_scope("embed"):
-            table = self.target.constrain(self.embedding[...], "vocab", None)
+            # First split as it is stored: its gradient is summed into shards, not into whole copies.
+            table = self.target.constrain(self.embedding[...], "vocab", "embed")
+            table = self.target.constrain(table, "vocab", None)
             x = table[tokens] * self.config.d_model**0.5
             if self.ngrams is not None:
                 x = x + self.ngrams(jnp.concatenate([recent, tokens], axis=1), positions)
@@ -192,15 +196,43 @@ class DecoderModule(nnx.Module):
         """int32[batch, history]: no token (-1) before the first one."""
         return jnp.full((batch, max(self.config.ngrams - 1, 0)), -1, jnp.int32)
 
-    def logits(self, x: jax.Array) -> jax.Array:
-        """[batch, sequence, d_model] to [batch, sequence, vocab]."""
+    def normed(self, x: jax.Array) -> jax.Array:
+        """The residual stream [batch, sequence, d_model] as the output matrix takes it."""
         with jax.named_scope("logits"):
-            x = self.norm(x)
+            return self.norm(x)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """:meth:`hidden` [batch, sequence, d_model] to [batch, sequence, vocab]."""
+        with jax.named_scope("logits"):
             matrix = self.embedding[...].T if self.config.tie_embeddings else self.unembedding[...]
-            return self.target.constrain(x @ matrix, "batch", "sequence", "vocab")
+            return self.target.constrain(hidden @ matrix, "batch", "sequence", "vocab")
+
+    def score(
+        self,
+        read: Callable[[jax.Array, jax.Array], Any],
+        targets: jax.Array,
+        inputs: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> Any:
+        """What ``read`` makes of the logits and targets int32[batch, sequence], under the layout's loss tiles.
+
+        ``read`` turns logits [..., vocab] and targets [...] into a tree of arrays [...]; ``inputs``
+        are the arguments of :meth:`hidden`.
+        """
+        hidden = self.hidden(*inputs)
+        if self.target.layout.loss_tiles == 1:
+            return read(self.logits(hidden), targets)
+        if self.config.tie_embeddings:
+            matrix, axes = self.embedding[...], ("vocab", "embed")
+        else:
+            matrix, axes = self.unembedding[...], ("embed", "vocab")
+        return score_tiles(read, hidden, matrix, axes, targets, self.target)
 
     def __call__(self, tokens: jax.Array, segments: jax.Array, positions: jax.Array) -> jax.Array:
-        """Logits [batch, sequence, vocab] of tokens int32[batch, sequence].
+        """Logits [batch, sequence, vocab]; the arguments and what is sown are those of :meth:`hidden`."""
+        return self.logits(self.hidden(tokens, segments, positions))
+
+    def hidden(self, tokens: jax.Array, segments: jax.Array, positions: jax.Array) -> jax.Array:
+        """What the output matrix takes, [batch, sequence, d_model], of tokens int32[batch, sequence].
 
         segments int32[batch, sequence]: a token sees earlier tokens of its own segment only.
         positions int32[batch, sequence]: within the segment. A mixture also sows ``router_loss`` f32[].
@@ -228,7 +260,7 @@ class DecoderModule(nnx.Module):
                 reduce_fn=lambda _, new: new,
                 init_fn=lambda: None,
             )
-        return self.logits(x)
+        return self.normed(x)
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
         """Room for ``capacity`` positions of ``batch`` sequences."""
@@ -278,4 +310,4 @@ class DecoderModule(nnx.Module):
         seen = jnp.concatenate([cache.recent, tokens], axis=1)
         last = count[:, None] + jnp.arange(cache.recent.shape[1])
         recent = jnp.take_along_axis(seen, last, axis=1)
-        return self.logits(x), Cache(keys, values, cache.length + count, recent)
+        return self.logits(self.normed(x)), Cache(keys, values, cache.length + count, recent)

@@ -2,7 +2,7 @@
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,8 @@ from systolic.job.model import Mean
 
 if TYPE_CHECKING:
     import jax
+
+    from systolic.steps.tasks.scores import Scores
 
 
 class Unit(enum.Enum):
@@ -42,18 +44,20 @@ class LanguageModel(Task):
         """loss (nats a token; the regularisers only while training), accuracy, and bits_per_byte for bytes."""
         import jax.numpy as jnp
 
-        logits, sown = forward(model, batch)
-        nats, normaliser, best = cross_entropy(logits, batch["targets"])
+        from systolic.steps.tasks.scores import cross_entropy, with_mean
+
+        smooth = train and self.label_smoothing > 0
+        scores, sown = score(model, batch, with_mean if smooth else cross_entropy)
         seen = (batch["targets"] >= 0).astype(jnp.float32)
         weight = seen.sum()
-        entropy = (nats * seen).sum()
+        entropy = (scores.nats * seen).sum()
         loss = entropy
-        if train and self.label_smoothing:
-            even = (normaliser - jnp.mean(logits.astype(jnp.float32), axis=-1)) * seen
+        if scores.mean is not None:
+            even = (scores.normaliser - scores.mean) * seen
             loss = (1 - self.label_smoothing) * loss + self.label_smoothing * even.sum()
         if train and self.z_loss:
-            loss = loss + self.z_loss * (normaliser**2 * seen).sum()
-        terms = {"accuracy": Mean((best * seen).sum(), weight)}
+            loss = loss + self.z_loss * (scores.normaliser**2 * seen).sum()
+        terms = {"accuracy": Mean((scores.best * seen).sum(), weight)}
         if self.router_loss and "router_loss" in sown:
             balance = sown["router_loss"].get_value()
             terms["router_loss"] = Mean(balance * weight, weight)
@@ -67,34 +71,28 @@ class LanguageModel(Task):
         """nats f32[batch]: the summed loss of each row; tokens f32[batch]: its number of targets."""
         import jax.numpy as jnp
 
-        nats, _, _ = cross_entropy(forward(model, batch)[0], batch["targets"])
+        from systolic.steps.tasks.scores import cross_entropy
+
+        nats = score(model, batch, cross_entropy)[0].nats
         seen = (batch["targets"] >= 0).astype(jnp.float32)
         return {"nats": (nats * seen).sum(axis=-1), "tokens": seen.sum(axis=-1)}
 
 
-def forward(model: Any, batch: "Mapping[str, jax.Array]") -> "tuple[jax.Array, Any]":
-    """The logits [batch, sequence, vocab] and what the model sowed as ``nnx.Intermediate`` on the way."""
+def score(
+    model: Any, batch: "Mapping[str, jax.Array]", read: "Callable[[jax.Array, jax.Array], Scores]"
+) -> "tuple[Scores, Any]":
+    """What ``read`` makes of the logits and targets, and what the model sowed as ``nnx.Intermediate``.
+
+    A decoder whose layout has loss tiles never holds all logits; any other model is called for them.
+    """
     from flax import nnx
 
-    call: Any = nnx.capture(model, nnx.Intermediate)
-    return call(batch["tokens"], batch["segments"], batch["positions"])
+    from systolic.models.decoder.module import DecoderModule
 
-
-def cross_entropy(
-    logits: "jax.Array", targets: "jax.Array"
-) -> "tuple[jax.Array, jax.Array, jax.Array]":
-    """f32[batch, sequence] each: nats of the target, log normaliser, 1 where the target is the most likely.
-
-    logits [batch, sequence, vocab] in any float dtype, targets int32[batch, sequence]; a target of -1 gives
-    a number without meaning, to be masked by the caller. The target's logit is picked by a masked sum,
-    which a vocabulary split over devices computes without gathering the logits.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    wide = logits.astype(jnp.float32)
-    normaliser = jax.nn.logsumexp(wide, axis=-1)
-    ids = jax.lax.broadcasted_iota(jnp.int32, wide.shape, wide.ndim - 1)
-    picked = jnp.sum(jnp.where(ids == targets[..., None], wide, 0.0), axis=-1)
-    best = (jnp.argmax(wide, axis=-1) == targets).astype(jnp.float32)
-    return normaliser - picked, normaliser, best
+    inputs = (batch["tokens"], batch["segments"], batch["positions"])
+    if isinstance(model, DecoderModule):
+        call: Any = nnx.capture(model.score, nnx.Intermediate)
+        return call(read, batch["targets"], inputs)
+    call = nnx.capture(model, nnx.Intermediate)
+    logits, sown = call(*inputs)
+    return read(logits, batch["targets"]), sown

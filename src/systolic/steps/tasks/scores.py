@@ -1,0 +1,61 @@
+"""What logits say of the targets, with as few passes over the logits as it takes."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from systolic.models.remat import name
+
+
+class Scores(NamedTuple):
+    """f32[...], one number a target each."""
+
+    nats: jax.Array
+    """Cross-entropy of the target."""
+    normaliser: jax.Array
+    """Logarithm of the sum of the exponentials."""
+    best: jax.Array
+    """1 where the target is the most likely token, of equals the first."""
+    mean: jax.Array | None = None
+    """The mean logit, where asked for."""
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> Scores:
+    """Scores of targets int32[...] under logits [..., vocab] of any float dtype, in float32.
+
+    A target of -1 gives numbers without meaning, to be masked by the caller. The target's logit is
+    picked by a masked sum, and whether it is the best seen from maxima: they take no pass of their
+    own, and a vocabulary split over devices needs no gather of the logits.
+    """
+    wide = logits.astype(jnp.float32)
+    ids = jax.lax.broadcasted_iota(jnp.int32, wide.shape, wide.ndim - 1)
+    picked = jnp.sum(jnp.where(ids == targets[..., None], wide, 0.0), axis=-1)
+    normaliser = log_normaliser(wide)
+    fixed = jax.lax.stop_gradient(wide)
+    before = jnp.max(jnp.where(ids < targets[..., None], fixed, -jnp.inf), axis=-1)
+    best = (picked >= jnp.max(fixed, axis=-1)) & (picked > before)
+    return Scores(nats=normaliser - picked, normaliser=normaliser, best=best.astype(jnp.float32))
+
+
+def with_mean(logits: jax.Array, targets: jax.Array) -> Scores:
+    """:func:`cross_entropy`, and the mean logit."""
+    mean = jnp.mean(logits.astype(jnp.float32), axis=-1)
+    return cross_entropy(logits, targets)._replace(mean=mean)
+
+
+@jax.custom_jvp
+def log_normaliser(logits: jax.Array) -> jax.Array:
+    """logsumexp over the last dim.
+
+    Its derivative is made of the logits and the result alone. So a backward pass that kept the
+    result, named ``normaliser``, reads recomputed logits once, without maximum and sum.
+    """
+    return jax.nn.logsumexp(logits, axis=-1)
+
+
+@log_normaliser.defjvp
+def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    (logits,), (moved,) = primals, tangents
+    normaliser = name(log_normaliser(logits), "normaliser")
+    return normaliser, jnp.sum(jnp.exp(logits - normaliser[..., None]) * moved, axis=-1)

@@ -1,0 +1,211 @@
+"""A loss in tiles is the same loss, from logits that are never whole."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from systolic.core.errors import LayoutError
+from systolic.job import Layout
+from systolic.job.data import MASK
+from systolic.job.layout import Remat
+from systolic.models.decoder.config import Decoder
+from systolic.steps.mesh import make_mesh
+from systolic.steps.steps import Steps
+from systolic.steps.target import MeshTarget
+from systolic.steps.tasks.language import LanguageModel, Unit
+from systolic.steps.tasks.scores import cross_entropy, log_normaliser
+from tests.steps import tiny
+from tests.steps.test_layouts import check, on_eight_devices
+
+ROUNDING = 1e-5
+"""Relative, in float32: the same terms are added in another order."""
+
+UNTIED = replace(tiny.MODEL, tie_embeddings=False)
+WIDE = replace(tiny.MODEL, vocab=4096)
+MIXTURE = replace(tiny.MODEL, experts=4, d_ff=32)
+BYTES = LanguageModel(unit=Unit.byte)
+
+
+def tiled(tiles: int, **changes: Any) -> Steps:
+    layout = changes.pop("layout", tiny.ONE_DEVICE)
+    return tiny.steps(tiny.job(layout=replace(layout, loss_tiles=tiles), **changes))
+
+
+def masked(of: Steps) -> dict[str, jax.Array]:
+    """A batch with a tail of targets that don't count, and a row of padding."""
+    batch = tiny.batch(of, 0)
+    targets = batch["targets"].at[:, -5:].set(-1).at[-1].set(-1)
+    return {**batch, "targets": targets, MASK: batch[MASK].at[-1].set(0)}
+
+
+def start(of: Steps) -> tuple[Any, Any]:
+    """Weights with something in each of them, the untied output matrix included."""
+    rng = np.random.default_rng(1)
+    params = {
+        path: jnp.asarray(
+            0.3 * rng.normal(size=shape.shape) + (path.endswith("scale")), jnp.float32
+        )
+        for path, shape in sorted(of.network.params.items())
+    }
+    assert not of.network.rest
+    return params, {}
+
+
+def gradients(of: Steps) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The terms of a masked batch and the gradient of the loss's total."""
+    params, rest = start(of)
+    batch = masked(of)
+
+    @jax.jit
+    def both(params: Any) -> Any:
+        def loss(params: Any) -> Any:
+            module = of.network.module(of.network.cast(params), rest, True)
+            terms = of.job.task.terms(module, batch, True)
+            return terms["loss"].total, terms
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    (_, terms), found = both(params)
+    return terms, found
+
+
+CASES = {
+    "tied": (tiny.MODEL, BYTES),
+    "untied": (UNTIED, BYTES),
+    "smoothing": (tiny.MODEL, LanguageModel(label_smoothing=0.1)),
+    "z-loss": (UNTIED, LanguageModel(z_loss=1e-2)),
+    "all": (MIXTURE, LanguageModel(label_smoothing=0.1, z_loss=1e-2, router_loss=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_terms_and_gradients_are_those_of_whole_logits(name: str) -> None:
+    model, task = CASES[name]
+    whole, slope = gradients(tiled(1, model=model, task=task))
+    parts, slopes = gradients(tiled(8, model=model, task=task))
+    assert parts.keys() == whole.keys()
+    for term in whole:
+        np.testing.assert_allclose(parts[term], whole[term], rtol=ROUNDING, err_msg=term)
+    assert slopes.keys() == slope.keys()
+    for path, expected in slope.items():
+        size = np.abs(expected).max()
+        assert size > 0, path
+        np.testing.assert_allclose(slopes[path], expected, atol=ROUNDING * size, err_msg=path)
+
+
+def test_rematerialised_layers_and_accumulation_take_tiles() -> None:
+    layout = Layout(fsdp=1, remat=Remat.save_names, accumulate=2)
+    exact, _ = tiny.run(tiled(1, layout=layout))
+    losses, _ = tiny.run(tiled(4, layout=layout))
+    np.testing.assert_allclose(losses, exact, rtol=ROUNDING)
+
+
+def test_evaluation_and_outputs_take_tiles() -> None:
+    one, many = tiled(1, model=WIDE), tiled(8, model=WIDE)
+    params, rest = start(one)
+    batch = masked(one)
+    for of in ("evaluate", "predict"):
+        exact = jax.jit(getattr(one, of))(params, rest, batch)
+        program = jax.jit(getattr(many, of))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=ROUNDING),
+            program(params, rest, batch),
+            exact,
+        )
+        assert largest(getattr(many, of), params, rest, batch) < logits_of(many)
+
+
+def test_the_whole_logits_never_exist() -> None:
+    for tiles in (1, 4):
+        of = tiled(tiles, model=WIDE)
+        found = largest(of.train, of.abstract_state, of.abstract_batch())
+        assert found == logits_of(of) // tiles
+
+
+def logits_of(of: Steps) -> int:
+    """Elements of all logits of a pass."""
+    return of.batch_size * of.job.data.fields()["tokens"].shape[0] * vocab(of)
+
+
+def vocab(of: Steps) -> int:
+    assert isinstance(of.job.model, Decoder)
+    return of.job.model.vocab
+
+
+def largest(function: Any, *args: Any) -> int:
+    """Elements of the largest array in a program, within loops and calls too."""
+
+    def sizes(jaxpr: Any) -> Any:
+        for equation in jaxpr.eqns:
+            yield from (math.prod(out.aval.shape) for out in equation.outvars)
+            for inner in jaxprs_in_params(equation.params):
+                yield from sizes(inner)
+
+    return max(sizes(jax.make_jaxpr(function)(*args).jaxpr))
+
+
+def test_bf16_gradients_are_as_good_as_those_of_whole_logits() -> None:
+    def embedding(tiles: int, dtype: str) -> Any:
+        layout = replace(tiny.ONE_DEVICE, loss_tiles=tiles)
+        return gradients(tiny.steps(tiny.job(layout=layout), dtype=dtype))[1]["embedding"]
+
+    exact = embedding(1, "float32")
+    off = {t: jnp.linalg.norm(embedding(t, "bfloat16") - exact) for t in (1, 8)}
+    assert 0 < off[8] < 1.2 * off[1]
+
+
+def test_int8_operands_take_tiles() -> None:
+    def losses(tiles: int) -> list[float]:
+        layout = replace(tiny.ONE_DEVICE, loss_tiles=tiles)
+        mesh = make_mesh(layout, jax.devices()[:1])
+        target = MeshTarget(
+            platform="cpu", layout=layout, dtype="float32", mesh=mesh, operands="int8"
+        )
+        return tiny.run(Steps(tiny.job(layout=layout), target))[0]
+
+    np.testing.assert_allclose(losses(4), losses(1), rtol=1e-3)
+
+
+def test_the_best_token_is_that_of_argmax() -> None:
+    logits = jnp.array([[1.0, 3.0, 3.0, 0.0], [0.0, 0.0, 0.0, 0.0], [5.0, 1.0, 2.0, -1.0]])
+    for target in range(4):
+        targets = jnp.full(3, target)
+        expected = jnp.argmax(logits, axis=-1) == targets
+        np.testing.assert_array_equal(cross_entropy(logits, targets).best, expected)
+
+
+def test_the_normaliser_has_the_derivative_of_logsumexp() -> None:
+    logits = 50 * jax.random.normal(jax.random.key(0), (3, 64))
+    np.testing.assert_allclose(
+        jax.grad(lambda x: jnp.sum(log_normaliser(x) ** 2))(logits),
+        jax.grad(lambda x: jnp.sum(jax.nn.logsumexp(x, axis=-1) ** 2))(logits),
+        rtol=1e-4,
+        atol=1e-30,
+    )
+
+
+def test_tiles_agree_with_one_device_under_a_mesh() -> None:
+    check(on_eight_devices(["tiles-context-tensor-fsdp", "tiles-expert"]))
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (Layout(fsdp=1, loss_tiles=5), "loss-tiles 5 does not divide the sequence of 32"),
+        (Layout(fsdp=1, loss_tiles=64), "loss-tiles 64 does not divide the sequence of 32"),
+    ],
+)
+def test_tiles_divide_the_sequence(layout: Layout, words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        tiny.steps(tiny.job(layout=layout))
+
+
+def test_there_is_at_least_one_tile() -> None:
+    with pytest.raises(LayoutError, match=r"loss-tiles is 0; .* 1 or more"):
+        Layout(loss_tiles=0)
