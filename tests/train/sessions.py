@@ -46,7 +46,11 @@ class Collect:
 
 
 def train(
-    of: Job | Setup, path: Path, resume: bool = False, watchers: Sequence[Any] = ()
+    of: Job | Setup,
+    path: Path,
+    resume: bool = False,
+    watchers: Sequence[Any] = (),
+    diagnose: int | None = None,
 ) -> dict[str, Any]:
     """One session; the summary."""
     setup = of if isinstance(of, Setup) else set_up(of)
@@ -55,7 +59,7 @@ def train(
     else:
         run = Run.create(path, {"job": {"name": setup.job.name}, "recipe": "tiny", "options": {}})
     with run:
-        return Trainer(setup=setup, run=run, watchers=watchers).train(resume)
+        return Trainer(setup=setup, run=run, watchers=watchers, diagnose=diagnose).train(resume)
 
 
 def records(path: Path, kind: str) -> list[dict[str, Any]]:

@@ -114,6 +114,7 @@ def test_every_second_of_a_ledger_is_somewhere():
         "data_wait": 1,
         "eval": 3,
         "checkpoint": 0,
+        "diagnose": 0,
         "other": 5,
     }
 

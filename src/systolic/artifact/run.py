@@ -1,7 +1,7 @@
 """The run directory: everything that one training leaves, readable with a text editor.
 
 ``job.json`` says what was computed, ``environment.json`` where, ``metrics.jsonl`` what happened,
-``summary.json`` what came out; ``checkpoints/`` belongs to :mod:`systolic.artifact.checkpoint`.
+``diagnoses.jsonl`` how gradients and updates were by layer, ``summary.json`` what came out; ``checkpoints/`` belongs to :mod:`systolic.artifact.checkpoint`.
 """
 
 import datetime
@@ -27,6 +27,7 @@ RECIPE = "recipe.py"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
+DIAGNOSES = "diagnoses.jsonl"
 SUMMARY = "summary.json"
 _CHANGES_EACH_START = ("argv", "pid")
 
@@ -48,6 +49,7 @@ class Run:
         self._lock = Lock(path) if access is Access.write else None
         self._metrics: metrics.Log | None = None
         self._samples: metrics.Log | None = None
+        self._diagnoses: metrics.Log | None = None
 
     @classmethod
     def create(
@@ -156,8 +158,8 @@ class Run:
     def truncate(self, step: int) -> int:
         """Drops the records after ``step`` before training goes on from there, atomically.
 
-        Starts, bad steps, skips, resumes, stops and interruptions stay at any step. Samples after
-        the step go too.
+        Starts, bad steps, skips, resumes, stops and interruptions stay at any step. Samples and
+        diagnoses after the step go too.
 
         Returns:
             How many records of ``metrics.jsonl`` went.
@@ -168,6 +170,10 @@ class Run:
             self._samples = metrics.Log(self._own(SAMPLES))
         if self._samples is not None:
             self._samples.truncate(step)
+        if self._diagnoses is None and (self.path / DIAGNOSES).exists():
+            self._diagnoses = metrics.Log(self._own(DIAGNOSES))
+        if self._diagnoses is not None:
+            self._diagnoses.truncate(step)
         return self._metrics.truncate(step)
 
     def append_sample(self, record: Mapping[str, Any]) -> None:
@@ -179,6 +185,16 @@ class Run:
     def samples(self) -> Iterator[dict[str, Any]]:
         """The samples, oldest first."""
         yield from metrics.read(self.path / SAMPLES)
+
+    def append_diagnosis(self, record: Mapping[str, Any]) -> None:
+        """Adds a look at a step (see :mod:`systolic.steps.diagnose`) to ``diagnoses.jsonl``."""
+        if self._diagnoses is None:
+            self._diagnoses = metrics.Log(self._own(DIAGNOSES))
+        self._diagnoses.append(record)
+
+    def diagnoses(self) -> Iterator[dict[str, Any]]:
+        """The looks, oldest first."""
+        yield from metrics.read(self.path / DIAGNOSES)
 
     def write_job(self, description: Mapping[str, Any]) -> None:
         """Writes ``job.json``: what is computed, how it is spread, on what."""
@@ -247,7 +263,7 @@ class Run:
 
     def close(self) -> None:
         """Closes the files and lets the next process in."""
-        for log in (self._metrics, self._samples):
+        for log in (self._metrics, self._samples, self._diagnoses):
             if log is not None:
                 log.close()
         if self._lock is not None:

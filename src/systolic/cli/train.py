@@ -34,6 +34,7 @@ def options(
     rehearse: str | None = None,
     executable: Path | None = None,
     workers: int = 0,
+    diagnose: int | None = None,
     json: bool = False,
 ) -> None:
     """The verb's own options.
@@ -43,12 +44,17 @@ def options(
         rehearse: Run a few real steps on virtual CPU devices with this slice's mesh, then stop.
         executable: The compiled train step that systolic forecast --save kept, instead of compiling it.
         workers: Processes that read and transform data; 0 uses threads.
+        diagnose: Steps between looks at gradients by layer, for systolic explain; 0 never looks, by default as often as 1 % of the time allows.
         json: Print the summary as one JSON object on stdout.
     """
 
 
 def resume_options(
-    resume: Path, executable: Path | None = None, workers: int = 0, json: bool = False
+    resume: Path,
+    executable: Path | None = None,
+    workers: int = 0,
+    diagnose: int | None = None,
+    json: bool = False,
 ) -> None:
     """The verb's own options with a run.
 
@@ -56,6 +62,7 @@ def resume_options(
         resume: The run's directory.
         executable: The compiled train step that systolic forecast --save kept, instead of compiling it.
         workers: Processes that read and transform data; 0 uses threads.
+        diagnose: Steps between looks at gradients by layer, for systolic explain; 0 never looks, by default as often as 1 % of the time allows.
         json: Print the summary as one JSON object on stdout.
     """
 
@@ -107,9 +114,13 @@ def load(setup: Any, verb: Mapping[str, Any], ledger: Ledger) -> Any:
 
 
 def join(verb: Mapping[str, Any]) -> None:
-    """Joins the other processes of the job, if there are any."""
+    """Checks the verb's own options and joins the other processes of the job, if there are any."""
     from systolic.train import hosts
 
+    if (verb["diagnose"] or 0) < 0:
+        raise OptionError(
+            f"diagnose is {verb['diagnose']}; give the steps between looks, or 0 for none"
+        )
     if hosts.belongs(os.environ) and verb["json"]:
         # Libraries between processes (Gloo, NCCL) print to stdout, which belongs to one JSON object.
         sys.stdout.flush()
@@ -141,7 +152,7 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
     """``systolic train --resume RUN``: goes on from the newest intact checkpoint."""
     from systolic.train import hosts
 
-    join({"json": "--json" in args})
+    join({"json": "--json" in args, "diagnose": None})
     access = Access.write if hosts.is_first() else Access.read
     with Run.open(path, access=access) as directory:
         record = directory.read_job()
@@ -226,6 +237,7 @@ def session(
         workers=verb["workers"],
         ledger=ledger,
         loaded=loaded,
+        diagnose=verb["diagnose"],
     )
     try:
         summary = trainer.train(resume)

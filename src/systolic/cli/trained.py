@@ -7,6 +7,7 @@ from typing import Any
 
 from systolic.artifact.run import Run
 from systolic.cli.target import rebuild
+from systolic.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,17 +21,26 @@ class Trained:
 
 def load(path: Path, checkpoint: str) -> Trained:
     """The run's weights on this machine's devices; a damaged checkpoint that was passed over is said on stderr."""
+    from systolic.artifact import weights
+
+    run = Run.open(path)
+    _, job, _ = rebuild(run)
+    setup = set_up_here(job)
+    found = weights.load(run, setup.steps, checkpoint)
+    for line in found.skipped:
+        print(f"systolic: {line}; using step {found.step}", file=sys.stderr)
+    return Trained(run=run, setup=setup, weights=found)
+
+
+def set_up_here(job: Job) -> Any:
+    """The job on this machine's devices, however many there are: any number can use what any layout trained."""
     from dataclasses import replace
 
-    from systolic.artifact import weights
     from systolic.job import Layout, Remat
     from systolic.train.machine import Machine
     from systolic.train.setup import set_up
 
-    run = Run.open(path)
-    _, job, _ = rebuild(run)
     machine = Machine.here()
-    # Any number of devices can use what any layout trained: weights are spread over what is here.
     ways = len(machine.devices)
     batch = (
         replace(job.batch, total=job.batch.resolve(Layout(data=1, fsdp=1)), per_device=None)
@@ -40,8 +50,4 @@ def load(path: Path, checkpoint: str) -> Trained:
     free = Layout(data=1, fsdp=-1, remat=Remat.none)
     if job.batch.total and job.batch.total % ways:
         batch = replace(batch, total=-(-job.batch.total // ways) * ways)
-    setup = set_up(replace(job, layout=free, batch=batch), machine)
-    found = weights.load(run, setup.steps, checkpoint)
-    for line in found.skipped:
-        print(f"systolic: {line}; using step {found.step}", file=sys.stderr)
-    return Trained(run=run, setup=setup, weights=found)
+    return set_up(replace(job, layout=free, batch=batch), machine)

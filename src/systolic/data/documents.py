@@ -1,5 +1,6 @@
 """Anybody's text for a language model: files, JSONL, Parquet, ArrayRecord, datasets folders."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -85,6 +86,13 @@ class Documents(TextData):
             places = packed.places(self._packed_split(split))
             return -(-places // self.sequence)
         return None if len(self.documents(split)[1]) else 0
+
+    def epochs(self, position: bytes) -> float | None:
+        """By windows of documents; ``None`` for packed data, whose size is known."""
+        saved = json.loads(position)
+        if "window" not in saved:
+            return None
+        return saved["window"] / -(-saved["documents"] // saved["documents per window"])
 
     def documents(self, split: Split) -> "tuple[Corpus, np.ndarray]":
         """All documents, and the numbers (int64[n], ascending) of those that are in a split.

@@ -88,6 +88,11 @@ class Data(ABC):
     def size(self, split: Split) -> int | None:
         """Examples in a split, 0 if it has none, ``None`` when only reading tells (packed text)."""
 
+    def epochs(self, position: bytes) -> float | None:
+        """Passes over the training split that a saved position stands for; ``None``: its size tells."""
+        del position
+        return None
+
     @abstractmethod
     def open(self, read: Read) -> Batches:
         """Batches of a split: name to array [batch, *shape], and ``mask`` f32[batch].

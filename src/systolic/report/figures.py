@@ -13,12 +13,22 @@ _LABELS = {
     "mfu": "MFU",
     "grad_norm": "gradient norm",
     "eval": "evaluation",
+    "diagnose": "diagnosis",
 }
 
 _OWN_KEYS = frozenset(
     (
         *("kind", "step", "time", "elapsed", "loss", "learning_rate", "grad_norm"),
-        *("tokens_per_second", "examples_per_second", "step_seconds", "mfu", "data_wait"),
+        *(
+            "tokens_per_second",
+            "examples_per_second",
+            "step_seconds",
+            "mfu",
+            "data_wait",
+            "device_wait",
+            "forecast_step_seconds",
+            "forecast_ratio",
+        ),
         *("memory_bytes", "eta_seconds"),
     )
 )
@@ -91,6 +101,14 @@ def throughput_text(record: Mapping[str, Any]) -> str:
     if found is None or not math.isfinite(found[0]):
         return MISSING
     return f"{si(found[0])} {found[1]}"
+
+
+def forecast_text(record: Mapping[str, Any]) -> str:
+    """The step as it was forecast, and how many times it was measured: ``311 ms, × 1.04``; ``""`` without."""
+    forecast, ratio = number(record.get("forecast_step_seconds")), record.get("forecast_ratio")
+    if forecast is None:
+        return ""
+    return f"{seconds(forecast)}, × {ratio:.2f}" if number(ratio) is not None else seconds(forecast)
 
 
 def label(name: str) -> str:

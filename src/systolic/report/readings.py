@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from systolic.report import figures
 from systolic.report.run import Record, Run
 
-_ORDER = ("step", "data_wait", "compile", "eval", "checkpoint", "other")
+_ORDER = ("step", "data_wait", "compile", "eval", "checkpoint", "diagnose", "other")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +83,22 @@ def speed(run: Run) -> list[tuple[str, str]]:
     found = [
         ("throughput", figures.throughput_text(record)),
         ("MFU", figures.percent(record.get("mfu"))),
+        ("forecast", _forecast(record)),
     ]
     return [(name, text) for name, text in found if text != figures.MISSING]
+
+
+def _forecast(record: Record) -> str:
+    """The step as it was forecast and as it was measured, of a summary or a train record."""
+    told = record.get("forecast") or {}
+    measured = told.get("measured_step_seconds", record.get("step_seconds"))
+    forecast = told.get("step_seconds", record.get("forecast_step_seconds"))
+    if forecast is None:
+        return figures.MISSING
+    text = f"{figures.seconds(forecast)} a step"
+    if measured is None:
+        return text
+    return f"{text}, measured {figures.seconds(measured)}: × {measured / forecast:.2f}"
 
 
 def metrics(run: Run) -> dict[str, str]:

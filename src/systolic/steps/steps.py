@@ -120,7 +120,7 @@ class Steps:
         state = self.abstract_state
         return (
             flops.count(
-                lambda p, r, b: self._sums(p, r, b, train=False)[0],
+                lambda p, r, b: self.sums(p, r, b, train=False)[0],
                 state.params,
                 state.rest,
                 self.abstract_batch(),
@@ -142,7 +142,8 @@ class Steps:
             step=jnp.zeros((), jnp.int32),
             params=params,
             rest=rest,
-            optimizer=self.optimizer.init(params),
+            # A model may keep weights in bf16; what the optimizer adds up over steps is float32.
+            optimizer=self.optimizer.init(jax.tree.map(lambda p: p.astype(jnp.float32), params)),
             ema=jax.tree.map(jnp.copy, params) if self.job.optimizer.ema else None,
             scale=LossScale.start() if self.target.dtype == "float16" else None,
             watch=Watch.start(),
@@ -150,10 +151,7 @@ class Steps:
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step; also f32[] metrics: loss, grad_norm, learning_rate, bad (0 or 1) and the task's terms."""
-        # float16 gradients of the *mean* loss are what the scale lifts; the total would overflow.
-        scale = jnp.ones((), jnp.float32)
-        if state.scale is not None:
-            scale = state.scale.scale / self._terms_per_pass
+        scale = self.loss_scale(state)
         gradients, rest, sums = self._gradients(state, batch, scale)
         weight = jnp.maximum(sums["loss"].weight, 1e-9)
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / (weight * scale), gradients)
@@ -206,16 +204,17 @@ class Steps:
 
     def evaluate(self, params: Arrays, rest: Arrays, batch: Batch) -> dict[str, Mean]:
         """The task's terms of one batch as sums, so that batches add up to the mean over a split."""
-        return self._sums(params, rest, batch, train=False)[0]
+        return self.sums(params, rest, batch, train=False)[0]
 
     def predict(self, params: Arrays, rest: Arrays, batch: Batch) -> dict[str, jax.Array]:
         """The task's outputs, name to [batch, ...]."""
         module = self.network.module(self.network.cast(params), rest, train=False)
         return dict(self.job.task.outputs(module, batch))
 
-    def _sums(
+    def sums(
         self, params: Arrays, rest: Arrays, batch: Batch, train: bool
     ) -> tuple[dict[str, Mean], Arrays]:
+        """The task's terms of one batch as sums, and the module's variables after it."""
         module = self.network.module(self.network.cast(params), rest, train)
         terms = self.job.task.terms(module, batch, train)
         mask = batch[MASK]
@@ -230,7 +229,7 @@ class Steps:
         def loss(
             params: Arrays, rest: Arrays, part: Batch
         ) -> tuple[jax.Array, tuple[dict[str, Mean], Arrays]]:
-            sums, rest = self._sums(params, rest, part, train=True)
+            sums, rest = self.sums(params, rest, part, train=True)
             return sums["loss"].total * scale, (sums, rest)
 
         gradient = jax.value_and_grad(loss, has_aux=True)
@@ -238,14 +237,6 @@ class Steps:
         if passes == 1:
             (_, (sums, rest)), gradients = gradient(state.params, state.rest, batch)
             return gradients, rest, sums
-
-        def split(name: str, array: jax.Array) -> jax.Array:
-            # Interleaved, so that each pass takes its share of every device's examples and none move.
-            parts = array.reshape(-1, passes, *array.shape[1:]).swapaxes(0, 1)
-            spec = self.batch_shardings[name].spec
-            return jax.lax.with_sharding_constraint(
-                parts, self.target.sharding(jax.sharding.PartitionSpec(None, *spec))
-            )
 
         def one(carry: Any, part: Batch) -> tuple[Any, None]:
             total, rest, sums = carry
@@ -256,13 +247,33 @@ class Steps:
                 jax.tree.map(jnp.add, sums, more),
             ), None
 
-        parts = {name: split(name, array) for name, array in batch.items()}
+        parts = self.parts(batch, passes)
         first = jax.tree.map(lambda p: p[0], parts)
         _, (shape, _) = jax.eval_shape(loss, state.params, state.rest, first)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
         start = (jax.tree.map(jnp.zeros_like, state.params), state.rest, zeros)
         (gradients, rest, sums), _ = jax.lax.scan(one, start, parts)
         return gradients, rest, sums
+
+    def parts(self, batch: Batch, count: int) -> dict[str, jax.Array]:
+        """The batch as ``count`` equal ones: name to [count, batch / count, ...]."""
+
+        def split(name: str, array: jax.Array) -> jax.Array:
+            # Interleaved, so that each part takes its share of every device's examples and none move.
+            parts = array.reshape(-1, count, *array.shape[1:]).swapaxes(0, 1)
+            spec = self.batch_shardings[name].spec
+            return jax.lax.with_sharding_constraint(
+                parts, self.target.sharding(jax.sharding.PartitionSpec(None, *spec))
+            )
+
+        return {name: split(name, array) for name, array in batch.items()}
+
+    def loss_scale(self, state: TrainState) -> jax.Array:
+        """f32[]: what the total loss of a pass is multiplied by before it is differentiated."""
+        if state.scale is None:
+            return jnp.ones((), jnp.float32)
+        # float16 gradients of the *mean* loss are what the scale lifts; the total would overflow.
+        return state.scale.scale / self._terms_per_pass
 
     @property
     def _terms_per_pass(self) -> int:

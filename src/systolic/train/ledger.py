@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-KINDS = ("compile", "step", "data_wait", "eval", "checkpoint", "other")
+KINDS = ("compile", "step", "data_wait", "eval", "checkpoint", "diagnose", "other")
 """``step`` is productive; the rest is what a user would like to have back."""
 
 

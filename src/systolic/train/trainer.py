@@ -21,6 +21,7 @@ from systolic.train.interrupt import Interrupt
 from systolic.train.ledger import Ledger
 from systolic.train.meter import Meter
 from systolic.train.outcome import next_command, sample, summarise
+from systolic.train.probe import Probe
 from systolic.train.programs import Program
 from systolic.train.progress import Progress
 from systolic.train.quiet import quiet_saves
@@ -56,6 +57,7 @@ class Trainer:
         workers: Processes that read data.
         ledger: Opened when the command started, so that start-up counts.
         loaded: The train step, compiled elsewhere.
+        diagnose: Steps between looks at gradients by layer; 0 never looks, ``None`` where it costs little.
     """
 
     setup: Setup
@@ -64,6 +66,7 @@ class Trainer:
     workers: int = 0
     ledger: Ledger = field(default_factory=Ledger)
     loaded: Loaded | None = None
+    diagnose: int | None = None
 
     def __post_init__(self) -> None:
         self.job, self.steps = self.setup.job, self.setup.steps
@@ -78,6 +81,8 @@ class Trainer:
         self.train_program = Program("train", self.setup.jitted_train, self.ledger, self.event)
         self.eval_program = Program("eval", self.setup.jitted_evaluate, self.ledger, self.event)
         self.meter = Meter(self.setup, self.ledger, 0)
+        self.probe = Probe(self.setup, self.ledger, self.event, self.diagnose)
+        self.examples = self.job.data.size(Split.train)
         self.log_every = max(1, self.job.steps // 400)
         self.progress = Progress()
         self.stop_reason = ""
@@ -128,6 +133,7 @@ class Trainer:
         steps = self.steps
         if self.loaded is None:
             self.train_program.prepare(steps.abstract_state, steps.abstract_batch())
+        self.probe.prepare()
         # The first save needs it, and while XLA compiles there is time. Never in a thread: two
         # threads that import the same modules can see them half made.
         import_module("systolic.artifact.backend")
@@ -142,6 +148,7 @@ class Trainer:
             devices=self.setup.machine.name,
             precision=steps.target.dtype,
             batch=steps.batch_size,
+            examples=self.examples,
             layout=self.job.layout.mesh_shape,
             resumed_from=None if restored is None else restored.step,
         )
@@ -204,6 +211,9 @@ class Trainer:
             asked = clock()
             batch = next(feed)
             ledger.add("data_wait", clock() - asked)
+            if self.probe.due(progress.step + 1):
+                self._drain(pending)
+                self._look(state, batch, feed)
             state, metrics = self.train_program(state, batch)
             self._notes()
             progress.step += 1
@@ -215,6 +225,19 @@ class Trainer:
                 self._milestone(state, feed, interrupt)
         self._drain(pending)
         return state
+
+    def _look(self, state: Any, batch: dict[str, jax.Array], feed: Any) -> None:
+        """Gradients and updates by layer of the step that comes now."""
+        found = self.probe.look(self.progress.step + 1, state, batch)
+        if found is not None and hosts.is_first():
+            now = {"time": time.time(), "epochs": self._epochs(feed)}
+            self.run.append_diagnosis(now | found)
+
+    def _epochs(self, feed: Any) -> float | None:
+        """Passes over the training data so far; ``None`` where the data can't tell."""
+        if self.examples:
+            return self.progress.step * self.steps.batch_size / self.examples
+        return self.job.data.epochs(feed.get_state())
 
     def _told_to_stop(self, interrupt: Interrupt) -> bool:
         """Whether to save and leave: a signal, in any of the processes."""
@@ -242,7 +265,9 @@ class Trainer:
 
     def _check(self, done: Pending) -> None:
         """Looks at a finished step: is it bad, is it time for a record?"""
+        asked = self.ledger.clock()
         values = {name: float(value) for name, value in jax.device_get(done.metrics).items()}
+        self.meter.waited_for_device(self.ledger.clock() - asked)
         if values.pop("bad"):
             self._bad(done, values["loss"])
         else:
@@ -378,6 +403,7 @@ class Trainer:
         ) | {
             "interrupted": interrupt.signal.name if interrupt.signal else None,
             "stopped": self.stop_reason or None,
+            "epochs": self._epochs(feed),
             "recompiles": self.train_program.recompiles + self.eval_program.recompiles,
             "next": next_command(self.job, self.run.path, unfinished=bool(interrupt.signal)),
         }

@@ -1,0 +1,150 @@
+"""``systolic explain RUN``: what holds a run back, with evidence, and what to change."""
+
+import enum
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from systolic.artifact.run import JOB, Run
+from systolic.cli.explain_job import explain_recipe, explain_saved, is_recipe, saved_forecast
+from systolic.cli.output import print_json
+from systolic.cli.parse import arguments
+from systolic.cli.target import first
+from systolic.core.errors import NotFoundError, SystolicError
+from systolic.explain.cause import Cause
+
+USAGE = """usage: systolic explain RUN [options]
+       systolic explain RECIPE --on SLICE [options]
+       systolic explain FORECAST.json [--against OTHER.json]
+
+RECIPE is forecast on the slice: where its step's time goes, and what changes of settings gain, each
+compiled and forecast again; a step that does not fit is taken to a layout or a slice where it does.
+FORECAST.json is what systolic forecast --json wrote; --against says what makes one slower.
+
+RUN is a directory that systolic train made, of a run that has ended or still trains. Says what keeps
+it from learning (spikes, dead gradients, learning rate, batch, rounding, overfitting) and what took
+its time besides the steps (input, recompilation, evaluation, checkpoints), worst first.
+
+  --on SLICE       explain a recipe there: v5e-16, v5p-128, 2xv5e-256
+  --remedies N     changes to try (default 10); 0 names causes only
+  --quick          judge by what the run has recorded only. Otherwise a run whose layers were never
+                   looked at is looked at now, at its newest checkpoint, where this machine can
+  --json           print one JSON object"""
+
+
+class Kind(enum.Enum):
+    """What a target is."""
+
+    run = "run"
+    recipe = "recipe"
+    forecast = "forecast"
+
+
+def run(args: Sequence[str]) -> int:
+    """The verb."""
+    if not args or args[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    target, rest = first(args, "explain", "a run")
+    return EXPLAINERS[kind(target)](target, rest)
+
+
+def kind(target: str) -> Kind:
+    """What a target is, by its content.
+
+    Raises:
+        NotFoundError: nothing that can be explained; names the nearest run.
+    """
+    if (Path(target) / JOB).is_file():
+        return Kind.run
+    if saved_forecast(Path(target)) is not None:
+        return Kind.forecast
+    if is_recipe(target):
+        return Kind.recipe
+    Run.open(target)  # says what is wrong, and what was meant
+    raise NotFoundError(
+        f"{target} is no run, recipe or forecast; give a directory that systolic train made, a recipe with --on SLICE, or what systolic forecast --json wrote"
+    )
+
+
+def run_options(quick: bool = False, json: bool = False) -> None:
+    """Says what holds a run back.
+
+    Args:
+        quick: Judge by what is on record only.
+        json: Print one JSON object.
+    """
+
+
+def explain_run(target: str, args: Sequence[str]) -> int:
+    """Causes of poor learning, then of lost time."""
+    from systolic.explain import learning, speed
+    from systolic.explain.history import read
+
+    verb = arguments(run_options, args, "systolic explain RUN")
+    path = Path(target)
+    with Run.open(path) as directory:
+        looks: list[dict[str, Any]] = []
+        notes: list[str] = []
+        if not verb["quick"] and next(directory.diagnoses(), None) is None:
+            looks, why = look(directory)
+            notes += [why] if why else []
+        history = read(directory, looks)
+        causes = [*learning.learning(directory, looks), *speed.speed(directory)]
+    figures, notes = learning.vitals(history), [*notes, *learning.unknown(history)]
+    if verb["json"]:
+        show_json(target, Kind.run, causes, figures=figures, notes=notes)
+        return 0
+    from systolic.report.explain.text import print_causes
+
+    print_causes(target, causes, remarks=remarks(figures, history.unit), notes=notes)
+    return 0
+
+
+def look(directory: Run) -> tuple[list[dict[str, Any]], str]:
+    """Looks at the newest checkpoint, or why there are none."""
+    from systolic.cli.target import rebuild
+    from systolic.cli.trained import set_up_here
+    from systolic.train.probe import examine, too_large
+
+    if not any(directory.checkpoints.glob("[0-9]*")):
+        return [], "there is no checkpoint to look at"
+    try:
+        setup = set_up_here(rebuild(directory)[1])
+        reason = too_large(setup)
+        if reason:
+            return [], reason
+        print("systolic: looking at the newest checkpoint, layer by layer", file=sys.stderr)
+        return list(examine(setup, directory)), ""
+    except SystolicError as error:
+        return [], f"its checkpoint could not be looked at: {error}"
+
+
+def remarks(figures: Mapping[str, Any], unit: str) -> list[str]:
+    """The figures in a line."""
+    texts = {
+        "update_ratio": "updates {:.1e} of the weights",
+        "noise_scale": f"gradient noise scale {{:.3g}} {unit}",
+        "batch": "batch {}",
+        "epochs": "data read {:.3g} times",
+        "training_loss": "training loss {:.4g}",
+        "validation_loss": "validation {:.4g}",
+    }
+    known = [text.format(figures[k]) for k, text in texts.items() if figures[k] is not None]
+    return [", ".join(known)] if known else []
+
+
+def show_json(target: str, kind: Kind, causes: Sequence[Cause], **more: Any) -> None:
+    """One object on stdout."""
+    plain = [asdict(cause) for cause in causes]
+    print_json({"target": target, "kind": kind.value, "causes": plain, **more})
+
+
+EXPLAINERS: Mapping[Kind, Callable[[str, Sequence[str]], int]] = {
+    Kind.run: explain_run,
+    Kind.recipe: explain_recipe,
+    Kind.forecast: explain_saved,
+}
+"""How each kind of target is explained: target and the arguments after it to the exit code."""

@@ -1,0 +1,112 @@
+"""From "does not fit" to a layout that does: the planner on the same slice, then on larger ones."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from systolic.aot import Compiler
+from systolic.chips import Slice
+from systolic.chips.slices import named_slices
+from systolic.job import Axis, Layout, OptimizerKind
+from systolic.plan.candidate import Candidate, remat_text
+from systolic.plan.facts import Facts
+from systolic.plan.goal import Goal, Objective
+from systolic.plan.plan import Tried
+from systolic.plan.search import Limits, Search, Watch
+
+FIRST = 8
+"""Programs on the slice itself; fewer when it fits earlier and nothing better is in sight."""
+LARGER = 4
+"""Programs on each larger slice."""
+SLICES = 4
+"""Larger slices that are tried."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rung:
+    """A stage of the ladder."""
+
+    text: str
+    on: Slice
+    tried: tuple[Tried, ...]
+    facts: Facts
+    same_result: bool = True
+
+    @property
+    def best(self) -> Tried | None:
+        """The fastest that fits."""
+        good = [one for one in self.tried if one.total is not None]
+        return min(good, key=lambda one: one.total.seconds if one.total else 0.0, default=None)
+
+
+def climb(
+    facts: Facts,
+    on: Slice,
+    compiler: Compiler,
+    workers: int,
+    watch: Watch = lambda _: None,
+    told: Callable[[Rung], None] = lambda _: None,
+) -> list[Rung]:
+    """Rungs until one fits: other layouts, fewer optimizer moments, larger slices of the same chip."""
+    made: list[Rung] = []
+
+    def rung(text: str, of: Facts, at: Slice, programs: int, same: bool = True) -> bool:
+        search = Search(
+            facts=of,
+            slices=[at],
+            goal=Goal(objective=Objective.time, units=1.0, unit=of.unit),
+            limits=Limits(programs=programs, finalists=0, workers=workers),
+            compiler=compiler,
+            watch=watch,
+        )
+        plan = search.run()
+        if plan.stopped == "interrupted":
+            raise KeyboardInterrupt
+        one = Rung(text=text, on=at, tried=tuple(plan.tried), facts=of, same_result=same)
+        made.append(one)
+        told(one)
+        return one.best is not None
+
+    if rung(f"other layouts of {on.name}", facts, on, FIRST):
+        return made
+    batch = _global(facts, on)
+    fixed = replace(facts, job=replace(facts.job, batch=batch))
+    for larger in _larger(on)[:SLICES]:
+        if rung(f"a larger slice: {larger.name}", fixed, larger, LARGER):
+            return made
+    optimizer = facts.job.optimizer
+    if optimizer.kind is not OptimizerKind.adafactor:
+        leaner = replace(optimizer, kind=OptimizerKind.adafactor)
+        other = replace(facts, job=replace(facts.job, optimizer=leaner))
+        rung("adafactor, which keeps no full moments", other, on, LARGER, same=False)
+    return made
+
+
+def _global(facts: Facts, on: Slice):
+    from systolic.job import Batch
+    from systolic.plan.space import global_batch
+
+    return Batch(total=global_batch(facts.job, on))
+
+
+def _larger(on: Slice) -> list[Slice]:
+    """Named slices of the same chip with more chips, smallest first."""
+    if on.num_slices > 1:
+        return []
+    return [one for one in named_slices(on.chip) if one.num_chips > on.num_chips]
+
+
+def difference(before: Layout, after: Candidate) -> str:
+    """What changed of a layout, in words."""
+    layout = after.layout
+    parts = [
+        f"{axis.value} {before.size(axis)} -> {layout.size(axis)}"
+        for axis in Axis
+        if before.size(axis) != layout.size(axis)
+    ]
+    if remat_text(before) != remat_text(layout):
+        parts.append(f"remat {remat_text(before)} -> {remat_text(layout)}")
+    for name in ("accumulate", "attention_block", "loss_tiles"):
+        old, new = getattr(before, name), getattr(layout, name)
+        if old != new:
+            parts.append(f"{name.replace('_', ' ')} {old} -> {new}")
+    return ", ".join(parts) or "the same layout"

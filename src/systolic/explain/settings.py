@@ -1,0 +1,52 @@
+"""Changes of a run's settings, as they are typed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class Settings:
+    """The options that a run was made with.
+
+    Args:
+        options: Arguments of the recipe as ``job.json`` keeps them, nested by part.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._flat = dict(_flat(options, ""))
+
+    def get(self, *names: str) -> Any:
+        """The value of the first of these options that the recipe has; ``None`` where it has none."""
+        return next((self._flat[name] for name in names if name in self._flat), None)
+
+    def change(self, *names: str, value: float | int | str) -> str:
+        """An option with a new value: ``--optimizer.learning-rate 0.0003``.
+
+        Args:
+            names: Where recipes keep it, most usual first; ``optimizer.learning_rate``.
+            value: Of floats three significant digits are shown.
+        """
+        text = f"{value:.3g}" if isinstance(value, float) else str(value)
+        for name in names:
+            if name in self._flat:
+                return f"--{name.replace('_', '-')} {text}"
+        what = names[0].rpartition(".")[2].replace("_", " ")
+        return f"{what} {text} (the recipe has no option for it; change it there)"
+
+    def learning_rate(self, value: float) -> str:
+        """The peak learning rate."""
+        return self.change("optimizer.learning_rate", "learning_rate", value=value)
+
+    def batch(self, value: int, now: int) -> str:
+        """Examples a step, by whichever option the run was made with."""
+        if self.get("batch") is None and self.get("batch_per_device") is not None:
+            each = float(self.get("batch_per_device")) * value / now
+            return self.change("batch_per_device", value=each)
+        return self.change("batch", value=value)
+
+
+def _flat(options: Mapping[str, Any], prefix: str) -> Any:
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

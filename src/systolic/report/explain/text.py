@@ -1,0 +1,127 @@
+"""Causes on one screen: the verdict first, then each with its evidence and what to try."""
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from systolic.core.units import duration
+from systolic.explain.cause import Cause
+from systolic.report import terminal
+
+HEIGHT = 23
+"""Lines of a screen that leave one for the prompt."""
+
+MAX_WIDTH = 100
+LINES = (3, 2, 1)
+"""Lines of evidence and of advice a cause gets, less where the screen would not hold all causes."""
+
+
+def print_causes(
+    title: str,
+    causes: Sequence[Cause],
+    *,
+    remarks: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    stream: TextIO | None = None,
+    environ: Mapping[str, str] | None = None,
+    width: int | None = None,
+) -> None:
+    """Prints the screen to ``stream`` (stdout), in colour on a terminal.
+
+    Args:
+        title: What was explained.
+        causes: Worst first.
+        remarks: Figures worth seeing also where all is well.
+        notes: What could not be judged.
+        stream: Where to.
+        environ: Variables that say what the terminal can do.
+        width: Columns; by default the terminal's.
+    """
+    stream = sys.stdout if stream is None else stream
+    environ = os.environ if environ is None else environ
+    columns = width or shutil.get_terminal_size((80, 24)).columns
+    shown = lines(title, causes, min(columns, MAX_WIDTH), remarks=remarks, notes=notes)
+    if terminal.can_redraw(stream, environ, columns):
+        console = Console(file=stream, force_terminal=True, width=columns, highlight=False)
+        for line in shown:
+            console.print(line, soft_wrap=True)
+        return
+    for line in shown:
+        terminal.say(stream, line.plain.rstrip())
+
+
+def lines(
+    title: str,
+    causes: Sequence[Cause],
+    width: int,
+    *,
+    remarks: Sequence[str] = (),
+    notes: Sequence[str] = (),
+) -> list[Text]:
+    """The screen: at most :data:`HEIGHT` lines where the causes allow it, of ``width`` columns."""
+    head = [verdict(title, causes), Text("")]
+    tail = [_wrapped(remark, width, "  ", "dim") for remark in remarks]
+    tail += [_wrapped(f"not judged: {note}", width, "  ", "dim") for note in notes]
+    foot = [line for part in tail for line in part]
+    for most in LINES:
+        body = [line for i, cause in enumerate(causes) for line in _cause(i, cause, width, most)]
+        if len(head) + len(body) + len(foot) <= HEIGHT:
+            return [*head, *body, *foot]
+    shown: list[Text] = []
+    for index, cause in enumerate(causes):
+        more = _cause(index, cause, width, 1)
+        if index and len(head) + len(shown) + len(more) + 1 > HEIGHT - len(foot):
+            rest = ", ".join(other.name for other in causes[index:])
+            text = f"  and {len(causes) - index} more (--json): {rest}"
+            shown.append(Text(terminal.one_line(text, width), "dim"))
+            break
+        shown += more
+    return [*head, *shown, *foot]
+
+
+def verdict(title: str, causes: Sequence[Cause]) -> Text:
+    """The first line."""
+    line = Text(title, style="bold")
+    if not causes:
+        return line.append(": nothing on record holds it back", "green")
+    count = f"{len(causes)} thing" + ("s" if len(causes) > 1 else "")
+    hold = "holds" if len(causes) == 1 else "hold"
+    return line.append(f": {count} {hold} it back", "yellow")
+
+
+def _cause(index: int, cause: Cause, width: int, most: int) -> list[Text]:
+    cost = []
+    if cause.share is not None:
+        cost.append(f"{cause.share * 100:.1f} %")
+    if cause.seconds is not None:
+        cost.append(duration(cause.seconds))
+    head = Text(f"{index + 1} ", "bold yellow").append(terminal.one_line(cause.title, width - 24))
+    head.stylize("bold")
+    if cost:
+        head.append(f"  {', '.join(cost)}", "yellow")
+    found = [head]
+    for text in cause.evidence[:most]:
+        found += _wrapped(text, width, "    ", "")
+    for number, text in enumerate(cause.advice[:most]):
+        found += _wrapped(text, width, "    try " if not number else "     or ", "cyan")
+    return found
+
+
+def _wrapped(text: str, width: int, indent: str, style: str) -> list[Text]:
+    """A text over as many lines as it needs; commands in it stay in one piece each."""
+    flat = " ".join(terminal.printable(text).split())
+    found = textwrap.wrap(
+        flat,
+        width,
+        initial_indent=indent,
+        subsequent_indent=" " * len(indent),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [Text(line, style) for line in found]
