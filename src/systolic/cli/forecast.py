@@ -113,7 +113,7 @@ def run(args: Sequence[str]) -> int:
             "--save keeps what runs on the slice and --quick stops before there is such a thing; leave one of them out"
         )
     made = compiled(asked.job, on, verb)
-    return show(made, verb, before)
+    return show(made, verb, before, {"target": target, "arguments": _remade(rest)})
 
 
 def is_text(target: str) -> bool:
@@ -152,7 +152,19 @@ def save(made: Forecast, compiler: Compiler, path: Path) -> None:
     executable.save(folder / EXECUTABLE, folder / REPORT, path)
 
 
-def show(made: Forecast, verb: Mapping[str, Any], before: Mapping[str, Any] | None) -> int:
+def _remade(args: Sequence[str]) -> list[str]:
+    """The arguments that say what was forecast, less those that say where it goes."""
+    from systolic.cli.command import without
+
+    return without(args, {"html", "perfetto", "xprof", "against", "json", "save", "quick", "step"})
+
+
+def show(
+    made: Forecast,
+    verb: Mapping[str, Any],
+    before: Mapping[str, Any] | None,
+    asked: Mapping[str, Any] | None = None,
+) -> int:
     """Prints and writes what was asked for; returns the exit code."""
     from systolic.report.forecast import record
 
@@ -162,7 +174,7 @@ def show(made: Forecast, verb: Mapping[str, Any], before: Mapping[str, Any] | No
     if verb.get("json"):
         if before is not None:
             now["against"] = [change.to_json() for change in changes]
-        print_json({**now, "written": written})
+        print_json({**now, **(asked or {}), "written": written})
         return 0 if made.fits else 1
     from systolic.report.forecast.text import print_forecast
 

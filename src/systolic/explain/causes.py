@@ -300,11 +300,12 @@ def copies(step: Step) -> Iterable[Cause]:
 
 
 def memory_bound(step: Step) -> Iterable[Cause]:
-    """Ops that wait for device memory, other than copies."""
+    """Ops that wait for device memory, other than copies and matmuls."""
     ops = [
         op
         for op in step.ops
         if op.span.resource is Resource.hbm
+        and not op.span.flops
         and op.span.opcode not in ("copy", "transpose", "reshape")
         and not _is_update(op)
     ]

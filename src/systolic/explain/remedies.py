@@ -94,9 +94,9 @@ def changes(facts: Facts, base: Candidate) -> list[Change]:
     ordered = []
     # Not five meshes in a row: the first of each kind, then the second …
     for change in sorted(possible, key=speed):
-        kind = change.text.split()[0]
+        kind = _kind(change)
         kinds[kind] = kinds.get(kind, 0) + 1
-        ordered.append((kinds[kind], change))
+        ordered.append((kinds[kind] + (0 if change.same_result else 2), change))
     return [change for _, change in sorted(ordered, key=lambda pair: pair[0])]
 
 
@@ -269,7 +269,8 @@ def _joined(facts: Facts, helped: Sequence[Remedy]) -> Change | None:
 
 def _kind(change: Change) -> str:
     first = change.text.split()[0]
-    return first if first in ("flags", "attention", "loss", "remat", "accumulate") else "mesh"
+    named = ("flags", "attention", "loss", "remat", "accumulate", "batch", "precision")
+    return first if first in named else "mesh"
 
 
 def _remedy(facts: Facts, base: Forecast, change: Change, outcome: Callable[[], Outcome]) -> Remedy:

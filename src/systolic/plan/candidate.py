@@ -67,7 +67,7 @@ class Candidate:
             value = getattr(self.layout, name)
             if value != getattr(Layout(), name) or value != getattr(base.layout, name):
                 found[f"layout.{name}"] = value.value if isinstance(value, Remat) else value
-        if base.precision is not self.precision:
+        if base.precision.resolve(self.on.platform) is not self.precision:
             found["precision"] = self.precision.value
         found["batch"] = self.batch
         return found

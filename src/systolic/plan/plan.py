@@ -4,15 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from systolic.artifact.chosen import FORMAT
 from systolic.forecasting import Forecast
 from systolic.plan.analytic import Analysis
 from systolic.plan.candidate import Candidate
 from systolic.plan.facts import Facts
 from systolic.plan.goal import Goal, Objective, Total, front
 from systolic.plan.space import Refused
-
-FORMAT = 1
-"""Of plan.json."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,72 @@
+"""The command line that applies settings: what a user typed, with some options replaced."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from systolic.job import Axis, Layout, Remat
+
+
+def command(
+    verb: str,
+    target: str,
+    args: Sequence[str],
+    settings: Mapping[str, Any],
+    drop: Sequence[str] = (),
+) -> str:
+    """``systolic VERB TARGET …``: ``args`` less the options in ``settings`` and ``drop``, then the settings.
+
+    Args:
+        verb: ``train``, ``forecast``.
+        target: The recipe as it was given.
+        args: What was typed after it.
+        settings: Options by dotted name (``layout.fsdp``), values as Python has them.
+        drop: Options of another verb, without dashes.
+    """
+    replaced = {_dashed(name) for name in settings} | set(drop)
+    if "batch" in settings:
+        replaced.add("batch-per-device")
+    kept = without(args, replaced)
+    words = ["systolic", verb, target, *kept]
+    for name, value in settings.items():
+        words += [f"--{_dashed(name)}", *_words(value)]
+    return shlex.join(words)
+
+
+def changed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that are not what an option has when it is left out."""
+    defaults = {f"layout.{axis.value}": 1 for axis in Axis}
+    plain = Layout()
+    for name in ("accumulate", "attention_block", "loss_tiles", "remat_names", "saved_names"):
+        defaults[f"layout.{name}"] = getattr(plain, name)
+    defaults["layout.remat"] = plain.remat.value
+    defaults["layout.fsdp"] = None  # its default is what is left, not 1
+    defaults["layout.slices"] = plain.slices.value
+    return {name: value for name, value in settings.items() if defaults.get(name, ...) != value}
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _words(value: Any) -> list[str]:
+    if isinstance(value, Remat):
+        return [value.value]
+    if isinstance(value, (tuple, list)):
+        return [str(one) for one in value]
+    return [str(value)]
+
+
+def without(args: Sequence[str], names: set[str]) -> list[str]:
+    """``args`` less some options and their values."""
+    kept: list[str] = []
+    skipping = False
+    for word in args:
+        if word.startswith("--"):
+            skipping = _dashed(word[2:].partition("=")[0]) in names
+            if skipping:
+                continue
+        elif skipping:
+            continue
+        kept.append(word)
+    return kept

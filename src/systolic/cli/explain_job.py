@@ -1,0 +1,377 @@
+"""``systolic explain RECIPE --on SLICE``: why a step takes its time or does not fit, and what changes that."""
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from systolic.aot import Compiled, Compiler, JobProgram
+from systolic.aot import compile as compile_program
+from systolic.chips import Slice, slice
+from systolic.cli.command import changed, command
+from systolic.cli.output import print_json
+from systolic.cli.target import request
+from systolic.core.errors import OptionError, RunError
+from systolic.core.units import duration, gibibytes
+from systolic.explain.cause import Cause
+from systolic.forecasting import Forecast
+from systolic.job import Job
+
+OWN = ("on", "flags", "remedies", "workers", "json", "against")
+"""The verb's options, which no recipe takes."""
+
+
+def options(
+    on: str,
+    flags: str = "",
+    remedies: int = 10,
+    workers: int = 0,
+    json: bool = False,
+) -> None:
+    """Why a step is slow or does not fit, and what changes that.
+
+    Args:
+        on: The slice: v5e-16, v5p-128, tpu7x-8, 2xv5e-256.
+        flags: Of libtpu, in one string.
+        remedies: Changes of settings to compile and forecast again; 0 names causes only.
+        workers: Compiles at once; 0 takes what cores and memory allow.
+        json: Print one JSON object on stdout.
+    """
+
+
+def explain_recipe(target: str, args: Sequence[str]) -> int:
+    """Causes of a recipe's step time with remedies, or the way out of memory."""
+    if not any(word == "--on" or word.startswith("--on=") for word in args) and not (
+        {"-h", "--help"} & set(args)
+    ):
+        raise OptionError(
+            f"systolic explain {target} needs a slice; add --on v5e-16, systolic chips lists them"
+        )
+    asked = request(target, args, "explain", options)
+    on = slice(asked.verb["on"])
+    if on.platform != "tpu":
+        raise OptionError(
+            f"{on.name} is a {on.platform}: a schedule to explain comes from the TPU compiler; systolic forecast shows the roofline of others"
+        )
+    typed = command("train", target, args, {}, OWN)
+    return Explanation(asked.job, on, target, list(args), asked.verb, typed).run()
+
+
+class Explanation:
+    """One call of the verb."""
+
+    def __init__(
+        self,
+        job: Job,
+        on: Slice,
+        target: str,
+        args: list[str],
+        verb: Mapping[str, Any],
+        typed: str,
+    ) -> None:
+        self.job, self.on, self.target, self.args, self.verb = job, on, target, args, verb
+        self.typed = typed
+        self.json = bool(verb["json"])
+        self.compiler = Compiler(flags=tuple(shlex.split(verb["flags"])))
+
+    def run(self) -> int:
+        """Forecasts the step, then explains it; returns the exit code."""
+        from systolic.explain.causes import causes_of
+        from systolic.forecasting.run import of_outcome
+        from systolic.hlo import parse
+        from systolic.report.forecast.progress import Progress
+
+        name = self.job.name
+        with Progress(sys.stderr, f"{name} for {self.on.name}") as progress:
+            outcome = compile_program(
+                JobProgram(job=self.job), self.on, self.compiler.quick(), progress.say
+            )
+        made = of_outcome(outcome, name, self.on, 0.0)
+        if not made.fits:
+            return self.out_of_memory(made)
+        assert isinstance(outcome, Compiled)
+        return self.slow(made, causes_of(made, parse(outcome.hlo)))
+
+    @property
+    def workers(self) -> int:
+        """Compiles at once."""
+        from systolic.plan.search import Limits
+
+        return Limits(workers=self.verb["workers"]).at_once
+
+    def applied(self, settings: Mapping[str, Any], flags: Sequence[str], verb: str) -> str:
+        """The command with some settings."""
+        drop = [name for name in OWN if name != "on" or verb == "train"]
+        words = command(verb, self.target, self.args, changed(settings), drop)
+        return f"{words} --flags={shlex.quote(' '.join(flags))}" if flags else words
+
+    # Slow
+
+    def slow(self, made: Forecast, causes: Sequence[Cause]) -> int:
+        """Causes, then each change with what it gains."""
+        from systolic.explain.remedies import base_of, changes, try_all
+        from systolic.plan import facts_of
+
+        assert made.step_seconds is not None
+        title = f"{self.job.name} on {self.on.name}: {duration(made.step_seconds)} a step"
+        if made.mfu is not None:
+            title += f", MFU {made.mfu:.1%}"
+        if not self.json:
+            from systolic.report.explain.text import print_causes
+
+            print_causes(title, causes)
+        found = []
+        if self.verb["remedies"] > 0:
+            facts = facts_of(self.job)
+            base = base_of(facts, self.on)
+            wanted = changes(facts, base)[: self.verb["remedies"]]
+            if not self.json:
+                print(f"\n{len(wanted)} changes, each compiled and forecast again:")
+
+            def told(one: Any, done: int, of: int) -> None:
+                stream = sys.stderr if self.json else sys.stdout
+                mark = "" if one.change.same_result else "  [changes the result of training]"
+                print(f"  {one.change.text:<44} {one.verdict}{mark}", file=stream, flush=True)
+
+            found = try_all(facts, made, wanted, self.compiler, self.workers, told)
+        better = [one for one in found if (one.gain or 0) > 0.005 and one.change.same_result]
+        best = better[0] if better else None
+        chosen = best.change.candidate if best else None
+        typed = (
+            self.applied(chosen.settings(self.job), chosen.flags.flags, "forecast")
+            if chosen is not None
+            else None
+        )
+        if self.json:
+            print_json(
+                {
+                    "target": self.target,
+                    "kind": "forecast",
+                    "slice": self.on.name,
+                    "fits": True,
+                    "step_seconds": made.step_seconds,
+                    "mfu": made.mfu,
+                    "causes": [asdict(cause) for cause in causes],
+                    "remedies": [
+                        one.to_json(one.change.candidate.settings(self.job)) for one in found
+                    ],
+                    "command": typed,
+                }
+            )
+            return 0
+        if best is not None:
+            print(f"\nthe best that trains the same: {best.change.text}, {best.verdict}\n  {typed}")
+        elif found:
+            print("\nno change that trains the same is faster")
+        return 0
+
+    # Out of memory
+
+    def out_of_memory(self, made: Forecast) -> int:
+        """What holds the memory, then other layouts and slices until one fits; exit code 1 when none does."""
+        from systolic.explain.ladder import climb, difference
+        from systolic.plan import facts_of
+        from systolic.plan.plan import reason_of
+        from systolic.report.forecast.text import print_forecast
+
+        if not self.json:
+            print_forecast(made)
+            print("\nlayouts that may fit, each compiled:")
+        stream = sys.stderr if self.json else sys.stdout
+        before = self.job.layout.on(self.on.num_devices)
+
+        def watch(progress: Any) -> None:
+            one = progress.latest
+            if one is None:
+                return
+            text = difference(before, one.candidate)
+            where = "" if one.candidate.on == self.on else f"{one.candidate.on.name} "
+            if one.forecast is None or one.total is None:
+                print(f"  {where}{text}: {reason_of(one)}", file=stream, flush=True)
+                return
+            peak = one.forecast.memory.peak_bytes if one.forecast.memory else 0
+            speed = duration(one.forecast.step_seconds or 0.0)
+            print(
+                f"  {where}{text}: fits, {gibibytes(peak)}, {speed} a step", file=stream, flush=True
+            )
+
+        rungs = climb(facts_of(self.job), self.on, self.compiler, self.workers, watch)
+        found = rungs[-1].best
+        typed = None
+        if found is not None:
+            settings = found.candidate.settings(self.job)
+            if not rungs[-1].same_result:
+                settings["optimizer.kind"] = rungs[-1].facts.job.optimizer.kind.value
+            if found.candidate.on != self.on:
+                settings["on"] = found.candidate.on.name
+            typed = self.applied(settings, found.candidate.flags.flags, "forecast")
+        if self.json:
+            print_json(
+                {
+                    "target": self.target,
+                    "kind": "forecast",
+                    "slice": self.on.name,
+                    "fits": False,
+                    "rejected": made.rejected,
+                    "rungs": [
+                        {
+                            "text": rung.text,
+                            "slice": rung.on.name,
+                            "same_result": rung.same_result,
+                            "tried": [
+                                {
+                                    "layout": one.candidate.text,
+                                    "settings": one.candidate.settings(self.job),
+                                    "fits": one.total is not None,
+                                    "step_seconds": one.forecast.step_seconds
+                                    if one.forecast
+                                    else None,
+                                    "reason": None if one.total is not None else reason_of(one),
+                                }
+                                for one in rung.tried
+                            ],
+                        }
+                        for rung in rungs
+                    ],
+                    "command": typed,
+                }
+            )
+        elif found is not None and found.forecast is not None:
+            peak = found.forecast.memory.peak_bytes if found.forecast.memory else 0
+            print(
+                f"\nthe fastest that fits: {found.candidate.name}, {gibibytes(peak)} of "
+                f"{gibibytes(found.forecast.capacity_bytes)}, {duration(found.forecast.step_seconds or 0.0)} a step"
+            )
+            if not rungs[-1].same_result:
+                print("it changes the optimizer, and with it the result of training")
+            print(f"  {typed}")
+        else:
+            print(
+                f"\nnothing that was tried fits; a smaller model or batch, or another chip: systolic plan {self.target} --on any",
+                file=stream,
+            )
+        return 0 if found is not None else 1
+
+
+def saved_forecast(path: Path) -> tuple[str, list[str]] | None:
+    """The recipe and the arguments of a forecast's ``--json``; None when the file is something else.
+
+    Raises:
+        RunError: it is a forecast that does not say what it was made of.
+    """
+    import json
+
+    if path.suffix != ".json" or not path.is_file():
+        return None
+    try:
+        record = json.loads(path.read_text())
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or "step_seconds" not in record or "slice" not in record:
+        return None
+    if "arguments" not in record:
+        raise RunError(
+            f"{path} does not say which options it was made with; make it again with this version, or explain the recipe: systolic explain RECIPE --on {record['slice']}"
+        )
+    return str(record["target"]), [str(word) for word in record["arguments"]]
+
+
+def explain_saved(target: str, args: Sequence[str]) -> int:
+    """A forecast's JSON: its recipe and options explained, or what makes it differ ``--against`` another."""
+    found = saved_forecast(Path(target))
+    assert found is not None
+    recipe, saved = found
+    other, rest = _against(args)
+    if other is None:
+        return explain_recipe(recipe, [*saved, *rest])
+    second = saved_forecast(other)
+    if second is None:
+        raise RunError(f"{other} is not a forecast; write one with systolic forecast … --json")
+    return compare((target, *found), (str(other), *second), "--json" in rest)
+
+
+def _against(args: Sequence[str]) -> tuple[Path | None, list[str]]:
+    rest = list(args)
+    for index, word in enumerate(rest):
+        if word.startswith("--against="):
+            return Path(word.partition("=")[2]), rest[:index] + rest[index + 1 :]
+        if word == "--against":
+            if index + 1 == len(rest):
+                raise OptionError("--against needs another forecast's JSON file")
+            return Path(rest[index + 1]), rest[:index] + rest[index + 2 :]
+    return None, rest
+
+
+Named = tuple[str, str, list[str]]
+"""A file, its recipe and its arguments."""
+
+
+def compare(one: Named, two: Named, as_json: bool) -> int:
+    """What makes the first slower or faster than the second, cause by cause."""
+    first, second = _causes(*one[1:]), _causes(*two[1:])
+    seconds = [
+        {c.name: c for c in causes if c.seconds is not None} for _, causes in (first, second)
+    ]
+    names = dict.fromkeys([*seconds[0], *seconds[1]])
+    rows = []
+    for name in names:
+        a, b = (of[name].seconds if name in of else 0.0 for of in seconds)
+        cause = seconds[0].get(name) or seconds[1][name]
+        rows.append((name, cause.title, a or 0.0, b or 0.0))
+    rows.sort(key=lambda row: -abs(row[2] - row[3]))
+    mine, other = (made.step_seconds for made, _ in (first, second))
+    if as_json:
+        differences = [
+            {"name": name, "title": title, "seconds": a, "against_seconds": b}
+            for name, title, a, b in rows
+        ]
+        print_json(
+            {
+                "target": one[0],
+                "against": two[0],
+                "kind": "forecast",
+                "step_seconds": mine,
+                "against_step_seconds": other,
+                "causes": differences,
+            }
+        )
+        return 0
+    if mine is None or other is None:
+        for (path, *_), (made, _) in ((one, first), (two, second)):
+            print(f"{path}: {'fits' if made.fits else 'does not fit'} on {made.on.name}")
+        return 1
+    word = "slower" if mine > other else "faster"
+    print(
+        f"{one[0]} is {max(mine, other) / min(mine, other):.2f} times {word}: {duration(mine)} a step, {two[0]} {duration(other)}"
+    )
+    print(f"\n{'':>10}  {'first':>8}  {'second':>8}  cause (they may overlap)")
+    for _, title, a, b in rows:
+        if abs(a - b) > 0.002 * max(mine, other):
+            sign = "+" if a >= b else "-"
+            print(f"{sign + duration(abs(a - b)):>10}  {duration(a):>8}  {duration(b):>8}  {title}")
+    return 0
+
+
+def _causes(target: str, args: Sequence[str]) -> tuple[Forecast, list[Cause]]:
+    from systolic.explain.causes import causes_of
+    from systolic.forecasting.run import of_outcome
+    from systolic.hlo import parse
+
+    asked = request(target, args, "explain", options)
+    on = slice(asked.verb["on"])
+    compiler = Compiler(flags=tuple(shlex.split(asked.verb["flags"]))).quick()
+    outcome = compile_program(JobProgram(job=asked.job), on, compiler)
+    made = of_outcome(outcome, asked.job.name, on, 0.0)
+    return made, causes_of(made, parse(outcome.hlo)) if isinstance(outcome, Compiled) else []
+
+
+def is_recipe(target: str) -> bool:
+    """Whether a target names a recipe, or a function in a file."""
+    from systolic import recipes
+
+    if ".py:" in target or target.endswith(".py"):
+        return True
+    return target in recipes.shipped() and not os.path.exists(os.path.join(target, "job.json"))
