@@ -10,6 +10,7 @@ from typing import Any
 
 from systolic.core.files import write_atomically
 from systolic.report import charts, curves, figures, plain, readings
+from systolic.report.pages import Tile, fill
 from systolic.report.run import Record, Run, load_run
 from systolic.report.terminal import printable
 from systolic.report.verdict import commands, judge
@@ -30,15 +31,6 @@ _LANES = {
     "checkpoint": ("checkpoint",),
     "trouble": ("bad_step", "skip", "stop", "interrupt"),
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tile:
-    """One key figure."""
-
-    label: str
-    value: str
-    is_alarming: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,20 +76,13 @@ def write_report(run_dir: Path) -> Path:
 
 def render(run: Run) -> str:
     """The page of a run as text."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    templates = Environment(
-        loader=PackageLoader("systolic.report", "assets"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     events = run.events[-MAX_EVENTS:]
+    verdict = judge(run)
     page = {
-        "name": run.name,
+        "heading": run.name,
         "where": str(run.path),
-        "verdict": judge(run),
+        "verdict": verdict,
+        "lead": verdict.sentence,
         "facts": header_facts(run),
         "tiles": tiles(run),
         "charts": charts.all_charts(run),
@@ -120,7 +105,7 @@ def render(run: Run) -> str:
         "environment": tree(run.environment),
         "notes": notes(run),
     }
-    return templates.get_template("run.html").render(page)
+    return fill("run.html", page)
 
 
 def header_facts(run: Run) -> list[tuple[str, str]]:

@@ -25,6 +25,7 @@ from systolic.report.forecast.costs import (
 from systolic.report.forecast.roofline import roofline
 from systolic.report.forecast.tree import tree
 from systolic.report.forecast.treemap import Box, treemap
+from systolic.report.pages import Tile, fill
 
 COLOURS = 9
 """Places with a colour of their own."""
@@ -40,15 +41,6 @@ MAP_LABEL = 1.2
 
 _STATE = re.compile(r"\.(\w+)\['([^']+)'\]$")
 """The end of a path into the state of training: ``.params['blocks/mlp/up']``."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tile:
-    """A key figure, with its origin."""
-
-    label: str
-    value: str
-    small: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,15 +81,6 @@ def write_page(forecast: Forecast, path: Path) -> None:
 
 def render(forecast: Forecast) -> str:
     """The page of a forecast as text."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    templates = Environment(
-        loader=PackageLoader("systolic.report", "assets"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     timeline = forecast.timeline
     groups: Mapping[str, str] = {}
     costs: Sequence[Cost] = []
@@ -108,7 +91,9 @@ def render(forecast: Forecast) -> str:
     colours = {place: _colour(group, shown) for place, group in groups.items()}
     page = {
         "forecast": forecast,
+        "heading": f"{forecast.recipe} on {forecast.on.name}",
         "verdict": readings.verdict(forecast),
+        "lead": _lead(forecast),
         "facts": facts(forecast),
         "tiles": tiles(forecast),
         "notes": readings.notes(forecast),
@@ -128,7 +113,16 @@ def render(forecast: Forecast) -> str:
         "origin": forecast.origin.value,
         "memory_origin": readings.memory_origin(forecast).value,
     }
-    return templates.get_template("forecast.html").render(page)
+    return fill("forecast.html", page)
+
+
+def _lead(forecast: Forecast) -> str:
+    """The verdict, and how fast."""
+    text = readings.verdict(forecast).sentence
+    if not forecast.step_seconds:
+        return text
+    bound = readings.words(forecast)[forecast.bound_by or "idle"]
+    return f"{text} {duration(forecast.step_seconds)} a step, bound by {bound}."
 
 
 def _more(forecast: Forecast, costs: Sequence[Cost]) -> str:

@@ -1,0 +1,314 @@
+"""``systolic plan RECIPE --on SLICES``: the slice and the layout that reach a goal best."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from systolic import recipes
+from systolic.chips import Kind, Slice, chips, named_slices, slice
+from systolic.cli.output import print_json
+from systolic.cli.target import Request, first, request
+from systolic.core.errors import OptionError, nearest
+from systolic.core.files import write_json
+from systolic.core.units import si
+from systolic.plan import (
+    Facts,
+    Freedom,
+    Goal,
+    Limits,
+    Objective,
+    Plan,
+    Price,
+    Search,
+    facts_of,
+)
+from systolic.plan.goal import hourly, span
+from systolic.plan.plan import default_objective
+from systolic.plan.space import global_batch
+
+USAGE = """usage: systolic plan RECIPE --on SLICES [options]
+
+RECIPE is a name that systolic recipes lists, or path/to/file.py:function. Every layout of every slice
+is looked at on paper; the most promising are compiled by the real compiler, best first, until one is
+settled. Compiles are kept, so the same command goes on where Ctrl-C or --time-limit ended it.
+SLICES is a list: v5e-16,v5p-8; v5e stands for all slices of that chip, any for all that have a price.
+
+  --on SLICES        where it may run
+  --tokens N         train on so many tokens (20e9); by default the job's own steps and batch
+  --examples N       or on so many examples
+  --goal GOAL        time, cost, energy or pareto (time and cost)
+  --deadline 3d      done within 90m, 36h, 3d or 1w
+  --budget 1000      for so many dollars at most
+  --price PRICE      on-demand (default), spot or committed
+  --free WHAT        what may change beside the layout: batch, precision or batch,precision
+  --max-chips 256    of a slice that any or a chip's name stands for
+  --programs 24      compiles, up to the compiler's schedule
+  --finalists 2      whole compiles of the best
+  --workers N        compiles at once; by default as many as cores and memory allow
+  --time-limit 20m   the best until then
+  --out PATH         where the plan goes, plan.json by default, from the first answer on
+  --html PATH        write a page: time against cost, the ranking, memory, the mesh on the torus
+  --json             print the plan as one JSON object
+
+Exits with 1 when nothing fits and keeps the goal. systolic train RECIPE --plan plan.json runs it.
+systolic plan RECIPE --help shows the recipe's options."""
+
+ANY = "any"
+FREE = ("batch", "precision")
+
+
+def options(
+    on: str,
+    tokens: float | None = None,
+    examples: float | None = None,
+    goal: Objective | None = None,
+    deadline: str | None = None,
+    budget: float | None = None,
+    price: Price = Price.on_demand,
+    free: str = "",
+    max_chips: int = 256,
+    programs: int = 24,
+    finalists: int = 2,
+    workers: int = 0,
+    time_limit: str | None = None,
+    out: Path = Path("plan.json"),
+    html: Path | None = None,
+    json: bool = False,
+) -> None:
+    """The verb's own options.
+
+    Args:
+        on: Slices, chips (all slices of them) or any, with commas: v5e-16,v5p.
+        tokens: To train on; by default the job's own steps times its batch.
+        examples: To train on, instead of tokens.
+        goal: What is made small: time, cost, energy, or pareto for time and cost. By default cost under a deadline, time under a budget or on one slice, else pareto.
+        deadline: For the whole job: 90m, 36h, 3d or 1w.
+        budget: Dollars for the whole job.
+        price: Which price of the catalogue: on-demand, spot or committed.
+        free: What may change beside the layout: batch, precision or batch,precision.
+        max_chips: Of a slice that any or the name of a chip stands for.
+        programs: Compiles up to the compiler's schedule, those kept from before among them.
+        finalists: The best that are compiled to the end.
+        workers: Compiles at once; 0 takes as many as cores and memory allow.
+        time_limit: The best until then: 20m, 2h.
+        out: Where the plan is written, from the first answer on.
+        html: Write a page to this file.
+        json: Print one JSON object on stdout.
+    """
+
+
+def run(args: Sequence[str]) -> int:
+    """The verb."""
+    if not args or args[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    target, rest = first(args, "plan", "a recipe")
+    if not any(word == "--on" or word.startswith("--on=") for word in rest) and not (
+        {"-h", "--help"} & set(rest)
+    ):
+        raise OptionError(
+            f"systolic plan {target} needs slices; add --on v5e-16,v5p-8, --on v5e, or --on any"
+        )
+    asked = request(target, rest, "plan", options)
+    verb = asked.verb
+    check(verb)
+    freedom = freed(verb["free"])
+    slices = slices_of(verb["on"], verb["max_chips"], verb["price"])
+    job = asked.job
+    facts = facts_of(job)
+    goal, notes = goal_of(facts, slices, verb)
+    search = Search(
+        facts=facts,
+        slices=slices,
+        goal=goal,
+        freedom=freedom,
+        limits=Limits(
+            programs=verb["programs"],
+            finalists=verb["finalists"],
+            workers=verb["workers"],
+            seconds=None if verb["time_limit"] is None else span(verb["time_limit"]),
+        ),
+    )
+    plan = searched(search, asked)
+    return show(plan, verb, [*notes, *after(plan, slices, freedom)])
+
+
+def searched(search: Search, asked: Request) -> Plan:
+    """Runs the search with progress on stderr; the plan is in its file from the first answer on."""
+    from systolic.report.plan.progress import View
+
+    path = asked.verb["out"]
+    written: list[object] = []
+
+    def named(plan: Plan) -> Plan:
+        return replace(plan, target=asked.recipe.target, options=recipes.plain(asked.options))
+
+    with View(sys.stderr) as view:
+
+        def watch(progress: Any) -> None:
+            view.see(progress)
+            # A kill leaves the best so far.
+            if progress.best is not None and progress.best not in written[-1:]:
+                written.append(progress.best)
+                write_json(path, named(search.answer()).to_json())
+
+        search.watch = watch
+        plan = named(search.run())
+    write_json(path, plan.to_json())
+    return plan
+
+
+def show(plan: Plan, verb: Mapping[str, Any], notes: Sequence[str]) -> int:
+    """Prints and writes what was asked for; returns the exit code."""
+    from systolic.report.plan.readings import command
+
+    path = verb["out"]
+    if verb["html"] is not None:
+        from systolic.report.plan.page import write_page
+
+        write_page(plan, verb["html"], path, notes)
+    if verb["json"]:
+        run_it = command(plan, path) if plan.best is not None else None
+        print_json({**plan.to_json(), "notes": list(notes), "out": str(path), "command": run_it})
+    else:
+        from systolic.report.plan.text import print_plan
+
+        print_plan(plan, path, notes)
+        for name, where in (("plan", path), ("report", verb["html"])):
+            if where is not None:
+                print(f"{name:<10}{where}")
+    if plan.stopped == "interrupted":
+        print(
+            "systolic: interrupted; the same command goes on from here, what was compiled is kept",
+            file=sys.stderr,
+        )
+        return 130
+    return 0 if plan.best is not None else 1
+
+
+def check(verb: Mapping[str, Any]) -> None:
+    """Whether the verb's numbers are possible.
+
+    Raises:
+        OptionError: one is not.
+    """
+    for name, least in (("max_chips", 1), ("programs", 1), ("finalists", 0), ("workers", 0)):
+        if verb[name] < least:
+            option = name.replace("_", "-")
+            raise OptionError(f"--{option} is {verb[name]}; it is at least {least}")
+    for name in ("tokens", "examples", "budget"):
+        if verb[name] is not None and not verb[name] > 0:
+            raise OptionError(f"--{name} is {verb[name]:g}; it is more than 0")
+    if verb["tokens"] is not None and verb["examples"] is not None:
+        raise OptionError("--tokens and --examples say the same in two ways; give one of them")
+
+
+def freed(text: str) -> Freedom:
+    """``batch,precision`` as what the search may change.
+
+    Raises:
+        OptionError: another word.
+    """
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    for word in words:
+        if word not in FREE:
+            raise OptionError(
+                f"--free is {word!r}{nearest(word, FREE)}; it takes batch, precision or batch,precision"
+            )
+    return Freedom(batch="batch" in words, precision="precision" in words)
+
+
+def slices_of(text: str, max_chips: int, price: Price) -> list[Slice]:
+    """The slices of a list of names, of chips and of ``any``; each once, as given.
+
+    Raises:
+        NotFoundError: a name that is neither a slice nor a chip.
+        OptionError: nothing is left below ``max_chips``.
+    """
+    found: dict[str, Slice] = {}
+    for word in (part.strip() for part in text.split(",")):
+        if word:
+            found |= {one.name: one for one in _meant(word, max_chips, price)}
+    if not found:
+        raise OptionError("--on names no slice; give v5e-16,v5p-8, a chip such as v5e, or any")
+    return list(found.values())
+
+
+def _meant(word: str, max_chips: int, price: Price) -> list[Slice]:
+    """What one word of the list stands for."""
+    tpus = [one for one in chips() if one.kind is Kind.tpu and one.slice_rule is not None]
+    if word.lower() == ANY:
+        found = [on for one in tpus for on in named_slices(one) if hourly(on, price) is not None]
+        what = f"with a price {price.value}"
+    else:
+        meant = [one for one in tpus if word.lower() in (one.name, *one.aliases)]
+        if not meant:
+            return [slice(word)]
+        found, what = named_slices(meant[0]), f"of {meant[0].name}"
+    small = [on for on in found if on.num_chips <= max_chips]
+    if not small:
+        raise OptionError(
+            f"no slice {what} has {max_chips} chips or fewer; raise --max-chips or name a slice"
+        )
+    return small
+
+
+def goal_of(
+    facts: Facts, slices: Sequence[Slice], verb: Mapping[str, Any]
+) -> tuple[Goal, list[str]]:
+    """The goal, and what is to be said about it.
+
+    Raises:
+        OptionError: tokens of a job that has none, or a time that does not parse.
+    """
+    job, notes = facts.job, []
+    batches = {on.name: global_batch(job, on) for on in slices}
+    if verb["tokens"] is not None and facts.unit != "tokens":
+        raise OptionError(f"{job.name} has no tokens; give --examples")
+    if verb["tokens"] is not None:
+        units = verb["tokens"]
+    elif verb["examples"] is not None:
+        units = verb["examples"] * facts.units_per_example
+    else:
+        units = float(job.steps * batches[slices[0].name] * facts.units_per_example)
+        own = f"{si(units)} {facts.unit} are the job's own {job.steps:,} steps of {batches[slices[0].name]:,} examples"
+        notes.append(f"{own}; --{facts.unit} sets another number")
+    if len(set(batches.values())) > 1 and not verb["free"]:
+        low, high = min(batches.values()), max(batches.values())
+        notes.append(
+            f"the job's batch is per device, so the global batch differs by slice ({low:,} to {high:,} examples a step): slices don't train the same; --batch fixes it"
+        )
+    objective = verb["goal"] or default_objective(
+        len(slices), verb["deadline"] is not None, verb["budget"] is not None
+    )
+    goal = Goal(
+        objective=objective,
+        units=units,
+        unit=facts.unit,
+        deadline_seconds=None if verb["deadline"] is None else span(verb["deadline"]),
+        budget_usd=verb["budget"],
+        price=verb["price"],
+    )
+    return goal, notes
+
+
+def after(plan: Plan, slices: Sequence[Slice], freedom: Freedom) -> list[str]:
+    """What is to be said about an answer, or to be done where there is none."""
+    if plan.best is not None:
+        found = []
+        if not plan.best.whole and plan.best.candidate.on.platform == "tpu":
+            found.append(
+                "the best was compiled up to the schedule: memory is exact, the time of ops estimated; --finalists 2 compiles the best to the end"
+            )
+        unpriced = sorted({on.name for on in slices if hourly(on, plan.goal.price) is None})
+        if unpriced:
+            found.append(
+                f"no {plan.goal.price.value} price is known of {', '.join(unpriced[:4])}{' …' if len(unpriced) > 4 else ''}; a file of yours can give one, see systolic chips --help"
+            )
+        return found
+    let_go = "" if freedom.batch else ", let the batch go with --free batch"
+    return [
+        f"what may help: larger slices (--on any, --max-chips){let_go}, a later deadline or a larger budget"
+    ]

@@ -1,0 +1,248 @@
+"""One HTML file for a plan: time against cost, the ranking, the mesh on the torus, what was rejected."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from systolic.aot.outcome import REPORT
+from systolic.core.errors import SystolicError
+from systolic.core.files import write_atomically
+from systolic.core.store import Store, cache_home, read_json
+from systolic.plan import Plan, Tried
+from systolic.plan.goal import HOUR, days
+from systolic.report import curves, figures
+from systolic.report.curves import Axis
+from systolic.report.pages import Tile, fill
+from systolic.report.plan import readings
+from systolic.report.plan.progress import result
+from systolic.report.plan.readings import Row
+from systolic.report.plan.torus import Torus, torus
+
+ROWS = 40
+COLOURS = 9
+PAD = 1.12
+"""Of the axes, beyond the outermost dots."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dot:
+    """A compiled candidate on the chart, in per cent of it."""
+
+    left: float
+    bottom: float
+    colour: int
+    css: str
+    """``best``, ``front``, ``good`` or ``broken``."""
+    text: str
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chart:
+    """Time against dollars."""
+
+    x: Axis
+    y: Axis
+    dots: Sequence[Dot]
+    front: str
+    """The path that joins what no other beats."""
+    limits: Sequence[tuple[str, float, str]]
+    """Deadline and budget: which axis, per cent, words."""
+    legend: Sequence[tuple[int, str]]
+    x_name: str
+    y_name: str
+
+
+def write_page(plan: Plan, path: Path, plan_path: Path | None, notes: Sequence[str] = ()) -> None:
+    """Writes the page.
+
+    Raises:
+        RunError: the file can't be written.
+    """
+    write_atomically(path, render(plan, plan_path, notes))
+
+
+def render(
+    plan: Plan, plan_path: Path | None, notes: Sequence[str] = (), root: Path | None = None
+) -> str:
+    """The page as text.
+
+    Args:
+        plan: What was found.
+        plan_path: Of the JSON, for the commands.
+        notes: More to be said.
+        root: Of the store that has the compiled programs; the usual one by default.
+    """
+    best = plan.best
+    found = readings.rows(plan)
+    colours = _colours(plan)
+    verdict = readings.verdict(plan)
+    page = {
+        "heading": f"{plan.facts.job.name}: {readings.work(plan)}",
+        "verdict": verdict,
+        "lead": verdict.sentence,
+        "facts": _facts(plan),
+        "tiles": tiles(best),
+        "notes": [*notes],
+        "commands": _commands(plan, plan_path, found),
+        "chart": chart(plan, colours),
+        "rows": found[:ROWS],
+        "more": max(len(found) - ROWS, 0),
+        "colours": colours,
+        "percent": figures.percent,
+        "sure": readings.sure,
+        "torus": None if best is None else _torus(best, root or cache_home()),
+        "best": best,
+        "reasons": readings.reasons(plan),
+        "failed": [
+            (one.candidate.on.name, one.candidate.text, readings.reason_of(one))
+            for one in plan.failed
+        ],
+        "searched": readings.searched(plan),
+    }
+    return fill("plan.html", page)
+
+
+def tiles(best: Tried | None) -> list[Tile]:
+    """The best candidate's figures."""
+    if best is None or best.forecast is None or best.total is None:
+        return []
+    made, total = best.forecast, best.total
+    price = made.bill.usd_per_hour
+    found = [
+        Tile(label="done in", value=days(total.seconds), small=f"{total.steps:,.0f} steps"),
+        Tile(
+            label="cost",
+            value=readings.money(total.usd),
+            small="" if price is None else f"${price:,.2f}/h on demand",
+        ),
+        Tile(label="energy", value=f"{readings.energy(total.kwh)} kWh"),
+        Tile(
+            label="step", value=readings.step(made.step_seconds or 0.0), small=readings.sure(best)
+        ),
+        Tile(label="MFU", value=figures.percent(made.mfu)),
+        Tile(label="memory", value=readings.memory(best), small="of each device"),
+        Tile(label="chips", value=f"{made.on.num_chips:,}", small=made.on.chip.title),
+    ]
+    return [tile for tile in found if figures.MISSING not in tile.value]
+
+
+def _facts(plan: Plan) -> list[tuple[str, str]]:
+    best = plan.best
+    found = [
+        ("parameters", figures.si(plan.facts.parameters)),
+        ("searched", readings.searched(plan)),
+    ]
+    if best is not None:
+        found.insert(0, ("layout", best.candidate.text))
+        found.insert(0, ("slice", best.candidate.on.name))
+        found.append(("flags", " ".join(best.candidate.flags.flags)))
+    return [(name, text) for name, text in found if text]
+
+
+def _commands(plan: Plan, path: Path | None, found: Sequence[Row]) -> list[tuple[str, str]]:
+    """What runs the best, and the first of each other slice."""
+    shown, seen = [], set()
+    for row in found:
+        if row.slice not in seen and len(shown) < 3:
+            seen.add(row.slice)
+            what = "the best" if row.rank == 1 else f"on {row.slice}"
+            shown.append((what, readings.command(plan, path, row.rank)))
+    return shown
+
+
+def _colours(plan: Plan) -> dict[str, int]:
+    """A colour for each slice, the best slices first."""
+    names = dict.fromkeys(one.candidate.on.name for one in [*plan.ranking, *plan.tried])
+    return {name: min(number, COLOURS) for number, name in enumerate(names)}
+
+
+def chart(plan: Plan, colours: dict[str, int]) -> Chart | None:
+    """Every compiled candidate with a step time; None where none has one.
+
+    Without prices, kilowatt-hours or chip-hours take the place of dollars.
+    """
+    done = [one for one in plan.tried if one.total is not None]
+    if not done:
+        return None
+    y_name, cost = _cost(plan, done)
+    points = [(one, one.total.seconds / HOUR, cost(one)) for one in done if one.total is not None]
+    hours, costs = [x for _, x, _ in points], [y for *_, y in points]
+    scale, x_name = (24.0, "days") if min(hours) >= 48 else (1.0, "hours")
+    if max(hours) < 2:
+        scale, x_name = 1 / 60, "minutes"
+    x = curves.linear_axis(0.0, max(hours) / scale * PAD, num_ticks=6)
+    y = curves.linear_axis(0.0, max(costs) * PAD, num_ticks=5)
+    front = {id(one) for one in plan.pareto}
+    best = plan.best
+    dots = [
+        Dot(
+            left=round(x.place(h / scale) * 100, 2),
+            bottom=round(y.place(c) * 100, 2),
+            colour=colours[one.candidate.on.name],
+            css="broken"
+            if one.broken
+            else "best"
+            if one is best
+            else "front"
+            if id(one) in front
+            else "good",
+            text=_hover(one),
+            label=one.candidate.on.name if id(one) in front else "",
+        )
+        for one, h, c in points
+    ]
+    joined = sorted((h / scale, c) for one, h, c in points if id(one) in front and not one.broken)
+    used = {one.candidate.on.name for one in done}
+    legend: dict[int, list[str]] = {}
+    for name, number in colours.items():
+        if name in used:
+            legend.setdefault(number, []).append(name)
+    return Chart(
+        x=x,
+        y=y,
+        dots=dots,
+        front=curves.path(joined, x, y) if len(joined) > 1 else "",
+        limits=_limits(plan, x, y, scale),
+        legend=[(n, names[0] if len(names) == 1 else "others") for n, names in legend.items()],
+        x_name=x_name,
+        y_name=y_name,
+    )
+
+
+def _cost(plan: Plan, done: Sequence[Tried]) -> tuple[str, Any]:
+    """What the chart's other axis is, and its value."""
+    if all(one.total is not None and one.total.usd is not None for one in done):
+        return "dollars", lambda one: one.total.usd
+    return "chip-hours", lambda one: one.total.seconds / HOUR * one.candidate.on.num_chips
+
+
+def _limits(plan: Plan, x: Axis, y: Axis, scale: float) -> list[tuple[str, float, str]]:
+    found = []
+    goal = plan.goal
+    if goal.deadline_seconds is not None and (at := goal.deadline_seconds / HOUR / scale) <= x.high:
+        found.append(("x", round(x.place(at) * 100, 2), "deadline"))
+    if goal.budget_usd is not None and goal.budget_usd <= y.high:
+        found.append(("y", round(y.place(goal.budget_usd) * 100, 2), "budget"))
+    return found
+
+
+def _hover(one: Tried) -> str:
+    return f"{one.candidate.name}\n{result(one)}"
+
+
+def _torus(best: Tried, root: Path) -> Torus | None:
+    return torus(best.candidate.on, best.candidate.layout, places(best, root))
+
+
+def places(one: Tried, root: Path) -> Sequence[Sequence[int]]:
+    """Where the compiler had each device of the mesh; empty where the store does not say."""
+    made = (one.forecast.compiler if one.forecast is not None else {}).get("program")
+    if not made:
+        return []
+    folder = Store("programs", root).path(made)
+    try:
+        return read_json(folder / REPORT)["places"]
+    except (SystolicError, OSError, KeyError):
+        return []

@@ -1,0 +1,129 @@
+"""A search as it goes on, on stderr: a few redrawn lines on a terminal, a line a result elsewhere."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from systolic.core.units import duration
+from systolic.plan import Tried
+from systolic.plan.goal import days
+from systolic.plan.plan import reason_of
+from systolic.plan.search import Progress
+from systolic.report import figures, terminal
+from systolic.report.plan import readings
+
+RUNNING = 4
+"""Compiles that are named at once."""
+BAR = 24
+
+
+class View:
+    """A context whose :meth:`see` is told the search's progress."""
+
+    def __init__(
+        self, stream: TextIO, *, environ: Mapping[str, str] | None = None, width: int | None = None
+    ) -> None:
+        environ = os.environ if environ is None else environ
+        columns = width or shutil.get_terminal_size((100, 24)).columns
+        self._stream = stream
+        self._live: Live | None = None
+        self._stage = ""
+        if terminal.can_redraw(stream, environ, columns):
+            console = Console(file=stream, force_terminal=True, width=width, highlight=False)
+            self._live = Live(console=console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> "View":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._live.stop()
+
+    def see(self, progress: Progress) -> None:
+        """Shows where the search is; a terminal that is gone is no reason to end it."""
+        if self._live is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._live.update(drawing(progress), refresh=True)
+            return
+        if progress.latest is not None:
+            terminal.say(self._stream, line(progress, progress.latest))
+        elif progress.stage != self._stage and progress.stage.startswith("whole"):
+            terminal.say(self._stream, f"{_place(progress)} {progress.stage}")
+        self._stage = progress.stage
+
+
+def line(progress: Progress, one: Tried) -> str:
+    """One result: ``[ 3/24, 41.2 s] v5e-16 fsdp 16 remat full: 340 ms, 52.1 % MFU, …``."""
+    text = f"{_place(progress)} {one.candidate.name}: {result(one)}"
+    return f"{text}  <- best so far" if one is progress.best else text
+
+
+def result(one: Tried) -> str:
+    """What became of a candidate."""
+    made, total = one.forecast, one.total
+    if made is None or total is None:
+        return terminal.one_line(reason_of(one), 160)
+    parts = [readings.step(made.step_seconds or 0.0)]
+    if made.mfu is not None:
+        parts.append(f"{figures.percent(made.mfu)} MFU")
+    parts += [readings.memory(one), days(total.seconds)]
+    if total.usd is not None:
+        parts.append(readings.money(total.usd))
+    text = ", ".join(parts)
+    return f"{text}; {one.broken}" if one.broken else text
+
+
+def drawing(progress: Progress) -> Group:
+    """The lines that are redrawn."""
+    head = Table.grid(padding=(0, 2))
+    bar = ProgressBar(
+        total=max(progress.of, 1),
+        completed=progress.compiled,
+        width=BAR,
+        complete_style="cyan",
+        finished_style="green",
+    )
+    counted = Text(f"{progress.compiled}", style="bold")
+    counted.append(f" of {progress.of} compiled", "not bold")
+    head.add_row(bar, counted, Text(duration(progress.seconds), style="dim"))
+    busy = list(progress.running)
+    if not busy:
+        rows = [_row("now", progress.stage, "dim")]
+    else:
+        rows = [
+            _row("compiling" if not i else "", name, "dim") for i, name in enumerate(busy[:RUNNING])
+        ]
+        if len(busy) > RUNNING:
+            rows.append(_row("", f"and {len(busy) - RUNNING} more", "dim"))
+    best = progress.best
+    if best is not None:
+        rows.append(_row("best", best.candidate.name, "bold green"))
+        rows.append(_row("", result(best), "green"))
+    return Group(head, *rows)
+
+
+def _place(progress: Progress) -> str:
+    width = len(str(progress.of))
+    return f"[{progress.compiled:>{width}}/{progress.of}, {duration(progress.seconds)}]"
+
+
+def _row(name: str, text: str, style: str) -> Text:
+    line = Text(f"{name:<11}", style="dim", overflow="ellipsis", no_wrap=True)
+    return line.append(terminal.printable(text), f"not dim {style}" if style != "dim" else "dim")

@@ -1,0 +1,287 @@
+"""Figures of a plan as words, the same in the terminal and on the page."""
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from systolic.core.units import GIB, duration, si
+from systolic.plan import Plan, Tried
+from systolic.plan.goal import days
+from systolic.plan.plan import reason_of
+from systolic.plan.space import Refused
+from systolic.report import figures
+from systolic.report.forecast import readings
+from systolic.report.verdict import Tone, Verdict
+
+_COUNT = re.compile(r"([\d,]+) layouts?")
+PLAN = "plan.json"
+"""Named in commands where nothing was written."""
+
+RULES = {
+    "compiler": "compiled, and not an answer",
+    "goal": "breaks the goal at the chip's peak rate",
+    "memory bound": "weights, states and inputs alone exceed the memory",
+    "estimate": "estimated slower than the rest of its slice",
+    "more memory": "keeps no less than one that did not fit",
+    "divisibility": "no mesh divides the model and the batch",
+    "unknown chip": "the catalogue lacks a rate",
+    "not compiled": "estimated worse than what was compiled",
+}
+"""Why layouts were rejected, in words, in the order of interest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A candidate of the ranking."""
+
+    rank: int
+    one: Tried
+    slice: str
+    layout: str
+    batch: str
+    step: str
+    mfu: str
+    memory: str
+    """``13.1 of 15.8``, GiB of one device."""
+    memory_share: float
+    time: str
+    usd: str
+    kwh: str
+    compile: str
+    pareto: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reason:
+    """Layouts that one rule rejected."""
+
+    rule: str
+    words: str
+    layouts: int
+    slices: int
+    """On how many slices."""
+    nearest: str
+    """The one that missed by least, with its numbers."""
+
+
+def money(usd: float | None) -> str:
+    """``$1,040``; cents below ten dollars."""
+    if usd is None:
+        return figures.MISSING
+    return f"${usd:,.0f}" if usd >= 100 else f"${usd:.2f}"
+
+
+def step(seconds: float) -> str:
+    """A step's time with three digits: candidates differ by little."""
+    return f"{seconds:.3g} s" if 0.9995 <= seconds < 100 else duration(seconds)
+
+
+def energy(kwh: float | None) -> str:
+    """Kilowatt-hours, three digits."""
+    return figures.MISSING if kwh is None else readings.figure(kwh)
+
+
+def sure(one: Tried) -> str:
+    """How far the step may be off: ``−8 to +12 %``; empty where that is not known."""
+    made = one.forecast
+    if made is None or not made.step_seconds or made.low is None or made.high is None:
+        return ""
+    low, high = (bound / made.step_seconds - 1 for bound in (made.low, made.high))
+    return f"{low * 100:+.0f} to {high * 100:+.0f} %".replace("-", "−")
+
+
+def memory(one: Tried) -> str:
+    """``13.10 of 15.75 GiB`` of one device."""
+    made = one.forecast
+    if made is None:
+        return figures.MISSING
+    need, have = readings.needed(made), made.capacity_bytes
+    return f"{need / GIB:.2f} of {have / GIB:.2f} GiB" if have else f"{need / GIB:.2f} GiB"
+
+
+def verdict(plan: Plan) -> Verdict:
+    """Whether there is an answer, and what it comes to."""
+    best = plan.best
+    if best is None:
+        broken = any(one.broken for one in plan.tried) or any(
+            one.rule == "goal" for one in plan.refused
+        )
+        word = "none keeps the goal" if broken else "nothing fits"
+        return Verdict(word=word, sentence=f"{nearest(plan)}.", tone=Tone.bad)
+    assert best.total is not None
+    parts = [days(best.total.seconds)]
+    if best.total.usd is not None:
+        parts.append(money(best.total.usd))
+    if best.forecast is not None and best.forecast.mfu is not None:
+        parts.append(f"{figures.percent(best.forecast.mfu)} MFU")
+    parts.append(memory(best))
+    text = f"{best.candidate.name}: {', '.join(parts)}"
+    if interval := sure(best):
+        text += f"; sure to about {interval}"
+    tone = Tone.good if not plan.stopped else Tone.fair
+    word = {"": "planned", "interrupted": "best so far", "time limit": "best in the time"}
+    return Verdict(word=word.get(plan.stopped, "planned"), sentence=f"{text}.", tone=tone)
+
+
+def nearest(plan: Plan) -> str:
+    """What comes nearest to an answer where there is none, with its numbers."""
+    if found := [reason for reason in reasons(plan) if reason.rule in ("compiler", "goal")]:
+        return f"nearest is {found[0].nearest}"
+    others = reasons(plan)
+    if others:
+        return f"nothing was worth a compile: {others[0].nearest}"
+    return plan.stopped or "no layout was found"
+
+
+def command(plan: Plan, path: Path | None, number: int = 1) -> str:
+    """What runs a candidate."""
+    words = ["systolic", "train", plan.target or plan.facts.job.name, "--plan", str(path or PLAN)]
+    return shlex.join([*words, *(["--candidate", str(number)] if number > 1 else [])])
+
+
+def rows(plan: Plan) -> list[Row]:
+    """The ranking."""
+    front = {id(one) for one in plan.pareto}
+    return [_row(rank, one, id(one) in front) for rank, one in enumerate(plan.ranking, 1)]
+
+
+def _row(rank: int, one: Tried, pareto: bool) -> Row:
+    made, total = one.forecast, one.total
+    assert made is not None
+    assert total is not None
+    need, have = readings.needed(made), made.capacity_bytes
+    return Row(
+        rank=rank,
+        one=one,
+        slice=one.candidate.on.name,
+        layout=one.candidate.text,
+        batch=f"{one.candidate.batch:,}",
+        step=step(made.step_seconds or 0.0),
+        mfu=figures.MISSING if made.mfu is None else f"{made.mfu * 100:.1f} %",
+        memory=f"{need / GIB:.1f} of {have / GIB:.1f}",
+        memory_share=need / have if have else 0.0,
+        time=days(total.seconds),
+        usd=money(total.usd),
+        kwh=energy(total.kwh),
+        compile="whole" if one.whole else "schedule",
+        pareto=pareto,
+    )
+
+
+def shown(found: Sequence[Row], room: int) -> list[Row]:
+    """As many rows as there is room for: the first, the best of each slice and the front, then by rank."""
+    firsts: dict[str, Row] = {}
+    for row in found:
+        firsts.setdefault(row.slice, row)
+    wanted = [*found[:1], *firsts.values(), *(row for row in found if row.pareto), *found]
+    kept = {row.rank: row for row in wanted[:1]}
+    for row in wanted:
+        if len(kept) == room:
+            break
+        kept[row.rank] = row
+    return [kept[rank] for rank in sorted(kept)]
+
+
+def reasons(plan: Plan) -> list[Reason]:
+    """What was rejected, by rule."""
+    found = []
+    failed = plan.failed
+    if failed:
+        words = _failed_words(failed)
+        names = {one.candidate.on.name for one in failed}
+        found.append(
+            Reason(
+                rule="compiler",
+                words=words,
+                layouts=len(failed),
+                slices=len(names),
+                nearest=_nearest_failed(failed),
+            )
+        )
+    by_rule: dict[str, list[Refused]] = {}
+    for one in plan.refused:
+        by_rule.setdefault(one.rule, []).append(one)
+    order = list(RULES)
+    for rule in sorted(by_rule, key=lambda name: order.index(name) if name in order else 99):
+        group = by_rule[rule]
+        # The strongest slice is the one that comes nearest.
+        near = max(group, key=lambda one: one.on.num_chips * (one.on.chip.hbm_bytes or 0))
+        found.append(
+            Reason(
+                rule=rule,
+                words=RULES.get(rule, rule),
+                layouts=sum(_layouts(one) for one in group),
+                slices=len({one.on.name for one in group}),
+                nearest=f"{near.on.name}: {near.reason}",
+            )
+        )
+    return found
+
+
+def _failed_words(failed: Sequence[Tried]) -> str:
+    """``3 do not fit, 2 break the goal, 1 did not compile``."""
+    unfit = sum(one.forecast is not None and not one.forecast.fits for one in failed)
+    broken = sum(one.broken is not None for one in failed)
+    numbers = [
+        (unfit, "does not fit" if unfit == 1 else "do not fit"),
+        (broken, "breaks the goal" if broken == 1 else "break the goal"),
+        (len(failed) - unfit - broken, "did not compile"),
+    ]
+    return "compiled: " + ", ".join(f"{number} {text}" for number, text in numbers if number)
+
+
+def _nearest_failed(failed: Sequence[Tried]) -> str:
+    """One that breaks the goal comes nearer than one that does not fit, that one than an error."""
+
+    def miss(one: Tried) -> tuple[int, float]:
+        if one.total is not None:
+            return 0, one.total.seconds * (one.total.usd or 1.0)
+        if one.forecast is not None:
+            have = one.forecast.capacity_bytes
+            return 1, readings.needed(one.forecast) / have if have else 0.0
+        return 2, 0.0
+
+    one = min(failed, key=miss)
+    return f"{one.candidate.name}, which {_lower(reason_of(one))}"
+
+
+def _lower(text: str) -> str:
+    return text if text.startswith(("needs", "takes", "costs")) else f"failed: {text}"
+
+
+def _layouts(one: Refused) -> int:
+    """How many layouts a refusal is about; one that is named, and none for a whole slice."""
+    if (counted := _COUNT.match(one.layout)) is not None:
+        return int(counted[1].replace(",", ""))
+    return 0 if one.layout == "all layouts" else 1
+
+
+def work(plan: Plan) -> str:
+    """``20 G tokens, shortest time, within 3 days, below $1,000``."""
+    goal = plan.goal
+    words = {
+        "time": "shortest time",
+        "cost": "lowest cost",
+        "energy": "lowest energy",
+        "pareto": "time and cost",
+    }
+    parts = [f"{si(goal.units)} {goal.unit}", words[goal.objective.value]]
+    if goal.deadline_seconds is not None:
+        parts.append(f"within {days(goal.deadline_seconds)}")
+    if goal.budget_usd is not None:
+        parts.append(f"for {money(goal.budget_usd)} at most")
+    if goal.price.value != "on-demand":
+        parts.append(f"{goal.price.value} prices")
+    return ", ".join(parts)
+
+
+def searched(plan: Plan) -> str:
+    """``12,345 layouts of 3 slices looked at, 24 compiled (2 whole), 4 m 05 s``."""
+    names = {one.candidate.on.name for one in plan.tried} | {one.on.name for one in plan.refused}
+    whole = sum(one.whole for one in plan.tried)
+    text = f"{figures.plural(plan.searched, 'layout')} of {figures.plural(len(names), 'slice')} looked at, {len(plan.tried)} compiled"
+    if whole:
+        text += f" ({whole} whole)"
+    return f"{text}, {duration(plan.seconds)}" + (f"; {plan.stopped}" if plan.stopped else "")

@@ -1,0 +1,156 @@
+"""A plan on one screen: the answer and its command first, then the ranking, then what was rejected."""
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from systolic.plan import Plan
+from systolic.report import figures, terminal
+from systolic.report.forecast.text import plain
+from systolic.report.plan import readings
+from systolic.report.plan.readings import Row
+from systolic.report.verdict import Tone
+
+MAX_WIDTH = 120
+ROWS = 8
+INDENT = 10
+_COLOURS = {Tone.good: "green", Tone.fair: "yellow", Tone.bad: "red", Tone.neutral: "cyan"}
+_COLUMNS = ("slice", "step", "MFU", "GiB", "time", "$", "kWh", "batch", "compile")
+_LEFT = ("slice", "compile")
+
+
+def print_plan(
+    plan: Plan,
+    path: Path | None,
+    notes: Sequence[str] = (),
+    *,
+    stream: TextIO | None = None,
+    environ: Mapping[str, str] | None = None,
+    width: int | None = None,
+) -> None:
+    """Prints the screen to ``stream`` (stdout), in colour on a terminal.
+
+    Args:
+        plan: What was found.
+        path: Where it was written, for the commands.
+        notes: More to be said, one line each.
+        stream: Where to.
+        environ: The environment's variables.
+        width: Columns of the terminal.
+    """
+    stream = sys.stdout if stream is None else stream
+    environ = os.environ if environ is None else environ
+    columns = width or shutil.get_terminal_size((100, 24)).columns
+    shown = lines(plan, path, notes, min(columns, MAX_WIDTH))
+    if terminal.can_redraw(stream, environ, columns):
+        console = Console(file=stream, force_terminal=True, width=columns, highlight=False)
+        for line in shown:
+            console.print(line, soft_wrap=True)
+        return
+    for line in plain(shown):
+        terminal.say(stream, line)
+
+
+def lines(plan: Plan, path: Path | None, notes: Sequence[str], width: int) -> list[Text]:
+    """The screen, in lines of ``width`` columns; commands are never cut."""
+    verdict = readings.verdict(plan)
+    colour = _COLOURS[verdict.tone]
+    head = Text(f"{plan.facts.job.name}: {readings.work(plan)}  ", style="bold")
+    head.append(f" {verdict.word} ", f"bold reverse {colour}")
+    shown = [head, *_wrapped(verdict.sentence, width, f"bold {colour}")]
+    if plan.best is not None:
+        shown.append(_row("run", readings.command(plan, path), "bold cyan"))
+    table = _table(readings.rows(plan), width)
+    shown += [Text(""), *table] if table else []
+    rejected = _rejected(plan, width)
+    shown += [Text(""), *rejected] if rejected else []
+    shown += [Text(""), _cut(_row("searched", readings.searched(plan)), width)]
+    for number, note in enumerate(notes):
+        first, *rest = textwrap.wrap(note, width - INDENT) or [""]
+        shown.append(_row("notes" if not number else "", first, "dim"))
+        shown += [_row("", line, "dim") for line in rest]
+    return shown
+
+
+def _table(found: Sequence[Row], width: int) -> list[Text]:
+    """The ranking; the layout has the room that is left."""
+    if not found:
+        return []
+    rows = readings.shown(found, ROWS)
+    same_batch = len({row.batch for row in rows}) == 1
+    columns = [name for name in _COLUMNS if not (same_batch and name == "batch")]
+    cells = [dict(zip(_COLUMNS, _cells(row), strict=True)) for row in rows]
+    wide = {name: max(len(name), *(len(cell[name]) for cell in cells)) for name in columns}
+    marks = max(len(str(row.rank)) for row in rows) + 1
+    room = width - sum(wide.values()) - 2 * len(columns) - marks - 2
+
+    def line(mark: str, cell: Mapping[str, str], layout: str) -> str:
+        texts = [
+            f"{cell[name]:<{wide[name]}}" if name in _LEFT else f"{cell[name]:>{wide[name]}}"
+            for name in columns
+        ]
+        return "  ".join([f"{mark:>{marks}}", *texts, layout])
+
+    shown = [Text(line("", {name: name for name in columns}, "layout"), style="dim")]
+    for row, cell in zip(rows, cells, strict=True):
+        mark = f"{row.rank}{'*' if row.pareto else ' '}"
+        layouts = textwrap.wrap(row.layout, max(room, 24)) or [""]
+        style = "bold" if row.rank == 1 else ""
+        shown.append(Text(line(mark, cell, layouts[0]), style=style))
+        blank = dict.fromkeys(columns, "")
+        shown += [Text(line("", blank, rest), style=style) for rest in layouts[1:]]
+    told = "* no other is faster and cheaper" if any(row.pareto for row in rows) else ""
+    more = len(found) - len(rows)
+    parts = [told, f"{figures.plural(more, 'more candidate')} in the file" if more else ""]
+    if text := "; ".join(part for part in parts if part):
+        shown.append(Text(f"{'':<{marks + 2}}{text}", style="dim"))
+    return shown
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.slice,
+        row.step,
+        row.mfu,
+        row.memory,
+        row.time,
+        row.usd.removeprefix("$"),
+        row.kwh,
+        row.batch,
+        row.compile,
+    )
+
+
+def _rejected(plan: Plan, width: int) -> list[Text]:
+    """A line and the nearest miss for each rule."""
+    shown = []
+    for number, reason in enumerate(readings.reasons(plan)):
+        amount = f"{reason.layouts:,}" if reason.layouts else "all"
+        where = figures.plural(reason.slices, "slice")
+        text = _row("rejected" if not number else "", f"{amount:>8}  {reason.words} ({where})")
+        shown.append(_cut(text, width))
+        for near in textwrap.wrap(reason.nearest, width - INDENT - 10):
+            shown.append(_row("", f"{'':>10}{near}", "dim"))
+    return shown
+
+
+def _wrapped(text: str, width: int, style: str) -> list[Text]:
+    return [Text(line, style=style) for line in textwrap.wrap(text, width)]
+
+
+def _row(name: str, text: str, style: str = "") -> Text:
+    return Text(f"{name:<{INDENT}}", style="bold").append(
+        terminal.printable(text), f"not bold {style}"
+    )
+
+
+def _cut(line: Text, width: int) -> Text:
+    line.truncate(width, overflow="ellipsis")
+    return line

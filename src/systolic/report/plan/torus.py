@@ -1,0 +1,221 @@
+"""The mesh of a layout drawn on the interconnect of its slice: which chips belong together, axis by axis."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from systolic.chips import Slice
+from systolic.job import Axis, Layout
+from systolic.sim.network import default_places
+
+COLOURS = 9
+"""Groups with a colour of their own; more take them again in turn."""
+SMALL = 256
+"""Chips of a slice up to which each is drawn with its place to read; above, neighbours of a group are one block."""
+SLICES = 2
+"""Drawn of several; all of them look alike."""
+WIDTH = 480.0
+"""Units of a drawing."""
+LARGEST_CELL = 34.0
+GAP = 0.12
+"""Of a cell, between chips that are drawn one by one."""
+PLANE_GAP = 0.7
+"""Of a cell, between the planes of a three-dimensional torus."""
+
+Place = Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """A device, or neighbours of one group in a row."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    colour: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drawing:
+    """One mesh axis: devices of a colour talk with one another along it."""
+
+    axis: str
+    size: int
+    groups: int
+    width: float
+    height: float
+    cells: Sequence[Cell]
+    planes: Sequence[tuple[float, float, str]]
+    """Where a plane's name goes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Torus:
+    """All axes of a layout that split something."""
+
+    drawings: Sequence[Drawing]
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Device:
+    place: tuple[int, ...]
+    """x, y, z, core, slice."""
+    mesh: tuple[int, ...]
+    """Its index along each mesh axis."""
+
+
+def torus(on: Slice, layout: Layout, places: Sequence[Place]) -> Torus | None:
+    """The drawings; None of a single device, or of what is no torus.
+
+    Args:
+        on: The slice.
+        layout: Definite.
+        places: (x, y, z, core, slice) of each device in the order of the mesh, as the compiler had
+            it; empty where that is not known, then the axes are laid out in order.
+    """
+    axes = [axis for axis in Axis if layout.size(axis) > 1]
+    if on.platform != "tpu" or not axes:
+        return None
+    notes = []
+    if len(places) != on.num_devices:
+        places = default_places(on)
+        notes.append(
+            "the compiler's order of the devices is not known, so the axes are drawn in order"
+        )
+    if on.num_slices > SLICES:
+        notes.append(f"{SLICES} of {on.num_slices} slices are drawn; the others are alike")
+    sizes = tuple(layout.mesh_shape.values())
+    devices = [
+        _Device(place=tuple(place), mesh=_unravelled(index, sizes))
+        for index, place in enumerate(places)
+        if place[4] < SLICES
+    ]
+    if any(on.wrap):
+        letters = [letter for letter, wraps in zip("xyz", on.wrap, strict=False) if wraps]
+        notes.append(f"the links along {', '.join(letters)} wrap around")
+    return Torus(
+        drawings=[_drawing(on, axis, list(Axis).index(axis), sizes, devices) for axis in axes],
+        notes=notes,
+    )
+
+
+def _drawing(
+    on: Slice, axis: Axis, at: int, sizes: tuple[int, ...], devices: Sequence[_Device]
+) -> Drawing:
+    x, y, z = (*on.topology, 1, 1, 1)[:3]
+    cores = on.chip.devices_per_chip or 1
+    num_slices = min(on.num_slices, SLICES)
+    planes = [(number, level) for number in range(num_slices) for level in range(z)]
+    across = _columns(len(planes), x)
+    cell = min(LARGEST_CELL, WIDTH / (across * x + (across - 1) * PLANE_GAP))
+    step_x, step_y = (x + PLANE_GAP) * cell, y * cell + (0 if len(planes) == 1 else 20)
+    names, corners = [], {}
+    for index, (number, level) in enumerate(planes):
+        row, column = divmod(index, across)
+        top = row * step_y + (16 if len(planes) > 1 else 0)
+        corners[number, level] = (column * step_x, top)
+        parts = ([f"slice {number}"] if num_slices > 1 else []) + ([f"z {level}"] if z > 1 else [])
+        if parts:
+            names.append((column * step_x, top - 4, ", ".join(parts)))
+    groups: dict[tuple[int, ...], int] = {}
+    found = []
+    for device in devices:
+        rest = (*device.mesh[:at], *device.mesh[at + 1 :])
+        colour = groups.setdefault(rest, len(groups)) % COLOURS
+        a, b, c, core, number = device.place
+        left, top = corners[number, c]
+        width = cell / cores
+        spot = Cell(
+            x=left + a * cell + core * width,
+            y=top + b * cell,
+            width=width,
+            height=cell,
+            colour=colour,
+            text=_text(device, sizes, cores),
+        )
+        found.append(spot)
+    small = on.num_chips // on.num_slices <= SMALL
+    rows = math.ceil(len(planes) / across)
+    return Drawing(
+        axis=axis.value,
+        size=sizes[at],
+        groups=math.prod(sizes) // sizes[at],
+        width=round(across * x * cell + (across - 1) * PLANE_GAP * cell, 2),
+        height=round(rows * step_y, 2),
+        cells=[_spaced(one, cell) for one in found] if small else _merged(found),
+        planes=names,
+    )
+
+
+def _columns(planes: int, x: int) -> int:
+    """Planes beside one another: as many as keep the drawing about twice as wide as high."""
+    return max(1, min(planes, math.ceil(math.sqrt(2 * planes))))
+
+
+def _unravelled(index: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    found = []
+    for size in reversed(sizes):
+        index, rest = divmod(index, size)
+        found.append(rest)
+    return tuple(reversed(found))
+
+
+def _text(device: _Device, sizes: tuple[int, ...], cores: int) -> str:
+    """``chip 1,2,0: data 0, fsdp 5``."""
+    a, b, c, core, number = device.place
+    where = f"chip {a},{b},{c}" + (f" core {core}" if cores > 1 else "")
+    where += f" of slice {number}" if number else ""
+    along = [
+        f"{axis.value} {index}"
+        for axis, index, size in zip(Axis, device.mesh, sizes, strict=True)
+        if size > 1
+    ]
+    return f"{where}: {', '.join(along)}"
+
+
+def _spaced(one: Cell, cell: float) -> Cell:
+    gap = GAP * cell
+    return Cell(
+        x=round(one.x + gap / 2, 2),
+        y=round(one.y + gap / 2, 2),
+        width=round(one.width - gap, 2),
+        height=round(one.height - gap, 2),
+        colour=one.colour,
+        text=one.text,
+    )
+
+
+def _merged(cells: Sequence[Cell]) -> list[Cell]:
+    """Neighbours of a colour in a row as one block: a page of thousands of chips stays small."""
+    found: list[Cell] = []
+    for one in sorted(cells, key=lambda cell: (cell.y, cell.x)):
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and last.colour == one.colour
+            and last.y == one.y
+            and abs(last.x + last.width - one.x) < 1e-6
+        ):
+            found[-1] = Cell(
+                x=last.x,
+                y=last.y,
+                width=last.width + one.width,
+                height=last.height,
+                colour=last.colour,
+                text="",
+            )
+        else:
+            found.append(
+                Cell(
+                    x=one.x,
+                    y=one.y,
+                    width=one.width,
+                    height=one.height,
+                    colour=one.colour,
+                    text="",
+                )
+            )
+    return found

@@ -1,0 +1,39 @@
+"""What was forecast of the step that is being trained, to be shown beside what is measured."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expected:
+    """The forecast of a train step; seconds."""
+
+    slice: str
+    step_seconds: float
+    low: float | None = None
+    high: float | None = None
+    mfu: float | None = None
+
+    def beside(self, measured: float) -> dict[str, float]:
+        """For a train record: the forecast, and how many times it the measured step took."""
+        return {
+            "forecast_step_seconds": self.step_seconds,
+            "forecast_ratio": measured / self.step_seconds,
+        }
+
+    def against(self, measured: float | None) -> dict[str, Any]:
+        """For the summary; a session without steps has measured nothing."""
+        low, high = self.low, self.high
+        within = None
+        if measured is not None and low is not None and high is not None:
+            within = low <= measured <= high
+        return {
+            "slice": self.slice,
+            "step_seconds": self.step_seconds,
+            "step_seconds_low": low,
+            "step_seconds_high": high,
+            "mfu": self.mfu,
+            "measured_step_seconds": measured,
+            "ratio": None if measured is None else measured / self.step_seconds,
+            "within_interval": within,
+        }
