@@ -128,6 +128,7 @@ class Chip:
     smem_bytes_per_core: int | None = None
     sram_bytes: int | None = None
     hbm_bytes: int | None = None
+    program_bytes_per_device: int | None = None
     hbm_bytes_per_second: float | None = None
     hbm_to_vmem_bytes_per_second_per_core: float | None = None
     vmem_to_hbm_bytes_per_second_per_core: float | None = None

@@ -66,6 +66,14 @@ class Slice:
         return None if self.chip.hbm_bytes is None else self.chip.hbm_bytes * self.num_chips
 
     @property
+    def program_bytes(self) -> int:
+        """Memory that a program may use on one JAX device: the compiler's limit, else what is built in; 0 if unknown."""
+        limit = self.chip.program_bytes_per_device
+        if limit is not None:
+            return limit
+        return (self.chip.hbm_bytes or 0) // (self.chip.devices_per_chip or 1)
+
+    @property
     def devices_per_slice(self) -> int:
         """JAX devices in one of the slices."""
         return self.num_devices // self.num_slices

@@ -83,7 +83,7 @@ def of_outcome(outcome: Outcome, name: str, on: Slice, seconds: float) -> Foreca
 
 def capacity(on: Slice) -> int:
     """Device memory of one JAX device of a TPU."""
-    return (on.chip.hbm_bytes or 0) // (on.chip.devices_per_chip or 1)
+    return on.program_bytes
 
 
 def _compiled(outcome: Compiled, name: str, on: Slice, seconds: float) -> Forecast:

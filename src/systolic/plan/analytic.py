@@ -72,7 +72,7 @@ def analyse(facts: Facts, candidate: Candidate) -> Analysis:
 
 def capacity(on: Slice) -> float:
     """Device memory of one JAX device, bytes."""
-    return (on.chip.hbm_bytes or 0) / (on.chip.devices_per_chip or 1)
+    return float(on.program_bytes)
 
 
 def _shards(facts: Facts, candidate: Candidate) -> float:
