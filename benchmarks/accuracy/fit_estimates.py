@@ -20,7 +20,6 @@ from systolic.sim.estimate import parts
 from systolic.sim.rates import rates_of
 from systolic.sim.work import work_of
 
-
 Sample = tuple[str, tuple[float, ...], float, float]
 
 

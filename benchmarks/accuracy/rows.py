@@ -156,10 +156,19 @@ def row_of(record: Mapping[str, Any]) -> Row | None:
             "batch": record["global_batch"],
             "layout": layout,
             "precision": precision,
+            **_optimizer(record),
         },
         flags=_flags(record, departures),
         departures=tuple(departures),
     )
+
+
+def _optimizer(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Where it is not AdamW, or something that keeps as much."""
+    known = ("adafactor", "lion", "sgd")
+    text = str(record["optimizer"] or "").lower()
+    kind = next((name for name in known if text.startswith(name)), None)
+    return {} if kind is None else {"optimizer": {"kind": kind}}
 
 
 def _mlp(text: str) -> str:
@@ -213,6 +222,8 @@ def _layout(record: Mapping[str, Any], departures: list[str]) -> dict[str, Any] 
     other = record["other_settings"] or {}
     if other.get("sa_block_q"):
         layout["attention_block"] = int(other["sa_block_q"])
+    if (other.get("num_vocab_tiling") or 1) > 1:
+        layout["loss_tiles"] = int(other["num_vocab_tiling"])
     policy = record["remat"] or {}
     text = str(policy.get("policy") or "full").lower()
     if text == "custom":
