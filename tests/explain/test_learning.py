@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from systolic.artifact import Run
@@ -16,6 +17,10 @@ from systolic.explain.learning import learning, unknown, vitals
 from systolic.explain.speed import speed
 from systolic.job import Evaluation, GuardRule, Job, Optimizer, OptimizerKind
 from systolic.report.explain.text import HEIGHT, lines
+from systolic.train.feed import training
+from systolic.train.ledger import Ledger
+from systolic.train.probe import Probe
+from systolic.train.setup import first_state, set_up
 from tests.explain import planted
 from tests.explain.planted import Fault
 from tests.train.sessions import Crash, CrashAt, assert_same, train
@@ -145,8 +150,6 @@ def test_one_example_a_device_has_no_noise_scale_and_says_how_to_get_it(tmp_path
 
 def test_looks_change_nothing(tmp_path: Path):
     """With a look at every step, across a crash and a resume, the run is bit for bit the one without."""
-    from systolic.train.setup import set_up
-
     setup = set_up(planted.job(steps=24, evaluation=Evaluation(every=8)))
     train(setup, tmp_path / "without", diagnose=0)
     assert not (tmp_path / "without" / "diagnoses.jsonl").exists()
@@ -202,6 +205,42 @@ def test_by_default_a_short_run_is_not_slowed_but_looked_at_afterwards(
     out = capsys.readouterr().out
     assert out.startswith(f"{run}: ")
     assert len(out.splitlines()) <= HEIGHT
+
+
+def test_looks_nobody_asked_for_take_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch):
+    """By a clock of the test's own; and where the program does not fit, the run goes on without looks."""
+    now, told = [0.0], []
+    ledger = Ledger(lambda: now[0])
+    setup = set_up(planted.job(steps=100))
+    probe = Probe(setup, ledger, lambda *event: told.append(event), None)
+    state = first_state(setup.steps, 0)
+    with training(setup.job, setup.steps, 0) as feed:
+        batch = next(feed)
+    assert not probe.due(2)
+    now[0] = 250.0
+    assert [probe.due(step) for step in (1, 2, 3, 4)] == [False, True, False, True]
+
+    def slow(*arguments: Any) -> Any:
+        now[0] += 2.0
+        return program(*arguments)
+
+    program = probe._program
+    monkeypatch.setattr(probe, "_program", slow)
+    found = probe.look(2, state, batch)
+    assert found is not None
+    assert found["seconds"] == 2.0
+    assert not probe.due(4), "one more would be 4 of 252 seconds"
+    now[0] = 401.0
+    assert probe.due(4)
+
+    def full(*_: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nlong story")
+
+    monkeypatch.setattr(probe, "_program", full)
+    assert probe.look(4, state, batch) is None
+    assert told[-1][2] == "no further look at layers: RESOURCE_EXHAUSTED: out of memory"
+    now[0] = 1e6
+    assert not probe.due(6)
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
