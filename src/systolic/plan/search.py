@@ -97,6 +97,8 @@ class Search:
     limits: Limits = field(default_factory=Limits)
     compiler: Compiler = field(default_factory=Compiler)
     watch: Watch = lambda _: None
+    only: Sequence[Candidate] | None = None
+    """The space, where it is not all that a slice allows."""
     tried: list[Tried] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
     searched: int = 0
@@ -115,7 +117,8 @@ class Search:
             self.survey()
             with Pool(self.limits.at_once) as pool:
                 self._compile_best_first(pool)
-                self._refine(pool)
+                if self.only is None:
+                    self._refine(pool)
                 self._settle(pool)
         except KeyboardInterrupt:
             self.stopped = "interrupted"
@@ -173,7 +176,10 @@ class Search:
         over: Counter[str] = Counter()
         least: dict[str, tuple[float, str]] = {}
         seen = set()
-        for candidate in candidates(self.facts.job, on, self.freedom):
+        space = candidates(self.facts.job, on, self.freedom)
+        if self.only is not None:
+            space = (one for one in self.only if one.on == on)
+        for candidate in space:
             if candidate in seen:
                 continue
             seen.add(candidate)
@@ -228,7 +234,8 @@ class Search:
     # Compiling
 
     def _compile_best_first(self, pool: Pool) -> None:
-        quota = max(1, self.limits.programs * 3 // 4)
+        # The rest is for the attention blocks, loss tiles and flags of the best.
+        quota = self.limits.programs if self.only else max(1, self.limits.programs * 3 // 4)
         for ranked in self._turns(quota):
             self._submit(pool, ranked)
             while len(self._running) >= self.limits.at_once:
