@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 from systolic.aot import host
 from systolic.chips import Slice
@@ -17,6 +17,15 @@ QUIET = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "JAX_PLATFORMS": "cpu",
 }
+
+
+def add_flags(variables: MutableMapping[str, str], flags: Sequence[str]) -> None:
+    """Adds libtpu's flags to those of a process that will load it; what the user has set stays and wins."""
+    given = variables.get("LIBTPU_INIT_ARGS", "").split()
+    names = {flag.partition("=")[0] for flag in given}
+    added = [flag for flag in flags if flag.partition("=")[0] not in names]
+    if added:
+        variables["LIBTPU_INIT_ARGS"] = " ".join([*added, *given])
 
 
 def child_environment(

@@ -26,6 +26,7 @@ VERBS = {
     "forecast": Verb(
         "forecast", "what a step will do on a slice, without the slice: memory, time, MFU, cost"
     ),
+    "plan": Verb("plan", "the slice and layout that train a recipe soonest or cheapest"),
     "explain": Verb("explain", "what holds a run back, with evidence, and what to change"),
     "train": Verb(
         "train", "trains a recipe; resumes with --resume RUN; rehearses with --rehearse SLICE"

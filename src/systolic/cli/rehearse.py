@@ -15,7 +15,7 @@ from systolic import recipes
 from systolic.chips import Slice, slice
 from systolic.cli.main import guarded
 from systolic.cli.output import print_json
-from systolic.cli.target import Request
+from systolic.cli.target import Request, plan_of, under_plan
 from systolic.core.errors import OptionError
 from systolic.core.units import duration, si
 
@@ -48,6 +48,7 @@ def rehearse(asked: Request) -> int:
         "target": asked.recipe.target,
         "options": recipes.plain(asked.options),
         "slice": on.name,
+        "plan": None if asked.chosen is None else asked.chosen.to_json(),
         "workers": asked.verb["workers"],
         "json": asked.verb["json"],
     }
@@ -75,7 +76,7 @@ def child(argument: str) -> int:
     """The rehearsal itself, in a process with the right number of devices."""
     message = json.loads(argument)
     recipe = recipes.find(message["target"])
-    job = recipe(recipes.typed(recipe, message["options"]))
+    job = under_plan(recipe(recipes.typed(recipe, message["options"])), plan_of(message))
     on = slice(message["slice"])
     out = sys.stderr if message["json"] else sys.stdout
     from systolic.train.rehearse import rehearse as run

@@ -2,11 +2,12 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from systolic import recipes
+from systolic.artifact.chosen import Chosen
 from systolic.artifact.run import Run
 from systolic.cli.parse import arguments
 from systolic.core.errors import NotFoundError, OptionError
@@ -21,11 +22,21 @@ class Request:
     recipe: Recipe
     options: Mapping[str, Any]
     verb: Mapping[str, Any]
+    chosen: Chosen | None = None
+    """What a plan decided of the job."""
 
     @property
     def job(self) -> Job:
-        """The job these options make."""
-        return self.recipe(self.options)
+        """The job these options make, with the plan's settings."""
+        return under_plan(self.recipe(self.options), self.chosen)
+
+
+def under_plan(job: Job, chosen: Chosen | None) -> Job:
+    """A job with the layout, batch, precision and steps of a plan, where there is one."""
+    if chosen is None:
+        return job
+    job = chosen.applied(job)
+    return replace(job, steps=chosen.steps) if chosen.steps else job
 
 
 def first(args: Sequence[str], verb: str, what: str) -> tuple[str, list[str]]:
@@ -112,7 +123,12 @@ def rebuild(run: Run) -> tuple[Recipe, Job, dict[str, Any]]:
     else:
         recipe = recipes.find(target)
     options = recipes.typed(recipe, record["options"])
-    return recipe, recipe(options), options
+    return recipe, under_plan(recipe(options), plan_of(record)), options
+
+
+def plan_of(record: Mapping[str, Any]) -> Chosen | None:
+    """What a run's job.json says of its plan."""
+    return Chosen.from_json(record["plan"]) if record.get("plan") else None
 
 
 def existing(path: str) -> Path:

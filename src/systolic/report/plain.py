@@ -130,6 +130,8 @@ def _train_line(record: dict[str, Any], steps: int | None) -> str:
         f"lr {figures.rate(record.get('learning_rate'))}",
         figures.throughput_text(record),
     ]
+    if forecast := figures.forecast_text(record):
+        parts.append(f"step {figures.seconds(record.get('step_seconds'))} (forecast {forecast})")
     if record.get("mfu") is not None:
         parts.append(f"MFU {figures.percent(record['mfu'])}")
     parts.append(f"data wait {figures.percent(record.get('data_wait'))}")

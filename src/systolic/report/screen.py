@@ -218,6 +218,7 @@ def _facts(latest: Mapping[str, Any]) -> Text:
     text = Text(overflow="ellipsis", no_wrap=True)
     facts = [
         ("step", figures.seconds(latest.get("step_seconds")), ""),
+        ("forecast", figures.forecast_text(latest) or figures.MISSING, ""),
         ("MFU", figures.percent(latest.get("mfu")), ""),
         ("data wait", figures.percent(latest.get("data_wait")), _heat(wait)),
         ("memory", figures.memory(latest.get("memory_bytes")), ""),

@@ -18,6 +18,7 @@ _TRAIN = {
     "tokens_per_second": "speed/tokens_per_second",
     "examples_per_second": "speed/examples_per_second",
     "step_seconds": "speed/step_seconds",
+    "forecast_step_seconds": "speed/forecast_step_seconds",
     "mfu": "speed/mfu",
     "data_wait": "speed/data_wait",
     "memory_bytes": "memory/bytes",

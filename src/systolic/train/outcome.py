@@ -28,9 +28,11 @@ def summarise(
 
     ``time`` adds up to ``seconds``, the wall time since the command started; ``goodput`` is the
     share of it in which steps were computed; throughput counts the loop without compiles,
-    evaluations and saves.
+    evaluations and saves. ``forecast`` has the step as a plan forecast it and as it was measured;
+    it is empty for a run without a plan.
     """
     throughput, mfu = meter.overall()
+    expected = setup.expected
     time = ledger.close()
     seconds = sum(time.values())
     return {
@@ -40,7 +42,7 @@ def summarise(
         f"{setup.unit}_per_second": throughput,
         "mfu": mfu,
         "goodput": time["step"] / max(seconds, 1e-9),
-        "forecast": {},
+        "forecast": {} if expected is None else expected.against(meter.step_seconds()),
         "checkpoint": checkpoint,
         "seconds": seconds,
         "time": time,

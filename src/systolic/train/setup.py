@@ -15,6 +15,7 @@ from systolic.steps.mesh import make_mesh
 from systolic.steps.programs import jit_evaluate, jit_train
 from systolic.steps.steps import Steps
 from systolic.steps.target import MeshTarget
+from systolic.train.expected import Expected
 from systolic.train.machine import Machine
 
 
@@ -25,6 +26,8 @@ class Setup:
     job: Job
     machine: Machine
     steps: Steps
+    expected: Expected | None = None
+    """The forecast of the train step on these devices."""
 
     @property
     def unit(self) -> str:

@@ -23,6 +23,9 @@ ROWS = 40
 COLOURS = 9
 PAD = 1.12
 """Of the axes, beyond the outermost dots."""
+LOG_PAD = 1.3
+WIDE = 8.0
+"""Largest over smallest value from which an axis is logarithmic."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,14 +169,13 @@ def chart(plan: Plan, colours: dict[str, int]) -> Chart | None:
     done = [one for one in plan.tried if one.total is not None]
     if not done:
         return None
-    y_name, cost = _cost(plan, done)
+    y_name, cost = _cost(done)
     points = [(one, one.total.seconds / HOUR, cost(one)) for one in done if one.total is not None]
     hours, costs = [x for _, x, _ in points], [y for *_, y in points]
     scale, x_name = (24.0, "days") if min(hours) >= 48 else (1.0, "hours")
     if max(hours) < 2:
         scale, x_name = 1 / 60, "minutes"
-    x = curves.linear_axis(0.0, max(hours) / scale * PAD, num_ticks=6)
-    y = curves.linear_axis(0.0, max(costs) * PAD, num_ticks=5)
+    x, y = _axis([h / scale for h in hours]), _axis(costs)
     front = {id(one) for one in plan.pareto}
     best = plan.best
     dots = [
@@ -211,7 +213,15 @@ def chart(plan: Plan, colours: dict[str, int]) -> Chart | None:
     )
 
 
-def _cost(plan: Plan, done: Sequence[Tried]) -> tuple[str, Any]:
+def _axis(values: Sequence[float]) -> Axis:
+    """From zero, or logarithmic where the values are far apart."""
+    low, high = min(values), max(values)
+    if low > 0 and high / low > WIDE:
+        return curves.log_axis(low / LOG_PAD, high * LOG_PAD)
+    return curves.linear_axis(0.0, high * PAD, num_ticks=6)
+
+
+def _cost(done: Sequence[Tried]) -> tuple[str, Any]:
     """What the chart's other axis is, and its value."""
     if all(one.total is not None and one.total.usd is not None for one in done):
         return "dollars", lambda one: one.total.usd

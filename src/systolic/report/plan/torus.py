@@ -9,7 +9,8 @@ from systolic.job import Axis, Layout
 from systolic.sim.network import default_places
 
 COLOURS = 9
-"""Groups with a colour of their own; more take them again in turn."""
+"""Groups up to which each has a colour; of more the first few have one, and the others are grey."""
+FEW = 4
 SMALL = 256
 """Chips of a slice up to which each is drawn with its place to read; above, neighbours of a group are one block."""
 SLICES = 2
@@ -17,6 +18,8 @@ SLICES = 2
 WIDTH = 480.0
 """Units of a drawing."""
 LARGEST_CELL = 34.0
+LEGIBLE = 17.0
+"""Units of a device's width from which its index is written on it."""
 GAP = 0.12
 """Of a cell, between chips that are drawn one by one."""
 PLANE_GAP = 0.7
@@ -35,6 +38,8 @@ class Cell:
     height: float
     colour: int
     text: str
+    label: str = ""
+    """Its index along the axis."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +49,8 @@ class Drawing:
     axis: str
     size: int
     groups: int
+    coloured: int
+    """The groups that have a colour."""
     width: float
     height: float
     cells: Sequence[Cell]
@@ -109,7 +116,7 @@ def _drawing(
     cores = on.chip.devices_per_chip or 1
     num_slices = min(on.num_slices, SLICES)
     planes = [(number, level) for number in range(num_slices) for level in range(z)]
-    across = _columns(len(planes), x)
+    across = _columns(len(planes))
     cell = min(LARGEST_CELL, WIDTH / (across * x + (across - 1) * PLANE_GAP))
     step_x, step_y = (x + PLANE_GAP) * cell, y * cell + (0 if len(planes) == 1 else 20)
     names, corners = [], {}
@@ -121,10 +128,12 @@ def _drawing(
         if parts:
             names.append((column * step_x, top - 4, ", ".join(parts)))
     groups: dict[tuple[int, ...], int] = {}
+    total = math.prod(sizes) // sizes[at]
+    most = total if total <= COLOURS else FEW
     found = []
     for device in devices:
         rest = (*device.mesh[:at], *device.mesh[at + 1 :])
-        colour = groups.setdefault(rest, len(groups)) % COLOURS
+        group = groups.setdefault(rest, len(groups))
         a, b, c, core, number = device.place
         left, top = corners[number, c]
         width = cell / cores
@@ -133,8 +142,9 @@ def _drawing(
             y=top + b * cell,
             width=width,
             height=cell,
-            colour=colour,
+            colour=group if group < most else COLOURS,
             text=_text(device, sizes, cores),
+            label=str(device.mesh[at]) if width >= LEGIBLE else "",
         )
         found.append(spot)
     small = on.num_chips // on.num_slices <= SMALL
@@ -142,7 +152,8 @@ def _drawing(
     return Drawing(
         axis=axis.value,
         size=sizes[at],
-        groups=math.prod(sizes) // sizes[at],
+        groups=total,
+        coloured=most,
         width=round(across * x * cell + (across - 1) * PLANE_GAP * cell, 2),
         height=round(rows * step_y, 2),
         cells=[_spaced(one, cell) for one in found] if small else _merged(found),
@@ -150,9 +161,10 @@ def _drawing(
     )
 
 
-def _columns(planes: int, x: int) -> int:
-    """Planes beside one another: as many as keep the drawing about twice as wide as high."""
-    return max(1, min(planes, math.ceil(math.sqrt(2 * planes))))
+def _columns(planes: int) -> int:
+    """Planes beside one another: rows are full, and the drawing is wider than high."""
+    least = math.sqrt(1.3 * planes)
+    return next(n for n in range(1, planes + 1) if planes % n == 0 and (n >= least or n == planes))
 
 
 def _unravelled(index: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -185,6 +197,7 @@ def _spaced(one: Cell, cell: float) -> Cell:
         height=round(one.height - gap, 2),
         colour=one.colour,
         text=one.text,
+        label=one.label,
     )
 
 
