@@ -152,12 +152,12 @@ def collectives(step: Step) -> Iterable[Cause]:
             f"exposed-collectives-{'-'.join(axes) or 'other'}",
             f"waiting for chips along the {where} ax{'es' if len(axes) > 1 else 'is'}",
             ops,
-            [_AXIS_ADVICE[axis] for axis in axes if axis in _AXIS_ADVICE],
+            [AXIS_ADVICE[axis] for axis in axes if axis in AXIS_ADVICE],
             note=lambda op: f"{op.span.opcode} {op.instruction.name} x{op.times}",
         )
 
 
-_AXIS_ADVICE = {
+AXIS_ADVICE = {
     "fsdp": "fewer, larger passes (--layout.accumulate down, --layout.remat up), or a smaller --layout.fsdp with more --layout.data",
     "data": "a larger batch per device, so that gradients are summed less often",
     "tensor": "a smaller --layout.tensor with more --layout.fsdp",

@@ -1,0 +1,90 @@
+"""What is searched: every candidate divides, none twice, and the job's own numbers stay."""
+
+import pytest
+
+from systolic.chips import slice
+from systolic.job import Axis, Batch, Job, Layout, Precision, Remat
+from systolic.models.decoder.config import Decoder
+from systolic.plan import Freedom
+from systolic.plan.flags import SETS
+from systolic.plan.goal import front, span
+from systolic.plan.space import candidates, check, meshes
+from systolic.plan.variants import together, variants
+from tests.plan.jobs import decoder_job, plain_job
+
+SLICES = ("v5e-4", "v5e-16", "v5p-16", "2xv6e-4", "tpu7x-8")
+
+
+@pytest.mark.parametrize("name", SLICES)
+@pytest.mark.parametrize("experts", [1, 4])
+def test_every_candidate_divides_and_none_comes_twice(name: str, experts: int) -> None:
+    job = decoder_job(experts=experts)
+    found = list(candidates(job, slice(name), Freedom()))
+    assert found
+    # The job's own layout comes first, and once more where the space has it.
+    assert len(found) - len(set(found)) <= 1
+    for one in found:
+        assert check(job, one) is None, one.name
+        assert one.batch == 64
+        assert one.layout.num_devices == one.on.num_devices
+        assert one.precision is Precision.bf16
+        if experts == 1:
+            assert one.layout.expert == 1
+
+
+def test_the_job_s_own_layout_is_the_first() -> None:
+    job = decoder_job(layout=Layout(data=2, fsdp=8, remat=Remat.full))
+    first = next(candidates(job, slice("v5e-16"), Freedom()))
+    assert first.layout.mesh_shape["data"] == 2
+    assert first.layout.remat is Remat.full
+
+
+def test_a_model_that_says_nothing_of_axes_is_copied_or_sharded() -> None:
+    job = plain_job()
+    for layout in meshes(job, slice("v5e-16"), Freedom(), None):
+        split = {axis for axis in Axis if layout.size(axis) > 1}
+        assert split <= {Axis.data, Axis.fsdp}
+
+
+def test_what_is_let_go_varies_and_nothing_else() -> None:
+    job, on = decoder_job(), slice("v5e-4")
+    batches = {one.batch for one in candidates(job, on, Freedom(batch=True))}
+    assert {64, 1, 128} <= batches
+    precisions = {one.precision for one in candidates(job, on, Freedom(precision=True))}
+    assert precisions == {Precision.bf16, Precision.int8}
+    assert {one.batch for one in candidates(job, on, Freedom(precision=True))} == {64}
+
+
+def test_a_batch_that_no_mesh_divides_leaves_nothing() -> None:
+    job = decoder_job(batch=Batch(total=3), model=Decoder(layers=2, vocab=128, heads=3, kv_heads=3))
+    assert list(candidates(job, slice("v5e-256"), Freedom(axes=frozenset((Axis.data,))))) == []
+
+
+def test_variants_divide_and_change_one_thing() -> None:
+    job: Job = decoder_job(model=Decoder(layers=2, d_model=256, vocab=131072, heads=4, kv_heads=4))
+    base = next(candidates(job, slice("v6e-4"), Freedom()))
+    found = list(variants(job, base))
+    assert {one.flags for one in found} >= {s for s in SETS if "v6e" in s.generations} - {
+        s for s in SETS if s.name == "data-parallel-overlap"
+    }
+    assert {one.layout.loss_tiles for one in found} == {1, 4, 8}
+    for one in found:
+        assert check(job, one) is None
+        changed = (one.flags != base.flags) + (one.layout != base.layout)
+        assert changed == 1
+    (both,) = together(base, [found[0], next(one for one in found if one.flags != base.flags)])
+    assert both.flags != base.flags
+    assert both.layout == found[0].layout
+
+
+def test_the_front_has_what_no_other_beats() -> None:
+    points = [(3.0, 1.0), (1.0, 3.0), (2.0, 2.0), (2.5, 2.5), (1.0, 4.0)]
+    assert front(points) == [1, 2, 0]
+
+
+def test_times_are_read() -> None:
+    assert span("36h") == 36 * 3600
+    assert span("1.5d") == 1.5 * 86400
+    for bad in ("", "3", "-2h", "soon"):
+        with pytest.raises(Exception, match="not a time"):
+            span(bad)
