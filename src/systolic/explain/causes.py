@@ -146,13 +146,14 @@ def collectives(step: Step) -> Iterable[Cause]:
         if op.span.resource is Resource.ici:
             by[axes_of(step.module, op.computation, op.instruction, step.mesh)].append(op)
     for axes, ops in by.items():
-        where = " and ".join(axes) or "unknown"
+        where = f"along the {' and '.join(axes)} ax{'es' if len(axes) > 1 else 'is'}"
+        advice = [AXIS_ADVICE[axis] for axis in axes if axis in AXIS_ADVICE]
         yield _cause(
             step,
             f"exposed-collectives-{'-'.join(axes) or 'other'}",
-            f"waiting for chips along the {where} ax{'es' if len(axes) > 1 else 'is'}",
+            f"waiting for chips {where if axes else '(the mesh is not known)'}",
             ops,
-            [AXIS_ADVICE[axis] for axis in axes if axis in AXIS_ADVICE],
+            advice or ["fewer chips along the axis that talks most, or more work between"],
             note=lambda op: f"{op.span.opcode} {op.instruction.name} x{op.times}",
         )
 
