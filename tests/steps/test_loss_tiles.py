@@ -167,7 +167,7 @@ def test_int8_operands_take_tiles() -> None:
         target = MeshTarget(
             platform="cpu", layout=layout, dtype="float32", mesh=mesh, operands="int8"
         )
-        return tiny.run(Steps(tiny.job(layout=layout), target))[0]
+        return tiny.run(Steps(tiny.job(layout=layout), target), 2)[0]
 
     np.testing.assert_allclose(losses(4), losses(1), rtol=1e-3)
 
