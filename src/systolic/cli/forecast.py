@@ -3,6 +3,7 @@
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,11 @@ def run(args: Sequence[str]) -> int:
             "--save keeps what runs on the slice and --quick stops before there is such a thing; leave one of them out"
         )
     made = compiled(asked.job, on, verb)
-    return show(made, verb, before, {"target": target, "arguments": _remade(rest)})
+    remade = _remade(rest)
+    if made.rejected is not None and verb["step"] is Verb.train and on.platform == "tpu":
+        way_out = shlex.join(["systolic", "explain", target, *remade])
+        made = replace(made, rejected={**made.rejected, "remedies": [way_out]})
+    return show(made, verb, before, {"target": target, "arguments": remade})
 
 
 def is_text(target: str) -> bool:
@@ -184,6 +189,8 @@ def show(
         print("\n" + "\n".join(record.lines(changes, *named)))
     for what, path in written.items():
         print(f"{what:<9}{path}")
+    for text in (made.rejected or {}).get("remedies", ()):
+        print(f"{'next':<9}{text}")
     return 0 if made.fits else 1
 
 

@@ -4,8 +4,10 @@ import tomllib
 from functools import cache
 from pathlib import Path
 
-UNKNOWN = 0.25
-"""Half-width where no published result of a generation was rebuilt: the worst seen on the others."""
+ALL = "all"
+"""The row of all generations together."""
+FEW = 3
+"""Results below which a generation's own spread says little: the spread of all is taken."""
 
 
 @cache
@@ -13,15 +15,21 @@ def _table() -> dict[str, dict[str, float]]:
     return tomllib.loads((Path(__file__).parent / "errors.toml").read_text())
 
 
-def interval_of(generation: str, seconds: float) -> tuple[float, float, str]:
+def interval_of(generation: str, seconds: float, unit: str = "tokens") -> tuple[float, float, str]:
     """Low and high seconds, and where they come from.
 
     The errors of the table are (forecast - published) / published, so a published time lies between
-    forecast / (1 + largest) and forecast / (1 + smallest).
+    forecast / (1 + largest) and forecast / (1 + smallest). All published results that were rebuilt
+    are of language models: for what counts no tokens the spread is only the best guess there is.
     """
-    row = _table().get(generation)
-    if row is None:
-        low, high = seconds / (1 + UNKNOWN), seconds / (1 - UNKNOWN)
-        return low, high, f"no published result of {generation} was rebuilt; the width is a guess"
-    low, high = seconds / (1 + row["largest"]), seconds / (1 + row["smallest"])
-    return low, high, f"spread of {int(row['rows'])} published results on {generation}"
+    table = _table()
+    row = table.get(generation)
+    if row is None or row["rows"] < FEW:
+        here = int(row["rows"]) if row is not None else 0
+        row, told = table[ALL], f"all generations, {here or 'none'} of them on {generation}"
+        text = f"spread of {int(row['rows'])} published results on {told}"
+    else:
+        text = f"spread of {int(row['rows'])} published results on {generation}"
+    if unit != "tokens":
+        text += ", all of language models, which this is not"
+    return seconds / (1 + row["largest"]), seconds / (1 + row["smallest"]), text

@@ -126,7 +126,7 @@ def assemble(
     memory_origin: Origin = Origin.compiled,
 ) -> Forecast:
     """The forecast of a simulated step; ``facts`` is what the program says of itself."""
-    low, high, text = interval_of(on.chip.name, timeline.seconds)
+    low, high, text = interval_of(on.chip.name, timeline.seconds, facts.get("unit", "calls"))
     return Forecast(
         recipe=name,
         on=on,

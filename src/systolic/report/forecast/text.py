@@ -218,8 +218,7 @@ def _refused(forecast: Forecast, width: int) -> list[Text]:
         if buffer["source"]:
             line.append(f"  {_tail(buffer['source'], 30)}", "dim")
         shown.append(line)
-    remedies = refused.get("remedies") or []
-    return shown + [_row("try" if not i else "", str(text)) for i, text in enumerate(remedies[:3])]
+    return shown
 
 
 def _bill(forecast: Forecast) -> list[Text]:
