@@ -29,6 +29,8 @@ LONG_FUNCTIONS: dict[str, str] = {
 MANY_PARAMETERS: dict[str, str] = {
     "tests/train/tiny.py:job": COMMAND,
     "src/systolic/cli/forecast.py:options": COMMAND,
+    "src/systolic/cli/plan.py:options": COMMAND,
+    "src/systolic/cli/train.py:options": COMMAND,
     "src/systolic/cli/data.py:pack": COMMAND,
     "src/systolic/cli/generate.py:generate": COMMAND,
 }

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from systolic.chips import Slice
 from systolic.job import Axis, Layout
@@ -190,45 +190,33 @@ def _text(device: _Device, sizes: tuple[int, ...], cores: int) -> str:
 
 def _spaced(one: Cell, cell: float) -> Cell:
     gap = GAP * cell
-    return Cell(
+    return replace(
+        one,
         x=round(one.x + gap / 2, 2),
         y=round(one.y + gap / 2, 2),
         width=round(one.width - gap, 2),
         height=round(one.height - gap, 2),
-        colour=one.colour,
-        text=one.text,
-        label=one.label,
     )
 
 
 def _merged(cells: Sequence[Cell]) -> list[Cell]:
-    """Neighbours of a colour in a row as one block: a page of thousands of chips stays small."""
+    """Neighbours of a colour as one block, along rows or columns, whichever leaves fewer: a page of thousands of chips stays small."""
+    flipped = [_flipped(one) for one in cells]
+    by_row, by_column = _joined(cells), _joined(flipped)
+    return by_row if len(by_row) <= len(by_column) else [_flipped(one) for one in by_column]
+
+
+def _joined(cells: Sequence[Cell]) -> list[Cell]:
     found: list[Cell] = []
     for one in sorted(cells, key=lambda cell: (cell.y, cell.x)):
-        last = found[-1] if found else None
-        if (
-            last is not None
-            and last.colour == one.colour
-            and last.y == one.y
-            and abs(last.x + last.width - one.x) < 1e-6
-        ):
-            found[-1] = Cell(
-                x=last.x,
-                y=last.y,
-                width=last.width + one.width,
-                height=last.height,
-                colour=last.colour,
-                text="",
-            )
+        last = found[-1] if found else one
+        touches = last.y == one.y and abs(last.x + last.width - one.x) < 1e-6
+        if found and touches and last.colour == one.colour:
+            found[-1] = replace(last, width=last.width + one.width)
         else:
-            found.append(
-                Cell(
-                    x=one.x,
-                    y=one.y,
-                    width=one.width,
-                    height=one.height,
-                    colour=one.colour,
-                    text="",
-                )
-            )
+            found.append(replace(one, text="", label=""))
     return found
+
+
+def _flipped(one: Cell) -> Cell:
+    return replace(one, x=one.y, y=one.x, width=one.height, height=one.width)
