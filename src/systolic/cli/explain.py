@@ -9,6 +9,7 @@ from typing import Any
 
 from systolic.artifact.run import JOB, Run
 from systolic.cli.explain_job import explain_recipe, explain_saved, is_recipe, saved_forecast
+from systolic.cli.explain_profile import explain_profile, is_profile
 from systolic.cli.output import print_json
 from systolic.cli.parse import arguments
 from systolic.cli.target import first
@@ -18,6 +19,7 @@ from systolic.explain.cause import Cause
 USAGE = """usage: systolic explain RUN [options]
        systolic explain RECIPE --on SLICE [options]
        systolic explain FORECAST.json [--against OTHER.json]
+       systolic explain PROFILE [--json]
 
 RECIPE is forecast on the slice: where its step's time goes, and what changes of settings gain, each
 compiled and forecast again; a step that does not fit is taken to a layout or a slice where it does.
@@ -26,6 +28,10 @@ FORECAST.json is what systolic forecast --json wrote; --against says what makes 
 RUN is a directory that systolic train made, of a run that has ended or still trains. Says what keeps
 it from learning (spikes, dead gradients, learning rate, batch, rounding, overfitting) and what took
 its time besides the steps (input, recompilation, evaluation, checkpoints), worst first.
+
+PROFILE is an XProf xplane.pb of a TPU, GPU or CPU or a directory with one: RUN/profile after systolic
+train --profile N, or what jax.profiler.trace wrote. Says where the median step's time goes: waiting for
+input, for the host and for other devices, recompilation, and the ops that are slow.
 
   --on SLICE       explain a recipe there: v5e-16, v5p-128, 2xv5e-256
   --remedies N     changes to try (default 10); 0 names causes only
@@ -40,6 +46,7 @@ class Kind(enum.Enum):
     run = "run"
     recipe = "recipe"
     forecast = "forecast"
+    profile = "profile"
 
 
 def run(args: Sequence[str]) -> int:
@@ -59,13 +66,15 @@ def kind(target: str) -> Kind:
     """
     if (Path(target) / JOB).is_file():
         return Kind.run
+    if is_profile(Path(target)):
+        return Kind.profile
     if saved_forecast(Path(target)) is not None:
         return Kind.forecast
     if is_recipe(target):
         return Kind.recipe
     Run.open(target)  # says what is wrong, and what was meant
     raise NotFoundError(
-        f"{target} is no run, recipe or forecast; give a directory that systolic train made, a recipe with --on SLICE, or what systolic forecast --json wrote"
+        f"{target} is no run, profile, recipe or forecast; give a directory that systolic train made, an xplane.pb, a recipe with --on SLICE, or what systolic forecast --json wrote"
     )
 
 
@@ -99,7 +108,10 @@ def explain_run(target: str, args: Sequence[str]) -> int:
         return 0
     from systolic.report.explain.text import print_causes
 
-    print_causes(target, causes, remarks=remarks(figures, history.unit), notes=notes)
+    lines = remarks(figures, history.unit)
+    if is_profile(path / "profile"):
+        lines.append(f"its steps were traced: systolic explain {path / 'profile'}")
+    print_causes(target, causes, remarks=lines, notes=notes)
     return 0
 
 
@@ -146,5 +158,6 @@ EXPLAINERS: Mapping[Kind, Callable[[str, Sequence[str]], int]] = {
     Kind.run: explain_run,
     Kind.recipe: explain_recipe,
     Kind.forecast: explain_saved,
+    Kind.profile: explain_profile,
 }
 """How each kind of target is explained: target and the arguments after it to the exit code."""

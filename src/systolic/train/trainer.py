@@ -22,6 +22,7 @@ from systolic.train.ledger import Ledger
 from systolic.train.meter import Meter
 from systolic.train.outcome import next_command, sample, summarise
 from systolic.train.probe import Probe
+from systolic.train.profile import DATA, FOLDER, METRICS, Profile, part
 from systolic.train.programs import Program
 from systolic.train.progress import Progress
 from systolic.train.quiet import quiet_saves
@@ -58,6 +59,7 @@ class Trainer:
         ledger: Opened when the command started, so that start-up counts.
         loaded: The train step, compiled elsewhere.
         diagnose: Steps between looks at gradients by layer; 0 never looks, ``None`` where it costs little.
+        profile: Steps to trace with XLA's profiler after warm-up, in the first process.
     """
 
     setup: Setup
@@ -67,6 +69,7 @@ class Trainer:
     ledger: Ledger = field(default_factory=Ledger)
     loaded: Loaded | None = None
     diagnose: int | None = None
+    profile: int = 0
 
     def __post_init__(self) -> None:
         self.job, self.steps = self.setup.job, self.setup.steps
@@ -82,6 +85,8 @@ class Trainer:
         self.eval_program = Program("eval", self.setup.jitted_evaluate, self.ledger, self.event)
         self.meter = Meter(self.setup, self.ledger, 0)
         self.probe = Probe(self.setup, self.ledger, self.event, self.diagnose)
+        traced = self.profile if hosts.is_first() else 0
+        self.trace = Profile(self.run.path / FOLDER, traced, self.job.steps, self.event)
         self.examples = self.job.data.size(Split.train)
         self.log_every = max(1, self.job.steps // 400)
         self.progress = Progress()
@@ -125,6 +130,7 @@ class Trainer:
                     state = self._loop(state, feed, interrupt)
                 return self._finish(state, feed, interrupt)
             finally:
+                self.trace.close()
                 feed.close()
                 self.store.close()
 
@@ -208,18 +214,21 @@ class Trainer:
         while progress.step < self.job.steps and not self.stop_reason:
             if self._told_to_stop(interrupt):
                 break
-            asked = clock()
-            batch = next(feed)
-            ledger.add("data_wait", clock() - asked)
-            if self.probe.due(progress.step + 1):
-                self._drain(pending)
-                self._look(state, batch, feed)
-            state, metrics = self.train_program(state, batch)
-            self._notes()
-            progress.step += 1
-            pending.append(Pending(progress.step, metrics, batch))
-            while len(pending) > LAG:
-                self._check(pending.popleft())
+            with self.trace.step(progress.step + 1):
+                asked = clock()
+                with part(DATA):
+                    batch = next(feed)
+                ledger.add("data_wait", clock() - asked)
+                if self.probe.due(progress.step + 1):
+                    self._drain(pending)
+                    self._look(state, batch, feed)
+                state, metrics = self.train_program(state, batch)
+                self._notes()
+                progress.step += 1
+                pending.append(Pending(progress.step, metrics, batch))
+                while len(pending) > LAG:
+                    self._check(pending.popleft())
+            self.trace.done(metrics)
             if self._due(self.job.evaluation.every) or self._due(self.job.checkpoints.every):
                 self._drain(pending)
                 self._milestone(state, feed, interrupt)
@@ -266,7 +275,8 @@ class Trainer:
     def _check(self, done: Pending) -> None:
         """Looks at a finished step: is it bad, is it time for a record?"""
         asked = self.ledger.clock()
-        values = {name: float(value) for name, value in jax.device_get(done.metrics).items()}
+        with part(METRICS):
+            values = {name: float(value) for name, value in jax.device_get(done.metrics).items()}
         self.meter.waited_for_device(self.ledger.clock() - asked)
         if values.pop("bad"):
             self._bad(done, values["loss"])
