@@ -12,18 +12,28 @@ from systolic import __version__, recipes
 from systolic.artifact.access import Access
 from systolic.artifact.run import Run
 from systolic.cli.output import print_json
-from systolic.cli.target import Request, first, rebuild, request, request_for
+from systolic.cli.planned import (
+    check_machine,
+    check_rehearsal,
+    expected,
+    is_planned,
+    planned,
+    resumed,
+)
+from systolic.cli.target import Request, first, plan_of, rebuild, request, request_for
 from systolic.core.digest import digest
 from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
 from systolic.job import Batch, Job
 from systolic.train.ledger import Ledger
 
 USAGE = """usage: systolic train RECIPE [options]
+       systolic train RECIPE --plan plan.json [options]
        systolic train --resume RUN [options]
        systolic train --replay RUN/bad/step-N.npz [--json]
        systolic train RECIPE --rehearse SLICE [options]
 
 RECIPE is a name that systolic recipes lists, or path/to/file.py:function.
+--plan takes what systolic plan found: slice, layout, batch, precision, steps and compiler flags.
 --resume goes on from the newest intact checkpoint; options change the run's own.
 --replay makes the train step again on the batch of a bad step and says what is wrong with it.
 systolic train RECIPE --help shows the recipe's options."""
@@ -32,9 +42,12 @@ systolic train RECIPE --help shows the recipe's options."""
 def options(
     run: Path | None = None,
     rehearse: str | None = None,
+    plan: Path | None = None,
+    candidate: int = 1,
     executable: Path | None = None,
     workers: int = 0,
     diagnose: int | None = None,
+    profile: int = 0,
     json: bool = False,
 ) -> None:
     """The verb's own options.
@@ -42,9 +55,12 @@ def options(
     Args:
         run: The run's directory; by default runs/NAME-TIME.
         rehearse: Run a few real steps on virtual CPU devices with this slice's mesh, then stop.
+        plan: What systolic plan wrote: trains its best candidate with the options that were planned, and shows the forecast beside what is measured.
+        candidate: Which of the plan's candidates, by rank.
         executable: The compiled train step that systolic forecast --save kept, instead of compiling it.
         workers: Processes that read and transform data; 0 uses threads.
         diagnose: Steps between looks at gradients by layer, for systolic explain; 0 never looks, by default as often as 1 % of the time allows.
+        profile: Steps to trace with XLA's profiler after warm-up, into RUN/profile, for systolic explain RUN/profile.
         json: Print the summary as one JSON object on stdout.
     """
 
@@ -54,6 +70,7 @@ def resume_options(
     executable: Path | None = None,
     workers: int = 0,
     diagnose: int | None = None,
+    profile: int = 0,
     json: bool = False,
 ) -> None:
     """The verb's own options with a run.
@@ -63,6 +80,7 @@ def resume_options(
         executable: The compiled train step that systolic forecast --save kept, instead of compiling it.
         workers: Processes that read and transform data; 0 uses threads.
         diagnose: Steps between looks at gradients by layer, for systolic explain; 0 never looks, by default as often as 1 % of the time allows.
+        profile: Steps to trace with XLA's profiler after warm-up, into RUN/profile, for systolic explain RUN/profile.
         json: Print the summary as one JSON object on stdout.
     """
 
@@ -83,7 +101,10 @@ def run(args: Sequence[str]) -> int:
         raise OptionError(
             "--resume takes a run and no recipe: systolic train --resume RUN; the run knows its recipe and options"
         )
-    asked = request(target, rest, "train", options)
+    if is_planned(rest):
+        asked = planned(target, rest, options)
+    else:
+        asked = request(target, rest, "train", options)
     if asked.verb["rehearse"] is not None:
         from systolic.cli.rehearse import rehearse
 
@@ -91,11 +112,15 @@ def run(args: Sequence[str]) -> int:
             raise OptionError(
                 "--executable is for the devices at hand and --rehearse makes virtual ones; leave one of them out"
             )
+        if asked.chosen is not None:
+            check_rehearsal(asked.chosen, asked.verb["rehearse"])
         return rehearse(asked)
     from systolic.train.setup import set_up
 
     join(asked.verb)
-    setup = set_up(asked.job)
+    if asked.chosen is not None:
+        check_machine(asked.chosen)
+    setup = replace(set_up(asked.job), expected=expected(asked.chosen))
     setup.check_metric()
     description = describe(asked, setup.job)
     loaded = load(setup, asked.verb, ledger)
@@ -120,6 +145,10 @@ def join(verb: Mapping[str, Any]) -> None:
     if (verb["diagnose"] or 0) < 0:
         raise OptionError(
             f"diagnose is {verb['diagnose']}; give the steps between looks, or 0 for none"
+        )
+    if verb["profile"] < 0:
+        raise OptionError(
+            f"profile is {verb['profile']}; give the number of steps to trace, or 0 for none"
         )
     if hosts.belongs(os.environ) and verb["json"]:
         # Libraries between processes (Gloo, NCCL) print to stdout, which belongs to one JSON object.
@@ -152,12 +181,14 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
     """``systolic train --resume RUN``: goes on from the newest intact checkpoint."""
     from systolic.train import hosts
 
-    join({"json": "--json" in args, "diagnose": None})
+    join({"json": "--json" in args, "diagnose": None, "profile": 0})
     access = Access.write if hosts.is_first() else Access.read
     with Run.open(path, access=access) as directory:
         record = directory.read_job()
         recipe, _, saved = rebuild(directory)
         asked = request_for(recipe, ["--resume", str(path), *args], "train", resume_options, saved)
+        changed = {name for name, value in asked.options.items() if value != saved.get(name)}
+        asked = replace(asked, chosen=resumed(plan_of(record), changed))
         job, description = continued(asked, record, saved)
         summary = finished(directory, job, changed=asked.options != saved)
         if summary is not None:
@@ -170,7 +201,7 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
             return 0
         from systolic.train.setup import set_up
 
-        setup = set_up(job)
+        setup = replace(set_up(job), expected=expected(asked.chosen))
         setup.check_metric()
         loaded = load(setup, asked.verb, ledger)
         if access is Access.write:
@@ -238,6 +269,7 @@ def session(
         ledger=ledger,
         loaded=loaded,
         diagnose=verb["diagnose"],
+        profile=verb["profile"],
     )
     try:
         summary = trainer.train(resume)
@@ -318,6 +350,7 @@ def describe(asked: Request, job: Job) -> dict[str, Any]:
         "recipe": asked.recipe.target,
         "options": recipes.plain(asked.options),
         "job": plain,
+        "plan": None if asked.chosen is None else asked.chosen.to_json(),
         "layout": job.layout.mesh_shape,
         "digest": digest(plain),
     }
