@@ -93,6 +93,7 @@ def test_another_shape_is_a_recompilation(recorded: Path):
     text = "\n".join(first.evidence)
     assert "in step 13" in text
     assert "jit_train runs as 2 different programs" in text
+    assert first.advice[0].startswith("batches of one shape")
     assert causes["host-synchronisation"].share == pytest.approx(0, abs=0.1)
     assert "recompilation" not in explained(recorded / "digits.xplane.pb")
 

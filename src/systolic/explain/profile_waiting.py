@@ -159,16 +159,20 @@ def recompilation(view: View) -> Iterable[Cause]:
     for op in trace.ops:
         if op.program is not None and op.module:
             programs[op.module].add(op.program)
-    for module, ids in programs.items():
-        if len(ids) > 1:
-            evidence.append(f"{module} runs as {len(ids)} different programs: its arguments change")
+    changes = {module: len(ids) for module, ids in programs.items() if len(ids) > 1}
+    for module, count in changes.items():
+        evidence.append(f"{module} runs as {count} different programs: its arguments change")
     yield Cause(
         name="recompilation",
         title="programs are compiled while the step should run",
         share=share,
         seconds=total(gaps),
         evidence=evidence,
-        advice=["batches of one shape: pad the odd ones, mask 0, or leave them out"],
+        advice=[
+            "batches of one shape: pad the odd ones, mask 0, or leave them out"
+            if changes
+            else "a trace that begins later, if these programs run for the first time"
+        ],
     )
 
 
