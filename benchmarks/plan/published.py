@@ -21,7 +21,7 @@ from systolic.core.errors import SystolicError
 from systolic.core.files import write_json
 from systolic.forecasting.run import of_outcome
 from systolic.job import Layout
-from systolic.plan import Goal, Limits, Search, facts_of
+from systolic.plan import Goal, Limits, Search, Tried, facts_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "accuracy"))
 import rows as published
@@ -51,7 +51,11 @@ def answer(row: published.Row, workers: int) -> dict[str, Any]:
     for one in plan.tried:
         order.append(one.forecast.step_seconds if one.forecast is not None else None)
     best = plan.best
-    record |= {"compiled": len(order), "search_seconds": time.monotonic() - begun}
+    record |= {
+        "compiled": len(order),
+        "search_seconds": time.monotonic() - begun,
+        "bounds_broken": sum(map(broken, plan.tried)),
+    }
     if best is None or best.forecast is None or best.forecast.step_seconds is None:
         return record | {"problem": "nothing fits"}
     ours = best.forecast.step_seconds
@@ -61,6 +65,17 @@ def answer(row: published.Row, workers: int) -> dict[str, Any]:
         "found_at": order.index(ours) + 1,
         "gain": theirs.step_seconds / ours - 1 if theirs.step_seconds else None,
     }
+
+
+def broken(one: Tried) -> bool:
+    """Whether a lower bound of the analytic model is above what the compiler and the simulation say."""
+    made = one.forecast
+    if made is None:
+        return False
+    peak = made.memory.peak_bytes if made.memory is not None else 0
+    peak = peak or (made.rejected or {}).get("need_bytes", 0)
+    slow = made.step_seconds is not None and one.analysis.seconds_bound > made.step_seconds
+    return slow or one.analysis.bytes_bound > peak
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from systolic.job import Axis, Remat
 from systolic.plan.candidate import Candidate
 
-NOISE = 0.08
+NOISE = 0.15
 """Standard deviation of log(compiled / estimated) among layouts that no feature tells apart."""
 PRIOR = 0.25
 """Of a feature's weight, before any compile."""

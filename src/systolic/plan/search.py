@@ -31,8 +31,10 @@ KEEP = 300
 """Layouts of a slice that are kept by their estimate."""
 WORKER_BYTES = 4 * 2**30
 """Memory that a compile of a large program takes."""
-OPTIMISM = 1.0
+OPTIMISM = 0.5
 """Standard deviations below the expected time at which a layout is still given a chance."""
+HOPELESS = 1.15
+"""The search ends when even the most hopeful layout left scores so many times the best one."""
 HELPS = 0.995
 """A setting that makes the score so many times smaller is kept."""
 NEW_SLICE = 1.5
@@ -254,7 +256,7 @@ class Search:
             fresh = next((r for r in self.queue if r.candidate.on.name not in visited), None)
             if fresh is not None and asked < quota // 2 and self._worth(fresh, best, NEW_SLICE):
                 pick = fresh
-            elif not self._worth(pick, best, 1.0) or self._since >= PATIENCE:
+            elif not self._worth(pick, best, HOPELESS) or self._since >= PATIENCE:
                 return
             self.queue.remove(pick)
             if (why := self._dominated(pick.candidate)) is not None:
