@@ -161,8 +161,12 @@ def _same(recipe: Recipe, target: str) -> bool:
     """Whether a plan's recipe is this one; a file may be named by another path."""
     if recipe.file is None or recipe.target == target:
         return recipe.target == target
+    return _file(recipe.target) == _file(target)
+
+
+def _file(target: str) -> tuple[Path, str]:
     path, _, name = target.rpartition(":") if ":" in target else (target, "", "job")
-    return Path(path).resolve() == recipe.file.resolve() and name == recipe.function.__name__
+    return Path(path).resolve(), name
 
 
 def _same_program(before: Job, now: Job) -> bool:

@@ -80,6 +80,7 @@ def test_without_an_answer_the_nearest_is_told() -> None:
     told = readings.verdict(unfit)
     assert told.word == "nothing fits"
     assert "which needs 20.30 GiB of 16.00 GiB" in told.sentence
+    assert readings.verdict(replace(unfit, stopped="time limit")).word == "no answer yet"
     paper = replace(plan(), tried=(), refused=plan().refused[:1])
     assert "18.20 GiB of 15.75 GiB" in readings.verdict(paper).sentence
 

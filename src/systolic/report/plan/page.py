@@ -10,7 +10,7 @@ from systolic.core.errors import SystolicError
 from systolic.core.files import write_atomically
 from systolic.core.store import Store, cache_home, read_json
 from systolic.plan import Plan, Tried
-from systolic.plan.goal import HOUR, days
+from systolic.plan.goal import HOUR, days, hourly
 from systolic.report import curves, figures
 from systolic.report.curves import Axis
 from systolic.report.pages import Tile, fill
@@ -86,7 +86,7 @@ def render(
         "verdict": verdict,
         "lead": verdict.sentence,
         "facts": _facts(plan),
-        "tiles": tiles(best),
+        "tiles": tiles(plan),
         "notes": [*notes],
         "commands": _commands(plan, plan_path, found),
         "chart": chart(plan, colours),
@@ -107,18 +107,19 @@ def render(
     return fill("plan.html", page)
 
 
-def tiles(best: Tried | None) -> list[Tile]:
+def tiles(plan: Plan) -> list[Tile]:
     """The best candidate's figures."""
+    best = plan.best
     if best is None or best.forecast is None or best.total is None:
         return []
     made, total = best.forecast, best.total
-    price = made.bill.usd_per_hour
+    price, kind = hourly(made.on, plan.goal.price), plan.goal.price.value
     found = [
         Tile(label="done in", value=days(total.seconds), small=f"{total.steps:,.0f} steps"),
         Tile(
             label="cost",
             value=readings.money(total.usd),
-            small="" if price is None else f"${price:,.2f}/h on demand",
+            small="" if price is None else f"${price:,.2f}/h {kind}",
         ),
         Tile(label="energy", value=f"{readings.energy(total.kwh)} kWh"),
         Tile(

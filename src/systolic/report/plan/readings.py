@@ -109,6 +109,8 @@ def verdict(plan: Plan) -> Verdict:
             one.rule == "goal" for one in plan.refused
         )
         word = "none keeps the goal" if broken else "nothing fits"
+        if plan.stopped:
+            word = "no answer yet"
         return Verdict(word=word, sentence=f"{nearest(plan)}.", tone=Tone.bad)
     assert best.total is not None
     parts = [days(best.total.seconds)]

@@ -101,7 +101,7 @@ def _table(found: Sequence[Row], width: int) -> list[Text]:
     shown = [Text(line("", {name: name for name in columns}, "layout"), style="dim")]
     for row, cell in zip(rows, cells, strict=True):
         mark = f"{row.rank}{'*' if row.pareto else ' '}"
-        layouts = textwrap.wrap(row.layout, max(room, 24)) or [""]
+        layouts = _folded(row.layout, max(room, 24))
         style = "bold" if row.rank == 1 else ""
         shown.append(Text(line(mark, cell, layouts[0]), style=style))
         blank = dict.fromkeys(columns, "")
@@ -112,6 +112,12 @@ def _table(found: Sequence[Row], width: int) -> list[Text]:
     if text := "; ".join(part for part in parts if part):
         shown.append(Text(f"{'':<{marks + 2}}{text}", style="dim"))
     return shown
+
+
+def _folded(layout: str, width: int) -> list[str]:
+    """A layout on several lines, broken between words and after the ``+`` of a list of names."""
+    wide = textwrap.wrap(layout.replace("+", "+ "), width, break_on_hyphens=False)
+    return [line.replace("+ ", "+") for line in wide] or [""]
 
 
 def _cells(row: Row) -> tuple[str, ...]:
