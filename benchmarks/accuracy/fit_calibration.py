@@ -61,7 +61,7 @@ def sample(record: dict[str, Any]) -> Sample | None:
     on = slice(report["slice"])
     places = [tuple(place) for place in report["places"]]
     module = parse(Compiled(folder, record["program"], True).hlo)
-    timeline = simulate(module, on, places, Calibration(on.chip.name))
+    timeline = simulate(module, on, places, Calibration(on.chip.name), flags=report["flags"])
     quick = SCHEDULE_ONLY in report["options"]
     return Sample(
         id=record["id"],

@@ -131,6 +131,28 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+LEAST = 0.03
+"""Of an interval, each way: four results on one side of the truth do not promise the fifth there."""
+
+
+def intervals(records: Sequence[Mapping[str, Any]]) -> str:
+    """``forecasting/errors.toml``: rows, smallest and largest error by generation and of all."""
+    lines = []
+    generations = dict.fromkeys(r["generation"] for r in records)
+    for name in [*generations, "all"]:
+        errors = [r["error"] for r in records if "error" in r and name in (r["generation"], "all")]
+        if errors:
+            low, high = min(-LEAST, *errors), max(LEAST, *errors)
+            lines += [
+                f"[{name}]",
+                f"rows = {len(errors)}",
+                f"smallest = {low:.3f}",
+                f"largest = {high:.3f}",
+                "",
+            ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="parts of row names")
@@ -138,8 +160,14 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="with an empty store")
     parser.add_argument("--quick", action="store_true", help="schedules only, cycles estimated")
     parser.add_argument("--table", type=Path, help="print the table of an earlier run's JSON")
+    parser.add_argument(
+        "--intervals", type=Path, help="print the errors.toml of an earlier run's JSON"
+    )
     parser.add_argument("--out", type=Path, default=None, help="JSON of all rows")
     asked = parser.parse_args()
+    if asked.intervals:
+        print(intervals(json.loads(asked.intervals.read_text())))
+        return
     if asked.table:
         print(table(json.loads(asked.table.read_text())))
         return

@@ -90,7 +90,7 @@ def _compiled(outcome: Compiled, name: str, on: Slice, seconds: float) -> Foreca
     report = outcome.report
     module = parse(outcome.hlo)
     places = [tuple(place) for place in report["places"]] or None
-    timeline = simulate(module, on, places)
+    timeline = simulate(module, on, places, flags=report["flags"])
     stats = report["memory"]
     # The figure that libtpu compares with the chip's memory; its peak_memory has on-chip memory in it.
     memory = memory_map(

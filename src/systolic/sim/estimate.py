@@ -89,7 +89,10 @@ def estimate(
     matrix, memory, vector, transposed = parts(module, computation, instruction, work, rates)
     if matrix:
         slow = slowdown_of(rates.chip.name)
-        return slow.matrix * matrix + max(slow.memory * memory, slow.vector * vector)
+        product = slow.matrix * matrix
+        beside = max(slow.memory * memory, slow.vector * vector)
+        # A fusion that may keep more of its operands loads and stores beside its product.
+        return product + beside - rates.held * min(product, beside)
     slow = slowdown_of("all")
     share = TRANSPOSE_SHARE if transposed else HBM_SHARE
     return max(memory / share, slow.vector * vector)

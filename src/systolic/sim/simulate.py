@@ -54,6 +54,7 @@ def simulate(
     places: Sequence[Place] | None = None,
     calibration: Calibration | None = None,
     power_state: int | None = None,
+    flags: Sequence[str] = (),
 ) -> Timeline:
     """The step that ``module`` schedules, on one device of ``on``.
 
@@ -64,8 +65,9 @@ def simulate(
             otherwise.
         calibration: Corrections; by default those of the chip's generation.
         power_state: Of chips that have some (TPU7x); the default one otherwise.
+        flags: Of the compiler, which the module does not name.
     """
-    rates = rates_of(on, power_state)
+    rates = rates_of(on, power_state, flags)
     places = list(places) if places else default_places(on)
     if on.num_slices > 1 and module.num_partitions * on.num_slices == on.num_devices:
         # Such a module numbers the devices of its own slice; what crosses slices is sent and received.
