@@ -75,6 +75,10 @@ def test_the_command_replaces_what_was_typed() -> None:
     )
 
 
+def test_a_default_takes_away_what_was_typed() -> None:
+    assert command("train", "lm", ["--layout.data", "4"], {"layout.data": 1}) == "systolic train lm"
+
+
 def test_settings_that_are_defaults_are_not_typed() -> None:
     base = base_of(facts_of(decoder_job()), slice("v5e-16"))
     assert changed(base.settings(decoder_job())) == {"layout.fsdp": 16, "batch": 64}

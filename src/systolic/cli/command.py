@@ -14,7 +14,7 @@ def command(
     settings: Mapping[str, Any],
     drop: Sequence[str] = (),
 ) -> str:
-    """``systolic VERB TARGET …``: ``args`` less the options in ``settings`` and ``drop``, then the settings.
+    """``systolic VERB TARGET …``: ``args`` less the options in ``settings`` and ``drop``, then those settings that are no defaults.
 
     Args:
         verb: ``train``, ``forecast``.
@@ -28,14 +28,14 @@ def command(
         replaced.add("batch-per-device")
     kept = without(args, replaced)
     words = ["systolic", verb, target, *kept]
-    for name, value in settings.items():
+    for name, value in changed(settings).items():
         words += [f"--{_dashed(name)}", *_words(value)]
     return shlex.join(words)
 
 
 def changed(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that are not what an option has when it is left out."""
-    defaults = {f"layout.{axis.value}": 1 for axis in Axis}
+    defaults: dict[str, Any] = {f"layout.{axis.value}": 1 for axis in Axis}
     plain = Layout()
     for name in ("accumulate", "attention_block", "loss_tiles", "remat_names", "saved_names"):
         defaults[f"layout.{name}"] = getattr(plain, name)

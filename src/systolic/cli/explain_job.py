@@ -6,12 +6,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from systolic.aot import Compiled, Compiler, JobProgram
 from systolic.aot import compile as compile_program
 from systolic.chips import Slice, slice
-from systolic.cli.command import changed, command
+from systolic.cli.command import command
 from systolic.cli.output import print_json
 from systolic.cli.target import request
 from systolic.core.errors import OptionError, RunError
@@ -19,6 +19,9 @@ from systolic.core.units import duration, gibibytes
 from systolic.explain.cause import Cause
 from systolic.forecasting import Forecast
 from systolic.job import Job
+
+if TYPE_CHECKING:
+    from systolic.explain.ladder import Rung
 
 OWN = ("on", "flags", "remedies", "workers", "json", "against")
 """The verb's options, which no recipe takes."""
@@ -105,7 +108,7 @@ class Explanation:
     def applied(self, settings: Mapping[str, Any], flags: Sequence[str], verb: str) -> str:
         """The command with some settings."""
         drop = [name for name in OWN if name != "on" or verb == "train"]
-        words = command(verb, self.target, self.args, changed(settings), drop)
+        words = command(verb, self.target, self.args, settings, drop)
         return f"{words} --flags={shlex.quote(' '.join(flags))}" if flags else words
 
     # Slow
@@ -199,12 +202,17 @@ class Explanation:
             )
 
         rungs = climb(facts_of(self.job), self.on, self.compiler, self.workers, watch)
-        found = rungs[-1].best
+        return self.show_rungs(made, rungs, stream)
+
+    def show_rungs(self, made: Forecast, rungs: "Sequence[Rung]", stream: TextIO) -> int:
+        """The command of what fits at last, or that nothing does."""
+        last = rungs[-1]
+        found = last.best
         typed = None
         if found is not None:
             settings = found.candidate.settings(self.job)
-            if not rungs[-1].same_result:
-                settings["optimizer.kind"] = rungs[-1].facts.job.optimizer.kind.value
+            if not last.same_result:
+                settings["optimizer.kind"] = last.facts.job.optimizer.kind.value
             if found.candidate.on != self.on:
                 settings["on"] = found.candidate.on.name
             typed = self.applied(settings, found.candidate.flags.flags, "forecast")
@@ -216,26 +224,7 @@ class Explanation:
                     "slice": self.on.name,
                     "fits": False,
                     "rejected": made.rejected,
-                    "rungs": [
-                        {
-                            "text": rung.text,
-                            "slice": rung.on.name,
-                            "same_result": rung.same_result,
-                            "tried": [
-                                {
-                                    "layout": one.candidate.text,
-                                    "settings": one.candidate.settings(self.job),
-                                    "fits": one.total is not None,
-                                    "step_seconds": one.forecast.step_seconds
-                                    if one.forecast
-                                    else None,
-                                    "reason": None if one.total is not None else reason_of(one),
-                                }
-                                for one in rung.tried
-                            ],
-                        }
-                        for rung in rungs
-                    ],
+                    "rungs": [rung.to_json() for rung in rungs],
                     "command": typed,
                 }
             )
@@ -245,7 +234,7 @@ class Explanation:
                 f"\nthe fastest that fits: {found.candidate.name}, {gibibytes(peak)} of "
                 f"{gibibytes(found.forecast.capacity_bytes)}, {duration(found.forecast.step_seconds or 0.0)} a step"
             )
-            if not rungs[-1].same_result:
+            if not last.same_result:
                 print("it changes the optimizer, and with it the result of training")
             print(f"  {typed}")
         else:

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from systolic.aot import Compiler
 from systolic.chips import Slice
 from systolic.chips.slices import named_slices
-from systolic.job import Axis, Layout, OptimizerKind
+from systolic.job import Axis, Batch, Layout, OptimizerKind
 from systolic.plan.candidate import Candidate, remat_text
 from systolic.plan.facts import Facts
 from systolic.plan.goal import Goal, Objective
-from systolic.plan.plan import Tried
+from systolic.plan.plan import Tried, reason_of
 from systolic.plan.search import Limits, Search, Watch
+from systolic.plan.space import global_batch
 
 FIRST = 8
 """Programs on the slice itself; fewer when it fits earlier and nothing better is in sight."""
@@ -36,6 +38,24 @@ class Rung:
         """The fastest that fits."""
         good = [one for one in self.tried if one.total is not None]
         return min(good, key=lambda one: one.total.seconds if one.total else 0.0, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, what was tried with its settings."""
+        return {
+            "text": self.text,
+            "slice": self.on.name,
+            "same_result": self.same_result,
+            "tried": [
+                {
+                    "layout": one.candidate.text,
+                    "settings": one.candidate.settings(self.facts.job),
+                    "fits": one.total is not None,
+                    "step_seconds": one.forecast.step_seconds if one.forecast else None,
+                    "reason": None if one.total is not None else reason_of(one),
+                }
+                for one in self.tried
+            ],
+        }
 
 
 def climb(
@@ -81,10 +101,7 @@ def climb(
     return made
 
 
-def _global(facts: Facts, on: Slice):
-    from systolic.job import Batch
-    from systolic.plan.space import global_batch
-
+def _global(facts: Facts, on: Slice) -> Batch:
     return Batch(total=global_batch(facts.job, on))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from systolic.chips import Slice
 from systolic.core.errors import OptionError
+from systolic.core.units import duration
 from systolic.forecasting.cost import bill_of
 
 HOUR = 3600.0
@@ -126,7 +127,7 @@ def days(seconds: float) -> str:
     for name, size in (("days", 24 * HOUR), ("hours", HOUR)):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {name}"
-    return f"{seconds / 60:.3g} minutes"
+    return f"{seconds / 60:.3g} minutes" if seconds >= 120 else duration(seconds)
 
 
 def span(text: str) -> float:
