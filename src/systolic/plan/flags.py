@@ -27,16 +27,16 @@ SETS: Sequence[FlagSet] = (
         generations=("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x"),
     ),
     FlagSet(
-        name="wide-vmem",
-        flags=("--xla_tpu_scoped_vmem_limit_kib=65536",),
-        why="fusions may keep half of the 128 MiB of VMEM for themselves, so that large matmuls reload less",
-        generations=("v6e", "tpu7x"),
-    ),
-    FlagSet(
         name="widest-vmem",
         flags=("--xla_tpu_scoped_vmem_limit_kib=98304",),
         why="three quarters of VMEM for a fusion: published v6e recipes for dense models use it",
         generations=("v6e",),
+    ),
+    FlagSet(
+        name="wide-vmem",
+        flags=("--xla_tpu_scoped_vmem_limit_kib=65536",),
+        why="fusions may keep half of the 128 MiB of VMEM for themselves, so that large matmuls reload less",
+        generations=("v6e", "tpu7x"),
     ),
     FlagSet(
         name="async-gather",

@@ -25,7 +25,7 @@ from systolic.plan.goal import Goal
 from systolic.plan.learned import Correction, likely
 from systolic.plan.plan import Plan, Tried
 from systolic.plan.space import Freedom, Refused, candidates
-from systolic.plan.variants import together, variants
+from systolic.plan.variants import like, together, variants
 
 KEEP = 300
 """Layouts of a slice that are kept by their estimate."""
@@ -35,6 +35,8 @@ OPTIMISM = 0.5
 """Standard deviations below the expected time at which a layout is still given a chance."""
 HOPELESS = 1.15
 """The search ends when even the most hopeful layout left scores so many times the best one."""
+TIGHT = 0.8
+"""Share of the memory above which settings that save it are worth trying."""
 HELPS = 0.995
 """A setting that makes the score so many times smaller is kept."""
 NEW_SLICE = 1.5
@@ -303,18 +305,40 @@ class Search:
         if best is None:
             return
         begun = len(self.tried)
-        self._try(pool, variants(self.facts.job, best.candidate))
-        helped = [
-            one.candidate
+        memory = best.forecast.memory if best.forecast is not None else None
+        tight = memory is not None and memory.peak_bytes > TIGHT * capacity(best.candidate.on)
+        self._try(pool, variants(self.facts.job, best.candidate, tight))
+        better = [
+            one
             for one in self.tried[begun:]
             if one.total is not None
             and best.total is not None
             and self.goal.score(one.total) < HELPS * self.goal.score(best.total)
         ]
-        self._try(pool, together(best.candidate, helped))
+        better.sort(key=self._score)
+        self._try(pool, together(best.candidate, [one.candidate for one in better]))
+        if better:
+            self._spread(pool)
+
+    def _spread(self, pool: Pool) -> None:
+        """What helped the best layout on the next best ones, and on those that were not compiled."""
+        leader = self.best()
+        assert leader is not None
+        plain = [one.candidate for one in self.ranking() if one.candidate.on == leader.candidate.on]
+        self.queue.sort(key=self._hopeful)
+        waiting = [r.candidate for r in self.queue if r.candidate.on == leader.candidate.on]
+        # In turns: a layout that was good without the settings, then one that was never compiled.
+        for one in (c for pair in zip(plain, waiting, strict=False) for c in pair):
+            if len(self.tried) >= self.limits.programs:
+                return
+            self._try(pool, [like(leader.candidate, one)])
+
+    def _score(self, one: Tried) -> float:
+        return float("inf") if one.total is None else self.goal.score(one.total)
 
     def _try(self, pool: Pool, wanted: Iterable[Candidate]) -> None:
         known = {one.candidate for one in self.tried}
+        known |= {ranked.candidate for ranked in self._running.values()}
         for candidate in wanted:
             if len(self.tried) + len(self._running) >= self.limits.programs or self._late():
                 break

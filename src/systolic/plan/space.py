@@ -13,6 +13,8 @@ from systolic.plan.candidate import Candidate
 LARGEST_TENSOR = 64
 """More ways to split a matrix than that have not been useful on any published slice."""
 LARGEST_PIPELINE = 16
+LONG = 16384
+"""Tokens of a sequence from which it is worth splitting; shorter ones are where rows are fewer than devices."""
 LARGEST_ACCUMULATE = 64
 NAMED: Sequence[tuple[str, ...]] = (
     ("query", "key", "value", "attention", "out"),
@@ -100,7 +102,9 @@ def meshes(job: Job, on: Slice, freedom: Freedom, sequence: int | None) -> Itera
     sizes = {
         Axis.tensor: _divisors(on.num_devices, LARGEST_TENSOR),
         Axis.pipeline: _divisors(on.num_devices, LARGEST_PIPELINE),
-        Axis.context: _divisors(on.num_devices, on.num_devices) if sequence else [1],
+        Axis.context: _divisors(on.num_devices, on.num_devices)
+        if sequence and (sequence >= LONG or global_batch(job, on) < on.num_devices)
+        else [1],
         Axis.expert: _divisors(on.num_devices, on.num_devices),
     }
     split = [axis for axis in sizes if axis in axes]
