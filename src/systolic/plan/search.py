@@ -328,10 +328,8 @@ class Search:
         self.queue.sort(key=self._hopeful)
         waiting = [r.candidate for r in self.queue if r.candidate.on == leader.candidate.on]
         # In turns: a layout that was good without the settings, then one that was never compiled.
-        for one in (c for pair in zip(plain, waiting, strict=False) for c in pair):
-            if len(self.tried) >= self.limits.programs:
-                return
-            self._try(pool, [like(leader.candidate, one)])
+        turns = (c for pair in zip(plain, waiting, strict=False) for c in pair)
+        self._try(pool, (like(leader.candidate, one) for one in turns))
 
     def _score(self, one: Tried) -> float:
         return float("inf") if one.total is None else self.goal.score(one.total)
