@@ -1,0 +1,36 @@
+"""60 layouts of a 1B decoder on v5e-16 with the compiler's and the simulation's answers.
+
+Written by benchmarks/plan/exhaustive.py; the job is that of :mod:`tests.plan.fabricated`.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from systolic.chips import slice
+from systolic.job import Layout, Precision, Remat
+from systolic.plan import Candidate
+from systolic.plan.space import NAMED
+
+ON = slice("v5e-16")
+_PATH = Path(__file__).parent.parent / "recorded" / "plan" / "layouts.json"
+
+
+@cache
+def rows() -> dict[str, dict[str, Any]]:
+    """By the candidate's text."""
+    return {candidate(row).text: row for row in json.loads(_PATH.read_text())["rows"]}
+
+
+def candidate(row: dict[str, Any]) -> Candidate:
+    """What a row is of."""
+    settings = row["settings"]
+    remat = Remat(settings.get("layout.remat", "none"))
+    axes = ("data", "fsdp", "tensor", "context", "expert", "pipeline", "accumulate")
+    layout = Layout(
+        **{name: settings[f"layout.{name}"] for name in axes},
+        remat=remat,
+        remat_names=NAMED[0] if remat is Remat.save_names else Layout().remat_names,
+    )
+    return Candidate(on=ON, layout=layout, batch=256, precision=Precision.bf16)
