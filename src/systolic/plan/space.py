@@ -101,7 +101,8 @@ def meshes(job: Job, on: Slice, freedom: Freedom, sequence: int | None) -> Itera
     )
     sizes = {
         Axis.tensor: _divisors(on.num_devices, LARGEST_TENSOR),
-        Axis.pipeline: _divisors(on.num_devices, LARGEST_PIPELINE),
+        # Within a slice, gathering weights beats waiting for a pipeline to fill, on every layout seen.
+        Axis.pipeline: _divisors(on.num_devices, LARGEST_PIPELINE) if on.num_slices > 1 else [1],
         Axis.context: _divisors(on.num_devices, on.num_devices)
         if sequence and (sequence >= LONG or global_batch(job, on) < on.num_devices)
         else [1],
