@@ -24,6 +24,7 @@ NAMED: Sequence[tuple[str, ...]] = (
 OFFLOADED: Sequence[tuple[tuple[str, ...], tuple[str, ...]]] = (
     (("layer_input",), ()),
     (("layer_input", "query", "key", "value"), ("attention",)),
+    (("layer_input", "query", "key", "value", "out"), ()),
 )
 """(moved to the host, kept on the device) of the offload policy."""
 
