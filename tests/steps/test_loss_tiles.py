@@ -190,6 +190,7 @@ def test_the_normaliser_has_the_derivative_of_logsumexp() -> None:
     )
 
 
+@pytest.mark.slow
 def test_tiles_agree_with_one_device_under_a_mesh() -> None:
     check(on_eight_devices(["tiles-context-tensor-fsdp", "tiles-expert"]))
 

@@ -88,6 +88,8 @@ def from_file(path: Path, name: str, target: str) -> Recipe:
     sys.modules[module_name] = module
     before = set(sys.modules)
     sys.path.insert(0, str(path.resolve().parent))
+    # A run's folder holds its recipe, and reading a run leaves nothing there.
+    wrote, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -97,6 +99,7 @@ def from_file(path: Path, name: str, target: str) -> Recipe:
         ) from error
     finally:
         sys.path.pop(0)
+        sys.dont_write_bytecode = wrote
     _travel(module, set(sys.modules) - before, path.resolve().parent)
     functions = {
         key: value
