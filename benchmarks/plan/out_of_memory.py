@@ -40,7 +40,11 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("batch too large", "v3-8", {"model": SMALL, "sequence": 2048, "batch": 128}),
     ("long sequence", "v5e-8", {"model": SMALL, "sequence": 32768, "batch": 8}),
     ("long sequence", "v5p-8", {"model": DEEP, "sequence": 65536, "batch": 8}),
-    ("long sequence, one row", "v5e-16", {"model": SMALL, "sequence": 131072, "batch": 1}),
+    (
+        "long sequence, one row",
+        "v5e-16",
+        {"model": SMALL, "sequence": 131072, "batch": 1, "layout": {"context": 16, "fsdp": 1}},
+    ),
     (
         "copies of the weights",
         "v5e-16",

@@ -35,7 +35,7 @@ input, for the host and for other devices, recompilation, and the ops that are s
 
   --on SLICE       explain a recipe there: v5e-16, v5p-128, 2xv5e-256
   --remedies N     changes to try (default 10); 0 names causes only
-  --quick          judge by what the run has recorded only. Otherwise a run whose layers were never
+  --quick          of a run: judge by what the run has recorded only. Otherwise a run whose layers were never
                    looked at is looked at now, at its newest checkpoint, where this machine can
   --json           print one JSON object"""
 

@@ -39,7 +39,7 @@ def options(
     Args:
         on: The slice: v5e-16, v5p-128, tpu7x-8, 2xv5e-256.
         flags: Of libtpu, in one string.
-        remedies: Changes of settings to compile and forecast again; 0 names causes only.
+        remedies: Changes of settings to compile and forecast again where the step fits; 0 names causes only.
         workers: Compiles at once; 0 takes what cores and memory allow.
         json: Print one JSON object on stdout.
     """
@@ -109,6 +109,8 @@ class Explanation:
         """The command with some settings."""
         drop = [name for name in OWN if name != "on" or verb == "train"]
         words = command(verb, self.target, self.args, settings, drop)
+        if verb == "forecast":
+            words += " --quick"  # what the figures above were made with
         return f"{words} --flags={shlex.quote(' '.join(flags))}" if flags else words
 
     # Slow

@@ -156,7 +156,9 @@ def searched(search: Search, asked: Request) -> Plan:
 
         search.watch = watch
         plan = named(search.run())
-    write_json(path, plan.to_json())
+    # Without an answer, what an earlier plan left stays.
+    if plan.best is not None or (plan.tried and not path.exists()):
+        write_json(path, plan.to_json())
     return plan
 
 
@@ -165,20 +167,27 @@ def show(plan: Plan, verb: Mapping[str, Any], notes: Sequence[str]) -> int:
     from systolic.report.plan.readings import command
 
     path = verb["out"]
-    if verb["html"] is not None:
+    early = plan.stopped == "interrupted" and not plan.tried
+    if verb["html"] is not None and not early:
         from systolic.report.plan.page import write_page
 
         write_page(plan, verb["html"], path, notes)
     if verb["json"]:
         run_it = command(plan, path) if plan.best is not None else None
         print_json({**plan.to_json(), "notes": list(notes), "out": str(path), "command": run_it})
-    else:
+    elif not early:
         from systolic.report.plan.text import print_plan
 
         print_plan(plan, path, notes)
         for name, where in (("plan", path), ("report", verb["html"])):
             if where is not None:
                 print(f"{name:<10}{where}")
+    if plan.best is None and plan.stopped == "interrupted" and not plan.tried:
+        print(
+            "systolic: interrupted before the first compile ended; the same command starts again",
+            file=sys.stderr,
+        )
+        return 130
     if plan.stopped == "interrupted":
         print(
             "systolic: interrupted; the same command goes on from here, what was compiled is kept",
@@ -245,7 +254,12 @@ def _meant(word: str, max_chips: int, price: Price) -> list[Slice]:
     else:
         meant = [one for one in tpus if word.lower() in (one.name, *one.aliases)]
         if not meant:
-            return [slice(word)]
+            one = slice(word)
+            if one.platform != "tpu":
+                raise OptionError(
+                    f"{one.name} is a {one.platform}: plan compiles for TPU slices; systolic forecast --on {one.name} shows one layout"
+                )
+            return [one]
         found, what = named_slices(meant[0]), f"of {meant[0].name}"
     small = [on for on in found if on.num_chips <= max_chips]
     if not small:

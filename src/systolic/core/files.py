@@ -9,6 +9,16 @@ from typing import Any
 from systolic.core.errors import RunError
 
 
+def _mode() -> int:
+    """What open() gives a new file; a temporary file is its owner's alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
+_MODE = _mode()
+
+
 def write_atomically(path: Path, data: bytes | str) -> None:
     """Replaces ``path`` by ``data``; a crash at any moment leaves the old or the new file.
 
@@ -24,6 +34,7 @@ def write_atomically(path: Path, data: bytes | str) -> None:
             file.write(payload)
             file.flush()
             os.fsync(file.fileno())
+        os.chmod(scratch, _MODE)
         os.replace(scratch, path)
     except OSError as error:
         if scratch is not None:

@@ -316,7 +316,14 @@ def memory_bound(step: Step) -> Iterable[Cause]:
             "memory-bound",
             "ops bound by device memory: norms, activations, the loss",
             ops,
-            ["--layout.loss-tiles 8 where the vocabulary is large", "larger matmuls a pass"],
+            [
+                *(
+                    ["--layout.loss-tiles 8: the logits of a part of the sequence at a time"]
+                    if any("logits" in op.op_name or "language.py" in op.span.source for op in ops)
+                    else []
+                ),
+                "larger matmuls a pass (--layout.accumulate down), so that they weigh less",
+            ],
             note=lambda op: f"{op.span.bytes / 1e6:.0f} MB x{op.times}",
         )
 

@@ -10,6 +10,7 @@ from systolic.chips.slices import named_slices
 from systolic.job import Axis, Batch, Layout, OptimizerKind
 from systolic.plan.candidate import Candidate, remat_text
 from systolic.plan.facts import Facts
+from systolic.plan.flags import DEFAULT
 from systolic.plan.goal import Goal, Objective
 from systolic.plan.plan import Tried, reason_of
 from systolic.plan.search import Limits, Search, Watch
@@ -126,4 +127,6 @@ def difference(before: Layout, after: Candidate) -> str:
         old, new = getattr(before, name), getattr(layout, name)
         if old != new:
             parts.append(f"{name.replace('_', ' ')} {old} -> {new}")
+    if after.flags is not DEFAULT:
+        parts.append(f"flags {after.flags.name}")
     return ", ".join(parts) or "the same layout"

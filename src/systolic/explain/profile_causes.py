@@ -218,7 +218,7 @@ def memory_bound(view: View) -> Iterable[Cause]:
             "memory-bound",
             what,
             ops,
-            ["--layout.loss-tiles 8 where the vocabulary is large", "larger matmuls a pass"],
+            ["larger matmuls a pass (--layout.accumulate down), so that they weigh less"],
             note=note,
         )
 

@@ -11,7 +11,7 @@ from systolic.core.units import duration
 from systolic.forecasting.cost import bill_of
 
 HOUR = 3600.0
-_SPANS = {"m": 60.0, "h": HOUR, "d": 24 * HOUR, "w": 7 * 24 * HOUR}
+_SPANS = {"s": 1.0, "m": 60.0, "h": HOUR, "d": 24 * HOUR, "w": 7 * 24 * HOUR}
 
 
 class Objective(enum.Enum):
@@ -136,7 +136,7 @@ def span(text: str) -> float:
     Raises:
         OptionError: it is none of these.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mhdw])", text.strip().lower())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw])", text.strip().lower())
     if found is None or float(found[1]) <= 0:
-        raise OptionError(f"{text!r} is not a time; write it like 90m, 36h, 3d or 1w")
+        raise OptionError(f"{text!r} is not a time; write it like 30s, 90m, 36h, 3d or 1w")
     return float(found[1]) * _SPANS[found[2]]

@@ -21,7 +21,7 @@ from systolic.forecasting.run import of_outcome
 from systolic.plan.analytic import Analysis, analyse, capacity
 from systolic.plan.candidate import Candidate
 from systolic.plan.facts import Facts
-from systolic.plan.goal import Goal
+from systolic.plan.goal import Goal, days
 from systolic.plan.learned import Correction, likely
 from systolic.plan.plan import Plan, Tried
 from systolic.plan.space import Freedom, Refused, candidates
@@ -120,9 +120,13 @@ class Search:
         try:
             self.survey()
             with Pool(self.limits.at_once) as pool:
-                self._compile_best_first(pool)
-                if self.only is None:
+                if self.only is not None:
+                    self._compile_best_first(pool, self.limits.programs)
+                else:
+                    # The rest is for the attention blocks, loss tiles and flags of the best.
+                    self._compile_best_first(pool, max(2, self.limits.programs * 3 // 4))
                     self._refine(pool)
+                    self._compile_best_first(pool, self.limits.programs)
                 self._settle(pool)
         except KeyboardInterrupt:
             self.stopped = "interrupted"
@@ -132,12 +136,15 @@ class Search:
         """The plan as it stands."""
         left = Counter(ranked.candidate.on.name for ranked in self.queue)
         by_name = {one.name: one for one in self.slices}
+        nearest: dict[str, Ranked] = {}
+        for ranked in sorted(self.queue, key=self._estimated):
+            nearest.setdefault(ranked.candidate.on.name, ranked)
         waiting = [
             Refused(
                 on=by_name[name],
                 layout=f"{number:,} layouts",
                 rule="not compiled",
-                reason="estimated slower than what was compiled, or less likely to fit",
+                reason=self._not_compiled(nearest[name]),
             )
             for name, number in left.items()
         ]
@@ -150,6 +157,18 @@ class Search:
             seconds=time.monotonic() - self._began,
             stopped=self.stopped,
         )
+
+    def _not_compiled(self, ranked: Ranked) -> str:
+        """Why a slice's most promising layout was left."""
+        ratio = self.time_off.ratio(ranked.candidate)
+        seconds = ranked.analysis.seconds_estimate * ratio
+        total = self.goal.total(ranked.candidate.on, self._units(ranked.candidate), seconds)
+        price = "" if total.usd is None else f" and ${total.usd:,.2f}"
+        text = f"estimated at {days(total.seconds)}{price} at best ({ranked.candidate.text})"
+        best = self.best()
+        if best is not None and self._estimated(ranked) <= self._score(best):
+            return f"{text}, which {self.limits.programs} programs did not reach: raise --programs"
+        return text
 
     # Before any compile
 
@@ -237,10 +256,9 @@ class Search:
 
     # Compiling
 
-    def _compile_best_first(self, pool: Pool) -> None:
-        # The rest is for the attention blocks, loss tiles and flags of the best.
-        quota = self.limits.programs if self.only else max(1, self.limits.programs * 3 // 4)
-        for ranked in self._turns(quota):
+    def _compile_best_first(self, pool: Pool, most: int) -> None:
+        """Until so many were compiled in all."""
+        for ranked in self._turns(min(most, self.limits.programs) - len(self.tried)):
             self._submit(pool, ranked)
             while len(self._running) >= self.limits.at_once:
                 self._take()
@@ -250,13 +268,17 @@ class Search:
     def _turns(self, quota: int) -> Iterator[Ranked]:
         """The next candidate to compile: each promising slice once, then whatever may score best."""
         asked = 0
-        visited: set[str] = set()
+        visited = {one.candidate.on.name for one in self.tried}
         while asked < quota and self.queue and not self._late():
             self.queue.sort(key=self._hopeful)
             best = self.best()
             pick = self.queue[0]
             fresh = next((r for r in self.queue if r.candidate.on.name not in visited), None)
-            if fresh is not None and asked < quota // 2 and self._worth(fresh, best, NEW_SLICE):
+            if (
+                fresh is not None
+                and asked < max(2, quota * 2 // 3)
+                and self._worth(fresh, best, NEW_SLICE)
+            ):
                 pick = fresh
             elif not self._worth(pick, best, HOPELESS) or self._since >= PATIENCE:
                 return

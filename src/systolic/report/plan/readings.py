@@ -27,7 +27,7 @@ RULES = {
     "more memory": "keeps no less than one that did not fit",
     "divisibility": "no mesh divides the model and the batch",
     "unknown chip": "the catalogue lacks a rate",
-    "not compiled": "estimated worse than what was compiled",
+    "not compiled": "not compiled",
 }
 """Why layouts were rejected, in words, in the order of interest."""
 
