@@ -148,3 +148,48 @@ def test_buffers_say_what_they_are(name: str) -> None:
     embedding = [b for b in found.buffers if b.layer.startswith("embedding")]
     assert {b.kind for b in embedding} == {"parameters", "optimizer state"}
     assert any(b.source for b in found.buffers)
+
+
+STACKED = """HloModule m, is_scheduled=true
+
+%body (p: (s32[], f32[64,1024], f32[8,64,1024])) -> (s32[], f32[64,1024], f32[8,64,1024]) {
+  %p = (s32[], f32[64,1024]{1,0}, f32[8,64,1024]{2,1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[64,1024]{1,0} get-tuple-element(%p), index=1
+  %stack = f32[8,64,1024]{2,1,0} get-tuple-element(%p), index=2
+  %one = s32[] constant(1)
+  %zero = s32[] constant(0)
+  %next = s32[] add(%i, %one)
+  %y = f32[64,1024]{1,0} negate(%x), metadata={op_name="jit(train)/PHASE/while/body/mlp/neg"}
+  %row = f32[1,64,1024]{2,1,0} bitcast(%y)
+  %put = f32[8,64,1024]{2,1,0} dynamic-update-slice(%stack, %row, %i, %zero, %zero), metadata={op_name="jit(train)/PHASE/while/body/dynamic_update_slice"}
+  ROOT %t = (s32[], f32[64,1024]{1,0}, f32[8,64,1024]{2,1,0}) tuple(%next, %y, %put)
+}
+
+%condition (q: (s32[], f32[64,1024], f32[8,64,1024])) -> pred[] {
+  %q = (s32[], f32[64,1024]{1,0}, f32[8,64,1024]{2,1,0}) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %eight = s32[] constant(8)
+  ROOT %less = pred[] compare(%j, %eight), direction=LT
+}
+
+ENTRY %main (a: f32[64,1024]) -> f32[8,64,1024] {
+  %a = f32[64,1024]{1,0} parameter(0)
+  %start = s32[] constant(0)
+  %nothing = f32[] constant(0)
+  %empty = f32[8,64,1024]{2,1,0} broadcast(%nothing), dimensions={}
+  %in = (s32[], f32[64,1024]{1,0}, f32[8,64,1024]{2,1,0}) tuple(%start, %a, %empty)
+  %loop = (s32[], f32[64,1024]{1,0}, f32[8,64,1024]{2,1,0}) while(%in), condition=%condition, body=%body
+  ROOT %out = f32[8,64,1024]{2,1,0} get-tuple-element(%loop), index=2
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("phase", "kind"), [("jvp()", "saved activations"), ("transpose(jvp())", "gradients")]
+)
+def test_what_a_loop_stacks_is_known_by_what_fills_it(phase: str, kind: str) -> None:
+    found = memory_map(parse(STACKED.replace("PHASE", phase)), None)
+    (stack,) = [held for held in found.buffers if held.name == "empty"]
+    assert stack.kind == kind
+    assert stack.bytes == 8 * 64 * 1024 * 4

@@ -287,10 +287,34 @@ def _fresh(module: Module, fusion: Instruction, shape: Shape) -> int:
     return total
 
 
+def _filled_by(
+    module: Module, computation: Computation, instruction: Instruction
+) -> Instruction | None:
+    """What a loop writes into an array that it was given empty; None for any other instruction."""
+    if instruction.opcode not in ("broadcast", "custom-call"):
+        return None
+    for loop in computation:
+        if loop.opcode != "while" or not loop.operands:
+            continue
+        given = computation.index.get(loop.operands[0])
+        if given is None or given.opcode != "tuple" or instruction.name not in given.operands:
+            continue
+        body = module.computations[loop.called("body") or ""]
+        if body.root.opcode != "tuple":
+            return None
+        last = body.index.get(body.root.operands[given.operands.index(instruction.name)])
+        return None if last is None else named(module, body, last)
+    return None
+
+
 def _held(module: Module, computation: Computation, instruction: Instruction, size: int) -> Held:
     origin = named(module, computation, instruction)
+    filled = _filled_by(module, computation, instruction)
+    if filled is not None:
+        origin = filled  # a stack of what each turn of a loop leaves: known by what fills it
     source = module.source(origin)
-    kind = kind_of(origin.op_name, f"{instruction.opcode} {instruction.name}", computation.entry)
+    outside = computation.entry or filled is not None
+    kind = kind_of(origin.op_name, f"{instruction.opcode} {instruction.name}", outside)
     return Held(
         name=instruction.name,
         kind=kind,
