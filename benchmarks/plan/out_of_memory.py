@@ -43,7 +43,7 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (
         "long sequence, one row",
         "v5e-16",
-        {"model": SMALL, "sequence": 131072, "batch": 1, "layout": {"context": 16, "fsdp": 1}},
+        {"model": SMALL, "sequence": 524288, "batch": 1, "layout": {"context": 16, "fsdp": 1}},
     ),
     (
         "copies of the weights",
