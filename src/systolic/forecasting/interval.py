@@ -31,5 +31,5 @@ def interval_of(generation: str, seconds: float, unit: str = "tokens") -> tuple[
     else:
         text = f"spread of {int(row['rows'])} published results on {generation}"
     if unit != "tokens":
-        text += ", all of language models, which this is not"
+        text += ", language models"
     return seconds / (1 + row["largest"]), seconds / (1 + row["smallest"]), text

@@ -4,6 +4,7 @@ import io
 import os
 import shutil
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TextIO
@@ -85,7 +86,7 @@ def lines(forecast: Forecast, width: int) -> list[Text]:
         rows = min(COSTS, room - 2 - min(len(notes), 2))
         shown += _costs(forecast, width, rows)
     shown += tail
-    shown += _notes(notes, HEIGHT - len(shown))
+    shown += _notes(notes, HEIGHT - len(shown), width)
     return [_cut(line, width) for line in shown[:HEIGHT]]
 
 
@@ -227,14 +228,22 @@ def _bill(forecast: Forecast) -> list[Text]:
     return [_row(name, text) for name, text in found if text]
 
 
-def _notes(notes: Sequence[str], room: int) -> list[Text]:
-    """As many as there is room for; how many are left out is said."""
-    if room < 1 or not notes:
-        return []
-    shown = list(notes) if len(notes) <= room else list(notes[: room - 1])
-    found = [_row("notes" if not i else "", note) for i, note in enumerate(shown)]
-    if len(shown) < len(notes):
-        found.append(_row("", f"and {len(notes) - len(shown)} more notes, with --json or --html"))
+def _notes(notes: Sequence[str], room: int, width: int) -> list[Text]:
+    """Whole ones, as many as there is room for; how many are left out is said."""
+    wrapped = [textwrap.wrap(terminal.one_line(note, 400), width - INDENT) for note in notes]
+    found: list[Text] = []
+    shown = 0
+    for lines_ in wrapped:
+        rest = len(wrapped) - shown - 1
+        if len(found) + len(lines_) + (1 if rest else 0) > room:
+            break
+        found += [Text(f"{'':<{INDENT}}{line}") for line in lines_]
+        shown += 1
+    if shown < len(wrapped) and len(found) < room:
+        more = f"{len(wrapped) - shown} {'more ' if shown else ''}notes, with --json or --html"
+        found.append(Text(f"{'':<{INDENT}}{more}"))
+    if found:
+        found[0] = _row("notes", found[0].plain[INDENT:])
     for line in found:
         line.stylize("dim", INDENT)
     return found
