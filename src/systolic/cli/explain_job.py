@@ -138,8 +138,8 @@ class Explanation:
 
             def told(one: Any, done: int, of: int) -> None:
                 stream = sys.stderr if self.json else sys.stdout
-                mark = "" if one.change.same_result else "  [changes the result of training]"
-                print(f"  {one.change.text:<44} {one.verdict}{mark}", file=stream, flush=True)
+                mark = "" if one.change.same_result else "  [trains otherwise]"
+                print(f"  {one.verdict:<42}  {one.change.text}{mark}", file=stream, flush=True)
 
             found = try_all(facts, made, wanted, self.compiler, self.workers, told)
         better = [one for one in found if (one.gain or 0) > 0.005 and one.change.same_result]

@@ -101,7 +101,7 @@ def _cause(index: int, cause: Cause, width: int, most: int) -> list[Text]:
         cost.append(f"{cause.share * 100:.1f} %")
     if cause.seconds is not None:
         cost.append(duration(cause.seconds))
-    head = Text(f"{index + 1} ", "bold yellow").append(terminal.one_line(cause.title, width - 24))
+    head = Text(f"{index + 1}. ", "bold yellow").append(terminal.one_line(cause.title, width - 24))
     head.stylize("bold")
     if cost:
         head.append(f"  {', '.join(cost)}", "yellow")
