@@ -29,6 +29,8 @@ HALF = 2.0
 """Bytes of a bf16 element."""
 OPTIMIZER_BYTES = 28.0
 """HBM traffic of an AdamW update a parameter: read weight, moments and gradient, write weight and moments, f32."""
+ACCUMULATE_BYTES = 16.0
+"""HBM traffic of adding a pass's gradients to the sum, a parameter: write, read both, write, f32."""
 RESERVED = 1.005
 """A bound of memory may be above what the compiler needs by rounding alone."""
 
@@ -141,6 +143,10 @@ def _time(facts: Facts, candidate: Candidate, rates: Rates) -> tuple[float, floa
         "weights and gradients between chips": shown,
         **{f"{name} axis": seconds for name, seconds in parts.items()},
         "optimizer update": OPTIMIZER_BYTES * _shards(facts, candidate) / rates.hbm,
+        "accumulation": ACCUMULATE_BYTES
+        * _shards(facts, candidate)
+        * (layout.accumulate if layout.accumulate > 1 else 0)
+        / rates.hbm,
     }
     return bound, compute + sum(costs.values()), max(costs, key=lambda name: costs[name])
 
