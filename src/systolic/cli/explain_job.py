@@ -13,7 +13,7 @@ from systolic.aot import compile as compile_program
 from systolic.chips import Slice, slice
 from systolic.cli.command import command
 from systolic.cli.output import print_json
-from systolic.cli.target import request
+from systolic.cli.target import request, require_slice
 from systolic.core.errors import OptionError, RunError
 from systolic.core.units import duration, gibibytes
 from systolic.explain.cause import Cause
@@ -47,12 +47,7 @@ def options(
 
 def explain_recipe(target: str, args: Sequence[str]) -> int:
     """Causes of a recipe's step time with remedies, or the way out of memory."""
-    if not any(word == "--on" or word.startswith("--on=") for word in args) and not (
-        {"-h", "--help"} & set(args)
-    ):
-        raise OptionError(
-            f"systolic explain {target} needs a slice; add --on v5e-16, systolic chips lists them"
-        )
+    require_slice("explain", target, args, "a slice; add --on v5e-16, systolic chips lists them")
     asked = request(target, args, "explain", options)
     on = slice(asked.verb["on"])
     if on.platform != "tpu":

@@ -11,7 +11,7 @@ from systolic.aot import Compiler, Verb
 from systolic.chips import Slice, slice
 from systolic.cli.output import print_json
 from systolic.cli.parse import arguments
-from systolic.cli.target import first, request
+from systolic.cli.target import first, request, require_slice
 from systolic.core.errors import OptionError
 from systolic.forecasting import Forecast
 
@@ -94,12 +94,7 @@ def run(args: Sequence[str]) -> int:
         print(USAGE)
         return 0
     target, rest = first(args, "forecast", "a recipe")
-    if not any(word == "--on" or word.startswith("--on=") for word in rest) and not (
-        {"-h", "--help"} & set(rest)
-    ):
-        raise OptionError(
-            f"systolic forecast {target} needs a slice; add --on v5e-16, systolic chips lists them"
-        )
+    require_slice("forecast", target, rest, "a slice; add --on v5e-16, systolic chips lists them")
     if is_text(target):
         verb = arguments(text_options, rest, f"systolic forecast {target}")
         before = _before(verb)

@@ -9,7 +9,7 @@ from typing import Any
 from systolic import recipes
 from systolic.chips import Kind, Slice, chips, named_slices, slice
 from systolic.cli.output import print_json
-from systolic.cli.target import Request, first, request
+from systolic.cli.target import Request, first, request, require_slice
 from systolic.core.errors import OptionError, nearest
 from systolic.core.files import write_json
 from systolic.core.units import si
@@ -105,12 +105,7 @@ def run(args: Sequence[str]) -> int:
         print(USAGE)
         return 0
     target, rest = first(args, "plan", "a recipe")
-    if not any(word == "--on" or word.startswith("--on=") for word in rest) and not (
-        {"-h", "--help"} & set(rest)
-    ):
-        raise OptionError(
-            f"systolic plan {target} needs slices; add --on v5e-16,v5p-8, --on v5e, or --on any"
-        )
+    require_slice("plan", target, rest, "slices; add --on v5e-16,v5p-8, --on v5e, or --on any")
     asked = request(target, rest, "plan", options)
     verb = asked.verb
     check(verb)

@@ -50,6 +50,17 @@ def first(args: Sequence[str], verb: str, what: str) -> tuple[str, list[str]]:
     return args[0], list(args[1:])
 
 
+def require_slice(verb: str, target: str, args: Sequence[str], what: str) -> None:
+    """Whether ``--on`` was given, or help is asked for.
+
+    Raises:
+        OptionError: it was not; ``what`` says what to add.
+    """
+    given = any(word == "--on" or word.startswith("--on=") for word in args)
+    if not given and not {"-h", "--help"} & set(args):
+        raise OptionError(f"systolic {verb} {target} needs {what}")
+
+
 def request(target: str, args: Sequence[str], verb: str, options: Callable[..., Any]) -> Request:
     """Reads a recipe's options and the verb's from one command line.
 

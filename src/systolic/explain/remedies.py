@@ -16,7 +16,7 @@ from systolic.plan.analytic import analyse, capacity
 from systolic.plan.candidate import Candidate
 from systolic.plan.facts import Facts
 from systolic.plan.flags import DEFAULT
-from systolic.plan.space import NAMED, check
+from systolic.plan.space import NAMED, check, narrower
 from systolic.plan.variants import variants
 
 GAIN = 0.005
@@ -156,9 +156,8 @@ def _numeric(facts: Facts, base: Candidate) -> Iterator[Change]:
         candidate=replace(base, batch=2 * base.batch),
         same_result=False,
     )
-    decoder = Axis.tensor in facts.job.model.axes() and Axis.pipeline in facts.job.model.axes()
-    for precision in (Precision.int8, Precision.fp8):
-        if decoder and precision.value in base.on.chip.native and base.precision is Precision.bf16:
+    if base.precision is Precision.bf16:
+        for precision in narrower(facts.job, base.on):
             yield Change(
                 text=f"precision bf16 -> {precision.value}",
                 candidate=replace(base, precision=precision),

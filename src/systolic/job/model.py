@@ -107,6 +107,10 @@ class Model(ABC):
         """The rematerialisation policies that it follows."""
         return frozenset((Remat.none,))
 
+    def operands(self) -> frozenset[str]:
+        """Formats narrower than the compute dtype that its weight matmuls can round to: int8, fp8."""
+        return frozenset()
+
     def outline(self, layout: Layout) -> Outline | None:
         """Sizes for an analytic model; ``None``: only parameters and FLOPs are known, from a trace.
 

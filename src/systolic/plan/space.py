@@ -192,13 +192,13 @@ def _precisions(job: Job, on: Slice, freedom: Freedom) -> list[Precision]:
     own = job.precision.resolve(on.platform)
     if not freedom.precision or own not in (Precision.bf16, Precision.f32):
         return [own]
-    found = {own: None, Precision.bf16: None}
-    if Axis.tensor in job.model.axes() and Axis.pipeline in job.model.axes():  # decoders
-        if "int8" in on.chip.native:
-            found[Precision.int8] = None
-        if "fp8" in on.chip.native:
-            found[Precision.fp8] = None
-    return list(found)
+    return list(dict.fromkeys((own, Precision.bf16, *narrower(job, on))))
+
+
+def narrower(job: Job, on: Slice) -> list[Precision]:
+    """int8 and fp8, where the model can round to them and the chip multiplies them."""
+    known = job.model.operands() & frozenset(on.chip.native)
+    return [one for one in (Precision.int8, Precision.fp8) if one.value in known]
 
 
 def _sequence(job: Job) -> int | None:

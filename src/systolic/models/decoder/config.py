@@ -180,6 +180,10 @@ class Decoder(Model):
         """All of them."""
         return frozenset(Remat)
 
+    def operands(self) -> frozenset[str]:
+        """Both; routing and logits stay in the compute dtype."""
+        return frozenset(("int8", "fp8"))
+
     def outline(self, layout: Layout) -> Outline:
         """See :mod:`systolic.models.decoder.outline`."""
         from systolic.models.decoder.outline import outline
