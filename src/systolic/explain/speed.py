@@ -5,6 +5,7 @@ import os
 import statistics
 from collections.abc import Callable, Mapping
 
+from systolic.artifact import spent as records
 from systolic.artifact.run import Run
 from systolic.core.units import duration
 from systolic.explain.cause import Cause
@@ -58,19 +59,7 @@ def seconds_by_kind(history: History) -> dict[str, float]:
     """The summary's ``time``; of a run without one what its records add up to, which leaves out the start."""
     if history.summary is not None:
         return dict(history.summary["time"])
-    spent = dict.fromkeys(("step", "data_wait", "compile", "eval", "checkpoint"), 0.0)
-    for event in history.events:
-        kind = "compile" if event["name"] == "recompile" else event["name"]
-        if kind in ("compile", "checkpoint"):
-            spent[kind] += event["seconds"]
-    spent["eval"] = sum(record["seconds"] for record in history.evals)
-    before = 0
-    for record in history.train:
-        seconds = record["step_seconds"] * (record["step"] - before)
-        before = record["step"]
-        spent["data_wait"] += seconds * record["data_wait"]
-        spent["step"] += seconds * (1 - record["data_wait"])
-    return spent
+    return records.spent(history.train, history.evals, history.events)
 
 
 def input_wait(history: History, spent: Mapping[str, float], total: float) -> Cause | None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from systolic.artifact import spent as records
 from systolic.report import figures
 from systolic.report.run import Record, Run
 
@@ -40,18 +41,7 @@ def seconds_by_kind(run: Run) -> dict[str, float]:
     """The summary's ``time``, or, where there is none, what the records add up to."""
     if run.summary is not None:
         return run.summary["time"]
-    spent = dict.fromkeys(_ORDER, 0.0)
-    for event in run.events:
-        kind = "compile" if event["name"] == "recompile" else event["name"]
-        if kind in ("compile", "checkpoint"):
-            spent[kind] += event["seconds"]
-    spent["eval"] = sum(record["seconds"] for record in run.evals)
-    before = 0
-    for record in run.train:
-        seconds = record["step_seconds"] * (record["step"] - before)
-        before = record["step"]
-        spent["data_wait"] += seconds * record["data_wait"]
-        spent["step"] += seconds * (1 - record["data_wait"])
+    spent = dict.fromkeys(_ORDER, 0.0) | records.spent(run.train, run.evals, run.events)
     spent["other"] = max(run.seconds - sum(spent.values()), 0.0)
     return spent
 
