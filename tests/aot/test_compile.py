@@ -3,7 +3,7 @@
 import signal
 import subprocess
 import sys
-from concurrent.futures import wait
+import threading
 from pathlib import Path
 
 import psutil
@@ -130,7 +130,7 @@ def test_out_of_memory_is_an_answer_with_names(root: Path) -> None:
 
 INTERRUPTED = """\
 import sys
-from concurrent.futures import wait
+import threading
 from pathlib import Path
 from systolic.aot import Compiler, compile
 from systolic.chips import slice
@@ -187,10 +187,11 @@ def test_ending_several_ends_all_children(tmp_path: Path) -> None:
         (functions.program(functions.matmul, on), slice(on), Compiler(root=tmp_path))
         for on in ("v5e-4", "v5e-8", "v6e-4")
     ]
-
+    begun = threading.Semaphore(0)
     with Pool(2) as pool:
-        futures = [pool.submit(*one) for one in work]
-        wait(futures, timeout=5)
+        futures = [pool.submit(*one, lambda _: begun.release()) for one in work]
+        begun.acquire()
+        begun.acquire()
     for future in futures:
         assert future.cancelled() or isinstance(future.exception(), KeyboardInterrupt)
     assert left_behind(tmp_path) == []

@@ -48,7 +48,10 @@ def two_processes(args: list[str], cache: Path, code: int = 0) -> list[str]:
         start(args, environment(cache, 2) | job | {"JAX_PROCESS_ID": str(number)})
         for number in range(2)
     ]
-    return [finish(process, code) for process in processes]
+    told = [process.communicate() for process in processes]
+    # One that fails leaves the other waiting: what both say is needed to see why.
+    assert [process.returncode for process in processes] == [code, code], told
+    return [out for out, _ in told]
 
 
 @pytest.mark.slow

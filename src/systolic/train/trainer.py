@@ -140,9 +140,10 @@ class Trainer:
         if self.loaded is None:
             self.train_program.prepare(steps.abstract_state, steps.abstract_batch())
         self.probe.prepare()
-        # The first save needs it, and while XLA compiles there is time. Never in a thread: two
-        # threads that import the same modules can see them half made.
-        import_module("systolic.artifact.backend")
+        # The first save and the feed's thread need them, and while XLA compiles there is time. Never
+        # in a thread: two threads that import the same modules can see them half made.
+        for name in ("systolic.artifact.backend", "grain"):
+            import_module(name)
         restored = self._restore(feed) if resume else None
         feed.start()
         self.say(
