@@ -6,10 +6,10 @@ from systolic.chips import slice
 from systolic.job import Axis, Batch, Job, Layout, Precision, Remat
 from systolic.models.decoder.config import Decoder
 from systolic.plan import Freedom
-from systolic.plan.flags import SETS
+from systolic.plan.flags import DEFAULT, SETS, joined, sets_for
 from systolic.plan.goal import front, span
 from systolic.plan.space import candidates, check, meshes
-from systolic.plan.variants import together, variants
+from systolic.plan.variants import Change, changes, together
 from tests.plan.jobs import decoder_job, plain_job
 
 SLICES = ("v5e-4", "v5e-16", "v5p-16", "2xv6e-4", "tpu7x-8")
@@ -60,21 +60,42 @@ def test_a_batch_that_no_mesh_divides_leaves_nothing() -> None:
     assert list(candidates(job, slice("v5e-256"), Freedom(axes=frozenset((Axis.data,))))) == []
 
 
-def test_variants_divide_and_change_one_thing() -> None:
+def test_changes_divide_and_change_one_thing() -> None:
     job: Job = decoder_job(model=Decoder(layers=2, d_model=256, vocab=131072, heads=4, kv_heads=4))
     base = next(candidates(job, slice("v6e-4"), Freedom()))
-    found = list(variants(job, base))
-    assert {one.flags for one in found} >= {s for s in SETS if "v6e" in s.generations} - {
-        s for s in SETS if s.name == "data-parallel-overlap"
-    }
+    wanted = changes(job, base)
+    found = [change.on(base) for change in wanted]
+    elsewhere = {"data-parallel-overlap", "host-overlap"}
+    assert {one.flags.name for one in found} == {"default"} | {
+        s.name for s in SETS if "v6e" in s.generations
+    } - elsewhere
     assert {one.layout.loss_tiles for one in found} == {1, 4, 8}
     for one in found:
         assert check(job, one) is None
         changed = (one.flags != base.flags) + (one.layout != base.layout)
         assert changed == 1
-    (both,) = together(base, [found[0], next(one for one in found if one.flags != base.flags)])
-    assert both.flags != base.flags
-    assert both.layout == found[0].layout
+    both = together(base, [wanted[0], next(one for one in wanted if one.attention_block)])
+    assert both.flags == found[0].flags
+    assert both.layout.attention_block == 1024
+
+
+def test_the_first_of_two_changes_of_a_kind_has_its_way() -> None:
+    base = next(candidates(decoder_job(), slice("v5e-4"), Freedom()))
+    wide, narrow = Change(attention_block=2048), Change(attention_block=1024)
+    assert together(base, [wide, narrow]).layout.attention_block == 2048
+
+
+def test_joined_flags_hold_each_flag_once() -> None:
+    for name in ("v4-16", "v5e-16", "2xv5p-16", "2xv6e-16"):
+        sets = sets_for(slice(name), offloads=True)
+        for one in sets:
+            assert joined(DEFAULT, one) is one
+            assert joined(one, DEFAULT) is one
+            for other in sets:
+                both = joined(one, other)
+                names = [flag.split("=")[0] for flag in both.flags]
+                assert len(names) == len(set(names))
+                assert set(other.flags) <= set(both.flags)
 
 
 def test_the_front_has_what_no_other_beats() -> None:

@@ -143,3 +143,19 @@ def test_default_places_are_all_different() -> None:
     for name in ("2xv5e-16", "v4-64", "tpu7x-64", "v5p-128"):
         of = network(name)
         assert len(set(of.places)) == len(of.places) == of.on.num_devices
+
+
+def test_groups_that_alternate_along_an_axis_share_its_links() -> None:
+    of = network("v5e-256")
+
+    def along_x(*places: int) -> Groups:
+        found = [of.places.index((place, 0, 0, 0, 0)) for place in places]
+        return Groups((tuple(found),))
+
+    beside, apart = along_x(0, 1, 2), along_x(0, 4, 8)
+    ratio = seconds(of, "all-gather", apart, 1e9) / seconds(of, "all-gather", beside, 1e9)
+    assert ratio == pytest.approx(4, rel=0.01)
+    around = along_x(0, 4, 8, 12)  # closes to a ring: both directions, of which four groups share each
+    line_of_four = along_x(0, 1, 2, 3)
+    ratio = seconds(of, "all-gather", around, 1e9) / seconds(of, "all-gather", line_of_four, 1e9)
+    assert ratio == pytest.approx(2, rel=0.01)

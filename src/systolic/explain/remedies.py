@@ -12,12 +12,12 @@ from systolic.core.units import gibibytes
 from systolic.forecasting import Forecast
 from systolic.forecasting.run import of_outcome
 from systolic.job import Axis, Precision, Remat
+from systolic.plan import variants
 from systolic.plan.analytic import analyse, capacity
 from systolic.plan.candidate import Candidate
 from systolic.plan.facts import Facts
 from systolic.plan.flags import DEFAULT
 from systolic.plan.space import NAMED, check, narrower
-from systolic.plan.variants import variants
 
 GAIN = 0.005
 """Share of the step below which a change is said to gain nothing."""
@@ -110,7 +110,8 @@ def _single(facts: Facts, base: Candidate) -> Iterator[Change]:
                 candidate=replace(base, layout=replace(layout, accumulate=accumulate)),
             )
     yield from _meshes(facts, base)
-    for one in variants(facts.job, base):
+    for change in variants.changes(facts.job, base):
+        one = change.on(base)
         yield Change(text=_variant(base, one), candidate=one)
 
 

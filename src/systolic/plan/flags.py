@@ -19,7 +19,46 @@ class FlagSet:
 
 DEFAULT = FlagSet(name="default", flags=(), why="what libtpu does by itself", generations=())
 
+_ASYNC = (
+    "--xla_tpu_enable_async_collective_fusion=true",
+    "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
+    "--xla_tpu_enable_async_collective_fusion_multiple_steps=true",
+    "--xla_tpu_overlap_compute_collective_tc=true",
+    "--xla_enable_async_all_gather=true",
+)
+_SUMS = (
+    "--xla_tpu_enable_data_parallel_all_reduce_opt=true",
+    "--xla_tpu_data_parallel_opt_different_sized_ops=true",
+)
+_HOST = (
+    "--xla_tpu_enable_all_experimental_scheduler_features=true",
+    "--xla_tpu_enable_scheduler_memory_pressure_tracking=true",
+    "--xla_tpu_host_transfer_overlap_limit=24",
+    "--xla_tpu_aggressive_opt_barrier_removal=ENABLED",
+    "--xla_lhs_prioritize_async_depth_over_stall=ENABLED",
+    "--xla_tpu_enable_ag_backward_pipelining=true",
+    "--xla_should_allow_loop_variant_parameter_in_chain=ENABLED",
+    "--xla_should_add_loop_invariant_op_in_chain=ENABLED",
+    "--xla_max_concurrent_host_send_recv=100",
+    "--xla_tpu_scheduler_percent_shared_memory_limit=100",
+    "--xla_latency_hiding_scheduler_rerun=2",
+)
+
 SETS: Sequence[FlagSet] = (
+    FlagSet(
+        name="v6e-dense",
+        flags=(
+            "--xla_tpu_scoped_vmem_limit_kib=98304",
+            "--xla_tpu_use_minor_sharding_for_major_trivial_input=true",
+            "--xla_tpu_relayout_group_size_threshold_for_reduce_scatter=1",
+            "--xla_tpu_assign_all_reduce_scatter_layout=true",
+            *_SUMS,
+            *_ASYNC,
+            *_HOST,
+        ),
+        why="what the published v6e recipes for dense models share: most of VMEM for a fusion, collectives and host transfers beside matmuls",
+        generations=("v6e",),
+    ),
     FlagSet(
         name="whole-gathers",
         flags=("--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000",),
@@ -40,34 +79,53 @@ SETS: Sequence[FlagSet] = (
     ),
     FlagSet(
         name="async-gather",
-        flags=(
-            "--xla_tpu_enable_async_collective_fusion=true",
-            "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
-            "--xla_tpu_enable_async_collective_fusion_multiple_steps=true",
-            "--xla_tpu_overlap_compute_collective_tc=true",
-            "--xla_enable_async_all_gather=true",
-        ),
+        flags=_ASYNC,
         why="weight gathers run beside matmuls, several steps long",
         generations=("v4", "v5e", "v5p", "v6e"),
     ),
     FlagSet(
+        name="host-overlap",
+        flags=_HOST,
+        why="transfers to and from the host run beside compute, many at a time: published recipes that offload activations use it",
+        generations=("v4", "v5e", "v5p", "tpu7x"),
+    ),
+    FlagSet(
         name="data-parallel-overlap",
-        flags=(
-            "--xla_tpu_enable_data_parallel_all_reduce_opt=true",
-            "--xla_tpu_data_parallel_opt_different_sized_ops=true",
-        ),
+        flags=_SUMS,
         why="gradient sums across slices start layer by layer instead of at the end",
         generations=("v4", "v5e", "v5p", "v6e"),
     ),
 )
 
 
-def sets_for(on: Slice) -> list[FlagSet]:
-    """Those worth a compile on a slice, besides the default."""
+def sets_for(on: Slice, offloads: bool = False) -> list[FlagSet]:
+    """Those worth a compile on a slice, besides the default.
+
+    Args:
+        on: The slice.
+        offloads: Whether the layout moves activations to the host.
+    """
     return [
         one
         for one in SETS
         if on.chip.name in one.generations
         and on.num_chips > 1
         and (one.name != "data-parallel-overlap" or on.num_slices > 1)
+        and (one.name != "host-overlap" or offloads)
     ]
+
+
+def joined(base: FlagSet, more: FlagSet) -> FlagSet:
+    """Both; of a flag that both set, what ``more`` says."""
+    if base is DEFAULT or more is DEFAULT:
+        return base if more is DEFAULT else more
+    replaced = {flag.split("=")[0] for flag in more.flags}
+    kept = tuple(flag for flag in base.flags if flag.split("=")[0] not in replaced)
+    if not set(more.flags) - set(base.flags):
+        return base
+    return FlagSet(
+        name=f"{base.name} + {more.name}",
+        flags=(*kept, *more.flags),
+        why=f"{base.why}; {more.why}",
+        generations=tuple(g for g in base.generations if g in more.generations),
+    )

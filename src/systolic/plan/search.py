@@ -3,6 +3,8 @@
 Every compile is in the store, so a search that was stopped goes over what it knew in seconds.
 """
 
+import itertools
+import math
 import os
 import time
 from collections import Counter
@@ -25,7 +27,7 @@ from systolic.plan.goal import Goal, days
 from systolic.plan.learned import Correction, likely
 from systolic.plan.plan import Plan, Tried
 from systolic.plan.space import Freedom, Refused, candidates
-from systolic.plan.variants import like, together, variants
+from systolic.plan.variants import changes, like, together
 
 KEEP = 300
 """Layouts of a slice that are kept by their estimate."""
@@ -123,10 +125,10 @@ class Search:
                 if self.only is not None:
                     self._compile_best_first(pool, self.limits.programs)
                 else:
-                    # The rest is for the attention blocks, loss tiles and flags of the best.
-                    self._compile_best_first(pool, max(2, self.limits.programs * 3 // 4))
-                    self._refine(pool)
-                    self._compile_best_first(pool, self.limits.programs)
+                    most = self.limits.programs
+                    self._compile_best_first(pool, most - most // 2)
+                    self._refine(pool, most - most // 4)
+                    self._compile_best_first(pool, most)
                 self._settle(pool)
         except KeyboardInterrupt:
             self.stopped = "interrupted"
@@ -321,25 +323,29 @@ class Search:
                 return f"keeps no less than {other.text}, which needs {gibibytes(need)}"
         return None
 
-    def _refine(self, pool: Pool) -> None:
-        """Attention blocks, loss tiles and flag sets of the best, then what helped of them together."""
-        best = self.best()
-        if best is None:
+    def _refine(self, pool: Pool, most: int) -> None:
+        """Attention blocks, loss tiles and flag sets on the best, two at a time; what helps stays."""
+        first = self.best()
+        if first is None:
             return
-        begun = len(self.tried)
-        memory = best.forecast.memory if best.forecast is not None else None
-        tight = memory is not None and memory.peak_bytes > TIGHT * capacity(best.candidate.on)
-        self._try(pool, variants(self.facts.job, best.candidate, tight))
-        better = [
-            one
-            for one in self.tried[begun:]
-            if one.total is not None
-            and best.total is not None
-            and self.goal.score(one.total) < HELPS * self.goal.score(best.total)
-        ]
-        better.sort(key=self._score)
-        self._try(pool, together(best.candidate, [one.candidate for one in better]))
-        if better:
+        memory = first.forecast.memory if first.forecast is not None else None
+        tight = memory is not None and memory.peak_bytes > TIGHT * capacity(first.candidate.on)
+        wanted = changes(self.facts.job, first.candidate, tight)
+        for index in range(0, len(wanted), 2):
+            base = self.best()
+            assert base is not None
+            made = {change: change.on(base.candidate) for change in wanted[index : index + 2]}
+            self._try(pool, made.values(), most)
+            known = {one.candidate: self._score(one) for one in self.tried}
+            helped = [
+                change
+                for change, candidate in made.items()
+                if known.get(candidate, math.inf) < HELPS * self._score(base)
+            ]
+            helped.sort(key=lambda change: known[made[change]])
+            if len(helped) > 1:
+                self._try(pool, [together(base.candidate, helped)], most)
+        if self.best() is not first:
             self._spread(pool)
 
     def _spread(self, pool: Pool) -> None:
@@ -350,20 +356,21 @@ class Search:
         self.queue.sort(key=self._hopeful)
         waiting = [r.candidate for r in self.queue if r.candidate.on == leader.candidate.on]
         # In turns: a layout that was good without the settings, then one that was never compiled.
-        turns = (c for pair in zip(plain, waiting, strict=False) for c in pair)
-        self._try(pool, (like(leader.candidate, one) for one in turns))
+        turns = (c for pair in itertools.zip_longest(plain, waiting) for c in pair if c is not None)
+        self._try(pool, (like(leader.candidate, one) for one in turns), self.limits.programs)
 
     def _score(self, one: Tried) -> float:
         return float("inf") if one.total is None else self.goal.score(one.total)
 
-    def _try(self, pool: Pool, wanted: Iterable[Candidate]) -> None:
+    def _try(self, pool: Pool, wanted: Iterable[Candidate], most: int) -> None:
+        """Compiles what is new of these until so many were compiled in all."""
         known = {one.candidate for one in self.tried}
-        known |= {ranked.candidate for ranked in self._running.values()}
         for candidate in wanted:
-            if len(self.tried) + len(self._running) >= self.limits.programs or self._late():
+            if len(self.tried) + len(self._running) >= most or self._late():
                 break
             if candidate in known:
                 continue
+            known.add(candidate)
             self.searched += 1
             analysis = analyse(self.facts, candidate)
             self._submit(pool, Ranked(candidate=candidate, analysis=analysis))

@@ -4,6 +4,7 @@ Rules: a gather of V bytes over a ring of n needs (n-1)/n V over both directions
 without wrap over one; several axes of a group work at once (How to Scale Your Model, sharding.md).
 """
 
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ class Extent:
 
     axes: tuple[tuple[int, bool], ...]
     """(chips, ring) along each torus axis that it spans; ring where the axis wraps."""
+    strides: tuple[int, ...]
+    """Chips from one member to the next along each of those axes: as many groups share its links."""
     cores: int
     """Devices of one chip in it."""
     slices: int
@@ -66,15 +69,18 @@ class Network:
     def extent(self, group: Sequence[int]) -> Extent:
         """Axes and lengths of the smallest box around a group."""
         places = [self.places[device] for device in group]
-        axes, names = [], []
+        axes, names, strides = [], [], []
         for axis in range(3):
             values = sorted({place[axis] for place in places})
             if len(values) > 1:
-                ring = self.wrap[axis] and len(values) == self.shape[axis]
+                stride = min(b - a for a, b in itertools.pairwise(values))
+                ring = self.wrap[axis] and len(values) * stride == self.shape[axis]
                 axes.append((len(values), ring))
+                strides.append(stride)
                 names.append("xyz"[axis])
         return Extent(
             axes=tuple(axes),
+            strides=tuple(strides),
             cores=len({place[3] for place in places}),
             slices=len({place[4] for place in places}),
             names=tuple(names),
@@ -111,20 +117,22 @@ class Network:
         """Seconds and bytes inside a slice; ``whole`` is the gathered array on one device."""
         chips, axes = extent.chips, extent.axes
         cores = extent.cores
-        hops = sum(size // 2 if ring else size - 1 for size, ring in axes)
+        spans = list(zip(axes, extent.strides, strict=True))
+        hops = sum(stride * (size // 2 if ring else size - 1) for (size, ring), stride in spans)
         latency = hops * self.rates.hop_seconds
         if not axes:  # the two dies of a chip
             rate = self.rates.chip.die_to_die_bytes_per_second or 4 * self.rates.link
             rounds = 2.0 if kind == "all-reduce" else 1.0
             return rounds * whole / 2 / rate, rounds * whole / 2
-        # Each axis carries its share of the bytes at both directions' rate on a ring, one on a line.
-        rate = sum(self.rates.link * (2.0 if ring else 1.0) for _, ring in axes)
+        # Each axis carries its share of the bytes at both directions' rate on a ring, one on a line;
+        # groups whose members alternate along an axis share its links.
+        rate = sum(self.rates.link * (2.0 if ring else 1.0) / stride for (_, ring), stride in spans)
         n = chips * cores
         if kind == "all-to-all":
             # Bisection: on a ring of n a quarter of an all-gather's time, on a line half (n/4 or n/2 hops).
             worst = max(
-                whole * cores * size / (8.0 if ring else 4.0) / self.rates.link
-                for size, ring in axes
+                whole * cores * size * stride / (8.0 if ring else 4.0) / self.rates.link
+                for (size, ring), stride in spans
             )
             return worst + latency, whole
         moved = whole * (n - 1) / n
