@@ -7,6 +7,8 @@ from systolic.explain.axes import axes_of
 from systolic.explain.causes import causes_of
 from systolic.forecasting import Forecast, forecast_text
 from systolic.hlo import parse
+from systolic.job import Model
+from systolic.models.decoder.config import Decoder
 from tests.recorded import hlo
 
 NAMES = {"lm-v5e-4": "v5e-4", "moe-2xv6e-4": "2xv6e-4"}
@@ -34,6 +36,24 @@ def test_causes_account_for_the_step(name: str, tmp_path) -> None:
     waited = sum(c.seconds or 0 for c in found if c.name.startswith("exposed-collectives"))
     # What is too small to be a cause is left out.
     assert waited <= forecast.time_by_resource["ici"] * (1 + 1e-9)
+
+
+def test_slots_of_experts_are_counted_where_the_model_is_known(tmp_path) -> None:
+    name = "moe-2xv6e-4"
+    forecast, module = made(name, tmp_path), hlo.module(name)
+
+    def slots(model: Model | None) -> float:
+        causes = {c.name: c for c in causes_of(forecast, module, model)}
+        found = causes.get("empty-expert-slots")
+        return (found.seconds or 0.0) if found else 0.0
+
+    assert slots(None) == 0
+    assert slots(Decoder(vocab=64)) == 0
+    assert slots(Decoder(vocab=64, experts=4, capacity_factor=1.0)) == 0
+    fifth = slots(Decoder(vocab=64, experts=4, capacity_factor=1.25))
+    half = slots(Decoder(vocab=64, experts=4, capacity_factor=2.0))
+    assert 0 < fifth < half < (forecast.step_seconds or 0)
+    assert half == pytest.approx(fifth * 0.5 / 0.2)
 
 
 def test_a_forecast_that_does_not_fit_has_no_causes_of_time(tmp_path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import pytest
 
+from systolic import recipes
 from systolic.artifact import Run
 from systolic.cli.main import main
 from systolic.core.errors import RunError
@@ -146,6 +147,25 @@ def test_one_example_a_device_has_no_noise_scale_and_says_how_to_get_it(tmp_path
     history = read(Run.open(tmp_path))
     assert noise_scale(history) is None
     assert [note for note in unknown(history) if "--layout.accumulate 2" in note]
+
+
+def mixture(steps: int, **sizes: float) -> Job:
+    recipe = recipes.find("lm")
+    small = {"layers": 1, "d_model": 32, "heads": 2, "kv_heads": 2, "head_dim": 16, "d_ff": 64}
+    options = {"model": small | {"experts": 4} | sizes, "sequence": 64, "batch": 8, "steps": steps}
+    return recipe(recipes.typed(recipe, options))
+
+
+def test_experts_without_room_are_seen(tmp_path: Path):
+    # Slots for six of ten choices: four of ten are dropped, however evenly they are chosen.
+    found = explained(mixture(steps=24, capacity_factor=0.6), tmp_path, every=0)
+    cause = found["uneven-experts"]
+    dropped = float(cause.evidence[0].split("%")[0])
+    assert 39 < dropped < 60
+    known = Run.open(tmp_path).records("train")
+    assert all(1 - 0.62 < record["dropped"] < 1 for record in known)
+    assert "capacity factor" in cause.advice[1]
+    assert cause.evidence[1].startswith("balancing loss 1")
 
 
 def test_looks_change_nothing(tmp_path: Path):

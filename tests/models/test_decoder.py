@@ -108,7 +108,7 @@ def test_mixture_without_limit_is_the_weighted_sum_of_experts() -> None:
     with nnx.use_eager_sharding(False):
         mixture = Mixture(config, nnx.Rngs(0), steps.target)
     x = jax.random.normal(jax.random.key(0), (2, 8, 32))
-    out, loss = mixture(x)
+    out, routing = mixture(x)
     chances = jax.nn.softmax(x @ mixture.router[...])
     top, chosen = jax.lax.top_k(chances, 2)
     top = top / top.sum(-1, keepdims=True)
@@ -124,7 +124,8 @@ def test_mixture_without_limit_is_the_weighted_sum_of_experts() -> None:
         for k in range(2)
     )
     np.testing.assert_allclose(out, want, atol=1e-5)
-    assert float(loss) >= 1.0 - 1e-5  # Its minimum, at an even load.
+    assert float(routing["router_loss"]) >= 1.0 - 1e-5  # Its minimum, at an even load.
+    assert routing["dropped"] == 0
 
 
 def test_tokens_without_a_slot_skip_their_expert() -> None:

@@ -155,7 +155,9 @@ def test_groups_that_alternate_along_an_axis_share_its_links() -> None:
     beside, apart = along_x(0, 1, 2), along_x(0, 4, 8)
     ratio = seconds(of, "all-gather", apart, 1e9) / seconds(of, "all-gather", beside, 1e9)
     assert ratio == pytest.approx(4, rel=0.01)
-    around = along_x(0, 4, 8, 12)  # closes to a ring: both directions, of which four groups share each
+    around = along_x(
+        0, 4, 8, 12
+    )  # closes to a ring: both directions, of which four groups share each
     line_of_four = along_x(0, 1, 2, 3)
     ratio = seconds(of, "all-gather", around, 1e9) / seconds(of, "all-gather", line_of_four, 1e9)
     assert ratio == pytest.approx(2, rel=0.01)

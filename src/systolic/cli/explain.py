@@ -19,7 +19,7 @@ from systolic.explain.cause import Cause
 USAGE = """usage: systolic explain RUN [options]
        systolic explain RECIPE --on SLICE [options]
        systolic explain FORECAST.json [--against OTHER.json]
-       systolic explain PROFILE [--json]
+       systolic explain PROFILE [--remedies N] [--json]
 
 RECIPE is forecast on the slice: where its step's time goes, and what changes of settings gain, each
 compiled and forecast again; a step that does not fit is taken to a layout or a slice where it does.
@@ -31,10 +31,11 @@ its time besides the steps (input, recompilation, evaluation, checkpoints), wors
 
 PROFILE is an XProf xplane.pb of a TPU, GPU or CPU or a directory with one: RUN/profile after systolic
 train --profile N, or what jax.profiler.trace wrote. Says where the median step's time goes: waiting for
-input, for the host and for other devices, recompilation, and the ops that are slow.
+input, for the host and for other devices, recompilation, and the ops that are slow; of a run's profile
+also what changes of its settings gain by forecast for its devices.
 
   --on SLICE       explain a recipe there: v5e-16, v5p-128, 2xv5e-256
-  --remedies N     changes to try (default 10); 0 names causes only
+  --remedies N     changes to try (default 10, of a run's profile 4); 0 names causes only
   --quick          of a run: judge by what the run has recorded only. Otherwise a run whose layers were never
                    looked at is looked at now, at its newest checkpoint, where this machine can
   --json           print one JSON object"""

@@ -54,8 +54,7 @@ def explain_recipe(target: str, args: Sequence[str]) -> int:
         raise OptionError(
             f"{on.name} is a {on.platform}: a schedule to explain comes from the TPU compiler; systolic forecast shows the roofline of others"
         )
-    typed = command("train", target, args, {}, OWN)
-    return Explanation(asked.job, on, target, list(args), asked.verb, typed).run()
+    return Explanation(asked.job, on, target, list(args), asked.verb).run()
 
 
 class Explanation:
@@ -68,10 +67,11 @@ class Explanation:
         target: str,
         args: list[str],
         verb: Mapping[str, Any],
-        typed: str,
+        shows: str = "forecast",
     ) -> None:
         self.job, self.on, self.target, self.args, self.verb = job, on, target, args, verb
-        self.typed = typed
+        self.shows = shows
+        """The verb of the command that is shown."""
         self.json = bool(verb["json"])
         self.compiler = Compiler(flags=tuple(shlex.split(verb["flags"])))
 
@@ -91,7 +91,7 @@ class Explanation:
         if not made.fits:
             return self.out_of_memory(made)
         assert isinstance(outcome, Compiled)
-        return self.slow(made, causes_of(made, parse(outcome.hlo)))
+        return self.slow(made, causes_of(made, parse(outcome.hlo), self.job.model))
 
     @property
     def workers(self) -> int:
@@ -112,9 +112,6 @@ class Explanation:
 
     def slow(self, made: Forecast, causes: Sequence[Cause]) -> int:
         """Causes, then each change with what it gains."""
-        from systolic.explain.remedies import base_of, changes, try_all
-        from systolic.plan import facts_of
-
         assert made.step_seconds is not None
         title = f"{self.job.name} on {self.on.name}: {duration(made.step_seconds)} a step"
         if made.mfu is not None:
@@ -123,28 +120,7 @@ class Explanation:
             from systolic.report.explain.text import print_causes
 
             print_causes(title, causes)
-        found = []
-        if self.verb["remedies"] > 0:
-            facts = facts_of(self.job)
-            base = base_of(facts, self.on)
-            wanted = changes(facts, base)[: self.verb["remedies"]]
-            if not self.json:
-                print(f"\n{len(wanted)} changes, each compiled and forecast again:")
-
-            def told(one: Any, done: int, of: int) -> None:
-                stream = sys.stderr if self.json else sys.stdout
-                mark = "" if one.change.same_result else "  [trains otherwise]"
-                print(f"  {one.verdict:<42}  {one.change.text}{mark}", file=stream, flush=True)
-
-            found = try_all(facts, made, wanted, self.compiler, self.workers, told)
-        better = [one for one in found if (one.gain or 0) > 0.005 and one.change.same_result]
-        best = better[0] if better else None
-        chosen = best.change.candidate if best else None
-        typed = (
-            self.applied(chosen.settings(self.job), chosen.flags.flags, "forecast")
-            if chosen is not None
-            else None
-        )
+        found = self.remedies(made)
         if self.json:
             print_json(
                 {
@@ -155,18 +131,44 @@ class Explanation:
                     "step_seconds": made.step_seconds,
                     "mfu": made.mfu,
                     "causes": [asdict(cause) for cause in causes],
-                    "remedies": [
-                        one.to_json(one.change.candidate.settings(self.job)) for one in found
-                    ],
-                    "command": typed,
                 }
+                | found
             )
-            return 0
-        if best is not None:
-            print(f"\nthe best that trains the same: {best.change.text}, {best.verdict}\n  {typed}")
-        elif found:
-            print("\nno change that trains the same is faster")
         return 0
+
+    def remedies(self, made: Forecast) -> dict[str, Any]:
+        """Changes with what each gains, told as they come, and the command of the best that trains the same."""
+        from systolic.explain.remedies import base_of, changes, try_all
+        from systolic.plan import facts_of
+
+        if self.verb["remedies"] < 1:
+            return {"remedies": [], "command": None}
+        facts = facts_of(self.job)
+        wanted = changes(facts, base_of(facts, self.on))[: self.verb["remedies"]]
+        stream = sys.stderr if self.json else sys.stdout
+        print(
+            f"\n{len(wanted)} changes, each compiled and forecast again:", file=stream, flush=True
+        )
+
+        def told(one: Any, done: int, of: int) -> None:
+            mark = "" if one.change.same_result else "  [trains otherwise]"
+            print(f"  {one.verdict:<42}  {one.change.text}{mark}", file=stream, flush=True)
+
+        found = try_all(facts, made, wanted, self.compiler, self.workers, told)
+        better = [one for one in found if (one.gain or 0) > 0.005 and one.change.same_result]
+        typed = None
+        if better:
+            chosen = better[0].change.candidate
+            typed = self.applied(chosen.settings(self.job), chosen.flags.flags, self.shows)
+            text = f"the best that trains the same: {better[0].change.text}, {better[0].verdict}"
+            print(f"\n{text}\n  {typed}", file=stream)
+        elif found:
+            print("\nno change that trains the same is faster", file=stream)
+        settings = [one.change.candidate.settings(self.job) for one in found]
+        return {
+            "remedies": [one.to_json(how) for one, how in zip(found, settings, strict=True)],
+            "command": typed,
+        }
 
     # Out of memory
 
@@ -351,7 +353,9 @@ def _causes(target: str, args: Sequence[str]) -> tuple[Forecast, list[Cause]]:
     compiler = Compiler(flags=tuple(shlex.split(asked.verb["flags"]))).quick()
     outcome = compile_program(JobProgram(job=asked.job), on, compiler)
     made = of_outcome(outcome, asked.job.name, on, 0.0)
-    return made, causes_of(made, parse(outcome.hlo)) if isinstance(outcome, Compiled) else []
+    if not isinstance(outcome, Compiled):
+        return made, []
+    return made, causes_of(made, parse(outcome.hlo), asked.job.model)
 
 
 def is_recipe(target: str) -> bool:

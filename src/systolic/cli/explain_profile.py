@@ -1,13 +1,18 @@
 """``systolic explain PROFILE``: why a measured step takes its time."""
 
+import contextlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from systolic.artifact.run import JOB, Run
+from systolic.artifact.run import ENVIRONMENT, JOB, Run
+from systolic.chips import Slice, by_device_kind, slice
+from systolic.cli.command import without
 from systolic.cli.output import print_json
 from systolic.cli.parse import arguments
+from systolic.core.errors import NotFoundError, RunError, SystolicError
 from systolic.core.units import duration
 
 
@@ -20,43 +25,126 @@ def is_profile(path: Path) -> bool:
     return path.name.endswith(SUFFIX) and path.is_file()
 
 
-def options(json: bool = False) -> None:
-    """Why a measured step takes its time.
+def options(remedies: int = 4, workers: int = 0, json: bool = False) -> None:
+    """Why a measured step takes its time, and what changes that.
 
     Args:
+        remedies: Of a run's profile: changes of settings to compile and forecast for the run's devices; 0 names causes only.
+        workers: Compiles at once; 0 takes what cores and memory allow.
         json: Print one JSON object.
     """
 
 
 def explain_profile(target: str, args: Sequence[str]) -> int:
-    """Causes of the median step of a profile."""
+    """Causes of the median step of a profile, and what changes of its run's settings gain."""
     from systolic.explain.profile import open_profile
     from systolic.explain.profile_causes import causes_of_profile, figures, unjudged
 
     verb = arguments(options, args, "systolic explain PROFILE")
     path = Path(target)
     profile = open_profile(path)
-    causes = causes_of_profile(profile, mesh_of(path))
+    folder = run_of(path)
+    causes = causes_of_profile(profile, mesh_of(folder) if folder else {})
     found, notes = figures(profile), unjudged(profile)
+    if not verb["json"]:
+        from systolic.report.explain.text import print_causes
+
+        print_causes(target, causes, remarks=[remark(found)], notes=notes)
+    more = {}
+    if folder is not None and verb["remedies"] > 0:
+        more = remedies(folder, found["step_seconds"], verb)
     if verb["json"]:
         plain = [asdict(cause) for cause in causes]
-        print_json(
-            {"target": target, "kind": "profile", "causes": plain, "figures": found, "notes": notes}
-        )
-        return 0
-    from systolic.report.explain.text import print_causes
-
-    print_causes(target, causes, remarks=[remark(found)], notes=notes)
+        told = {"target": target, "kind": "profile", "causes": plain, "figures": found}
+        print_json({**told, "notes": notes, **more})
     return 0
 
 
-def mesh_of(path: Path) -> Mapping[str, int]:
-    """The mesh of the run that a profile lies in; empty where it lies in none."""
-    for folder in path.resolve().parents:
-        if (folder / JOB).is_file():
-            with Run.open(folder) as run:
-                return run.read_job()["layout"]
-    return {}
+def remedies(folder: Path, measured: float, verb: Mapping[str, Any]) -> dict[str, Any]:
+    """The run's step forecast for its devices as it is and with some settings changed.
+
+    Gains are of forecasts: what was measured is shown beside the first, so that one sees how far to trust them.
+    """
+    from systolic.aot import JobProgram
+    from systolic.aot import compile as compile_program
+    from systolic.cli.explain_job import Explanation
+    from systolic.cli.target import rebuild
+    from systolic.forecasting.run import of_outcome
+    from systolic.report.forecast.progress import Progress
+
+    stream = sys.stderr if verb["json"] else sys.stdout
+    try:
+        with Run.open(folder) as run:
+            on, job = slice_of(run), rebuild(run)[1]
+            recipe, words = run.read_job()["recipe"], words_of(run)
+        how = {**verb, "flags": ""}
+        explanation = Explanation(job, on, recipe, words, how, "train")
+        with Progress(sys.stderr, f"{job.name} for {on.name}") as progress:
+            outcome = compile_program(
+                JobProgram(job=job), on, explanation.compiler.quick(), progress.say
+            )
+        made = of_outcome(outcome, job.name, on, 0.0)
+        if made.step_seconds is None:
+            raise RunError(f"its step does not fit {on.name} by forecast")
+        ratio = measured / made.step_seconds
+        print(
+            f"\nforecast for {on.name}: {duration(made.step_seconds)} a step, measured {ratio:.2f} times that",
+            file=stream,
+        )
+        found = explanation.remedies(made)
+    except SystolicError as error:
+        print(f"\nno changes were tried: {error}", file=stream)
+        return {"remedies": [], "command": None, "problem": str(error)}
+    return {"slice": on.name, "forecast_step_seconds": made.step_seconds, **found}
+
+
+def slice_of(run: Run) -> Slice:
+    """The devices that a run was last trained on.
+
+    Raises:
+        NotFoundError: the catalogue has no such chip, or no slice of so many.
+    """
+    starts = list(run.records("start"))
+    if not starts:
+        raise NotFoundError(f"{run.path} has no session on record")
+    count, _, kind = starts[-1]["devices"].partition(" x ")
+    chip = by_device_kind(kind)
+    name = "cpu" if kind == "cpu" else chip.name if chip else ""
+    if not name:
+        raise NotFoundError(
+            f"the catalogue has no {kind}; forecast on another: systolic explain RECIPE --on v5e-16"
+        )
+    number = int(count)
+    # Slices of some generations are named by cores, of which a chip has two.
+    for text in (f"{number}x{name}", f"{name}-{number}", f"{name}-{2 * number}"):
+        with contextlib.suppress(SystolicError):
+            on = slice(text)
+            if on.num_devices == number:
+                return on
+    raise NotFoundError(f"the catalogue has no slice of {number} x {kind}")
+
+
+def words_of(run: Run) -> list[str]:
+    """What was typed after the recipe, less what is the trainer's own."""
+    import json
+
+    argv = json.loads((run.path / ENVIRONMENT).read_text()).get("argv") or []
+    own = {"run", "profile", "diagnose", "workers", "json", "resume", "plan", "candidate"}
+    if len(argv) < 3 or argv[1] != "train" or argv[2].startswith("-"):
+        return []
+    return without(argv[3:], own)
+
+
+def run_of(path: Path) -> Path | None:
+    """The run that a profile lies in; None where it lies in none."""
+    parents = path.resolve().parents
+    return next((folder for folder in parents if (folder / JOB).is_file()), None)
+
+
+def mesh_of(folder: Path) -> Mapping[str, int]:
+    """The mesh of a run."""
+    with Run.open(folder) as run:
+        return run.read_job()["layout"]
 
 
 def remark(found: Mapping[str, Any]) -> str:

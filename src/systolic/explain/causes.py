@@ -12,6 +12,7 @@ from systolic.explain.cause import Cause
 from systolic.forecasting import Forecast
 from systolic.hlo import Computation, Instruction, Module, Shape
 from systolic.hlo.origin import named
+from systolic.job import Model
 from systolic.sim.rates import Rates, rates_of
 from systolic.sim.timeline import Resource, Span
 from systolic.sim.work import work_of
@@ -64,12 +65,16 @@ class Step:
         return {name: int(layout[name]) for name in names if name in layout}
 
 
-def causes_of(forecast: Forecast, module: Module) -> list[Cause]:
-    """All causes of a forecast, the largest share first; none where it has no timeline."""
+def causes_of(forecast: Forecast, module: Module, model: Model | None = None) -> list[Cause]:
+    """All causes of a forecast, the largest share first; none where it has no timeline.
+
+    ``model``, where it is known, tells what the program can't: how many slots its experts have.
+    """
     if forecast.timeline is None or not forecast.step_seconds:
         return []
     step = _step(forecast, module)
     found = [cause for rule in RULES for cause in rule(step)]
+    found += empty_slots(step, model)
     kept = [cause for cause in found if cause.share is None or cause.share >= LEAST]
     return sorted(kept, key=lambda cause: -(cause.share or 0.0))
 
@@ -380,6 +385,32 @@ def bubble(step: Step) -> Iterable[Cause]:
                 f"{stages} stages, {micro} microbatches: ({stages} - 1) / ({micro} + {stages} - 1)"
             ],
             advice=["more --layout.microbatches, a smaller --layout.pipeline"],
+        )
+
+
+def empty_slots(step: Step, model: Model | None) -> Iterable[Cause]:
+    """Slots of a mixture's experts beyond what an even choice fills, at the rate of their matmuls."""
+    experts = getattr(model, "experts", 1)
+    if experts <= 1:
+        return
+    # Without a factor each expert has a slot for every token.
+    factor = getattr(model, "capacity_factor", 1.0) or experts / getattr(
+        model, "experts_per_token", experts
+    )
+    if factor <= 1:
+        return
+    # The router's own matmul, far smaller, is among them.
+    ops = [op for op in step.ops if op.span.flops and "mlp" in op.span.layer.split("/")]
+    if ops:
+        yield _cause(
+            step,
+            "empty-expert-slots",
+            f"slots of experts that stay empty however evenly they are chosen (capacity factor {factor:g}), beside the imbalance that the data brings",
+            ops,
+            [
+                "--model.capacity-factor 1.0: watch dropped in the run's records, it trains otherwise"
+            ],
+            seconds=lambda op: op.seconds * (1 - 1 / factor),
         )
 
 

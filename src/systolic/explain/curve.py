@@ -32,6 +32,9 @@ EPOCHS = 4.0
 TOKENS_PER_PARAMETER = 20
 """Of a model trained as long as its size is worth (Hoffmann et al. 2022)."""
 
+DROPPED = 0.02
+"""Share of a mixture's choices without a slot from which the experts are said to be uneven."""
+
 FALL = 0.08
 """A curve that would fall by this share in as many steps again is cut short."""
 
@@ -41,7 +44,7 @@ def causes(history: History) -> list[Cause]:
     found = [diverged(history)]
     if found[0] is None:
         found += [spikes(history), plateau(history)]
-        found += [overfitting(history), repeats(history)]
+        found += [overfitting(history), repeats(history), uneven_experts(history)]
     if not any(found):
         found.append(short(history))
     return [cause for cause in found if cause is not None]
@@ -194,6 +197,42 @@ def repeats(history: History) -> Cause | None:
     steps = max(round(history.train[-1]["step"] * EPOCHS / epochs), 1)
     advice = ["more text (--path)", settings.change("steps", value=steps)]
     return _cause("data-repeats", f"The text was read {epochs:.3g} times", evidence, advice)
+
+
+def uneven_experts(history: History) -> Cause | None:
+    """A mixture whose experts are chosen so unevenly that choices found no slot, after the first records."""
+    known = [record for record in history.train if "dropped" in record]
+    late = known[len(known) // 2 :]
+    if len(known) < FEW:
+        return None
+    dropped = statistics.fmean(record["dropped"] for record in late)
+    if not dropped > DROPPED:
+        return None
+    settings = history.settings
+    factor = settings.get("model.capacity_factor") or 1.25
+    evidence = [
+        f"{dropped:.1%} of the choices of an expert found no slot and were dropped, in steps {late[0]['step']} to {late[-1]['step']}; capacity factor {factor:g}",
+    ]
+    balance = [record["router_loss"] for record in late if "router_loss" in record]
+    if balance:
+        experts = settings.get("model.experts")
+        most = f", {experts} where one gets all" if experts else ""
+        evidence.append(
+            f"balancing loss {statistics.fmean(balance):.3g} (1 where experts are chosen evenly{most})"
+        )
+    weight = settings.get("model.router_loss") or 0.01
+    return Cause(
+        name="uneven-experts",
+        title="experts are chosen unevenly: some are full while others have empty slots",
+        share=None,
+        seconds=None,
+        evidence=evidence,
+        advice=[
+            settings.change("model.router_loss", value=float(3 * weight)),
+            settings.change("model.capacity_factor", value=float(round(1.25 * factor, 2)))
+            + ": more slots, which cost time in proportion",
+        ],
+    )
 
 
 def short(history: History) -> Cause | None:

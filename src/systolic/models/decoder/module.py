@@ -77,7 +77,7 @@ class MLP(nnx.Module):
         self.down = weight(rngs, (f, d), ("mlp", "embed"), f, (2 * config.layers) ** -0.5)
         self.config, self.target = config, target
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """[batch, sequence, d_model] to the same, and a router loss of 0."""
         activate = ACTIVATIONS[self.config.mlp]
         if self.config.mlp.gated:
@@ -89,7 +89,7 @@ class MLP(nnx.Module):
             hidden = activate(up)
         hidden = self.target.constrain(hidden, "batch", "sequence", "mlp")
         down = product(self.target, "bsf,fd->bsd", hidden, self.down[...])
-        return name(down, "down"), jnp.zeros((), jnp.float32)
+        return name(down, "down"), {"router_loss": jnp.zeros((), jnp.float32)}
 
 
 class Block(nnx.Module):
@@ -127,8 +127,8 @@ class Block(nnx.Module):
             name(value, "value"),
         )
 
-    def merge(self, x: jax.Array, attended: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The rest of the block after attention: the residual stream and the router's loss."""
+    def merge(self, x: jax.Array, attended: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The rest of the block after attention: the residual stream and how its tokens were routed."""
         constrain = self.target.constrain
         with jax.named_scope("attention"):
             attended = constrain(name(attended, "attention"), "batch", "sequence", "heads", None)
@@ -139,12 +139,12 @@ class Block(nnx.Module):
                 None,
             )
         with jax.named_scope("mlp"):
-            update, loss = self.mlp(self.mlp_norm(x))
-            return constrain(x + update, "batch", "sequence", None), loss
+            update, routing = self.mlp(self.mlp_norm(x))
+            return constrain(x + update, "batch", "sequence", None), routing
 
     def __call__(
         self, x: jax.Array, segments: jax.Array, positions: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """x [batch, sequence, d_model], segments and positions int32[batch, sequence]."""
         x = name(x, "layer_input")
         with jax.named_scope("attention"):
@@ -235,31 +235,33 @@ class DecoderModule(nnx.Module):
         """What the output matrix takes, [batch, sequence, d_model], of tokens int32[batch, sequence].
 
         segments int32[batch, sequence]: a token sees earlier tokens of its own segment only.
-        positions int32[batch, sequence]: within the segment. A mixture also sows ``router_loss`` f32[].
+        positions int32[batch, sequence]: within the segment. A mixture also sows ``router_loss`` and
+        ``dropped``, f32[] each.
         """
         graph, stacked = nnx.split(self.blocks)
 
         def plain(
             x: jax.Array, state: nnx.State, segments: jax.Array, positions: jax.Array
-        ) -> tuple[jax.Array, jax.Array]:
+        ) -> tuple[jax.Array, dict[str, jax.Array]]:
             return nnx.merge(graph, state)(x, segments, positions)
 
         layer = rematerialise(plain, self.target.layout)
         x = self.embed(tokens, positions, self.no_history(tokens.shape[0]))
         if self.target.layout.pipeline > 1:
-            x, losses = run_stages(layer, stacked, x, segments, positions, self.target)
+            x, routing = run_stages(layer, stacked, x, segments, positions, self.target)
         else:
-            x, losses = jax.lax.scan(
+            x, routing = jax.lax.scan(
                 lambda x, state: layer(x, state, segments, positions), x, stacked
             )
         if self.config.experts > 1:
-            self.sow(
-                nnx.Intermediate,
-                "router_loss",
-                jnp.mean(losses),
-                reduce_fn=lambda _, new: new,
-                init_fn=lambda: None,
-            )
+            for what, by_layer in routing.items():
+                self.sow(
+                    nnx.Intermediate,
+                    what,
+                    jnp.mean(by_layer),
+                    reduce_fn=lambda _, new: new,
+                    init_fn=lambda: None,
+                )
         return self.normed(x)
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:

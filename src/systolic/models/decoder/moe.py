@@ -42,8 +42,13 @@ class Mixture(nnx.Module):
         )
         self.config, self.target = config, target
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """x [batch, sequence, d_model] to the same, and the load balancing loss f32[] (Switch, Fedus et al. 2021)."""
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """x [batch, sequence, d_model] to the same, and how its tokens were routed.
+
+        ``router_loss`` f32[] is the load balancing loss (Switch, Fedus et al. 2021): 1 where experts
+        are chosen evenly, their number where one gets all. ``dropped`` f32[] is the share of choices
+        whose expert had no slot left.
+        """
         config, constrain = self.config, self.target.constrain
         batch, sequence, d = x.shape
         slots = capacity(config, sequence)
@@ -91,4 +96,5 @@ class Mixture(nnx.Module):
         out = (picked * (weights * fits)[..., None].astype(x.dtype)).sum(axis=2)
 
         load = one_hot[:, :, 0].astype(jnp.float32).mean(axis=(0, 1))
-        return out, config.experts * jnp.sum(load * scores.mean(axis=(0, 1)))
+        balance = config.experts * jnp.sum(load * scores.mean(axis=(0, 1)))
+        return out, {"router_loss": balance, "dropped": 1 - fits.astype(jnp.float32).mean()}

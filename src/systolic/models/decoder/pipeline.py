@@ -38,10 +38,10 @@ def run_stages(
     segments: jax.Array,
     positions: jax.Array,
     target: Target,
-) -> tuple[jax.Array, jax.Array]:
-    """All layers over x [batch, sequence, d_model]; returns it and the layers' mean losses f32[layers per stage].
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """All layers over x [batch, sequence, d_model]; returns it and the means f32[layers per stage] of what layers say.
 
-    ``layer(x, state, segments, positions) -> (x, loss)``; ``stacked`` has a leading dim of layers.
+    ``layer(x, state, segments, positions) -> (x, {name: f32[]})``; ``stacked`` has a leading dim of layers.
     """
     stages = target.layout.pipeline
     count = num_microbatches(target, x.shape[0])
@@ -53,7 +53,7 @@ def run_stages(
 
     def stage(
         state: Any, x: jax.Array, segments: jax.Array, positions: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         return jax.lax.scan(lambda x, one: layer(x, one, segments, positions), x, state)
 
     by_stage = jax.tree.map(
@@ -70,14 +70,14 @@ def run_stages(
             return target.constrain(moved, "stages", "batch", "sequence", *[None] * (slot.ndim - 3))
 
         x, segments, positions = jax.tree.map(feed, carry, inputs)
-        x, losses = every_stage(by_stage, x, segments, positions)
+        x, said = every_stage(by_stage, x, segments, positions)
         x = target.constrain(x, "stages", "batch", "sequence", None)
         age = t - jnp.arange(stages)
         useful = ((age >= 0) & (age < count)).astype(jnp.float32)
-        return (x, segments, positions), (x[-1], losses * useful[:, None])
+        said = jax.tree.map(lambda value: value * useful[:, None], said)
+        return (x, segments, positions), (x[-1], said)
 
-    _, (outputs, losses) = jax.lax.scan(tick, slots, jnp.arange(count + stages - 1))
+    _, (outputs, said) = jax.lax.scan(tick, slots, jnp.arange(count + stages - 1))
     out = outputs[stages - 1 :].swapaxes(0, 1).reshape(x.shape)
-    return target.constrain(out, "batch", "sequence", None), losses.sum(axis=(0, 1)) / (
-        count * stages
-    )
+    means = jax.tree.map(lambda value: value.sum(axis=(0, 1)) / (count * stages), said)
+    return target.constrain(out, "batch", "sequence", None), means

@@ -41,7 +41,10 @@ class LanguageModel(Task):
     def terms(
         self, model: Any, batch: "Mapping[str, jax.Array]", train: bool
     ) -> "Mapping[str, jax.Array | Mean]":
-        """loss (nats a token; the regularisers only while training), accuracy, and bits_per_byte for bytes."""
+        """loss (nats a token; the regularisers only while training), accuracy, and bits_per_byte for bytes.
+
+        Of a mixture also router_loss, and dropped, the share of choices whose expert had no slot left.
+        """
         import jax.numpy as jnp
 
         from systolic.steps.tasks.scores import cross_entropy, with_mean
@@ -63,6 +66,8 @@ class LanguageModel(Task):
             terms["router_loss"] = Mean(balance * weight, weight)
             if train:
                 loss = loss + self.router_loss * balance * weight
+        if "dropped" in sown:
+            terms["dropped"] = Mean(sown["dropped"].get_value() * weight, weight)
         if self.unit is Unit.byte:
             terms["bits_per_byte"] = Mean(entropy / math.log(2), weight)
         return {"loss": Mean(loss, weight), **terms}

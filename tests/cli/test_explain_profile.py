@@ -1,0 +1,80 @@
+"""``systolic explain RUN/profile``: what was measured, and what changes of the run's settings would gain."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from systolic.artifact.run import ENVIRONMENT, JOB, Run
+from systolic.cli.explain_profile import slice_of, words_of
+from systolic.cli.main import main
+from systolic.core.errors import NotFoundError
+
+SIZES = {"layers": 2, "d-model": 64, "d-ff": 128, "heads": 2, "kv-heads": 2, "head-dim": 32}
+JOB_OPTIONS = [word for name, size in SIZES.items() for word in (f"--model.{name}", str(size))]
+SMALL = ["lm", *JOB_OPTIONS, "--batch", "4", "--sequence", "128", "--steps", "7"]
+
+
+def made(path: Path, devices: str, argv: list[str] | None = None) -> Run:
+    """A run that was trained on such devices."""
+    path.mkdir()
+    (path / JOB).write_text("{}")
+    (path / ENVIRONMENT).write_text(json.dumps({"argv": argv or []}))
+    start = {"kind": "start", "step": 0, "time": 0.0, "devices": devices}
+    (path / "metrics.jsonl").write_text(json.dumps(start) + "\n")
+    return Run.open(path)
+
+
+def test_a_profile_of_a_run_is_followed_by_changes_with_their_gain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert main(["train", *SMALL, "--profile", "2", "--run", str(run)]) == 0
+    capsys.readouterr()
+    assert main(["explain", str(run / "profile"), "--remedies", "2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["kind"] == "profile"
+    assert told["slice"] == "cpu"
+    assert told["forecast_step_seconds"] > 0
+    assert told["figures"]["step_seconds"] > 0
+    assert len(told["remedies"]) >= 2
+    for one in told["remedies"]:
+        assert one["settings"]
+        assert one["fits"]
+        assert one["gain"] == pytest.approx(
+            told["forecast_step_seconds"] / one["step_seconds"] - 1, rel=1e-6
+        )
+    if told["command"] is not None:
+        assert told["command"].startswith("systolic train lm --model.layers 2 ")
+        assert "--profile" not in told["command"]
+    assert main(["explain", str(run / "profile"), "--remedies", "0", "--json"]) == 0
+    assert "remedies" not in json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("devices", "name"),
+    [
+        ("4 x TPU v5 lite", "v5e-4"),
+        ("256 x TPU v5 lite", "v5e-256"),
+        ("4 x TPU v5", "v5p-8"),
+        ("16 x TPU v4", "v4-32"),
+        ("8 x TPU v6 lite", "v6e-8"),
+        ("1 x cpu", "cpu"),
+        ("8 x cpu", "8xcpu"),
+    ],
+)
+def test_the_devices_of_a_run_name_its_slice(tmp_path: Path, devices: str, name: str) -> None:
+    assert slice_of(made(tmp_path / "run", devices)).name == name
+
+
+@pytest.mark.parametrize("devices", ["3 x TPU v5 lite", "1 x Abacus"])
+def test_devices_that_are_no_slice_are_named(tmp_path: Path, devices: str) -> None:
+    with pytest.raises(NotFoundError, match=devices.split(" x ")[1]):
+        slice_of(made(tmp_path / "run", devices))
+
+
+def test_the_command_repeats_what_was_typed_of_the_job(tmp_path: Path) -> None:
+    argv = ["systolic", "train", "lm", "--steps", "7", "--profile", "2", "--run", "r", "--batch=4"]
+    assert words_of(made(tmp_path / "run", "1 x cpu", argv)) == ["--steps", "7", "--batch=4"]
+    resumed = ["systolic", "train", "--resume", "r"]
+    assert words_of(made(tmp_path / "other", "1 x cpu", resumed)) == []
