@@ -114,3 +114,21 @@ def test_an_interrupt_is_no_traceback(capsys) -> None:
 
     assert guarded(work) == 130
     assert capsys.readouterr().err == "systolic: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--budget", "lots"], "--budget is 'lots'; it takes a number"),
+        (["--programs", "few"], "--programs is 'few'; it takes a whole number"),
+        (["--programs=2.5"], "--programs is '2.5'; it takes a whole number"),
+        (["--goal", "speed"], "--goal is 'speed'; it takes cost, energy, pareto or time"),
+        (["--schedule.kind", "up"], "it takes constant, cosine, linear or wsd"),
+        (["--optimizer.learning-rate", "fast"], "it takes a number"),
+    ],
+)
+def test_a_value_that_does_not_parse_is_told_in_our_words(capsys, words, told: str) -> None:
+    assert main(["plan", "lm", "--on", "v5e-4", *words]) == 2
+    err = capsys.readouterr().err
+    assert told in err
+    assert err.count("\n") == 1

@@ -265,7 +265,9 @@ def test_looks_nobody_asked_for_take_a_hundredth_of_the_time(monkeypatch: pytest
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["explain", str(tmp_path / "nothing")]) == 2
-    assert "nothing is not a run: it does not exist" in capsys.readouterr().err
+    assert (
+        "nothing is no recipe, and no run, profile or forecast is there" in capsys.readouterr().err
+    )
 
 
 def fabricated(path: Path, time: dict[str, float], **train: float) -> Run:

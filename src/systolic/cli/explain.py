@@ -7,13 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from systolic import recipes
 from systolic.artifact.run import JOB, Run
 from systolic.cli.explain_job import explain_recipe, explain_saved, is_recipe, saved_forecast
 from systolic.cli.explain_profile import explain_profile, is_profile
 from systolic.cli.output import print_json
 from systolic.cli.parse import arguments
 from systolic.cli.target import first
-from systolic.core.errors import NotFoundError, SystolicError
+from systolic.core.errors import NotFoundError, SystolicError, nearest
 from systolic.explain.cause import Cause
 
 USAGE = """usage: systolic explain RUN [options]
@@ -73,7 +74,12 @@ def kind(target: str) -> Kind:
         return Kind.forecast
     if is_recipe(target):
         return Kind.recipe
-    Run.open(target)  # says what is wrong, and what was meant
+    if not Path(target).exists():
+        runs = {str(found.parent) for found in Path(target).parent.glob(f"*/{JOB}")}
+        runs |= {str(found.parent) for found in Path("runs").glob(f"*/{JOB}")}
+        raise NotFoundError(
+            f"{target} is no recipe, and no run, profile or forecast is there{nearest(target, [*recipes.shipped(), *runs])}; systolic recipes lists recipes"
+        )
     raise NotFoundError(
         f"{target} is no run, profile, recipe or forecast; give a directory that systolic train made, an xplane.pb, a recipe with --on SLICE, or what systolic forecast --json wrote"
     )

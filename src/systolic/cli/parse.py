@@ -21,7 +21,27 @@ CONFIG = (tyro.conf.AvoidSubcommands, tyro.conf.EnumChoicesFromValues, tyro.conf
 """One flat set of options a verb; enums by value; a boolean is a plain ``--flag``."""
 
 _OPTION = re.compile(r"--[a-z][\w.-]*\w")
-_FRAME = re.compile(r"[│╭╮╰╯─]+")
+_NUMBER = {"INT": "a whole number", "FLOAT": "a number"}
+_REWORDED: Sequence[tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = (
+    (
+        re.compile(r"parsing (--\S+): no type matching \{None\}\|(INT|FLOAT) .*from \['([^']*)'\]"),
+        lambda m: f"{m[1]} is {m[3]!r}; it takes {_NUMBER[m[2]]}",
+    ),
+    (
+        re.compile(r"parsing (--\S+): invalid literal for int\(\) [^']*'([^']*)'"),
+        lambda m: f"{m[1]} is {m[2]!r}; it takes {_NUMBER['INT']}",
+    ),
+    (
+        re.compile(r"parsing (--\S+): could not convert string to float: '([^']*)'"),
+        lambda m: f"{m[1]} is {m[2]!r}; it takes {_NUMBER['FLOAT']}",
+    ),
+    (
+        re.compile(r"invalid choice '([^']*)' for argument '(--\S+)'\. Expected one of \(([^)]*)\)"),
+        lambda m: f"{m[2]} is {m[1]!r}; it takes {_choices(m[3])}",
+    ),
+)
+"""What tyro says, in the words of the other errors."""
+_FRAME = re.compile(r"[│╭╮╰╯─]+|-{4,}")
 
 
 def parse(function: Callable[..., T], args: Sequence[str], prog: str) -> T:
@@ -80,4 +100,14 @@ def _one_line(complaint: str) -> str:
         if not text and words:
             break
         words.append(text)
-    return " ".join(words) or "the options do not parse"
+    told = " ".join(words) or "the options do not parse"
+    for pattern, reword in _REWORDED:
+        if (found := pattern.search(told)) is not None:
+            return reword(found)
+    return told
+
+
+def _choices(listed: str) -> str:
+    """``'b', 'None', 'a'`` as ``a or b``."""
+    names = sorted(set(re.findall(r"'([^']*)'", listed)) - {"None"})
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

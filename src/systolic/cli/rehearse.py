@@ -18,6 +18,7 @@ from systolic.cli.output import print_json
 from systolic.cli.target import Request, plan_of, under_plan
 from systolic.core.errors import OptionError
 from systolic.core.units import duration, si
+from systolic.report.forecast.progress import Progress
 
 MANY_DEVICES = 64
 """Above it a rehearsal takes minutes."""
@@ -26,6 +27,14 @@ MUCH = 0.1
 """Share of the parameters above which it is said that they are whole everywhere."""
 ROWS = 8
 """Parameters shown."""
+NEXT = {
+    "layout": "tracing the model",
+    "model": "shrinking the job",
+    "shrunk": "compiling the shrunk steps",
+    "steps": "saving a checkpoint",
+    "checkpoint": "evaluating",
+}
+"""What a rehearsal does after it has said something."""
 
 
 def rehearse(asked: Request) -> int:
@@ -83,10 +92,12 @@ def child(argument: str) -> int:
 
     print(f"rehearsing {job.name} for {on.name} on {on.num_devices} virtual devices", file=out)
 
-    def say(name: str, detail: str) -> None:
-        print(f"  {name:<11} {detail}", file=out, flush=True)
+    with Progress(sys.stderr, "rehearsing") as progress:
 
-    record = run(job, on, say, message["workers"])
+        def say(name: str, detail: str) -> None:
+            progress.told(f"  {name:<11} {detail}", out, NEXT.get(name, "at work"))
+
+        record = run(job, on, say, message["workers"])
     if message["json"]:
         print_json({"recipe": message["target"], **record})
     else:

@@ -103,3 +103,17 @@ def test_progress_on_a_terminal_is_one_line_that_goes_away() -> None:
             pass
     assert "\n" not in stream.getvalue()
     assert stream.getvalue().endswith("\r\x1b[K")
+
+
+def test_lines_that_stay_are_above_the_one_that_ticks() -> None:
+    stream, out = Terminal(), io.StringIO()
+    with Progress(stream, "changes", environ={"TERM": "xterm"}, clock=lambda: 1.0) as progress:
+        progress.told("one", out, "1 of 2")
+        while "1 of 2" not in stream.getvalue():
+            pass
+        progress.told("two", out, "2 of 2")
+    assert out.getvalue() == "one\ntwo\n"
+    quiet = io.StringIO()
+    with Progress(quiet, "changes", environ={}, clock=lambda: 1.0) as progress:
+        progress.told("one", out, "1 of 2")
+    assert quiet.getvalue() == "", "a log has the lines that stay"

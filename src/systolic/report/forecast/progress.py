@@ -58,6 +58,17 @@ class Progress:
             self._ticker = threading.Thread(target=self._tick, daemon=True)
             self._ticker.start()
 
+    def told(self, text: str, stream: TextIO, stage: str) -> None:
+        """A line that stays, on any stream, above the line that ticks; then the program is at ``stage``.
+
+        Where nothing ticks, the lines that stay are progress enough.
+        """
+        if self._live:
+            self._write("\r\x1b[K")
+        print(text, file=stream, flush=True)
+        if self._live:
+            self.say(stage)
+
     def _tick(self) -> None:
         while not self._over.is_set():
             self._write(f"\r\x1b[K{self._line()}")
