@@ -1,10 +1,11 @@
 """The command line that applies settings: what a user typed, with some options replaced."""
 
+import enum
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from systolic.job import Axis, Layout, Remat
+from systolic.job import Axis, Layout
 
 
 def command(
@@ -40,6 +41,7 @@ def changed(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("accumulate", "attention_block", "loss_tiles", "remat_names", "saved_names"):
         defaults[f"layout.{name}"] = getattr(plain, name)
     defaults["layout.remat"] = plain.remat.value
+    defaults["layout.placement"] = plain.placement.value
     defaults["layout.fsdp"] = None  # its default is what is left, not 1
     defaults["layout.slices"] = plain.slices.value
     return {name: value for name, value in settings.items() if defaults.get(name, ...) != value}
@@ -50,7 +52,7 @@ def _dashed(name: str) -> str:
 
 
 def _words(value: Any) -> list[str]:
-    if isinstance(value, Remat):
+    if isinstance(value, enum.Enum):
         return [value.value]
     if isinstance(value, (tuple, list)):
         return [str(one) for one in value]

@@ -36,7 +36,9 @@ _REWORDED: Sequence[tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = (
         lambda m: f"{m[1]} is {m[2]!r}; it takes {_NUMBER['FLOAT']}",
     ),
     (
-        re.compile(r"invalid choice '([^']*)' for argument '(--\S+)'\. Expected one of \(([^)]*)\)"),
+        re.compile(
+            r"invalid choice '([^']*)' for argument '(--\S+)'\. Expected one of \(([^)]*)\)"
+        ),
         lambda m: f"{m[2]} is {m[1]!r}; it takes {_choices(m[3])}",
     ),
 )

@@ -183,6 +183,8 @@ def _variant(base: Candidate, one: Candidate) -> str:
         return f"flags {one.flags.name}"
     if one.layout.attention_block != base.layout.attention_block:
         return f"attention block {base.layout.attention_block} -> {one.layout.attention_block}"
+    if one.layout.placement is not base.layout.placement:
+        return f"placement {base.layout.placement.value} -> {one.layout.placement.value}"
     return f"loss tiles {base.layout.loss_tiles} -> {one.layout.loss_tiles}"
 
 
@@ -261,6 +263,9 @@ def _joined(facts: Facts, helped: Sequence[Remedy]) -> Change | None:
                     saved_names=other.layout.saved_names,
                 )
                 candidate = replace(candidate, layout=layout)
+            case "placement":
+                layout = replace(candidate.layout, placement=other.layout.placement)
+                candidate = replace(candidate, layout=layout)
             case "accumulate":
                 layout = replace(candidate.layout, accumulate=other.layout.accumulate)
                 candidate = replace(candidate, layout=layout)
@@ -275,7 +280,7 @@ def _joined(facts: Facts, helped: Sequence[Remedy]) -> Change | None:
 
 def _kind(change: Change) -> str:
     first = change.text.split()[0]
-    named = ("flags", "attention", "loss", "remat", "accumulate", "batch", "precision")
+    named = ("flags", "attention", "loss", "remat", "accumulate", "batch", "precision", "placement")
     return first if first in named else "mesh"
 
 

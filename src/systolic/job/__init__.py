@@ -6,7 +6,7 @@ build* the real thing (a Flax module, a loss, a stream of batches); nothing is b
 
 from systolic.job.data import Data, Field, Read, Split
 from systolic.job.job import Batch, Checkpoints, Evaluation, Guard, GuardRule, Job, Mode
-from systolic.job.layout import Axis, Layout, Remat
+from systolic.job.layout import Axis, Layout, Placement, Remat
 from systolic.job.model import Model, Outline, Target, Task
 from systolic.job.optimizer import Optimizer, OptimizerKind, Schedule, ScheduleKind
 from systolic.job.precision import Precision
@@ -27,6 +27,7 @@ __all__ = [
     "Optimizer",
     "OptimizerKind",
     "Outline",
+    "Placement",
     "Precision",
     "Read",
     "Remat",

@@ -42,6 +42,15 @@ class Remat(enum.Enum):
     """Only each layer's input is kept."""
 
 
+class Placement(enum.Enum):
+    """How mesh axes lie on the torus of a TPU slice."""
+
+    lines = "lines"
+    """Each axis takes whole rings of the torus where it can, else a part of one (JAX's own assignment)."""
+    blocks = "blocks"
+    """Each axis takes a compact block, the innermost first, so that a short axis has links in two or three directions."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """Mesh axes and memory policies.
@@ -64,6 +73,8 @@ class Layout:
     """Stages of consecutive layers."""
     slices: Axis = Axis.data
     """The axis that crosses slices when there are several (data, pipeline or fsdp)."""
+    placement: Placement = Placement.lines
+    """Where the axes lie on a TPU's torus."""
     microbatches: int = 0
     """Microbatches in flight per pipeline pass; 0 means two per stage."""
     accumulate: int = 1

@@ -1,13 +1,14 @@
 """One point of the search: a slice, a layout, a batch, a precision and compiler flags."""
 
+import enum
 from dataclasses import dataclass, replace
 from typing import Any
 
 from systolic.chips import Slice
-from systolic.job import Axis, Batch, Job, Layout, Precision, Remat
+from systolic.job import Axis, Batch, Job, Layout, Placement, Precision, Remat
 from systolic.plan.flags import DEFAULT, FlagSet
 
-_POLICY = ("remat", "remat_names", "saved_names", "attention_block", "loss_tiles")
+_POLICY = ("remat", "remat_names", "saved_names", "attention_block", "loss_tiles", "placement")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,8 @@ class Candidate:
             parts.append(f"attention block {layout.attention_block}")
         if layout.loss_tiles > 1:
             parts.append(f"loss tiles {layout.loss_tiles}")
+        if layout.placement is not Placement.lines:
+            parts.append(f"placement {layout.placement.value}")
         if self.flags is not DEFAULT:
             parts.append(f"flags {self.flags.name}")
         return " ".join(parts)
@@ -66,7 +69,7 @@ class Candidate:
         for name in _POLICY:
             value = getattr(self.layout, name)
             if value != getattr(Layout(), name) or value != getattr(base.layout, name):
-                found[f"layout.{name}"] = value.value if isinstance(value, Remat) else value
+                found[f"layout.{name}"] = value.value if isinstance(value, enum.Enum) else value
         if base.precision.resolve(self.on.platform) is not self.precision:
             found["precision"] = self.precision.value
         found["batch"] = self.batch

@@ -1,9 +1,11 @@
-"""Settings that change little but speed, tried on the best layouts only: attention blocks, loss tiles, flags."""
+"""Settings that change little but speed, tried on the best layouts only: attention blocks, loss tiles, flags, places on the torus."""
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from systolic.job import Axis, Job, Remat
+from systolic.job import Axis, Job, Placement, Remat
 from systolic.plan.candidate import Candidate
 from systolic.plan.flags import DEFAULT, FlagSet, joined, sets_for
 
@@ -20,6 +22,7 @@ class Change:
     flags: FlagSet = DEFAULT
     attention_block: int = 0
     loss_tiles: int = 0
+    placement: Placement | None = None
 
     def on(self, candidate: Candidate) -> Candidate:
         """The candidate with it."""
@@ -28,6 +31,8 @@ class Change:
             layout = replace(layout, attention_block=self.attention_block)
         if self.loss_tiles:
             layout = replace(layout, loss_tiles=self.loss_tiles)
+        if self.placement is not None:
+            layout = replace(layout, placement=self.placement)
         return replace(candidate, layout=layout, flags=joined(candidate.flags, self.flags))
 
 
@@ -44,7 +49,7 @@ def changes(job: Job, candidate: Candidate, tight: bool = True) -> list[Change]:
         sequence = tokens.shape[0]
         sizes = [b for b in BLOCKS if b != layout.attention_block and sequence % b == 0]
         blocks = [Change(attention_block=b) for b in sizes]
-    found = []
+    found = [Change(placement=Placement.blocks)] if _breaks_lines(candidate) else []
     for index in range(max(len(flags), len(blocks))):
         found += [*flags[index : index + 1], *blocks[index : index + 1]]
     known = job.model.outline(layout)
@@ -55,6 +60,20 @@ def changes(job: Job, candidate: Candidate, tight: bool = True) -> list[Change]:
     return found
 
 
+def _breaks_lines(candidate: Candidate) -> bool:
+    """Whether the innermost axis would be a block where it is a part of a ring: JAX's order of axes leaves it one."""
+    on, layout = candidate.on, candidate.layout
+    if on.platform != "tpu" or layout.placement is not Placement.lines:
+        return False
+    crossing = layout.slices if on.num_slices > 1 else None
+    inner = [
+        layout.size(axis) // (on.num_slices if axis is crossing else 1) for axis in reversed(Axis)
+    ]
+    ways = next((size for size in inner if size > 1), 1) // (on.chip.devices_per_chip or 1)
+    whole = {math.prod(some) for n in (1, 2, 3) for some in itertools.combinations(on.topology, n)}
+    return ways >= 4 and ways not in whole
+
+
 def together(base: Candidate, helped: Sequence[Change]) -> Candidate:
     """A base with everything that helped it by itself; of a kind, the first in ``helped`` has its way."""
     for one in reversed(helped):
@@ -63,9 +82,10 @@ def together(base: Candidate, helped: Sequence[Change]) -> Candidate:
 
 
 def like(leader: Candidate, one: Candidate) -> Candidate:
-    """A candidate with the flags, attention blocks and loss tiles of another."""
+    """A candidate with the flags, attention blocks, loss tiles and placement of another."""
     layout = replace(
         one.layout,
+        placement=leader.layout.placement,
         attention_block=leader.layout.attention_block,
         loss_tiles=leader.layout.loss_tiles,
     )

@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from systolic.job import Layout
+from systolic.job import Layout, Placement
 
 
 def make_mesh(layout: Layout, devices: Sequence[Any]) -> Mesh:
@@ -23,20 +23,63 @@ def make_mesh(layout: Layout, devices: Sequence[Any]) -> Mesh:
     """
     shape = list(layout.mesh_shape.values())
     names = tuple(layout.mesh_shape)
-    slices = {slice_of(device) for device in devices if device.platform == "tpu"}
+    tpu = devices[0].platform == "tpu"
+    slices = sorted({slice_of(device) for device in devices if tpu})
     if len(slices) > 1:
         layout.check_slices(len(slices))
         crossing = names.index(layout.slices.value)
         outer = [len(slices) if axis == crossing else 1 for axis in range(len(shape))]
         inner = [size // outside for size, outside in zip(shape, outer, strict=True)]
-        grid = mesh_utils.create_hybrid_device_mesh(
-            inner, outer, devices, allow_split_physical_axes=True
-        )
-    elif devices[0].platform == "tpu" and len(devices) > 1:
+        if layout.placement is Placement.blocks:
+            parts = [blocks(inner, [d for d in devices if slice_of(d) == one]) for one in slices]
+            grid = np.concatenate(parts, axis=crossing)
+        else:
+            grid = mesh_utils.create_hybrid_device_mesh(
+                inner, outer, devices, allow_split_physical_axes=True
+            )
+    elif tpu and len(devices) > 1 and layout.placement is Placement.blocks:
+        grid = blocks(shape, devices)
+    elif tpu and len(devices) > 1:
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     else:
         grid = np.array(list(devices)[: math.prod(shape)]).reshape(shape)
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def blocks(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
+    """The devices of one slice by mesh axes [*shape], each axis a compact block of the torus.
+
+    The innermost axis is placed first: the devices of one chip, then factor by factor along whichever
+    torus axis has most chips left, so that 4 ways are 2 x 2 chips and not 4 in a row.
+    """
+    places = [(*device.coords, device.core_on_chip) for device in devices]
+    torus = np.empty([max(axis) + 1 for axis in zip(*places, strict=True)], dtype=object)
+    for place, device in zip(places, devices, strict=True):
+        torus[place] = device
+    left, core = list(torus.shape), torus.ndim - 1
+    factors: list[list[tuple[int, int]]] = [[] for _ in left]
+    """Of each torus axis, the nearest neighbours first: (ways, mesh axis)."""
+    for axis in reversed(range(len(shape))):
+        for ways in _primes(shape[axis]):
+            possible = [n for n in range(len(left)) if left[n] % ways == 0]
+            along = core if core in possible else max(possible, key=lambda n: left[n])
+            left[along] //= ways
+            factors[along].append((ways, axis))
+    ordered = [factor for along in factors for factor in reversed(along)]
+    split = torus.reshape([ways for ways, _ in ordered])
+    by_axis = sorted(range(len(ordered)), key=lambda n: ordered[n][1])
+    return split.transpose(by_axis).reshape(shape)
+
+
+def _primes(number: int) -> list[int]:
+    """Prime factors, largest first."""
+    found, divisor = [], 2
+    while number > 1:
+        while number % divisor == 0:
+            found.append(divisor)
+            number //= divisor
+        divisor += 1
+    return found[::-1]
 
 
 def slice_of(device: jax.Device) -> int:
