@@ -1,6 +1,7 @@
 """``systolic explain RUN/profile``: what was measured, and what changes of the run's settings would gain."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -25,18 +26,40 @@ def made(path: Path, devices: str, argv: list[str] | None = None) -> Run:
     return Run.open(path)
 
 
-def test_a_profile_of_a_run_is_followed_by_changes_with_their_gain(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("traced") / "run"
     assert main(["train", *SMALL, "--profile", "2", "--run", str(run)]) == 0
-    capsys.readouterr()
+    return run
+
+
+def test_a_profile_of_a_cpu_run_promises_nothing(
+    traced: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", str(traced / "profile"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["causes"]
+    assert told["remedies"] == []
+    assert "do not rank settings" in told["problem"]
+    assert main(["explain", str(traced / "profile"), "--remedies", "0", "--json"]) == 0
+    assert "remedies" not in json.loads(capsys.readouterr().out)
+
+
+def test_a_profile_of_a_tpu_run_is_followed_by_changes_with_their_gain(
+    traced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run was on a CPU and says it was on TPUs; its step is compiled for those."""
+    pytest.importorskip("libtpu")
+    run = tmp_path / "run"
+    shutil.copytree(traced, run)
+    records = (run / "metrics.jsonl").read_text()
+    assert '"1 x cpu"' in records
+    (run / "metrics.jsonl").write_text(records.replace('"1 x cpu"', '"4 x TPU v5 lite"'))
     assert main(["explain", str(run / "profile"), "--remedies", "2", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["kind"] == "profile"
-    assert told["slice"] == "cpu"
-    assert told["forecast_step_seconds"] > 0
-    assert told["figures"]["step_seconds"] > 0
+    assert told["slice"] == "v5e-4"
+    assert told["figures"]["step_seconds"] > told["forecast_step_seconds"] > 0
     assert len(told["remedies"]) >= 2
     for one in told["remedies"]:
         assert one["settings"]
@@ -47,8 +70,6 @@ def test_a_profile_of_a_run_is_followed_by_changes_with_their_gain(
     if told["command"] is not None:
         assert told["command"].startswith("systolic train lm --model.layers 2 ")
         assert "--profile" not in told["command"]
-    assert main(["explain", str(run / "profile"), "--remedies", "0", "--json"]) == 0
-    assert "remedies" not in json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

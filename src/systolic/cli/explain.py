@@ -32,8 +32,8 @@ its time besides the steps (input, recompilation, evaluation, checkpoints), wors
 
 PROFILE is an XProf xplane.pb of a TPU, GPU or CPU or a directory with one: RUN/profile after systolic
 train --profile N, or what jax.profiler.trace wrote. Says where the median step's time goes: waiting for
-input, for the host and for other devices, recompilation, and the ops that are slow; of a run's profile
-also what changes of its settings gain by forecast for its devices.
+input, for the host and for other devices, recompilation, and the ops that are slow; of a run on
+TPUs also what changes of its settings gain, each forecast for its slice.
 
   --on SLICE       explain a recipe there: v5e-16, v5p-128, 2xv5e-256
   --remedies N     changes to try (default 10, of a run's profile 4); 0 names causes only

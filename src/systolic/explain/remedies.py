@@ -82,8 +82,6 @@ def changes(facts: Facts, base: Candidate) -> list[Change]:
         for change in (*_single(facts, base), *_numeric(facts, base))
         if check(facts.job, change.candidate) is None
     ]
-    if base.on.platform != "tpu":
-        return _in_turns(found)  # the analytic model knows TPUs only
     have = capacity(base.on)
     possible = [c for c in found if analyse(facts, c.candidate).bytes_bound <= have]
 
@@ -92,14 +90,10 @@ def changes(facts: Facts, base: Candidate) -> list[Change]:
         over = analyse(facts, one).bytes_estimate > 1.3 * have
         return analyse(facts, one).seconds_estimate / one.batch * (10 if over else 1)
 
-    return _in_turns(sorted(possible, key=speed))
-
-
-def _in_turns(found: Sequence[Change]) -> list[Change]:
-    """Not five meshes in a row: the first of each kind, then the second …; what trains otherwise comes late."""
     kinds: dict[str, int] = {}
     ordered = []
-    for change in found:
+    # Not five meshes in a row: the first of each kind, then the second …
+    for change in sorted(possible, key=speed):
         kind = _kind(change)
         kinds[kind] = kinds.get(kind, 0) + 1
         ordered.append((kinds[kind] + (0 if change.same_result else 2), change))
