@@ -1,15 +1,22 @@
-"""Draws the pictures of the documentation from a real run: ``python docs/pictures.py RUN``.
+"""Draws the pictures of the documentation from real runs and commands, on a terminal of 100 columns.
 
-``images/train.svg`` is what ``systolic train`` shows on a terminal of 100 columns: the live view
-near the end, from the run's records, and the summary after it.
+``python docs/pictures.py RUN`` makes ``images/train.svg``: the live view of ``systolic train`` near the
+end, from the run's records, and the summary after it. ``python docs/pictures.py plan lm --on v5e …`` runs
+that command and makes ``images/plan.svg`` of what it prints.
 """
 
 import io
+import os
+import pty
+import shlex
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
+from rich.text import Text
 
 from systolic.artifact import metrics
 from systolic.report.run import load_run
@@ -87,10 +94,40 @@ def picture(run: Path) -> str:
     return console.export_svg(title=title, theme=THEME, code_format=FORMAT, unique_id="train")
 
 
+def picture_of_command(words: Sequence[str]) -> str:
+    """What ``systolic WORDS`` prints on a terminal, as SVG.
+
+    Raises:
+        subprocess.CalledProcessError: the command failed.
+    """
+    near, far = pty.openpty()
+    environ = os.environ | {"COLUMNS": str(COLUMNS), "TERM": "xterm-256color"}
+    command = [sys.executable, "-m", "systolic", *words]
+    printed = bytearray()
+    with subprocess.Popen(command, stdout=far, env=environ) as process:
+        os.close(far)
+        try:
+            while part := os.read(near, 65536):
+                printed += part
+        except OSError:
+            pass  # Linux says so when the other end has closed.
+    os.close(near)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    console = Console(
+        file=io.StringIO(), record=True, width=COLUMNS, force_terminal=True, highlight=False
+    )
+    console.print(Text.from_ansi(printed.decode().replace("\r\n", "\n")))
+    title = shlex.join(["systolic", *words])
+    return console.export_svg(title=title, theme=THEME, code_format=FORMAT, unique_id=words[0])
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python docs/pictures.py RUN")
-    target = Path(__file__).parent / "images" / "train.svg"
+    if len(sys.argv) < 2:
+        sys.exit("usage: python docs/pictures.py RUN, or a verb and its arguments")
+    first, *_ = asked = sys.argv[1:]
+    is_run = Path(first).is_dir()
+    target = Path(__file__).parent / "images" / ("train.svg" if is_run else f"{first}.svg")
     target.parent.mkdir(exist_ok=True)
-    target.write_text(picture(Path(sys.argv[1])))
+    target.write_text(picture(Path(first)) if is_run else picture_of_command(asked))
     print(target)
