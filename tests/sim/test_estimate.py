@@ -7,7 +7,7 @@ import pytest
 from systolic.chips import slice
 from systolic.hlo import parse
 from systolic.sim import simulate
-from systolic.sim.estimate import slowdown_of
+from systolic.sim.estimate import slowdown_of, vector_operations
 from systolic.sim.rates import rates_of
 from tests.recorded import hlo
 
@@ -66,3 +66,55 @@ def test_what_only_moves_data_takes_its_bytes_at_the_memory_s_rate(name: str) ->
         assert span.flops == 0
         # Never faster than the memory, unless the compiler itself says so.
         assert span.seconds >= 0.5 * span.bytes / rates.hbm
+
+
+STACK = """HloModule m, is_scheduled=true
+
+%retile (input: bf16[80,8,1024]) -> bf16[80,8,1024] {
+  %input = bf16[80,8,1024]{2,1,0:T(16,128)(2,1)} parameter(0)
+  ROOT %copy = bf16[80,8,1024]{2,1,0:T(8,128)(2,1)} copy(%input)
+}
+
+%read (p0: bf16[80,8,1024], p1: s32[]) -> bf16[1,8,1024] {
+  %p0 = bf16[80,8,1024]{2,1,0:T(16,128)(2,1)} parameter(0)
+  %f = bf16[80,8,1024]{2,1,0:T(8,128)(2,1)} fusion(%p0), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%retile
+  %p1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %slice = bf16[1,8,1024]{2,1,0:T(8,128)(2,1)} dynamic-slice(%f, %p1, %zero, %zero), dynamic_slice_sizes={1,8,1024}
+}
+
+%write (p0: bf16[80,8,1024], p1: s32[], p2: bf16[1,8,1024]) -> bf16[80,8,1024] {
+  %p0 = bf16[80,8,1024]{2,1,0:T(16,128)(2,1)} parameter(0)
+  %f = bf16[80,8,1024]{2,1,0:T(8,128)(2,1)} fusion(%p0), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%retile
+  %p1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %p2 = bf16[1,8,1024]{2,1,0:T(8,128)(2,1)} parameter(2)
+  %new = bf16[1,8,1024]{2,1,0:T(8,128)(2,1)} negate(%p2)
+  %update = bf16[80,8,1024]{2,1,0:T(8,128)(2,1)} dynamic-update-slice(%f, %new, %p1, %zero, %zero)
+  ROOT %back = bf16[80,8,1024]{2,1,0:T(16,128)(2,1)} fusion(%update), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%retile
+}
+
+%all (p0: bf16[80,8,1024]) -> bf16[80,8,1024] {
+  %p0 = bf16[80,8,1024]{2,1,0:T(16,128)(2,1)} parameter(0)
+  %first = bf16[80,8,1024]{2,1,0:T(8,128)(2,1)} negate(%p0)
+  ROOT %second = bf16[80,8,1024]{2,1,0:T(8,128)(2,1)} abs(%first)
+}
+
+ENTRY %main (p0: bf16[80,8,1024]) -> bf16[80,8,1024] {
+  ROOT %p0 = bf16[80,8,1024]{2,1,0:T(16,128)(2,1)} parameter(0)
+}
+"""
+
+
+def test_a_stack_that_is_read_or_written_a_layer_at_a_time_counts_the_layer() -> None:
+    module = parse(STACK)
+    layer = 8 * 1024
+
+    def operations(name: str) -> float:
+        return vector_operations(module, module.computations[name])
+
+    # The layer in another tiling, and the slice itself.
+    assert operations("read") == pytest.approx(2 * layer, rel=0.01)
+    # Two tilings of the layer, and its negation.
+    assert operations("write") == pytest.approx(3 * layer, rel=0.01)
+    assert operations("all") == 2 * 80 * layer

@@ -122,15 +122,64 @@ def parts(
 
 
 def vector_operations(module: Module, computation: Computation) -> float:
-    """Of all elementwise ops and reductions in a fusion."""
+    """Of all elementwise ops and reductions in a fusion.
+
+    A fusion computes what its result needs: of an op that is only sliced, the slices; of a buffer that
+    is updated in place, the update.
+    """
     total = 0.0
+    used, fresh = _used(computation), _fresh(computation)
     for instruction in computation:
         if instruction.opcode in ("fusion", "call"):
             name = instruction.called("calls") or instruction.called("to_apply") or ""
-            total += vector_operations(module, module.computations[name])
+            operations = vector_operations(module, module.computations[name])
         else:
-            total += _of(computation, instruction)
+            operations = _of(computation, instruction)
+        total += operations * min(used.get(instruction.name, 0.0), fresh[instruction.name])
     return total
+
+
+def _used(computation: Computation) -> dict[str, float]:
+    """Share of each op's elements that the result needs."""
+    shares = {computation.root.name: 1.0}
+    for user in reversed(list(computation)):
+        share = shares.get(user.name, 0.0)
+        for index, name in enumerate(user.operands):
+            part, operand = share, computation.index.get(name)
+            if index == 0 and operand is not None:
+                if user.opcode in ("slice", "dynamic-slice"):
+                    part *= user.shape.elements / max(operand.shape.elements, 1)
+                elif user.opcode == "dynamic-update-slice" and _moves(operand):
+                    part *= _updated(computation, user)
+            shares[name] = min(shares.get(name, 0.0) + part, 1.0)
+    return shares
+
+
+def _fresh(computation: Computation) -> dict[str, float]:
+    """Share of each op's elements that differ from a buffer which is updated in place."""
+    shares: dict[str, float] = {}
+    for instruction in computation:
+        share = 1.0
+        if instruction.opcode == "dynamic-update-slice":
+            share = _updated(computation, instruction)
+        elif instruction.operands and _moves(instruction):
+            share = shares.get(instruction.operands[0], 1.0)
+        shares[instruction.name] = share
+    return shares
+
+
+def _moves(instruction: Instruction) -> bool:
+    """Whether it is its operand in another tiling or type."""
+    return instruction.opcode in ("copy", "bitcast", "convert") or (
+        instruction.opcode == "fusion" and "output_to_operand_aliasing" in instruction.rest
+    )
+
+
+def _updated(computation: Computation, update: Instruction) -> float:
+    """Share of the result of a dynamic-update-slice that is new."""
+    part = computation.index.get(update.operands[1])
+    elements = max(update.shape.elements, 1)
+    return 1.0 if part is None else min(part.shape.elements / elements, 1.0)
 
 
 def _of(computation: Computation, instruction: Instruction) -> float:
