@@ -60,6 +60,20 @@ def test_a_batch_that_no_mesh_divides_leaves_nothing() -> None:
     assert list(candidates(job, slice("v5e-256"), Freedom(axes=frozenset((Axis.data,))))) == []
 
 
+def test_logits_that_would_fill_the_memory_are_cut() -> None:
+    wide = Decoder(layers=2, d_model=256, vocab=262144, heads=4, kv_heads=4)
+    on = slice("v5e-4")
+    for batch, least in ((4, 1), (64, 64)):
+        job = decoder_job(model=wide, batch=Batch(total=batch), layout=Layout(fsdp=4))
+        axes = Freedom(axes=frozenset((Axis.fsdp,)))
+        found = [one for one in candidates(job, on, axes) if one.layout.accumulate == 1][1:]
+        assert min(one.layout.loss_tiles for one in found) == least
+        assert all(check(job, one) is None for one in found)
+    # Tiles that a job asks for stay.
+    asked = decoder_job(model=wide, layout=Layout(fsdp=4, loss_tiles=4))
+    assert {one.layout.loss_tiles for one in candidates(asked, on, Freedom())} == {4}
+
+
 def test_changes_divide_and_change_one_thing() -> None:
     job: Job = decoder_job(model=Decoder(layers=2, d_model=256, vocab=131072, heads=4, kv_heads=4))
     base = next(candidates(job, slice("v6e-4"), Freedom()))

@@ -27,6 +27,8 @@ VISIBLE = {Axis.tensor: 0.7, Axis.context: 0.5, Axis.expert: 1.0}
 """Share of an axis's traffic that is not hidden: the work that needs it comes right after it."""
 HALF = 2.0
 """Bytes of a bf16 element."""
+LOGIT_BYTES = 8.0
+"""A logit in bf16 and in f32, and its gradient."""
 OPTIMIZER_BYTES = 28.0
 """HBM traffic of an AdamW update a parameter: read weight, moments and gradient, write weight and moments, f32."""
 ACCUMULATE_BYTES = 16.0
@@ -107,7 +109,7 @@ def _memory(facts: Facts, candidate: Candidate) -> tuple[float, float]:
     ways = layout.tensor * layout.pipeline * layout.expert
     gathered = 3.0 * HALF * outline.parameters / max(outline.layers, 1) / ways
     tiles = layout.loss_tiles
-    logits = tokens / layout.pipeline * outline.vocab / layout.tensor / tiles * 8.0
+    logits = tokens / layout.pipeline * outline.vocab / layout.tensor / tiles * LOGIT_BYTES
     return bound, state + gradients + kept + gathered + max(working, logits)
 
 

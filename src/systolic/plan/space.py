@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from systolic.chips import Slice
 from systolic.core.errors import LayoutError, SystolicError
 from systolic.job import Axis, Job, Layout, Precision, Remat
+from systolic.plan.analytic import LOGIT_BYTES
 from systolic.plan.candidate import Candidate
 
 LARGEST_TENSOR = 64
@@ -16,6 +17,8 @@ LARGEST_PIPELINE = 16
 LONG = 16384
 """Tokens of a sequence from which it is worth splitting; shorter ones are where rows are fewer than devices."""
 LARGEST_ACCUMULATE = 64
+MOST_LOGITS = 0.1
+"""Share of the memory above which logits are worth cutting into tiles."""
 NAMED: Sequence[tuple[str, ...]] = (
     ("query", "key", "value", "attention", "out"),
     ("query", "key", "value", "attention", "mlp"),
@@ -60,13 +63,17 @@ def candidates(job: Job, on: Slice, freedom: Freedom) -> Iterator[Candidate]:
     if own is not None:
         yield own
     sequence = _sequence(job)
+    known = job.model.outline(job.layout)
+    vocab = known.vocab if known is not None else 0
     precisions = _precisions(job, on, freedom)
     for batch in _batches(job, on, freedom):
         for mesh in meshes(job, on, freedom, sequence):
             for accumulate in _accumulations(batch, mesh):
-                for layout in _policies(job, replace(mesh, accumulate=accumulate)):
-                    for precision in precisions:
-                        yield Candidate(on=on, layout=layout, batch=batch, precision=precision)
+                plain = replace(mesh, accumulate=accumulate)
+                for tiled in _tiled(plain, on, batch, sequence, vocab):
+                    for layout in _policies(job, tiled):
+                        for precision in precisions:
+                            yield Candidate(on=on, layout=layout, batch=batch, precision=precision)
 
 
 def check(job: Job, candidate: Candidate) -> str | None:
@@ -161,6 +168,28 @@ def _policies(job: Job, layout: Layout) -> Iterator[Layout]:
                 yield replace(plain, remat=remat, remat_names=moved, saved_names=kept)
         else:
             yield replace(plain, remat=remat)
+
+
+def _tiled(
+    layout: Layout, on: Slice, batch: int, sequence: int | None, vocab: int
+) -> Iterator[Layout]:
+    """The layout, and where logits would fill much of the memory the same with loss tiles, or only that."""
+    examples = batch / (layout.batch_ways * layout.accumulate * layout.pipeline)
+    tokens = examples * (sequence or 0) / layout.context
+    share = LOGIT_BYTES * tokens * vocab / layout.tensor / on.program_bytes
+    if layout.loss_tiles > 1 or share <= MOST_LOGITS:
+        yield layout
+        return
+    if share <= 5 * MOST_LOGITS:
+        yield layout
+    assert sequence is not None
+    for power in range(1, 7):
+        tiles = 2**power
+        if sequence % (tiles * layout.context):
+            return
+        if share / tiles <= MOST_LOGITS:
+            yield replace(layout, loss_tiles=tiles)
+            return
 
 
 def _accumulations(batch: int, layout: Layout) -> list[int]:

@@ -54,8 +54,9 @@ def changes(job: Job, candidate: Candidate, tight: bool = True) -> list[Change]:
         found += [*flags[index : index + 1], *blocks[index : index + 1]]
     known = job.model.outline(layout)
     if tight and tokens is not None and known is not None and known.vocab >= WIDE_VOCAB:
-        for tiles in TILES:
-            if tiles != layout.loss_tiles and tokens.shape[0] % (tiles * layout.context) == 0:
+        now = layout.loss_tiles
+        for tiles in TILES if now == 1 else (2 * now, now // 2):
+            if tiles > 1 and tokens.shape[0] % (tiles * layout.context) == 0:
                 found.append(Change(loss_tiles=tiles))
     return found
 
