@@ -157,13 +157,13 @@ def mixture(steps: int, **sizes: float) -> Job:
 
 
 def test_experts_without_room_are_seen(tmp_path: Path):
-    # Slots for six of ten choices: four of ten are dropped, however evenly they are chosen.
+    # 80 slots for 128 choices: 48 are dropped, however evenly they are chosen.
     found = explained(mixture(steps=24, capacity_factor=0.6), tmp_path, every=0)
     cause = found["uneven-experts"]
     dropped = float(cause.evidence[0].split("%")[0])
-    assert 39 < dropped < 60
+    assert 37 < dropped < 60
     known = Run.open(tmp_path).records("train")
-    assert all(1 - 0.62 < record["dropped"] < 1 for record in known)
+    assert all(0.37 < record["dropped"] < 1 for record in known)
     assert "capacity factor" in cause.advice[1]
     assert cause.evidence[1].startswith("balancing loss 1")
 

@@ -127,7 +127,13 @@ class Search:
                 else:
                     most = self.limits.programs
                     self._compile_best_first(pool, most - most // 2)
+                    plain = self.best()
                     self._refine(pool, most - most // 4)
+                    leader = self.best()
+                    if leader is not plain:
+                        self._spread(pool, most - most // 8)
+                    if self.best() is not leader:
+                        self._refine(pool, most)
                     self._compile_best_first(pool, most)
                 self._settle(pool)
         except KeyboardInterrupt:
@@ -345,10 +351,8 @@ class Search:
             helped.sort(key=lambda change: known[made[change]])
             if len(helped) > 1:
                 self._try(pool, [together(base.candidate, helped)], most)
-        if self.best() is not first:
-            self._spread(pool)
 
-    def _spread(self, pool: Pool) -> None:
+    def _spread(self, pool: Pool, most: int) -> None:
         """What helped the best layout on the next best ones, and on those that were not compiled."""
         leader = self.best()
         assert leader is not None
@@ -357,7 +361,7 @@ class Search:
         waiting = [r.candidate for r in self.queue if r.candidate.on == leader.candidate.on]
         # In turns: a layout that was good without the settings, then one that was never compiled.
         turns = (c for pair in itertools.zip_longest(plain, waiting) for c in pair if c is not None)
-        self._try(pool, (like(leader.candidate, one) for one in turns), self.limits.programs)
+        self._try(pool, (like(leader.candidate, one) for one in turns), most)
 
     def _score(self, one: Tried) -> float:
         return float("inf") if one.total is None else self.goal.score(one.total)
