@@ -41,9 +41,9 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("long sequence", "v5e-8", {"model": SMALL, "sequence": 32768, "batch": 8}),
     ("long sequence", "v5p-8", {"model": DEEP, "sequence": 65536, "batch": 8}),
     (
-        "long sequence, one row",
-        "v5e-16",
-        {"model": SMALL, "sequence": 524288, "batch": 1, "layout": {"context": 16, "fsdp": 1}},
+        "long sequence, two rows",
+        "v5e-8",
+        {"model": DEEP, "sequence": 65536, "batch": 2, "layout": {"context": 8, "fsdp": 1}},
     ),
     (
         "copies of the weights",
@@ -53,7 +53,12 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     (
         "copies of the weights",
         "v6e-4",
-        {"model": WIDE, "sequence": 1024, "batch": 4, "layout": {"data": 4, "fsdp": 1}},
+        {
+            "model": {**WIDE, "layers": 8},
+            "sequence": 1024,
+            "batch": 4,
+            "layout": {"data": 4, "fsdp": 1},
+        },
     ),
     (
         "pipeline alone",
