@@ -102,7 +102,11 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
             "batch": 32,
         },
     ),
-    ("two slices", "2xv5e-4", {"model": DEEP, "sequence": 2048, "batch": 64}),
+    (
+        "two slices",
+        "2xv5e-4",
+        {"model": DEEP, "sequence": 2048, "batch": 64, "layout": {"data": 2, "fsdp": 4}},
+    ),
 )
 """What is wrong, where, and the recipe's options."""
 
