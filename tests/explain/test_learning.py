@@ -12,7 +12,8 @@ from systolic.artifact import Run
 from systolic.cli.main import main
 from systolic.core.errors import RunError
 from systolic.explain.cause import Cause
-from systolic.explain.history import read
+from systolic.explain.curve import full_experts
+from systolic.explain.history import History, read
 from systolic.explain.layers import noise_scale
 from systolic.explain.learning import learning, unknown, vitals
 from systolic.explain.speed import speed
@@ -159,13 +160,45 @@ def mixture(steps: int, **sizes: float) -> Job:
 def test_experts_without_room_are_seen(tmp_path: Path):
     # 80 slots for 128 choices: 48 are dropped, however evenly they are chosen.
     found = explained(mixture(steps=24, capacity_factor=0.6), tmp_path, every=0)
-    cause = found["uneven-experts"]
+    (cause,) = (found[name] for name in ("full-experts", "uneven-experts") if name in found)
     dropped = float(cause.evidence[0].split("%")[0])
     assert 37 < dropped < 60
     known = Run.open(tmp_path).records("train")
     assert all(0.37 < record["dropped"] < 1 for record in known)
-    assert "capacity factor" in cause.advice[1]
+    assert "capacity factor" in cause.advice[-1]
     assert cause.evidence[1].startswith("balancing loss 1")
+
+
+@pytest.mark.parametrize(
+    ("factor", "dropped", "name"),
+    [
+        (1.25, 0.01, None),
+        (1.25, 0.1, "uneven-experts"),
+        (0.6, 0.405, "full-experts"),
+        (0.6, 0.5, "uneven-experts"),
+    ],
+)
+def test_uneven_experts_are_told_from_too_few_slots(
+    factor: float, dropped: float, name: str | None
+):
+    records = [
+        {"step": n, "loss": 1.0, "learning_rate": 0.1, "dropped": dropped} for n in range(20)
+    ]
+    history = History(
+        path="runs/m",
+        job={"options": {"model": {"capacity_factor": factor, "router_loss": 0.01}}},
+        start={},
+        train=records,
+        evals=[],
+        events=[],
+        summary=None,
+        looks=[],
+    )
+    cause = full_experts(history)
+    assert (cause and cause.name) == name
+    if cause is not None:
+        assert ("--model.router-loss 0.03" in cause.advice) == (name == "uneven-experts")
+        assert cause.advice[-1].startswith(f"--model.capacity-factor {1.25 * factor:.3g}")
 
 
 def test_looks_change_nothing(tmp_path: Path):

@@ -140,21 +140,23 @@ class Explanation:
         """Changes with what each gains, told as they come, and the command of the best that trains the same."""
         from systolic.explain.remedies import base_of, changes, try_all
         from systolic.plan import facts_of
+        from systolic.report.forecast.progress import Progress
 
         if self.verb["remedies"] < 1:
             return {"remedies": [], "command": None}
         facts = facts_of(self.job)
         wanted = changes(facts, base_of(facts, self.on))[: self.verb["remedies"]]
         stream = sys.stderr if self.json else sys.stdout
-        print(
-            f"\n{len(wanted)} changes, each compiled and forecast again:", file=stream, flush=True
-        )
+        with Progress(sys.stderr, "changes") as progress:
 
-        def told(one: Any, done: int, of: int) -> None:
-            mark = "" if one.change.same_result else "  [trains otherwise]"
-            print(f"  {one.verdict:<42}  {one.change.text}{mark}", file=stream, flush=True)
+            def told(one: Any, done: int, of: int) -> None:
+                mark = "" if one.change.same_result else "  [trains otherwise]"
+                text = f"  {one.verdict:<42}  {one.change.text}{mark}"
+                progress.told(text, stream, f"{done} of {of} compiled")
 
-        found = try_all(facts, made, wanted, self.compiler, self.workers, told)
+            title = f"\n{len(wanted)} changes, each compiled and forecast again:"
+            progress.told(title, stream, f"0 of {len(wanted)} compiled")
+            found = try_all(facts, made, wanted, self.compiler, self.workers, told)
         better = [one for one in found if (one.gain or 0) > 0.005 and one.change.same_result]
         typed = None
         if better:

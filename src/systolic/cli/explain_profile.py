@@ -90,7 +90,9 @@ def remedies(folder: Path, measured: float, verb: Mapping[str, Any]) -> dict[str
             )
         made = of_outcome(outcome, job.name, on, 0.0)
         if made.step_seconds is None:
-            raise RunError(f"its step does not fit {on.name} by forecast")
+            raise RunError(
+                f"its step does not fit {on.name} by forecast; systolic explain {recipe} --on {on.name} with its options finds one that does"
+            )
         ratio = measured / made.step_seconds
         print(
             f"\nforecast for {on.name}: {duration(made.step_seconds)} a step, measured {ratio:.2f} times that",
@@ -111,7 +113,7 @@ def slice_of(run: Run) -> Slice:
     """
     starts = list(run.records("start"))
     if not starts:
-        raise NotFoundError(f"{run.path} has no session on record")
+        raise NotFoundError(f"{run.path} has no session on record; train it first")
     count, _, kind = starts[-1]["devices"].partition(" x ")
     chip = by_device_kind(kind)
     name = "cpu" if kind == "cpu" else chip.name if chip else ""
@@ -126,7 +128,9 @@ def slice_of(run: Run) -> Slice:
             on = slice(text)
             if on.num_devices == number:
                 return on
-    raise NotFoundError(f"the catalogue has no slice of {number} x {kind}")
+    raise NotFoundError(
+        f"the catalogue has no slice of {number} x {kind}; systolic chips {name} lists those that there are"
+    )
 
 
 def words_of(run: Run) -> list[str]:

@@ -44,7 +44,7 @@ def causes(history: History) -> list[Cause]:
     found = [diverged(history)]
     if found[0] is None:
         found += [spikes(history), plateau(history)]
-        found += [overfitting(history), repeats(history), uneven_experts(history)]
+        found += [overfitting(history), repeats(history), full_experts(history)]
     if not any(found):
         found.append(short(history))
     return [cause for cause in found if cause is not None]
@@ -199,8 +199,8 @@ def repeats(history: History) -> Cause | None:
     return _cause("data-repeats", f"The text was read {epochs:.3g} times", evidence, advice)
 
 
-def uneven_experts(history: History) -> Cause | None:
-    """A mixture whose experts are chosen so unevenly that choices found no slot, after the first records."""
+def full_experts(history: History) -> Cause | None:
+    """A mixture that drops choices, for its experts are uneven or have too few slots, after the first records."""
     known = [record for record in history.train if "dropped" in record]
     late = known[len(known) // 2 :]
     if len(known) < FEW:
@@ -220,18 +220,22 @@ def uneven_experts(history: History) -> Cause | None:
         evidence.append(
             f"balancing loss {statistics.fmean(balance):.3g} (1 where experts are chosen evenly{most})"
         )
+    least = max(1 - factor, 0.0)
+    if least:
+        evidence.append(f"{least:.1%} would be, however evenly experts are chosen")
+    uneven = dropped - least > DROPPED
     weight = settings.get("model.router_loss") or 0.01
+    more = settings.change("model.capacity_factor", value=float(round(1.25 * factor, 2)))
+    even = settings.change("model.router_loss", value=float(3 * weight))
     return Cause(
-        name="uneven-experts",
-        title="experts are chosen unevenly: some are full while others have empty slots",
+        name="uneven-experts" if uneven else "full-experts",
+        title="experts are chosen unevenly: some are full while others have empty slots"
+        if uneven
+        else "experts have fewer slots than there are choices",
         share=None,
         seconds=None,
         evidence=evidence,
-        advice=[
-            settings.change("model.router_loss", value=float(3 * weight)),
-            settings.change("model.capacity_factor", value=float(round(1.25 * factor, 2)))
-            + ": more slots, which cost time in proportion",
-        ],
+        advice=[*([even] if uneven else []), f"{more}: more slots, which cost time in proportion"],
     )
 
 

@@ -127,6 +127,8 @@ def difference(before: Layout, after: Candidate) -> str:
         old, new = getattr(before, name), getattr(layout, name)
         if old != new:
             parts.append(f"{name.replace('_', ' ')} {old} -> {new}")
+    if before.placement is not layout.placement:
+        parts.append(f"placement {before.placement.value} -> {layout.placement.value}")
     if after.flags is not DEFAULT:
         parts.append(f"flags {after.flags.name}")
     return ", ".join(parts) or "the same layout"
