@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as mask_lib
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info_lib
 
 from systolic.job import Layout
 from systolic.models.attention import Kernel, attention, choose_kernel
-from systolic.models.splash import block_size, splash_attention
+from systolic.models.splash import LongCausalMask, block_size, splash_attention
 from systolic.steps.mesh import make_mesh
 from systolic.steps.target import MeshTarget
 
@@ -106,3 +108,20 @@ def test_blocks_divide_the_sequence() -> None:
 def test_context_shards_count_for_the_kernel() -> None:
     assert choose_kernel("tpu", 256, 256, 64, context_ways=1)[0] is Kernel.splash
     assert choose_kernel("tpu", 256, 256, 64, context_ways=4)[0] is Kernel.xla
+
+
+@pytest.mark.parametrize("queries", [128, 256, 384])
+@pytest.mark.parametrize("keys", [128, 256, 384])
+@pytest.mark.parametrize("process", [info_lib.process_mask, info_lib.process_mask_dkv])
+def test_the_mask_for_long_sequences_is_the_causal_mask(queries, keys, process) -> None:
+    shape = (1536, 1536)
+
+    def processed(mask):
+        heads = mask_lib.MultiHeadMask([mask] * 4)
+        return process(heads, (queries, keys), head_shards=2, q_seq_shards=2)[0]
+
+    for ours, theirs in zip(
+        processed(LongCausalMask(shape)), processed(mask_lib.CausalMask(shape)), strict=True
+    ):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or np.array_equal(ours, theirs)
