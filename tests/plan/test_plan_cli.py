@@ -38,6 +38,7 @@ def test_slices_by_name_by_chip_and_all() -> None:
     assert named("v5p-8, v5e-4,v5e-4") == ["v5p-8", "v5e-4"]
     assert named("v5e", max_chips=8) == ["v5e-1", "v5e-4", "v5e-8"]
     assert named("2xv5e-256", max_chips=8) == ["2xv5e-256"]
+    assert named("v5e-4,8xh100") == ["v5e-4", "8xh100"]
     everything = [slice(name) for name in named("any", max_chips=16)]
     assert {"v5e-16", "v5p-8", "v6e-4"} <= {on.name for on in everything}
     for on in everything:
@@ -51,6 +52,7 @@ def test_slices_by_name_by_chip_and_all() -> None:
     [
         ("v5e-17", 256, NotFoundError, "did you mean v5e-16"),
         (",", 256, OptionError, "--on names no slice"),
+        ("8xcpu", 256, OptionError, "plan is for TPU and GPU slices"),
         ("v5p", 1, OptionError, "no slice of v5p has 1 chips or fewer"),
     ],
 )

@@ -33,7 +33,8 @@ USAGE = """usage: systolic plan RECIPE --on SLICES [options]
 RECIPE is a name that systolic recipes lists, or path/to/file.py:function. Every layout of every slice
 is looked at on paper; the most promising are compiled by the real compiler, best first, until one is
 settled. Compiles are kept, so the same command goes on where Ctrl-C or --time-limit ended it.
-SLICES is a list: v5e-16,v5p-8; v5e stands for all slices of that chip, any for all that have a price.
+SLICES is a list: v5e-16,v5p-8; v5e stands for all slices of that chip, any for all of TPUs that have a
+price. 8xh100 stands beside them by a roofline, which knows the GPU's rates and not its compiler.
 
   --on SLICES        where it may run
   --tokens N         train on so many tokens (20e9); by default the job's own steps and batch
@@ -250,9 +251,9 @@ def _meant(word: str, max_chips: int, price: Price) -> list[Slice]:
         meant = [one for one in tpus if word.lower() in (one.name, *one.aliases)]
         if not meant:
             one = slice(word)
-            if one.platform != "tpu":
+            if one.platform == "cpu":
                 raise OptionError(
-                    f"{one.name} is a {one.platform}: plan compiles for TPU slices; systolic forecast --on {one.name} shows one layout"
+                    f"{one.name} is this machine: plan is for TPU and GPU slices; systolic forecast --on {one.name} shows one layout"
                 )
             return [one]
         found, what = named_slices(meant[0]), f"of {meant[0].name}"
@@ -310,6 +311,10 @@ def after(plan: Plan, slices: Sequence[Slice], freedom: Freedom) -> list[str]:
         if not plan.best.whole and plan.best.candidate.on.platform == "tpu":
             found.append(
                 "the best was compiled up to the schedule: memory is exact, the time of ops estimated; --finalists 2 compiles the best to the end"
+            )
+        if any(on.platform == "gpu" for on in slices):
+            found.append(
+                "GPUs are compared by a roofline of the program that XLA partitions for them: time to about 35 %, memory estimated"
             )
         unpriced = sorted({on.name for on in slices if hourly(on, plan.goal.price) is None})
         if unpriced:

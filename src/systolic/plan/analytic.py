@@ -6,6 +6,7 @@ Rules: How to Scale Your Model (jax-ml.github.io/scaling-book), training and sha
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,7 +14,8 @@ from systolic.chips import Slice
 from systolic.job import Axis, Remat
 from systolic.plan.candidate import Candidate
 from systolic.plan.facts import Facts
-from systolic.sim.rates import Rates, rates_of
+from systolic.sim.rates import rates_of
+from systolic.sim.roofline import gpu_peaks
 
 EFFICIENCY = 0.85
 """Share of the peak that matmuls reach in compiled schedules, beside the traffic of their activations."""
@@ -49,11 +51,34 @@ class Analysis:
     """The part of the estimate that takes longest after compute."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speeds:
+    """What a time is made of: operations and bytes a second of one device, as the simulation has them."""
+
+    peaks: Mapping[str, float]
+    hbm: float
+    link: float
+    """One way, of one link of a torus or of a GPU into its switch."""
+    axes: int
+    """Torus axes."""
+    dcn: float
+
+
 @cache
-def _rates(on_name: str) -> Rates:
+def _speeds(on_name: str) -> Speeds:
     from systolic.chips import slice
 
-    return rates_of(slice(on_name))
+    on = slice(on_name)
+    if on.platform == "gpu":
+        peaks = gpu_peaks(on)
+        link = peaks.links.link if peaks.links is not None else None
+        card = peaks.links.card if peaks.links is not None else None
+        slowest = min(peaks.memory, link or card or peaks.memory)
+        return Speeds(
+            peaks=peaks.matmul, hbm=peaks.memory, link=slowest, axes=1, dcn=card or slowest
+        )
+    rates = rates_of(on)
+    return Speeds(peaks=rates.peaks, hbm=rates.hbm, link=rates.link, axes=rates.axes, dcn=rates.dcn)
 
 
 def analyse(facts: Facts, candidate: Candidate) -> Analysis:
@@ -62,7 +87,7 @@ def analyse(facts: Facts, candidate: Candidate) -> Analysis:
     Raises:
         NotFoundError: the catalogue lacks a rate of the chip.
     """
-    rates = _rates(candidate.on.name)
+    rates = _speeds(candidate.on.name)
     bytes_bound, bytes_estimate = _memory(facts, candidate)
     bound, estimate, largest = _time(facts, candidate, rates)
     return Analysis(
@@ -113,7 +138,7 @@ def _memory(facts: Facts, candidate: Candidate) -> tuple[float, float]:
     return bound, state + gradients + kept + gathered + max(working, logits)
 
 
-def _time(facts: Facts, candidate: Candidate, rates: Rates) -> tuple[float, float, str]:
+def _time(facts: Facts, candidate: Candidate, rates: Speeds) -> tuple[float, float, str]:
     layout, on = candidate.layout, candidate.on
     outline = facts.outline(layout)
     operands = candidate.precision.operands
@@ -154,7 +179,7 @@ def _time(facts: Facts, candidate: Candidate, rates: Rates) -> tuple[float, floa
 
 
 def _traffic(
-    facts: Facts, candidate: Candidate, rates: Rates, weights: float, passes: float
+    facts: Facts, candidate: Candidate, rates: Speeds, weights: float, passes: float
 ) -> dict[str, float]:
     """Seconds on the links by what travels, before any is hidden; tensor, context and expert after."""
     layout, outline = candidate.layout, facts.outline(candidate.layout)
@@ -171,7 +196,9 @@ def _traffic(
         ways = inside[axis]
         if ways == 1:
             return 0.0
-        return whole_bytes * (ways - 1) / ways / _rate(candidate.on, rates, ways)
+        order = list(Axis)
+        stride = math.prod(inside[inner] for inner in order[order.index(axis) + 1 :])
+        return whole_bytes * (ways - 1) / ways / _rate(candidate.on, rates, ways, stride)
 
     again = 1.0 if layout.remat in (Remat.full, Remat.offload) else 0.0
     sharded = weights / max(inside[Axis.fsdp], 1)
@@ -201,8 +228,17 @@ def _traffic(
     return found
 
 
-def _rate(on: Slice, rates: Rates, ways: int) -> float:
-    """Bytes/s of a gather along a mesh axis: both directions of as many torus axes as it is likely to span."""
+def _rate(on: Slice, rates: Speeds, ways: int, stride: int) -> float:
+    """Bytes/s of a gather along a mesh axis whose neighbours are ``stride`` devices apart.
+
+    On a torus, both directions of as many of its axes as it is likely to span; of GPUs that one switch
+    does not join, the network cards of those that it does.
+    """
+    if on.platform == "gpu":
+        domain = on.chip.max_pod_chips or on.chip.chips_per_host or on.num_chips
+        if ways * stride <= domain:
+            return rates.link
+        return min(rates.link, rates.dcn * max(domain // stride, 1))
     chips = max(on.num_chips // on.num_slices, 2)
     spanned = max(1, round(rates.axes * math.log(ways) / math.log(chips)))
     ring = 2.0 if any(on.wrap) else 1.0

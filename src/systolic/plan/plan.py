@@ -29,6 +29,13 @@ class Tried:
     whole: bool = False
     """Compiled to the end, with the compiler's cycles; else up to the schedule."""
 
+    @property
+    def compile(self) -> str:
+        """How far it was compiled: ``whole`` or ``schedule``; a GPU's time is a ``roofline`` either way."""
+        if self.candidate.on.platform != "tpu":
+            return "roofline"
+        return "whole" if self.whole else "schedule"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -119,7 +126,7 @@ class Plan:
                 "step_seconds_bound": one.analysis.seconds_bound,
                 "peak_bytes_bound": one.analysis.bytes_bound,
             },
-            "compile": "whole" if one.whole else "schedule",
+            "compile": one.compile,
         }
 
     def _failed(self, one: Tried) -> dict[str, Any]:

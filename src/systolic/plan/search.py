@@ -387,7 +387,8 @@ class Search:
         """Whole compiles of the best few: their order may change, so each time the best that has none."""
         for _ in range(self.limits.finalists):
             ranking = self.ranking()
-            one = next((one for one in ranking[: self.limits.finalists] if not one.whole), None)
+            leaders = ranking[: self.limits.finalists]
+            one = next((one for one in leaders if one.compile == "schedule"), None)
             if one is None or self._late():
                 return
             program = JobProgram(job=one.candidate.job(self.facts.job))

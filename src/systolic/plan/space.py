@@ -71,7 +71,7 @@ def candidates(job: Job, on: Slice, freedom: Freedom) -> Iterator[Candidate]:
             for accumulate in _accumulations(batch, mesh):
                 plain = replace(mesh, accumulate=accumulate)
                 for tiled in _tiled(plain, on, batch, sequence, vocab):
-                    for layout in _policies(job, tiled):
+                    for layout in _policies(job, tiled, on):
                         for precision in precisions:
                             yield Candidate(on=on, layout=layout, batch=batch, precision=precision)
 
@@ -155,11 +155,13 @@ def _across_slices(layout: Layout, on: Slice) -> Iterator[Layout]:
             yield replace(layout, slices=axis)
 
 
-def _policies(job: Job, layout: Layout) -> Iterator[Layout]:
+def _policies(job: Job, layout: Layout, on: Slice) -> Iterator[Layout]:
     plain = replace(layout, remat_names=Layout().remat_names, saved_names=())
     for remat in Remat:
         if remat not in job.model.policies():
             continue
+        if remat is Remat.offload and on.platform != "tpu":
+            continue  # a roofline does not price the way to the host
         if remat is Remat.save_names:
             for names in NAMED:
                 yield replace(plain, remat=remat, remat_names=names)

@@ -45,7 +45,7 @@ def changes(job: Job, candidate: Candidate, tight: bool = True) -> list[Change]:
     layout = candidate.layout
     flags = [Change(flags=one) for one in sets_for(candidate.on, layout.remat is Remat.offload)]
     blocks: list[Change] = []
-    if tokens is not None and Axis.context in job.model.axes():
+    if candidate.on.platform == "tpu" and tokens is not None and Axis.context in job.model.axes():
         sequence = tokens.shape[0]
         sizes = [b for b in BLOCKS if b != layout.attention_block and sequence % b == 0]
         blocks = [Change(attention_block=b) for b in sizes]

@@ -167,7 +167,7 @@ def _row(rank: int, one: Tried, pareto: bool) -> Row:
         time=days(total.seconds),
         usd=money(total.usd),
         kwh=energy(total.kwh),
-        compile="whole" if one.whole else "schedule",
+        compile=one.compile,
         pareto=pareto,
     )
 
