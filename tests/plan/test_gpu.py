@@ -1,7 +1,5 @@
 """GPUs beside TPUs: a roofline ranks them, and says that it is one."""
 
-import pytest
-
 from systolic.chips import slice
 from systolic.core.origin import Origin
 from systolic.job import Axis, Layout, Remat

@@ -17,24 +17,21 @@ import psutil
 from systolic.aot import Compiler, JobProgram, Outcome
 from systolic.aot.compile import Pool
 from systolic.chips import Slice
-from systolic.core.errors import NotFoundError, SystolicError
-from systolic.core.units import duration, gibibytes
+from systolic.core.errors import SystolicError
+from systolic.core.units import gibibytes
 from systolic.forecasting.run import of_outcome
 from systolic.plan.analytic import Analysis, analyse, capacity
 from systolic.plan.candidate import Candidate
 from systolic.plan.facts import Facts
 from systolic.plan.goal import Goal, days
-from systolic.plan.learned import Correction, likely
+from systolic.plan.judge import Judge, Ranked
 from systolic.plan.plan import Plan, Tried
-from systolic.plan.space import Freedom, Refused, candidates
+from systolic.plan.space import Freedom, Refused
+from systolic.plan.survey import Survey
 from systolic.plan.variants import changes, like, together
 
-KEEP = 300
-"""Layouts of a slice that are kept by their estimate."""
 WORKER_BYTES = 4 * 2**30
 """Memory that a compile of a large program takes."""
-OPTIMISM = 0.5
-"""Standard deviations below the expected time at which a layout is still given a chance."""
 HOPELESS = 1.15
 """The search ends when even the most hopeful layout left scores so many times the best one."""
 TIGHT = 0.8
@@ -68,14 +65,6 @@ class Limits:
         return max(1, min(os.cpu_count() or 1, room))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ranked:
-    """A candidate in the queue."""
-
-    candidate: Candidate
-    analysis: Analysis
-
-
 @dataclass
 class Progress:
     """Where the search is, for whoever watches."""
@@ -106,21 +95,23 @@ class Search:
     only: Sequence[Candidate] | None = None
     """The space, where it is not all that a slice allows."""
     tried: list[Tried] = field(default_factory=list)
-    refused: list[Refused] = field(default_factory=list)
-    searched: int = 0
     stopped: str = ""
-    queue: list[Ranked] = field(default_factory=list)
-    time_off: Correction = field(default_factory=Correction)
-    bytes_off: Correction = field(default_factory=Correction)
+    _judge: Judge = field(init=False)
+    _survey: Survey = field(init=False)
     _began: float = field(default_factory=time.monotonic)
     _running: dict[Future[Outcome], Ranked] = field(default_factory=dict)
     _since: int = 0
-    _over: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._judge = Judge(facts=self.facts, goal=self.goal)
+        self._survey = Survey(judge=self._judge, freedom=self.freedom, only=self.only)
 
     def run(self) -> Plan:
         """The plan; after Ctrl-C the best so far, marked so."""
         try:
-            self.survey()
+            self._survey.look(self.slices, self._say)
+            if not self._survey.queue and not self._survey.refused:
+                self.stopped = "no layout divides the model, the batch and the devices"
             with Pool(self.limits.at_once) as pool:
                 if self.only is not None:
                     self._compile_best_first(pool, self.limits.programs)
@@ -142,10 +133,11 @@ class Search:
 
     def answer(self) -> Plan:
         """The plan as it stands."""
-        left = Counter(ranked.candidate.on.name for ranked in self.queue)
+        queue = self._survey.queue
+        left = Counter(ranked.candidate.on.name for ranked in queue)
         by_name = {one.name: one for one in self.slices}
         nearest: dict[str, Ranked] = {}
-        for ranked in sorted(self.queue, key=self._estimated):
+        for ranked in sorted(queue, key=self._judge.estimated):
             nearest.setdefault(ranked.candidate.on.name, ranked)
         waiting = [
             Refused(
@@ -160,107 +152,21 @@ class Search:
             facts=self.facts,
             goal=self.goal,
             tried=tuple(self.tried),
-            refused=(*self.refused, *waiting),
-            searched=self.searched,
+            refused=(*self._survey.refused, *waiting),
+            searched=self._survey.searched,
             seconds=time.monotonic() - self._began,
             stopped=self.stopped,
         )
 
     def _not_compiled(self, ranked: Ranked) -> str:
         """Why a slice's most promising layout was left."""
-        ratio = self.time_off.ratio(ranked.candidate)
-        seconds = ranked.analysis.seconds_estimate * ratio
-        total = self.goal.total(ranked.candidate.on, self._units(ranked.candidate), seconds)
+        total = self._judge.expected(ranked)
         price = "" if total.usd is None else f" and ${total.usd:,.2f}"
         text = f"estimated at {days(total.seconds)}{price} at best ({ranked.candidate.text})"
         best = self.best()
-        if best is not None and self._estimated(ranked) <= self._score(best):
+        if best is not None and self._judge.estimated(ranked) <= self._judge.score(best):
             return f"{text}, which {self.limits.programs} programs did not reach: raise --programs"
         return text
-
-    # Before any compile
-
-    def survey(self) -> None:
-        """Analyses every layout of every slice and refuses what cannot be."""
-        for on in self.slices:
-            self._say(f"looking at {on.name}")
-            try:
-                kept = list(self._possible(on))
-            except (NotFoundError, SystolicError) as error:
-                self._refuse(on, "all layouts", "unknown chip", str(error))
-                continue
-            kept.sort(key=self._estimated)
-            self.queue += kept[:KEEP]
-            if len(kept) > KEEP:
-                last = duration(kept[KEEP].analysis.seconds_estimate)
-                self._refuse(
-                    on,
-                    f"{len(kept) - KEEP:,} layouts",
-                    "estimate",
-                    f"estimated at {last} a step or more, {KEEP} others of the slice at less",
-                )
-        if not self.queue and not self.refused:
-            self.stopped = "no layout divides the model, the batch and the devices"
-
-    def _possible(self, on: Slice) -> Iterator[Ranked]:
-        have = capacity(on)
-        over: Counter[str] = Counter()
-        least: dict[str, tuple[float, str]] = {}
-        seen = set()
-        space = candidates(self.facts.job, on, self.freedom)
-        if self.only is not None:
-            space = (one for one in self.only if one.on == on)
-        for candidate in space:
-            if candidate in seen:
-                continue
-            seen.add(candidate)
-            self.searched += 1
-            found = analyse(self.facts, candidate)
-            rule, size, text = "", 0.0, ""
-            if found.bytes_bound > have:
-                rule, size = "memory bound", found.bytes_bound
-                text = f"weights, optimizer state and layer inputs alone are {gibibytes(found.bytes_bound)} of {gibibytes(have)} or more"
-            elif problem := self._broken(candidate, found.seconds_bound):
-                rule, size = "goal", found.seconds_bound
-                text = f"at the chip's peak rate it {problem}"
-            if not rule:
-                yield Ranked(candidate=candidate, analysis=found)
-                continue
-            over[rule] += 1
-            if rule not in least or size < least[rule][0]:
-                least[rule] = (size, f"{text} (nearest: {candidate.text})")
-        for rule, number in over.items():
-            self._refuse(on, f"{number:,} layouts", rule, least[rule][1])
-        if not seen:
-            self._refuse(on, "all layouts", "divisibility", self._indivisible(on))
-
-    def _indivisible(self, on: Slice) -> str:
-        from systolic.plan.space import global_batch
-
-        batch = global_batch(self.facts.job, on)
-        return f"no mesh of {on.num_devices} devices divides the model and a batch of {batch}; change the batch or let it go with --free batch"
-
-    def _broken(self, candidate: Candidate, seconds: float) -> str | None:
-        return self.goal.broken(self.goal.total(candidate.on, self._units(candidate), seconds))
-
-    def _units(self, candidate: Candidate) -> float:
-        return candidate.batch * self.facts.units_per_example
-
-    def _estimated(self, ranked: Ranked, optimism: float = 0.0) -> float:
-        """The goal's score by the estimate as corrected so far, worse for what may not fit."""
-        candidate, found = ranked.candidate, ranked.analysis
-        ratio = self.time_off.ratio(candidate, optimism)
-        seconds = max(found.seconds_estimate * ratio, found.seconds_bound)
-        need = found.bytes_estimate * self.bytes_off.ratio(candidate)
-        fits = likely(need, capacity(candidate.on))
-        penalty = 1 + 0.4 * (1 - fits) + (20 if fits < 0.03 else 0)
-        total = self.goal.total(candidate.on, self._units(candidate), seconds)
-        limit = 1.0 if self.goal.broken(total) is None else 3.0
-        return self.goal.score(total) * penalty * limit
-
-    def _hopeful(self, ranked: Ranked) -> float:
-        """The same, as good as it may plausibly be."""
-        return self._estimated(ranked, OPTIMISM)
 
     # Compiling
 
@@ -277,11 +183,12 @@ class Search:
         """The next candidate to compile: each promising slice once, then whatever may score best."""
         asked = 0
         visited = {one.candidate.on.name for one in self.tried}
-        while asked < quota and self.queue and not self._late():
-            self.queue.sort(key=self._hopeful)
+        queue = self._survey.queue
+        while asked < quota and queue and not self._late():
+            queue.sort(key=self._judge.hopeful)
             best = self.best()
-            pick = self.queue[0]
-            fresh = next((r for r in self.queue if r.candidate.on.name not in visited), None)
+            pick = queue[0]
+            fresh = next((r for r in queue if r.candidate.on.name not in visited), None)
             if (
                 fresh is not None
                 and asked < max(2, quota * 2 // 3)
@@ -290,9 +197,9 @@ class Search:
                 pick = fresh
             elif not self._worth(pick, best, HOPELESS) or self._since >= PATIENCE:
                 return
-            self.queue.remove(pick)
+            queue.remove(pick)
             if (why := self._dominated(pick.candidate)) is not None:
-                self._refuse(pick.candidate.on, pick.candidate.text, "more memory", why)
+                self._survey.refuse(pick.candidate.on, pick.candidate.text, "more memory", why)
                 continue
             visited.add(pick.candidate.on.name)
             asked += 1
@@ -301,7 +208,7 @@ class Search:
     def _worth(self, ranked: Ranked, best: Tried | None, margin: float) -> bool:
         if best is None or best.total is None:
             return True
-        return self._hopeful(ranked) <= margin * self.goal.score(best.total)
+        return self._judge.hopeful(ranked) <= margin * self._judge.score(best)
 
     def _dominated(self, candidate: Candidate) -> str | None:
         """A candidate that did not fit and asks for no more memory than this one."""
@@ -342,11 +249,11 @@ class Search:
             assert base is not None
             made = {change: change.on(base.candidate) for change in wanted[index : index + 2]}
             self._try(pool, made.values(), most)
-            known = {one.candidate: self._score(one) for one in self.tried}
+            known = {one.candidate: self._judge.score(one) for one in self.tried}
             helped = [
                 change
                 for change, candidate in made.items()
-                if known.get(candidate, math.inf) < HELPS * self._score(base)
+                if known.get(candidate, math.inf) < HELPS * self._judge.score(base)
             ]
             helped.sort(key=lambda change: known[made[change]])
             if len(helped) > 1:
@@ -357,14 +264,11 @@ class Search:
         leader = self.best()
         assert leader is not None
         plain = [one.candidate for one in self.ranking() if one.candidate.on == leader.candidate.on]
-        self.queue.sort(key=self._hopeful)
-        waiting = [r.candidate for r in self.queue if r.candidate.on == leader.candidate.on]
+        queue = sorted(self._survey.queue, key=self._judge.hopeful)
+        waiting = [r.candidate for r in queue if r.candidate.on == leader.candidate.on]
         # In turns: a layout that was good without the settings, then one that was never compiled.
         turns = (c for pair in itertools.zip_longest(plain, waiting) for c in pair if c is not None)
         self._try(pool, (like(leader.candidate, one) for one in turns), most)
-
-    def _score(self, one: Tried) -> float:
-        return float("inf") if one.total is None else self.goal.score(one.total)
 
     def _try(self, pool: Pool, wanted: Iterable[Candidate], most: int) -> None:
         """Compiles what is new of these until so many were compiled in all."""
@@ -375,7 +279,7 @@ class Search:
             if candidate in known:
                 continue
             known.add(candidate)
-            self.searched += 1
+            self._survey.searched += 1
             analysis = analyse(self.facts, candidate)
             self._submit(pool, Ranked(candidate=candidate, analysis=analysis))
             while len(self._running) >= self.limits.at_once:
@@ -422,15 +326,7 @@ class Search:
             before = self.best()
             one = self._tried(ranked.candidate, future, ranked.analysis, 0.0, False)
             self.tried.append(one)
-            made = one.forecast
-            if made is not None:
-                need = made.memory.peak_bytes if made.memory else 0
-                need = need or (made.rejected or {}).get("need_bytes", 0)
-                if need:
-                    self.bytes_off.learn(ranked.candidate, need / ranked.analysis.bytes_estimate)
-                if made.step_seconds:
-                    ratio = made.step_seconds / ranked.analysis.seconds_estimate
-                    self.time_off.learn(ranked.candidate, ratio)
+            self._judge.learn(ranked, one)
             self._since = 0 if self.best() is not before else self._since + 1
             self._say("compiling", one)
         if not done:
@@ -451,7 +347,7 @@ class Search:
             return Tried(candidate=candidate, analysis=analysis, problem=str(error), whole=whole)
         total = None
         if made.step_seconds:
-            total = self.goal.total(candidate.on, self._units(candidate), made.step_seconds)
+            total = self._judge.total(candidate, made.step_seconds)
         return Tried(
             candidate=candidate,
             analysis=analysis,
@@ -475,9 +371,6 @@ class Search:
     def _late(self) -> bool:
         limit = self.limits.seconds
         return limit is not None and time.monotonic() - self._began > limit
-
-    def _refuse(self, on: Slice, layout: str, rule: str, reason: str) -> None:
-        self.refused.append(Refused(on=on, layout=layout, rule=rule, reason=reason))
 
     def _say(self, stage: str, latest: Tried | None = None) -> None:
         self.watch(
