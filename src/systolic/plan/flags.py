@@ -15,6 +15,8 @@ class FlagSet:
     why: str
     generations: tuple[str, ...]
     """The chips that it is for."""
+    most_chips: int = 10**6
+    """Of a slice; on larger ones the other sets are tried first."""
 
 
 DEFAULT = FlagSet(name="default", flags=(), why="what libtpu does by itself", generations=())
@@ -64,11 +66,12 @@ SETS: Sequence[FlagSet] = (
         flags=("--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000",),
         why="weights are gathered whole instead of in a loop of permutes and partial matmuls, which for small weights leaves the matrix units half empty",
         generations=("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x"),
+        most_chips=64,  # of the planned rows of benchmarks/plan it helped on up to 16 chips
     ),
     FlagSet(
         name="widest-vmem",
-        flags=("--xla_tpu_scoped_vmem_limit_kib=98304",),
-        why="three quarters of VMEM for a fusion: published v6e recipes for dense models use it",
+        flags=("--xla_tpu_scoped_vmem_limit_kib=122880",),
+        why="fifteen sixteenths of VMEM for a fusion: published v6e recipes for long sequences use it",
         generations=("v6e",),
     ),
     FlagSet(
@@ -99,13 +102,13 @@ SETS: Sequence[FlagSet] = (
 
 
 def sets_for(on: Slice, offloads: bool = False) -> list[FlagSet]:
-    """Those worth a compile on a slice, besides the default.
+    """Those worth a compile on a slice, besides the default; the likeliest to help first.
 
     Args:
         on: The slice.
         offloads: Whether the layout moves activations to the host.
     """
-    return [
+    found = [
         one
         for one in SETS
         if on.chip.name in one.generations
@@ -113,6 +116,7 @@ def sets_for(on: Slice, offloads: bool = False) -> list[FlagSet]:
         and (one.name != "data-parallel-overlap" or on.num_slices > 1)
         and (one.name != "host-overlap" or offloads)
     ]
+    return sorted(found, key=lambda one: one.most_chips < on.num_chips)
 
 
 def joined(base: FlagSet, more: FlagSet) -> FlagSet:
