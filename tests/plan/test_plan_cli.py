@@ -233,3 +233,16 @@ def test_a_real_search_of_a_tiny_job(capsys: pytest.CaptureFixture[str], tmp_pat
     chosen = read(path)
     assert chosen.settings["batch"] == 16
     assert chosen.steps == 5
+
+
+@pytest.mark.parametrize("option", ["--out", "--html"])
+def test_a_place_that_can_not_be_written_is_said_before_any_compile(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str
+) -> None:
+    assert main(["plan", TINY, "--on", "v5e-4", option, str(tmp_path)]) != 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is a directory" in line
+    (tmp_path / "file").touch()
+    below = str(tmp_path / "file" / "plan.json")
+    assert main(["plan", TINY, "--on", "v5e-4", option, below]) != 0
+    assert "is a file, so" in capsys.readouterr().err

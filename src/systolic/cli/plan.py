@@ -11,7 +11,7 @@ from systolic.chips import Kind, Slice, chips, named_slices, slice
 from systolic.cli.output import print_json
 from systolic.cli.target import Request, first, request, require_slice
 from systolic.core.errors import OptionError, nearest
-from systolic.core.files import write_json
+from systolic.core.files import check_writable, write_json
 from systolic.core.units import si
 from systolic.plan import (
     Facts,
@@ -25,7 +25,7 @@ from systolic.plan import (
     facts_of,
 )
 from systolic.plan.goal import hourly, span
-from systolic.plan.plan import default_objective
+from systolic.plan.plan import default_objective, whole_over_schedule
 from systolic.plan.space import global_batch
 
 USAGE = """usage: systolic plan RECIPE --on SLICES [options]
@@ -57,6 +57,8 @@ Exits with 1 when nothing fits and keeps the goal. systolic train RECIPE --plan 
 systolic plan RECIPE --help shows the recipe's options."""
 
 ANY = "any"
+OFF = 0.03
+"""Difference between whole compiles and their schedules that is worth a line."""
 FREE = ("batch", "precision")
 
 
@@ -110,6 +112,9 @@ def run(args: Sequence[str]) -> int:
     asked = request(target, rest, "plan", options)
     verb = asked.verb
     check(verb)
+    for path in (verb["out"], verb["html"]):
+        if path is not None:
+            check_writable(path)
     freedom = freed(verb["free"])
     slices = slices_of(verb["on"], verb["max_chips"], verb["price"])
     job = asked.job
@@ -127,12 +132,15 @@ def run(args: Sequence[str]) -> int:
             seconds=None if verb["time_limit"] is None else span(verb["time_limit"]),
         ),
     )
-    plan = searched(search, asked)
-    return show(plan, verb, [*notes, *after(plan, slices, freedom)])
+    plan, written = searched(search, asked)
+    return show(plan, verb, [*notes, *after(plan, slices, freedom)], written)
 
 
-def searched(search: Search, asked: Request) -> Plan:
-    """Runs the search with progress on stderr; the plan is in its file from the first answer on."""
+def searched(search: Search, asked: Request) -> tuple[Plan, bool]:
+    """Runs the search with progress on stderr; the plan is in its file from the first answer on.
+
+    Returns the plan and whether the file has it: without an answer, what an earlier plan left stays.
+    """
     from systolic.report.plan.progress import View
 
     path = asked.verb["out"]
@@ -152,13 +160,13 @@ def searched(search: Search, asked: Request) -> Plan:
 
         search.watch = watch
         plan = named(search.run())
-    # Without an answer, what an earlier plan left stays.
-    if plan.best is not None or (plan.tried and not path.exists()):
+    worth = plan.best is not None or (bool(plan.tried) and not path.exists())
+    if worth:
         write_json(path, plan.to_json())
-    return plan
+    return plan, worth
 
 
-def show(plan: Plan, verb: Mapping[str, Any], notes: Sequence[str]) -> int:
+def show(plan: Plan, verb: Mapping[str, Any], notes: Sequence[str], written: bool) -> int:
     """Prints and writes what was asked for; returns the exit code."""
     from systolic.report.plan.readings import command
 
@@ -170,12 +178,13 @@ def show(plan: Plan, verb: Mapping[str, Any], notes: Sequence[str]) -> int:
         write_page(plan, verb["html"], path, notes)
     if verb["json"]:
         run_it = command(plan, path) if plan.best is not None else None
-        print_json({**plan.to_json(), "notes": list(notes), "out": str(path), "command": run_it})
+        out = str(path) if written else None
+        print_json({**plan.to_json(), "notes": list(notes), "out": out, "command": run_it})
     elif not early:
         from systolic.report.plan.text import print_plan
 
         print_plan(plan, path, notes)
-        for name, where in (("plan", path), ("report", verb["html"])):
+        for name, where in (("plan", path if written else None), ("report", verb["html"])):
             if where is not None:
                 print(f"{name:<10}{where}")
     if plan.best is None and plan.stopped == "interrupted" and not plan.tried:
@@ -308,10 +317,20 @@ def after(plan: Plan, slices: Sequence[Slice], freedom: Freedom) -> list[str]:
     """What is to be said about an answer, or to be done where there is none."""
     if plan.best is not None:
         found = []
-        if not plan.best.whole and plan.best.candidate.on.platform == "tpu":
+        whole = sum(one.whole for one in plan.tried)
+        if plan.best.compile == "schedule":
             found.append(
-                "the best was compiled up to the schedule: memory is exact, the time of ops estimated; --finalists 2 compiles the best to the end"
+                f"the best was compiled up to the schedule: memory is exact, the time of ops estimated; --finalists {whole + 2} compiles more of the best to the end"
             )
+        for name, ratio in whole_over_schedule(plan.tried).items():
+            if abs(ratio - 1) > OFF:
+                found.append(
+                    f"compiled whole, steps on {name} take {ratio:.0%} of what their schedules said; the others are ranked as if theirs did too"
+                )
+        compiled = {one.candidate.on.chip.name for one in plan.tried}
+        left = sorted({on.chip.name for on in slices} - compiled)
+        if left:
+            found.append(f"no slice of {', '.join(left)} was compiled; see rejected")
         if any(on.platform == "gpu" for on in slices):
             found.append(
                 "GPUs are compared by a roofline of the program that XLA partitions for them: time to about 35 %, memory estimated"
@@ -322,7 +341,11 @@ def after(plan: Plan, slices: Sequence[Slice], freedom: Freedom) -> list[str]:
                 f"no {plan.goal.price.value} price is known of {', '.join(unpriced[:4])}{' …' if len(unpriced) > 4 else ''}; a file of yours can give one, see systolic chips --help"
             )
         return found
-    let_go = "" if freedom.batch else ", let the batch go with --free batch"
-    return [
-        f"what may help: larger slices (--on any, --max-chips){let_go}, a later deadline or a larger budget"
-    ]
+    ways = ["other slices (--on any, --max-chips)"]
+    if not freedom.batch:
+        ways.append("another batch (--free batch)")
+    if plan.goal.deadline_seconds is not None:
+        ways.append("a later deadline")
+    if plan.goal.budget_usd is not None:
+        ways.append("a larger budget")
+    return [f"what may help: {', '.join(ways)}"]

@@ -118,7 +118,7 @@ def problem(chosen: Chosen) -> str:
     here = "cpu" if machine.platform == "cpu" else known.name if known is not None else kind
     if here == on.chip.name and len(machine.devices) == on.num_devices:
         return ""
-    return f"{chosen.path} is a plan for {on.name} ({on.num_devices} x {on.chip.device_kind or on.chip.name}) and this machine has {machine.name}; train there, add --rehearse {on.name} to try it here, or plan for what is here"
+    return f"{chosen.path} is a plan for {on.name} ({on.num_devices} x {on.chip.device_kind or on.chip.name}) and this machine has {machine.name}; train there, or add --rehearse {on.name} to try it here"
 
 
 def check_rehearsal(chosen: Chosen, name: str) -> None:

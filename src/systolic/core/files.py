@@ -44,6 +44,21 @@ def write_atomically(path: Path, data: bytes | str) -> None:
         ) from error
 
 
+def check_writable(path: Path) -> None:
+    """Whether a file can be written there, before hours go into what will be in it.
+
+    Raises:
+        RunError: it is a directory, or the folder it would be in is none or may not be written to.
+    """
+    if path.is_dir():
+        raise RunError(f"{path} is a directory; name a file in it, such as {path / 'result'}")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir():
+        raise RunError(f"{folder} is a file, so {path} can't be below it; choose another folder")
+    if not os.access(folder, os.W_OK):
+        raise RunError(f"{folder} may not be written to; choose another folder for {path.name}")
+
+
 def write_json(path: Path, value: Any) -> None:
     """``value`` as indented JSON, atomically."""
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

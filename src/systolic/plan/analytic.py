@@ -111,6 +111,11 @@ def _shards(facts: Facts, candidate: Candidate) -> float:
     return facts.outline(layout).parameters / ways
 
 
+def _passed(facts: Facts, candidate: Candidate) -> float:
+    """Tokens of a step over all devices, of one device."""
+    return candidate.batch * facts.units_per_example / candidate.on.num_devices
+
+
 def _tokens(facts: Facts, candidate: Candidate) -> float:
     """Tokens (or examples) of one device in one pass; the tensor axis does not split them."""
     layout = candidate.layout
@@ -151,6 +156,8 @@ def _time(facts: Facts, candidate: Candidate, rates: Speeds) -> tuple[float, flo
     repeated = outline.repeated.get(layout.remat, 0.0)
     fast = best_peak if operands == "int8" or "fp8" in rates.peaks else peak
     flops = model * (1 + repeated / 3)
+    if layout.loss_tiles > 1:  # logits are made again for the gradient
+        flops += 2.0 * outline.vocab * outline.stream * _passed(facts, candidate)
     compute = flops / (EFFICIENCY * (0.5 * fast + 0.5 * peak if operands else peak))
     once = outline.kept.get(Remat.none, (0, 0))
     elements = outline.layers * (once[0] + once[1] / layout.tensor) / layout.pipeline

@@ -41,6 +41,15 @@ class Total:
     usd: float | None
     kwh: float | None
 
+    def times(self, factor: float) -> "Total":
+        """At so many times the time of a step."""
+        return Total(
+            steps=self.steps,
+            seconds=self.seconds * factor,
+            usd=None if self.usd is None else self.usd * factor,
+            kwh=None if self.kwh is None else self.kwh * factor,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
@@ -76,8 +85,17 @@ class Goal:
             if total.usd is None:
                 return "the catalogue has no price for it, so no budget can be kept; give one in your prices file"
             if total.usd > self.budget_usd:
-                return f"costs ${total.usd:,.0f}, the budget is ${self.budget_usd:,.0f}"
+                return f"costs {dollars(total.usd)}, the budget is {dollars(self.budget_usd)}"
         return None
+
+    def excess(self, total: Total) -> float:
+        """Times by which a total exceeds the limit that it breaks most; 1 and less is within all."""
+        shares = [0.0]
+        if self.deadline_seconds is not None:
+            shares.append(total.seconds / self.deadline_seconds)
+        if self.budget_usd is not None:
+            shares.append(float("inf") if total.usd is None else total.usd / self.budget_usd)
+        return max(shares)
 
     def score(self, total: Total) -> float:
         """Smaller is better; infinite where what it asks for is not known."""
@@ -100,6 +118,11 @@ class Goal:
             "budget_usd": self.budget_usd,
             "price": self.price.value,
         }
+
+
+def dollars(usd: float) -> str:
+    """``$1,040``; cents below a hundred dollars."""
+    return f"${usd:,.0f}" if usd >= 100 else f"${usd:.2f}"
 
 
 def hourly(on: Slice, price: Price) -> float | None:

@@ -1,5 +1,6 @@
 """The answer of a search, as a value and as JSON."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,8 @@ class Tried:
     """Why there is no forecast."""
     whole: bool = False
     """Compiled to the end, with the compiler's cycles; else up to the schedule."""
+    schedule_seconds: float | None = None
+    """Of one that was compiled whole: a step as its schedule alone had said."""
 
     @property
     def compile(self) -> str:
@@ -58,8 +61,7 @@ class Plan:
     @property
     def ranking(self) -> list[Tried]:
         """What fits and keeps the limits, best first."""
-        good = [one for one in self.tried if one.total is not None and one.broken is None]
-        return sorted(good, key=lambda one: self.goal.score(one.total))  # ty: ignore[invalid-argument-type]
+        return ranking(self.tried, self.goal)
 
     @property
     def best(self) -> Tried | None:
@@ -136,6 +138,32 @@ class Plan:
             "rule": "goal" if one.broken else "compiler",
             "reason": reason_of(one),
         }
+
+
+def ranking(tried: Sequence[Tried], goal: Goal) -> list[Tried]:
+    """What fits and keeps the goal's limits, best first.
+
+    A step that only its schedule tells is taken to differ from the whole compile as others of its chip did.
+    """
+    ratios = whole_over_schedule(tried)
+
+    def score(one: Tried) -> float:
+        assert one.total is not None
+        known = 1.0 if one.whole else ratios.get(one.candidate.on.chip.name, 1.0)
+        return goal.score(one.total.times(known))
+
+    good = [one for one in tried if one.total is not None and one.broken is None]
+    return sorted(good, key=score)
+
+
+def whole_over_schedule(tried: Sequence[Tried]) -> dict[str, float]:
+    """Chip to the median ratio of step times: compiled whole, over what the schedule alone had said."""
+    found: dict[str, list[float]] = {}
+    for one in tried:
+        seconds = one.forecast.step_seconds if one.forecast is not None else None
+        if one.whole and one.schedule_seconds and seconds:
+            found.setdefault(one.candidate.on.chip.name, []).append(seconds / one.schedule_seconds)
+    return {name: statistics.median(ratios) for name, ratios in found.items()}
 
 
 def reason_of(one: Tried) -> str:

@@ -25,7 +25,7 @@ from systolic.plan.candidate import Candidate
 from systolic.plan.facts import Facts
 from systolic.plan.goal import Goal, days
 from systolic.plan.judge import Judge, Ranked
-from systolic.plan.plan import Plan, Tried
+from systolic.plan.plan import Plan, Tried, ranking
 from systolic.plan.space import Freedom, Refused
 from systolic.plan.survey import Survey
 from systolic.plan.variants import changes, like, together
@@ -40,6 +40,8 @@ HELPS = 0.995
 """A setting that makes the score so many times smaller is kept."""
 NEW_SLICE = 1.5
 """A slice's first layout is compiled when it may score so many times the best one: what is learned there counts for others."""
+NEAR = 1.5
+"""A limit broken by less may be kept after all: by flags, or by a whole compile."""
 PATIENCE = 10
 """Compiles without a better score after which the search is done, when each slice worth it had its turn."""
 
@@ -118,12 +120,12 @@ class Search:
                 else:
                     most = self.limits.programs
                     self._compile_best_first(pool, most - most // 2)
-                    plain = self.best()
+                    plain = self.leader()
                     self._refine(pool, most - most // 4)
-                    leader = self.best()
+                    leader = self.leader()
                     if leader is not plain:
                         self._spread(pool, most - most // 8)
-                    if self.best() is not leader:
+                    if self.leader() is not leader:
                         self._refine(pool, most)
                     self._compile_best_first(pool, most)
                 self._settle(pool)
@@ -142,11 +144,11 @@ class Search:
         waiting = [
             Refused(
                 on=by_name[name],
-                layout=f"{number:,} layouts",
+                layout=f"{left[name]:,} layouts",
                 rule="not compiled",
-                reason=self._not_compiled(nearest[name]),
+                reason=self._not_compiled(ranked),
             )
-            for name, number in left.items()
+            for name, ranked in nearest.items()
         ]
         return Plan(
             facts=self.facts,
@@ -165,6 +167,8 @@ class Search:
         text = f"estimated at {days(total.seconds)}{price} at best ({ranked.candidate.text})"
         best = self.best()
         if best is not None and self._judge.estimated(ranked) <= self._judge.score(best):
+            if self.stopped:
+                return f"{text}, which was not reached"
             return f"{text}, which {self.limits.programs} programs did not reach: raise --programs"
         return text
 
@@ -183,12 +187,17 @@ class Search:
         """The next candidate to compile: each promising slice once, then whatever may score best."""
         asked = 0
         visited = {one.candidate.on.name for one in self.tried}
+        chips = {one.candidate.on.chip.name for one in self.tried}
         queue = self._survey.queue
         while asked < quota and queue and not self._late():
             queue.sort(key=self._judge.hopeful)
             best = self.best()
             pick = queue[0]
-            fresh = next((r for r in queue if r.candidate.on.name not in visited), None)
+            # What a chip's first compile teaches counts for all its slices.
+            fresh = next(
+                (r for r in queue if r.candidate.on.chip.name not in chips),
+                next((r for r in queue if r.candidate.on.name not in visited), None),
+            )
             if (
                 fresh is not None
                 and asked < max(2, quota * 2 // 3)
@@ -202,6 +211,7 @@ class Search:
                 self._survey.refuse(pick.candidate.on, pick.candidate.text, "more memory", why)
                 continue
             visited.add(pick.candidate.on.name)
+            chips.add(pick.candidate.on.chip.name)
             asked += 1
             yield pick
 
@@ -238,14 +248,14 @@ class Search:
 
     def _refine(self, pool: Pool, most: int) -> None:
         """Attention blocks, loss tiles and flag sets on the best, two at a time; what helps stays."""
-        first = self.best()
+        first = self.leader()
         if first is None:
             return
         memory = first.forecast.memory if first.forecast is not None else None
         tight = memory is not None and memory.peak_bytes > TIGHT * capacity(first.candidate.on)
         wanted = changes(self.facts.job, first.candidate, tight)
         for index in range(0, len(wanted), 2):
-            base = self.best()
+            base = self.leader()
             assert base is not None
             made = {change: change.on(base.candidate) for change in wanted[index : index + 2]}
             self._try(pool, made.values(), most)
@@ -261,9 +271,9 @@ class Search:
 
     def _spread(self, pool: Pool, most: int) -> None:
         """What helped the best layout on the next best ones, and on those that were not compiled."""
-        leader = self.best()
+        leader = self.leader()
         assert leader is not None
-        plain = [one.candidate for one in self.ranking() if one.candidate.on == leader.candidate.on]
+        plain = [one.candidate for one in self.leaders() if one.candidate.on == leader.candidate.on]
         queue = sorted(self._survey.queue, key=self._judge.hopeful)
         waiting = [r.candidate for r in queue if r.candidate.on == leader.candidate.on]
         # In turns: a layout that was good without the settings, then one that was never compiled.
@@ -290,8 +300,7 @@ class Search:
     def _settle(self, pool: Pool) -> None:
         """Whole compiles of the best few: their order may change, so each time the best that has none."""
         for _ in range(self.limits.finalists):
-            ranking = self.ranking()
-            leaders = ranking[: self.limits.finalists]
+            leaders = self.leaders()[: self.limits.finalists]
             one = next((one for one in leaders if one.compile == "schedule"), None)
             if one is None or self._late():
                 return
@@ -306,7 +315,8 @@ class Search:
                     self.stopped = "time limit"
                     return
             made = self._tried(one.candidate, future, one.analysis, time.monotonic() - began, True)
-            if made.forecast is not None:
+            if made.forecast is not None and one.forecast is not None:
+                made = replace(made, schedule_seconds=one.forecast.step_seconds)
                 self.tried[self.tried.index(one)] = made
             self._say("whole compile done", made)
 
@@ -361,12 +371,23 @@ class Search:
 
     def ranking(self) -> list[Tried]:
         """What fits and keeps the goal's limits, best first."""
-        good = [one for one in self.tried if one.total is not None and one.broken is None]
-        return sorted(good, key=lambda one: self.goal.score(one.total))  # ty: ignore[invalid-argument-type]
+        return ranking(self.tried, self.goal)
 
     def best(self) -> Tried | None:
         """The best so far."""
         return next(iter(self.ranking()), None)
+
+    def leaders(self) -> list[Tried]:
+        """The ranking; where nothing keeps the limits, what comes nearest to them first."""
+        if found := self.ranking():
+            return found
+        near = [(self.goal.excess(one.total), one) for one in self.tried if one.total is not None]
+        near = [(excess, one) for excess, one in near if excess <= NEAR]
+        return [one for _, one in sorted(near, key=lambda pair: pair[0])]
+
+    def leader(self) -> Tried | None:
+        """The first of these."""
+        return next(iter(self.leaders()), None)
 
     def _late(self) -> bool:
         limit = self.limits.seconds

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from systolic.core.units import GIB, duration, si
 from systolic.plan import Plan, Tried
-from systolic.plan.goal import days
+from systolic.plan.goal import days, dollars
 from systolic.plan.plan import reason_of
 from systolic.plan.space import Refused
 from systolic.report import figures
@@ -67,10 +67,8 @@ class Reason:
 
 
 def money(usd: float | None) -> str:
-    """``$1,040``; cents below ten dollars."""
-    if usd is None:
-        return figures.MISSING
-    return f"${usd:,.0f}" if usd >= 100 else f"${usd:.2f}"
+    """``$1,040``; cents below a hundred dollars."""
+    return figures.MISSING if usd is None else dollars(usd)
 
 
 def step(seconds: float) -> str:
@@ -210,6 +208,8 @@ def reasons(plan: Plan) -> list[Reason]:
         group = by_rule[rule]
         # The strongest slice is the one that comes nearest.
         near = max(group, key=lambda one: one.on.num_chips * (one.on.chip.hbm_bytes or 0))
+        if rule == "not compiled":
+            near = group[0]  # the search puts what it expects most of first
         found.append(
             Reason(
                 rule=rule,

@@ -80,7 +80,7 @@ def lines(plan: Plan, path: Path | None, notes: Sequence[str], width: int) -> li
 
 
 def _table(found: Sequence[Row], width: int) -> list[Text]:
-    """The ranking; the layout has the room that is left."""
+    """The ranking: a candidate's figures, and its layout below them."""
     if not found:
         return []
     rows = readings.shown(found, ROWS)
@@ -89,23 +89,21 @@ def _table(found: Sequence[Row], width: int) -> list[Text]:
     cells = [dict(zip(_COLUMNS, _cells(row), strict=True)) for row in rows]
     wide = {name: max(len(name), *(len(cell[name]) for cell in cells)) for name in columns}
     marks = max(len(str(row.rank)) for row in rows) + 1
-    room = width - sum(wide.values()) - 2 * len(columns) - marks - 2
 
-    def line(mark: str, cell: Mapping[str, str], layout: str) -> str:
+    def line(mark: str, cell: Mapping[str, str]) -> str:
         texts = [
             f"{cell[name]:<{wide[name]}}" if name in _LEFT else f"{cell[name]:>{wide[name]}}"
             for name in columns
         ]
-        return "  ".join([f"{mark:>{marks}}", *texts, layout])
+        return "  ".join([f"{mark:>{marks}}", *texts])
 
-    shown = [Text(line("", {name: name for name in columns}, "layout"), style="dim")]
+    shown = [Text(line("", {name: name for name in columns}), style="dim")]
     for row, cell in zip(rows, cells, strict=True):
         mark = f"{row.rank}{'*' if row.pareto else ' '}"
-        layouts = _folded(row.layout, max(room, 24))
         style = "bold" if row.rank == 1 else ""
-        shown.append(Text(line(mark, cell, layouts[0]), style=style))
-        blank = dict.fromkeys(columns, "")
-        shown += [Text(line("", blank, rest), style=style) for rest in layouts[1:]]
+        shown.append(Text(line(mark, cell), style=style))
+        below = _folded(row.layout, width - marks - 2)
+        shown += [Text(f"{'':<{marks + 2}}{rest}", style=style or "dim") for rest in below]
     told = "* no other is faster and cheaper" if any(row.pareto for row in rows) else ""
     more = len(found) - len(rows)
     parts = [told, f"{figures.plural(more, 'more candidate')} in the file" if more else ""]

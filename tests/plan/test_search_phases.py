@@ -1,0 +1,100 @@
+"""What the search compiles, and in which order, where compiles answer with its own estimates."""
+
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import systolic.plan.search as module
+from systolic.chips import slice
+from systolic.plan import Candidate, Goal, Limits, Objective, Search
+from systolic.plan.analytic import analyse
+from systolic.plan.plan import Plan, Tried, ranking
+from tests.plan import fabricated
+
+FLAGS_HELP = 0.8
+WHOLE_HELPS = 0.85
+
+
+class Estimates:
+    """A pool whose steps take their estimate; flags help, and so does a whole compile."""
+
+    def __init__(self, workers: int) -> None:
+        pass
+
+    def __enter__(self) -> "Estimates":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, program: Any, on: Any, compiler: Any) -> Future:
+        job = program.job
+        one = Candidate(on=on, layout=job.layout, batch=256, precision=job.precision)
+        found = analyse(fabricated.facts(), one)
+        seconds = found.seconds_estimate * (FLAGS_HELP if compiler.flags else 1.0)
+        seconds *= 1.0 if compiler == compiler.quick() else WHOLE_HELPS
+        made = fabricated.tried(one, seconds, found.bytes_estimate / 2**30).forecast
+        answer: Future = Future()
+        answer.set_result(made)
+        return answer
+
+
+@pytest.fixture(autouse=True)
+def estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "Pool", Estimates)
+    monkeypatch.setattr(module, "of_outcome", lambda outcome, *_: outcome)
+
+
+def planned(*slices: str, goal: Goal, programs: int = 8, finalists: int = 0) -> Plan:
+    search = Search(
+        facts=fabricated.facts(),
+        slices=[slice(name) for name in slices],
+        goal=goal,
+        limits=Limits(programs=programs, finalists=finalists, workers=1),
+    )
+    return search.run()
+
+
+def best_seconds(plan: Plan) -> float:
+    assert plan.best is not None
+    assert plan.best.total is not None
+    return plan.best.total.seconds
+
+
+def test_each_chip_has_a_compile_before_a_second_slice_has() -> None:
+    names = ("v6e-8", "v6e-16", "v6e-32", "v6e-64", "v5e-16", "v5e-32")
+    plan = planned(*names, goal=Goal(units=20e9, objective=Objective.cost))
+    first, second = (one.candidate.on.chip.name for one in plan.tried[:2])
+    assert {first, second} == {"v5e", "v6e"}
+
+
+@pytest.mark.parametrize("finalists", [0, 1])
+def test_a_deadline_just_missed_is_met_by_flags_or_a_whole_compile(finalists: int) -> None:
+    free = Goal(units=20e9, objective=Objective.cost)
+    plain = best_seconds(planned("v6e-8", goal=free, finalists=finalists))
+    tight = replace(free, deadline_seconds=plain * 1.01)
+    assert best_seconds(planned("v6e-8", goal=tight, finalists=finalists)) == pytest.approx(plain)
+
+
+def test_schedules_are_ranked_as_if_they_were_compiled_whole() -> None:
+    goal = Goal(units=20e9, objective=Objective.time)
+
+    def one(seconds: float, whole: bool = False, **layout: int) -> Tried:
+        candidate = fabricated.candidate("v5e-16", **layout)
+        found = fabricated.tried(candidate, seconds, 8.0, goal, whole)
+        return replace(found, schedule_seconds=2.0) if whole else found
+
+    slower = one(2.4, whole=True, fsdp=16)
+    near, far = one(2.05, data=2, fsdp=8), one(2.6, data=4, fsdp=4)
+    assert ranking([far, near, slower], goal) == [slower, near, far]
+    assert ranking([far, near], goal) == [near, far]
+
+
+def test_loss_tiles_are_expected_to_cost_time() -> None:
+    plain = fabricated.candidate("v5e-16", fsdp=16)
+    tiled = fabricated.candidate("v5e-16", fsdp=16, loss_tiles=4)
+    facts = fabricated.facts()
+    assert analyse(facts, plain).seconds_estimate < analyse(facts, tiled).seconds_estimate
+    assert analyse(facts, plain).seconds_bound == analyse(facts, tiled).seconds_bound
