@@ -1,6 +1,7 @@
 """Real short runs with planted faults: each is named with its evidence, and a healthy run is left alone."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ from systolic import recipes
 from systolic.artifact import Run
 from systolic.cli.main import main
 from systolic.core.errors import RunError
+from systolic.explain import layers
 from systolic.explain.cause import Cause
-from systolic.explain.curve import full_experts
+from systolic.explain.curve import full_experts, overfitting
 from systolic.explain.history import History, read
 from systolic.explain.layers import noise_scale
 from systolic.explain.learning import learning, unknown, vitals
+from systolic.explain.settings import Settings
 from systolic.explain.speed import speed
 from systolic.job import Evaluation, GuardRule, Job, Optimizer, OptimizerKind
 from systolic.report.explain.text import HEIGHT, lines
@@ -365,3 +368,49 @@ def test_the_screen_holds_many_causes_and_begins_with_the_verdict():
     assert next(line.plain for line in lines("runs/x", [], 80)).endswith(
         "nothing on record holds it back"
     )
+
+
+def test_looks_at_the_end_of_a_decay_tell_nothing_of_updates(tmp_path: Path):
+    train(planted.job(steps=60), tmp_path, diagnose=20)
+    history = read(Run.open(tmp_path))
+    # Rounding takes a cosine below zero one step past its end, where a look at the last checkpoint is.
+    ended = [{**look, "learning_rate": -1.6e-9} for look in history.looks]
+    decayed = replace(history, looks=ended)
+    assert "lost-updates" not in {cause.name for cause in layers.causes(decayed)}
+    assert any("has decayed" in line for line in unknown(decayed))
+    assert not any("has decayed" in line for line in unknown(history))
+
+
+def test_a_validation_loss_below_the_training_loss_is_not_learnt_by_heart(tmp_path: Path):
+    def history(validation: list[float]) -> History:
+        steps = range(1, 101)
+        train = [{"step": n, "loss": 0.3 if n < 50 else 0.06, "time": n} for n in steps]
+        evals = [
+            {"step": step, "split": "validation", "metrics": {"loss": loss}}
+            for step, loss in zip((50, 75, 100), validation, strict=True)
+        ]
+        records = {"train": train, "evals": evals, "events": [], "looks": []}
+        return History(path="run", job={}, start={}, summary=None, **records)
+
+    assert overfitting(history([0.035, 0.038, 0.042])) is None
+    assert overfitting(history([0.135, 0.138, 0.242])) is not None
+
+
+def test_advice_names_options_only_where_the_recipe_has_them():
+    cause = Cause(
+        name="x",
+        share=None,
+        seconds=None,
+        title="x",
+        evidence=[],
+        advice=["a smaller --layout.fsdp with more --layout.data", "--flags=x", "--precision bf16"],
+    )
+    (same,) = Settings({"layout": {"fsdp": 1, "data": 1}, "precision": "auto"}).named([cause])
+    assert same == cause
+    (some,) = Settings({"layout": {"data": 1}}).named([cause])
+    told = "(the recipe has no option for it; change it there)"
+    assert some.advice == [
+        f"a smaller layout.fsdp with more --layout.data {told}",
+        "--flags=x",
+        f"precision bf16 {told}",
+    ]

@@ -233,6 +233,10 @@ def test_a_real_search_of_a_tiny_job(capsys: pytest.CaptureFixture[str], tmp_pat
     chosen = read(path)
     assert chosen.settings["batch"] == 16
     assert chosen.steps == 5
+    assert main(["explain", str(path), "--remedies", "0", "--json"]) == 0
+    explained = json.loads(capsys.readouterr().out)
+    assert explained["slice"] == "v5e-4"
+    assert explained["step_seconds"] == best["step_seconds"]
 
 
 @pytest.mark.parametrize("option", ["--out", "--html"])

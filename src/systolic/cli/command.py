@@ -24,14 +24,18 @@ def command(
         settings: Options by dotted name (``layout.fsdp``), values as Python has them.
         drop: Options of another verb, without dashes.
     """
+    return shlex.join(["systolic", verb, target, *words(args, settings, drop)])
+
+
+def words(args: Sequence[str], settings: Mapping[str, Any], drop: Sequence[str] = ()) -> list[str]:
+    """``args`` less the options in ``settings`` and ``drop``, then those settings that are no defaults."""
     replaced = {_dashed(name) for name in settings} | set(drop)
     if "batch" in settings:
         replaced.add("batch-per-device")
-    kept = without(args, replaced)
-    words = ["systolic", verb, target, *kept]
+    made = without(args, replaced)
     for name, value in changed(settings).items():
-        words += [f"--{_dashed(name)}", *_words(value)]
-    return shlex.join(words)
+        made += [f"--{_dashed(name)}", *_words(value)]
+    return made
 
 
 def changed(settings: Mapping[str, Any]) -> dict[str, Any]:

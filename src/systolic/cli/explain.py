@@ -9,13 +9,15 @@ from typing import Any
 
 from systolic import recipes
 from systolic.artifact.run import JOB, Run
-from systolic.cli.explain_job import explain_recipe, explain_saved, is_recipe, saved_forecast
+from systolic.cli.explain_job import explain_recipe, is_recipe
 from systolic.cli.explain_profile import explain_profile, is_profile
+from systolic.cli.explain_saved import explain_saved, saved_forecast
 from systolic.cli.output import print_json
 from systolic.cli.parse import arguments
 from systolic.cli.target import first
 from systolic.core.errors import NotFoundError, SystolicError, nearest
 from systolic.explain.cause import Cause
+from systolic.explain.settings import Settings
 
 USAGE = """usage: systolic explain RUN [options]
        systolic explain RECIPE --on SLICE [options]
@@ -24,7 +26,7 @@ USAGE = """usage: systolic explain RUN [options]
 
 RECIPE is forecast on the slice: where its step's time goes, and what changes of settings gain, each
 compiled and forecast again; a step that does not fit is taken to a layout or a slice where it does.
-FORECAST.json is what systolic forecast --json wrote; --against says what makes one slower.
+FORECAST.json is what systolic forecast --json or systolic plan wrote; --against says what makes one slower.
 
 RUN is a directory that systolic train made, of a run that has ended or still trains. Says what keeps
 it from learning (spikes, dead gradients, learning rate, batch, rounding, overfitting) and what took
@@ -48,6 +50,7 @@ class Kind(enum.Enum):
     run = "run"
     recipe = "recipe"
     forecast = "forecast"
+    """Saved, of its own or in a plan."""
     profile = "profile"
 
 
@@ -81,7 +84,7 @@ def kind(target: str) -> Kind:
             f"{target} is no recipe, and no run, profile or forecast is there{nearest(target, [*recipes.shipped(), *runs])}; systolic recipes lists recipes"
         )
     raise NotFoundError(
-        f"{target} is no run, profile, recipe or forecast; give a directory that systolic train made, an xplane.pb, a recipe with --on SLICE, or what systolic forecast --json wrote"
+        f"{target} is no run, profile, recipe or forecast; give a directory that systolic train made, an xplane.pb, a recipe with --on SLICE, or what systolic forecast --json or systolic plan wrote"
     )
 
 
@@ -109,6 +112,8 @@ def explain_run(target: str, args: Sequence[str]) -> int:
             notes += [why] if why else []
         history = read(directory, looks)
         causes = [*learning.learning(directory, looks), *speed.speed(directory)]
+        known = Settings(directory.read_job().get("options") or {})
+    causes = known.named(causes)
     figures, notes = learning.vitals(history), [*notes, *learning.unknown(history)]
     if verb["json"]:
         show_json(target, Kind.run, causes, figures=figures, notes=notes)

@@ -3,20 +3,22 @@
 import os
 import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from systolic import recipes
 from systolic.aot import Compiled, Compiler, JobProgram
 from systolic.aot import compile as compile_program
 from systolic.chips import Slice, slice
 from systolic.cli.command import command
 from systolic.cli.output import print_json
 from systolic.cli.target import request, require_slice
-from systolic.core.errors import OptionError, RunError
+from systolic.core.errors import OptionError
 from systolic.core.units import duration, gibibytes
 from systolic.explain.cause import Cause
+from systolic.explain.settings import Settings
 from systolic.forecasting import Forecast
 from systolic.job import Job
 
@@ -54,7 +56,10 @@ def explain_recipe(target: str, args: Sequence[str]) -> int:
         raise OptionError(
             f"{on.name} is a {on.platform}: a schedule to explain comes from the TPU compiler; systolic forecast shows the roofline of others"
         )
-    return Explanation(asked.job, on, target, list(args), asked.verb).run()
+    if asked.verb["remedies"] < 0:
+        raise OptionError(f"--remedies is {asked.verb['remedies']}; it is at least 0")
+    known = Settings(recipes.plain(asked.options))
+    return Explanation(asked.job, on, target, list(args), asked.verb).run(known)
 
 
 class Explanation:
@@ -75,23 +80,24 @@ class Explanation:
         self.json = bool(verb["json"])
         self.compiler = Compiler(flags=tuple(shlex.split(verb["flags"])))
 
-    def run(self) -> int:
-        """Forecasts the step, then explains it; returns the exit code."""
+    def run(self, known: Settings) -> int:
+        """Forecasts the step, then explains it with advice in options that are ``known``; returns the exit code."""
         from systolic.explain.causes import causes_of
         from systolic.forecasting.run import of_outcome
         from systolic.hlo import parse
         from systolic.report.forecast.progress import Progress
 
-        name = self.job.name
+        name, began = self.job.name, time.monotonic()
         with Progress(sys.stderr, f"{name} for {self.on.name}") as progress:
             outcome = compile_program(
                 JobProgram(job=self.job), self.on, self.compiler.quick(), progress.say
             )
-        made = of_outcome(outcome, name, self.on, 0.0)
+        made = of_outcome(outcome, name, self.on, time.monotonic() - began)
         if not made.fits:
             return self.out_of_memory(made)
         assert isinstance(outcome, Compiled)
-        return self.slow(made, causes_of(made, parse(outcome.hlo), self.job.model))
+        causes = causes_of(made, parse(outcome.hlo), self.job.model)
+        return self.slow(made, known.named(causes))
 
     @property
     def workers(self) -> int:
@@ -154,7 +160,8 @@ class Explanation:
                 text = f"  {one.verdict:<42}  {one.change.text}{mark}"
                 progress.told(text, stream, f"{done} of {of} compiled")
 
-            title = f"\n{len(wanted)} changes, each compiled and forecast again:"
+            count = f"{len(wanted)} changes" if len(wanted) != 1 else "1 change"
+            title = f"\n{count}, each compiled and forecast again, and what helps together:"
             progress.told(title, stream, f"0 of {len(wanted)} compiled")
             found = try_all(facts, made, wanted, self.compiler, self.workers, told)
         better = [one for one in found if (one.gain or 0) > 0.005 and one.change.same_result]
@@ -179,30 +186,33 @@ class Explanation:
         from systolic.explain.ladder import climb, difference
         from systolic.plan import facts_of
         from systolic.plan.plan import reason_of
+        from systolic.report.forecast.progress import Progress
         from systolic.report.forecast.text import print_forecast
+        from systolic.report.plan.readings import step
 
         if not self.json:
             print_forecast(made)
-            print("\nlayouts that may fit, each compiled:")
+            print("\nlayouts that may fit, each compiled:", flush=True)
         stream = sys.stderr if self.json else sys.stdout
         before = self.job.layout.on(self.on.num_devices)
+        with Progress(sys.stderr, "layouts") as progress:
 
-        def watch(progress: Any) -> None:
-            one = progress.latest
-            if one is None:
-                return
-            text = difference(before, one.candidate)
-            where = "" if one.candidate.on == self.on else f"{one.candidate.on.name} "
-            if one.forecast is None or one.total is None:
-                print(f"  {where}{text}: {reason_of(one)}", file=stream, flush=True)
-                return
-            peak = one.forecast.memory.peak_bytes if one.forecast.memory else 0
-            speed = duration(one.forecast.step_seconds or 0.0)
-            print(
-                f"  {where}{text}: fits, {gibibytes(peak)}, {speed} a step", file=stream, flush=True
-            )
+            def watch(now: Any) -> None:
+                one, done = now.latest, f"{now.compiled} compiled"
+                if one is None:
+                    if not now.compiled:
+                        progress.say(now.stage)
+                    return
+                text = difference(before, one.candidate)
+                where = "" if one.candidate.on == self.on else f"{one.candidate.on.name} "
+                said = reason_of(one)
+                if one.forecast is not None and one.total is not None:
+                    peak = one.forecast.memory.peak_bytes if one.forecast.memory else 0
+                    speed = step(one.forecast.step_seconds or 0.0)
+                    said = f"fits, {gibibytes(peak)}, {speed} a step"
+                progress.told(f"  {where}{text}: {said}", stream, done)
 
-        rungs = climb(facts_of(self.job), self.on, self.compiler, self.workers, watch)
+            rungs = climb(facts_of(self.job), self.on, self.compiler, self.workers, watch)
         return self.show_rungs(made, rungs, stream)
 
     def show_rungs(self, made: Forecast, rungs: "Sequence[Rung]", stream: TextIO) -> int:
@@ -230,10 +240,12 @@ class Explanation:
                 }
             )
         elif found is not None and found.forecast is not None:
+            from systolic.report.plan.readings import step
+
             peak = found.forecast.memory.peak_bytes if found.forecast.memory else 0
             print(
                 f"\nthe fastest that fits: {found.candidate.name}, {gibibytes(peak)} of "
-                f"{gibibytes(found.forecast.capacity_bytes)}, {duration(found.forecast.step_seconds or 0.0)} a step"
+                f"{gibibytes(found.forecast.capacity_bytes)}, {step(found.forecast.step_seconds or 0.0)} a step"
             )
             if not last.same_result:
                 print("it changes the optimizer, and with it the result of training")
@@ -246,124 +258,8 @@ class Explanation:
         return 0 if found is not None else 1
 
 
-def saved_forecast(path: Path) -> tuple[str, list[str]] | None:
-    """The recipe and the arguments of a forecast's ``--json``; None when the file is something else.
-
-    Raises:
-        RunError: it is a forecast that does not say what it was made of.
-    """
-    import json
-
-    if path.suffix != ".json" or not path.is_file():
-        return None
-    try:
-        record = json.loads(path.read_text())
-    except ValueError:
-        return None
-    if not isinstance(record, dict) or "step_seconds" not in record or "slice" not in record:
-        return None
-    if "arguments" not in record:
-        raise RunError(
-            f"{path} does not say which options it was made with; make it again with this version, or explain the recipe: systolic explain RECIPE --on {record['slice']}"
-        )
-    return str(record["target"]), [str(word) for word in record["arguments"]]
-
-
-def explain_saved(target: str, args: Sequence[str]) -> int:
-    """A forecast's JSON: its recipe and options explained, or what makes it differ ``--against`` another."""
-    found = saved_forecast(Path(target))
-    assert found is not None
-    recipe, saved = found
-    other, rest = _against(args)
-    if other is None:
-        return explain_recipe(recipe, [*saved, *rest])
-    second = saved_forecast(other)
-    if second is None:
-        raise RunError(f"{other} is not a forecast; write one with systolic forecast … --json")
-    return compare((target, *found), (str(other), *second), "--json" in rest)
-
-
-def _against(args: Sequence[str]) -> tuple[Path | None, list[str]]:
-    rest = list(args)
-    for index, word in enumerate(rest):
-        if word.startswith("--against="):
-            return Path(word.partition("=")[2]), rest[:index] + rest[index + 1 :]
-        if word == "--against":
-            if index + 1 == len(rest):
-                raise OptionError("--against needs another forecast's JSON file")
-            return Path(rest[index + 1]), rest[:index] + rest[index + 2 :]
-    return None, rest
-
-
-Named = tuple[str, str, list[str]]
-"""A file, its recipe and its arguments."""
-
-
-def compare(one: Named, two: Named, as_json: bool) -> int:
-    """What makes the first slower or faster than the second, cause by cause."""
-    first, second = _causes(*one[1:]), _causes(*two[1:])
-    seconds = [
-        {c.name: c for c in causes if c.seconds is not None} for _, causes in (first, second)
-    ]
-    names = dict.fromkeys([*seconds[0], *seconds[1]])
-    rows = []
-    for name in names:
-        a, b = (of[name].seconds if name in of else 0.0 for of in seconds)
-        cause = seconds[0].get(name) or seconds[1][name]
-        rows.append((name, cause.title, a or 0.0, b or 0.0))
-    rows.sort(key=lambda row: -abs(row[2] - row[3]))
-    mine, other = (made.step_seconds for made, _ in (first, second))
-    if as_json:
-        differences = [
-            {"name": name, "title": title, "seconds": a, "against_seconds": b}
-            for name, title, a, b in rows
-        ]
-        print_json(
-            {
-                "target": one[0],
-                "against": two[0],
-                "kind": "forecast",
-                "step_seconds": mine,
-                "against_step_seconds": other,
-                "causes": differences,
-            }
-        )
-        return 0
-    if mine is None or other is None:
-        for (path, *_), (made, _) in ((one, first), (two, second)):
-            print(f"{path}: {'fits' if made.fits else 'does not fit'} on {made.on.name}")
-        return 1
-    word = "slower" if mine > other else "faster"
-    print(
-        f"{one[0]} is {max(mine, other) / min(mine, other):.2f} times {word}: {duration(mine)} a step, {two[0]} {duration(other)}"
-    )
-    print(f"\n{'':>10}  {'first':>8}  {'second':>8}  cause (they may overlap)")
-    for _, title, a, b in rows:
-        if abs(a - b) > 0.002 * max(mine, other):
-            sign = "+" if a >= b else "-"
-            print(f"{sign + duration(abs(a - b)):>10}  {duration(a):>8}  {duration(b):>8}  {title}")
-    return 0
-
-
-def _causes(target: str, args: Sequence[str]) -> tuple[Forecast, list[Cause]]:
-    from systolic.explain.causes import causes_of
-    from systolic.forecasting.run import of_outcome
-    from systolic.hlo import parse
-
-    asked = request(target, args, "explain", options)
-    on = slice(asked.verb["on"])
-    compiler = Compiler(flags=tuple(shlex.split(asked.verb["flags"]))).quick()
-    outcome = compile_program(JobProgram(job=asked.job), on, compiler)
-    made = of_outcome(outcome, asked.job.name, on, 0.0)
-    if not isinstance(outcome, Compiled):
-        return made, []
-    return made, causes_of(made, parse(outcome.hlo), asked.job.model)
-
-
 def is_recipe(target: str) -> bool:
     """Whether a target names a recipe, or a function in a file."""
-    from systolic import recipes
-
     if ".py:" in target or target.endswith(".py"):
         return True
     return target in recipes.shipped() and not os.path.exists(os.path.join(target, "job.json"))

@@ -8,6 +8,7 @@ from typing import Any
 
 from systolic import recipes
 from systolic.chips import Kind, Slice, chips, named_slices, slice
+from systolic.cli.command import without
 from systolic.cli.output import print_json
 from systolic.cli.target import Request, first, request, require_slice
 from systolic.core.errors import OptionError, nearest
@@ -132,13 +133,15 @@ def run(args: Sequence[str]) -> int:
             seconds=None if verb["time_limit"] is None else span(verb["time_limit"]),
         ),
     )
-    plan, written = searched(search, asked)
+    own = {name.replace("_", "-") for name in verb}
+    plan, written = searched(search, asked, without(rest, own))
     return show(plan, verb, [*notes, *after(plan, slices, freedom)], written)
 
 
-def searched(search: Search, asked: Request) -> tuple[Plan, bool]:
+def searched(search: Search, asked: Request, given: Sequence[str]) -> tuple[Plan, bool]:
     """Runs the search with progress on stderr; the plan is in its file from the first answer on.
 
+    ``given`` are the recipe's options as they were typed.
     Returns the plan and whether the file has it: without an answer, what an earlier plan left stays.
     """
     from systolic.report.plan.progress import View
@@ -147,7 +150,8 @@ def searched(search: Search, asked: Request) -> tuple[Plan, bool]:
     written: list[object] = []
 
     def named(plan: Plan) -> Plan:
-        return replace(plan, target=asked.recipe.target, options=recipes.plain(asked.options))
+        options = recipes.plain(asked.options)
+        return replace(plan, target=asked.recipe.target, options=options, arguments=given)
 
     with View(sys.stderr) as view:
 

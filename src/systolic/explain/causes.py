@@ -322,11 +322,7 @@ def memory_bound(step: Step) -> Iterable[Cause]:
             "ops bound by device memory: norms, activations, the loss",
             ops,
             [
-                *(
-                    ["--layout.loss-tiles 8: the logits of a part of the sequence at a time"]
-                    if any("logits" in op.op_name or "language.py" in op.span.source for op in ops)
-                    else []
-                ),
+                "another --layout.remat: what is kept for the backward pass is written and read again",
                 "larger matmuls a pass (--layout.accumulate down), so that they weigh less",
             ],
             note=lambda op: f"{op.span.bytes / 1e6:.0f} MB x{op.times}",

@@ -148,7 +148,7 @@ def plateau(history: History) -> Cause | None:
 
 
 def overfitting(history: History) -> Cause | None:
-    """Training losses that fall while validation losses rise, or lie far below them."""
+    """Training losses that fall below validation losses while these rise, or lie far below them."""
     points = validation(history)
     if not points:
         return None
@@ -159,7 +159,7 @@ def overfitting(history: History) -> Cause | None:
     if now is None or then is None or first is None:
         return None
     epochs = history.epochs
-    rose = last > RISE * best and now < then
+    rose = last > RISE * best and now < min(then, last)
     apart = last > GAP * now and last - now > 0.1 * first and (epochs or 0) > 2
     if not rose and not apart:
         return None
@@ -178,7 +178,7 @@ def overfitting(history: History) -> Cause | None:
             advice.append(settings.change("evaluation.patience", value=3))
     decay = settings.get("optimizer.weight_decay") or 0.0
     advice.append(settings.change("optimizer.weight_decay", value=max(3 * decay, 0.1)))
-    advice.append("more data, or a smaller model (--model.layers, --model.d-model)")
+    advice.append("more data, or a smaller model")
     title = (
         f"It learns the training data by heart: validation loss {last:.4g}, training loss {now:.4g}"
     )

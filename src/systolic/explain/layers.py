@@ -224,7 +224,7 @@ def rate(history: History) -> Cause | None:
     settings = history.settings
     usual = f"about {USUAL_RATIO:.0e} is usual (Karpathy, CS231n)"
     ordered = sorted(found, key=lambda name: found[name])
-    ends = f"least {ordered[0]} {found[ordered[0]]:.1e}, most {ordered[-1]} {found[ordered[-1]]:.1e}, at the peak learning rate {history.peak_rate:.3g}"
+    ends = f"median of each matrix over the looks: least {ordered[0]} {found[ordered[0]]:.1e}, most {ordered[-1]} {found[ordered[-1]]:.1e}, at the peak learning rate {history.peak_rate:.3g}"
     # Not all the way to a rule of thumb in one go.
     if fast > HIGH_RATIO:
         evidence = [f"step {step}: an update is {fast:.1e} of its weights (median); {usual}", ends]
@@ -242,20 +242,25 @@ def _moving(look: Record) -> list[float]:
     return [part.ratio for part in parts(look) if part.is_matrix and part.gradient > 0]
 
 
+def training(history: History) -> list[Record]:
+    """The looks at a learning rate that still trains; the end of a decay loses every update."""
+    peak = history.peak_rate or max(look["learning_rate"] for look in history.looks)
+    least = max(SOME_RATE * peak, 0.0)
+    return [look for look in history.looks if look["learning_rate"] > least]
+
+
 def lost(history: History) -> Cause | None:
     """Updates below half a unit in the last place of their weights."""
-    peak = max(look["learning_rate"] for look in history.looks)
-    looks = [x for x in history.looks if x["learning_rate"] >= SOME_RATE * peak]
     by_kind: dict[str, tuple[float, int]] = {}
     worst: dict[str, float] = {}
-    for look in looks:
+    for look in training(history):
         for part in parts(look):
             share, size = by_kind.get(part.dtype, (0.0, 0))
             by_kind[part.dtype] = share + part.lost * part.size, size + part.size
             worst[part.name] = max(worst.get(part.name, 0.0), part.lost)
     shares = {kind: share / size for kind, (share, size) in by_kind.items()}
-    kind = max(shares, key=lambda kind: shares[kind])
-    if shares[kind] < LOST:
+    kind = max(shares, key=lambda kind: shares[kind], default="")
+    if not kind or shares[kind] < LOST:
         return None
     most = sorted(worst, key=lambda name: -worst[name])[:3]
     evidence = [

@@ -59,6 +59,10 @@ def unknown(history: History) -> list[str]:
         found.append(f"{len(history.train)} records make no curve; train for more steps")
     if not history.looks:
         found.append(f"gradients, updates and noise by layer were never looked at; {again}")
+    elif not layers.training(history):
+        found.append(
+            f"updates by layer were looked at only where the learning rate has decayed; {again} before the end"
+        )
     elif layers.noise_scale(history) is None:
         found.append(
             "the gradient noise scale needs gradients of batches of two sizes: --layout.accumulate 2, or at least 2 examples a device"

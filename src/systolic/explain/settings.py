@@ -1,7 +1,16 @@
 """Changes of a run's settings, as they are typed."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
+
+from systolic.explain.cause import Cause
+
+_OPTION = re.compile(
+    r"--((?:layout|model|optimizer|evaluation)\.[a-z-]+|precision|batch|sequence)\b"
+)
+"""An option that recipes have; the verbs' own, such as --flags, are always there."""
 
 
 class Settings:
@@ -13,6 +22,18 @@ class Settings:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._flat = dict(_flat(options, ""))
+
+    def named(self, causes: Iterable[Cause]) -> list[Cause]:
+        """Causes whose advice has options as they are typed only where the recipe has them."""
+        return [replace(one, advice=[self._named(text) for text in one.advice]) for one in causes]
+
+    def _named(self, text: str) -> str:
+        names = {name.replace("_", "-") for name in self._flat}
+        lacking = {found[1] for found in _OPTION.finditer(text)} - names
+        if not lacking:
+            return text
+        words = _OPTION.sub(lambda found: found[1] if found[1] in lacking else found[0], text)
+        return f"{words} (the recipe has no option for it; change it there)"
 
     def get(self, *names: str) -> Any:
         """The value of the first of these options that the recipe has; ``None`` where it has none."""

@@ -57,6 +57,8 @@ class Plan:
     """The recipe as it was given."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The recipe's options."""
+    arguments: Sequence[str] = ()
+    """The same as they were typed."""
 
     @property
     def ranking(self) -> list[Tried]:
@@ -93,6 +95,7 @@ class Plan:
             "format": FORMAT,
             "recipe": self.target or self.facts.job.name,
             "options": dict(self.options),
+            "arguments": list(self.arguments),
             "goal": self.goal.to_json(),
             "best": None if best is None else self._one(best, front),
             "candidates": [self._one(one, front) for one in self.ranking],

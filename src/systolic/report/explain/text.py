@@ -101,11 +101,9 @@ def _cause(index: int, cause: Cause, width: int, most: int) -> list[Text]:
         cost.append(f"{cause.share * 100:.1f} %")
     if cause.seconds is not None:
         cost.append(duration(cause.seconds))
-    head = Text(f"{index + 1}. ", "bold yellow").append(terminal.one_line(cause.title, width - 24))
-    head.stylize("bold")
+    found = _wrapped(f"{index + 1}. {cause.title}", width - (24 if cost else 0), "", "bold")
     if cost:
-        head.append(f"  {', '.join(cost)}", "yellow")
-    found = [head]
+        found[-1].append(f"  {', '.join(cost)}", "not bold yellow")
     for text in cause.evidence[:most]:
         found += _wrapped(text, width, "    ", "")
     for number, text in enumerate(cause.advice[:most]):

@@ -1,0 +1,155 @@
+"""``systolic explain FORECAST.json``: a saved forecast, or the best of a plan, explained, or told apart from another."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from systolic.aot import Compiled, Compiler, JobProgram
+from systolic.aot import compile as compile_program
+from systolic.chips import slice
+from systolic.cli.command import words
+from systolic.cli.explain_job import explain_recipe, options
+from systolic.cli.output import print_json
+from systolic.cli.target import request
+from systolic.core.errors import NotFoundError, OptionError, RunError
+from systolic.core.units import duration
+from systolic.explain.cause import Cause
+from systolic.forecasting import Forecast
+
+ALIKE = 0.002
+"""Share of the step below which two figures are the same."""
+
+
+def saved_forecast(path: Path) -> tuple[str, list[str]] | None:
+    """The recipe and the arguments of a forecast's ``--json`` or a plan; None when the file is something else.
+
+    Raises:
+        RunError: it does not say what it was made of, or nothing in the plan fits.
+    """
+    if path.suffix != ".json" or not path.is_file():
+        return None
+    try:
+        record = json.loads(path.read_text())
+    except ValueError:
+        return None
+    if not isinstance(record, dict):
+        return None
+    is_plan = {"candidates", "best", "goal"} <= set(record)
+    if not is_plan and not {"step_seconds", "slice"} <= set(record):
+        return None
+    if is_plan and not record["best"]:
+        raise RunError(f"{path} is a plan without an answer; plan again with more to choose from")
+    if "arguments" not in record:
+        raise RunError(
+            f"{path} does not say which options it was made with; make it again with this version, or explain the recipe: systolic explain RECIPE --on v5e-16"
+        )
+    given = [str(word) for word in record["arguments"]]
+    if not is_plan:
+        return str(record["target"]), given
+    best = record["best"]
+    return str(record["recipe"]), [
+        *words(given, best["settings"]),
+        "--on",
+        best["slice"],
+        *([f"--flags={' '.join(best['flags'])}"] if best["flags"] else []),
+    ]
+
+
+def explain_saved(target: str, args: Sequence[str]) -> int:
+    """A forecast's JSON: its recipe and options explained, or what makes it differ ``--against`` another."""
+    found = saved_forecast(Path(target))
+    assert found is not None
+    recipe, saved = found
+    other, rest = _against(args)
+    if other is None:
+        return explain_recipe(recipe, [*saved, *rest])
+    if not other.is_file():
+        raise NotFoundError(f"{other} is no file; write one with systolic forecast … --json")
+    second = saved_forecast(other)
+    if second is None:
+        raise RunError(f"{other} is not a forecast; write one with systolic forecast … --json")
+    return compare((target, *found), (str(other), *second), "--json" in rest)
+
+
+def _against(args: Sequence[str]) -> tuple[Path | None, list[str]]:
+    rest = list(args)
+    for index, word in enumerate(rest):
+        if word.startswith("--against="):
+            return Path(word.partition("=")[2]), rest[:index] + rest[index + 1 :]
+        if word == "--against":
+            if index + 1 == len(rest):
+                raise OptionError("--against needs another forecast's JSON file")
+            return Path(rest[index + 1]), rest[:index] + rest[index + 2 :]
+    return None, rest
+
+
+Named = tuple[str, str, list[str]]
+"""A file, its recipe and its arguments."""
+
+
+def compare(one: Named, two: Named, as_json: bool) -> int:
+    """What makes the first slower or faster than the second, cause by cause."""
+    first, second = _causes(*one[1:]), _causes(*two[1:])
+    seconds = [
+        {c.name: c for c in causes if c.seconds is not None} for _, causes in (first, second)
+    ]
+    names = dict.fromkeys([*seconds[0], *seconds[1]])
+    rows = []
+    for name in names:
+        a, b = (of[name].seconds if name in of else 0.0 for of in seconds)
+        cause = seconds[0].get(name) or seconds[1][name]
+        rows.append((name, cause.title, a or 0.0, b or 0.0))
+    rows.sort(key=lambda row: -abs(row[2] - row[3]))
+    mine, other = (made.step_seconds for made, _ in (first, second))
+    if as_json:
+        differences = [
+            {"name": name, "title": title, "seconds": a, "against_seconds": b}
+            for name, title, a, b in rows
+        ]
+        print_json(
+            {
+                "target": one[0],
+                "against": two[0],
+                "kind": "forecast",
+                "step_seconds": mine,
+                "against_step_seconds": other,
+                "causes": differences,
+            }
+        )
+        return 0
+    if mine is None or other is None:
+        for (path, *_), (made, _) in ((one, first), (two, second)):
+            print(f"{path}: {'fits' if made.fits else 'does not fit'} on {made.on.name}")
+        return 1
+    if abs(mine / other - 1) < ALIKE:
+        print(f"{one[0]} and {two[0]} take the same time: {duration(mine)} a step")
+    else:
+        word = "slower" if mine > other else "faster"
+        print(
+            f"{one[0]} is {max(mine, other) / min(mine, other):.2f} times {word}: {duration(mine)} a step, {two[0]} {duration(other)}"
+        )
+    rows = [row for row in rows if abs(row[2] - row[3]) > ALIKE * max(mine, other)]
+    if not rows:
+        print("and no cause takes more in one of them")
+        return 0
+    print(f"\n{'':>10}  {'first':>8}  {'second':>8}  cause (they may overlap)")
+    for _, title, a, b in rows:
+        sign = "+" if a >= b else "-"
+        print(f"{sign + duration(abs(a - b)):>10}  {duration(a):>8}  {duration(b):>8}  {title}")
+    return 0
+
+
+def _causes(target: str, args: Sequence[str]) -> tuple[Forecast, list[Cause]]:
+    from systolic.explain.causes import causes_of
+    from systolic.forecasting.run import of_outcome
+    from systolic.hlo import parse
+
+    asked = request(target, args, "explain", options)
+    on = slice(asked.verb["on"])
+    compiler = Compiler(flags=tuple(shlex.split(asked.verb["flags"]))).quick()
+    outcome = compile_program(JobProgram(job=asked.job), on, compiler)
+    made = of_outcome(outcome, asked.job.name, on, 0.0)
+    if not isinstance(outcome, Compiled):
+        return made, []
+    return made, causes_of(made, parse(outcome.hlo), asked.job.model)
