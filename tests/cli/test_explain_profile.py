@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from systolic.artifact.run import ENVIRONMENT, JOB, Run
-from systolic.cli.explain_profile import slice_of, words_of
+from systolic.cli.explain_profile import is_profile, slice_of, words_of
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError
 
@@ -43,6 +43,15 @@ def test_a_profile_of_a_cpu_run_promises_nothing(
     assert "do not rank settings" in told["problem"]
     assert main(["explain", str(traced / "profile"), "--remedies", "0", "--json"]) == 0
     assert "remedies" not in json.loads(capsys.readouterr().out)
+
+
+def test_a_directory_of_runs_is_no_profile(
+    traced: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert is_profile(traced / "profile")
+    assert not is_profile(traced.parent)
+    assert main(["explain", str(traced.parent)]) != 0
+    assert "is no run, profile" in capsys.readouterr().err
 
 
 def test_a_profile_of_a_tpu_run_is_followed_by_changes_with_their_gain(

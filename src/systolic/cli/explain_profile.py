@@ -17,12 +17,16 @@ from systolic.core.units import duration
 
 
 def is_profile(path: Path) -> bool:
-    """Whether it is an ``xplane.pb`` or a directory with one, of no run."""
+    """Whether it is an ``xplane.pb`` or a directory with one; a directory of runs has theirs, none of its own."""
     from systolic.explain.xplane import SUFFIX
 
-    if path.is_dir():
-        return not (path / JOB).is_file() and next(path.rglob(f"*{SUFFIX}"), None) is not None
-    return path.name.endswith(SUFFIX) and path.is_file()
+    if not path.is_dir():
+        return path.name.endswith(SUFFIX) and path.is_file()
+    found = next(path.rglob(f"*{SUFFIX}"), None)
+    if found is None or (path / JOB).is_file():
+        return False
+    below = [folder for folder in found.parents if path in folder.parents]
+    return not any((folder / JOB).is_file() for folder in below)
 
 
 def options(remedies: int = 4, workers: int = 0, json: bool = False) -> None:

@@ -33,7 +33,8 @@ USAGE = """usage: systolic train RECIPE [options]
        systolic train RECIPE --rehearse SLICE [options]
 
 RECIPE is a name that systolic recipes lists, or path/to/file.py:function.
---plan takes what systolic plan found: slice, layout, batch, precision, steps and compiler flags.
+--plan takes what systolic plan found: slice, layout, batch, precision, steps and compiler flags; with
+--candidate 2 those of the second in its ranking.
 --resume goes on from the newest intact checkpoint; options change the run's own.
 --replay makes the train step again on the batch of a bad step and says what is wrong with it.
 systolic train RECIPE --help shows the recipe's options."""

@@ -298,27 +298,38 @@ class Search:
             self._take()
 
     def _settle(self, pool: Pool) -> None:
-        """Whole compiles of the best few: their order may change, so each time the best that has none."""
-        for _ in range(self.limits.finalists):
-            leaders = self.leaders()[: self.limits.finalists]
-            one = next((one for one in leaders if one.compile == "schedule"), None)
-            if one is None or self._late():
+        """Whole compiles of the best few, as many at once as there are workers: each time the best that has none."""
+        asked: set[Candidate] = set()
+        running: dict[Future[Outcome], tuple[Tried, float]] = {}
+        most = self.limits.finalists
+        while True:
+            for one in self.leaders()[:most]:
+                room = len(asked) < most and len(running) < self.limits.at_once
+                new = one.compile == "schedule" and one.candidate not in asked
+                if new and room and not self._late():
+                    asked.add(one.candidate)
+                    running[self._whole(pool, one)] = one, time.monotonic()
+            if not running:
                 return
-            program = JobProgram(job=one.candidate.job(self.facts.job))
-            compiler = replace(self.compiler, flags=one.candidate.flags.flags)
-            began = time.monotonic()
-            future = pool.submit(program, one.candidate.on, compiler)
-            while not future.done():
-                wait([future], timeout=1.0)
-                self._say(f"whole compile of {one.candidate.name}")
-                if self._late():
-                    self.stopped = "time limit"
-                    return
-            made = self._tried(one.candidate, future, one.analysis, time.monotonic() - began, True)
-            if made.forecast is not None and one.forecast is not None:
-                made = replace(made, schedule_seconds=one.forecast.step_seconds)
-                self.tried[self.tried.index(one)] = made
-            self._say("whole compile done", made)
+            done, _ = wait(list(running), timeout=1.0, return_when=FIRST_COMPLETED)
+            names = " and ".join(one.candidate.name for one, _ in running.values())
+            self._say(f"whole compile of {names}")
+            for future in done:
+                one, began = running.pop(future)
+                seconds = time.monotonic() - began
+                made = self._tried(one.candidate, future, one.analysis, seconds, True)
+                if made.forecast is not None and one.forecast is not None:
+                    made = replace(made, schedule_seconds=one.forecast.step_seconds)
+                    self.tried[self.tried.index(one)] = made
+                self._say("whole compile done", made)
+            if running and self._late():
+                self.stopped = "time limit"
+                return
+
+    def _whole(self, pool: Pool, one: Tried) -> "Future[Outcome]":
+        program = JobProgram(job=one.candidate.job(self.facts.job))
+        compiler = replace(self.compiler, flags=one.candidate.flags.flags)
+        return pool.submit(program, one.candidate.on, compiler)
 
     def _submit(self, pool: Pool, ranked: Ranked) -> None:
         program = JobProgram(job=ranked.candidate.job(self.facts.job))
