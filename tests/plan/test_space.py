@@ -123,3 +123,14 @@ def test_times_are_read() -> None:
     for bad in ("", "3", "-2h", "soon"):
         with pytest.raises(Exception, match="not a time"):
             span(bad)
+
+
+def test_another_value_of_what_was_chosen_is_not_tried_on_top() -> None:
+    on = slice("v6e-256")
+    by_name = {one.name: one for one in sets_for(on)}
+    assert {"widest-vmem", "wide-vmem"} <= set(by_name)
+    both = joined(by_name["v6e-dense"], by_name["widest-vmem"])
+    left = {one.name for one in sets_for(on, base=both)}
+    assert not {"v6e-dense", "widest-vmem", "wide-vmem"} & left
+    # A set of many flags leaves the single ones to be tried.
+    assert "widest-vmem" in {one.name for one in sets_for(on, base=by_name["v6e-dense"])}

@@ -19,6 +19,7 @@ class FlagSet:
     """Of a slice; on larger ones the other sets are tried first."""
 
 
+_PLUS = " + "
 DEFAULT = FlagSet(name="default", flags=(), why="what libtpu does by itself", generations=())
 
 _ASYNC = (
@@ -101,13 +102,20 @@ SETS: Sequence[FlagSet] = (
 )
 
 
-def sets_for(on: Slice, offloads: bool = False) -> list[FlagSet]:
+def _names(flags: Sequence[str]) -> set[str]:
+    return {flag.split("=")[0] for flag in flags}
+
+
+def sets_for(on: Slice, offloads: bool = False, base: FlagSet = DEFAULT) -> list[FlagSet]:
     """Those worth a compile on a slice, besides the default; the likeliest to help first.
 
     Args:
         on: The slice.
         offloads: Whether the layout moves activations to the host.
+        base: What they come on top of; another value for all that a part of it sets is not worth a try.
     """
+    parts = base.name.split(_PLUS)
+    chosen = [_names(one.flags) for one in SETS if one.name in parts]
     found = [
         one
         for one in SETS
@@ -115,6 +123,7 @@ def sets_for(on: Slice, offloads: bool = False) -> list[FlagSet]:
         and on.num_chips > 1
         and (one.name != "data-parallel-overlap" or on.num_slices > 1)
         and (one.name != "host-overlap" or offloads)
+        and _names(one.flags) not in chosen
     ]
     return sorted(found, key=lambda one: one.most_chips < on.num_chips)
 
@@ -123,12 +132,12 @@ def joined(base: FlagSet, more: FlagSet) -> FlagSet:
     """Both; of a flag that both set, what ``more`` says."""
     if base is DEFAULT or more is DEFAULT:
         return base if more is DEFAULT else more
-    replaced = {flag.split("=")[0] for flag in more.flags}
+    replaced = _names(more.flags)
     kept = tuple(flag for flag in base.flags if flag.split("=")[0] not in replaced)
     if not set(more.flags) - set(base.flags):
         return base
     return FlagSet(
-        name=f"{base.name} + {more.name}",
+        name=f"{base.name}{_PLUS}{more.name}",
         flags=(*kept, *more.flags),
         why=f"{base.why}; {more.why}",
         generations=tuple(g for g in base.generations if g in more.generations),

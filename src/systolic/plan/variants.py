@@ -43,7 +43,10 @@ def changes(job: Job, candidate: Candidate, tight: bool = True) -> list[Change]:
     """
     tokens = job.data.fields().get("tokens")
     layout = candidate.layout
-    flags = [Change(flags=one) for one in sets_for(candidate.on, layout.remat is Remat.offload)]
+    flags = [
+        Change(flags=one)
+        for one in sets_for(candidate.on, layout.remat is Remat.offload, candidate.flags)
+    ]
     blocks: list[Change] = []
     if candidate.on.platform == "tpu" and tokens is not None and Axis.context in job.model.axes():
         sequence = tokens.shape[0]
