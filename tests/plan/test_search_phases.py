@@ -20,6 +20,8 @@ WHOLE_HELPS = 0.85
 class Estimates:
     """A pool whose steps take their estimate; flags help, and so does a whole compile."""
 
+    whole_ends = True
+
     def __init__(self, workers: int) -> None:
         pass
 
@@ -37,7 +39,8 @@ class Estimates:
         seconds *= 1.0 if compiler == compiler.quick() else WHOLE_HELPS
         made = fabricated.tried(one, seconds, found.bytes_estimate / 2**30).forecast
         answer: Future = Future()
-        answer.set_result(made)
+        if compiler == compiler.quick() or self.whole_ends:
+            answer.set_result(made)
         return answer
 
 
@@ -98,3 +101,14 @@ def test_loss_tiles_are_expected_to_cost_time() -> None:
     facts = fabricated.facts()
     assert analyse(facts, plain).seconds_estimate < analyse(facts, tiled).seconds_estimate
     assert analyse(facts, plain).seconds_bound == analyse(facts, tiled).seconds_bound
+
+
+def test_a_whole_compile_that_does_not_end_leaves_the_schedules_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Estimates, "whole_ends", False)
+    monkeypatch.setattr(module, "SETTLE_SECONDS", 0.0)
+    plan = planned("v6e-8", goal=Goal(units=20e9), finalists=2)
+    assert plan.best is not None
+    assert plan.best.compile == "schedule"
+    assert plan.stopped == ""

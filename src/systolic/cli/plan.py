@@ -13,7 +13,7 @@ from systolic.cli.output import print_json
 from systolic.cli.target import Request, first, request, require_slice
 from systolic.core.errors import OptionError, nearest
 from systolic.core.files import check_writable, write_json
-from systolic.core.units import si
+from systolic.core.units import duration, si
 from systolic.plan import (
     Facts,
     Freedom,
@@ -27,6 +27,7 @@ from systolic.plan import (
 )
 from systolic.plan.goal import hourly, span
 from systolic.plan.plan import default_objective, whole_over_schedule
+from systolic.plan.search import SETTLE_SECONDS
 from systolic.plan.space import global_batch
 
 USAGE = """usage: systolic plan RECIPE --on SLICES [options]
@@ -135,7 +136,7 @@ def run(args: Sequence[str]) -> int:
     )
     own = {name.replace("_", "-") for name in verb}
     plan, written = searched(search, asked, without(rest, own))
-    return show(plan, verb, [*notes, *after(plan, slices, freedom)], written)
+    return show(plan, verb, [*notes, *after(plan, slices, freedom, verb["finalists"])], written)
 
 
 def searched(search: Search, asked: Request, given: Sequence[str]) -> tuple[Plan, bool]:
@@ -317,14 +318,17 @@ def goal_of(
     return goal, notes
 
 
-def after(plan: Plan, slices: Sequence[Slice], freedom: Freedom) -> list[str]:
+def after(plan: Plan, slices: Sequence[Slice], freedom: Freedom, finalists: int) -> list[str]:
     """What is to be said about an answer, or to be done where there is none."""
     if plan.best is not None:
         found = []
-        whole = sum(one.whole for one in plan.tried)
         if plan.best.compile == "schedule":
+            whole = sum(one.whole for one in plan.tried)
+            more = f"--finalists {whole + 2} compiles more of the best to the end"
+            if finalists > whole:
+                more = f"whole compiles are left after {duration(SETTLE_SECONDS)}, --time-limit 2h gives them longer"
             found.append(
-                f"the best was compiled up to the schedule: memory is exact, the time of ops estimated; --finalists {whole + 2} compiles more of the best to the end"
+                f"the best was compiled up to the schedule: memory is exact, the time of ops estimated; {more}"
             )
         for name, ratio in whole_over_schedule(plan.tried).items():
             if abs(ratio - 1) > OFF:

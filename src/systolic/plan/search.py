@@ -42,6 +42,8 @@ NEW_SLICE = 1.5
 """A slice's first layout is compiled when it may score so many times the best one: what is learned there counts for others."""
 NEAR = 1.5
 """A limit broken by less may be kept after all: by flags, or by a whole compile."""
+SETTLE_SECONDS = 900.0
+"""Whole compiles that take longer are left, where no time limit says otherwise: flags that schedule anew can take hours."""
 PATIENCE = 10
 """Compiles without a better score after which the search is done, when each slice worth it had its turn."""
 
@@ -300,6 +302,7 @@ class Search:
     def _settle(self, pool: Pool) -> None:
         """Whole compiles of the best few, as many at once as there are workers: each time the best that has none."""
         asked: set[Candidate] = set()
+        began = time.monotonic()
         running: dict[Future[Outcome], tuple[Tried, float]] = {}
         most = self.limits.finalists
         while True:
@@ -315,8 +318,8 @@ class Search:
             names = " and ".join(one.candidate.name for one, _ in running.values())
             self._say(f"whole compile of {names}")
             for future in done:
-                one, began = running.pop(future)
-                seconds = time.monotonic() - began
+                one, since = running.pop(future)
+                seconds = time.monotonic() - since
                 made = self._tried(one.candidate, future, one.analysis, seconds, True)
                 if made.forecast is not None and one.forecast is not None:
                     made = replace(made, schedule_seconds=one.forecast.step_seconds)
@@ -324,6 +327,8 @@ class Search:
                 self._say("whole compile done", made)
             if running and self._late():
                 self.stopped = "time limit"
+                return
+            if self.limits.seconds is None and time.monotonic() - began > SETTLE_SECONDS:
                 return
 
     def _whole(self, pool: Pool, one: Tried) -> "Future[Outcome]":
