@@ -101,7 +101,7 @@ def _cause(index: int, cause: Cause, width: int, most: int) -> list[Text]:
         cost.append(f"{cause.share * 100:.1f} %")
     if cause.seconds is not None:
         cost.append(duration(cause.seconds))
-    found = _wrapped(f"{index + 1}. {cause.title}", width - (24 if cost else 0), "", "bold")
+    found = _wrapped(cause.title, width - (24 if cost else 0), f"{index + 1}. ", "bold")
     if cost:
         found[-1].append(f"  {', '.join(cost)}", "not bold yellow")
     for text in cause.evidence[:most]:
