@@ -14,6 +14,7 @@ from systolic.forecasting.cost import bill_of
 from systolic.forecasting.memory import MemoryMap
 from systolic.plan import Candidate, Goal, Limits, Search
 from tests.plan.fabricated import facts
+from tests.plan.pool import Pool
 from tests.plan.recorded import ON, candidate, rows
 
 
@@ -40,24 +41,12 @@ def forecast(row: dict[str, Any]) -> Forecast:
     )
 
 
-class Recorded:
+class Recorded(Pool):
     """A pool whose compiles were made before."""
-
-    asked: list[str]
-
-    def __init__(self, workers: int) -> None:
-        self.asked = []
-
-    def __enter__(self) -> "Recorded":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def submit(self, program: Any, on: Any, compiler: Any) -> Future:
         job = program.job
         one = Candidate(on=on, layout=job.layout, batch=256, precision=job.precision)
-        self.asked.append(one.text)
         answer: Future = Future()
         answer.set_result(forecast(rows()[one.text]))
         return answer

@@ -8,28 +8,21 @@ import pytest
 
 import systolic.plan.search as module
 from systolic.chips import slice
+from systolic.core.errors import MissingExtraError
 from systolic.plan import Candidate, Goal, Limits, Objective, Search
 from systolic.plan.analytic import analyse
 from systolic.plan.plan import Plan, Tried, ranking
 from tests.plan import fabricated
+from tests.plan.pool import Pool
 
 FLAGS_HELP = 0.8
 WHOLE_HELPS = 0.85
 
 
-class Estimates:
+class Estimates(Pool):
     """A pool whose steps take their estimate; flags help, and so does a whole compile."""
 
     whole_ends = True
-
-    def __init__(self, workers: int) -> None:
-        pass
-
-    def __enter__(self) -> "Estimates":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def submit(self, program: Any, on: Any, compiler: Any) -> Future:
         job = program.job
@@ -112,3 +105,12 @@ def test_a_whole_compile_that_does_not_end_leaves_the_schedules_answer(
     assert plan.best is not None
     assert plan.best.compile == "schedule"
     assert plan.stopped == ""
+
+
+def test_without_the_compiler_no_layout_is_tried_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any) -> Any:
+        raise MissingExtraError("compiling for v6e-8", "tpu")
+
+    monkeypatch.setattr(module, "of_outcome", none)
+    with pytest.raises(MissingExtraError, match="pip install"):
+        planned("v6e-8", goal=Goal(units=20e9))

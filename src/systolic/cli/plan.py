@@ -13,7 +13,7 @@ from systolic.cli.output import print_json
 from systolic.cli.target import Request, first, request, require_slice
 from systolic.core.errors import OptionError, nearest
 from systolic.core.files import check_writable, write_json
-from systolic.core.units import duration, si
+from systolic.core.units import si
 from systolic.plan import (
     Facts,
     Freedom,
@@ -27,7 +27,6 @@ from systolic.plan import (
 )
 from systolic.plan.goal import hourly, span
 from systolic.plan.plan import default_objective, whole_over_schedule
-from systolic.plan.search import SETTLE_SECONDS
 from systolic.plan.space import global_batch
 
 USAGE = """usage: systolic plan RECIPE --on SLICES [options]
@@ -326,7 +325,7 @@ def after(plan: Plan, slices: Sequence[Slice], freedom: Freedom, finalists: int)
             whole = sum(one.whole for one in plan.tried)
             more = f"--finalists {whole + 2} compiles more of the best to the end"
             if finalists > whole:
-                more = f"whole compiles are left after {duration(SETTLE_SECONDS)}, --time-limit 2h gives them longer"
+                more = "its whole compile did not end in the time there was, --time-limit 2h gives it longer"
             found.append(
                 f"the best was compiled up to the schedule: memory is exact, the time of ops estimated; {more}"
             )

@@ -11,6 +11,7 @@ _OPTION = re.compile(
     r"--((?:layout|model|optimizer|evaluation)\.[a-z-]+|precision|batch|sequence)\b"
 )
 """An option that recipes have; the verbs' own, such as --flags, are always there."""
+_LACKS = "(the recipe has no option for it; change it there)"
 
 
 class Settings:
@@ -33,7 +34,7 @@ class Settings:
         if not lacking:
             return text
         words = _OPTION.sub(lambda found: found[1] if found[1] in lacking else found[0], text)
-        return f"{words} (the recipe has no option for it; change it there)"
+        return f"{words} {_LACKS}"
 
     def get(self, *names: str) -> Any:
         """The value of the first of these options that the recipe has; ``None`` where it has none."""
@@ -51,7 +52,7 @@ class Settings:
             if name in self._flat:
                 return f"--{name.replace('_', '-')} {text}"
         what = names[0].rpartition(".")[2].replace("_", " ")
-        return f"{what} {text} (the recipe has no option for it; change it there)"
+        return f"{what} {text} {_LACKS}"
 
     def learning_rate(self, value: float) -> str:
         """The peak learning rate."""

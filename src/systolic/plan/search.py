@@ -17,7 +17,7 @@ import psutil
 from systolic.aot import Compiler, JobProgram, Outcome
 from systolic.aot.compile import Pool
 from systolic.chips import Slice
-from systolic.core.errors import SystolicError
+from systolic.core.errors import MissingExtraError, SystolicError
 from systolic.core.units import gibibytes
 from systolic.forecasting.run import of_outcome
 from systolic.plan.analytic import Analysis, analyse, capacity
@@ -114,8 +114,6 @@ class Search:
         """The plan; after Ctrl-C the best so far, marked so."""
         try:
             self._survey.look(self.slices, self._say)
-            if not self._survey.queue and not self._survey.refused:
-                self.stopped = "no layout divides the model, the batch and the devices"
             with Pool(self.limits.at_once) as pool:
                 if self.only is not None:
                     self._compile_best_first(pool, self.limits.programs)
@@ -369,6 +367,8 @@ class Search:
         try:
             outcome = future.result()
             made = of_outcome(outcome, self.facts.job.name, candidate.on, seconds)
+        except MissingExtraError:
+            raise  # no other layout would compile either
         except SystolicError as error:
             return Tried(candidate=candidate, analysis=analysis, problem=str(error), whole=whole)
         total = None
