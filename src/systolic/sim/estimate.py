@@ -14,6 +14,7 @@ from pathlib import Path
 from systolic.hlo import Computation, Instruction, Module, Shape
 from systolic.sim.kernels import vector_rate
 from systolic.sim.rates import Rates
+from systolic.sim.traffic import UPDATES, update_of
 from systolic.sim.work import Work
 
 _OPS = {
@@ -103,11 +104,12 @@ def parts(
 ) -> tuple[float, float, float, float]:
     """Seconds at the catalogue's rates: matrix, memory, vector, and of elements that change lanes."""
     rate = vector_rate(rates)
-    inner = instruction.called("calls") if instruction.opcode == "fusion" else None
-    if inner is not None:
-        operations = vector_operations(module, module.computations[inner])
+    if instruction.opcode == "fusion":
+        operations = vector_operations(module, module.callee(instruction, "calls"))
     else:
         operations = _of(computation, instruction)
+        if instruction.opcode in UPDATES:
+            operations *= _updated(computation, instruction)
     transposed = 0
     if instruction.opcode == "copy":
         source = computation.operand_shapes(instruction)
@@ -131,8 +133,8 @@ def vector_operations(module: Module, computation: Computation) -> float:
     used, fresh = _used(computation), _fresh(computation)
     for instruction in computation:
         if instruction.opcode in ("fusion", "call"):
-            name = instruction.called("calls") or instruction.called("to_apply") or ""
-            operations = vector_operations(module, module.computations[name])
+            held = "calls" if instruction.opcode == "fusion" else "to_apply"
+            operations = vector_operations(module, module.callee(instruction, held))
         else:
             operations = _of(computation, instruction)
         total += operations * min(used.get(instruction.name, 0.0), fresh[instruction.name])
@@ -149,7 +151,7 @@ def _used(computation: Computation) -> dict[str, float]:
             if index == 0 and operand is not None:
                 if user.opcode in ("slice", "dynamic-slice"):
                     part *= user.shape.elements / max(operand.shape.elements, 1)
-                elif user.opcode == "dynamic-update-slice" and _moves(operand):
+                elif user.opcode in UPDATES and _moves(operand):
                     part *= _updated(computation, user)
             shares[name] = min(shares.get(name, 0.0) + part, 1.0)
     return shares
@@ -160,7 +162,7 @@ def _fresh(computation: Computation) -> dict[str, float]:
     shares: dict[str, float] = {}
     for instruction in computation:
         share = 1.0
-        if instruction.opcode == "dynamic-update-slice":
+        if instruction.opcode in UPDATES:
             share = _updated(computation, instruction)
         elif instruction.operands and _moves(instruction):
             share = shares.get(instruction.operands[0], 1.0)
@@ -176,9 +178,9 @@ def _moves(instruction: Instruction) -> bool:
 
 
 def _updated(computation: Computation, update: Instruction) -> float:
-    """Share of the result of a dynamic-update-slice that is new."""
-    part = computation.index.get(update.operands[1])
-    elements = max(update.shape.elements, 1)
+    """Share of the result of an update that is new."""
+    part = update_of(computation, update)
+    elements = max(next(update.shape.arrays()).elements, 1)
     return 1.0 if part is None else min(part.shape.elements / elements, 1.0)
 
 

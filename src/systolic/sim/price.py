@@ -69,7 +69,7 @@ def price(
     if opcode in FREE or instruction.target in FREE_TARGETS:
         return None
     if opcode == "fusion" and not instruction.rest.count("estimated_cycles"):
-        root = module.computations[instruction.called("calls") or ""].root
+        root = module.callee(instruction, "calls").root
         if root.target in FREE_TARGETS:
             return None
     work = work_of(module, computation, instruction)
@@ -126,7 +126,7 @@ def streams(module: Module, instruction: Instruction) -> bool:
     """Whether an op passes over its data in order; gathers, scatters and sorts do not."""
     if instruction.opcode != "fusion":
         return instruction.opcode not in _ADDRESSED
-    held = module.computations[instruction.called("calls") or ""]
+    held = module.callee(instruction, "calls")
     return all(streams(module, one) for one in held)
 
 

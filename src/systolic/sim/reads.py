@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from systolic.hlo import Computation, Instruction, Module
-from systolic.sim.work import bytes_read
+from systolic.sim.traffic import bytes_read
 
 _LAYOUT_ONLY = frozenset(("parameter", "copy", "transpose", "bitcast", "reshape"))
 _PASSED = ("bitcast", "reshape", "get-tuple-element")

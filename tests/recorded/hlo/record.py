@@ -12,7 +12,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 _BODY = re.compile(r'("body":")[^"]*(")')
-_FOLDER = re.compile(r'(\d+ ")/[^"]*?/(src/|site-packages/|lib/python)')
+_FOLDER = re.compile(r'(\d+ ")/[^"]*?/(src/|tests/|site-packages/|lib/python)')
 
 
 def clean(text: str) -> str:
