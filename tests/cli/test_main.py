@@ -16,7 +16,7 @@ CASES = [
     (["train", "bytes", "--step", "3"], 2, "has no option --step; did you mean --steps?"),
     (["train", "bytes", "--model.layer=3"], 2, "did you mean --model.layers?"),
     (["train", "bytes", "--steps", "many"], 2, "see systolic train bytes --help"),
-    (["train", "bytes", "--steps", "0"], 2, "steps is 0; a job has at least 1 step"),
+    (["train", "bytes", "--steps", "0"], 2, "steps is 0; it must be at least 1"),
     (["train", "bytes", "extra"], 2, "systolic train bytes has no argument extra"),
     (["train", "nowhere.py:job"], 2, "nowhere.py is not a file"),
     (["train", "bytes", "--resume", "runs/x"], 2, "--resume takes a run and no recipe"),
@@ -99,7 +99,7 @@ def test_options_change_the_resolved_job(capsys) -> None:
 def test_one_recipe_for_people(capsys) -> None:
     assert main(["recipes", "digits", "--steps", "7"]) == 0
     text = capsys.readouterr().out
-    assert "--batch INT" in text
+    assert "--schedule.warmup INT" in text
     assert '"steps": 7' in text
 
 

@@ -428,7 +428,7 @@ def test_text_mistakes_are_one_line(tmp_path, tokenizer_file):
         next(Documents(path=empty / "b.jsonl").open(read(epochs=None)))
     with pytest.raises(DataError, match="no test split"):
         Documents(path=path).open(read(split=Split.test))
-    with pytest.raises(OptionError, match="validation share"):
+    with pytest.raises(OptionError, match="validation-share"):
         Documents(path=path, validation_share=1.5)
     state = Documents(path=path).open(read()).get_state()
     with pytest.raises(DataError, match="tokenizer bytes, this data has tokenizer"):

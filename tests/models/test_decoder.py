@@ -148,7 +148,7 @@ def test_tokens_without_a_slot_skip_their_expert() -> None:
         ({"head_dim": 7}, "even"),
         ({"experts": 4, "experts_per_token": 9}, "experts-per-token"),
         ({"layers": 0}, "model.layers"),
-        ({"ngrams": 1}, "2 or more"),
+        ({"ngrams": 1}, "0, or at least 2"),
     ],
 )
 def test_contradicting_sizes_are_refused(change: dict, words: str) -> None:

@@ -2,18 +2,19 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import jax
 import numpy as np
 import pytest
 from PIL import Image
 
+from systolic import recipes
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.data.digits import Digits
 from systolic.data.idx import DEBIAN
-from systolic.job import Layout, Read, Split
+from systolic.job import Layout, OptimizerChange, Read, Schedule, Split
 from systolic.job.data import MASK
 from systolic.models.resnet.config import Stem
 from systolic.recipes.digits import DigitsModel, digits
@@ -64,7 +65,7 @@ def test_image_trains_on_a_folder_of_pictures(tmp_path: Path, capsys) -> None:
     summary = systolic(
         capsys,
         *("train", "image", "--path", tmp_path / "pictures", "--model", "vit-ti", "--size", 16),
-        *("--patch", 8, "--steps", 30, "--batch", 24, "--learning-rate", 1e-3),
+        *("--patch", 8, "--steps", 30, "--batch", 24, "--optimizer.learning-rate", 1e-3),
         *("--run", tmp_path / "run"),
     )
     assert summary["final"]["metrics"]["test_accuracy"] == 1.0
@@ -98,14 +99,33 @@ def test_the_default_learning_rate_follows_the_batch() -> None:
         for batch in (256, 1024)
     ]
     assert rates == [0.1, 0.4]
-    given = image(path=Path("."), classes=10, batch=1024, learning_rate=0.3)
+    change = OptimizerChange(learning_rate=0.3)
+    given = image(path=Path("."), classes=10, batch=1024, optimizer=change)
     assert given.optimizer.learning_rate == 0.3
+    with pytest.raises(OptionError, match=r"add --optimizer\.learning-rate"):
+        image(path=Path("."), classes=10, batch_per_device=8)
+    open_batch = image(path=Path("."), classes=10, batch_per_device=8, optimizer=change)
+    assert open_batch.batch.per_device == 8
+
+
+@pytest.mark.parametrize("name", recipes.shipped())
+def test_every_recipe_has_the_common_options(name: str) -> None:
+    hints = get_type_hints(recipes.find(name).function)
+    assert {"batch", "batch_per_device", "steps", "optimizer", "schedule"} <= set(hints)
+    assert "learning_rate" not in hints
+    assert "warmup" not in hints
+
+
+def test_a_short_run_warms_up_for_a_tenth_of_its_steps_unless_told_otherwise() -> None:
+    assert digits(steps=100).schedule.warmup == 10
+    assert digits(steps=100, schedule=Schedule(warmup=40)).schedule.warmup == 40
+    assert digits().schedule.warmup == 30
 
 
 def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="--patch 15 does not divide --size 224"):
         image(path=tmp_path, model=ImageModel.vit_s, patch=15, classes=3)
-    with pytest.raises(OptionError, match="--classes is 0"):
+    with pytest.raises(OptionError, match="classes is 0"):
         image(path=tmp_path, classes=0)
     with pytest.raises(NotFoundError, match="none"):
         image(path=tmp_path / "none")

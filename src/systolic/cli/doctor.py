@@ -2,13 +2,14 @@
 
 import json as jsonlib
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from systolic.cli.parse import parse
+from systolic.core.ranges import POSITIVE
 from systolic.core.units import GIB, si
 from systolic.doctor import Finding, Machine, Status, examine, gather, measure
 from systolic.doctor.checks import FALLEN_BACK
@@ -32,7 +33,9 @@ def run(args: list[str]) -> int:
 
 
 def doctor(
-    json: bool = False, no_measure: bool = False, limit_seconds: float = LIMIT_SECONDS
+    json: bool = False,
+    no_measure: bool = False,
+    limit_seconds: Annotated[float, POSITIVE] = LIMIT_SECONDS,
 ) -> int:
     """Checks this machine: versions, devices, who holds the TPU, measured peaks.
 

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from systolic import recipes
 from systolic.aot import Compiled, Compiler, JobProgram
@@ -16,6 +16,7 @@ from systolic.cli.command import command
 from systolic.cli.output import print_json
 from systolic.cli.target import request, require_slice
 from systolic.core.errors import OptionError
+from systolic.core.ranges import NOT_NEGATIVE
 from systolic.core.units import duration, gibibytes
 from systolic.explain.cause import Cause
 from systolic.explain.settings import Settings
@@ -32,8 +33,8 @@ OWN = ("on", "flags", "remedies", "workers", "json", "against")
 def options(
     on: str,
     flags: str = "",
-    remedies: int = 10,
-    workers: int = 0,
+    remedies: Annotated[int, NOT_NEGATIVE] = 10,
+    workers: Annotated[int, NOT_NEGATIVE] = 0,
     json: bool = False,
 ) -> None:
     """Why a step is slow or does not fit, and what changes that.
@@ -56,8 +57,6 @@ def explain_recipe(target: str, args: Sequence[str]) -> int:
         raise OptionError(
             f"{on.name} is a {on.platform}: a schedule to explain comes from the TPU compiler; systolic forecast shows the roofline of others"
         )
-    if asked.verb["remedies"] < 0:
-        raise OptionError(f"--remedies is {asked.verb['remedies']}; it is at least 0")
     known = Settings(recipes.plain(asked.options))
     return Explanation(asked.job, on, target, list(args), asked.verb).run(known)
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from systolic.artifact.run import ENVIRONMENT, JOB, Run
 from systolic.chips import Slice, by_device_kind, slice
@@ -13,6 +13,7 @@ from systolic.cli.command import without
 from systolic.cli.output import print_json
 from systolic.cli.parse import arguments
 from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
+from systolic.core.ranges import NOT_NEGATIVE
 from systolic.core.units import duration
 
 
@@ -29,7 +30,11 @@ def is_profile(path: Path) -> bool:
     return not any((folder / JOB).is_file() for folder in below)
 
 
-def options(remedies: int = 4, workers: int = 0, json: bool = False) -> None:
+def options(
+    remedies: Annotated[int, NOT_NEGATIVE] = 4,
+    workers: Annotated[int, NOT_NEGATIVE] = 0,
+    json: bool = False,
+) -> None:
     """Why a measured step takes its time, and what changes that.
 
     Args:

@@ -9,16 +9,17 @@ import inspect
 import io
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
 from systolic.core.errors import OptionError, nearest
+from systolic.core.ranges import check_arguments
 
 T = TypeVar("T")
 
-CONFIG = (tyro.conf.AvoidSubcommands, tyro.conf.EnumChoicesFromValues, tyro.conf.FlagCreatePairsOff)
-"""One flat set of options a verb; enums by value; a boolean is a plain ``--flag``."""
+CONFIG = (tyro.conf.AvoidSubcommands, tyro.conf.EnumChoicesFromValues)
+"""One flat set of options a verb; enums by value."""
 
 _OPTION = re.compile(r"--[a-z][\w.-]*\w")
 _NUMBER = {"INT": "a whole number", "FLOAT": "a number"}
@@ -55,20 +56,21 @@ def arguments(function: Callable[..., Any], args: Sequence[str], prog: str) -> d
     """The parameters of ``function`` by name, read from ``args``.
 
     Raises:
-        OptionError: an unknown option (with the nearest known one) or a value that does not parse.
+        OptionError: an unknown option (with the nearest known one), or a value that does not parse or
+            is outside the :class:`~systolic.core.ranges.Range` of its parameter.
         SystemExit: after ``--help`` was printed.
     """
-    if "-h" in args or "--help" in args:
-        tyro.cli(function, args=["--help"], prog=prog, config=CONFIG)
     captured: dict[str, Any] = {}
 
     def capture(*positional: Any, **named: Any) -> None:
         captured.update(signature.bind(*positional, **named).arguments)
 
-    signature = inspect.signature(function)
+    signature = _signature(function)
     capture.__signature__ = signature  # ty: ignore[missing-attribute]
-    capture.__annotations__ = function.__annotations__
+    capture.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
     capture.__doc__ = function.__doc__
+    if "-h" in args or "--help" in args:
+        tyro.cli(capture, args=["--help"], prog=prog, config=CONFIG)
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
@@ -81,9 +83,26 @@ def arguments(function: Callable[..., Any], args: Sequence[str], prog: str) -> d
         option = unknown[0].split("=")[0]
         kind = "option" if option.startswith("-") else "argument"
         raise OptionError(
-            f"{prog} has no {kind} {option}{nearest(option, _options(function))}; see {prog} --help"
+            f"{prog} has no {kind} {option}{nearest(option, _options(capture))}; see {prog} --help"
         )
+    check_arguments(function, captured, lambda name: f"--{name.replace('_', '-')}")
     return captured
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """The parameters as tyro is to see them.
+
+    A verb's own switch is a plain ``--json``. A boolean that is on unless told otherwise, or part of a
+    model, is a pair ``--model.qk-norm, --model.no-qk-norm``, of which the help describes the first.
+    """
+    signature = inspect.signature(function, eval_str=True)
+    switched = [
+        p.replace(annotation=Annotated[bool, tyro.conf.FlagCreatePairsOff])
+        if p.annotation is bool and p.default is False
+        else p
+        for p in signature.parameters.values()
+    ]
+    return signature.replace(parameters=switched)
 
 
 def _options(function: Callable[..., Any]) -> list[str]:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from systolic import recipes
 from systolic.chips import Kind, Slice, chips, named_slices, slice
@@ -13,6 +13,7 @@ from systolic.cli.output import print_json
 from systolic.cli.target import Request, first, request, require_slice
 from systolic.core.errors import OptionError, nearest
 from systolic.core.files import check_writable, write_json
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from systolic.core.units import si
 from systolic.plan import (
     Facts,
@@ -65,17 +66,17 @@ FREE = ("batch", "precision")
 
 def options(
     on: str,
-    tokens: float | None = None,
-    examples: float | None = None,
+    tokens: Annotated[float | None, POSITIVE] = None,
+    examples: Annotated[float | None, POSITIVE] = None,
     goal: Objective | None = None,
     deadline: str | None = None,
-    budget: float | None = None,
+    budget: Annotated[float | None, POSITIVE] = None,
     price: Price = Price.on_demand,
     free: str = "",
-    max_chips: int = 256,
-    programs: int = 24,
-    finalists: int = 2,
-    workers: int = 0,
+    max_chips: Annotated[int, COUNT] = 256,
+    programs: Annotated[int, COUNT] = 24,
+    finalists: Annotated[int, NOT_NEGATIVE] = 2,
+    workers: Annotated[int, NOT_NEGATIVE] = 0,
     time_limit: str | None = None,
     out: Path = Path("plan.json"),
     html: Path | None = None,
@@ -207,18 +208,11 @@ def show(plan: Plan, verb: Mapping[str, Any], notes: Sequence[str], written: boo
 
 
 def check(verb: Mapping[str, Any]) -> None:
-    """Whether the verb's numbers are possible.
+    """Whether the verb's options go together.
 
     Raises:
-        OptionError: one is not.
+        OptionError: two contradict each other.
     """
-    for name, least in (("max_chips", 1), ("programs", 1), ("finalists", 0), ("workers", 0)):
-        if verb[name] < least:
-            option = name.replace("_", "-")
-            raise OptionError(f"--{option} is {verb[name]}; it is at least {least}")
-    for name in ("tokens", "examples", "budget"):
-        if verb[name] is not None and not verb[name] > 0:
-            raise OptionError(f"--{name} is {verb[name]:g}; it is more than 0")
     if verb["tokens"] is not None and verb["examples"] is not None:
         raise OptionError("--tokens and --examples say the same in two ways; give one of them")
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from systolic import __version__, recipes
 from systolic.artifact.access import Access
@@ -23,6 +23,7 @@ from systolic.cli.planned import (
 from systolic.cli.target import Request, first, plan_of, rebuild, request, request_for
 from systolic.core.digest import digest
 from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
+from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.job import Batch, Job
 from systolic.train.ledger import Ledger
 
@@ -44,11 +45,11 @@ def options(
     run: Path | None = None,
     rehearse: str | None = None,
     plan: Path | None = None,
-    candidate: int = 1,
+    candidate: Annotated[int, COUNT] = 1,
     executable: Path | None = None,
-    workers: int = 0,
-    diagnose: int | None = None,
-    profile: int = 0,
+    workers: Annotated[int, NOT_NEGATIVE] = 0,
+    diagnose: Annotated[int | None, NOT_NEGATIVE] = None,
+    profile: Annotated[int, NOT_NEGATIVE] = 0,
     json: bool = False,
 ) -> None:
     """The verb's own options.
@@ -69,9 +70,9 @@ def options(
 def resume_options(
     resume: Path,
     executable: Path | None = None,
-    workers: int = 0,
-    diagnose: int | None = None,
-    profile: int = 0,
+    workers: Annotated[int, NOT_NEGATIVE] = 0,
+    diagnose: Annotated[int | None, NOT_NEGATIVE] = None,
+    profile: Annotated[int, NOT_NEGATIVE] = 0,
     json: bool = False,
 ) -> None:
     """The verb's own options with a run.
@@ -140,17 +141,9 @@ def load(setup: Any, verb: Mapping[str, Any], ledger: Ledger) -> Any:
 
 
 def join(verb: Mapping[str, Any]) -> None:
-    """Checks the verb's own options and joins the other processes of the job, if there are any."""
+    """Joins the other processes of the job, if there are any."""
     from systolic.train import hosts
 
-    if (verb["diagnose"] or 0) < 0:
-        raise OptionError(
-            f"diagnose is {verb['diagnose']}; give the steps between looks, or 0 for none"
-        )
-    if verb["profile"] < 0:
-        raise OptionError(
-            f"profile is {verb['profile']}; give the number of steps to trace, or 0 for none"
-        )
     if hosts.belongs(os.environ) and verb["json"]:
         # Libraries between processes (Gloo, NCCL) print to stdout, which belongs to one JSON object.
         sys.stdout.flush()
@@ -182,7 +175,7 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
     """``systolic train --resume RUN``: goes on from the newest intact checkpoint."""
     from systolic.train import hosts
 
-    join({"json": "--json" in args, "diagnose": None, "profile": 0})
+    join({"json": "--json" in args})
     access = Access.write if hosts.is_first() else Access.read
     with Run.open(path, access=access) as directory:
         record = directory.read_job()

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from systolic.core.errors import DataError, NotFoundError
-from systolic.data.text import FILL, TextData, check_sequence, row_fields
+from systolic.core.ranges import COUNT, check
+from systolic.data.text import FILL, TextData, row_fields
 from systolic.job import Layout
 from systolic.job.data import Batches, Field, Read, Split
 
@@ -31,13 +32,13 @@ class StandardLibrary(TextData):
     into rows; each byte is predicted exactly once, and no file sees another.
     """
 
-    sequence: int = 512
+    sequence: Annotated[int, COUNT] = 512
     """Bytes per row."""
     root: Path | None = None
     """Another folder of .py files; None is the standard library of the running Python."""
 
     def __post_init__(self) -> None:
-        check_sequence(self.sequence)
+        check(self)
 
     def get_tokenizer(self) -> "Tokenizer":
         """Bytes and the document token: 257 ids."""

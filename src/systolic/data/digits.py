@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.core.errors import NotFoundError
+from systolic.core.ranges import NOT_NEGATIVE, check
 from systolic.job import Data, Field, Read, Split
 from systolic.job.data import Batches
 
@@ -28,8 +29,11 @@ HELD_OUT = {Split.validation: 0.1, Split.test: 0.2}
 class Digits(Data):
     """Image uint8[8, 8, 1] and label int32[], 0 to 9; every class is split 70 : 10 : 20."""
 
-    shift: int = 1
+    shift: Annotated[int, NOT_NEGATIVE] = 1
     """The most pixels that a training image is moved along each dim."""
+
+    def __post_init__(self) -> None:
+        check(self)
 
     def fields(self) -> Mapping[str, Field]:
         """image and label."""

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from systolic.core.errors import DataError, OptionError
+from systolic.core.errors import DataError
+from systolic.core.ranges import COUNT, SHARE, check
 from systolic.data.packing import Packing
-from systolic.data.text import FILL, TextData, check_sequence, row_fields
+from systolic.data.text import FILL, TextData, row_fields
 from systolic.data.tokenizer import Tokenizer
 from systolic.job import Layout
 from systolic.job.data import Batches, Field, Read, Split
@@ -36,23 +37,19 @@ class Documents(TextData):
     path: Path
     tokenizer: Path | None = None
     """A ``tokenizer.json`` or its folder; None is that of packed data, or bytes."""
-    sequence: int = 1024
+    sequence: Annotated[int, COUNT] = 1024
     """Tokens per row."""
     field: str = "text"
     """The JSONL field or the column that holds the text."""
     validation: Path | None = None
     """Validation text, like ``path``; None takes a share of the documents."""
-    validation_share: float = 0.01
+    validation_share: Annotated[float, SHARE] = 0.01
     """The share of documents that are for validation, chosen by a hash of file and number."""
     packing: Packing = Packing.fit
     """How documents are laid into rows (packed data is always cut)."""
 
     def __post_init__(self) -> None:
-        check_sequence(self.sequence)
-        if not 0 <= self.validation_share < 1:
-            raise OptionError(
-                f"validation share is {self.validation_share}; it is 0 or more and below 1"
-            )
+        check(self)
 
     def fields(self) -> Mapping[str, Field]:
         """tokens, targets, segments, positions: int32[sequence]."""

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.core.errors import DataError, NotFoundError
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, SHARE, check
 from systolic.job import Data, Field, Read, Split
 from systolic.job.data import Batches
 
@@ -35,16 +36,19 @@ class Idx(Data):
     """
 
     path: Path
-    side: int = 28
+    side: Annotated[int, COUNT] = 28
     """Height and width of the images; files of another size are refused."""
-    held_out: float = 1 / 12
+    held_out: Annotated[float, SHARE] = 1 / 12
     """Share of each class of the training files that becomes the validation split."""
-    shift: int = 2
+    shift: Annotated[int, NOT_NEGATIVE] = 2
     """The most pixels that a training image is moved along each dim."""
     flip: bool = False
     """Whether training images are mirrored left to right at random."""
     names: tuple[str, ...] = tuple("0123456789")
     """The classes, in label order."""
+
+    def __post_init__(self) -> None:
+        check(self)
 
     def fields(self) -> Mapping[str, Field]:
         """image and label."""

@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from systolic.core.errors import DataError, NotFoundError
+from systolic.core.ranges import COUNT, Range, check
 from systolic.job import Data, Field, Read, Split
 from systolic.job.data import Batches
 
@@ -48,16 +49,19 @@ class Images(Data):
     """
 
     path: Path
-    side: int = 224
+    side: Annotated[int, COUNT] = 224
     """Height and width after cropping and resizing."""
-    channels: int = 3
+    channels: Annotated[int, Range(least=1, most=3)] = 3
     """3, or 1 for grey."""
-    crop: float = 0.08
+    crop: Annotated[float, Range(above=0, most=1)] = 0.08
     """The smallest share of a picture's area that a training example shows."""
     flip: bool = True
     """Whether training examples are mirrored left to right at random."""
-    held_out: float = 0.1
+    held_out: Annotated[float, Range(least=0, below=0.5)] = 0.1
     """Share of each class for a split (validation, test) that has no folder of its own."""
+
+    def __post_init__(self) -> None:
+        check(self)
 
     def fields(self) -> Mapping[str, Field]:
         """image and label."""

@@ -4,7 +4,6 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from systolic.core.errors import OptionError
 from systolic.job.data import Data, Field
 
 if TYPE_CHECKING:
@@ -32,13 +31,3 @@ def row_fields(sequence: int) -> Mapping[str, Field]:
     """tokens, targets (-1: no loss), segments (0: padding) and positions, int32[sequence]."""
     row = Field(shape=(sequence,), dtype="int32", axes=("sequence",))
     return dict.fromkeys(("tokens", "targets", "segments", "positions"), row)
-
-
-def check_sequence(sequence: int) -> None:
-    """Refuses rows without a place.
-
-    Raises:
-        OptionError: ``sequence`` is below 1.
-    """
-    if sequence < 1:
-        raise OptionError(f"sequence is {sequence}; a row holds 1 token or more")

@@ -8,7 +8,13 @@ from systolic.job.data import Data, Field, Read, Split
 from systolic.job.job import Batch, Checkpoints, Evaluation, Guard, GuardRule, Job, Mode
 from systolic.job.layout import Axis, Layout, Placement, Remat
 from systolic.job.model import Model, Outline, Target, Task
-from systolic.job.optimizer import Optimizer, OptimizerKind, Schedule, ScheduleKind
+from systolic.job.optimizer import (
+    Optimizer,
+    OptimizerChange,
+    OptimizerKind,
+    Schedule,
+    ScheduleKind,
+)
 from systolic.job.precision import Precision
 
 __all__ = [
@@ -25,6 +31,7 @@ __all__ = [
     "Mode",
     "Model",
     "Optimizer",
+    "OptimizerChange",
     "OptimizerKind",
     "Outline",
     "Placement",

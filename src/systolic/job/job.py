@@ -3,11 +3,12 @@
 import enum
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from systolic.core.errors import LayoutError, OptionError
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check
 from systolic.job.data import Data
 from systolic.job.layout import Layout
 from systolic.job.model import Model, Task
@@ -36,14 +37,30 @@ class GuardRule(enum.Enum):
 class Batch:
     """Examples per optimizer step: ``total``, or ``per_device`` x devices x accumulation."""
 
-    total: int | None = None
-    per_device: float | None = None
+    total: Annotated[int | None, COUNT] = None
+    per_device: Annotated[float | None, POSITIVE] = None
 
     def __post_init__(self) -> None:
         if (self.total is None) == (self.per_device is None):
             raise OptionError(
                 f"batch total {self.total} and batch per device {self.per_device}: give exactly one of them"
             )
+        check(self, "batch")
+
+    @classmethod
+    def given(cls, total: int | None, per_device: float | None, own: "Batch") -> "Batch":
+        """What a recipe's options say, or its ``own`` batch where neither is given.
+
+        Raises:
+            OptionError: both are given, or one is out of its range.
+        """
+        if total is None and per_device is None:
+            return own
+        if total is not None and per_device is not None:
+            raise OptionError(
+                f"--batch is {total} and --batch-per-device {per_device:g}, which decide the same; leave one of them out"
+            )
+        return cls(total=total, per_device=per_device)
 
     def resolve(self, layout: Layout) -> int:
         """Examples per optimizer step under a definite layout.
@@ -76,39 +93,61 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """Evaluation during training."""
+    """Evaluation during training.
 
-    every: int = 0
+    Raises:
+        OptionError: a number outside its range.
+    """
+
+    every: Annotated[int, NOT_NEGATIVE] = 0
     """Steps between evaluations; 0 evaluates at the end only."""
-    batches: int = 0
+    batches: Annotated[int, NOT_NEGATIVE] = 0
     """Batches per evaluation during training; 0 reads the whole validation split. The last one is always whole."""
     metric: str = "loss"
     """What best checkpoints and early stopping look at."""
     mode: Mode = Mode.min
-    patience: int = 0
+    patience: Annotated[int, NOT_NEGATIVE] = 0
     """Evaluations without improvement before stopping early; 0 never stops early."""
+
+    def __post_init__(self) -> None:
+        check(self, "evaluation")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoints:
-    """Which checkpoints are written and kept."""
+    """Which checkpoints are written and kept.
 
-    every: int = 0
+    Raises:
+        OptionError: a number outside its range.
+    """
+
+    every: Annotated[int, NOT_NEGATIVE] = 0
     """Steps between checkpoints; 0 writes the last one (and one when interrupted) only."""
-    keep_last: int = 2
-    keep_best: int = 1
-    """By the evaluation's metric."""
+    keep_last: Annotated[int, COUNT] = 2
+    """The newest so many."""
+    keep_best: Annotated[int, NOT_NEGATIVE] = 1
+    """And the best so many by the evaluation's metric."""
+
+    def __post_init__(self) -> None:
+        check(self, "checkpoints")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Guard:
-    """What to do about a loss that is not a number or jumps."""
+    """What to do about a loss that is not a number or jumps.
+
+    Raises:
+        OptionError: a number outside its range.
+    """
 
     rule: GuardRule = GuardRule.stop
-    jump: float = 3.0
+    jump: Annotated[float, Range(above=1, only=(0,))] = 3.0
     """A loss above ``jump`` times its running mean is bad; 0 only looks for NaN and infinity."""
-    patience: int = 10
+    patience: Annotated[int, COUNT] = 10
     """skip: bad steps in a row before stopping."""
+
+    def __post_init__(self) -> None:
+        check(self, "guard")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +158,7 @@ class Job:
     model: Model
     task: Task
     data: Data
-    steps: int
+    steps: Annotated[int, COUNT]
     batch: Batch
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
@@ -128,13 +167,12 @@ class Job:
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     guard: Guard = field(default_factory=Guard)
-    seed: int = 0
+    seed: Annotated[int, NOT_NEGATIVE] = 0
     sample: str | None = None
     """A prompt that a language model continues at the end of training."""
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise OptionError(f"steps is {self.steps}; a job has at least 1 step")
+        check(self)
 
     def on(self, num_devices: int, num_slices: int = 1) -> "Job":
         """The same job with a definite layout.

@@ -6,8 +6,13 @@ The mesh has six named axes. A size of 1 leaves an axis out; ``fsdp = -1`` takes
 import enum
 import math
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from systolic.core.errors import LayoutError
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, Range, check
+
+AXIS = Range(least=1, only=(-1,))
+"""Of an axis; -1 takes the rest of the devices."""
 
 
 class Axis(enum.Enum):
@@ -56,28 +61,28 @@ class Layout:
     """Mesh axes and memory policies.
 
     Raises:
-        LayoutError: a size is neither positive nor -1, or more than one axis is -1.
+        LayoutError: a number outside its range, or more than one axis at -1.
     """
 
-    data: int = 1
+    data: Annotated[int, AXIS] = 1
     """Replicas of the model; across slices this axis crosses the data-centre network."""
-    fsdp: int = -1
+    fsdp: Annotated[int, AXIS] = -1
     """Ways to shard parameters; -1 takes all devices left."""
-    tensor: int = 1
+    tensor: Annotated[int, AXIS] = 1
     """Ways to split heads, hidden units and vocabulary."""
-    context: int = 1
+    context: Annotated[int, AXIS] = 1
     """Ways to split the sequence."""
-    expert: int = 1
+    expert: Annotated[int, AXIS] = 1
     """Ways to split the experts of a mixture."""
-    pipeline: int = 1
+    pipeline: Annotated[int, AXIS] = 1
     """Stages of consecutive layers."""
     slices: Axis = Axis.data
     """The axis that crosses slices when there are several (data, pipeline or fsdp)."""
     placement: Placement = Placement.lines
     """Where the axes lie on a TPU's torus."""
-    microbatches: int = 0
+    microbatches: Annotated[int, NOT_NEGATIVE] = 0
     """Microbatches in flight per pipeline pass; 0 means two per stage."""
-    accumulate: int = 1
+    accumulate: Annotated[int, COUNT] = 1
     """Forward and backward passes per optimizer step."""
     remat: Remat = Remat.none
     """What the backward pass computes again."""
@@ -85,34 +90,21 @@ class Layout:
     """For save-names and offload: which activations; a decoder also names layer_input, out and down."""
     saved_names: tuple[str, ...] = ()
     """For offload: activations that stay in device memory beside the offloaded ones."""
-    loss_tiles: int = 1
+    loss_tiles: Annotated[int, COUNT] = 1
     """A language model's loss: parts of the sequence whose logits exist one at a time. More hold less memory; with more than 1 the logits are computed twice."""
-    attention_block: int = 512
+    attention_block: Annotated[int, Range(least=128)] = 512
     """Tokens of a block side of the TPU attention kernel, a multiple of 128; larger ones are faster where they fit VMEM."""
 
     def __post_init__(self) -> None:
-        sizes = {axis.value: self.size(axis) for axis in Axis}
-        for name, size in sizes.items():
-            if size != -1 and size < 1:
-                raise LayoutError(
-                    f"layout.{name} is {size}; an axis is 1 or more, or -1 for the rest of the devices"
-                )
-        free = [name for name, size in sizes.items() if size == -1]
+        check(self, "layout", LayoutError)
+        free = [axis.value for axis in Axis if self.size(axis) == -1]
         if len(free) > 1:
             raise LayoutError(
                 f"layout has {' and '.join(free)} at -1; only one axis can take the rest, set the others"
             )
-        if self.attention_block < 128 or self.attention_block % 128:
+        if self.attention_block % 128:
             raise LayoutError(
                 f"layout.attention-block is {self.attention_block}; it is a multiple of 128"
-            )
-        if self.loss_tiles < 1:
-            raise LayoutError(
-                f"layout.loss-tiles is {self.loss_tiles}; it is the number of parts of the sequence, 1 or more"
-            )
-        if self.accumulate < 1:
-            raise LayoutError(
-                f"layout.accumulate is {self.accumulate}; it is the number of passes per step, 1 or more"
             )
 
     def size(self, axis: Axis) -> int:

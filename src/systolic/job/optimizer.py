@@ -1,7 +1,10 @@
 """Optimizers and learning rate schedules as values; :mod:`systolic.steps` turns them into Optax."""
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from systolic.core.ranges import NOT_NEGATIVE, POSITIVE, SHARE, Range, check
 
 
 class OptimizerKind(enum.Enum):
@@ -29,34 +32,100 @@ class ScheduleKind(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optimizer:
-    """An update rule with its constants; ``None`` takes the rule's usual value."""
+    """An update rule with its constants; ``None`` takes the rule's usual value.
+
+    Raises:
+        OptionError: a constant outside its range.
+    """
 
     kind: OptimizerKind = OptimizerKind.adamw
-    learning_rate: float = 3e-4
+    learning_rate: Annotated[float, POSITIVE] = 3e-4
     """Peak learning rate."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
+    """Decoupled decay of matrices; vectors, biases and norms are never decayed."""
+    b1: Annotated[float | None, SHARE] = None
+    """Decay of the first moment, or the momentum of sgd and muon."""
+    b2: Annotated[float | None, SHARE] = None
+    """Decay of the second moment."""
+    eps: Annotated[float, POSITIVE] = 1e-8
+    """Added to the denominator of the update, against a division by zero."""
+    clip: Annotated[float, NOT_NEGATIVE] = 1.0
+    """Global gradient norm above which gradients are scaled down; 0 turns it off."""
+    adam_learning_rate: Annotated[float | None, POSITIVE] = None
+    """muon only: the peak rate of the parameters that AdamW updates."""
+    ema: Annotated[float, SHARE] = 0.0
+    """Decay of an exponential moving average of the weights that evaluation uses; 0 keeps none."""
+
+    def __post_init__(self) -> None:
+        check(self, "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerChange:
+    """What to change of a recipe's own optimizer, where that depends on the model; ``None`` keeps it.
+
+    The fields are those of :class:`Optimizer`, which checks the values.
+    """
+
+    kind: OptimizerKind | None = None
+    """The update rule. Another one than the recipe's brings its own usual constants."""
+    learning_rate: float | None = None
+    """Peak learning rate."""
+    weight_decay: float | None = None
     """Decoupled decay of matrices; vectors, biases and norms are never decayed."""
     b1: float | None = None
     """Decay of the first moment, or the momentum of sgd and muon."""
     b2: float | None = None
     """Decay of the second moment."""
-    eps: float = 1e-8
-    clip: float = 1.0
+    eps: float | None = None
+    """Added to the denominator of the update, against a division by zero."""
+    clip: float | None = None
     """Global gradient norm above which gradients are scaled down; 0 turns it off."""
     adam_learning_rate: float | None = None
     """muon only: the peak rate of the parameters that AdamW updates."""
-    ema: float = 0.0
+    ema: float | None = None
     """Decay of an exponential moving average of the weights that evaluation uses; 0 keeps none."""
+
+    def of(self, own: Optimizer, *others: Optimizer) -> Optimizer:
+        """The optimizer with these changes.
+
+        Args:
+            own: The recipe's, for its model.
+            others: What the recipe uses under other rules; where the rule is changed to one of
+                them, its constants are the defaults.
+
+        Raises:
+            OptionError: a constant outside its range.
+        """
+        known = {optimizer.kind: optimizer for optimizer in (*others, own)}
+        kind = self.kind or own.kind
+        given = {
+            name: value for name in self.__slots__ if (value := getattr(self, name)) is not None
+        }
+        return replace(known.get(kind) or Optimizer(kind=kind), **given)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """The learning rate over the steps of the job."""
+    """The learning rate over the steps of the job.
+
+    Raises:
+        OptionError: a value outside its range.
+    """
 
     kind: ScheduleKind = ScheduleKind.cosine
-    warmup: int = 0
+    warmup: Annotated[int, NOT_NEGATIVE] = 0
     """Steps of linear warm-up from 0."""
-    decay: float = 0.2
+    decay: Annotated[float, Range(above=0, most=1)] = 0.2
     """wsd: the share of the steps that decays."""
-    final: float = 0.1
+    final: Annotated[float, Range(least=0, most=1)] = 0.1
     """The last learning rate as a share of the peak."""
+
+    def __post_init__(self) -> None:
+        check(self, "schedule")
+
+    def shortened(self, own: "Schedule", steps: int) -> "Schedule":
+        """For short runs: the recipe's ``own`` warm-up takes at most a tenth of ``steps``; another one stays."""
+        if self.warmup != own.warmup:
+            return self
+        return replace(self, warmup=min(self.warmup, max(steps, 0) // 10))

@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 from systolic.core.errors import LayoutError, OptionError
+from systolic.core.ranges import COUNT, POSITIVE, Range, check
 from systolic.job import Axis, Field, Layout
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -20,33 +22,21 @@ class Pixels:
         OptionError: a size below 1, or a mean or std that is not one number per channel.
     """
 
-    size: int = 224
+    size: Annotated[int, COUNT] = 224
     """Height and width in pixels."""
-    channels: int = 3
-    mean: tuple[float, ...] = IMAGENET_MEAN
+    channels: Annotated[int, COUNT] = 3
+    mean: Annotated[tuple[float, ...], Range()] = IMAGENET_MEAN
     """Per channel, or one number for all of them."""
-    std: tuple[float, ...] = IMAGENET_STD
+    std: Annotated[tuple[float, ...], POSITIVE] = IMAGENET_STD
     """Like mean."""
 
     def __post_init__(self) -> None:
-        at_least_one("model.pixels", size=self.size, channels=self.channels)
+        check(self, "model.pixels")
         for name, values in (("mean", self.mean), ("std", self.std)):
             if len(values) not in (1, self.channels):
                 raise OptionError(
                     f"model.pixels.{name} has {len(values)} numbers for {self.channels} channels; give 1 or {self.channels}"
                 )
-        if min(self.std) <= 0:
-            raise OptionError(
-                f"model.pixels.std is {self.std}; a standard deviation is above 0 (1.0 leaves the scale alone)"
-            )
-
-
-def at_least_one(prefix: str, **sizes: int) -> None:
-    """Raises OptionError for the first of the named sizes that is below 1."""
-    for name, size in sizes.items():
-        if size < 1:
-            option = name.replace("_", "-")
-            raise OptionError(f"{prefix}.{option} is {size}; it must be at least 1")
 
 
 def refuse_axes(layout: Layout, model: str, *axes: Axis) -> None:

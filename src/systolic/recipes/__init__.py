@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from systolic.core.errors import NotFoundError, OptionError, RunError, nearest
+from systolic.core.ranges import check_arguments
 from systolic.job import Job
 
 
@@ -41,8 +42,9 @@ class Recipe:
         """The job with these arguments.
 
         Raises:
-            OptionError: the function returned something else.
+            OptionError: an argument is outside its range, or the function returned something else.
         """
+        check_arguments(self.function, options, lambda name: f"--{name.replace('_', '-')}")
         job = self.function(**options)
         if not isinstance(job, Job):
             raise OptionError(

@@ -17,6 +17,7 @@ from systolic.job import (
 from systolic.models.decoder.config import Decoder
 from systolic.steps.tasks.language import LanguageModel, Unit
 
+BATCH = Batch(total=16)
 MODEL = Decoder(
     layers=2,
     d_model=128,
@@ -45,7 +46,8 @@ SCHEDULE = Schedule(kind=ScheduleKind.linear, warmup=10, final=0.0)
 def bytes(
     model: Decoder = MODEL,
     steps: int = 500,
-    batch: int = 16,
+    batch: int | None = None,
+    batch_per_device: float | None = None,
     sequence: int = 128,
     optimizer: Optimizer = OPTIMIZER,
     schedule: Schedule = SCHEDULE,
@@ -61,7 +63,8 @@ def bytes(
     Args:
         model: The decoder's sizes.
         steps: Optimizer steps.
-        batch: Rows per step.
+        batch: Rows per optimizer step; by default 16.
+        batch_per_device: Rows per device and pass, instead of batch.
         sequence: Bytes per row.
         optimizer: The update rule.
         schedule: The learning rate over the steps.
@@ -78,7 +81,7 @@ def bytes(
         task=LanguageModel(unit=Unit.byte),
         data=StandardLibrary(sequence=sequence),
         steps=steps,
-        batch=Batch(total=batch),
+        batch=Batch.given(batch, batch_per_device, BATCH),
         optimizer=optimizer,
         schedule=schedule,
         precision=precision,

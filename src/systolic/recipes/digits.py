@@ -1,7 +1,6 @@
 """Handwritten digits of 8 x 8 pixels: the smallest real training, no download."""
 
 import enum
-from dataclasses import replace
 
 from systolic.data.digits import SIZE, Digits
 from systolic.job import (
@@ -13,6 +12,7 @@ from systolic.job import (
     Layout,
     Mode,
     Optimizer,
+    OptimizerChange,
     OptimizerKind,
     Precision,
     Schedule,
@@ -39,6 +39,8 @@ MODELS = {
         layers=3, d_model=64, d_ff=128, heads=4, patch=4, num_classes=10, pixels=PIXELS
     ),
 }
+BATCH = Batch(total=64)
+SCHEDULE = Schedule(warmup=30, final=0.01)
 STEPS = {DigitsModel.cnn: 300, DigitsModel.vit: 800}
 OPTIMIZERS = {
     DigitsModel.cnn: Optimizer(learning_rate=3e-3, weight_decay=0.05),
@@ -55,8 +57,10 @@ OPTIMIZERS = {
 def digits(
     model: DigitsModel = DigitsModel.cnn,
     steps: int | None = None,
-    batch: int = 64,
-    learning_rate: float | None = None,
+    batch: int | None = None,
+    batch_per_device: float | None = None,
+    optimizer: OptimizerChange = OptimizerChange(),
+    schedule: Schedule = SCHEDULE,
     label_smoothing: float = 0.1,
     precision: Precision = Precision.auto,
     layout: Layout = Layout(),
@@ -70,8 +74,10 @@ def digits(
     Args:
         model: A small convolutional network, or a small vision transformer.
         steps: Optimizer steps; by default 300 for cnn, 800 for vit.
-        batch: Images per step.
-        learning_rate: Peak of the learning rate; by default 0.003 for cnn (AdamW), 0.02 for vit (Muon).
+        batch: Images per optimizer step; by default 64.
+        batch_per_device: Images per device and pass, instead of batch.
+        optimizer: The update rule; by default AdamW at 0.003 for cnn, Muon at 0.02 for vit, decay 0.05.
+        schedule: The learning rate over the steps; its own warm-up is at most a tenth of them.
         label_smoothing: Share of the probability spread evenly over the classes.
         precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
         layout: How to spread it over devices.
@@ -81,18 +87,15 @@ def digits(
         seed: Of the initial weights, the order and the shifts of the images.
     """
     steps = STEPS[model] if steps is None else steps
-    optimizer = OPTIMIZERS[model]
-    if learning_rate is not None:
-        optimizer = replace(optimizer, learning_rate=learning_rate)
     return Job(
         name="digits",
         model=MODELS[model],
         task=Classification(label_smoothing=label_smoothing),
         data=Digits(),
         steps=steps,
-        batch=Batch(total=batch),
-        optimizer=optimizer,
-        schedule=Schedule(warmup=min(30, steps // 10), final=0.01),
+        batch=Batch.given(batch, batch_per_device, BATCH),
+        optimizer=optimizer.of(OPTIMIZERS[model], *OPTIMIZERS.values()),
+        schedule=schedule.shortened(SCHEDULE, steps),
         precision=precision,
         layout=layout,
         evaluation=evaluation,

@@ -64,12 +64,18 @@ OPTIMIZER = Optimizer(
 """After 800 steps of the ResNet, 90.4 % of the test images against 88.6 % with AdamW."""
 
 
+BATCH = Batch(total=128)
+SCHEDULE = Schedule(warmup=100, final=0.01)
+
+
 def fashion(
     path: Path = DEBIAN / "fashion-mnist",
     model: FashionModel = FashionModel.resnet,
     steps: int = 1200,
-    batch: int = 128,
+    batch: int | None = None,
+    batch_per_device: float | None = None,
     optimizer: Optimizer = OPTIMIZER,
+    schedule: Schedule = SCHEDULE,
     label_smoothing: float = 0.05,
     precision: Precision = Precision.auto,
     layout: Layout = Layout(),
@@ -84,8 +90,10 @@ def fashion(
         path: The folder of the IDX files; by default where Debian's dataset-fashion-mnist puts them.
         model: A small residual network, or a small vision transformer, which reaches 87 % in as many steps.
         steps: Optimizer steps.
-        batch: Images per step.
+        batch: Images per optimizer step; by default 128.
+        batch_per_device: Images per device and pass, instead of batch.
         optimizer: The update rule.
+        schedule: The learning rate over the steps; its own warm-up is at most a tenth of them.
         label_smoothing: Share of the probability spread evenly over the classes.
         precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
         layout: How to spread it over devices.
@@ -100,9 +108,9 @@ def fashion(
         task=Classification(label_smoothing=label_smoothing),
         data=Idx(path=path, shift=1, flip=True, names=CLASSES),
         steps=steps,
-        batch=Batch(total=batch),
+        batch=Batch.given(batch, batch_per_device, BATCH),
         optimizer=optimizer,
-        schedule=Schedule(warmup=min(100, steps // 10), final=0.01),
+        schedule=schedule.shortened(SCHEDULE, steps),
         precision=precision,
         layout=layout,
         evaluation=evaluation,

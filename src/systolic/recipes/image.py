@@ -3,8 +3,10 @@
 import enum
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 from systolic.core.errors import OptionError
+from systolic.core.ranges import COUNT
 from systolic.data.images import Images
 from systolic.job import (
     Batch,
@@ -16,6 +18,7 @@ from systolic.job import (
     Mode,
     Model,
     Optimizer,
+    OptimizerChange,
     OptimizerKind,
     Precision,
     Schedule,
@@ -57,6 +60,7 @@ ADAMW = Optimizer(learning_rate=2.5e-4, b2=0.999, weight_decay=0.1, clip=1.0)
 """Of vision transformers, at REFERENCE_BATCH (Beyer, Zhai, Kolesnikov 2022: 1e-3 at 1024)."""
 REFERENCE_BATCH = 256
 """Default learning rates are per so many images and grow with the batch."""
+SCHEDULE = Schedule(warmup=500, final=0.0)
 SMALL_SIZE = 64
 """Up to so many pixels a residual network starts at full resolution."""
 
@@ -65,12 +69,13 @@ def image(
     path: Path,
     model: ImageModel = ImageModel.resnet50,
     size: int = 224,
-    patch: int = 16,
-    classes: int | None = None,
+    patch: Annotated[int, COUNT] = 16,
+    classes: Annotated[int | None, COUNT] = None,
     steps: int = 10_000,
-    batch: int = 256,
-    learning_rate: float | None = None,
-    warmup: int = 500,
+    batch: int | None = None,
+    batch_per_device: float | None = None,
+    optimizer: OptimizerChange = OptimizerChange(),
+    schedule: Schedule = SCHEDULE,
     label_smoothing: float = 0.1,
     crop: float = 0.08,
     precision: Precision = Precision.auto,
@@ -89,9 +94,10 @@ def image(
         patch: vit: pixels on a side of a patch.
         classes: Number of classes; by default the class folders are counted.
         steps: Optimizer steps.
-        batch: Images per step.
-        learning_rate: Peak; by default 0.1 (SGD) for resnets and 0.00025 (AdamW) for vits per 256 images of batch.
-        warmup: Steps in which the learning rate rises.
+        batch: Images per optimizer step; by default 256.
+        batch_per_device: Images per device and pass, instead of batch.
+        optimizer: The update rule; by default SGD at 0.1 for resnets and AdamW at 0.00025 for vits, per 256 images of batch.
+        schedule: The learning rate over the steps; its own warm-up is at most a tenth of them.
         label_smoothing: Share of the probability spread evenly over the classes.
         crop: The smallest share of a picture that a training example shows.
         precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
@@ -103,18 +109,16 @@ def image(
     """
     data = Images(path=path, side=size, crop=crop)
     num_classes = len(data.labels()) if classes is None else classes
-    optimizer = SGD if model in DEPTHS else ADAMW
-    if learning_rate is None:
-        learning_rate = optimizer.learning_rate * batch / REFERENCE_BATCH
+    size_of_batch = Batch.given(batch, batch_per_device, Batch(total=REFERENCE_BATCH))
     return Job(
         name="image",
         model=network(model, size, patch, num_classes),
         task=Classification(label_smoothing=label_smoothing),
         data=data,
         steps=steps,
-        batch=Batch(total=batch),
-        optimizer=replace(optimizer, learning_rate=learning_rate),
-        schedule=Schedule(warmup=min(warmup, steps // 10), final=0.0),
+        batch=size_of_batch,
+        optimizer=update_rule(model, optimizer, size_of_batch),
+        schedule=schedule.shortened(SCHEDULE, steps),
         precision=precision,
         layout=layout,
         evaluation=evaluation,
@@ -124,18 +128,33 @@ def image(
     )
 
 
+def update_rule(model: ImageModel, change: OptimizerChange, batch: Batch) -> Optimizer:
+    """The optimizer of a network, its learning rate in proportion to the batch unless one is given.
+
+    Raises:
+        OptionError: there is neither a learning rate nor a batch that is known before the devices are.
+    """
+    rules = (SGD, ADAMW) if model in DEPTHS else (ADAMW, SGD)
+    chosen = change.of(*rules)
+    if change.learning_rate is not None:
+        return chosen
+    if batch.total is None:
+        raise OptionError(
+            f"--batch-per-device {batch.per_device:g} leaves the batch open until the devices are known, and the default learning rate grows with it; add --optimizer.learning-rate, or give --batch"
+        )
+    return replace(chosen, learning_rate=chosen.learning_rate * batch.total / REFERENCE_BATCH)
+
+
 def network(model: ImageModel, size: int, patch: int, num_classes: int) -> Model:
     """The network for crops of ``size`` pixels.
 
     Raises:
         OptionError: no class, or a patch that does not divide the size.
     """
-    if num_classes < 1:
-        raise OptionError(f"--classes is {num_classes}; it must be at least 1")
     pixels = Pixels(size=size)
     if model in DEPTHS:
         stem = Stem.small if size <= SMALL_SIZE else Stem.imagenet
         return ResNet(depth=DEPTHS[model], stem=stem, num_classes=num_classes, pixels=pixels)
-    if patch < 1 or size % patch:
+    if size % patch:
         raise OptionError(f"--patch {patch} does not divide --size {size}; change one")
     return ViT.preset(PRESETS[model], patch=patch, num_classes=num_classes, pixels=pixels)

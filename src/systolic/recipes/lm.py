@@ -21,6 +21,7 @@ from systolic.job import (
 from systolic.models.decoder.config import Decoder
 from systolic.steps.tasks.language import LanguageModel, Unit
 
+BATCH = Batch(per_device=8)
 VOCAB_MULTIPLE = 128
 """Vocabularies are rounded up to it: the matrix units' lane count, and even to split."""
 
@@ -32,7 +33,7 @@ def lm(
     field: str = "text",
     model: Decoder = Decoder(),
     sequence: int = 1024,
-    batch_per_device: float = 8,
+    batch_per_device: float | None = None,
     batch: int | None = None,
     steps: int = 1000,
     optimizer: Optimizer = Optimizer(),
@@ -56,7 +57,7 @@ def lm(
         field: The JSONL field or the column that holds the text.
         model: The decoder's sizes.
         sequence: Tokens per row; documents are packed into rows and don't see each other.
-        batch_per_device: Rows per device and pass; may be a fraction when an axis splits a row over devices.
+        batch_per_device: Rows per device and pass, by default 8; may be a fraction when an axis splits a row over devices.
         batch: Rows per optimizer step, instead of batch-per-device.
         steps: Optimizer steps.
         optimizer: The update rule.
@@ -100,7 +101,7 @@ def lm(
         ),
         data=data,
         steps=steps,
-        batch=Batch(total=batch) if batch is not None else Batch(per_device=batch_per_device),
+        batch=Batch.given(batch, batch_per_device, BATCH),
         optimizer=optimizer,
         schedule=schedule,
         precision=precision,

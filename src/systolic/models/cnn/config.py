@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from systolic.core.errors import OptionError
+from systolic.core.ranges import COUNT, check
 from systolic.job import Axis, Field, Layout, Model, Target
 from systolic.models.vision import (
     Pixels,
-    at_least_one,
     conv_flops,
     image_size,
     refuse_axes,
@@ -27,17 +27,15 @@ class CNN(Model):
         OptionError: a size below 1, or no stage.
     """
 
-    channels: tuple[int, ...] = (32, 64)
+    channels: Annotated[tuple[int, ...], COUNT] = (32, 64)
     """Channels of each stage; every stage halves the resolution."""
-    num_classes: int = 10
+    num_classes: Annotated[int, COUNT] = 10
     pixels: Pixels = field(default_factory=Pixels)
 
     def __post_init__(self) -> None:
-        if not self.channels or min(self.channels) < 1:
-            raise OptionError(
-                f"model.channels is {self.channels}; give the channels of each stage, 1 or more"
-            )
-        at_least_one("model", num_classes=self.num_classes)
+        if not self.channels:
+            raise OptionError("model.channels is empty; give the channels of each stage")
+        check(self, "model")
 
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
         """A :class:`~systolic.models.cnn.module.CNNModule` in float32."""

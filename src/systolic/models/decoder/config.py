@@ -3,9 +3,10 @@
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from systolic.core.errors import LayoutError, OptionError
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check
 from systolic.job import Axis, Field, Layout, Model, Outline, Remat, Target
 
 if TYPE_CHECKING:
@@ -38,50 +39,46 @@ class Decoder(Model):
         OptionError: sizes that contradict each other (heads that kv_heads don't divide, ...).
     """
 
-    layers: int = 12
-    d_model: int = 768
+    layers: Annotated[int, COUNT] = 12
+    d_model: Annotated[int, COUNT] = 768
     """Width of the residual stream."""
-    d_ff: int = 2048
+    d_ff: Annotated[int, COUNT] = 2048
     """Hidden units (of each expert, in a mixture)."""
     mlp: Mlp = Mlp.swiglu
     """The feed-forward part."""
-    heads: int = 12
-    kv_heads: int = 12
+    heads: Annotated[int, COUNT] = 12
+    """Query heads."""
+    kv_heads: Annotated[int, COUNT] = 12
     """Key and value heads; fewer than heads is grouped-query attention."""
-    head_dim: int = 64
-    vocab: int = 0
+    head_dim: Annotated[int, COUNT] = 64
+    """Width of a head, an even number."""
+    vocab: Annotated[int, NOT_NEGATIVE] = 0
     """Token ids; 0 takes the tokenizer's, rounded up to a multiple of 128."""
     tie_embeddings: bool = True
     """Whether the output matrix is the embedding's transpose."""
-    experts: int = 1
+    experts: Annotated[int, COUNT] = 1
     """Experts per layer; 1 is a dense model."""
-    experts_per_token: int = 2
-    capacity_factor: float = 1.25
+    experts_per_token: Annotated[int, COUNT] = 2
+    """Mixture: experts that each token visits."""
+    capacity_factor: Annotated[float, NOT_NEGATIVE] = 1.25
     """Mixture: slots per expert over the mean load; a token without a slot skips its expert. 0 never drops."""
-    router_loss: float = 0.01
+    router_loss: Annotated[float, NOT_NEGATIVE] = 0.01
     """Mixture: weight of the load balancing loss."""
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-6
+    rope_theta: Annotated[float, POSITIVE] = 10_000.0
+    """Base of the rotary embeddings' wavelengths."""
+    norm_eps: Annotated[float, POSITIVE] = 1e-6
+    """Added to the mean square in RMSNorm."""
     qk_norm: bool = False
     """RMSNorm on queries and keys."""
-    ngrams: int = 0
+    ngrams: Annotated[int, Range(least=2, most=64, only=(0,))] = 0
     """The longest n-gram with a hashed embedding of its own, 2 or more; 0 has none."""
-    ngram_rows: int = 2**15
+    ngram_rows: Annotated[int, COUNT] = 2**15
     """Rows of each n-gram table, a power of two."""
-    ngram_dim: int = 32
+    ngram_dim: Annotated[int, COUNT] = 32
+    """Width of an n-gram's embedding."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "layers",
-            "d_model",
-            "d_ff",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "experts",
-        ):
-            if getattr(self, name) < 1:
-                raise OptionError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
+        check(self, "model")
         if self.heads % self.kv_heads:
             raise OptionError(
                 f"model.heads {self.heads} is not a multiple of model.kv-heads {self.kv_heads}; change one"
@@ -90,11 +87,7 @@ class Decoder(Model):
             raise OptionError(
                 f"model.head-dim {self.head_dim} is odd; rotary embeddings turn pairs of dims, use an even one"
             )
-        if self.ngrams < 0 or self.ngrams == 1:
-            raise OptionError(
-                f"model.ngrams is {self.ngrams}; it is 0, or the longest n-gram: 2 or more"
-            )
-        if self.ngrams and (self.ngram_rows < 1 or self.ngram_rows & (self.ngram_rows - 1)):
+        if self.ngrams and self.ngram_rows & (self.ngram_rows - 1):
             raise OptionError(
                 f"model.ngram-rows {self.ngram_rows} is not a power of two; rows are picked by the low bits of a hash"
             )
@@ -102,9 +95,9 @@ class Decoder(Model):
             raise OptionError(
                 f"model.mlp {self.mlp.value} has no mixture of experts; use swiglu or geglu"
             )
-        if self.experts > 1 and not 1 <= self.experts_per_token <= self.experts:
+        if self.experts > 1 and self.experts_per_token > self.experts:
             raise OptionError(
-                f"model.experts-per-token {self.experts_per_token} is outside 1 to {self.experts} experts"
+                f"model.experts-per-token {self.experts_per_token} is more than its {self.experts} experts; lower one or raise the other"
             )
 
     @property

@@ -3,12 +3,12 @@
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from systolic.core.ranges import COUNT, check
 from systolic.job import Axis, Field, Layout, Model, Remat, Target
 from systolic.models.vision import (
     Pixels,
-    at_least_one,
     conv_flops,
     image_size,
     refuse_axes,
@@ -69,14 +69,14 @@ class ResNet(Model):
     """
 
     depth: Depth = Depth.d50
-    width: int = 64
+    width: Annotated[int, COUNT] = 64
     """Channels of the first stage; each later stage has twice as many."""
     stem: Stem = Stem.imagenet
-    num_classes: int = 1000
+    num_classes: Annotated[int, COUNT] = 1000
     pixels: Pixels = field(default_factory=Pixels)
 
     def __post_init__(self) -> None:
-        at_least_one("model", width=self.width, num_classes=self.num_classes)
+        check(self, "model")
 
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
         """A :class:`~systolic.models.resnet.module.ResNetModule` in float32."""

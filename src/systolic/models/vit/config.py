@@ -3,11 +3,12 @@
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.core.errors import LayoutError, OptionError
+from systolic.core.ranges import COUNT, check
 from systolic.job import Axis, Field, Layout, Model, Remat, Target
-from systolic.models.vision import Pixels, at_least_one, image_size, refuse_axes
+from systolic.models.vision import Pixels, image_size, refuse_axes
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -55,29 +56,21 @@ class ViT(Model):
         OptionError: sizes that contradict each other (a patch that does not divide the image, ...).
     """
 
-    layers: int = 12
-    d_model: int = 384
+    layers: Annotated[int, COUNT] = 12
+    d_model: Annotated[int, COUNT] = 384
     """Width of the residual stream."""
-    d_ff: int = 1536
+    d_ff: Annotated[int, COUNT] = 1536
     """Hidden units of the MLP."""
-    heads: int = 6
-    patch: int = 16
+    heads: Annotated[int, COUNT] = 6
+    patch: Annotated[int, COUNT] = 16
     """Pixels on a side of a patch."""
     pooling: Pooling = Pooling.mean
     positions: Positions = Positions.sincos
-    num_classes: int = 1000
+    num_classes: Annotated[int, COUNT] = 1000
     pixels: Pixels = field(default_factory=Pixels)
 
     def __post_init__(self) -> None:
-        at_least_one(
-            "model",
-            layers=self.layers,
-            d_model=self.d_model,
-            d_ff=self.d_ff,
-            heads=self.heads,
-            patch=self.patch,
-            num_classes=self.num_classes,
-        )
+        check(self, "model")
         if self.d_model % self.heads:
             raise OptionError(
                 f"model.d-model {self.d_model} is not a multiple of model.heads {self.heads}; change one"

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from systolic.core.errors import OptionError
+from systolic.core.ranges import COUNT, SHARE, check
 from systolic.job import Task
 from systolic.job.data import MASK
 from systolic.job.model import Mean
@@ -24,18 +24,13 @@ class Classification(Task):
         OptionError: ``label_smoothing`` outside 0 to 1, or no ``top``.
     """
 
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, SHARE] = 0.0
     """Share of the target probability that is spread evenly over all classes, in training."""
-    top: int = 5
+    top: Annotated[int, COUNT] = 5
     """Classes that a prediction lists."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing < 1:
-            raise OptionError(
-                f"task.label-smoothing is {self.label_smoothing}; it is a share from 0 up to but not including 1"
-            )
-        if self.top < 1:
-            raise OptionError(f"task.top is {self.top}; a prediction lists 1 class or more")
+        check(self)
 
     def terms(
         self, model: Any, batch: Mapping[str, "jax.Array"], train: bool

@@ -4,8 +4,9 @@ import enum
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from systolic.core.ranges import NOT_NEGATIVE, SHARE, check
 from systolic.job import Task
 from systolic.job.model import Mean
 
@@ -28,15 +29,21 @@ class LanguageModel(Task):
     """Cross-entropy of the next token, over the targets that are not -1.
 
     Batches: tokens, targets, segments, positions int32[batch, sequence].
+
+    Raises:
+        OptionError: a weight or share outside its range.
     """
 
     unit: Unit = Unit.token
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, SHARE] = 0.0
     """Share of the probability mass spread evenly over the vocabulary."""
-    z_loss: float = 0.0
+    z_loss: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight of the squared log normaliser (PaLM, Chowdhery et al. 2022): keeps logits from drifting."""
-    router_loss: float = 0.0
+    router_loss: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight of a mixture's load balancing loss."""
+
+    def __post_init__(self) -> None:
+        check(self)
 
     def terms(
         self, model: Any, batch: "Mapping[str, jax.Array]", train: bool

@@ -1,0 +1,166 @@
+"""Ranges of numbers, stated once beside the field or the parameter that they belong to.
+
+``learning_rate: Annotated[float, Range(above=0)] = 3e-4`` says what the field takes; :func:`check` in
+the record's ``__post_init__`` enforces it, and the command line checks the parameters of its verbs
+alike. Every number is finite, and a whole number fits the 32 bits that devices count in.
+"""
+
+import math
+import re
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import NoneType, UnionType
+from typing import Any
+
+from systolic.core.errors import OptionError
+
+LARGEST_INT = 2**31 - 1
+"""Steps, token ids and seeds are int32 on the devices."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Range:
+    """The numbers that a field takes. ``None`` leaves a side open.
+
+    ``only`` are values that are allowed beside the range, such as a 0 that turns something off.
+    """
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+    only: tuple[float, ...] = ()
+
+    def __contains__(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        return value in self.only or (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        """``0, or above 1``, ``at least 0 and below 1``."""
+        sides = [
+            f"{word} {value:g}"
+            for word, value in (
+                ("at least", self.least),
+                ("above", self.above),
+                ("at most", self.most),
+                ("below", self.below),
+            )
+            if value is not None
+        ]
+        text = " and ".join(sides) or "finite"
+        return ", or ".join([*(f"{value:g}" for value in self.only), text])
+
+
+COUNT = Range(least=1)
+"""Of things of which there is at least one."""
+NOT_NEGATIVE = Range(least=0)
+POSITIVE = Range(above=0)
+SHARE = Range(least=0, below=1)
+"""A part of a whole that is never all of it, or the decay of a moving average."""
+
+
+class Ranged(typing.NamedTuple):
+    """What is known of one field or parameter with a :class:`Range`."""
+
+    range: Range
+    whole: bool
+    """Whether it takes whole numbers only."""
+    optional: bool
+    """Whether it takes ``None``."""
+    several: bool
+    """Whether it is a tuple of such numbers."""
+
+
+def check(record: Any, prefix: str = "", error: type[Exception] = OptionError) -> None:
+    """Checks the ranged fields of a dataclass instance.
+
+    Args:
+        record: The instance; its class annotates fields with :class:`Range`.
+        prefix: What the options of its fields begin with, as in ``model`` for ``--model.layers``.
+        error: What is raised.
+
+    Raises:
+        OptionError: or ``error``, for the first value out of its range: the value and the range.
+    """
+    for name, ranged in ranges_of(type(record)).items():
+        told = complaint(
+            _option(f"{prefix}.{name}" if prefix else name), ranged, getattr(record, name)
+        )
+        if told is not None:
+            raise error(told)
+
+
+def check_arguments(
+    function: Callable[..., Any], values: Mapping[str, Any], spell: Callable[[str], str]
+) -> None:
+    """Checks the ranged parameters of a function against the values that it is to be called with.
+
+    Raises:
+        OptionError: the first one out of its range; ``spell`` turns the parameter into what the user typed.
+    """
+    for name, ranged in ranges_of(function).items():
+        if name in values:
+            told = complaint(spell(name), ranged, values[name])
+            if told is not None:
+                raise OptionError(told)
+
+
+def complaint(name: str, ranged: Ranged, value: Any) -> str | None:
+    """What is wrong with a value, in one line; ``None`` where nothing is."""
+    if value is None and ranged.optional:
+        return None
+    for one in value if ranged.several else (value,):
+        if isinstance(one, bool) or not isinstance(one, int | float):
+            return (
+                f"{name} is {value!r}; it takes {'a whole number' if ranged.whole else 'a number'}"
+            )
+        if ranged.whole and not isinstance(one, int):
+            return f"{name} is {value!r}; it takes a whole number"
+        if one not in ranged.range:
+            return f"{name} is {value}; it must be {ranged.range}"
+        if ranged.whole and one > LARGEST_INT:
+            return f"{name} is {value}; it must be at most {LARGEST_INT}"
+    return None
+
+
+@lru_cache
+def ranges_of(annotated: Any) -> Mapping[str, Ranged]:
+    """Name to range of the fields of a class or the parameters of a function that have one."""
+    hints = typing.get_type_hints(annotated, include_extras=True)
+    found = {name: _ranged(hint) for name, hint in hints.items()}
+    return {name: ranged for name, ranged in found.items() if ranged is not None}
+
+
+def _ranged(hint: Any) -> Ranged | None:
+    if typing.get_origin(hint) is not typing.Annotated:
+        return None
+    inner, *extras = typing.get_args(hint)
+    for extra in extras:
+        if isinstance(extra, Range):
+            kinds = _alternatives(inner)
+            several = any(typing.get_origin(kind) is tuple for kind in kinds)
+            numbers = {
+                part for kind in kinds for part in (typing.get_args(kind) if several else (kind,))
+            }
+            return Ranged(
+                range=extra, whole=float not in numbers, optional=NoneType in kinds, several=several
+            )
+    return None
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    union = typing.get_origin(hint) in (typing.Union, UnionType)
+    return typing.get_args(hint) if union else (hint,)
+
+
+def _option(name: str) -> str:
+    """A field as its option is spelt, without the dashes before it."""
+    return re.sub("_", "-", name)
