@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from systolic.core.errors import DataError
 from systolic.data.arrays import Arrays
+from systolic.data.blocks import Blocks, Share
 from systolic.data.place import Placed
 from systolic.job.data import Read, Split
 
@@ -19,7 +20,12 @@ def placed(epochs=None, ahead=2) -> Placed:
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     read = Read(split=Split.train, batch=4, epochs=epochs)
-    return Placed(DATA.open(read), {"number": sharding, "mask": sharding}, ahead)
+    return Placed(whole(DATA.open(read)), {"number": sharding, "mask": sharding}, ahead)
+
+
+def whole(batches) -> Blocks:
+    """All of each batch, read by this process."""
+    return Blocks(DATA, Share(rows=4, count=1, blocks=(0,)), lambda block: batches)
 
 
 def test_batches_come_in_order_as_device_arrays_and_end():
@@ -40,9 +46,9 @@ def test_the_position_is_of_the_last_batch_consumed(ahead):
         seen = [next(first)["number"].tolist() for _ in range(5)]
         state = first.get_state()
         following = [next(first)["number"].tolist() for _ in range(3)]
-        second.set_state(state)
+        second.set_states([state])
         assert [next(second)["number"].tolist() for _ in range(3)] == following
-        first.set_state(start)
+        first.set_states([start])
         assert [next(first)["number"].tolist() for _ in range(5)] == seen
         assert first.get_state() == state
 
@@ -65,7 +71,7 @@ def test_an_error_of_the_data_reaches_the_consumer_and_closing_ends_the_thread()
             pass
 
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
-    batches = Placed(Broken(), {"number": NamedSharding(mesh, PartitionSpec())})
+    batches = Placed(whole(Broken()), {"number": NamedSharding(mesh, PartitionSpec())})
     next(batches)
     next(batches)
     with pytest.raises(DataError, match="damaged"):

@@ -1,6 +1,7 @@
 """Text sources: every byte predicted once, documents apart, any format, exact resume."""
 
 import json
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -258,6 +259,37 @@ def test_endless_hosts_read_different_windows(tmp_path):
         host.close()
     whole = {number for number in seen[0] & seen[1] if len(number) == 3}
     assert len(whole) < 0.1 * len(seen[0])
+
+
+@pytest.mark.parametrize("after", [1, 2, 4, 5])
+def test_another_number_of_hosts_leaves_no_document_out(after, tmp_path):
+    path = write("jsonl", tmp_path / "corpus", texts(600, longest=100))
+    data = Documents(path=path, sequence=8, validation_share=0)
+
+    def hosts(count):
+        return [data.open(read(epochs=None, shards=count, shard=s, batch=1)) for s in range(count)]
+
+    def rows(host, ready):
+        while ready(host):
+            seen.extend(documents_of(next(host)))
+
+    want = hosts(1)[0]
+    seen = []
+    rows(want, lambda host: host.window < host.windows.per_epoch)
+    whole, per_epoch = Counter(pairs(seen)), want.windows.per_epoch
+    assert per_epoch >= 12
+    seen, before = [], hosts(3)
+    # A slice's hosts are at the same batch but not in the same round of windows.
+    for host, window in zip(before, (6, 1, 5), strict=True):
+        rows(host, lambda host, window=window: host.window < window)
+        seen += documents_of(next(host))
+    position = data.earliest([host.get_state() for host in before])
+    for host in hosts(after):
+        host.set_state(position)
+        rows(host, lambda host: host.window < per_epoch)
+    assert not whole - Counter(pairs(seen))
+    extra = sum((Counter(pairs(seen)) - whole).values())
+    assert extra < 0.5 * sum(whole.values())
 
 
 @pytest.mark.slow

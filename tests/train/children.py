@@ -1,6 +1,7 @@
 """``systolic train`` in processes of their own: killed, on other numbers of devices, several at once."""
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -35,3 +36,35 @@ def finish(process: "subprocess.Popen[str]", code: int = 0) -> str:
     out, err = process.communicate()
     assert process.returncode == code, err
     return out
+
+
+def together(
+    module: Sequence[str], environ: dict[str, str], count: int, code: int = 0
+) -> list[str]:
+    """What each of ``count`` processes of one job prints; all end with ``code``.
+
+    ``module`` is what follows ``python -m``, with ``{}`` for the number of the process.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_NUM_PROCESSES": str(count),
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", *(part.replace("{}", str(number)) for part in module)],
+            cwd=ROOT,
+            env=environ | job | {"JAX_PROCESS_ID": str(number)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for number in range(count)
+    ]
+    told = [process.communicate() for process in processes]
+    # One that fails leaves the others waiting: what all say is needed to see why.
+    assert [process.returncode for process in processes] == [code] * count, told
+    return [out for out, _ in told]

@@ -1,14 +1,13 @@
 """A run goes on with another number of devices, and in several processes."""
 
 import json
-import socket
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from systolic.artifact import Run
-from tests.train.children import RECIPE, environment, finish, start
+from tests.train.children import RECIPE, environment, finish, start, together
 from tests.train.sessions import losses
 
 
@@ -36,22 +35,7 @@ def test_resumes_on_other_numbers_of_devices(tmp_path: Path):
 
 def two_processes(args: list[str], cache: Path, code: int = 0) -> list[str]:
     """What each prints."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    job = {
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-        "JAX_NUM_PROCESSES": "2",
-        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-    }
-    processes = [
-        start(args, environment(cache, 2) | job | {"JAX_PROCESS_ID": str(number)})
-        for number in range(2)
-    ]
-    told = [process.communicate() for process in processes]
-    # One that fails leaves the other waiting: what both say is needed to see why.
-    assert [process.returncode for process in processes] == [code, code], told
-    return [out for out, _ in told]
+    return together(["systolic", "train", *args], environment(cache, 2), 2, code)
 
 
 @pytest.mark.slow

@@ -113,15 +113,16 @@ class _ExtraHandler(ocp.CheckpointHandler):
         }
         (Path(directory) / f"process_{jax.process_index()}.json").write_text(json.dumps(plain))
 
-    def restore(self, directory: Any, args: Any = None) -> dict[str, Any]:
-        """Reads this process's file; a process that was not there at the save reads the first one's."""
-        mine = Path(directory) / f"process_{jax.process_index()}.json"
-        path = mine if mine.exists() else Path(directory) / "process_0.json"
-        plain = json.loads(path.read_text())
-        return {
-            name: base64.b64decode(value["base64"]) if "base64" in value else value["json"]
-            for name, value in plain.items()
-        }
+    def restore(self, directory: Any, args: Any = None) -> list[dict[str, Any]]:
+        """Reads the files of all processes, in their order."""
+        paths = Path(directory).glob("process_*.json")
+        return [
+            {
+                name: base64.b64decode(value["base64"]) if "base64" in value else value["json"]
+                for name, value in json.loads(path.read_text()).items()
+            }
+            for path in sorted(paths, key=lambda path: int(path.stem.rpartition("_")[2]))
+        ]
 
 
 @ocp.args.register_with_handler(_ExtraHandler, for_save=True, for_restore=True)
@@ -239,6 +240,6 @@ def _empty(leaf: Any) -> jax.Array:
     return tree.from_data(array, leaf)
 
 
-def load_extra(folder: Path) -> dict[str, Any]:
-    """What was saved beside the arrays by this process."""
+def load_extra(folder: Path) -> list[dict[str, Any]]:
+    """What each process saved beside the arrays, in their order."""
     return _ExtraHandler().restore(folder / EXTRA)

@@ -44,10 +44,16 @@ class Restored:
     step: int
     state: Any
     """The abstract state's containers with arrays; leaves outside ``only`` are as they were given."""
-    extra: Mapping[str, Any]
+    extras: Sequence[Mapping[str, Any]]
+    """What each process saved beside the arrays, in their order."""
     metrics: Mapping[str, float]
     skipped: Sequence[tuple[int, str]]
     """Newer (or better) checkpoints that are damaged: step and reason."""
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """What the first process saved beside the arrays."""
+        return self.extras[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,14 +253,14 @@ class CheckpointStore:
                     if only is None or (path and path[0] in only)
                 }
                 self._require_same(candidate, held, wanted)
-                table, extra = self._load(candidate, manifest, wanted)
+                table, extras = self._load(candidate, manifest, wanted)
             except DamagedError as error:
                 skipped.append((candidate, str(error)))
                 continue
             return Restored(
                 step=candidate,
                 state=tree.unflatten(abstract_state, table),
-                extra=extra,
+                extras=extras,
                 metrics=manifest.metrics,
                 skipped=tuple(skipped),
             )
@@ -365,7 +371,7 @@ class CheckpointStore:
 
     def _load(
         self, step: int, manifest: Manifest, wanted: Mapping[tuple[str, ...], Any]
-    ) -> tuple[dict[tuple[str, ...], Any], dict[str, Any]]:
+    ) -> tuple[dict[tuple[str, ...], Any], list[dict[str, Any]]]:
         from systolic.artifact import backend
 
         folder = self.path(step)

@@ -1,7 +1,7 @@
 """Anybody's text for a language model: files, JSONL, Parquet, ArrayRecord, datasets folders."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -90,6 +90,12 @@ class Documents(TextData):
         if "window" not in saved:
             return None
         return saved["window"] / -(-saved["documents"] // saved["documents per window"])
+
+    def earliest(self, positions: Sequence[bytes]) -> bytes:
+        """The first window that a reader has not finished: all before it have been read."""
+        from systolic.data.windows import earliest
+
+        return earliest(positions)
 
     def documents(self, split: Split) -> "tuple[Corpus, np.ndarray]":
         """All documents, and the numbers (int64[n], ascending) of those that are in a split.

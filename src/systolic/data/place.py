@@ -3,13 +3,33 @@
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Self
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
-from systolic.job.data import Batches
+from systolic.core.errors import DataError
+from systolic.data.blocks import Blocks, Share
+
+Index = tuple[slice, ...]
+
+
+def share_of(sharding: NamedSharding, rows: int) -> Share:
+    """What this process reads of a batch of ``rows``: the rows that its devices hold, by the sharding's own map.
+
+    Args:
+        sharding: Of an array [rows] of the batch.
+        rows: Of the global batch.
+    """
+    indices = sharding.devices_indices_map((rows,))
+    starts = {device: index[0].indices(rows)[0] for device, index in indices.items()}
+    numbers = {start: number for number, start in enumerate(sorted(set(starts.values())))}
+    held: dict[int, set[int]] = {}
+    for device, start in starts.items():
+        held.setdefault(device.process_index, set()).add(numbers[start])
+    return Share.of(held, jax.process_index(), rows)
 
 
 class _Item(NamedTuple):
@@ -28,22 +48,27 @@ class Placed:
     when none has arrived; how long it did is :attr:`waited_seconds`.
 
     Args:
-        batches: This host's batches.
+        blocks: The blocks of each batch that this process reads.
         shardings: Where each array of a global batch lives.
         ahead: Batches whose transfer has started before they are asked for, 1 or more.
     """
 
     def __init__(
-        self, batches: Batches, shardings: Mapping[str, NamedSharding], ahead: int = 2
+        self, blocks: Blocks, shardings: Mapping[str, NamedSharding], ahead: int = 2
     ) -> None:
-        self._batches, self._shardings = batches, shardings
+        self._blocks, self._shardings = blocks, shardings
         self._ready: queue.Queue[_Item] = queue.Queue(maxsize=ahead)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._state = batches.get_state()
+        self._state = blocks.get_state()
         self._ended = False
         self.waited_seconds = 0.0
         """Time the consumer has waited for batches so far."""
+
+    @property
+    def share(self) -> Share:
+        """What this process reads of each batch."""
+        return self._blocks.share
 
     def __iter__(self) -> Iterator[dict[str, jax.Array]]:
         return self
@@ -76,17 +101,21 @@ class Placed:
         """The position after the last batch that was handed out, not the last one read ahead."""
         return self._state
 
-    def set_state(self, state: bytes) -> None:
-        """Goes to a position saved by :meth:`get_state`."""
+    def set_states(self, states: Sequence[bytes]) -> None:
+        """Goes to the position that :meth:`get_state` gave in each process of a run, in their order.
+
+        Raises:
+            DataError: see :meth:`systolic.data.blocks.Blocks.set_states`.
+        """
         self._halt()
-        self._batches.set_state(state)
-        self._state, self._ended = state, False
+        self._blocks.set_states(states)
+        self._state, self._ended = self._blocks.get_state(), False
 
     def close(self) -> None:
         """Ends the feeding thread and the host's readers."""
         self._halt()
         self._ended = True
-        self._batches.close()
+        self._blocks.close()
 
     def __enter__(self) -> Self:
         return self
@@ -107,14 +136,35 @@ class Placed:
 
     def _next_item(self) -> _Item:
         try:
-            batch = next(self._batches)
+            parts = next(self._blocks)
         except StopIteration:
             return _Item(None, self._state)
-        placed = {
-            name: jax.make_array_from_process_local_data(self._shardings[name], array)
-            for name, array in batch.items()
-        }
-        return _Item(placed, self._batches.get_state())
+        names = next(iter(parts.values()))
+        placed = {name: self._place(name, parts) for name in names}
+        return _Item(placed, self._blocks.get_state())
+
+    def _place(self, name: str, parts: Mapping[int, Mapping[str, np.ndarray]]) -> jax.Array:
+        """The global array of which this process has read blocks."""
+        share = self._blocks.share
+        arrays = {block: part[name] for block, part in parts.items()}
+        first = next(iter(arrays.values()))
+        rows = len(first)
+        if jax.process_count() > 1 and any(
+            len(array) != share.block_rows for array in arrays.values()
+        ):
+            told = ", ".join(str(len(array)) for array in arrays.values())
+            raise DataError(
+                f"the data gave {told} examples of {name} where each of {share.count} parts of a batch of {share.rows} has {share.block_rows}; every process must read as many"
+            )
+
+        def shard(index: Index | None) -> np.ndarray:
+            assert index is not None
+            start, stop, _ = index[0].indices(rows * share.count)
+            block = start // rows
+            return arrays[block][(slice(start - block * rows, stop - block * rows), *index[1:])]
+
+        shape = (rows * share.count, *first.shape[1:])
+        return jax.make_array_from_callback(shape, self._shardings[name], shard)
 
     def _halt(self) -> None:
         """Ends the thread and drops what it read ahead."""

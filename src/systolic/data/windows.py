@@ -6,7 +6,7 @@ buffer is saved.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,8 +171,9 @@ class WindowBatches:
     def set_state(self, state: bytes) -> None:
         """Goes to a saved position.
 
-        Saved by another number of hosts, an endless stream goes on at the start of the round of
-        windows that the position lies in: a few documents may come twice, none is left out.
+        Saved by another number of hosts, an endless stream goes on from the window of the position,
+        which is the first that any of them had not finished: a few documents may come twice, none is
+        left out.
 
         Raises:
             DataError: it belongs to other data, another tokenizer, packing, sequence or shuffle.
@@ -186,7 +187,7 @@ class WindowBatches:
         self._stop()
         window, row = int(saved["window"]), int(saved["row"])
         if not self._shared and saved["shards"] != self.read.shards:
-            window, row = window - window % saved["shards"] + self.read.shard, 0
+            window, row = window + self.read.shard, 0 if self.read.shard else row
         self.window, self.row, self.rows = window, row, None
 
     def close(self) -> None:
@@ -252,3 +253,17 @@ class WindowBatches:
             "seed": self.read.seed,
             "shuffle": self.read.shuffle,
         }
+
+
+def earliest(positions: Sequence[bytes]) -> bytes:
+    """Of the positions of all readers of an endless stream, the one before which every row has been read.
+
+    Reader ``s`` of ``n`` takes every ``n``-th window in ascending order, so the windows below the
+    smallest are finished, whichever reader they belonged to.
+    """
+
+    def place(position: bytes) -> tuple[int, int]:
+        saved = json.loads(position)
+        return saved["window"], saved["row"]
+
+    return min(positions, key=place)

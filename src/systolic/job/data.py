@@ -6,7 +6,7 @@ batches on devices.
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -69,7 +69,11 @@ class Batches(Protocol):
         ...
 
     def set_state(self, state: bytes) -> None:
-        """Goes to a position saved by :meth:`get_state`, also of another process."""
+        """Goes to a position saved by :meth:`get_state`, also of another process.
+
+        With another number of ``Read.shards`` than it was saved with, the position is one that all of
+        their readers shared or that :meth:`Data.earliest` chose.
+        """
         ...
 
     def close(self) -> None:
@@ -92,6 +96,19 @@ class Data(ABC):
         """Passes over the training split that a saved position stands for; ``None``: its size tells."""
         del position
         return None
+
+    def earliest(self, positions: Sequence[bytes]) -> bytes:
+        """The position from which another number of readers goes on without leaving an example out.
+
+        Args:
+            positions: Of every reader (``Read.shard``) of the training split at one moment, all different.
+
+        Raises:
+            DataError: this data goes on only with as many readers as it was saved with.
+        """
+        raise DataError(
+            f"the checkpoint holds the positions of {len(positions)} readers of {type(self).__name__} data, which another number of readers cannot take up; resume with the layout and the number of processes that saved it"
+        )
 
     @abstractmethod
     def open(self, read: Read) -> Batches:

@@ -1,34 +1,53 @@
-"""The data of a run on the devices: which part this host reads, and where each batch goes."""
+"""The data of a run on the devices: which part this process reads, and where each batch goes."""
 
-import jax
+from collections.abc import Callable
 
-from systolic.data.place import Placed
+from systolic.data.blocks import Blocks, Share
+from systolic.data.place import Placed, share_of
 from systolic.job import Job, Read, Split
+from systolic.job.data import MASK, Batches
 from systolic.steps.steps import Steps
 
 
 def training(job: Job, steps: Steps, workers: int) -> Placed:
     """Endless shuffled batches of the job's size, laid out as the train step wants them."""
-    read = Read(
-        split=Split.train,
-        batch=steps.batch_size // jax.process_count(),
-        seed=job.seed,
-        shard=jax.process_index(),
-        shards=jax.process_count(),
-        workers=workers,
-    )
-    return Placed(job.data.open(read), steps.batch_shardings)
+
+    def read(share: Share, block: int) -> Read:
+        return Read(
+            split=Split.train,
+            batch=share.block_rows,
+            seed=job.seed,
+            shard=block,
+            shards=share.count,
+            # A process has so many in all, however many blocks it reads.
+            workers=-(-workers // len(share.blocks)),
+        )
+
+    return _placed(job, steps, steps.batch_size, read)
 
 
 def evaluation(job: Job, steps: Steps, split: Split) -> Placed:
     """One pass over a split in order, the last batch padded."""
-    read = Read(
-        split=split,
-        batch=steps.batch_size // job.layout.accumulate // jax.process_count(),
-        seed=job.seed,
-        shuffle=False,
-        epochs=1,
-        shard=jax.process_index(),
-        shards=jax.process_count(),
-    )
-    return Placed(job.data.open(read), steps.batch_shardings)
+
+    def read(share: Share, block: int) -> Read:
+        return Read(
+            split=split,
+            batch=share.block_rows,
+            seed=job.seed,
+            shuffle=False,
+            epochs=1,
+            shard=block,
+            shards=share.count,
+        )
+
+    return _placed(job, steps, steps.batch_size // job.layout.accumulate, read)
+
+
+def _placed(job: Job, steps: Steps, rows: int, read: Callable[[Share, int], Read]) -> Placed:
+    """Batches of ``rows`` over all processes, of which this one reads what its devices hold."""
+    share = share_of(steps.batch_shardings[MASK], rows)
+
+    def open_block(block: int) -> Batches:
+        return job.data.open(read(share, block))
+
+    return Placed(Blocks(job.data, share, open_block), steps.batch_shardings)

@@ -5,11 +5,13 @@ run's files, and all of them write checkpoints. Functions that exchange somethin
 every process in the same order, or all of them wait for ever.
 """
 
+import json
 import os
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from systolic.core.errors import OptionError, RunError
+from systolic.core.errors import DataError, OptionError, RunError
 
 TEXT_BYTES = 4096
 """Room for a text that the first process shares."""
@@ -109,6 +111,48 @@ def any_of(flag: bool) -> bool:
     from jax.experimental import multihost_utils
 
     return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+
+
+def exchange(text: str) -> list[str]:
+    """Every process's text, in the order of the processes."""
+    if not several():
+        return [text]
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    encoded = np.frombuffer(text.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.asarray(len(encoded), np.int32))
+    padded = np.zeros(max(int(sizes.max()), 1), np.uint8)
+    padded[: len(encoded)] = encoded
+    gathered = np.asarray(multihost_utils.process_allgather(padded))
+    return [
+        row[:size].tobytes().decode() for row, size in zip(gathered, sizes.tolist(), strict=True)
+    ]
+
+
+def require_same(batch: Mapping[str, Any]) -> None:
+    """Refuses a batch of which two processes hold the same part with different contents.
+
+    Raises:
+        DataError: they do; names the array, the rows and the processes.
+    """
+    if not several():
+        return
+    import numpy as np
+
+    mine = {
+        f"{name} {shard.index}": zlib.crc32(np.ascontiguousarray(shard.data).tobytes())
+        for name, array in batch.items()
+        for shard in array.addressable_shards
+    }
+    seen: dict[str, tuple[int, int]] = {}
+    for process, text in enumerate(exchange(json.dumps(mine))):
+        for part, content in json.loads(text).items():
+            other, first = seen.setdefault(part, (process, content))
+            if first != content:
+                raise DataError(
+                    f"processes {other} and {process} hold the same part of a batch and read different data for it ({part}); give both the same files and versions"
+                )
 
 
 def gather(arrays: Mapping[str, Any]) -> dict[str, Any]:

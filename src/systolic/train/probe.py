@@ -157,7 +157,7 @@ def examine(setup: Setup, run: Run, looks: int = LOOKS_AFTERWARDS) -> Iterator[d
     program = jit_diagnose(setup.steps)
     feed = training(setup.job, setup.steps, 0)
     try:
-        feed.set_state(restored.extra["data"])
+        feed.set_states([extra["data"] for extra in restored.extras])
         for _ in range(looks):
             found = jax.device_get(program(restored.state, next(feed)))
             yield record(setup, restored.step + 1, found)

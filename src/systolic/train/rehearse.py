@@ -227,7 +227,7 @@ class _Stage:
                 raise RunError(
                     "the restored checkpoint differs from what was saved; please report it with the recipe"
                 )
-            feed.set_state(restored.extra["data"])
+            feed.set_states([extra["data"] for extra in restored.extras])
             size = gibibytes(saved.num_bytes) if saved is not None else "nothing"
             self.say("checkpoint", f"{size} saved and restored, every bit the same")
         return restored.state

@@ -13,6 +13,7 @@ import numpy as np
 from systolic.aot.executable import Loaded
 from systolic.artifact import CheckpointStore, Run
 from systolic.core.errors import RunError
+from systolic.data.blocks import first_reader
 from systolic.job import GuardRule, Mode, Split
 from systolic.train import hosts
 from systolic.train.evaluate import HaltedError, evaluate
@@ -92,6 +93,8 @@ class Trainer:
         self.progress = Progress()
         self.stop_reason = ""
         self.notes_told = 0
+        self.checked = False
+        """Whether the processes have compared the parts of a batch that they share."""
         self.kept: tuple[int, bool] = (0, False)
         """The step of the last checkpoint, and whether it holds metrics."""
 
@@ -178,7 +181,7 @@ class Trainer:
             return None
         with self.ledger.spend("checkpoint"):
             restored = self.store.restore(self.steps.abstract_state)
-        feed.set_state(restored.extra["data"])
+        feed.set_states([extra["data"] for extra in restored.extras])
         self.progress = Progress.from_json(restored.extra["progress"])
         self.kept = (restored.step, self.job.evaluation.metric in restored.metrics)
         self._judge_patience()
@@ -220,6 +223,9 @@ class Trainer:
                 with part(DATA):
                     batch = next(feed)
                 ledger.add("data_wait", clock() - asked)
+                if not self.checked:
+                    hosts.require_same(batch)
+                    self.checked = True
                 if self.probe.due(progress.step + 1):
                     self._drain(pending)
                     self._look(state, batch, feed)
@@ -247,7 +253,7 @@ class Trainer:
         """Passes over the training data so far; ``None`` where the data can't tell."""
         if self.examples:
             return self.progress.step * self.steps.batch_size / self.examples
-        return self.job.data.epochs(feed.get_state())
+        return self.job.data.epochs(first_reader(feed.get_state()))
 
     def _told_to_stop(self, interrupt: Interrupt) -> bool:
         """Whether to save and leave: a signal, in any of the processes."""
