@@ -93,9 +93,9 @@ def test_a_batch_per_device_is_said_to_differ() -> None:
     [
         ([], "needs slices; add --on"),
         (["--on", "v5e-4", "--free", "layers"], "it takes batch, precision"),
-        (["--on", "v5e-4", "--programs", "0"], "--programs is 0; it is at least 1"),
+        (["--on", "v5e-4", "--programs", "0"], "--programs is 0; it must be at least 1"),
         (["--on", "v5e-4", "--deadline", "soon"], "'soon' is not a time"),
-        (["--on", "v5e-4", "--tokens", "-1"], "--tokens is -1; it is more than 0"),
+        (["--on", "v5e-4", "--tokens", "-1"], "--tokens is -1.0; it must be above 0"),
         (["--on", "v5e-4", "--tokens", "1", "--examples", "1"], "give one of them"),
         (["--on", "v5e-4", "--goal", "fast"], "see systolic plan"),
         (["--on", "v5e-4", "--token", "1"], "did you mean --tokens?"),
