@@ -98,6 +98,28 @@ def test_a_bad_step_changes_no_weight(rule: GuardRule) -> None:
     assert int(again.watch.total) == (1 if rule is GuardRule.skip else 2)
 
 
+@pytest.mark.parametrize("kind", [OptimizerKind.adamw, OptimizerKind.sgd, OptimizerKind.muon])
+def test_the_learning_rate_on_record_is_the_one_of_the_update(kind: OptimizerKind) -> None:
+    """A dropped step takes no step of the schedule: the next update has the rate that it would have had."""
+    of = tiny.job(
+        layout=Layout(fsdp=1),
+        guard=Guard(rule=GuardRule.skip),
+        schedule=Schedule(warmup=4),
+        optimizer=Optimizer(kind=kind, learning_rate=0.4, weight_decay=0.0, clip=0.0),
+    )
+    one = tiny.steps(of)
+    state = jax.jit(one.init)(jax.random.key(0))
+    train = jax.jit(one.train)
+    spoiled = replace(state, params={n: p * np.nan for n, p in state.params.items()})
+    dropped, metrics = train(spoiled, tiny.batch(one, 0))
+    assert (float(metrics["bad"]), float(metrics["learning_rate"])) == (1, pytest.approx(0.1))
+    kept = replace(dropped, params=state.params)
+    after, metrics = train(kept, tiny.batch(one, 0))
+    assert float(metrics["learning_rate"]) == pytest.approx(0.1)
+    _, metrics = train(after, tiny.batch(one, 1))
+    assert float(metrics["learning_rate"]) == pytest.approx(0.2)
+
+
 def test_float16_overflow_halves_the_scale_and_is_not_bad() -> None:
     one = tiny.steps(tiny.job(layout=Layout(fsdp=1)), dtype="float16")
     state = jax.jit(one.init)(jax.random.key(0))

@@ -51,6 +51,7 @@ def train(
     resume: bool = False,
     watchers: Sequence[Any] = (),
     diagnose: int | None = None,
+    log_every: int | None = None,
 ) -> dict[str, Any]:
     """One session; the summary."""
     setup = of if isinstance(of, Setup) else set_up(of)
@@ -59,7 +60,10 @@ def train(
     else:
         run = Run.create(path, {"job": {"name": setup.job.name}, "recipe": "tiny", "options": {}})
     with run:
-        return Trainer(setup=setup, run=run, watchers=watchers, diagnose=diagnose).train(resume)
+        trainer = Trainer(
+            setup=setup, run=run, watchers=watchers, diagnose=diagnose, log_every=log_every
+        )
+        return trainer.train(resume)
 
 
 def records(path: Path, kind: str) -> list[dict[str, Any]]:

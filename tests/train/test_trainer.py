@@ -3,16 +3,27 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from systolic.artifact import CheckpointStore, Run, weights
 from systolic.artifact.access import Access
 from systolic.core.errors import OptionError
-from systolic.job import Checkpoints, Evaluation, Mode
+from systolic.job import Checkpoints, Evaluation, Guard, GuardRule, Mode
 from systolic.train.ledger import KINDS, Ledger
+from systolic.train.meter import Meter
 from systolic.train.setup import set_up
 from tests.train import tiny
-from tests.train.sessions import Collect, evaluations, events, records, train
+from tests.train.sessions import (
+    Collect,
+    Crash,
+    CrashAt,
+    evaluations,
+    events,
+    losses,
+    records,
+    train,
+)
 
 
 def test_a_recompile_says_which_argument_changed(tmp_path: Path):
@@ -101,6 +112,7 @@ def test_every_second_of_a_ledger_is_somewhere():
     now = [100.0]
     ledger = Ledger(lambda: now[0])
     now[0] = 103
+    ledger.settle("start")
     with ledger.spend("step"):
         now[0] = 105
         with ledger.spend("eval"):
@@ -109,13 +121,15 @@ def test_every_second_of_a_ledger_is_somewhere():
         now[0] = 110
     now[0] = 112
     assert ledger.close() == {
+        "start": 3,
         "compile": 0,
         "step": 3,
         "data_wait": 1,
         "eval": 3,
         "checkpoint": 0,
         "diagnose": 0,
-        "other": 5,
+        "sample": 0,
+        "other": 2,
     }
 
 
@@ -126,3 +140,57 @@ def test_records_are_the_same_on_disk_and_for_watchers(tmp_path: Path):
     on_disk = [r["kind"] for kind in ("start", "train", "end") for r in records(tmp_path, kind)]
     assert on_disk == ["start"] + ["train"] * 4 + ["end"]
     assert [r["kind"] for r in seen.records] == [r["kind"] for r in Run.open(tmp_path).records()]
+
+
+def test_a_record_holds_the_mean_of_its_steps(tmp_path: Path):
+    job = tiny.job(steps=9, evaluation=Evaluation(), checkpoints=Checkpoints())
+    setup = set_up(job)
+    train(setup, tmp_path / "each")
+    train(setup, tmp_path / "four", log_every=4)
+    each, four = (records(tmp_path / name, "train") for name in ("each", "four"))
+    assert [r["step"] for r in four] == [4, 8, 9]
+    for name in ("loss", "grad_norm", "accuracy"):
+        values = [r[name] for r in each]
+        means = [np.mean(values[:4]), np.mean(values[4:8]), values[8]]
+        assert [r[name] for r in four] == pytest.approx(means)
+    assert [r["learning_rate"] for r in four] == [each[i]["learning_rate"] for i in (3, 7, 8)]
+
+
+def test_means_of_a_resumed_run_are_those_of_one_that_was_not_cut_off(tmp_path: Path):
+    setup = set_up(tiny.job(steps=14, checkpoints=Checkpoints(every=3)))
+    train(setup, tmp_path / "whole", log_every=5)
+    with pytest.raises(Crash):
+        train(setup, tmp_path / "cut", watchers=[CrashAt(10)], log_every=5)
+    train(setup, tmp_path / "cut", resume=True, log_every=5)
+    assert [r["resumed_from"] for r in records(tmp_path / "cut", "start")] == [None, 9]
+    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
+    assert sorted(losses(tmp_path / "cut")) == [5, 10, 14]
+
+
+def test_a_dropped_step_is_not_in_the_mean(tmp_path: Path):
+    guard = Guard(rule=GuardRule.skip)
+    setup = set_up(tiny.job(steps=6, spoil=(3,), guard=guard, evaluation=Evaluation()))
+    train(setup, tmp_path / "each")
+    train(setup, tmp_path / "three", log_every=3)
+    each, three = (records(tmp_path / name, "train") for name in ("each", "three"))
+    assert three[0]["loss"] == pytest.approx((each[0]["loss"] + each[1]["loss"]) / 2)
+
+
+def test_results_seen_together_are_no_spike_of_throughput():
+    """By a clock of the test's own: one result a second, but the host sees the last four at once."""
+    now = [0.0]
+    meter = Meter(set_up(tiny.job(steps=100)), Ledger(lambda: now[0]), 0)
+    seen = []
+    for second in [*range(1, 20), 23, 23, 23, 23]:
+        now[0] = second + (0.001 * len(seen) if second == 23 else 0.0)
+        meter.done()
+        seen.append(meter.read()["step_seconds"])
+    assert seen[:19] == pytest.approx([1.0] * 19)
+    assert all(0.9 < seconds < 1.6 for seconds in seen[19:]), seen[19:]
+
+
+def test_start_up_has_a_name(tmp_path: Path):
+    """What no phase claims is little, also of a run that trains for a moment."""
+    summary = train(tiny.job(steps=2, evaluation=Evaluation()), tmp_path)
+    assert summary["time"]["start"] > 0
+    assert summary["time"]["other"] < 0.05 * summary["seconds"]

@@ -50,6 +50,7 @@ def options(
     workers: Annotated[int, NOT_NEGATIVE] = 0,
     diagnose: Annotated[int | None, NOT_NEGATIVE] = None,
     profile: Annotated[int, NOT_NEGATIVE] = 0,
+    log_every: Annotated[int | None, COUNT] = None,
     json: bool = False,
 ) -> None:
     """The verb's own options.
@@ -63,6 +64,7 @@ def options(
         workers: Processes that read and transform data; 0 uses threads.
         diagnose: Steps between looks at gradients by layer, for systolic explain; 0 never looks, by default as often as 1 % of the time allows.
         profile: Steps to trace with XLA's profiler after warm-up, into RUN/profile, for systolic explain RUN/profile.
+        log_every: Steps between records, each the mean of its steps; by default a 400th of the job.
         json: Print the summary as one JSON object on stdout.
     """
 
@@ -73,6 +75,7 @@ def resume_options(
     workers: Annotated[int, NOT_NEGATIVE] = 0,
     diagnose: Annotated[int | None, NOT_NEGATIVE] = None,
     profile: Annotated[int, NOT_NEGATIVE] = 0,
+    log_every: Annotated[int | None, COUNT] = None,
     json: bool = False,
 ) -> None:
     """The verb's own options with a run.
@@ -83,6 +86,7 @@ def resume_options(
         workers: Processes that read and transform data; 0 uses threads.
         diagnose: Steps between looks at gradients by layer, for systolic explain; 0 never looks, by default as often as 1 % of the time allows.
         profile: Steps to trace with XLA's profiler after warm-up, into RUN/profile, for systolic explain RUN/profile.
+        log_every: Steps between records, each the mean of its steps; by default a 400th of the job.
         json: Print the summary as one JSON object on stdout.
     """
 
@@ -264,6 +268,7 @@ def session(
         loaded=loaded,
         diagnose=verb["diagnose"],
         profile=verb["profile"],
+        log_every=verb["log_every"],
     )
     try:
         summary = trainer.train(resume)

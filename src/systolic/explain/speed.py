@@ -199,10 +199,12 @@ def looks(history: History, spent: Mapping[str, float], total: float) -> Cause |
 
 def other(history: History, spent: Mapping[str, float], total: float) -> Cause | None:
     """Start-up and everything without a name."""
-    seconds = spent.get("other", 0.0)
+    seconds = spent.get("start", 0.0) + spent.get("other", 0.0)
     if seconds < OTHER * total:
         return None
-    evidence = [f"{duration(seconds)} of {duration(total)}: imports, listing the data, the sample"]
+    evidence = [
+        f"{duration(seconds)} of {duration(total)}: imports, listing the data, opening the run"
+    ]
     return _cause("start-up", "Starting took long", (seconds, total), evidence, ["systolic doctor"])
 
 

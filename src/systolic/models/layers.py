@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from systolic.job import Target
+from systolic.models.parameters import TRUNCATED_DEVIATION
 from systolic.models.vision import Pixels
 
 BATCH_NORM_MOMENTUM = 0.9
@@ -13,9 +14,6 @@ BATCH_NORM_MOMENTUM = 0.9
 
 DEVIATION = "deviation"
 """Name of the standard deviation that a parameter carries."""
-
-TRUNCATED_DEVIATION = 0.879625657
-"""Standard deviation of a unit normal cut at two: sqrt(1 - 4 pdf(2) / (2 cdf(2) - 1))."""
 
 
 def zeros(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:

@@ -14,6 +14,7 @@ _LABELS = {
     "grad_norm": "gradient norm",
     "eval": "evaluation",
     "diagnose": "diagnosis",
+    "start": "start-up",
 }
 
 _OWN_KEYS = frozenset(

@@ -6,7 +6,17 @@ from systolic.artifact import spent as records
 from systolic.report import figures
 from systolic.report.run import Record, Run
 
-_ORDER = ("step", "data_wait", "compile", "eval", "checkpoint", "diagnose", "other")
+_ORDER = (
+    "step",
+    "data_wait",
+    "start",
+    "compile",
+    "eval",
+    "checkpoint",
+    "diagnose",
+    "sample",
+    "other",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from systolic.steps.optimizer import num_updates
 from systolic.steps.state import TrainState
 from systolic.steps.steps import Batch, Steps
 
@@ -72,7 +73,7 @@ def diagnose(steps: Steps, state: TrainState, batch: Batch) -> Figures:
     }
     return {
         "loss": loss,
-        "learning_rate": steps.learning_rate(state.step),
+        "learning_rate": steps.learning_rate(num_updates(state.optimizer)),
         "big_square": big,
         "small_square": small if count > 1 else jnp.asarray(jnp.nan, jnp.float32),
         "parameters": found,

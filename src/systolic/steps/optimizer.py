@@ -3,12 +3,16 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import optax
 
 from systolic.job import Optimizer, OptimizerKind, Schedule, ScheduleKind
 
 STACKED = ("layers", "experts", "stages")
 """Logical dims that repeat a parameter rather than belong to its matrix."""
+
+SCHEDULED = optax.ScaleByScheduleState
+"""The part of every rule's state that counts for the learning rate."""
 
 Axes = Mapping[str, tuple[str | None, ...]]
 """Parameter name to the logical names of its dims; unnamed dims are ``None``."""
@@ -37,6 +41,15 @@ def schedule(value: Schedule, steps: int, peak: float) -> Callable[[Any], Any]:
     # The first step already moves: 1/warmup of the peak, not 0.
     rise = optax.linear_schedule(peak / warmup, peak, warmup - 1 if warmup > 1 else 1)
     return optax.join_schedules([rise, after], [warmup])
+
+
+def num_updates(state: Any) -> Any:
+    """The update that an optimizer state of :func:`build` makes next, int32[] from 0: its schedule's step.
+
+    A train step that drops its update counts as a step and not here.
+    """
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, SCHEDULED))
+    return next(node.count for node in nodes if isinstance(node, SCHEDULED))
 
 
 def own_dims(axes: tuple[str | None, ...]) -> list[int]:

@@ -19,7 +19,7 @@ from systolic.job.data import MASK
 from systolic.job.model import Mean
 from systolic.steps import flops
 from systolic.steps.network import Arrays, Network
-from systolic.steps.optimizer import build, schedule
+from systolic.steps.optimizer import build, num_updates, schedule
 from systolic.steps.sharding import batch_specs, check_fields, optimizer_specs, parameter_spec
 from systolic.steps.state import LossScale, TrainState, Watch
 from systolic.steps.target import MeshTarget
@@ -198,7 +198,7 @@ class Steps:
         return new, {
             **metrics,
             "grad_norm": norm,
-            "learning_rate": self.learning_rate(state.step),
+            "learning_rate": self.learning_rate(num_updates(state.optimizer)),
             "bad": bad.astype(jnp.float32),
         }
 

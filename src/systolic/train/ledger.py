@@ -4,8 +4,19 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-KINDS = ("compile", "step", "data_wait", "eval", "checkpoint", "diagnose", "other")
-"""``step`` is productive; the rest is what a user would like to have back."""
+KINDS = (
+    "start",
+    "compile",
+    "step",
+    "data_wait",
+    "eval",
+    "checkpoint",
+    "diagnose",
+    "sample",
+    "other",
+)
+"""``step`` is productive; the rest is what a user would like to have back. ``start`` is imports, listing
+the data and opening the run; ``sample`` is what a language model writes at the end, its compile too."""
 
 
 class Ledger:
@@ -36,6 +47,10 @@ class Ledger:
         """Claims seconds that were measured elsewhere."""
         self._spent[kind] += seconds
         self.claimed += seconds
+
+    def settle(self, kind: str) -> None:
+        """Claims all time that nobody has claimed so far; outside of :meth:`spend` only."""
+        self.add(kind, max(0.0, self.clock() - self.started - self.claimed))
 
     def spent(self, kind: str) -> float:
         """Seconds of a kind so far."""

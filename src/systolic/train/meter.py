@@ -1,11 +1,27 @@
-"""Throughput between records."""
+"""Throughput over the last steps."""
 
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from systolic.train.ledger import Ledger
 
 if TYPE_CHECKING:
     from systolic.train.setup import Setup
+
+
+SPAN = 8
+"""Steps that a reading covers at least. The host sees results late and several at once after a wait,
+so the time between two of them says little about a step."""
+
+
+class _Mark(NamedTuple):
+    """What had been counted at a reading."""
+
+    steps: int
+    clock: float
+    claimed: float
+    waited: float
+    device_waited: float
 
 
 class Meter:
@@ -23,7 +39,8 @@ class Meter:
         """Steps whose results have been seen."""
         self.session_steps = 0
         self._device_waited = 0.0
-        self._mark()
+        self._marks = deque([self._mark()])
+        """Readings, oldest first: the last one at least :data:`SPAN` steps ago, and those after it."""
 
     def done(self) -> None:
         """One more step has finished."""
@@ -37,18 +54,23 @@ class Meter:
     @property
     def quiet_seconds(self) -> float:
         """Since the last reading."""
-        return self.ledger.clock() - self._clock
+        return self.ledger.clock() - self._marks[-1].clock
 
     def read(self) -> dict[str, Any]:
-        """Figures since the last reading: throughput, step time, MFU, the shares of the time spent waiting for data and for the devices."""
-        wall = self.ledger.clock() - self._clock
-        waited = self.ledger.spent("data_wait") - self._waited
-        others = self.ledger.claimed - self._claimed - waited
-        device_waited = self._device_waited
-        busy = max(wall - others, 1e-9)
-        steps = max(self.finished - self._finished, 1)
-        step_seconds = busy / steps
-        self._mark()
+        """Figures since the last reading, and over the last :data:`SPAN` steps at least where there are so many.
+
+        Throughput, step time, MFU, the shares of the time spent waiting for data and for the devices.
+        """
+        now = self._mark()
+        while len(self._marks) > 1 and now.steps - self._marks[1].steps >= SPAN:
+            self._marks.popleft()
+        since = self._marks[0]
+        self._marks.append(now)
+        waited = now.waited - since.waited
+        others = now.claimed - since.claimed - waited
+        device_waited = now.device_waited - since.device_waited
+        busy = max(now.clock - since.clock - others, 1e-9)
+        step_seconds = busy / max(now.steps - since.steps, 1)
         left = self.setup.job.steps - self.finished
         expected = self.setup.expected
         return {
@@ -74,9 +96,11 @@ class Meter:
             return None, None
         return self.setup.units_per_step / each, self.setup.mfu(each)
 
-    def _mark(self) -> None:
-        self._clock = self.ledger.clock()
-        self._claimed = self.ledger.claimed
-        self._waited = self.ledger.spent("data_wait")
-        self._finished = self.finished
-        self._device_waited = 0.0
+    def _mark(self) -> _Mark:
+        return _Mark(
+            steps=self.finished,
+            clock=self.ledger.clock(),
+            claimed=self.ledger.claimed,
+            waited=self.ledger.spent("data_wait"),
+            device_waited=self._device_waited,
+        )

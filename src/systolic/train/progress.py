@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+RATE = "learning_rate"
+
 
 @dataclass(kw_only=True, slots=True)
 class Progress:
@@ -21,8 +23,12 @@ class Progress:
     bad_steps: int = 0
     in_a_row: int = 0
     """Bad steps since the last good one."""
+    sums: dict[str, float] = field(default_factory=dict)
+    """The metrics of the steps since the last regular record, added up."""
+    summed: int = 0
+    """Those steps; bad ones, whose update was dropped, are not among them."""
     last: dict[str, float] = field(default_factory=dict)
-    """The metrics of the last good step."""
+    """The mean of those steps, or, before the first of them, the last record's."""
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -32,6 +38,21 @@ class Progress:
     def from_json(cls, plain: Mapping[str, Any]) -> "Progress":
         """Inverse of :meth:`to_json`."""
         return cls(**plain)
+
+    def take(self, metrics: Mapping[str, float]) -> None:
+        """Takes in the metrics of a step that counts.
+
+        A learning rate is the step's own; of the rest ``last`` holds means.
+        """
+        self.sums = {name: self.sums.get(name, 0.0) + value for name, value in metrics.items()}
+        self.summed += 1
+        self.last = {name: total / self.summed for name, total in self.sums.items()}
+        if RATE in metrics:
+            self.last[RATE] = metrics[RATE]
+
+    def record(self) -> None:
+        """Begins the next interval: the means so far are on record."""
+        self.sums, self.summed = {}, 0
 
     def judge(self, value: float) -> bool:
         """Takes in an evaluation (smaller is better) and returns whether it is the best so far."""

@@ -33,6 +33,9 @@ from systolic.train.watch import Watcher
 LAG = 3
 """Steps in flight: the loop reads a step's metrics this many steps later, so that devices never wait for it."""
 
+RECORDS = 400
+"""Regular records of a job, about, unless its user asks for others."""
+
 LOG_SECONDS = 10.0
 """A record at least this often, besides the regular ones."""
 
@@ -61,6 +64,7 @@ class Trainer:
         loaded: The train step, compiled elsewhere.
         diagnose: Steps between looks at gradients by layer; 0 never looks, ``None`` where it costs little.
         profile: Steps to trace with XLA's profiler after warm-up, in the first process.
+        log_every: Steps between records; ``None`` makes about 400 records of the whole job.
     """
 
     setup: Setup
@@ -71,6 +75,7 @@ class Trainer:
     loaded: Loaded | None = None
     diagnose: int | None = None
     profile: int = 0
+    log_every: int | None = None
 
     def __post_init__(self) -> None:
         self.job, self.steps = self.setup.job, self.setup.steps
@@ -89,7 +94,7 @@ class Trainer:
         traced = self.profile if hosts.is_first() else 0
         self.trace = Profile(self.run.path / FOLDER, traced, self.job.steps, self.event)
         self.examples = self.job.data.size(Split.train)
-        self.log_every = max(1, self.job.steps // 400)
+        self.interval = self.log_every or max(1, self.job.steps // RECORDS)
         self.progress = Progress()
         self.stop_reason = ""
         self.notes_told = 0
@@ -128,6 +133,7 @@ class Trainer:
             try:
                 state = self._begin(feed, resume)
                 self._await_program(interrupt)
+                self.ledger.settle("start")
                 self.meter = Meter(self.setup, self.ledger, self.progress.step)
                 with self.ledger.spend("step"):
                     state = self._loop(state, feed, interrupt)
@@ -285,20 +291,21 @@ class Trainer:
         with part(METRICS):
             values = {name: float(value) for name, value in jax.device_get(done.metrics).items()}
         self.meter.waited_for_device(self.ledger.clock() - asked)
-        if values.pop("bad"):
+        if values.pop("bad") and self.job.guard.rule is not GuardRule.ignore:
             self._bad(done, values["loss"])
         else:
-            self.progress.last = values
+            self.progress.take(values)
             self.progress.in_a_row = 0
         self.meter.done()
-        if (
-            done.step % self.log_every == 0
-            or done.step == self.job.steps
-            or self.meter.quiet_seconds > LOG_SECONDS
-        ):
-            self.say("train", step=done.step, **values, **self.meter.read())
+        regular = done.step % self.interval == 0 or done.step == self.job.steps
+        if regular or self.meter.quiet_seconds > LOG_SECONDS:
+            # Where every step was bad there is no mean, and the record shows what the last one was.
+            means = self.progress.last if self.progress.summed else values
+            self.say("train", step=done.step, **means, **self.meter.read())
             # A save in the background that failed is told now, not when the next one is due.
             self.store.poll()
+        if regular:  # By the step alone, so that a resumed run has the means of one that was not.
+            self.progress.record()
 
     def _bad(self, done: Pending, loss: float) -> None:
         """A step that the guard found bad; its update was not applied.
@@ -307,8 +314,6 @@ class Trainer:
             RunError: under the rule ``stop``, or after too many in a row under ``skip``.
         """
         guard, progress = self.job.guard, self.progress
-        if guard.rule is GuardRule.ignore:
-            return
         progress.bad_steps += 1
         progress.in_a_row += 1
         batch = hosts.gather(done.batch)
@@ -407,8 +412,10 @@ class Trainer:
             where = f"{interrupt.signal.name} at step {self.progress.step}"
             self.event("interrupt", 0.0, where)
         else:
-            final |= self.job.data.references()
-            self._sample(state)
+            with self.ledger.spend("eval"):
+                final |= self.job.data.references()
+            with self.ledger.spend("sample"):
+                self._sample(state)
         summary = summarise(
             setup=self.setup,
             run=self.run.path,
