@@ -4,8 +4,7 @@ from hypothesis import strategies as st
 
 from systolic.chips import slice
 from systolic.hlo import Groups
-from systolic.hlo.module import Instruction
-from systolic.sim.network import Network, crossings
+from systolic.sim.network import Network
 from systolic.sim.rates import rates_of
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
@@ -123,41 +122,70 @@ def test_between_slices_the_data_centre_network_counts() -> None:
     assert cost.seconds > within.seconds
 
 
-def sent(kind: str, slices: int, opcode: str = "send") -> Instruction:
-    group = ",".join(f"{n}00000" for n in range(1, slices + 1))
-    rest = f'_xla_megascale_target={{{{{group}}}}},_xla_megascale_transfer_type="{kind}"'
-    return Instruction(
-        name="s", opcode=opcode, shape_text="f32[8]", operands=(), rest=rest, root=False
-    )
-
-
-def test_what_crosses_slices() -> None:
-    assert crossings(sent("ALL_REDUCE", 2)) == 1.0
-    assert crossings(sent("ALL_REDUCE", 4)) == 1.5
-    assert crossings(sent("ALL_GATHER", 4)) == 3.0
-    assert crossings(sent("ALL_GATHER", 4, "recv")) == 0.75
-    assert crossings(sent("ONE_TO_ONE", 2)) == 1.0
-
-
 def test_default_places_are_all_different() -> None:
     for name in ("2xv5e-16", "v4-64", "tpu7x-64", "v5p-128"):
         of = network(name)
         assert len(set(of.places)) == len(of.places) == of.on.num_devices
 
 
+def at(of: Network, *groups: list[tuple[int, ...]]) -> Groups:
+    """Groups of devices by their places, missing coordinates 0."""
+    index = {place: device for device, place in enumerate(of.places)}
+    return Groups(
+        tuple(tuple(index[(*place, 0, 0, 0, 0, 0)[:5]] for place in group) for group in groups)
+    )
+
+
 def test_groups_that_alternate_along_an_axis_share_its_links() -> None:
     of = network("v5e-256")
-
-    def along_x(*places: int) -> Groups:
-        found = [of.places.index((place, 0, 0, 0, 0)) for place in places]
-        return Groups((tuple(found),))
-
-    beside, apart = along_x(0, 1, 2), along_x(0, 4, 8)
+    beside = at(of, *([(n,) for n in range(4 * k, 4 * k + 4)] for k in range(4)))
+    apart = at(of, *([(n,) for n in range(k, 16, 4)] for k in range(4)))
+    # It closes to a ring: both directions, which four groups share.
     ratio = seconds(of, "all-gather", apart, 1e9) / seconds(of, "all-gather", beside, 1e9)
-    assert ratio == pytest.approx(4, rel=0.01)
-    around = along_x(
-        0, 4, 8, 12
-    )  # closes to a ring: both directions, of which four groups share each
-    line_of_four = along_x(0, 1, 2, 3)
-    ratio = seconds(of, "all-gather", around, 1e9) / seconds(of, "all-gather", line_of_four, 1e9)
     assert ratio == pytest.approx(2, rel=0.01)
+    lines = at(of, *([(n,) for n in range(k, 12, 4)] for k in range(4)))
+    alone = at(of, [(n,) for n in range(0, 12, 4)])
+    ratio = seconds(of, "all-gather", lines, 1e9) / seconds(of, "all-gather", alone, 1e9)
+    assert ratio == pytest.approx(4, rel=0.01)
+
+
+def test_groups_inside_one_another_share_links() -> None:
+    of = network("v5e-256")
+    outer, inner = [(0,), (3,)], [(1,), (2,)]
+    alone = seconds(of, "all-gather", at(of, inner), 1e9)
+    both = seconds(of, "all-gather", at(of, inner, outer), 1e9)
+    assert both == pytest.approx(2 * alone, rel=0.01)
+    assert both == pytest.approx(seconds(of, "all-gather", at(of, outer, inner), 1e9))
+
+
+def test_diagonals_of_one_square_share_its_links() -> None:
+    of = network("v5e-16")
+    one, other = [(0, 0), (1, 1)], [(0, 1), (1, 0)]
+    ratio = seconds(of, "all-gather", at(of, one, other), 1e9) / seconds(
+        of, "all-gather", at(of, one), 1e9
+    )
+    assert ratio == pytest.approx(2, rel=0.01)
+
+
+def test_groups_of_the_two_cores_of_chips_share_their_links() -> None:
+    of = network("tpu7x-64")
+    cores = [[(n, 0, 0, core) for n in range(of.shape[0])] for core in range(2)]
+    ratio = seconds(of, "all-gather", at(of, *cores), 1e9) / seconds(
+        of, "all-gather", at(of, cores[0]), 1e9
+    )
+    assert ratio == pytest.approx(2, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_slowest_group_counts_wherever_it_is_listed(kind: str) -> None:
+    of = network("v5e-256")
+    near, far = [(0, 0), (1, 0)], [(n, 1) for n in range(12)]
+    cost = [of.collective(kind, groups, 1e9, 1e9) for groups in (at(of, near, far), at(of, far))]
+    assert cost[0] == cost[1]
+    assert cost[0].seconds > of.collective(kind, at(of, near), 1e9, 1e9).seconds
+
+
+def test_neighbours_over_the_wraparound_are_neighbours() -> None:
+    of = network("v5e-256")
+    across, inside = at(of, [(15,), (0,)]), at(of, [(7,), (8,)])
+    assert seconds(of, "all-gather", across, 1e9) == seconds(of, "all-gather", inside, 1e9)

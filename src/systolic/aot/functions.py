@@ -1,6 +1,6 @@
 """Anyone's function, traced on a mesh of a slice that is not there."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +9,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from systolic.aot.program import FunctionProgram, Traced, name_of
 from systolic.chips import Slice
+from systolic.core.errors import OptionError
+from systolic.steps.mesh import slice_of
 
 
 def trace_function(program: FunctionProgram, on: Slice, devices: Sequence[Any]) -> Traced:
@@ -51,15 +53,33 @@ def trace_function(program: FunctionProgram, on: Slice, devices: Sequence[Any]) 
     )
 
 
-def _mesh(axes: Any, devices: Sequence[Any]) -> Mesh:
+def _mesh(axes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
     from jax.experimental import mesh_utils
 
     names, sizes = tuple(axes), tuple(axes.values())
-    if devices[0].platform == "tpu" and len(devices) > 1:
+    num_slices = len({slice_of(device) for device in devices if device.platform == "tpu"})
+    if num_slices > 1:
+        outer = _across(axes, num_slices)
+        inner = [size // ways for size, ways in zip(sizes, outer, strict=True)]
+        grid = mesh_utils.create_hybrid_device_mesh(
+            inner, outer, devices, allow_split_physical_axes=True
+        )
+    elif devices[0].platform == "tpu" and len(devices) > 1:
         grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     else:
         grid = np.array(list(devices)).reshape(sizes)
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def _across(axes: Mapping[str, int], num_slices: int) -> list[int]:
+    """How many slices each axis of a mesh crosses: the first one that their number divides crosses all."""
+    for crossing, size in axes.items():
+        if size % num_slices == 0:
+            return [num_slices if name == crossing else 1 for name in axes]
+    shape = " x ".join(f"{name} {size}" for name, size in axes.items())
+    raise OptionError(
+        f"no axis of the mesh ({shape}) is a multiple of the {num_slices} slices; one of them crosses the slices, the first that can"
+    )
 
 
 def _placed(leaf: Any, spec: Any, mesh: Mesh) -> Any:

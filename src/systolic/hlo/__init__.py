@@ -3,6 +3,7 @@
 Reads what libtpu 0.0.8 to today's prints after scheduling, and what other programs dumped.
 """
 
+from systolic.hlo.crossing import Crossing, crosses, crossing_of
 from systolic.hlo.groups import Groups, parse_groups
 from systolic.hlo.module import Computation, Instruction, Module
 from systolic.hlo.parse import parse
@@ -10,10 +11,13 @@ from systolic.hlo.shape import Shape, parse_shape
 
 __all__ = [
     "Computation",
+    "Crossing",
     "Groups",
     "Instruction",
     "Module",
     "Shape",
+    "crosses",
+    "crossing_of",
     "parse",
     "parse_groups",
     "parse_shape",

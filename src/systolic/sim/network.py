@@ -5,38 +5,61 @@ without wrap over one; several axes of a group work at once (How to Scale Your M
 """
 
 import itertools
-import math
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from systolic.chips import Slice
-from systolic.hlo import Groups, Instruction
+from systolic.hlo import Crossing, Groups, Instruction, crossing_of
 from systolic.sim.rates import Rates
 
 Place = tuple[int, ...]
 """(x, y, z, core, slice) of a device."""
 
 
-@dataclass(frozen=True)
+Link = tuple[int, ...]
+"""(x, y, z, slice, axis): the link of a chip to the next one along a torus axis."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """The part of one torus axis that a group takes."""
+
+    name: str
+    """``x``, ``y`` or ``z``."""
+    reach: int
+    """Chips from the first to the last member, both counted; the whole axis on a ring."""
+    ring: bool
+    """Whether the members go around the axis, which has wraparound links."""
+    rows: int
+    """Lines along the axis, side by side, that have members."""
+    share: int
+    """Groups that use its busiest link at once, this one included."""
+
+    @property
+    def ways(self) -> float:
+        """Directions that the members can send in."""
+        return 2.0 if self.ring else 1.0
+
+    @property
+    def hops(self) -> int:
+        """To the farthest member."""
+        return self.reach // 2 if self.ring else self.reach - 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class Extent:
     """Where a group lies."""
 
-    axes: tuple[tuple[int, bool], ...]
-    """(chips, ring) along each torus axis that it spans; ring where the axis wraps."""
-    strides: tuple[int, ...]
-    """Chips from one member to the next along each of those axes: as many groups share its links."""
+    spans: tuple[Span, ...]
+    """Of each torus axis that it takes more than one chip of."""
+    members: int
+    """In one slice, the most."""
     cores: int
     """Devices of one chip in it."""
     slices: int
-    names: tuple[str, ...]
-    """Of those axes: ``x``, ``y``, ``z``."""
-
-    @property
-    def chips(self) -> int:
-        """In one slice."""
-        return math.prod(size for size, _ in self.axes)
 
 
 @dataclass(frozen=True)
@@ -55,6 +78,7 @@ class Network:
     def __init__(self, on: Slice, rates: Rates, places: Sequence[Place] | None = None) -> None:
         self.on, self.rates = on, rates
         self.places = list(places) if places else default_places(on)
+        self._extents: dict[Groups, list[Extent]] = {}
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -66,44 +90,103 @@ class Network:
         """Whether each of the three axes is a ring."""
         return (*self.on.wrap, False, False, False)[:3]
 
-    def extent(self, group: Sequence[int]) -> Extent:
-        """Axes and lengths of the smallest box around a group."""
-        places = [self.places[device] for device in group]
-        axes, names, strides = [], [], []
+    def extents(self, groups: Groups) -> list[Extent]:
+        """Where the groups lie, each kind of place once."""
+        ids = [[self.places[device] for device in group] for group in groups.groups]
+        taken = [self._links(places) for places in ids]
+        users = Counter(link for lines in taken for one in lines.values() for link in one)
+        return list(
+            {
+                self._extent(places, lines, users): None
+                for places, lines in zip(ids, taken, strict=True)
+            }
+        )
+
+    def _links(self, places: Sequence[Place]) -> dict[int, list[Link]]:
+        """The links of a group by torus axis: on each of its lines from its first chip to its last, or all around."""
+        found: dict[int, list[Link]] = {}
         for axis in range(3):
-            values = sorted({place[axis] for place in places})
-            if len(values) > 1:
-                stride = min(b - a for a, b in itertools.pairwise(values))
-                ring = self.wrap[axis] and len(values) * stride == self.shape[axis]
-                axes.append((len(values), ring))
-                strides.append(stride)
-                names.append("xyz"[axis])
+            at = sorted({place[axis] for place in places})
+            if len(at) < 2:
+                continue
+            first, reach, ring = self._arc(axis, at)
+            length = self.shape[axis]
+            around = [(first + n) % length for n in range(reach if ring else reach - 1)]
+            lines = {(*place[:axis], 0, *place[axis + 1 : 3], place[4]) for place in places}
+            found[axis] = [
+                (*line[:axis], n, *line[axis + 1 :], axis) for line in lines for n in around
+            ]
+        return found
+
+    def _arc(self, axis: int, at: Sequence[int]) -> tuple[int, int, bool]:
+        """First chip, chips and whether it is a ring: the part of an axis that joins those places, in order."""
+        length = self.shape[axis]
+        if not self.wrap[axis]:
+            return at[0], at[-1] - at[0] + 1, False
+        gaps = [(after - before) % length for before, after in itertools.pairwise([*at, at[0]])]
+        widest = max(gaps)
+        if widest == min(gaps):
+            return at[0], length, True
+        # The other way round than the widest gap.
+        return at[(gaps.index(widest) + 1) % len(at)], length - widest + 1, False
+
+    def _extent(
+        self,
+        places: Sequence[Place],
+        lines: Mapping[int, Sequence[Link]],
+        users: Mapping[Link, int],
+    ) -> Extent:
+        spans = []
+        for axis, links in lines.items():
+            at = sorted({place[axis] for place in places})
+            _, reach, ring = self._arc(axis, at)
+            spans.append(
+                Span(
+                    name="xyz"[axis],
+                    reach=reach,
+                    ring=ring,
+                    rows=len({(*place[:axis], *place[axis + 1 : 3]) for place in places}),
+                    share=max(users[link] for link in links),
+                )
+            )
         return Extent(
-            axes=tuple(axes),
-            strides=tuple(strides),
+            spans=tuple(spans),
+            members=max(Counter(place[4] for place in places).values()),
             cores=len({place[3] for place in places}),
             slices=len({place[4] for place in places}),
-            names=tuple(names),
         )
 
     def collective(self, kind: str, groups: Groups, out_bytes: float, in_bytes: float) -> Cost:
-        """``kind`` is all-gather, reduce-scatter, all-reduce, all-to-all or collective-permute.
+        """The time of the slowest group while all of them run.
 
-        Bytes are those of one device's result and operand.
+        Args:
+            kind: all-gather, reduce-scatter, all-reduce, all-to-all or collective-permute.
+            groups: The devices of each.
+            out_bytes: Of one device's result.
+            in_bytes: Of one device's operand.
         """
         if kind in ("collective-permute", "collective-broadcast") or groups.pairs:
             return self._permute(groups, in_bytes)
         if groups.size <= 1:
             return Cost(0.0, (), 0.0)
-        extent = self.extent(groups.groups[0])
+        if groups not in self._extents:
+            joined = Groups(tuple(group for group in groups.groups if len(group) > 1))
+            self._extents[groups] = self.extents(joined)
         whole = max(out_bytes, in_bytes)
+        costs = [self._cost(kind, extent, whole) for extent in self._extents[groups]]
+        lanes = dict.fromkeys(lane for cost in costs for lane in cost.lanes)
+        slowest = max(costs, key=lambda cost: cost.seconds)
+        return Cost(slowest.seconds, tuple(lanes), slowest.bytes)
+
+    def _cost(self, kind: str, extent: Extent, whole: float) -> Cost:
         seconds, moved = 0.0, 0.0
-        within = extent.chips * extent.cores
+        within = extent.members
         if within > 1:
             here = whole if kind == "all-reduce" or extent.slices == 1 else whole / extent.slices
             part, moved = self._within(kind, extent, here)
             seconds += part
-        lanes = extent.names or (("die",) if extent.cores > 1 else ())
+        names = tuple(span.name for span in extent.spans)
+        lanes = names or (("die",) if extent.cores > 1 else ())
         if extent.slices > 1:
             share = whole / max(within, 1) if kind != "all-to-all" else whole
             rounds = {"all-reduce": 2.0}.get(kind, 1.0)
@@ -115,31 +198,23 @@ class Network:
 
     def _within(self, kind: str, extent: Extent, whole: float) -> tuple[float, float]:
         """Seconds and bytes inside a slice; ``whole`` is the gathered array on one device."""
-        chips, axes = extent.chips, extent.axes
-        cores = extent.cores
-        spans = list(zip(axes, extent.strides, strict=True))
-        hops = sum(stride * (size // 2 if ring else size - 1) for (size, ring), stride in spans)
-        latency = hops * self.rates.hop_seconds
-        if not axes:  # the two dies of a chip
-            rate = self.rates.chip.die_to_die_bytes_per_second or 4 * self.rates.link
-            rounds = 2.0 if kind == "all-reduce" else 1.0
-            return rounds * whole / 2 / rate, rounds * whole / 2
-        # Each axis carries its share of the bytes at both directions' rate on a ring, one on a line;
-        # groups whose members alternate along an axis share its links.
-        rate = sum(self.rates.link * (2.0 if ring else 1.0) / stride for (_, ring), stride in spans)
-        n = chips * cores
-        if kind == "all-to-all":
-            # Bisection: on a ring of n a quarter of an all-gather's time, on a line half (n/4 or n/2 hops).
-            worst = max(
-                whole * cores * size * stride / (8.0 if ring else 4.0) / self.rates.link
-                for (size, ring), stride in spans
-            )
-            return worst + latency, whole
-        moved = whole * (n - 1) / n
-        # The devices of one chip share its links.
-        seconds = moved / rate
+        latency = sum(span.hops for span in extent.spans) * self.rates.hop_seconds
         rounds = 2.0 if kind == "all-reduce" else 1.0
-        return rounds * (seconds + latency), rounds * moved
+        if not extent.spans:  # the two dies of a chip
+            rate = self.rates.chip.die_to_die_bytes_per_second or 4 * self.rates.link
+            return rounds * whole / 2 / rate, rounds * whole / 2
+        n = extent.members
+        if kind == "all-to-all":
+            # Half of the members send half of what they have to the other half, over every line.
+            return max(
+                n * whole / 4 * span.share / (span.rows * span.ways * self.rates.link)
+                for span in extent.spans
+            ) + latency, whole
+        # Each axis carries its share of the bytes, at both directions' rate on a ring; the devices of
+        # one chip share its links, and so do groups that lie in one place.
+        rate = sum(self.rates.link * span.ways / span.share for span in extent.spans)
+        moved = whole * (n - 1) / n
+        return rounds * (moved / rate + latency), rounds * moved
 
     def _permute(self, groups: Groups, bytes_: float) -> Cost:
         """Every pair along the shortest way, dimension after dimension; the busiest link decides."""
@@ -176,25 +251,44 @@ class Network:
         return Cost(seconds, names or ("die",), bytes_)
 
 
-_TARGETS = re.compile(r"_xla_megascale_target=\{\{([^}]*)\}")
-_TYPE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+def crossings(transfer: Instruction, num_slices: int) -> tuple[float, str]:
+    """How often the array of a ``send`` or ``recv`` crosses the data-centre network, one way, and a note.
 
-
-def crossings(transfer: Instruction) -> float:
-    """How often the array of a ``send`` or ``recv`` crosses the data-centre network.
-
-    A collective between slices is one pair of them: the runtime reduces or gathers among the group
-    of slices that the attributes list, over a ring as inside a slice.
+    Each member of a ring over the slices passes on what its neighbours lack, as inside a slice. A
+    transfer that is not understood counts as an all-reduce of all slices, and the note says so.
     """
-    kind, group = _TYPE.search(transfer.rest), _TARGETS.search(transfer.rest)
-    if kind is None or group is None:
-        return 1.0
-    slices = max(group[1].count(",") + 1, 1)
-    if kind[1] == "ALL_REDUCE":
-        return 2.0 * (slices - 1) / slices
-    if kind[1] == "ALL_GATHER":
-        return slices - 1.0 if transfer.opcode == "send" else (slices - 1.0) / slices
-    return 1.0
+    found = crossing_of(transfer)
+    times = None if found is None else _times(found, sends=transfer.opcode == "send")
+    if times is not None:
+        return times, ""
+    # Attributes up to the target, which can list thousands of devices.
+    said = re.sub(r".*?(_xla_megascale_\w+=.{0,60}).*", r"\1…", transfer.rest, flags=re.DOTALL)
+    note = f"{transfer.name} between slices is not understood ({said[:80].strip(', ')}): taken as an all-reduce of all {num_slices}"
+    return 2.0 * (num_slices - 1) / num_slices, note
+
+
+def _times(crossing: Crossing, *, sends: bool) -> float | None:
+    """The same of the group that crosses most; None for a kind that is not known."""
+    if crossing.kind == "ONE_TO_ONE":
+        return 1.0 if any(source != target for source, target in crossing.groups) else 0.0
+    most = 0.0
+    for group in crossing.groups:
+        slices, size = len(set(group)), len(group)
+        beyond = size - min(Counter(group).values())
+        """Members in other slices."""
+        match crossing.kind:
+            case "ALL_REDUCE":
+                times = 2.0 * (slices - 1) / slices
+            case "ALL_GATHER":
+                times = float(beyond) if sends else beyond / size
+            case "REDUCE_SCATTER":
+                times = beyond / size if sends else float(beyond)
+            case "ALL_TO_ALL":
+                times = beyond / size
+            case _:
+                return None
+        most = max(most, times)
+    return most
 
 
 def default_places(on: Slice) -> list[Place]:

@@ -3,22 +3,22 @@
 The TensorCore runs one op after another. A ``-start`` puts its transfer on a lane (a torus axis, the
 DMA engines, the host link, the data-centre network), where transfers follow each other; its
 ``-done`` waits for it. What the core waits is exposed. Loops are simulated once and repeated: a
-transfer never crosses an iteration.
+transfer may be under way beside a whole loop, and one that begins in a turn ends in it.
 """
 
 import enum
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from systolic.chips import Slice
 from systolic.core.origin import Origin
-from systolic.hlo import Computation, Instruction, Module
+from systolic.hlo import Computation, Instruction, Module, crosses
 from systolic.hlo.aliases import aliased_operand
 from systolic.hlo.groups import groups_of
 from systolic.hlo.loops import trip_count
 from systolic.hlo.origin import named
-from systolic.hlo.shape import HOST, Shape
+from systolic.hlo.shape import HOST, SEMAPHORE, Shape
 from systolic.sim.calibration import Calibration, calibration_of
 from systolic.sim.layers import layer_of
 from systolic.sim.network import Network, Place, crossings, default_places
@@ -79,8 +79,11 @@ def simulate(
         calibration=calibration or calibration_of(on.chip.name),
         num_devices=len(places),
     )
-    seconds, spans = run.computation(module.entry)
-    made = Timeline(origin=Origin.simulated, seconds=seconds, spans=spans, notes=tuple(run.notes))
+    step = run.computation(module.entry)
+    seconds = step.seconds
+    made = Timeline(
+        origin=Origin.simulated, seconds=seconds, spans=step.spans, notes=tuple(run.notes)
+    )
     estimated = sum(s.seconds * n for s, n in made.leaves() if s.priced_by == "estimate")
     if estimated > MUCH * seconds:
         note = f"{estimated / seconds:.0%} of the time is of ops without the compiler's cycles, priced by slowdowns fitted to other programs"
@@ -103,6 +106,17 @@ class Role(enum.Enum):
 class _Transfer:
     span: Span
     finish: float
+    lanes: Sequence[str]
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """One run of a computation."""
+
+    seconds: float
+    spans: tuple[Span, ...]
+    used: Mapping[str, float]
+    """Seconds that each lane was in use."""
 
 
 @dataclass
@@ -113,10 +127,10 @@ class _Run:
     calibration: Calibration
     num_devices: int
     notes: dict[str, None] = field(default_factory=dict)
-    known: dict[str, tuple[float, tuple[Span, ...]]] = field(default_factory=dict)
+    known: dict[str, _Ran] = field(default_factory=dict)
 
-    def computation(self, computation: Computation) -> tuple[float, tuple[Span, ...]]:
-        """Seconds and spans of one run of it."""
+    def computation(self, computation: Computation) -> _Ran:
+        """One run of it, simulated once."""
         if computation.name not in self.known:
             self.known[computation.name] = _Order(self, computation).run()
         return self.known[computation.name]
@@ -130,15 +144,17 @@ class _Order:
         self.now = 0.0
         self.spans: list[Span] = []
         self.busy: dict[str, float] = defaultdict(float)
+        self.used: dict[str, float] = defaultdict(float)
         self.pending: dict[str, _Transfer] = {}
 
-    def run(self) -> tuple[float, tuple[Span, ...]]:
+    def run(self) -> _Ran:
         for instruction in self.computation:
             self.step(instruction)
         # What nothing waited for ends with the computation.
         for transfer in self.pending.values():
             self.wait(transfer)
-        return self.now, tuple(sorted(self.spans, key=lambda span: span.start))
+        spans = tuple(sorted(self.spans, key=lambda span: span.start))
+        return _Ran(self.now, spans, self.used)
 
     def step(self, instruction: Instruction) -> None:
         opcode = instruction.opcode
@@ -225,27 +241,37 @@ class _Order:
                 f"loop {instruction.name} has no trip count before the run: taken once"
             ] = None
             count = 1
-        seconds, spans = self.on.computation(
-            self.on.module.computations[instruction.called("body") or ""]
-        )
-        turn = seconds + TURN_SECONDS
+        body = self.on.computation(self.on.module.computations[instruction.called("body") or ""])
         if count:
-            outer = self.span(instruction, self.now, turn * count, Resource.idle, "core")
-            self.spans.append(replace(outer, repeat=count, inside=spans))
-            self.now += turn * count
+            self.nest(instruction, replace(body, seconds=body.seconds + TURN_SECONDS), count)
 
     def branch(self, instruction: Instruction) -> None:
         branches = [self.on.module.computations[name] for name in instruction.called_computations]
-        costs = [self.on.computation(branch) for branch in branches]
+        runs = [self.on.computation(branch) for branch in branches]
         self.on.notes[f"of the branches of {instruction.name} the longest is taken"] = None
-        self.nest(instruction, *max(costs, key=lambda cost: cost[0]))
+        self.nest(instruction, max(runs, key=lambda run: run.seconds))
 
     def call(self, instruction: Instruction, name: str) -> None:
-        self.nest(instruction, *self.on.computation(self.on.module.computations[name]))
+        self.nest(instruction, self.on.computation(self.on.module.computations[name]))
 
-    def nest(self, instruction: Instruction, seconds: float, spans: tuple[Span, ...]) -> None:
+    def nest(self, instruction: Instruction, inner: _Ran, times: int = 1) -> None:
+        """Runs a computation so many times, beside the transfers that are under way."""
+        seconds = inner.seconds * times
+        for transfer in self.pending.values():
+            left = transfer.finish - self.now
+            if left <= 0:
+                continue
+            # What is inside takes its part of the links, and the transfer has the rest of them.
+            taken = max((inner.used.get(lane, 0.0) for lane in transfer.lanes), default=0.0)
+            taken = min(taken * times, seconds)
+            free = seconds - taken
+            transfer.finish += taken if left >= free else left * taken / free
+            for lane in transfer.lanes:
+                self.busy[lane] = max(self.busy[lane], transfer.finish)
+        for lane, used in inner.used.items():
+            self.used[lane] += used * times
         outer = self.span(instruction, self.now, seconds, Resource.idle, "core")
-        self.spans.append(replace(outer, inside=spans))
+        self.spans.append(replace(outer, repeat=times, inside=inner.spans))
         self.now += seconds
 
     # Beside it
@@ -253,9 +279,10 @@ class _Order:
     def put(self, instruction: Instruction, span: Span, lanes: Sequence[str]) -> _Transfer:
         """A transfer that begins when its lanes are free."""
         start = max([self.now, *(self.busy[lane] for lane in lanes)])
-        transfer = _Transfer(replace(span, start=start), start + span.seconds)
+        transfer = _Transfer(replace(span, start=start), start + span.seconds, lanes)
         for lane in lanes:
             self.busy[lane] = transfer.finish
+            self.used[lane] += span.seconds
         self.spans.append(transfer.span)
         self.pending[instruction.name] = transfer
         return transfer
@@ -293,27 +320,29 @@ class _Order:
             seen.add(at)
             if at in self.pending:
                 return at
-            instruction = self.computation.index.get(at)
-            if instruction is None:
-                continue
-            if instruction.opcode == "get-tuple-element":
-                source = self.computation.index.get(instruction.operands[0])
-                if source is not None and source.opcode == "fusion":
-                    # A fusion between start and done hands the state on, an operand to a result.
-                    passed = aliased_operand(source, instruction.tuple_index)
-                    todo.extend(source.operands[passed : passed + 1] if passed is not None else ())
-                    if source.name in self.pending:
-                        return source.name
-                    continue
-            if instruction.opcode in (
-                "get-tuple-element",
-                "tuple",
-                "bitcast",
-                "copy",
-                "async-update",
-            ):
-                todo.extend(instruction.operands)
+            if (instruction := self.computation.index.get(at)) is not None:
+                todo.extend(self.carried(instruction))
         return None
+
+    def carried(self, instruction: Instruction) -> Sequence[str]:
+        """What the value of an instruction is handed on from."""
+        if instruction.opcode in ("tuple", "bitcast", "copy", "async-update"):
+            return instruction.operands
+        if instruction.opcode != "get-tuple-element":
+            return ()
+        part, source = instruction.tuple_index, self.computation.index.get(instruction.operands[0])
+        if source is not None and source.opcode == "while":
+            # What a loop hands out at a place, it takes in at that place.
+            source = self.computation.index.get(source.operands[0])
+        if source is None:
+            return ()
+        if source.opcode == "tuple":
+            return source.operands[part : part + 1]
+        if source.opcode == "fusion" and source.name not in self.pending:
+            # A fusion between start and done hands the state on, an operand to a result.
+            passed = aliased_operand(source, part)
+            return () if passed is None else source.operands[passed : passed + 1]
+        return (source.name,)
 
     def begin(self, instruction: Instruction) -> None:
         kind = instruction.opcode.removesuffix("-start")
@@ -333,7 +362,7 @@ class _Order:
             if inner.opcode.removesuffix("-start") in COLLECTIVES:
                 self.collective(instruction, inner, held, beside=True)
                 return
-        seconds, _ = self.on.computation(held)
+        seconds = self.on.computation(held).seconds
         if 'async_execution_thread="sparsecore"' in instruction.rest:
             span = self.span(
                 instruction, self.now, seconds, Resource.vpu, SPARSE, priced_by="bytes"
@@ -389,9 +418,14 @@ class _Order:
     def cross(self, instruction: Instruction) -> None:
         shape = instruction.shape
         moved = max((s.padded_bytes for s in shape.arrays()), default=0)
-        moved = moved * crossings(instruction)
         host = "is_host_transfer=true" in instruction.rest
-        between = host and self.on.network.on.num_slices > 1
+        num_slices = self.on.network.on.num_slices
+        between = num_slices > 1 and (host or crosses(instruction))
+        if between:
+            times, note = crossings(instruction, num_slices)
+            moved = moved * times
+            if note:
+                self.on.notes[note] = None
         lane = "dcn" if between else "host" if host else "x"
         rate = {"dcn": self.on.rates.dcn, "host": self.on.rates.host}.get(lane, self.on.rates.link)
         resource = {"dcn": Resource.dcn, "host": Resource.host}.get(lane, Resource.ici)
@@ -440,6 +474,7 @@ class _Order:
             self.now = start + seconds
             for axis in cost.lanes:
                 self.busy[axis] = self.now
+                self.used[axis] += seconds
 
     def role(self, fusion: Instruction) -> "Role":
         """What a fusion has to do with a collective that it holds."""
@@ -451,6 +486,13 @@ class _Order:
             return Role.none
         if "AsyncCollectiveStart" in targets:
             return Role.begin
-        # Compute that a pending collective's state is threaded through repeats the collective's op.
-        carried = any(self.find(name) is not None for name in fusion.operands)
+        # Compute beside a collective that is under way repeats the collective's op. It takes in and
+        # hands on the semaphores that the start made and the done waits for, also where the start is
+        # outside of the loop that this is in.
+        carried = any(SEMAPHORE in _spaces(parameter) for parameter in held.parameters)
         return Role.none if carried else Role.whole
+
+
+def _spaces(instruction: Instruction) -> set[int]:
+    """Memory spaces of an instruction's results."""
+    return {shape.space for shape in instruction.shape.arrays()}

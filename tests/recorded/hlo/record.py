@@ -25,7 +25,7 @@ def record(entry: Path, name: str) -> None:
     text = clean(gzip.decompress((entry / "module.hlo.gz").read_bytes()).decode())
     (HERE / f"{name}.hlo.gz").write_bytes(gzip.compress(text.encode(), 9, mtime=0))
     report = json.loads((entry / "report.json").read_text())
-    (HERE / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
+    (HERE / f"{name}.json").write_text(json.dumps(report) + "\n")
 
 
 if __name__ == "__main__":
