@@ -1,13 +1,16 @@
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
 
 from systolic.chips import slice
 from systolic.core.origin import Origin
-from systolic.hlo import parse
+from systolic.hlo import Module, parse
+from systolic.hlo.loops import trip_count
 from systolic.sim import Resource, Span, Timeline, simulate
 from systolic.sim.calibration import Calibration
-from systolic.sim.simulate import TURN_SECONDS, _Order
+from systolic.sim.rates import rates_of
+from systolic.sim.simulate import COLLECTIVES, TURN_SECONDS, _Order
 from tests.recorded import hlo as recorded
 
 PLAIN = Calibration("none")
@@ -223,6 +226,10 @@ def test_what_no_rule_prices_is_listed() -> None:
     assert timeline.seconds > 0
 
 
+CARRIED = "context-v5e-16"
+"""Gathers begin before a loop of collective matmuls, are handed through its turns and end behind it."""
+
+
 def simulated(name: str) -> Timeline:
     report = recorded.report(name)
     places = [tuple(place) for place in report["places"]]
@@ -276,12 +283,12 @@ def test_full_rematerialisation_executes_more_than_the_model_has(name: str) -> N
     assert 1.1 * model < done < 2.5 * model
 
 
-@pytest.mark.parametrize("name", recorded.NAMES)
+@pytest.mark.parametrize("name", [*recorded.NAMES, CARRIED])
 def test_every_start_finds_its_done(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[str] = []
     run_all = _Order.run
 
-    def run_and_look(self: _Order) -> tuple[float, tuple[Span, ...]]:
+    def run_and_look(self: _Order) -> object:
         answer = run_all(self)
         left.extend(self.pending)
         return answer
@@ -290,6 +297,87 @@ def test_every_start_finds_its_done(name: str, monkeypatch: pytest.MonkeyPatch) 
     timeline = simulated(name)
     assert any(span.lane == "ici" for span, _ in timeline.leaves())
     assert left == []
+
+
+def begun(module: Module) -> Counter[str]:
+    """Asynchronous gathers by the name of the fusion that starts them, with their runs in a step."""
+    times = Counter({module.entry.name: 1})
+    found: Counter[str] = Counter()
+    todo = [module.entry]
+    for computation in todo:
+        for op in computation:
+            if op.opcode == "while":
+                body = module.callee(op, "body")
+                times[body.name] += times[computation.name] * (
+                    trip_count(module, computation, op) or 1
+                )
+                todo.append(body)
+            elif op.opcode == "fusion":
+                held = module.callee(op, "calls")
+                if any(one.target == "AsyncCollectiveStart" for one in held):
+                    found[op.name] += times[computation.name]
+    return found
+
+
+def test_a_gather_under_way_beside_a_loop_is_charged_once() -> None:
+    module, timeline = recorded.module(CARRIED), simulated(CARRIED)
+    expected = begun(module)
+    assert sum(expected.values()) == 4
+    transfers = Counter(
+        {s.name: n for s, n in timeline.leaves() if s.opcode == "all-gather" and s.lane == "ici"}
+    )
+    assert transfers == expected
+    # The fusions in the loops' turns repeat the gather's op; none of them is a transfer.
+    inside = [name for name, c in module.computations.items() if name.startswith("async_coll")]
+    assert len(inside) >= 4
+    charged = {s.name for s, _ in timeline.leaves() if s.opcode in COLLECTIVES}
+    assert not charged & {
+        op.name for c in module.computations.values() for op in c if op.called("calls") in inside
+    }
+
+
+def test_what_waits_for_a_gather_is_at_most_the_gather() -> None:
+    timeline = simulated(CARRIED)
+    gathers = sum(
+        s.seconds * n for s, n in timeline.leaves() if s.lane == "ici" and s.opcode == "all-gather"
+    )
+    whole = 16 * 8192 * 256 * 2.0
+    """Bytes of the layer's activations that each of the four gathers makes, keys and values first of all."""
+    rates = rates_of(slice("v5e-16"))
+    # A torus without wraparound: one way along x and along y, and the fixed costs.
+    by_hand = whole * 15 / 16 / (2 * rates.link) + 6 * rates.hop_seconds + rates.collective_seconds
+    assert gathers == pytest.approx(4 * by_hand, rel=1e-3)
+    waits = sum(s.seconds * n for s, n in timeline.leaves() if s.opcode == "wait all-gather")
+    links = sum(s.seconds * n for s, n in timeline.leaves() if s.lane == "ici")
+    assert 0 < waits <= links
+
+
+def test_a_transfer_beside_a_loop_has_the_links_that_the_loop_leaves() -> None:
+    turn = f"""\
+%body (s: (s32[], f32[512,1024])) -> (s32[], f32[512,1024]) {{
+  %s = (s32[], {PART}) parameter(0)
+  %i = s32[]{{:T(128)S(6)}} get-tuple-element(%s), index=0
+  %v = {PART} get-tuple-element(%s), index=1
+  %inner = {BIG} all-gather(%v), {GATHER}
+  %one = s32[] constant(1)
+  %j = s32[]{{:T(128)S(6)}} add(%i, %one)
+  ROOT %o = (s32[], {PART}) tuple(%j, %v)
+}}
+
+"""
+    timeline = run(
+        f"""\
+  %y = {PART} parameter(0)
+  %zero = s32[] constant(0)
+  %start = ({PART}, {BIG}) all-gather-start(%y), {GATHER}
+  %first = (s32[], {PART}) tuple(%zero, %y)
+  %loop = (s32[], {PART}) while(%first), condition=%condition, body=%body
+  ROOT %done = {BIG} all-gather-done(%start)""",
+        turn + "%condition" + LOOP.split("%condition", 1)[1].replace("COUNT", "3"),
+    )
+    alone = of(gathered(1), "start", "ici").seconds
+    # Four gathers over one link, three of them in the loop.
+    assert timeline.seconds == pytest.approx(4 * alone, rel=0.05)
 
 
 def test_several_slices_number_their_own_devices() -> None:

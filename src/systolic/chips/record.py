@@ -111,6 +111,7 @@ class Chip:
     clock_hz: float | None = None
     clock_hz_by_power_state: tuple[tuple[int, float], ...] = ()
     default_power_state: int | None = None
+    peak_power_state: int | None = None
     mxu_shape: tuple[int, int] | None = None
     num_mxu_per_core: int | None = None
     peak_bf16_flops_per_second: float | None = None

@@ -193,7 +193,7 @@ class Explanation:
             print_forecast(made)
             print("\nlayouts that may fit, each compiled:", flush=True)
         stream = sys.stderr if self.json else sys.stdout
-        before = self.job.layout.on(self.on.num_devices)
+        before = self.job.layout.on(self.on.num_devices, self.on.num_slices)
         with Progress(sys.stderr, "layouts") as progress:
 
             def watch(now: Any) -> None:

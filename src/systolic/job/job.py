@@ -180,7 +180,7 @@ class Job:
         Raises:
             LayoutError: an axis does not divide the devices, the slices, the model or the batch.
         """
-        layout = self.layout.on(num_devices)
+        layout = self.layout.on(num_devices, num_slices)
         layout.check_slices(num_slices)
         self.model.check(layout)
         self.batch.resolve(layout)

@@ -118,22 +118,44 @@ class Layout:
             Axis.tensor: self.tensor,
         }[axis]
 
-    def on(self, num_devices: int) -> "Layout":
-        """The same layout with every axis definite for ``num_devices``.
+    def on(self, num_devices: int, num_slices: int = 1) -> "Layout":
+        """The same layout with every axis definite for ``num_devices`` in ``num_slices`` slices.
+
+        Where the axis that crosses slices is 1, it becomes their number if the rest allows it: the default
+        on several slices is a copy of the model on each.
 
         Raises:
             LayoutError: the axes don't multiply to the number of devices.
         """
-        fixed = math.prod(size for axis in Axis if (size := self.size(axis)) != -1)
-        free = [axis.value for axis in Axis if self.size(axis) == -1]
-        if num_devices % fixed or (not free and fixed != num_devices):
-            shape = ", ".join(
-                f"{axis.value} {self.size(axis)}" for axis in Axis if self.size(axis) != 1
-            )
-            raise LayoutError(
-                f"layout ({shape or 'all axes 1'}) needs a multiple of {fixed} devices but there are {num_devices}; change an axis"
-            )
-        return replace(self, **{free[0]: num_devices // fixed}) if free else self
+        if num_slices > 1 and self.size(self.slices) == 1:
+            crossing = replace(self, **{self.slices.value: num_slices})
+            if crossing._fills(num_devices):
+                return crossing.on(num_devices)
+        if not self._fills(num_devices):
+            raise LayoutError(self._misfit(num_devices))
+        rest = num_devices // self._fixed
+        return replace(self, **dict.fromkeys(self._free, rest))
+
+    @property
+    def _fixed(self) -> int:
+        return math.prod(size for axis in Axis if (size := self.size(axis)) != -1)
+
+    @property
+    def _free(self) -> list[str]:
+        return [axis.value for axis in Axis if self.size(axis) == -1]
+
+    def _fills(self, num_devices: int) -> bool:
+        """Whether the axes can multiply to so many devices."""
+        return self._fixed == num_devices or (bool(self._free) and num_devices % self._fixed == 0)
+
+    def _misfit(self, num_devices: int) -> str:
+        fixed = self._fixed
+        axes = [f"{axis.value} {n}" for axis in Axis if (n := self.size(axis)) not in (1, -1)]
+        shape = ", ".join(axes) or "all axes 1"
+        if self._free:
+            return f"layout ({shape}) needs a multiple of {fixed} devices, {num_devices} available; change an axis"
+        more = "fewer" if fixed > num_devices else "more"
+        return f"layout ({shape}) is for {fixed} devices, {num_devices} available; give an axis {more}, or set one to -1, which takes the rest"
 
     def check_slices(self, num_slices: int) -> None:
         """Whether a definite layout spreads over so many slices.

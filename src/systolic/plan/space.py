@@ -87,7 +87,7 @@ def check(job: Job, candidate: Candidate) -> str | None:
 
 def _own(job: Job, on: Slice) -> Candidate | None:
     try:
-        layout = job.layout.on(on.num_devices)
+        layout = job.layout.on(on.num_devices, on.num_slices)
         layout.check_slices(on.num_slices)
         batch = job.batch.resolve(layout)
         job.model.check(layout)

@@ -64,18 +64,46 @@ def held_share(chip: Chip, flags: Sequence[str]) -> float:
     return min(max((found[-1] - SCOPED_BYTES) / (whole - SCOPED_BYTES), 0.0), 1.0)
 
 
+_STATE = re.compile(r"--xla_tpu_dvfs_p_state=(\d+)")
+
+
+def asked_state(flags: Sequence[str]) -> int | None:
+    """The power state that the compiler's flags ask for; None where they don't."""
+    found = [int(match[1]) for flag in flags if (match := _STATE.fullmatch(flag))]
+    return found[-1] if found else None
+
+
+def clocks(chip: Chip, power_state: int | None = None) -> tuple[float | None, float | None]:
+    """Clock of a chip at a power state, its default one for None, and at that of its published peaks; Hz.
+
+    Raises:
+        NotFoundError: the chip has power states, and the catalogue no clock of that one.
+    """
+    states = dict(chip.clock_hz_by_power_state)
+    if not states:
+        return chip.clock_hz, chip.clock_hz
+    state = chip.default_power_state if power_state is None else power_state
+    clock = chip.clock_hz if state is None else states.get(state)
+    if clock is None:
+        known = ", ".join(map(str, sorted(states)))
+        raise NotFoundError(
+            f"the catalogue has no clock of {chip.name} at power state {state}, only at {known}; choose one of these, or leave the flag out"
+        )
+    return clock, states.get(chip.peak_power_state or -1, clock)
+
+
 def rates_of(on: Slice, power_state: int | None = None, flags: Sequence[str] = ()) -> Rates:
     """The rates of one device of a TPU slice; ``flags`` are those that the program was compiled with.
 
+    The power state is the one given, else that of the flags, else the chip's default: clock and peaks are of
+    the same state.
+
     Raises:
-        NotFoundError: the catalogue lacks a number that a simulation needs.
+        NotFoundError: the catalogue lacks a number that a simulation needs, or the power state's clock.
     """
     chip = on.chip
     devices = chip.devices_per_chip or 1
-    clock = chip.clock_hz
-    states = dict(chip.clock_hz_by_power_state)
-    if power_state is not None and states:
-        clock = states.get(power_state, clock)
+    clock, peak_clock = clocks(chip, power_state if power_state is not None else asked_state(flags))
     needed = {
         "clock_hz": clock,
         "peak_bf16_flops_per_second": chip.peak_bf16_flops_per_second,
@@ -100,7 +128,12 @@ def rates_of(on: Slice, power_state: int | None = None, flags: Sequence[str] = (
     return Rates(
         chip=chip,
         clock_hz=needed["clock_hz"] or 0.0,
-        peaks={name: peak / devices for name, peak in peaks.items() if peak is not None},
+        # The matrix units follow the clock; device memory and links do not.
+        peaks={
+            name: peak / devices * (clock / peak_clock if clock and peak_clock else 1.0)
+            for name, peak in peaks.items()
+            if peak is not None
+        },
         hbm=(chip.hbm_bytes_per_second or 0.0) / devices,
         link=(
             chip.measured_ici_bytes_per_second_per_link

@@ -4,7 +4,7 @@ A gather of V bytes over n GPUs moves (n-1)/n V into each; what comes from other
 cards of the group's GPUs (How to Scale Your Model, gpus.md). Each step of a ring has a latency.
 """
 
-import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,20 +47,28 @@ class Switched:
             return self._pairs(groups.groups, in_bytes)
         if groups.size <= 1:
             return Cost(0.0, (), 0.0)
-        group = max(groups.groups, key=len)
-        size, domains = len(group), len({self._domain(device) for device in group})
-        inside = math.ceil(size / domains)
-        rounds = _ROUNDS.get(kind, 1)
         whole = max(out_bytes, in_bytes)
+        shapes = {self._shape(group) for group in groups.groups if len(group) > 1}
+        costs = [self._cost(kind, shape, whole) for shape in sorted(shapes)]
+        return max(costs, key=lambda cost: cost.seconds)
+
+    def _shape(self, group: Sequence[int]) -> tuple[int, int, int, int]:
+        """Members, domains, and the most and the fewest members in one domain."""
+        inside = Counter(self._domain(device) for device in group).values()
+        return len(group), len(inside), max(inside), min(inside)
+
+    def _cost(self, kind: str, shape: tuple[int, int, int, int], whole: float) -> Cost:
+        size, domains, most, fewest = shape
+        rounds = _ROUNDS.get(kind, 1)
         moved = rounds * whole * (size - 1) / size
         # What comes from other domains: in a gather the GPUs of a domain share it, in an exchange
         # each has its own.
-        beyond = rounds * whole * (domains - 1) / domains
-        beyond /= 1 if kind in ("all-to-all", "ragged-all-to-all") else inside
-        seconds = moved / self._link() if inside > 1 else 0.0
+        beyond = rounds * whole * (size - fewest) / size
+        beyond /= 1 if kind in ("all-to-all", "ragged-all-to-all") else fewest
+        seconds = moved / self._link() if most > 1 else 0.0
         if domains > 1:
             seconds = max(seconds, beyond / self._card())
-        hops = (inside - 1) * HOP_SECONDS + (domains - 1) * NET_HOP_SECONDS
+        hops = (most - 1) * HOP_SECONDS + (domains - 1) * NET_HOP_SECONDS
         lanes = ("dcn",) if domains > 1 else ("nvlink",)
         return Cost(seconds + rounds * hops + CALL_SECONDS, lanes, moved)
 

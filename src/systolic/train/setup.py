@@ -11,7 +11,7 @@ from systolic.aot.executable import Loaded, load
 from systolic.aot.steps import described
 from systolic.core.errors import DataError, OptionError, nearest
 from systolic.job import Job, Split
-from systolic.steps.mesh import make_mesh
+from systolic.steps.mesh import make_mesh, slice_of
 from systolic.steps.programs import jit_evaluate, jit_train
 from systolic.steps.steps import Steps
 from systolic.steps.target import MeshTarget
@@ -99,7 +99,9 @@ def set_up(job: Job, machine: Machine | None = None) -> Setup:
         DataError: the training split is empty.
     """
     machine = machine or Machine.here()
-    job = replace(job, layout=job.layout.on(len(machine.devices)))
+    on_tpu = machine.platform == "tpu"
+    num_slices = len({slice_of(device) for device in machine.devices}) if on_tpu else 1
+    job = replace(job, layout=job.layout.on(len(machine.devices), num_slices))
     job.model.check(job.layout)
     job.batch.resolve(job.layout)
     precision = job.precision.resolve(machine.platform)

@@ -1,0 +1,49 @@
+import pytest
+
+from systolic.core.errors import LayoutError
+from systolic.job import Axis, Layout
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        (Layout(), Layout(data=2, fsdp=16)),
+        (Layout(fsdp=16), Layout(data=2, fsdp=16)),
+        (Layout(fsdp=-1, tensor=4), Layout(data=2, fsdp=4, tensor=4)),
+        (Layout(data=4), Layout(data=4, fsdp=8)),
+        (Layout(data=-1, fsdp=8), Layout(data=4, fsdp=8)),
+        (Layout(slices=Axis.fsdp), Layout(fsdp=32, slices=Axis.fsdp)),
+        (
+            Layout(slices=Axis.pipeline),
+            Layout(pipeline=2, fsdp=16, slices=Axis.pipeline),
+        ),
+    ],
+)
+def test_two_slices_hold_a_copy_each_unless_told_otherwise(given: Layout, made: Layout) -> None:
+    definite = given.on(32, 2)
+    assert definite == made
+    definite.check_slices(2)
+
+
+def test_one_slice_has_no_copies() -> None:
+    assert Layout().on(16) == Layout(fsdp=16) == Layout().on(16, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (Layout(fsdp=8), r"\(fsdp 8\) is for 8 devices, 16 available; give an axis more, or set"),
+        (Layout(fsdp=8, tensor=4), "is for 32 devices, 16 available; give an axis fewer"),
+        (Layout(fsdp=1), "all axes 1.* is for 1 devices, 16 available"),
+        (Layout(tensor=3), "needs a multiple of 3 devices, 16 available"),
+    ],
+)
+def test_a_layout_of_another_size_says_so(given: Layout, said: str) -> None:
+    with pytest.raises(LayoutError, match=said):
+        given.on(16)
+
+
+def test_a_layout_that_leaves_no_place_for_the_slices_says_which_axis_crosses() -> None:
+    made = Layout(fsdp=32).on(32, 2)
+    with pytest.raises(LayoutError, match=r"layout.data 1 is not a multiple of the 2 slices"):
+        made.check_slices(2)
