@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from systolic.core.errors import LayoutError
+from systolic.aot.functions import _mesh as mesh_of
+from systolic.core.errors import LayoutError, OptionError
 from systolic.job import Layout
 from systolic.steps.mesh import make_mesh, slice_of
 
@@ -59,3 +60,15 @@ def test_slices_that_do_not_divide_the_crossing_axis() -> None:
 
 def test_one_slice_has_no_number() -> None:
     assert slice_of(Described(id=0, coords=(0, 0, 0))) == 0  # ty: ignore[invalid-argument-type]
+
+
+def test_a_function_s_first_axis_that_can_crosses_the_slices() -> None:
+    mesh = mesh_of({"rows": 1, "copies": 4, "parts": 2}, devices(2))
+    grid = mesh.devices.reshape(4, 2)
+    for number in range(2):
+        assert {slice_of(d) for d in grid[2 * number : 2 * number + 2].flat} == {number}
+
+
+def test_a_function_s_mesh_without_an_axis_for_the_slices() -> None:
+    with pytest.raises(OptionError, match="is a multiple of the 3 slices"):
+        mesh_of({"copies": 4, "parts": 4}, devices(3))

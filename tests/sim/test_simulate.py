@@ -8,9 +8,10 @@ from systolic.core.origin import Origin
 from systolic.hlo import Module, parse
 from systolic.hlo.loops import trip_count
 from systolic.sim import Resource, Span, Timeline, simulate
+from systolic.sim.asynchronous import COLLECTIVES
 from systolic.sim.calibration import Calibration
 from systolic.sim.rates import rates_of
-from systolic.sim.simulate import COLLECTIVES, TURN_SECONDS, _Order
+from systolic.sim.simulate import TURN_SECONDS, _Order
 from tests.recorded import hlo as recorded
 
 PLAIN = Calibration("none")

@@ -17,11 +17,11 @@ from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.groups import groups_of
 from systolic.hlo.loops import trip_count
 from systolic.hlo.origin import named
+from systolic.sim.asynchronous import COLLECTIVES
 from systolic.sim.estimate import vector_operations
 from systolic.sim.layers import layer_of
 from systolic.sim.price import FREE
 from systolic.sim.reads import Reads
-from systolic.sim.simulate import COLLECTIVES
 from systolic.sim.switched import Switched, switched
 from systolic.sim.timeline import Resource, Span, Timeline
 from systolic.sim.work import Work, work_of

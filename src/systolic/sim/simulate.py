@@ -6,7 +6,6 @@ DMA engines, the host link, the data-centre network), where transfers follow eac
 transfer may be under way beside a whole loop, and one that begins in a turn ends in it.
 """
 
-import enum
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,8 @@ from systolic.hlo.aliases import aliased_operand
 from systolic.hlo.groups import groups_of
 from systolic.hlo.loops import trip_count
 from systolic.hlo.origin import named
-from systolic.hlo.shape import HOST, SEMAPHORE, Shape
+from systolic.hlo.shape import HOST, Shape
+from systolic.sim.asynchronous import COLLECTIVES, Role, role_of
 from systolic.sim.calibration import Calibration, calibration_of
 from systolic.sim.layers import layer_of
 from systolic.sim.network import Network, Place, crossings, default_places
@@ -26,15 +26,6 @@ from systolic.sim.price import price
 from systolic.sim.rates import Rates, rates_of
 from systolic.sim.timeline import Resource, Span, Timeline
 
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-    "ragged-all-to-all",
-    "collective-broadcast",
-)
 DMA_SECONDS = 1e-6
 """Latency of a copy between memories: 0.6 to 1.9 us were measured on v4 (tpu-v4-latency-numbers)."""
 DMA_SHARE = 0.9
@@ -89,17 +80,6 @@ def simulate(
         note = f"{estimated / seconds:.0%} of the time is of ops without the compiler's cycles, priced by slowdowns fitted to other programs"
         return replace(made, notes=(*made.notes, note))
     return made
-
-
-class Role(enum.Enum):
-    """Of a fusion that holds a collective."""
-
-    none = enum.auto()
-    """Compute, perhaps with a collective under way."""
-    begin = enum.auto()
-    end = enum.auto()
-    whole = enum.auto()
-    """The collective and its compute, the core waiting."""
 
 
 @dataclass
@@ -174,7 +154,7 @@ class _Order:
             self.cross(instruction)
         elif opcode in COLLECTIVES:
             self.collective(instruction, instruction, self.computation, beside=False)
-        elif opcode == "fusion" and (role := self.role(instruction)) is not Role.none:
+        elif opcode == "fusion" and (role := role_of(self.on.module, instruction)) is not Role.none:
             held = self.on.module.computations[instruction.called("calls") or ""]
             inner = next((i for i in held if i.opcode in COLLECTIVES), None)
             if role is Role.end or inner is None:
@@ -475,24 +455,3 @@ class _Order:
             for axis in cost.lanes:
                 self.busy[axis] = self.now
                 self.used[axis] += seconds
-
-    def role(self, fusion: Instruction) -> "Role":
-        """What a fusion has to do with a collective that it holds."""
-        held = self.on.module.computations[fusion.called("calls") or ""]
-        targets = {i.target for i in held if i.opcode == "custom-call"}
-        if "AsyncCollectiveDone" in targets:
-            return Role.end
-        if not any(i.opcode in COLLECTIVES for i in held):
-            return Role.none
-        if "AsyncCollectiveStart" in targets:
-            return Role.begin
-        # Compute beside a collective that is under way repeats the collective's op. It takes in and
-        # hands on the semaphores that the start made and the done waits for, also where the start is
-        # outside of the loop that this is in.
-        carried = any(SEMAPHORE in _spaces(parameter) for parameter in held.parameters)
-        return Role.none if carried else Role.whole
-
-
-def _spaces(instruction: Instruction) -> set[int]:
-    """Memory spaces of an instruction's results."""
-    return {shape.space for shape in instruction.shape.arrays()}

@@ -1,0 +1,44 @@
+"""Fusions that begin, carry on or end a collective beside the compute that hides it."""
+
+import enum
+
+from systolic.hlo import Instruction, Module
+from systolic.hlo.shape import SEMAPHORE
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "ragged-all-to-all",
+    "collective-broadcast",
+)
+
+
+class Role(enum.Enum):
+    """Of a fusion that holds a collective."""
+
+    none = enum.auto()
+    """Compute, perhaps with a collective under way."""
+    begin = enum.auto()
+    end = enum.auto()
+    whole = enum.auto()
+    """The collective and its compute, the core waiting."""
+
+
+def role_of(module: Module, fusion: Instruction) -> Role:
+    """What a fusion has to do with a collective that it holds."""
+    held = module.callee(fusion, "calls")
+    targets = {i.target for i in held if i.opcode == "custom-call"}
+    if "AsyncCollectiveDone" in targets:
+        return Role.end
+    if not any(i.opcode in COLLECTIVES for i in held):
+        return Role.none
+    if "AsyncCollectiveStart" in targets:
+        return Role.begin
+    # Compute beside a collective that is under way repeats the collective's op. It takes in and
+    # hands on the semaphores that the start made and the done waits for, also where the start is
+    # outside of the loop that this is in.
+    spaces = {shape.space for one in held.parameters for shape in one.shape.arrays()}
+    return Role.none if SEMAPHORE in spaces else Role.whole

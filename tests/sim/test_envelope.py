@@ -1,0 +1,73 @@
+"""benchmarks/envelope.py: its jobs, floors and rules."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def _load() -> ModuleType:
+    found = importlib.util.spec_from_file_location("envelope", ROOT / "benchmarks" / "envelope.py")
+    assert found is not None
+    assert found.loader is not None
+    made = importlib.util.module_from_spec(found)
+    sys.modules["envelope"] = made
+    found.loader.exec_module(made)
+    return made
+
+
+envelope = _load()
+
+
+def test_jobs_are_the_same_for_the_same_seed() -> None:
+    one, other = envelope.jobs(10, 7), envelope.jobs(10, 7)
+    assert one == other
+    assert one != envelope.jobs(10, 8)
+    assert [case.problem() for case in one] == [None] * 10
+
+
+def test_a_floor_by_hand() -> None:
+    """One dense layer, batch 8, on four v5e chips with tensor 4."""
+    case = envelope.Case(
+        family=0,
+        member="base",
+        verb="decode",
+        slice="v5e-4",
+        layers=1,
+        d_model=2048,
+        d_ff=8192,
+        heads=16,
+        kv_heads=8,
+        vocab=32_768,
+        experts=1,
+        sequence=1024,
+        batch=8,
+        remat="none",
+        axes=(("tensor", 4),),
+    )
+    weights = 2048 * 128 * (16 + 16 + 8 + 8) + 3 * 2048 * 8192 + 2048 * 32_768
+    cache = 8 * 1024 * 2 * 8 * 128
+    floor = envelope.floor_of(case)
+    assert floor.bytes == pytest.approx((weights + cache) * 2 / 4 / 819e9)
+    scores = 2 * 2 * 16 * 128 * 1024
+    assert floor.flops == pytest.approx(8 * (2 * weights + scores) / 4 / 197e12)
+    sums = 2 * 2 * 3 / 4 * 8 * 2048 * 2
+    assert floor.links == pytest.approx(sums / (4 * 50e9))
+
+
+def test_rules_catch_what_they_are_for() -> None:
+    base, layers, *_ = envelope.jobs(5, 0)
+    floor = envelope.floor_of(base).seconds
+
+    def record(case: object, seconds: float) -> dict:
+        made = {"name": case.name, "case": vars(case) | {"axes": case.axes}}  # ty: ignore
+        return {**made, "fits": True, "step_seconds": seconds, "memory_bytes": 1}
+
+    found, _ = envelope.breaks([record(base, 0.5 * floor), record(layers, 100 * floor)])
+    assert [one.rule for one in found] == ["floor"]
+    found, _ = envelope.breaks([record(base, 100 * floor), record(layers, 99 * floor)])
+    assert [one.rule for one in found] == ["layers"]
