@@ -18,6 +18,14 @@ from systolic.models.parameters import weight
 from systolic.models.product import product
 from systolic.models.remat import name, rematerialise
 
+TIED_GAIN = 0.5
+"""Standard deviation of the first logits where the output matrix is the embedding's transpose.
+
+At 768 wide its entries are those of GPT-2 (0.02; Radford et al. 2019). Such a table is read without a
+scale: raised to unit variance a token's own row would rule the residual stream, and the first prediction
+be that token again, at a loss of about the root of the width.
+"""
+
 
 class Cache(NamedTuple):
     """Keys and values of the positions seen so far."""
@@ -165,9 +173,8 @@ class DecoderModule(nnx.Module):
         def blocks(rngs: nnx.Rngs) -> Block:
             return Block(config, rngs, target)
 
-        self.embedding = weight(
-            rngs, (config.vocab, config.d_model), ("vocab", "embed"), config.d_model
-        )
+        shape, gain = (config.vocab, config.d_model), TIED_GAIN if config.tie_embeddings else 1.0
+        self.embedding = weight(rngs, shape, ("vocab", "embed"), config.d_model, gain)
         self.ngrams = NGrams(config, rngs, target) if config.ngrams else None
         self.blocks = blocks(rngs)
         self.norm = RMSNorm(config.d_model, config.norm_eps, "norm")
@@ -178,7 +185,7 @@ class DecoderModule(nnx.Module):
         self.config, self.target = config, target
 
     def embed(self, tokens: jax.Array, positions: jax.Array, recent: jax.Array) -> jax.Array:
-        """[batch, n, d_model] of unit variance.
+        """[batch, n, d_model]: unit variance at the start, or the rows of a tied table as they are.
 
         tokens and positions int32[batch, n]; recent int32[batch, history] are the tokens before them.
         """
@@ -187,7 +194,9 @@ class DecoderModule(nnx.Module):
             # First split as it is stored: its gradient is summed into shards, not into whole copies.
             table = self.target.constrain(self.embedding[...], "vocab", "embed")
             table = self.target.constrain(table, "vocab", None)
-            x = table[tokens] * self.config.d_model**0.5
+            x = table[tokens]
+            if not self.config.tie_embeddings:
+                x = x * self.config.d_model**0.5
             if self.ngrams is not None:
                 x = x + self.ngrams(jnp.concatenate([recent, tokens], axis=1), positions)
             return self.target.constrain(x, "batch", "sequence", None)
