@@ -1,7 +1,5 @@
 """``python -m systolic`` is the ``systolic`` command."""
 
-import sys
+from systolic.cli.main import script
 
-from systolic.cli.main import main
-
-sys.exit(main())
+script()

@@ -149,6 +149,69 @@ def full(folder: Path) -> None:
     print(json.dumps({"told": told, "left": left, "steps": store.steps()}))
 
 
+def full_of_many(folder: Path) -> None:
+    """A disk that has no room for the first of many arrays."""
+    state = {"params": {f"w{n}": jnp.full(60_000, n) for n in range(40)}}
+    try:
+        with CheckpointStore(folder) as store:
+            store.save(1, state)
+        raise AssertionError("there is room")
+    except RunError as error:
+        told = str(error)
+    print(json.dumps(told))
+
+
+def replacing_full(folder: Path) -> None:
+    """A disk that fills up while an earlier process's checkpoint is replaced by a larger one."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with CheckpointStore(folder) as store:
+        store.save(1, {"w": jnp.zeros(8)})
+    with CheckpointStore(folder) as store:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+        try:
+            store.save(1, {"w": jax.random.normal(jax.random.key(0), (1 << 20,))})
+            store.wait()
+            raise AssertionError("there is room")
+        except RunError as error:
+            told = str(error)
+        left = sorted(path.name for path in folder.iterdir())
+    with CheckpointStore(folder) as store:
+        found = store.restore({"w": jax.ShapeDtypeStruct((8,), jnp.float32)})
+        print(json.dumps({"told": told, "left": left, "sum": float(found.state["w"].sum())}))
+
+
+def replacing_killed(folder: Path) -> None:
+    """Dies between the two renames of a swap."""
+
+    def save() -> None:
+        with CheckpointStore(folder) as store:
+            store.save(1, place(1, 1))
+
+    save()
+    rename, done = Path.rename, []
+
+    def renamed(path: Path, target: Path) -> Path:
+        if done:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if path == folder / "1":
+            done.append(path)
+        return rename(path, target)
+
+    Path.rename = renamed
+    save()
+
+
 if __name__ == "__main__":
-    modes = {f.__name__: f for f in (topology, forever, before_commit, full)}
+    modes = {
+        f.__name__: f
+        for f in (
+            topology,
+            forever,
+            before_commit,
+            full,
+            full_of_many,
+            replacing_full,
+            replacing_killed,
+        )
+    }
     modes[sys.argv[1]](Path(sys.argv[2]))

@@ -58,10 +58,10 @@ def same(got: typing.Any, want: typing.Any) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-def saved(folder: Path, *steps: int) -> CheckpointStore:
+def saved(folder: Path, *steps: int, of: int | None = None) -> CheckpointStore:
     store = CheckpointStore(folder, keep_last=10)
     for step in steps:
-        store.save(step, state(step), extra={"step": step})
+        store.save(step, state(of or step), extra={"step": step})
     store.wait()
     return store
 
@@ -361,6 +361,43 @@ def test_going_on_from_an_earlier_step(tmp_path: Path):
         assert store.save(3, state(31), extra={"step": 31}), "an earlier process's step is replaced"
         assert store.restore(want).extra == {"step": 31}
         same(store.restore(want).state, state(31))
+
+
+def test_what_a_kill_left_of_a_replacement(tmp_path: Path):
+    """With the new one whole it counts, else the old one does; nothing else is left."""
+    want = abstract(state(1))
+    for whole in (True, False):
+        with saved(tmp_path, 1), saved(tmp_path / "replacing", 1, of=9):
+            pass
+        (tmp_path / "replaced").mkdir()
+        (tmp_path / "1").rename(tmp_path / "replaced" / "1")
+        if not whole:
+            (tmp_path / "replacing" / "1" / manifest.NAME).unlink()
+        with CheckpointStore(tmp_path, access=Access.read) as reader:
+            assert reader.steps() == []
+        with CheckpointStore(tmp_path) as store:
+            same(store.restore(want).state, state(9 if whole else 1))
+        assert [path.name for path in tmp_path.iterdir()] == ["1"]
+        shutil.rmtree(tmp_path / "1")
+
+
+def test_metrics_that_come_after_the_save(tmp_path: Path):
+    rule = {"keep_last": 1, "keep_best": 1, "metric": "loss"}
+    with CheckpointStore(tmp_path, **rule) as store:
+        for step, loss in ((1, 1.0), (2, 2.0)):
+            store.save(step, state(step), metrics={"loss": loss})
+        store.save(3, state(3))
+        store.wait()
+        assert store.steps() == [1, 3]
+        store.rate(3, {"loss": 0.5, "accuracy": float("nan")})
+        assert store.steps() == [3], "the best before is so no more"
+        assert store.save(4, state(4)), "and saves go on"
+    with CheckpointStore(tmp_path, **rule) as store:
+        assert (store.steps(), store.best_step()) == ([3, 4], 3)
+        assert store.metrics(3) == {"loss": 0.5}
+        same(store.restore(abstract(state(1)), step="best").state, state(3))
+        with pytest.raises(NotFoundError, match=r"manifest.json is missing"):
+            store.rate(7, {"loss": 0.1})
 
 
 def test_a_reader_changes_nothing(tmp_path: Path):

@@ -3,10 +3,12 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -123,3 +125,39 @@ def test_a_full_disk_names_what_is_intact_and_training_can_go_on(tmp_path: Path)
     ]
     assert seen["left"] == ["2"], "a failed save gives its space back"
     assert seen["steps"] == [2, 9]
+
+
+def test_a_full_disk_leaves_the_checkpoint_that_would_be_replaced(tmp_path: Path):
+    assert answer(child("replacing_full", tmp_path)) == {
+        "told": f"checkpoint of step 1 failed: File too large; the checkpoint of step 1 is intact; free space and continue with --resume {tmp_path}",
+        "left": ["1"],
+        "sum": 0.0,
+    }
+
+
+def test_killed_between_the_renames_of_a_replacement(tmp_path: Path):
+    assert child("replacing_killed", tmp_path).returncode == -signal.SIGKILL
+    assert not (tmp_path / "1").exists(), "the moment at which there is none under its name"
+    assert check(tmp_path) == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 20 kB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = shutil.which("mount")
+    if mount is None or os.geteuid() != 0:
+        pytest.skip("only root mounts a file system")
+    if subprocess.run(
+        [mount, "-t", "tmpfs", "-o", "size=20k", "tmpfs", disk], check=False
+    ).returncode:
+        pytest.skip("this root may not mount")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def test_a_full_disk_is_one_line_however_many_arrays_fail(small_disk: Path):
+    assert answer(child("full_of_many", small_disk)) == (
+        f"checkpoint of step 1 failed: No space left on device; there is no earlier checkpoint; free space and continue with --resume {small_disk}"
+    )

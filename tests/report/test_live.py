@@ -210,6 +210,43 @@ def test_plain_lines_thin_out_and_a_bad_loss_is_always_said() -> None:
     assert sum("loss NaN" in line for line in printed) == 1
 
 
+def test_a_long_evaluation_says_how_far_it_is() -> None:
+    clock, stream = Clock(), io.StringIO()
+    view = Plain(stream=stream, clock=clock)
+    for number in range(12):
+        view.see(evaluating(number))
+        clock.now += 1.0
+    view.see(
+        {
+            "kind": "eval",
+            "step": 7,
+            "split": "validation",
+            "metrics": {"loss": 1.0},
+            "seconds": 12.0,
+            "batches": 12,
+            "of": 40,
+        }
+    )
+    assert stream.getvalue().splitlines() == [
+        "eval    step 7, validation: 5 of 12 batches",
+        "eval    step 7, validation: 10 of 12 batches",
+        "eval    step 7, validation: loss 1.0000 (12.0 s, 12 of 40 batches)",
+    ]
+
+
+def test_the_panel_shows_an_evaluation_while_it_runs() -> None:
+    view, _ = screen(Clock())
+    view.see(start())
+    view.see(evaluating(3))
+    assert "evaluating validation: 3 of 12 batches" in drawn(view)
+    view.see(step(8))
+    assert "evaluating" not in drawn(view)
+
+
+def evaluating(batches: int) -> dict:
+    return {"kind": "evaluating", "step": 7, "split": "validation", "batches": batches, "of": 12}
+
+
 def test_a_stream_that_is_closed_does_not_end_the_run() -> None:
     stream = io.StringIO()
     plain = Plain(stream=stream, clock=Clock())

@@ -59,3 +59,19 @@ def test_two_processes_keep_one_bad_batch(tmp_path: Path):
     with np.load(run / "bad" / "step-6.npz") as batch:
         assert batch["x"].shape == (16, 8), "the parts of both"
         assert np.isnan(batch["x"]).all()
+
+
+@pytest.mark.slow
+def test_two_processes_leave_a_long_last_evaluation(tmp_path: Path):
+    """Both leave it at the batch at which they agree, with the last step saved before."""
+    run, cache = tmp_path / "two", tmp_path / "cache"
+    options = [RECIPE, "--batch", "4", "--steps", "6", "--evaluation.every", "0", "--json"]
+    halted = [*options, "--halt-evaluation-at", "3", "--run", str(run)]
+    first = two_processes(halted, cache, 143)
+    assert json.loads(first[0])["interrupted"] == "SIGTERM"
+    assert json.loads(first[0])["final"]["metrics"] == {}
+    assert (run / "checkpoints" / "6" / "manifest.json").is_file()
+    last = two_processes(["--resume", str(run), "--halt-evaluation-at", "0", "--json"], cache)
+    whole = two_processes([*options, "--run", str(tmp_path / "whole")], cache)
+    assert json.loads(last[0])["final"] == json.loads(whole[0])["final"]
+    assert losses(tmp_path / "whole") == losses(run)

@@ -5,13 +5,15 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 
 from systolic.artifact import Run
-from tests.train.children import RECIPE, environment, finish, start
+from tests.train.children import RECIPE, ROOT, environment, finish, start
 from tests.train.sessions import evaluations, losses
 
 Process = subprocess.Popen[str]
@@ -71,3 +73,30 @@ def test_killed_at_twenty_random_moments(tmp_path: Path):
     assert whole == cut
     assert evaluations(tmp_path / "whole") == evaluations(run)
     assert not list((run / "checkpoints").glob("*tmp*"))
+
+
+@pytest.mark.slow
+def test_killed_in_each_phase_in_one_and_in_two_processes(tmp_path: Path):
+    """A sample of benchmarks/kills.py: a kill in each phase alone, three in pairs."""
+    command = [sys.executable, "benchmarks/kills.py", str(tmp_path), "--kills", "6", "--pairs", "3"]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "| all | 6 | 3 | 9 of 9 |" in done.stdout
+
+
+def test_the_table_of_kills_counts_what_was_not_the_same():
+    spec = spec_from_file_location("kills", ROOT / "benchmarks" / "kills.py")
+    assert spec is not None
+    assert spec.loader is not None
+    kills = module_from_spec(spec)
+    sys.modules["kills"] = kills
+    spec.loader.exec_module(kills)
+    runs = [
+        {"processes": 1, "run": 0, "phases": ["step", "save", "step"], "wrong": []},
+        {"processes": 2, "run": 0, "phases": ["save", "start"], "wrong": ["state"]},
+    ]
+    lines = kills.table(runs).splitlines()
+    assert "| step | 2 | 0 | 2 of 2 |" in lines
+    assert "| save | 1 | 1 | 1 of 2 |" in lines
+    assert "| all | 3 | 2 | 3 of 5 |" in lines
+    assert lines[-1] == "2-0: state"

@@ -1,18 +1,20 @@
 """A run that was cut off and resumed is, bit for bit, the run that was not."""
 
 import os
+import re
 import resource
 import shutil
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from systolic.core.errors import RunError
+from systolic.artifact import CheckpointStore, Run
+from systolic.core.errors import RunError, SystolicError
 from systolic.data.documents import Documents
 from systolic.job import Batch, Checkpoints, Evaluation, Job, Layout, Optimizer
 from systolic.models.decoder.config import Decoder
@@ -24,6 +26,7 @@ from tests.train.sessions import (
     Crash,
     CrashAt,
     assert_same,
+    evaluations,
     events,
     losses,
     records,
@@ -150,6 +153,62 @@ def test_a_signal_during_an_evaluation_repeats_it(tmp_path: Path, whole: Whole):
     assert not records(tmp_path, "eval")
     train(whole.setup, tmp_path, resume=True)
     assert_same(whole.setup, whole.path, tmp_path)
+
+
+class AskInEvaluation:
+    """A watcher that asks the process to stop in the evaluation of a step, after a batch."""
+
+    def __init__(self, step: int, after: int):
+        self.step, self.after, self.seen = step, after, 0
+
+    def see(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "evaluating" and record["step"] == self.step:
+            self.seen += 1
+            if record["batches"] == self.after:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_signal_during_the_last_evaluation_finds_the_last_step_saved(
+    tmp_path: Path, whole: Whole
+):
+    kinds = [(r["kind"], r.get("name")) for r in Run.open(whole.path).records()]
+    assert kinds.index(("event", "checkpoint"), -8) < kinds.index(("eval", None), -8)
+    asked = AskInEvaluation(16, 2)
+    summary = train(whole.setup, tmp_path, watchers=[asked])
+    assert asked.seen == 4, "it is asked before each batch and shows those that are done"
+    assert (summary["steps"], summary["interrupted"]) == (16, "SIGTERM")
+    assert summary["final"]["metrics"] == {}
+    with CheckpointStore(tmp_path / "checkpoints") as store:
+        assert (store.latest_step(), store.metrics(16)) == (16, {})
+    again = train(whole.setup, tmp_path, resume=True)
+    assert again["final"] == whole.summary["final"]
+    assert_same(whole.setup, whole.path, tmp_path)
+    for path in (whole.path, tmp_path):
+        with CheckpointStore(path / "checkpoints") as store:
+            assert store.metrics(16) == evaluations(path)[16, "validation"]
+
+
+def test_a_resume_that_is_refused_changes_nothing(tmp_path: Path, whole: Whole):
+    train(whole.setup, tmp_path, watchers=[Ask(signal.SIGTERM, 9)])
+    before = content(tmp_path)
+    job = whole.setup.job
+    for other, told in (
+        (replace(job, seed=1), "the saved position is for data with seed 0"),
+        (replace(job, steps=4), f"steps is 4, but {tmp_path} has a checkpoint of step "),
+        (tiny.job(width=8), "is of another model"),
+    ):
+        with pytest.raises(SystolicError, match=re.escape(told)):
+            train(other, tmp_path, resume=True)
+        assert content(tmp_path) == before
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file but the lock, which names the process."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path, whole: Whole, monkeypatch, capfd):

@@ -73,6 +73,24 @@ def test_from_start_over_an_interruption_to_the_end(
     assert Run.open(run).read_job()["options"]["steps"] == 20
 
 
+def test_a_refused_resume_leaves_summary_and_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        ask(patch, signal.SIGTERM, 9)
+        assert main(["train", RECIPE, "--run", str(run), "--json"]) == 143
+    before = {path: path.read_bytes() for path in run.glob("*.*") if path.name != ".lock"}
+    assert {path.name for path in before} >= {"job.json", "summary.json", "environment.json"}
+    capsys.readouterr()
+    for options in (["--steps", "4"], ["--width", "8", "--scale", "2.0"]):
+        assert main(["train", "--resume", str(run), *options]) in (1, 2)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("systolic: ")
+        now = {path: path.read_bytes() for path in run.glob("*.*") if path.name != ".lock"}
+        assert now == before
+
+
 def test_a_bad_step_is_one_line_its_batch_is_replayed_and_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

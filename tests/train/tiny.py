@@ -75,6 +75,8 @@ class Spoiled(Data):
     halve: tuple[int, ...] = ()
     halt_at: int = 0
     """The process is told to stop when this batch is read."""
+    halt_evaluation_at: int = 0
+    """The process is told to stop when this batch of a validation is read."""
 
     def fields(self) -> Mapping[str, Field]:
         return ARRAYS.fields()
@@ -84,6 +86,8 @@ class Spoiled(Data):
 
     def open(self, read: Read) -> Any:
         batches = ARRAYS.open(read)
+        if read.split is Split.validation and self.halt_evaluation_at:
+            return SpoiledBatches(batches, Spoiled({}, halt_at=self.halt_evaluation_at))
         return SpoiledBatches(batches, self) if read.split is Split.train else batches
 
 
@@ -146,13 +150,14 @@ def job(
     factor: float = float("nan"),
     halve: tuple[int, ...] = (),
     halt_at: int = 0,
+    halt_evaluation_at: int = 0,
 ) -> Job:
     """Sorts made-up numbers into three classes."""
     return Job(
         name="tiny",
         model=Perceptron(width, dropout),
         task=Labels(scale),
-        data=Spoiled(dict.fromkeys(spoil, factor), halve, halt_at),
+        data=Spoiled(dict.fromkeys(spoil, factor), halve, halt_at, halt_evaluation_at),
         steps=steps,
         batch=Batch(total=batch),
         optimizer=Optimizer(learning_rate=learning_rate, ema=ema),

@@ -4,8 +4,6 @@ import base64
 import dataclasses
 import datetime
 import json
-import logging
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from systolic.artifact import tree
 from systolic.artifact.manifest import DamagedError
+from systolic.artifact.quiet import hush
 from systolic.job import Mode
 
 EXTRA = "_extra"
@@ -26,15 +25,12 @@ CHANGES_AT_COMMIT = ("_CHECKPOINT_METADATA", "commit_success.txt")
 _SCRATCH = ".orbax-checkpoint-tmp"
 
 
-class _Quiet(logging.Filter):
-    """Drops Orbax's lines: failures surface as one error, and progress is the run's to tell."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return f"{os.sep}orbax{os.sep}" not in record.pathname
+def is_first() -> bool:
+    """Whether this is the only process of its job, or the first one."""
+    return jax.process_index() == 0
 
 
-_QUIET = _Quiet()
-logging.getLogger("absl").addFilter(_QUIET)
+hush()
 
 
 def scratch_folders(folder: Path) -> list[Path]:
@@ -142,6 +138,7 @@ class Saver:
         score: Callable[[int], float | None],
         before_commit: Callable[[], None],
     ) -> None:
+        self.folder = folder
         self._manager = ocp.CheckpointManager(
             folder,
             options=ocp.CheckpointManagerOptions(

@@ -6,7 +6,7 @@ same rename, hence a folder without one is not a checkpoint of ours and is never
 """
 
 import contextlib
-import math
+import dataclasses
 import shutil
 import time
 from collections import deque
@@ -16,14 +16,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from systolic.artifact import failure, tree
+from systolic.artifact import failure, replace, tree
 from systolic.artifact import manifest as manifests
 from systolic.artifact.access import Access
-from systolic.artifact.manifest import DamagedError, Leaf, Manifest
+from systolic.artifact.flight import Flight, finite
+from systolic.artifact.manifest import DamagedError, Manifest
 from systolic.core.errors import NotFoundError, RunError
 from systolic.job import Mode
-
-_ASIDE = "damaged"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,14 +53,6 @@ class Restored:
     def extra(self) -> Mapping[str, Any]:
         """What the first process saved beside the arrays."""
         return self.extras[0]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Flight:
-    step: int
-    started: float
-    leaves: Mapping[tuple[str, ...], Leaf]
-    metrics: Mapping[str, float]
 
 
 class CheckpointStore:
@@ -100,7 +91,7 @@ class CheckpointStore:
         self.mode = mode
         self.access = access
         self._saver: Any = None
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._written: set[int] = set()
         self._news: deque[Saved] = deque()
         self._read: dict[int, Manifest] = {}
@@ -157,7 +148,8 @@ class CheckpointStore:
         """Starts writing a checkpoint; returns when the arrays may be donated or changed.
 
         A save that is still under way is waited for first. A step that this store has already
-        written is not written again; one that an earlier process left is replaced.
+        written is not written again; one that an earlier process left is replaced when the new one
+        is whole, so that there is always one.
 
         Args:
             step: optimizer steps done.
@@ -183,20 +175,44 @@ class CheckpointStore:
             if not isinstance(leaf, jax.Array):
                 raise TypeError(f"{tree.text(path)} is {type(leaf).__name__}, not a jax.Array")
         self._read.pop(step, None)
-        self._flight = _Flight(
+        self._flight = Flight(
             step=step,
+            root=replace.beside(self.folder) if self.path(step).exists() else self.folder,
             started=time.monotonic(),
             leaves={path: tree.describe(leaf) for path, leaf in table.items()},
-            metrics={k: float(v) for k, v in (metrics or {}).items() if math.isfinite(v)},
+            metrics=finite(metrics or {}),
         )
         try:
-            if self.path(step).exists():
-                shutil.rmtree(self.path(step))
-                self._close_saver()
-            self._open_saver().save(step, table, extra or {})
+            self._open_saver(self._flight.root).save(step, table, extra or {})
         except Exception as error:
             self._fail(error)
         return True
+
+    def rate(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Gives the newest checkpoint the metrics that were measured after it was saved.
+
+        Checkpoints that are no longer among the newest or the best go.
+
+        Args:
+            step: of the checkpoint; a save that is under way is waited for.
+            metrics: numbers by name, in place of those it had.
+
+        Raises:
+            RunError: its save failed, or the disk is full.
+            NotFoundError: there is no such checkpoint, or its manifest is damaged.
+        """
+        self._require_write()
+        self._settle()
+        self.metrics(step)
+        rated = dataclasses.replace(self._manifest(step), metrics=finite(metrics))
+        if self._first():
+            manifests.write(self.path(step), rated)
+        self._read[step] = rated
+        self._close_saver()  # It keeps a list of its own of what is there.
+        if self._first():
+            kept = {*self.steps()[-self.keep_last :], *self._ranked()[: self.keep_best]}
+            for found in {*self.steps()} - kept:
+                shutil.rmtree(self.path(found))
 
     def poll(self) -> Saved | None:
         """A look without waiting: a checkpoint that was committed and not yet returned, oldest first.
@@ -252,7 +268,7 @@ class CheckpointStore:
                     for path, leaf in manifest.leaves.items()
                     if only is None or (path and path[0] in only)
                 }
-                self._require_same(candidate, held, wanted)
+                tree.require_same(candidate, held, wanted)
                 table, extras = self._load(candidate, manifest, wanted)
             except DamagedError as error:
                 skipped.append((candidate, str(error)))
@@ -283,10 +299,7 @@ class CheckpointStore:
                 manifests.verify(self.path(found), manifest, _top(manifest))
                 shutil.rmtree(self.path(found))
             except DamagedError:
-                aside = self.folder / _ASIDE / str(found)
-                shutil.rmtree(aside, ignore_errors=True)
-                aside.parent.mkdir(exist_ok=True)
-                self.path(found).rename(aside)
+                replace.set_aside(self.folder, found)
             self._read.pop(found, None)
             self._written.discard(found)
         self._close_saver()
@@ -309,7 +322,12 @@ class CheckpointStore:
             return
         try:
             self._saver.wait()
-            manifest = manifests.read(self.path(flight.step))
+            if flight.root == self.folder:
+                manifest = manifests.read(self.path(flight.step))
+            else:
+                manifest = replace.find(self.folder, flight.step)
+                if self._first():
+                    replace.swap(self.folder, flight.step)
         except Exception as error:
             self._fail(error)
         self._flight = None
@@ -386,20 +404,6 @@ class CheckpointStore:
                 f"checkpoint of step {step} is intact but could not be loaded: {failure.reason(error)}"
             ) from error
 
-    def _require_same(
-        self,
-        step: int,
-        held: Mapping[tuple[str, ...], Leaf],
-        wanted: Mapping[tuple[str, ...], Any],
-    ) -> None:
-        ours = {path: tree.describe(leaf) for path, leaf in wanted.items()}
-        for path in [*ours, *(path for path in held if path not in ours)]:
-            there, here = held.get(path), ours.get(path)
-            if there != here:
-                raise RunError(
-                    f"checkpoint of step {step} is of another model: {tree.text(path)} is {there or 'absent'} in the checkpoint and {here or 'absent'} in this job; use the job that wrote it"
-                )
-
     def _nothing_intact(self, step: int | str | None, skipped: list[tuple[int, str]]) -> str:
         told = "; ".join(f"step {found}: {reason}" for found, reason in skipped)
         if isinstance(step, int):
@@ -411,13 +415,21 @@ class CheckpointStore:
         if self.access is not Access.write:
             raise RunError(f"{self.folder} is open for reading; open it with Access.write")
 
-    def _open_saver(self) -> Any:
+    def _first(self) -> bool:
+        """Whether this process, of those that share the folder, changes what was committed."""
         from systolic.artifact import backend
 
+        return backend.is_first()
+
+    def _open_saver(self, root: Path) -> Any:
+        from systolic.artifact import backend
+
+        if self._saver is not None and self._saver.folder != root:
+            self._close_saver()
         if self._saver is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            root.mkdir(parents=True, exist_ok=True)
             self._saver = backend.Saver(
-                self.folder,
+                root,
                 retention=backend.Retention(
                     keep_last=self.keep_last,
                     keep_best=self.keep_best if self.metric else 0,
@@ -429,18 +441,9 @@ class CheckpointStore:
         return self._saver
 
     def _seal(self) -> None:
-        from systolic.artifact import backend
-
-        flight = self._flight
-        if flight is None:
+        if self._flight is None:
             raise RuntimeError("a commit without a save")
-        manifests.seal(
-            backend.scratch_folder(self.folder, flight.step),
-            step=flight.step,
-            leaves=flight.leaves,
-            metrics=flight.metrics,
-            ignore=backend.CHANGES_AT_COMMIT,
-        )
+        self._flight.seal()
 
     def _close_saver(self) -> None:
         saver, self._saver = self._saver, None
@@ -454,19 +457,11 @@ class CheckpointStore:
         if saver is not None:
             with contextlib.suppress(Exception):  # The same failure, which is raised below.
                 saver.close()
-        self._sweep()
-        step = flight.step if flight else None
-        intact = self.latest_step()
-        kept = (
-            f"the checkpoint of step {intact} is intact"
-            if intact is not None
-            else "there is no earlier checkpoint"
-        )
-        cure = "free space" if failure.is_full(error) else "mend that"
+        if self._first():
+            self._sweep()
         run = self.folder.parent if self.folder.name == "checkpoints" else self.folder
-        raise RunError(
-            f"checkpoint of step {step} failed: {failure.reason(error)}; {kept}; {cure} and continue with --resume {run}"
-        ) from error
+        step = flight.step if flight else None
+        raise RunError(failure.of_save(error, step, self.latest_step(), run)) from error
 
     def _sweep(self) -> None:
         if not self.folder.is_dir():
@@ -475,6 +470,7 @@ class CheckpointStore:
 
         for scratch in backend.scratch_folders(self.folder):
             shutil.rmtree(scratch, ignore_errors=True)
+        replace.recover(self.folder)
 
 
 def _top(manifest: Manifest) -> set[str]:

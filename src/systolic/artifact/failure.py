@@ -2,6 +2,7 @@
 
 import errno
 import os
+from pathlib import Path
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _KNOWN = (*_FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOENT)
@@ -19,6 +20,22 @@ def reason(error: BaseException) -> str:
         return os.strerror(number)
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def of_save(error: BaseException, step: int | None, intact: int | None, run: Path) -> str:
+    """One line about a checkpoint that could not be written.
+
+    Args:
+        error: What went wrong.
+        step: Of the checkpoint.
+        intact: The newest step that is on disk.
+        run: The run's directory.
+    """
+    kept = "there is no earlier checkpoint"
+    if intact is not None:
+        kept = f"the checkpoint of step {intact} is intact"
+    cure = "free space" if is_full(error) else "mend that"
+    return f"checkpoint of step {step} failed: {reason(error)}; {kept}; {cure} and continue with --resume {run}"
 
 
 def _number(error: BaseException) -> int | None:

@@ -105,9 +105,18 @@ def seal(
         metrics=dict(metrics),
         files=dict(zip(names, sums, strict=True)),
     )
+    write(folder, manifest)
+    return manifest
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    """Writes the manifest of a checkpoint, or another in its place, atomically.
+
+    Raises:
+        RunError: it does not write.
+    """
     plain = _plain(manifest)
     write_json(folder / NAME, plain | {"digest": digest(plain)})
-    return manifest
 
 
 def read(folder: Path) -> Manifest:

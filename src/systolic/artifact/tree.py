@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from systolic.artifact.manifest import Leaf
+from systolic.core.errors import RunError
 
 Path = tuple[str, ...]
 
@@ -133,3 +134,23 @@ def _key_impl(leaf: Any) -> str | None:
 
     jax.eval_shape(look, _plain(leaf))
     return found[0]
+
+
+def require_same(step: int, held: Mapping[Path, Leaf], wanted: Mapping[Path, Any]) -> None:
+    """Whether a checkpoint holds the leaves that a job has.
+
+    Args:
+        step: Of the checkpoint.
+        held: What it holds.
+        wanted: The job's arrays or abstract leaves.
+
+    Raises:
+        RunError: it does not; names the first path that differs.
+    """
+    ours = {path: describe(leaf) for path, leaf in wanted.items()}
+    for path in [*ours, *(path for path in held if path not in ours)]:
+        there, here = held.get(path), ours.get(path)
+        if there != here:
+            raise RunError(
+                f"checkpoint of step {step} is of another model: {text(path)} is {there or 'absent'} in the checkpoint and {here or 'absent'} in this job; use the job that wrote it"
+            )

@@ -4,9 +4,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from systolic.core.errors import OptionError, SystolicError, nearest
+from systolic.core.leave import leave
 
 
 class Verb(NamedTuple):
@@ -66,6 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     _quiet_libtpu()
     return guarded(lambda: _verb(args))
+
+
+def script() -> NoReturn:
+    """The ``systolic`` command: ends this process with the exit code of :func:`main`."""
+    leave(main())
 
 
 def guarded(work: Callable[[], int | None]) -> int:

@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -133,7 +133,7 @@ def run(args: Sequence[str]) -> int:
     with create(asked.verb["run"], description) as directory:
         if asked.recipe.file is not None and directory.access is Access.write:
             directory.write_recipe(asked.recipe.file.read_text())
-        return session(setup, directory, ledger, asked.verb, resume=False, loaded=loaded)
+        return session(setup, directory, ledger, asked.verb, loaded=loaded)
 
 
 def load(setup: Any, verb: Mapping[str, Any], ledger: Ledger) -> Any:
@@ -202,11 +202,15 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
         setup = replace(set_up(job), expected=expected(asked.chosen))
         setup.check_metric()
         loaded = load(setup, asked.verb, ledger)
-        if access is Access.write:
+
+        def go_on() -> None:
             directory.drop_summary()
             if asked.options != saved:
                 directory.write_job(description)
-        return session(setup, directory, ledger, asked.verb, resume=True, loaded=loaded)
+
+        return session(
+            setup, directory, ledger, asked.verb, resume=True, accept=go_on, loaded=loaded
+        )
 
 
 def continued(
@@ -241,10 +245,14 @@ def session(
     ledger: Ledger,
     verb: Mapping[str, Any],
     *,
-    resume: bool,
+    resume: bool = False,
+    accept: Callable[[], None] = lambda: None,
     loaded: Any = None,
 ) -> int:
-    """Trains under watch, writes the report, prints the summary; the exit code."""
+    """Trains under watch, writes the report, prints the summary; the exit code.
+
+    A run that can't go on so is left as it was: ``accept`` and all else that writes comes after the checks.
+    """
     from systolic.report.live import Live, Quiet
     from systolic.report.summary import print_summary
     from systolic.report.tensorboard import TensorBoard
@@ -255,8 +263,16 @@ def session(
     compiler_cache(str(cache / "systolic" / "xla"))
     tells = directory.access is Access.write
     watchers: list[Any] = []
+    accepted = False
+
+    def begin() -> None:
+        nonlocal accepted
+        accepted = True
+        if tells:
+            accept()
+            directory.write_environment([str(device) for device in setup.machine.devices])
+
     if tells:
-        directory.write_environment([str(device) for device in setup.machine.devices])
         view = Quiet() if verb["json"] else Live()
         watchers = [view, TensorBoard(directory.tensorboard)]
     trainer = Trainer(
@@ -269,13 +285,14 @@ def session(
         diagnose=verb["diagnose"],
         profile=verb["profile"],
         log_every=verb["log_every"],
+        accept=begin,
     )
     try:
         summary = trainer.train(resume)
     finally:
         for watcher in watchers:
             watcher.close()
-        if tells:
+        if tells and accepted:
             report(directory)
     if tells and verb["json"]:
         print_json(summary)

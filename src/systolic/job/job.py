@@ -102,7 +102,9 @@ class Evaluation:
     every: Annotated[int, NOT_NEGATIVE] = 0
     """Steps between evaluations; 0 evaluates at the end only."""
     batches: Annotated[int, NOT_NEGATIVE] = 0
-    """Batches per evaluation during training; 0 reads the whole validation split. The last one is always whole."""
+    """Batches per evaluation; 0 reads the whole split."""
+    final_batches: Annotated[int | None, NOT_NEGATIVE] = None
+    """Batches of the last evaluation, 0 for the whole split; by default as many as of the others."""
     metric: str = "loss"
     """What best checkpoints and early stopping look at."""
     mode: Mode = Mode.min

@@ -53,7 +53,7 @@ def bytes(
     schedule: Schedule = SCHEDULE,
     precision: Precision = Precision.auto,
     layout: Layout = Layout(),
-    evaluation: Evaluation = Evaluation(batches=64, metric="bits_per_byte"),
+    evaluation: Evaluation = Evaluation(batches=64, final_batches=0, metric="bits_per_byte"),
     checkpoints: Checkpoints = Checkpoints(every=200),
     guard: Guard = Guard(),
     seed: int = 0,

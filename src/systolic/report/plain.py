@@ -15,7 +15,8 @@ class Plain:
 
     A train record is printed when it is the first or the last, when the loss is not a number, when
     another tenth of the steps is done, or when ``every_seconds`` have passed since the last line (a
-    hundredth of the time so far in long runs, 60 s at most).
+    hundredth of the time so far in long runs, 60 s at most). Evaluations that take longer say so
+    at the same pace.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class Plain:
         self._steps: int | None = None
         self._began = clock()
         self._last: float | None = None
+        self._spoke = self._began
         self._tenth = 0
         self._was_bad = False
         self._closed = False
@@ -38,10 +40,14 @@ class Plain:
         kind = record.get("kind")
         if kind == "start":
             self._steps = record.get("steps")
-        if kind != "train" or self._is_due(record):
-            line = line_of(record, self._steps)
-            if line:
-                terminal.say(self._stream, line)
+        if kind == "evaluating":
+            due = self._clock() - self._spoke >= self._pause(self._clock())
+        else:
+            due = kind != "train" or self._is_due(record)
+        line = line_of(record, self._steps) if due else ""
+        if line:
+            self._spoke = self._clock()
+            terminal.say(self._stream, line)
 
     def close(self) -> None:
         """Nothing is printed from here on."""
@@ -51,7 +57,7 @@ class Plain:
         now = self._clock()
         step = record.get("step") or 0
         tenth = step * 10 // self._steps if self._steps else 0
-        pause = min(max(self._every_seconds, (now - self._began) / 100), SLOWEST)
+        pause = self._pause(now)
         bad = is_bad(record)
         due = (
             self._last is None
@@ -65,6 +71,9 @@ class Plain:
             self._last = now
             self._tenth = tenth
         return due
+
+    def _pause(self, now: float) -> float:
+        return min(max(self._every_seconds, (now - self._began) / 100), SLOWEST)
 
 
 def is_bad(record: dict[str, Any]) -> bool:
@@ -83,12 +92,29 @@ def line_of(record: dict[str, Any], steps: int | None) -> str:
     if kind == "eval":
         text = figures.metrics_text(record.get("metrics") or {})
         spent = figures.seconds(record.get("seconds"))
-        return f"eval    step {record.get('step')}, {record.get('split')}: {text} ({spent})"
+        part = part_text(record)
+        return f"eval    step {record.get('step')}, {record.get('split')}: {text} ({spent}{part})"
+    if kind == "evaluating":
+        return f"eval    step {record.get('step')}, {evaluating_text(record)}"
     if kind == "event":
         return f"event   {event_text(record)}"
     if kind == "sample":
         return f"sample  {terminal.one_line(str(record.get('text') or ''), 100)}"
     return ""
+
+
+def evaluating_text(record: dict[str, Any]) -> str:
+    """How far an evaluation is: ``validation: 12 of 32 batches``."""
+    of = f" of {record['of']}" if record.get("of") else ""
+    return f"{record.get('split')}: {record.get('batches')}{of} batches"
+
+
+def part_text(record: dict[str, Any]) -> str:
+    """``, 32 of 187 batches`` after an evaluation of a part of its split; ``""`` after one of all."""
+    batches, of = record.get("batches"), record.get("of")
+    if batches is None or batches == of:
+        return ""
+    return f", {batches} of {of} batches" if of else f", {batches} batches"
 
 
 def headline(start: dict[str, Any]) -> str:

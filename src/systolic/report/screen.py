@@ -38,6 +38,8 @@ class Frame:
     latest_at: float
     began: float
     evaluation: dict[str, Any]
+    evaluating: dict[str, Any]
+    """An evaluation that runs; empty where none does."""
     curves: dict[str, list[float]]
 
 
@@ -55,6 +57,7 @@ class Screen:
         self._latest: dict[str, Any] = {}
         self._latest_at = self._began = clock()
         self._eval: dict[str, Any] = {}
+        self._evaluating: dict[str, Any] = {}
         self._curves = {name: History() for name in _CURVES}
         self._lines: list[Text] = []
         self._unsaid = 0
@@ -68,6 +71,9 @@ class Screen:
         with self._noting:
             self.has_news = True
             kind = record.get("kind")
+            self._evaluating = record if kind == "evaluating" else {}
+            if kind == "evaluating":
+                return
             if kind == "train":
                 self._note_train(record)
                 return
@@ -91,6 +97,7 @@ class Screen:
                 latest_at=self._latest_at,
                 began=self._began,
                 evaluation=self._eval,
+                evaluating=self._evaluating,
                 curves={name: list(curve.values) for name, curve in self._curves.items()},
             )
             self.has_news = False
@@ -177,7 +184,10 @@ def panel(frame: Frame, now: float, width: int) -> Panel:
     else:
         waiting = figures.seconds(now - frame.began)
         parts.append(Text(f"getting ready: data, weights, compile … {waiting}", style="yellow"))
-    if frame.evaluation:
+    if frame.evaluating:
+        text = f"evaluating {plain.evaluating_text(frame.evaluating)}"
+        parts.append(Text(text, style="yellow", overflow="ellipsis", no_wrap=True))
+    elif frame.evaluation:
         parts.append(_evaluation(frame.evaluation))
     parts.append(_progress(frame, now, width))
     return Panel(

@@ -41,7 +41,7 @@ class TensorBoard:
 
     def see(self, record: dict[str, Any]) -> None:
         """Writes a record's values into the file's buffer; after ``close`` it is forgotten."""
-        if self._closed:
+        if self._closed or record["kind"] == "evaluating":
             return
         try:
             self._write(record)

@@ -5,6 +5,11 @@ import signal
 from types import FrameType, TracebackType
 from typing import Self
 
+from systolic.train import hosts
+
+AGREE = 8
+"""Several processes ask each other every so many steps or batches whether one was told to stop."""
+
 
 class Interrupt:
     """Within its ``with`` block, remembers that the process was asked to stop."""
@@ -33,6 +38,13 @@ class Interrupt:
     def agree(self) -> None:
         """Another process of the job was asked to stop, so this one is too."""
         self.signal = self.signal or signal.SIGTERM
+
+    def agreed(self) -> bool:
+        """Whether any process of the job was asked to stop; all of them call this at the same point."""
+        if not hosts.any_of(self.signal is not None):
+            return False
+        self.agree()
+        return True
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         # Straight to the descriptor: a handler may run in the middle of a print.

@@ -1,11 +1,11 @@
 """Compiled programs, counted: a second compile of the same step says which argument changed."""
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
+from systolic.core.leave import start_native
 from systolic.train.ledger import Ledger
 
 Signature = Mapping[str, tuple[tuple[int, ...], str]]
@@ -106,9 +106,7 @@ class _Ahead:
         self._compiled: Any = None
         self._error: Exception | None = None
         self._seconds = 0.0
-        # A daemon: a process that is told to leave does not wait for the compiler.
-        self._thread = threading.Thread(target=self._run, name="systolic-compile", daemon=True)
-        self._thread.start()
+        self._thread = start_native("compile", self._run)
 
     def wait(self, seconds: float) -> bool:
         self._thread.join(seconds)

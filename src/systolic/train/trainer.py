@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -12,13 +12,13 @@ import numpy as np
 
 from systolic.aot.executable import Loaded
 from systolic.artifact import CheckpointStore, Run
-from systolic.core.errors import RunError
+from systolic.core.errors import OptionError, RunError
 from systolic.data.blocks import first_reader
 from systolic.job import GuardRule, Mode, Split
 from systolic.train import hosts
-from systolic.train.evaluate import HaltedError, evaluate
+from systolic.train.evaluate import Evaluator
 from systolic.train.feed import training
-from systolic.train.interrupt import Interrupt
+from systolic.train.interrupt import AGREE, Interrupt
 from systolic.train.ledger import Ledger
 from systolic.train.meter import Meter
 from systolic.train.outcome import next_command, sample, summarise
@@ -26,7 +26,6 @@ from systolic.train.probe import Probe
 from systolic.train.profile import DATA, FOLDER, METRICS, Profile, part
 from systolic.train.programs import Program
 from systolic.train.progress import Progress
-from systolic.train.quiet import quiet_saves
 from systolic.train.setup import Setup, first_state
 from systolic.train.watch import Watcher
 
@@ -39,8 +38,9 @@ RECORDS = 400
 LOG_SECONDS = 10.0
 """A record at least this often, besides the regular ones."""
 
-AGREE = 8
-"""Several processes ask each other every so many steps whether one was told to stop."""
+
+def _nothing() -> None:
+    """For a session that nobody waits for."""
 
 
 class Pending(NamedTuple):
@@ -65,6 +65,7 @@ class Trainer:
         diagnose: Steps between looks at gradients by layer; 0 never looks, ``None`` where it costs little.
         profile: Steps to trace with XLA's profiler after warm-up, in the first process.
         log_every: Steps between records; ``None`` makes about 400 records of the whole job.
+        accept: Called when nothing can refuse the session any more, before it writes anything.
     """
 
     setup: Setup
@@ -76,6 +77,7 @@ class Trainer:
     diagnose: int | None = None
     profile: int = 0
     log_every: int | None = None
+    accept: Callable[[], None] = _nothing
 
     def __post_init__(self) -> None:
         self.job, self.steps = self.setup.job, self.setup.steps
@@ -89,6 +91,13 @@ class Trainer:
         )
         self.train_program = Program("train", self.setup.jitted_train, self.ledger, self.event)
         self.eval_program = Program("eval", self.setup.jitted_evaluate, self.ledger, self.event)
+        self.evaluator = Evaluator(
+            setup=self.setup,
+            program=self.eval_program,
+            ledger=self.ledger,
+            say=self.say,
+            show=self.show,
+        )
         self.meter = Meter(self.setup, self.ledger, 0)
         self.probe = Probe(self.setup, self.ledger, self.event, self.diagnose)
         traced = self.profile if hosts.is_first() else 0
@@ -114,6 +123,12 @@ class Trainer:
         for watcher in self.watchers:
             watcher.see(record)
 
+    def show(self, record: dict[str, Any]) -> None:
+        """Something that is over soon: to the watchers only."""
+        if hosts.is_first():
+            for watcher in self.watchers:
+                watcher.see({"step": self.progress.step} | record)
+
     def event(self, name: str, seconds: float, detail: str) -> None:
         """Something worth a line."""
         self.say("event", name=name, seconds=seconds, detail=detail)
@@ -125,10 +140,12 @@ class Trainer:
 
         Raises:
             RunError: the loss went bad under the guard's rule, or a checkpoint could not be written.
-            OptionError: the task does not report the evaluation's metric.
+            OptionError: the task does not report the evaluation's metric, or the run to resume has
+                more steps than the job.
+            DataError: the run to resume was trained on other data.
         """
         self.setup.check_metric()
-        with Interrupt() as interrupt, quiet_saves():
+        with Interrupt() as interrupt:
             feed = training(self.job, self.steps, self.workers)
             try:
                 state = self._begin(feed, resume)
@@ -154,6 +171,9 @@ class Trainer:
         for name in ("systolic.artifact.backend", "grain"):
             import_module(name)
         restored = self._restore(feed) if resume else None
+        self.accept()
+        if resume:
+            self._go_back(restored)
         feed.start()
         self.say(
             "start",
@@ -179,22 +199,28 @@ class Trainer:
         return state
 
     def _restore(self, feed: Any) -> Any:
-        """Goes back to the newest intact checkpoint; ``None`` where there is none yet."""
-        first = hosts.is_first()
+        """The newest intact checkpoint, ``None`` where there is none yet; changes nothing on disk."""
         if self.store.latest_step() is None:
-            if first:
-                self.run.truncate(0)
             return None
         with self.ledger.spend("checkpoint"):
             restored = self.store.restore(self.steps.abstract_state)
         feed.set_states([extra["data"] for extra in restored.extras])
         self.progress = Progress.from_json(restored.extra["progress"])
+        if self.progress.step > self.job.steps:
+            raise OptionError(
+                f"steps is {self.job.steps}, but {self.run.path} has a checkpoint of step {restored.step}; give --steps {restored.step} or more"
+            )
         self.kept = (restored.step, self.job.evaluation.metric in restored.metrics)
         self._judge_patience()
-        if first:
-            self.run.truncate(restored.step)
-            self.store.discard_after(restored.step)
         return restored
+
+    def _go_back(self, restored: Any) -> None:
+        """Drops what the run holds of later steps than the checkpoint that it goes on from."""
+        if not hosts.is_first():
+            return
+        self.run.truncate(0 if restored is None else restored.step)
+        if restored is not None:
+            self.store.discard_after(restored.step)
 
     def _say_restored(self, restored: Any, resume: bool) -> None:
         if restored is None:
@@ -262,13 +288,12 @@ class Trainer:
         return self.job.data.epochs(first_reader(feed.get_state()))
 
     def _told_to_stop(self, interrupt: Interrupt) -> bool:
-        """Whether to save and leave: a signal, in any of the processes."""
-        if not hosts.several():
-            return interrupt.signal is not None
-        if self.progress.step % AGREE or not hosts.any_of(interrupt.signal is not None):
+        """Whether to save and leave before the next step."""
+        if self.progress.owed:  # All of them have agreed to leave during the evaluation.
+            return True
+        if hosts.several() and self.progress.step % AGREE:
             return False
-        interrupt.agree()
-        return True
+        return interrupt.agreed()
 
     def _due(self, every: int) -> bool:
         step = self.progress.step
@@ -340,11 +365,10 @@ class Trainer:
 
     def _milestone(self, state: Any, feed: Any, interrupt: Interrupt) -> None:
         """An evaluation, a checkpoint, or both."""
-        metrics = None
+        metrics, self.progress.owed = None, False
         if self._due(self.job.evaluation.every):
-            metrics = self._evaluate(
-                state, Split.validation, self.job.evaluation.batches, interrupt
-            )
+            batches = self.job.evaluation.batches
+            metrics = self.evaluator(state, Split.validation, batches, interrupt)
             self.progress.owed = metrics is None
         if metrics is not None:
             rule = self.job.evaluation
@@ -357,25 +381,6 @@ class Trainer:
             self._save(state, feed, metrics)
         if self.stop_reason:
             self.event("stop", 0.0, self.stop_reason)
-
-    def _evaluate(
-        self, state: Any, split: Split, batches: int, interrupt: Interrupt
-    ) -> dict[str, float] | None:
-        """Metrics of a split; ``None`` where a signal ended it early."""
-
-        def halt() -> bool:
-            return interrupt.signal is not None and not hosts.several()
-
-        start = self.ledger.clock()
-        params = state.params if state.ema is None else state.ema
-        arguments = (self.job, self.steps, self.eval_program, params, state.rest)
-        with self.ledger.spend("eval"):
-            try:
-                metrics = evaluate(*arguments, split, batches, halt)
-            except HaltedError:
-                return None
-        self.say("eval", split=split.value, metrics=metrics, seconds=self.ledger.clock() - start)
-        return metrics
 
     def _judge_patience(self) -> None:
         """Early stopping."""
@@ -397,15 +402,15 @@ class Trainer:
     # The end
 
     def _finish(self, state: Any, feed: Any, interrupt: Interrupt) -> dict[str, Any]:
-        """The last evaluation and checkpoint, a sample, the summary."""
-        final: dict[str, float] = {}
-        ranking = None
-        for split in (Split.validation, Split.test):
-            if not interrupt.signal and self.job.data.size(split) != 0:
-                metrics = self._evaluate(state, split, 0, interrupt)
-                ranking = metrics if ranking is None else ranking
-                final |= {f"{split.value}_{k}": value for k, value in (metrics or {}).items()}
-        self._save(state, feed, ranking)
+        """The last checkpoint and evaluation, a sample, the summary.
+
+        The checkpoint comes first: who stops the process during the evaluation may not wait for it.
+        """
+        self._save(state, feed, None)
+        measured = self.evaluator.final(state, interrupt)
+        for metrics in list(measured.values())[:1]:
+            self._rate(metrics)
+        final = {f"{s.value}_{k}": v for s, metrics in measured.items() for k, v in metrics.items()}
         with self.ledger.spend("checkpoint"):
             self.store.wait()
         if interrupt.signal:
@@ -413,7 +418,7 @@ class Trainer:
             self.event("interrupt", 0.0, where)
         else:
             with self.ledger.spend("eval"):
-                final |= self.job.data.references()
+                final |= self.evaluator.references()
             with self.ledger.spend("sample"):
                 self._sample(state)
         summary = summarise(
@@ -435,6 +440,15 @@ class Trainer:
         if hosts.is_first():
             self.run.write_summary(summary)
         return summary
+
+    def _rate(self, metrics: dict[str, float]) -> None:
+        """Adds the last evaluation's metrics to the checkpoint of the last step."""
+        step = self.progress.step
+        if self.kept != (step, False):
+            return
+        with self.ledger.spend("checkpoint"):
+            self.store.rate(step, metrics)
+        self.kept = (step, True)
 
     def _kept_path(self) -> str | None:
         kept = self.store.latest_step()

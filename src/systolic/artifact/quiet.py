@@ -1,0 +1,48 @@
+"""Keeps a failed save to the one line that tells it."""
+
+import logging
+import os
+import sys
+from types import TracebackType
+
+_ORBAX = f"{os.sep}orbax{os.sep}"
+_installed = False
+
+
+def hush() -> None:
+    """Drops what Orbax and its event loops print about a save, from now until the process ends.
+
+    When a disk fills up, every array of a checkpoint fails. Orbax raises the first failure and closes
+    its event loop; the others are logged as tasks whose exception nobody retrieved, whenever they are
+    collected, or meet a closed loop in TensorStore's threads.
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    logging.getLogger("absl").addFilter(_progress)
+    logging.getLogger("asyncio").addFilter(_failures)
+    before = sys.unraisablehook
+
+    def hook(report: "sys.UnraisableHookArgs") -> None:
+        if isinstance(report.exc_value, RuntimeError) and "loop is closed" in str(report.exc_value):
+            return
+        before(report)
+
+    sys.unraisablehook = hook
+
+
+def _progress(record: logging.LogRecord) -> bool:
+    """Failures surface as one error, and progress is the run's to tell."""
+    return _ORBAX not in record.pathname
+
+
+def _failures(record: logging.LogRecord) -> bool:
+    """Whether a line of asyncio is about something else than a task of Orbax."""
+    error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+    trace: TracebackType | None = None if error is None else error.__traceback__
+    while trace is not None:
+        if _ORBAX in trace.tb_frame.f_code.co_filename:
+            return False
+        trace = trace.tb_next
+    return True
