@@ -33,7 +33,7 @@ def samples() -> dict[str, list[Sample]]:
         on = slice(report["slice"])
         if on.platform != "tpu":
             continue
-        module = parse(Compiled(path.parent, report["digest"], True).hlo)
+        module = parse(Compiled(path.parent, path.parent.name, True).hlo)
         rates = rates_of(on)
         times: Counter[str] = Counter({module.entry.name: 1})
         order = [module.entry.name]

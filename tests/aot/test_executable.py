@@ -14,7 +14,6 @@ import pytest
 
 from systolic.aot import Compiled, Compiler, compile, executable
 from systolic.aot.executable import Stamp, check, flags_of, place, program_digest
-from systolic.aot.outcome import REPORT
 from systolic.chips import slice
 from systolic.core.errors import NotFoundError, RunError
 from tests.aot import functions
@@ -201,7 +200,11 @@ def test_a_step_for_a_slice_says_what_it_is_for(tmp_path: Path) -> None:
     assert first.executable is None
     made = compile(program, on, Compiler(root=tmp_path, save=True))
     assert isinstance(made, Compiled)
-    assert made.folder == first.folder
+    assert made.folder != first.folder
+    # What was saved answers for both.
+    again = compile(program, on, Compiler(root=tmp_path, save=True))
+    assert isinstance(again, Compiled)
+    assert (again.cached, again.folder) == (True, made.folder)
     assert made.executable is not None
     assert made.report["executable"] == executable.signature(made.executable.read_bytes())
     stamp = Stamp.from_json(made.report["stamp"])
@@ -211,6 +214,6 @@ def test_a_step_for_a_slice_says_what_it_is_for(tmp_path: Path) -> None:
     assert stamp.places == made.report["places"]
     assert sorted(stamp.ids) == [0, 1, 2, 3]
     path = tmp_path / "step"
-    executable.save(made.executable, made.folder / REPORT, path)
+    executable.save(made, path)
     with pytest.raises(RunError, match="step does not match: its platform is tpu, here it is cpu"):
         executable.load(path, lower(), jax.devices()[:1])

@@ -5,12 +5,13 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from systolic.aot import Compiler, JobProgram
-from systolic.aot.compile import _request_name, version
+from systolic.aot import Compiled, Compiler, JobProgram
+from systolic.aot.compile import _Asked, _request_name, version
 from systolic.chips import slice
 from systolic.cli import forecast as verb
 from systolic.cli.main import main
@@ -102,15 +103,13 @@ def test_what_does_not_fit_ends_with_one(capsys) -> None:
 
 
 def test_the_executable_is_copied_with_what_made_it(tmp_path: Path) -> None:
-    made = recorded.fitting()
-    compiler = Compiler(root=tmp_path / "cache")
-    entry = Store("programs", compiler.root).path(made.compiler["program"])
-    entry.mkdir(parents=True)
-    (entry / "executable.jax").write_bytes(b"code")
-    (entry / "report.json").write_text("{}")
-    verb.save(made, compiler, tmp_path / "there" / "step.bin")
+    (tmp_path / "executable.jax").write_bytes(b"code")
+    (tmp_path / "report.json").write_text('{"program": {"name": "of who asked first"}}')
+    answer = Compiled(tmp_path, "recorded", True, {"name": "mine"})
+    verb.save(replace(recorded.fitting(), answer=answer), tmp_path / "there" / "step.bin")
     assert (tmp_path / "there" / "step.bin").read_bytes() == b"code"
-    assert (tmp_path / "there" / "step.bin.json").read_text() == "{}"
+    beside = json.loads((tmp_path / "there" / "step.bin.json").read_text())
+    assert beside == {"program": {"name": "mine"}}
 
 
 @pytest.fixture
@@ -119,15 +118,19 @@ def store(tmp_path: Path) -> Path:
     if version("libtpu") is None:
         pytest.skip("libtpu is not installed")
     asked = request("lm", ["--on", "v5e-4", *WORDS], "forecast", verb.options)
-    name = _request_name(JobProgram(job=asked.job), slice("v5e-4"), Compiler(root=tmp_path))
+    program, compiler = JobProgram(job=asked.job), Compiler(root=tmp_path)
+    # As the command asks: in a process that has no JAX, and so no settings of it.
+    name = _request_name(_Asked(program, slice("v5e-4"), compiler, settings={}))
     assert name is not None
-    entry = Store("programs", tmp_path).path("recorded")
-    entry.mkdir(parents=True)
-    shutil.copyfile(recorded.FOLDER / "lm-scoped-v5e-4.hlo.gz", entry / "module.hlo.gz")
-    shutil.copyfile(recorded.FOLDER / "lm-scoped-v5e-4.json", entry / "report.json")
+    report = recorded.FOLDER / "lm-scoped-v5e-4.json"
+    with Store("programs", tmp_path).scratch() as entry:
+        shutil.copyfile(recorded.FOLDER / "lm-scoped-v5e-4.hlo.gz", entry / "module.hlo.gz")
+        shutil.copyfile(report, entry / "report.json")
+        Store("programs", tmp_path).put("recorded", entry)
     known = Store("requests", tmp_path).path(name).with_suffix(".json")
     known.parent.mkdir(parents=True)
-    known.write_text('{"program": "recorded"}')
+    facts = json.loads(report.read_text())["program"]
+    known.write_text(json.dumps({"program": "recorded", "facts": facts}))
     return tmp_path
 
 

@@ -20,7 +20,7 @@ from systolic.forecasting.function import function_program
 from systolic.forecasting.platforms import GPU_ERROR, STAND_IN
 from systolic.forecasting.run import of_outcome
 from systolic.hlo import Groups, parse
-from systolic.report.forecast import readings, record
+from systolic.report.forecast import readings
 from systolic.report.forecast.text import lines, plain
 from systolic.sim.roofline import Peaks, Program, gpu_peaks, roofline
 from systolic.sim.switched import switched
@@ -115,7 +115,7 @@ def test_what_no_source_gives_is_none(cpu: Forecast) -> None:
         assert found[name] is None
     assert found["calls_per_second"] == pytest.approx(1 / found["step_seconds"])
     assert "examples_per_second" not in found
-    assert json.loads(json.dumps(record.to_json(cpu))) == record.to_json(cpu)
+    assert json.loads(json.dumps(cpu.to_json())) == cpu.to_json()
 
 
 def test_virtual_devices_share_the_machine(root: Path) -> None:

@@ -7,7 +7,6 @@ import pytest
 
 from systolic import recipes
 from systolic.aot import Compiled, Compiler, JobProgram, compile, executable
-from systolic.aot.outcome import EXECUTABLE, REPORT
 from systolic.chips import slice
 from systolic.cli.main import main
 from tests.train.sessions import events, losses
@@ -25,7 +24,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     job = recipes.find(RECIPE)({})
     made = compile(JobProgram(job=job), on, Compiler(root=root, save=True))
     assert isinstance(made, Compiled)
-    executable.save(made.folder / EXECUTABLE, made.folder / REPORT, root / "tiny.step")
+    executable.save(made, root / "tiny.step")
     return root / "tiny.step"
 
 

@@ -1,8 +1,13 @@
-"""The process that compiles; it may die. ``python -m systolic.aot.child REQUEST FOLDER``.
+"""The process that compiles; it may die. ``python -m systolic.aot.child FOLDER DESK < REQUEST``.
 
-Says on standard output, a JSON object a line, what it is at; leaves its answer in the folder.
+Takes the request from standard input: its length in eight bytes, then a pickle. It never lies in a
+file, where others might write it. Says on standard output, a JSON object a line, what it is at and
+what went wrong, since a full disk takes no files; leaves its answer in FOLDER.
 """
 
+import contextlib
+import errno
+import gzip
 import hashlib
 import importlib.metadata
 import json
@@ -17,20 +22,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from systolic.aot import executable, host
+from systolic.aot import executable, host, settings
 from systolic.aot.dump import (
     SCHEDULE_ONLY,
     dump_options,
     keep,
     peak_bytes,
+    proto,
     refused_schedule,
     schedule,
 )
 from systolic.aot.host import Built
-from systolic.aot.outcome import ERROR, EXECUTABLE, HLO, REPORT, rejection
+from systolic.aot.outcome import ERROR, EXECUTABLE, FAILED, HLO, PROTO, REPORT, rejection
 from systolic.chips import Slice, slice
-from systolic.core.errors import SystolicError
-from systolic.core.store import Store
+from systolic.core.errors import RunError, SystolicError
+from systolic.core.store import Store, unwritable
 
 
 def say(**record: Any) -> None:
@@ -38,25 +44,46 @@ def say(**record: Any) -> None:
     print(json.dumps(record), flush=True)
 
 
-def main(request_path: Path, folder: Path) -> int:
+def main(folder: Path, desk: Path) -> int:
     """Traces, lowers, looks in the store, compiles, stores."""
     import cloudpickle
 
+    request: Mapping[str, Any] = cloudpickle.loads(_read_request())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        request = cloudpickle.loads(request_path.read_bytes())
-        return _compile(request, folder, request_path.parent / "dump")
+        return _compile(request, folder, desk / "dump")
     except SystolicError as error:
-        _fail(folder, "user", str(error), type(error).__name__)
+        _fail("user", str(error), type(error).__name__)
     except Exception as error:
-        # A mistake in a function that is not ours: its last words are the reason.
-        traceback.print_exc()
-        _fail(folder, "program", f"{type(error).__name__}: {error}")
+        if isinstance(error, OSError) and error.errno in _FULL:
+            _fail("user", str(unwritable(Path(request["store"]), error)), RunError.__name__)
+        else:
+            # A mistake in a function that is not ours: its last words are the reason.
+            traceback.print_exc()
+            _fail("program", f"{type(error).__name__}: {error}")
     return 1
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a disk, a quota or a limit that takes no more."""
+
+
+def _read_request() -> bytes:
+    size = int.from_bytes(_read(8), "little")
+    return _read(size)
+
+
+def _read(size: int) -> bytes:
+    """So many bytes of standard input, without a buffer that would read on."""
+    parts = []
+    while size and (part := os.read(0, min(size, 1 << 20))):
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
 def _end_with_parent() -> None:
-    """The parent holds our standard input open and never writes: its end is the parent's."""
+    """The parent holds our standard input open and writes no more: its end is the parent's."""
     if stat.S_ISFIFO(os.fstat(0).st_mode):  # by hand it is a terminal or a file
         os.read(0, 1)
         os._exit(1)
@@ -66,6 +93,7 @@ def _compile(request: Mapping[str, Any], folder: Path, dumped: Path) -> int:
     clock = _Clock()
     on = slice(request["slice"])
     say(stage="importing")
+    settings.take(request["settings"])
     devices = topology(on)
     built = host.built_for(on, devices)
     if built is Built.stand_in:
@@ -79,40 +107,44 @@ def _compile(request: Mapping[str, Any], folder: Path, dumped: Path) -> int:
     say(stage="lowering")
     lowered = program.traced.lower(lowering_platforms=(host.lowering_platform(on),))
     clock.lap("lower")
-    versions = versions_here(on)
     options = {k: v for k, v in request["options"].items() if k != SCHEDULE_ONLY}
     text = lowered.as_text()
-    # The text of a program does not tell which device is where in the mesh; the schedule depends on it.
-    where = places(program.mesh, on)
-    asked = [on.name, request["flags"], request["options"], versions]
-    name = _digest([text, where, *asked, built.value, host.seen(on, os.environ)])
+    stamp = executable.stamp(text, _ordered(program.mesh, devices), options)
     report = {
-        "digest": name,
         "slice": on.name,
         "built": built.value,
         "flags": list(request["flags"]),
         "options": dict(request["options"]),
-        "versions": versions,
-        "program": dict(program.facts),
-        "places": where,
+        "versions": versions_here(on),
+        "program": dict(program.facts),  # of who asked first; an answer has the facts of who asks
+        # The text of a program does not tell which device is where in the mesh; the schedule depends on it.
+        "places": places(program.mesh, on),
         "seconds": clock.laps,
-        "stamp": executable.stamp(text, _ordered(program.mesh, devices), options).to_json(),
+        "stamp": stamp.to_json(),
     }
+    asked = [
+        text,
+        *(report[name] for name in ("places", "slice", "flags", "options", "versions", "built")),
+        host.seen(on, os.environ),
+        stamp.build,
+        [on.topology_name, on.chip_config_name, on.chips_per_host_bounds, on.num_slices],
+        settings.key(),
+    ]
+    plain, saved = _digest(asked), _digest([*asked, "with the executable"])
     store = Store("programs", Path(request["store"]))
     # Two that ask for the same program at once compile it once: the second finds it.
-    with store.lock(name, lambda: say(stage="waiting")):
-        known = store.get(name)
-        if known is not None and not (request["save"] and _lacks_executable(known)):
-            say(stage="found", digest=name)
-            return 0
-        say(stage="compiling", digest=name)
-        if not _answer(lowered, request, report, _Desk(clock, folder, dumped)):
+    with store.lock(plain, lambda: say(stage="waiting")):
+        for name in (plain, saved):
+            known = store.get(name)
+            if known is not None and not (request["save"] and _lacks_executable(known)):
+                say(stage="found", digest=name, facts=dict(program.facts))
+                return 0
+        say(stage="compiling")
+        if not _answer(lowered, request, report, _Desk(clock, folder, dumped, store)):
             return 1
-        place = store.put(name, folder)
-        if (folder / EXECUTABLE).exists():  # the entry was there, without it
-            for file in (REPORT, EXECUTABLE):  # the report describes it, so it comes first
-                os.replace(folder / file, place / file)
-    say(stage="compiled", digest=name)
+        name = saved if (folder / EXECUTABLE).exists() else plain
+        store.put(name, folder)
+    say(stage="compiled", digest=name, facts=dict(program.facts))
     return 0
 
 
@@ -127,6 +159,7 @@ class _Desk:
     """For the answer."""
     dumped: Path
     """For what the compiler writes on its way; the parent removes it."""
+    store: Store
 
 
 def _answer(lowered: Any, request: Mapping[str, Any], report: dict[str, Any], desk: _Desk) -> bool:
@@ -143,17 +176,24 @@ def _answer(lowered: Any, request: Mapping[str, Any], report: dict[str, Any], de
             compiled = lowered.compile(compiler_options={**options, **dump_options(desk.dumped)})
             text = compiled.as_text()
     except Exception as error:
+        desk.store.check_room()  # whatever a compiler says whose disk is full
         clock.lap("compile")
-        _fail(folder, "compiler", f"{type(error).__name__}: {error}")
-        refused = rejection(f"{type(error).__name__}: {error}", 0) is not None
-        if refused and (begun := refused_schedule(desk.dumped)) is not None:
+        told = f"{type(error).__name__}: {error}"
+        if rejection(told, 0) is None:
+            _fail("compiler", told)
+            return False
+        _write(folder / ERROR, {"text": told})
+        if (begun := refused_schedule(desk.dumped)) is not None:
             # What did not fit, to name the buffers by.
             (folder / HLO).write_bytes(keep(begun))
             report["memory"] = _used(desk.dumped)
         _write(folder / REPORT, report)
-        return refused
+        return True
     clock.lap("compile")
+    desk.store.check_room()  # XLA goes on when it can't write, and what it wrote is a part only
     (folder / HLO).write_bytes(keep(text))
+    if (message := proto(desk.dumped)) is not None:
+        (folder / PROTO).write_bytes(gzip.compress(message, 3))
     report["memory"] = _used(desk.dumped)
     if compiled is not None and slice(request["slice"]).platform == "cpu":
         report["rates"] = host.measured_rates(slice(request["slice"]).num_devices)
@@ -241,8 +281,8 @@ def versions_here(on: Slice) -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in names}
 
 
-def _fail(folder: Path, who: str, text: str, kind: str = "") -> None:
-    _write(folder / ERROR, {"who": who, "text": text, "kind": kind})
+def _fail(who: str, text: str, kind: str = "") -> None:
+    say(stage=FAILED, who=who, text=text, kind=kind)
 
 
 def _write(path: Path, value: Any) -> None:
@@ -261,7 +301,12 @@ class _Clock:
 
 
 if __name__ == "__main__":
-    code = main(Path(sys.argv[1]), Path(sys.argv[2]))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    code = 1
+    try:
+        code = main(Path(sys.argv[1]), Path(sys.argv[2]))
+    except BaseException:
+        traceback.print_exc()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)  # a compile that is stopped at its schedule still has a thread

@@ -15,10 +15,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from systolic.aot import environment, host
+from systolic.aot import environment, host, settings
 from systolic.aot.dump import SCHEDULE_ONLY
-from systolic.aot.outcome import ERROR, EXECUTABLE, REPORT, Compiled, Failed, Outcome, rejection
-from systolic.aot.program import Program
+from systolic.aot.outcome import (
+    ERROR,
+    EXECUTABLE,
+    FAILED,
+    REPORT,
+    Compiled,
+    Failed,
+    Outcome,
+    check_owner,
+    rejection,
+)
+from systolic.aot.program import Program, decisive
 from systolic.chips import Slice
 from systolic.core.digest import digest
 from systolic.core.errors import (
@@ -78,7 +88,7 @@ def compile(
         MissingExtraError: libtpu is not installed.
         KeyboardInterrupt: after the child has ended; nothing is left behind.
     """
-    return _compile(program, on, compiler or Compiler(), say, _Children())
+    return _compile(_Asked(program, on, compiler or Compiler()), say, _Children())
 
 
 class Pool:
@@ -102,14 +112,15 @@ class Pool:
         self, program: Program, on: Slice, compiler: Compiler, say: Say = lambda _: None
     ) -> "Future[Outcome]":
         """A compile that begins when a worker is free."""
-        return self._threads.submit(_compile, program, on, compiler, say, self._children)
+        asked = _Asked(program, on, compiler)
+        return self._threads.submit(_compile, asked, say, self._children)
 
 
 @dataclass
 class _Children:
     """Processes at work, so that all of them can be ended at once."""
 
-    running: "set[subprocess.Popen[str]]" = field(default_factory=set)
+    running: "set[subprocess.Popen[bytes]]" = field(default_factory=set)
     ended: bool = False
     guard: threading.Lock = field(default_factory=threading.Lock)
 
@@ -123,18 +134,18 @@ class _Children:
                 stdin=subprocess.PIPE,  # held open: the child ends when it closes, as with our death
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                text=True,
                 start_new_session=True,
             )
             self.running.add(process)
             return process
 
-    def forget(self, process: "subprocess.Popen[str]") -> None:
+    def forget(self, process: "subprocess.Popen[bytes]") -> None:
         with self.guard:
             self.running.discard(process)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):  # of a request that was cut off
+                    pipe.close()
 
     def end(self) -> None:
         with self.guard:
@@ -143,9 +154,8 @@ class _Children:
                 _kill(process)
 
 
-def _compile(
-    program: Program, on: Slice, compiler: Compiler, say: Say, children: _Children
-) -> Outcome:
+def _compile(asked: "_Asked", say: Say, children: _Children) -> Outcome:
+    on, compiler = asked.on, asked.compiler
     if on.platform == "tpu" and version("libtpu") is None:
         raise MissingExtraError(f"compiling for {on.name}", "tpu")
     host.check(on, compiler.save)
@@ -153,78 +163,120 @@ def _compile(
         # Only libtpu takes minutes beyond its schedule.
         kept = {k: v for k, v in compiler.options.items() if k != SCHEDULE_ONLY}
         compiler = replace(compiler, options=kept)
+        asked = replace(asked, compiler=compiler)
     store, requests = Store("programs", compiler.root), Store("requests", compiler.root)
-    name = _request_name(program, on, compiler)
+    if compiler.save:
+        check_owner(store.root)
+    name = _request_name(asked)
     if name is not None and (known := _known(requests, name, store, compiler)) is not None:
         return known
+    store.check_room()
     with store.scratch() as folder, store.scratch() as desk:
-        made = _run_child(_Task(program, on, compiler, folder, desk), say, children)
+        made = _run_child(_Task(asked, folder, desk), say, children)
     if isinstance(made, Failed):
         return made
-    digest_made, cached = made
     if name is not None:
-        write_json(requests.path(name).with_suffix(".json"), {"program": digest_made})
-    return _outcome(store.path(digest_made), digest_made, cached)
+        # The answer is there: it is given even where no note of it can be kept.
+        with contextlib.suppress(RunError):
+            write_json(_note(requests, name), {"program": made.digest, "facts": made.facts})
+    return _outcome(store.path(made.digest), made)
+
+
+def _note(requests: Store, name: str) -> Path:
+    return requests.path(name).with_suffix(".json")
 
 
 def _known(requests: Store, name: str, store: Store, compiler: Compiler) -> Outcome | None:
-    path = requests.path(name).with_suffix(".json")
-    if not path.is_file():
+    """The answer to a request of that name; None when there is none, or it is damaged."""
+    try:
+        note = read_json(_note(requests, name))
+        made = _Answer(note["program"], note["facts"], cached=True)
+        found = store.get(made.digest)
+    except (RunError, KeyError, TypeError):
         return None
-    made = read_json(path)["program"]
-    found = store.get(made)
-    refused = found is not None and (found / ERROR).exists()
-    if found is None or (compiler.save and not refused and not (found / EXECUTABLE).exists()):
+    if found is None:
         return None
-    return _outcome(found, made, cached=True)
+    refused = (found / ERROR).exists()
+    if compiler.save and not refused and not (found / EXECUTABLE).exists():
+        return None
+    return _outcome(found, made)
 
 
-def _outcome(folder: Path, made: str, cached: bool) -> Outcome:
+@dataclass(frozen=True)
+class _Answer:
+    """What a child told: which entry of the store has its answer, and what the program says of itself."""
+
+    digest: str
+    facts: Mapping[str, Any]
+    cached: bool
+
+
+def _outcome(folder: Path, made: _Answer) -> Outcome:
     refused = folder / ERROR
     if not refused.exists():
-        return Compiled(folder, made, cached)
-    report = read_json(folder / REPORT)
+        return Compiled(folder, made.digest, made.cached, made.facts)
+    report = {**read_json(folder / REPORT), "program": dict(made.facts)}
     answer = rejection(read_json(refused)["text"], 0)
     assert answer is not None
     # The report's figure is exact, the message's has two decimals.
     need = report.get("memory", {}).get("used_in_bytes", answer.need_bytes)
     return replace(
-        answer, need_bytes=need, digest=made, cached=cached, report=report, folder=folder
+        answer,
+        need_bytes=need,
+        digest=made.digest,
+        cached=made.cached,
+        report=report,
+        folder=folder,
     )
 
 
 @dataclass(frozen=True)
-class _Task:
+class _Asked:
+    """A compile, and the settings of JAX in the thread that asked for it."""
+
     program: Program
     on: Slice
     compiler: Compiler
+    settings: Mapping[str, Any] = field(default_factory=settings.of_process)
+
+
+@dataclass(frozen=True)
+class _Task:
+    asked: _Asked
     folder: Path
     """For the answer."""
     desk: Path
-    """For what parent and child tell each other."""
+    """For what the child prints and the compiler dumps."""
+
+    def request(self) -> bytes:
+        """What the child reads."""
+        import cloudpickle
+
+        compiler = self.asked.compiler
+        return cloudpickle.dumps(
+            {
+                "program": self.asked.program,
+                "slice": self.asked.on.name,
+                "flags": tuple(compiler.flags),
+                "options": dict(compiler.options),
+                "save": compiler.save,
+                "store": str(compiler.root),
+                "settings": dict(self.asked.settings),
+            }
+        )
 
 
-def _run_child(task: _Task, say: Say, children: _Children) -> tuple[str, bool] | Failed:
-    """Digest of the program in the store and whether it was there before; or why there is none."""
-    import cloudpickle
-
-    compiler, request, log = task.compiler, task.desk / "request", task.desk / "log"
-    asked = {
-        "program": task.program,
-        "slice": task.on.name,
-        "flags": tuple(compiler.flags),
-        "options": dict(compiler.options),
-        "save": compiler.save,
-        "store": str(compiler.root),
-    }
-    request.write_bytes(cloudpickle.dumps(asked))
+def _run_child(task: _Task, say: Say, children: _Children) -> _Answer | Failed:
+    """Where the answer is in the store; or why there is none."""
+    log, request = task.desk / "log", task.request()
     process = children.start(
-        [sys.executable, "-m", "systolic.aot.child", str(request), str(task.folder)],
-        environment.child_environment(os.environ, task.on, compiler.flags),
+        [sys.executable, "-m", "systolic.aot.child", str(task.folder), str(task.desk)],
+        environment.child_environment(os.environ, task.asked.on, task.asked.compiler.flags),
         log,
     )
     try:
-        made, stage = _listen(process, say)
+        _send(process, request)
+        told = _listen(process, say)
         code = process.wait()
     except BaseException:
         _kill(process)
@@ -235,35 +287,41 @@ def _run_child(task: _Task, say: Say, children: _Children) -> tuple[str, bool] |
     if children.ended:
         raise KeyboardInterrupt
     if code == 0:
-        return made, stage == "found"
+        return _Answer(told["digest"], told["facts"], cached=told["stage"] == "found")
     printed = log.read_text(errors="replace")
     tail = "\n".join(printed.splitlines()[-LOG_LINES:])
-    refused = task.folder / ERROR
-    if not refused.exists():
+    if told.get("stage") != FAILED:
         return Failed(reason=_death(code, printed), log=tail)
-    told = read_json(refused)
     if told["who"] == "user":
         raise _MISTAKES.get(told["kind"], SystolicError)(told["text"])
     return Failed(reason=_first_line(told["text"]), log=f"{told['text']}\n{tail}")
 
 
-def _listen(process: "subprocess.Popen[str]", say: Say) -> tuple[str, str]:
-    """The digest and the last stage that the child told."""
-    made = stage = ""
+def _send(process: "subprocess.Popen[bytes]", request: bytes) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it died; what it printed says of what
+        process.stdin.write(len(request).to_bytes(8, "little") + request)
+        process.stdin.flush()
+
+
+def _listen(process: "subprocess.Popen[bytes]", say: Say) -> dict[str, Any]:
+    """The last that the child told."""
+    told: dict[str, Any] = {}
     assert process.stdout is not None
-    for text in process.stdout:
+    for line in process.stdout:
         try:
-            record = json.loads(text)
+            record = json.loads(line)
         except ValueError:
             continue  # a library that prints
         if not isinstance(record, dict) or "stage" not in record:
             continue
-        made, stage = record.get("digest", made), record["stage"]
-        say(stage)
-    return made, stage
+        told = record
+        if told["stage"] != FAILED:
+            say(told["stage"])
+    return told
 
 
-def _kill(process: "subprocess.Popen[str]") -> None:
+def _kill(process: "subprocess.Popen[bytes]") -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -290,24 +348,28 @@ def _first_line(text: str) -> str:
     return " ".join(text.split())[:300]
 
 
-def _request_name(program: Program, on: Slice, compiler: Compiler) -> str | None:
-    key = program.key()
+def _request_name(asked: _Asked) -> str | None:
+    key = asked.program.key()
     if key is None:
         return None
     return digest(
         {
             "program": key,
-            "slice": on.name,
-            "flags": list(compiler.flags),
-            "options": dict(compiler.options),
-            "versions": {
-                name: version(name) for name in ("jax", "jaxlib", "libtpu", "flax", "optax")
-            },
+            "slice": decisive(asked.on),
+            "flags": list(asked.compiler.flags),
+            "options": dict(asked.compiler.options),
+            "versions": {name: version(name) for name in DECISIVE},
             "code": _code(),
-            "machine": host.seen(on, os.environ),
+            "machine": host.seen(asked.on, os.environ),
+            "settings": {name: repr(value) for name, value in asked.settings.items()},
+            "variables": settings.of_variables(os.environ),
         },
         length=32,
     )
+
+
+DECISIVE = ("jax", "jaxlib", "libtpu", "flax", "optax", "qwix", "numpy")
+"""Packages whose code a job's program is made with."""
 
 
 @cache
@@ -325,7 +387,7 @@ def _code() -> str:
     package = Path(__file__).parent.parent
     files = sorted(
         path
-        for part in ("models", "steps", "job", "aot", "recipes", "data")
+        for part in ("models", "steps", "job", "aot", "recipes", "data", "chips", "core")
         for path in (package / part).rglob("*.py")
     )
     return digest([[str(path.relative_to(package)), path.read_text()] for path in files])

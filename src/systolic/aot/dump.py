@@ -16,8 +16,10 @@ from typing import Any
 SCHEDULED = "after_optimizations_after_buffer_assignment.txt"
 FOR_CPU = "cpu_after_optimizations.txt"
 REFUSED = "oom_intermediate_module.txt"
+PROTO = "after_optimizations.hlo.pb"
+"""The schedule and its buffers as HloProto."""
 USAGE = "after_optimizations-memory-usage-report.txt"
-"""Of any platform: ``cpu_`` comes before it in a CPU's."""
+"""Of any platform, as :data:`PROTO`: ``cpu_`` comes before it in a CPU's."""
 SCHEDULE_ONLY = "schedule_only"
 """A compile option of ours: stop at the schedule."""
 POLL_SECONDS = 0.05
@@ -25,8 +27,12 @@ _TOTAL = re.compile(r"Memory Space: default \(color=0\)\s+Total bytes: (\d+)")
 
 
 def dump_options(folder: Path) -> dict[str, Any]:
-    """Compile options that make XLA write its modules into ``folder`` as text."""
-    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+    """Compile options that make XLA write its modules into ``folder``, as text and as messages."""
+    return {
+        "xla_dump_to": str(folder),
+        "xla_dump_hlo_as_text": True,
+        "xla_dump_hlo_as_proto": True,
+    }
 
 
 def schedule(lowered: Any, options: Mapping[str, Any], folder: Path) -> str:
@@ -59,8 +65,10 @@ def schedule(lowered: Any, options: Mapping[str, Any], folder: Path) -> str:
             size = now
         if ended and failed:
             raise failed[0]
-        if ended and path is None:
-            raise RuntimeError(f"the compiler wrote no schedule into {folder}")
+        if ended and (path is None or path.stat().st_size == size):
+            # XLA goes on when it can't write: a full disk, a limit on the size of files.
+            what = "no schedule" if path is None else "a part of the schedule only"
+            raise RuntimeError(f"the compiler ended and wrote {what} into {folder}")
         time.sleep(POLL_SECONDS)
 
 
@@ -81,6 +89,12 @@ def refused_schedule(folder: Path) -> str | None:
     """The scheduled module that did not fit; None if the compiler gave up before it had one."""
     path = _written(folder, REFUSED)
     return path.read_text() if path is not None else None
+
+
+def proto(folder: Path) -> bytes | None:
+    """The schedule with its buffers as a serialized HloProto; None if the compiler wrote none."""
+    path = _written(folder, PROTO)
+    return path.read_bytes() if path is not None else None
 
 
 def keep(text: str) -> bytes:

@@ -16,6 +16,7 @@ QUIET = {
     "TPU_STDERR_LOG_LEVEL": "3",
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "JAX_PLATFORMS": "cpu",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",  # what comes from JAX's own cache leaves no schedule
 }
 
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from systolic.aot.outcome import Compiled
 from systolic.chips.host import model_name
 from systolic.core.errors import NotFoundError, RunError
 
@@ -161,16 +162,19 @@ def signature(content: bytes) -> dict[str, Any]:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def save(executable: Path, report: Path, path: Path) -> None:
-    """Copies an executable and its report from the store to ``path`` and ``path.json``.
+def save(made: Compiled, path: Path) -> None:
+    """Copies an executable from the store to ``path``, and its report to ``path.json``.
 
     Raises:
-        RunError: one can't be written.
+        RunError: there is none, others could have written it, or one file can't be written.
     """
+    source = made.executable
+    if source is None:
+        raise RunError(f"{made.folder} has no executable; compile it with save=True")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(executable, path)
-        shutil.copyfile(report, _beside(path))
+        shutil.copyfile(source, path)
+        _beside(path).write_text(json.dumps(made.report))
     except OSError as error:
         raise RunError(
             f"{path} could not be written ({error.strerror}); free some space or choose another folder"

@@ -1,5 +1,6 @@
 """Anyone's function, traced on a mesh of a slice that is not there."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from systolic.aot.program import FunctionProgram, Traced, name_of
+from systolic.aot.program import FunctionProgram, Traced, is_filtered, name_of
 from systolic.chips import Slice
 from systolic.core.errors import OptionError
 from systolic.steps.mesh import slice_of
@@ -21,21 +22,12 @@ def trace_function(program: FunctionProgram, on: Slice, devices: Sequence[Any]) 
     args, kwargs = jax.tree.unflatten(tree, placed)
     function: Any = program.function
     with jax.set_mesh(mesh):
-        if not callable(getattr(function, "trace", None)):
-            out: dict[str, Any] = {}
-            if program.out_specs is not None:
-                out["out_shardings"] = jax.tree.map(
-                    lambda spec: NamedSharding(mesh, spec),
-                    program.out_specs,
-                    is_leaf=lambda x: isinstance(x, PartitionSpec),
-                )
-            function = jax.jit(
-                function,
-                static_argnums=program.static_argnums or None,
-                donate_argnums=program.donate_argnums or None,
-                **out,
-            )
-        traced = function.trace(*args, **kwargs)
+        if is_filtered(function):
+            traced = _filtered(function, args, kwargs)
+        else:
+            if not isinstance(function, jax.stages.Wrapped):
+                function = _jitted(program, mesh)
+            traced = function.trace(*args, **kwargs)
     unit, units = program.units or ("calls", 1)
     return Traced(
         traced=traced,
@@ -51,6 +43,42 @@ def trace_function(program: FunctionProgram, on: Slice, devices: Sequence[Any]) 
             "notes": [],
         },
     )
+
+
+def _jitted(program: FunctionProgram, mesh: Mesh) -> Any:
+    out: dict[str, Any] = {}
+    if program.out_specs is not None:
+        out["out_shardings"] = jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec),
+            program.out_specs,
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
+    return jax.jit(
+        program.function,
+        static_argnums=program.static_argnums or None,
+        donate_argnums=program.donate_argnums or None,
+        **out,
+    )
+
+
+def _filtered(function: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """The trace of what ``equinox.filter_jit`` wraps: itself it would take a ShapeDtypeStruct as static."""
+    equinox = sys.modules["equinox"]  # loaded with the function, and never required
+    first, static_first = equinox.partition(args[:1], _is_abstract)
+    rest, static_rest = equinox.partition((args[1:], kwargs), _is_abstract)
+
+    def call(first: Any, rest: Any) -> Any:
+        others, named = equinox.combine(rest, static_rest)
+        made = function.__wrapped__(*equinox.combine(first, static_first), *others, **named)
+        return equinox.filter(made, equinox.is_array)
+
+    call.__name__ = call.__qualname__ = name_of(function)
+    donated = [n for n, given in enumerate((function.donate_first, function.donate_rest)) if given]
+    return jax.jit(call, donate_argnums=donated).trace(first, rest)
+
+
+def _is_abstract(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def _mesh(axes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:

@@ -10,12 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from systolic.core.errors import RunError
+from systolic.core.owner import others_who_write
 from systolic.core.store import read_json
 from systolic.core.units import GIB
 
-HLO, REPORT, EXECUTABLE = "module.hlo.gz", "report.json", "executable.jax"
+HLO, PROTO, REPORT, EXECUTABLE = (
+    "module.hlo.gz",
+    "module.hlo.pb.gz",
+    "report.json",
+    "executable.jax",
+)
 ERROR = "error.json"
 """Files of an entry; the last is there when the program was refused."""
+FAILED = "failed"
+"""The stage at which a child tells of a failure that is not kept."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +34,14 @@ class Compiled:
     digest: str
     """Of the lowered program, its target, the flags and the versions."""
     cached: bool
+    facts: Mapping[str, Any] | None = None
+    """What this program says of itself: another that lowers to the same may say something else."""
 
     @cached_property
     def report(self) -> Mapping[str, Any]:
-        """Versions, seconds, memory, places of the devices, and what the program says of itself."""
-        return read_json(self.folder / REPORT)
+        """Versions, seconds, memory, places of the devices, and ``program``, the facts."""
+        made = read_json(self.folder / REPORT)
+        return made if self.facts is None else {**made, "program": dict(self.facts)}
 
     @property
     def hlo(self) -> str:
@@ -38,10 +49,23 @@ class Compiled:
         return read_module(self.folder / HLO)
 
     @property
+    def proto(self) -> bytes | None:
+        """The scheduled module and its buffers as a serialized HloProto, where the compiler wrote it."""
+        path = self.folder / PROTO
+        return _unpacked(path) if path.is_file() else None
+
+    @property
     def executable(self) -> Path | None:
-        """The serialized executable, where it was asked for."""
+        """The serialized executable, where it was asked for.
+
+        Raises:
+            RunError: others could have written it: it is a pickle, which runs what it says.
+        """
         path = self.folder / EXECUTABLE
-        return path if path.is_file() else None
+        if not path.is_file():
+            return None
+        check_owner(path)
+        return path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +169,33 @@ def read_module(path: Path) -> str:
         RunError: the file is absent or damaged.
     """
     try:
-        return gzip.decompress(path.read_bytes()).decode()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise RunError(f"{path} is damaged ({error}); delete its folder and run again") from error
+        return _unpacked(path).decode()
+    except UnicodeDecodeError as error:
+        raise _damaged(path, error) from error
+
+
+def check_owner(path: Path) -> None:
+    """Whether executables can be kept in a store, or taken from it.
+
+    Raises:
+        RunError: others may write there.
+    """
+    here = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if (who := others_who_write(here)) is not None:
+        raise RunError(
+            f"{who}, and an executable is a pickle, which runs whatever was written into it; set SYSTOLIC_CACHE to a folder that you alone can write to"
+        )
+
+
+def _unpacked(path: Path) -> bytes:
+    try:
+        return gzip.decompress(path.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> RunError:
+    return RunError(f"{path} is damaged ({error}); run again to compile it anew")
 
 
 def _buffers(text: str) -> list[Buffer]:

@@ -1,17 +1,21 @@
 """What to compile: a step of a job, or anyone's function. Sent to the child as bytes."""
 
 import enum
+import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Protocol
 
-from systolic.chips import Slice
+from systolic.chips import Prices, Slice
 from systolic.core.errors import LayoutError
 from systolic.job import Job
 
 _KNOWN = ("systolic", "builtins")
 """Packages whose code is a part of every key."""
+_UNASKED = ("power_watts", "power_watts_min", "power_watts_max", "tdp_watts")
+"""Numbers of a chip that no program depends on; nor does one on its prices."""
 
 
 class Verb(enum.Enum):
@@ -54,11 +58,14 @@ class JobProgram:
     verb: Verb = Verb.train
 
     def key(self) -> Any:
-        """The job and the verb; None where a part is the user's own class, whose code the job does not tell."""
-        parts = (getattr(self.job, one.name) for one in fields(self.job))
-        if any(type(part).__module__.split(".")[0] not in _KNOWN for part in parts):
+        """The job, the arrays of a batch and the verb; None where a part is the user's own class, whose code the job does not tell."""
+        if not _known(self.job):
             return None
-        return {"job": self.job.to_json(), "verb": self.verb.value}
+        batch = {
+            name: [list(one.shape), one.dtype, list(one.axes or ())]
+            for name, one in self.job.data.fields().items()
+        }
+        return {"job": self.job.to_json(), "batch": batch, "verb": self.verb.value}
 
     def trace(self, on: Slice, devices: Sequence[Any]) -> Traced:
         """See :class:`Program`.
@@ -101,10 +108,39 @@ class FunctionProgram:
         return trace_function(self, on, devices)
 
 
+def _known(part: Any) -> bool:
+    """Whether a value and all that it holds are of classes and functions whose code is a part of every key."""
+    named = part if inspect.isroutine(part) or inspect.isclass(part) else type(part)
+    package = named.__module__.split(".")[0]
+    if package not in _KNOWN and package not in sys.stdlib_module_names:
+        return False
+    if isinstance(part, functools.partial):
+        return _known(part.func) and _known(part.args) and _known(part.keywords)
+    if isinstance(part, Mapping):
+        return all(_known(one) for one in part.values())
+    if isinstance(part, list | tuple):
+        return all(_known(one) for one in part)
+    if is_dataclass(part):
+        return all(_known(getattr(part, one.name)) for one in fields(part))
+    return True
+
+
+def decisive(on: Slice) -> str:
+    """All of a slice and of its chip that a program may depend on."""
+    chip = replace(on.chip, usd_per_chip_hour=Prices(), **dict.fromkeys(_UNASKED))
+    return repr(replace(on, chip=chip))
+
+
 def name_of(function: Callable[..., Any]) -> str:
     """What to call a function in a report."""
     inner = inspect.unwrap(function)
     return getattr(inner, "__name__", type(function).__name__)
+
+
+def is_filtered(function: Callable[..., Any]) -> bool:
+    """Whether ``equinox.filter_jit`` made it: arrays are traced, all else in its arguments is static."""
+    equinox = sys.modules.get("equinox")  # loaded, where a function is of it
+    return equinox is not None and isinstance(function, type(equinox.filter_jit(name_of)))
 
 
 def definite(job: Job, on: Slice) -> Job:

@@ -132,24 +132,20 @@ def compiled(job: Any, on: Slice, verb: Mapping[str, Any]) -> Forecast:
     with Progress(sys.stderr, f"{job.name} for {on.name}") as progress:
         made = forecast_job(job, on, verb=verb["step"], compiler=compiler, say=progress.say)
     if verb["save"] is not None:
-        save(made, compiler, verb["save"])
+        save(made, verb["save"])
     return made
 
 
-def save(made: Forecast, compiler: Compiler, path: Path) -> None:
+def save(made: Forecast, path: Path) -> None:
     """Copies the serialized executable out of the store, and what it was made by beside it.
 
     Raises:
-        RunError: the step did not fit, so that there is none, or it can't be written.
+        RunError: others could have written the store's, or the copy can't be written.
     """
     from systolic.aot import executable
-    from systolic.aot.outcome import EXECUTABLE, REPORT
-    from systolic.core.store import Store
 
-    if not made.fits:
-        return
-    folder = Store("programs", compiler.root).path(made.compiler["program"])
-    executable.save(folder / EXECUTABLE, folder / REPORT, path)
+    if made.fits and made.answer is not None:
+        executable.save(made.answer, path)
 
 
 def _remade(args: Sequence[str]) -> list[str]:
@@ -169,7 +165,7 @@ def show(
     from systolic.report.forecast import record
 
     written = write(made, verb)
-    now = record.to_json(made) if verb.get("json") or before else {}
+    now = made.to_json() if verb.get("json") or before else {}
     changes = [] if before is None else record.compare(before, now)
     if verb.get("json"):
         if before is not None:

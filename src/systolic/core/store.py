@@ -1,6 +1,8 @@
 """A content-addressed store on disk: a folder an entry, whole or absent, never changed."""
 
+import errno
 import fcntl
+import hashlib
 import json
 import os
 import secrets
@@ -8,11 +10,15 @@ import shutil
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from systolic.core.errors import RunError
 
 _SCRATCH = ".new-"
+SUMS = "sha256.json"
+"""Digest of each file of an entry, written when the entry is put."""
+ROOM_BYTES = 1 << 20
+"""A disk with less than this free counts as full."""
 
 
 def cache_home() -> Path:
@@ -34,9 +40,9 @@ class Store:
         return self.root / digest[:2] / digest
 
     def get(self, digest: str) -> Path | None:
-        """The entry's folder; None when there is none."""
+        """The entry's folder; None when there is none or its files are not those that were put."""
         found = self.path(digest)
-        return found if found.is_dir() else None
+        return found if _whole(found) else None
 
     @contextmanager
     def scratch(self) -> Generator[Path]:
@@ -57,9 +63,7 @@ class Store:
             fcntl.flock(held, fcntl.LOCK_EX)
             made.mkdir()
         except OSError as error:
-            raise RunError(
-                f"{self.root} could not be written ({error.strerror}); set SYSTOLIC_CACHE to a folder that can"
-            ) from error
+            raise unwritable(self.root, error) from error
         try:
             yield made
         finally:
@@ -79,29 +83,88 @@ class Store:
         return self.root / ".locks"
 
     def put(self, digest: str, folder: Path) -> Path:
-        """Moves a filled folder in; the entry that is there already stays. Returns its place."""
+        """Moves a filled folder in, in the place of a damaged entry; a whole one stays. Returns its place.
+
+        Raises:
+            RunError: the store's disk is full or can't be written.
+        """
         target = self.path(digest)
-        target.parent.mkdir(parents=True, exist_ok=True)
         try:
+            sums = {path.name: _sum(path) for path in sorted(folder.iterdir())}
+            (folder / SUMS).write_text(json.dumps(sums))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.is_dir() and not _whole(target):
+                shutil.rmtree(target)
             os.rename(folder, target)
         except OSError as error:
-            if not target.is_dir():
-                raise RunError(
-                    f"{target} could not be written ({error.strerror}); free some space or set SYSTOLIC_CACHE"
-                ) from error
+            if not _whole(target):
+                raise unwritable(self.root, error) from error
         return target
 
     @contextmanager
     def lock(self, digest: str, waiting: Callable[[], None] = lambda: None) -> Generator[None]:
-        """One process at a time for a digest; others wait, told so. A dead process holds nothing."""
-        self._locks.mkdir(parents=True, exist_ok=True)
-        with open(self._locks / digest, "w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                waiting()
-                fcntl.flock(file, fcntl.LOCK_EX)
+        """One process at a time for a digest; others wait, told so. A dead process holds nothing.
+
+        Raises:
+            RunError: the store's disk can't be written.
+        """
+        path = self._locks / digest
+        try:
+            self._locks.mkdir(parents=True, exist_ok=True)
+            file = _locked(path, waiting)
+        except OSError as error:
+            raise unwritable(self.root, error) from error
+        try:
             yield
+        finally:
+            # Unlinked while it is held: who waits for it sees that it is gone and makes a new one.
+            path.unlink(missing_ok=True)
+            file.close()
+
+    def check_room(self) -> None:
+        """Whether anything more can be kept here.
+
+        Raises:
+            RunError: the disk is full.
+        """
+        folder = next(path for path in (self.root, *self.root.absolute().parents) if path.is_dir())
+        if shutil.disk_usage(folder).free < ROOM_BYTES:
+            raise unwritable(self.root, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+
+
+def unwritable(root: Path, error: OSError) -> RunError:
+    """One line on a store that can't be written."""
+    return RunError(
+        f"{root} could not be written ({error.strerror}); free some space or set SYSTOLIC_CACHE to another folder"
+    )
+
+
+def _locked(path: Path, waiting: Callable[[], None]) -> IO[str]:
+    """The open file at ``path``, locked; that of another owner is gone once it is free."""
+    while True:
+        file = path.open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()
+
+
+def _whole(entry: Path) -> bool:
+    try:
+        sums = json.loads((entry / SUMS).read_text())
+        return all(_sum(entry / name) == known for name, known in sums.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _sum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_json(path: Path) -> Any:
@@ -113,4 +176,4 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise RunError(f"{path} is damaged ({error}); delete its folder and run again") from error
+        raise RunError(f"{path} is damaged ({error}); run again to compile it anew") from error

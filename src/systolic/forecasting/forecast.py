@@ -4,15 +4,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from systolic.aot import Compiled
 from systolic.chips import Slice
 from systolic.core.origin import Origin
 from systolic.forecasting.cost import Bill
+from systolic.forecasting.costs import by_op, seconds_by_place
 from systolic.forecasting.memory import MemoryMap
 from systolic.sim.timeline import Resource, Timeline
 
 BILLION, MILLION = 1e9, 1e6
 LARGEST = 12
 """Buffers named in the JSON."""
+TOP_OPS = 20
+"""Ops in the JSON, the most expensive first."""
+PLACES = 200
+"""Places in the JSON, the most expensive first; the rest is one sum."""
+REST = "the rest"
+COSTS = ("time_by_layer", "top_ops")
+"""Names of the JSON that say where the time goes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +57,8 @@ class Forecast:
     layout: Mapping[str, Any] = field(default_factory=dict)
     rejected: Mapping[str, Any] | None = None
     notes: Sequence[str] = ()
+    answer: Compiled | None = field(default=None, repr=False)
+    """The compiler's answer in the store: its text, its message, its executable; None of a dump."""
 
     @property
     def mfu(self) -> float | None:
@@ -115,7 +126,7 @@ class Forecast:
         return self.units / self.step_seconds if self.step_seconds else None
 
     def to_json(self) -> dict[str, Any]:
-        """The published names."""
+        """The published names, where the time goes (:data:`COSTS`) among them."""
         seconds = self.step_seconds
         tokens = self.unit == "tokens"
         per, scale = ("billion_tokens", BILLION) if tokens else (f"million_{self.unit}", MILLION)
@@ -149,6 +160,7 @@ class Forecast:
             "compiler": dict(self.compiler),
             "layout": dict(self.layout),
             "notes": list(self.notes),
+            **self._costs(),
         }
         if self.rejected is not None:
             record["rejected"] = dict(self.rejected)
@@ -181,6 +193,17 @@ class Forecast:
                 for b in memory.buffers[:LARGEST]
             ],
         }
+
+    def _costs(self) -> dict[str, Any]:
+        """Seconds of the core by place in the model, and the most expensive ops."""
+        if self.timeline is None:
+            return {"time_by_layer": {}, "top_ops": []}
+        places = list(seconds_by_place(self.timeline).items())
+        shown = dict(places[:PLACES])
+        if len(places) > PLACES:
+            shown[REST] = sum(seconds for _, seconds in places[PLACES:])
+        ops = [cost.to_json() for cost in by_op(self.timeline)[:TOP_OPS]]
+        return {"time_by_layer": shown, "top_ops": ops}
 
     def _bill(self) -> dict[str, Any]:
         bill = self.bill

@@ -78,6 +78,7 @@ def forecast_host(outcome: Compiled, name: str, on: Slice, seconds: float) -> Fo
         layout=facts.get("layout", {}),
         rejected=None if fits else _rejected(memory, have),
         notes=(*notes, *(timeline.notes if timeline is not None else ())),
+        answer=outcome,
     )
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from systolic.aot import (
@@ -96,7 +97,7 @@ def _compiled(outcome: Compiled, name: str, on: Slice, seconds: float) -> Foreca
     memory = memory_map(
         module, stats.get("used_in_bytes") or stats.get("peak_memory_in_bytes") or None
     )
-    return assemble(
+    made = assemble(
         module=module,
         timeline=timeline,
         memory=memory,
@@ -112,6 +113,7 @@ def _compiled(outcome: Compiled, name: str, on: Slice, seconds: float) -> Foreca
             "program": outcome.digest,
         },
     )
+    return replace(made, answer=outcome)
 
 
 def assemble(

@@ -7,6 +7,7 @@ from typing import Any
 
 from systolic.artifact.chosen import FORMAT
 from systolic.forecasting import Forecast
+from systolic.forecasting.forecast import COSTS
 from systolic.plan.analytic import Analysis
 from systolic.plan.candidate import Candidate
 from systolic.plan.facts import Facts
@@ -115,7 +116,7 @@ class Plan:
         assert one.total is not None
         whole = one.forecast.to_json()
         return {
-            **whole,
+            **{name: value for name, value in whole.items() if name not in COSTS},
             "settings": one.candidate.settings(self.facts.job),
             "flags": list(one.candidate.flags.flags),
             "total": {

@@ -14,14 +14,14 @@ from tests.report.forecast.recorded import fitting, refused, small
 
 
 def test_layers_sum_to_the_time_of_the_core() -> None:
-    made = record.to_json(fitting())
+    made = fitting().to_json()
     busy = sum(made["time_by_resource"].values()) - made["time_by_resource"]["idle"]
     assert sum(made["time_by_layer"].values()) == pytest.approx(busy, rel=1e-6)
     assert made["top_ops"][0]["seconds"] >= made["top_ops"][-1]["seconds"] > 0
 
 
 def test_json_survives_a_file(tmp_path: Path) -> None:
-    made = record.to_json(fitting())
+    made = fitting().to_json()
     path = tmp_path / "a.json"
     path.write_text(json.dumps(made))
     assert record.read(path) == made
@@ -36,14 +36,14 @@ def test_another_file_is_no_forecast(tmp_path: Path, content: str) -> None:
 
 
 def test_a_forecast_does_not_differ_from_itself() -> None:
-    made = record.to_json(fitting())
+    made = fitting().to_json()
     changes = record.compare(made, made)
     assert {change.group for change in changes} == {""}
     assert all(change.ratio == 0 for change in changes)
 
 
 def test_what_changed() -> None:
-    before = record.to_json(small())
+    before = small().to_json()
     after = json.loads(json.dumps(before))
     after["step_seconds"] = 9e-3
     after["time_by_resource"]["hbm"] = 0.0
@@ -56,9 +56,7 @@ def test_what_changed() -> None:
 
 
 def test_against_what_does_not_fit() -> None:
-    changes = {
-        c.name: c for c in record.compare(record.to_json(small()), record.to_json(refused()))
-    }
+    changes = {c.name: c for c in record.compare(small().to_json(), refused().to_json())}
     assert changes["step"].after is None
     assert changes["peak memory"].after == (20 << 30) + (1 << 29)
 

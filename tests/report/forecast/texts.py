@@ -14,7 +14,7 @@ def screen(forecast: Forecast) -> str:
 
 def comparison() -> str:
     """What changed from the recorded forecast to a small one."""
-    sides = [record.to_json(made) for made in (recorded.fitting(), recorded.small())]
+    sides = [made.to_json() for made in (recorded.fitting(), recorded.small())]
     return "\n".join(record.lines(record.compare(*sides), "lm on v5e-4", "small on v5e-4")) + "\n"
 
 

@@ -10,10 +10,7 @@ from typing import Any
 from systolic.core.files import write_atomically
 from systolic.core.units import duration, gibibytes, si
 from systolic.forecasting import Forecast
-from systolic.forecasting.memory import Held
-from systolic.report import figures
-from systolic.report.forecast import readings
-from systolic.report.forecast.costs import (
+from systolic.forecasting.costs import (
     Cost,
     by_op,
     by_place,
@@ -22,6 +19,9 @@ from systolic.report.forecast.costs import (
     seconds_by_place,
     short,
 )
+from systolic.forecasting.memory import Held
+from systolic.report import figures
+from systolic.report.forecast import readings
 from systolic.report.forecast.roofline import roofline
 from systolic.report.forecast.tree import tree
 from systolic.report.forecast.treemap import Box, treemap

@@ -1,4 +1,4 @@
-"""A forecast as JSON with what a comparison needs, and what changed between two of them."""
+"""What changed between the JSON of two forecasts."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,44 +8,13 @@ from typing import Any
 
 from systolic.core.errors import DataError
 from systolic.core.units import duration, gibibytes
-from systolic.forecasting import Forecast
+from systolic.forecasting.costs import roll_up
 from systolic.report import figures
-from systolic.report.forecast.costs import by_op, roll_up, seconds_by_place
 
-TOP_OPS = 20
-PLACES = 200
-"""Places in the JSON, the most expensive first; the rest is one sum."""
-REST = "the rest"
 ROWS = 12
 """Of a group in a comparison, the largest changes first."""
 SAME = 0.0005
 """Changes below this share of the step are left out."""
-
-
-def to_json(forecast: Forecast) -> dict[str, Any]:
-    """The published names, and beside them ``time_by_layer`` (seconds) and ``top_ops``."""
-    record = forecast.to_json()
-    if forecast.timeline is None:
-        return {**record, "time_by_layer": {}, "top_ops": []}
-    places = list(seconds_by_place(forecast.timeline).items())
-    shown = dict(places[:PLACES])
-    if len(places) > PLACES:
-        shown[REST] = sum(seconds for _, seconds in places[PLACES:])
-    ops = [
-        {
-            "op": cost.name,
-            "seconds": cost.seconds,
-            "runs": cost.runs,
-            "bound_by": cost.resource.value,
-            "layer": cost.place,
-            "source": cost.source,
-            "flops": cost.flops,
-            "bytes": cost.bytes,
-            "priced_by": list(cost.priced_by),
-        }
-        for cost in by_op(forecast.timeline)[:TOP_OPS]
-    ]
-    return {**record, "time_by_layer": shown, "top_ops": ops}
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from systolic.core.units import duration, si
 from systolic.forecasting import Forecast
+from systolic.forecasting.costs import Cost, by_op
 from systolic.report import curves
 from systolic.report.curves import Axis
-from systolic.report.forecast.costs import Cost, by_op
 
 MAX_DOTS = 150
 LEAST_SHARE = 2e-4

@@ -14,9 +14,9 @@ from rich.text import Text
 
 from systolic.core.units import duration, gibibytes
 from systolic.forecasting import Forecast
+from systolic.forecasting.costs import by_place
 from systolic.report import figures, terminal
 from systolic.report.forecast import readings
-from systolic.report.forecast.costs import by_place
 from systolic.report.forecast.readings import Part
 from systolic.report.verdict import Tone
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from systolic.core.files import write_atomically
 from systolic.forecasting import Forecast
-from systolic.report.forecast.costs import place_of
+from systolic.forecasting.costs import place_of
 from systolic.report.forecast.lanes import LANES, Event, tracks, unroll
 from systolic.sim.timeline import Timeline
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from systolic.forecasting.costs import place_of
 from systolic.report.forecast import readings
-from systolic.report.forecast.costs import place_of
 from systolic.sim.timeline import Resource, Span, Timeline
 
 MAX_SPANS = 25_000

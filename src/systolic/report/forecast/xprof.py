@@ -7,7 +7,9 @@ What its pages take from where (xprof 2.24, xplane_to_op_stats.cc and op_stats_t
 of ops from ``flops`` and ``memory_access_breakdown`` of an event's metadata and the times of line XLA Ops;
 peaks from stats of the device's plane; the overview's MXU and HBM utilization from stats of the host's plane,
 which a TPU fills from its counters. The overview's two figures relative to the roofline stay 0 in the
-published xprof for any profile: it is built without the limits that they are relative to.
+published xprof for any profile: it is built without the limits that they are relative to. The graph viewer
+and the memory viewer draw the compiler's HloProto, which a profile carries in the plane ``/host:metadata``; a
+schedule that came as text has none, and these two pages stay empty.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -46,6 +48,7 @@ _STATS = (
     "matrix_unit_utilization_percent",
     "hbm_utilization_percent",
     "Time Scale Multiplier",
+    "Hlo Proto",
 )
 _STAT = {name: number for number, name in enumerate(_STATS, 1)}
 NOT_HBM = (Resource.ici, Resource.dcn)
@@ -106,7 +109,19 @@ def xspace(forecast: Forecast, timeline: Timeline, cap: int = CAP) -> bytes:
         table(5, names),
         *_peaks(forecast),
     )
-    return message(1, *plane) + message(1, *_host(forecast, timeline)) + text(4, HOST)
+    held = forecast.answer.proto if forecast.answer is not None else None
+    planes = [plane, _host(forecast, timeline), *([] if held is None else [_compiled(held)])]
+    return b"".join(message(1, *fields) for fields in planes) + text(4, HOST)
+
+
+def _compiled(module: bytes) -> Iterable[bytes]:
+    """The plane of the compiler's own module, under the number that the ops' ``program_id`` has."""
+    name, number = "Hlo Proto", _STAT["Hlo Proto"]
+    stat = message(5, integer(1, number), message(6, module))
+    yield integer(1, 3)
+    yield text(2, "/host:metadata")
+    yield table(4, [(PROGRAM, integer(1, PROGRAM) + text(2, f"jit_step({PROGRAM})") + stat)])
+    yield table(5, [(number, integer(1, number) + text(2, name))])
 
 
 def _issued(event: Event) -> Event:

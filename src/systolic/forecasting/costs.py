@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from systolic.sim.timeline import Resource, Span, Timeline
 
@@ -31,6 +32,20 @@ class Cost:
     bytes: float
     priced_by: tuple[str, ...]
     opcode: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "op": self.name,
+            "seconds": self.seconds,
+            "runs": self.runs,
+            "bound_by": self.resource.value,
+            "layer": self.place,
+            "source": self.source,
+            "flops": self.flops,
+            "bytes": self.bytes,
+            "priced_by": list(self.priced_by),
+        }
 
     @property
     def short_source(self) -> str:

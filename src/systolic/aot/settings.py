@@ -1,0 +1,103 @@
+"""What of JAX's configuration decides a program: sent to the process that compiles, and a part of every key."""
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+_ELSEWHERE = (
+    # Devices and processes: the slice says which there are.
+    "jax_platforms",
+    "jax_platform_name",
+    "jax_default_device",
+    "jax_backend_target",
+    "jax_xla_backend",
+    "jax_num_cpu_devices",
+    "jax_cpu_",
+    "jax_cuda_visible_devices",
+    "jax_rocm_visible_devices",
+    "jax_oneapi_visible_devices",
+    "jax_mock_gpu_topology",
+    "mock_num_gpu_processes",
+    "jax_pjrt_client_create_options",
+    "jax_cross_host_",
+    "jax_force_dcn_cross_host_transfers",
+    "jax_distributed_debug",
+    "jax_enable_preemption_service",
+    "jax_enable_recoverability",
+    "jax_sort_devices_by_process_index",
+    "jax_check_proxy_envs",
+    # JAX's own store of compiled programs.
+    "jax_enable_compilation_cache",
+    "jax_compilation_cache_",
+    "jax_persistent_cache_",
+    "jax_raise_persistent_cache_errors",
+    "jax_share_binary_between_hosts",
+    # What is printed, dumped or watched.
+    "jax_log",
+    "jax_debug_log_modules",
+    "jax_debug_leaked_clients_on_clear_backends",
+    "jax_explain_cache_misses",
+    "jax_compiler_detailed_logging_min_ops",
+    "jax_dump_ir_",
+    "jax_include_debug_info_in_dumps",
+    "jax_include_full_tracebacks_in_locations",
+    "jax_hlo_source_file_canonicalization_regex",
+    "jax_pprint_use_color",
+    "jax_traceback_",
+    "jax_tracer_error_num_traceback_frames",
+    "jax_send_traceback_to_runtime",
+    "jax_captured_constants_",
+    "jax_source_url_schema",
+    "jax_array_garbage_collection_guard",
+    "jax_check_tracer_leaks",
+    "jax_enable_checks",
+    "jax_thread_guard",
+    "jax_transfer_guard",
+    # Whether anything is traced, compiled or run at all: here it is traced and compiled.
+    "jax_disable_jit",
+    "jax_no_execution",
+    "jax_no_tracing",
+)
+"""Settings, or beginnings of their names, that the compiling process has to itself."""
+
+
+def decides(name: str) -> bool:
+    """Whether a setting of JAX, by its name or that of its variable, may change what is compiled."""
+    return not name.lower().startswith(_ELSEWHERE)
+
+
+def of_process() -> dict[str, Any]:
+    """This thread's settings, by name; empty where JAX is not loaded, since then nothing has set any."""
+    jax = sys.modules.get("jax")
+    return {} if jax is None else _values(jax)
+
+
+def of_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables that JAX takes settings from, and the one that names another libtpu."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if name == "TPU_LIBRARY_PATH" or (name.startswith("JAX_") and decides(name))
+    }
+
+
+def take(settings: Mapping[str, Any]) -> None:
+    """Gives this process the settings of another."""
+    import jax
+
+    own = _values(jax)
+    for name, value in settings.items():
+        if name in own and own[name] != value:
+            jax.config.update(name, value)
+
+
+def key() -> dict[str, str]:
+    """This process's settings as plain values."""
+    import jax
+
+    return {name: repr(value) for name, value in sorted(_values(jax).items())}
+
+
+def _values(jax: Any) -> dict[str, Any]:
+    return {name: value for name, value in jax.config.values.items() if decides(name)}
