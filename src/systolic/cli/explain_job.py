@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from systolic import recipes
@@ -13,7 +14,7 @@ from systolic.aot import Compiled, Compiler, JobProgram
 from systolic.aot import compile as compile_program
 from systolic.chips import Slice, slice
 from systolic.cli.command import command
-from systolic.cli.output import print_json
+from systolic.cli.output import bounded_workers, print_json
 from systolic.cli.target import request, require_slice
 from systolic.core.errors import OptionError
 from systolic.core.ranges import NOT_NEGATIVE
@@ -98,12 +99,12 @@ class Explanation:
         causes = causes_of(made, parse(outcome.hlo), self.job.model)
         return self.slow(made, known.named(causes))
 
-    @property
+    @cached_property
     def workers(self) -> int:
         """Compiles at once."""
         from systolic.plan.search import Limits
 
-        return Limits(workers=self.verb["workers"]).at_once
+        return Limits(workers=bounded_workers(self.verb["workers"])).at_once
 
     def applied(self, settings: Mapping[str, Any], flags: Sequence[str], verb: str) -> str:
         """The command with some settings."""

@@ -5,11 +5,24 @@ import math
 import sys
 from typing import Any
 
+from systolic.core.machine import bounded
+
 
 def print_json(value: Any) -> None:
     """One JSON object on stdout; numbers that JSON has no form for become null."""
     sys.stdout.write(json.dumps(_finite(value), ensure_ascii=False) + "\n")
     sys.stdout.flush()
+
+
+def bounded_workers(asked: int) -> int:
+    """The worker processes that ``--workers`` asks for, at most one a core; a bound is reported on stderr."""
+    given = bounded(asked)
+    if given < asked:
+        print(
+            f"systolic: --workers {asked} is more than the {given} cores of this machine; {given} work at once",
+            file=sys.stderr,
+        )
+    return given
 
 
 def _finite(value: Any) -> Any:

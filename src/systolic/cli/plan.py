@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from systolic import recipes
 from systolic.chips import Kind, Slice, chips, named_slices, slice
 from systolic.cli.command import without
-from systolic.cli.output import print_json
+from systolic.cli.output import bounded_workers, print_json
 from systolic.cli.target import Request, first, request, require_slice
 from systolic.core.errors import OptionError, nearest
 from systolic.core.files import check_writable, write_json
@@ -130,7 +130,7 @@ def run(args: Sequence[str]) -> int:
         limits=Limits(
             programs=verb["programs"],
             finalists=verb["finalists"],
-            workers=verb["workers"],
+            workers=bounded_workers(verb["workers"]),
             seconds=None if verb["time_limit"] is None else span(verb["time_limit"]),
         ),
     )

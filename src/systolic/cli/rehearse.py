@@ -14,9 +14,10 @@ from typing import Any
 from systolic import recipes
 from systolic.chips import Slice, slice
 from systolic.cli.main import guarded
-from systolic.cli.output import print_json
+from systolic.cli.output import bounded_workers, print_json
 from systolic.cli.target import Request, plan_of, under_plan
 from systolic.core.errors import OptionError
+from systolic.core.machine import end_with
 from systolic.core.units import duration, si
 from systolic.report.forecast.progress import Progress
 
@@ -58,7 +59,8 @@ def rehearse(asked: Request) -> int:
         "options": recipes.plain(asked.options),
         "slice": on.name,
         "plan": None if asked.chosen is None else asked.chosen.to_json(),
-        "workers": asked.verb["workers"],
+        "workers": bounded_workers(asked.verb["workers"]),
+        "parent": os.getpid(),
         "json": asked.verb["json"],
     }
     command = [sys.executable, "-m", "systolic.cli.rehearse", json.dumps(message)]
@@ -84,6 +86,7 @@ def environment(on: Slice, given: Mapping[str, str]) -> dict[str, str]:
 def child(argument: str) -> int:
     """The rehearsal itself, in a process with the right number of devices."""
     message = json.loads(argument)
+    end_with(message["parent"])
     recipe = recipes.find(message["target"])
     job = under_plan(recipe(recipes.typed(recipe, message["options"])), plan_of(message))
     on = slice(message["slice"])

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from systolic import __version__, recipes
 from systolic.artifact.access import Access
 from systolic.artifact.run import Run
-from systolic.cli.output import print_json
+from systolic.cli.output import bounded_workers, print_json
 from systolic.cli.planned import (
     check_machine,
     check_rehearsal,
@@ -279,7 +279,7 @@ def session(
         setup=setup,
         run=directory,
         watchers=watchers,
-        workers=verb["workers"],
+        workers=bounded_workers(verb["workers"]),
         ledger=ledger,
         loaded=loaded,
         diagnose=verb["diagnose"],

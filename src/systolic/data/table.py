@@ -6,6 +6,7 @@ global order of examples is the same for every number of hosts and every batch s
 """
 
 import json
+import multiprocessing
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from systolic.core.errors import DataError, OptionError
+from systolic.core.machine import bounded, end_with
 from systolic.data.shuffle import order
 from systolic.job.data import MASK, Batches, Field, Read
 
@@ -107,7 +109,8 @@ def prefetched(source: Any, workers: int, threads: int, buffer: int) -> Any:
 
     Args:
         source: has ``__len__`` and ``__getitem__(int)``.
-        workers: processes that read; 0 reads in threads of this process.
+        workers: processes that read, at most one a core; 0 reads in threads of this process. They
+            end with this process, in whatever way it ends.
         threads: threads that read (of each process).
         buffer: items that are read ahead.
     """
@@ -118,14 +121,22 @@ def prefetched(source: Any, workers: int, threads: int, buffer: int) -> Any:
         grain.ReadOptions(num_threads=threads, prefetch_buffer_size=buffer)
     )
     if workers:
+        workers = bounded(workers)
         if not flags.FLAGS.is_parsed():
             # Grain sends its absl flags to its workers and dies on flags that nobody parsed.
             flags.FLAGS(["systolic"])
         options = grain.MultiprocessingOptions(
             num_workers=workers, per_worker_buffer_size=max(1, buffer // workers)
         )
-        reading = reading.mp_prefetch(options)
+        reading = reading.mp_prefetch(options, worker_init_fn=_end_with_parent)
     return iter(reading)
+
+
+def _end_with_parent(_worker: int, _workers: int) -> None:
+    """Grain's workers outlive a reader that is killed, and hold its memory."""
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        end_with(parent.pid)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -5,7 +5,6 @@ Every compile is in the store, so a search that was stopped goes over what it kn
 
 import itertools
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ from systolic.aot import Compiler, JobProgram, Outcome
 from systolic.aot.compile import Pool
 from systolic.chips import Slice
 from systolic.core.errors import MissingExtraError, SystolicError
+from systolic.core.machine import bounded
 from systolic.core.units import gibibytes
 from systolic.forecasting.run import of_outcome
 from systolic.plan.analytic import Analysis, analyse, capacity
@@ -56,7 +56,7 @@ class Limits:
     """Quick compiles, those from the store included."""
     seconds: float | None = None
     workers: int = 0
-    """Compiles at once; 0: as many as cores and memory allow."""
+    """Compiles at once, at most one a core; 0: as many as cores and memory allow."""
     finalists: int = 2
     """Candidates that get a whole compile, with the compiler's own cycles."""
 
@@ -64,9 +64,8 @@ class Limits:
     def at_once(self) -> int:
         """Workers, made definite."""
         if self.workers:
-            return self.workers
-        room = int(psutil.virtual_memory().available // WORKER_BYTES)
-        return max(1, min(os.cpu_count() or 1, room))
+            return bounded(self.workers)
+        return max(1, bounded(int(psutil.virtual_memory().available // WORKER_BYTES)))
 
 
 @dataclass

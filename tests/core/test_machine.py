@@ -1,0 +1,74 @@
+"""Workers are bounded by cores, and end with the process that started them, however it ends."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from systolic.cli.output import bounded_workers
+from systolic.core.machine import bounded, num_cores
+from systolic.plan.search import Limits
+
+CORES = num_cores()
+ROOT = Path(__file__).parents[2]
+
+
+def test_workers_are_bounded_by_cores(capsys: pytest.CaptureFixture[str]) -> None:
+    assert 1 <= CORES <= (psutil.cpu_count() or 1)
+    assert (bounded(0), bounded(1), bounded(99999)) == (0, 1, CORES)
+    assert Limits(workers=99999).at_once == CORES
+    assert 1 <= Limits().at_once <= CORES
+    assert bounded_workers(1) == 1
+    assert capsys.readouterr().err == ""
+    assert bounded_workers(99999) == CORES
+    assert capsys.readouterr().err == (
+        f"systolic: --workers 99999 is more than the {CORES} cores of this machine; {CORES} work at once\n"
+    )
+
+
+READER = """\
+import numpy as np
+from systolic.data.arrays import Arrays
+from systolic.job.data import Read, Split
+
+if __name__ == "__main__":
+    data = Arrays.of(train={"number": np.arange(64)})
+    batches = data.open(Read(split=Split.train, batch=4, workers=1))
+    next(batches)
+    print("reading", flush=True)
+    input()
+"""
+
+PARENT = """\
+import os, subprocess, sys
+
+code = "import os, time; from systolic.core.machine import end_with; end_with(os.getppid()); print(1, flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+child.stdout.readline()
+print("reading", flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize("source", [READER, PARENT], ids=["data", "child"])
+def test_workers_end_with_a_killed_parent(tmp_path: Path, source: str) -> None:
+    script = tmp_path / "parent.py"  # Grain's workers import the main module again
+    script.write_text(source)
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # Python counts the semaphores that it removes for the dead
+        cwd=ROOT,
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"reading\n"
+        workers = psutil.Process(process.pid).children(recursive=True)
+        assert workers
+        process.kill()
+        process.wait()
+        _, alive = psutil.wait_procs(workers, timeout=30)
+        assert not alive
