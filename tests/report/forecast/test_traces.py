@@ -3,11 +3,15 @@
 import gzip
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from systolic.aot import Compiled, dump
+from systolic.aot.outcome import PROTO
+from systolic.forecasting import Forecast
 from systolic.report.forecast.lanes import tracks, unroll
 from systolic.report.forecast.protobuf import varint
 from systolic.report.forecast.trace import CAP, trace, write_trace
@@ -111,6 +115,50 @@ def test_a_profile_reads_back(tmp_path: Path) -> None:
     assert len(lines["Async XLA Ops"]) == STEPS * 4
     last = next(op for op in ops if op.name == "%last = fusion()")
     assert (last.start_ns, last.duration_ns) == pytest.approx((9e6, 3e6))
+
+
+@pytest.fixture
+def compiled(tmp_path: Path) -> Forecast:
+    """A forecast whose entry of the store has the message that XLA wrote of its module."""
+    import jax
+
+    options = dump.dump_options(tmp_path / "dump")
+    shape = jax.ShapeDtypeStruct((64, 64), "float32")
+    jax.jit(jax.numpy.matmul).lower(shape, shape).compile(compiler_options=options)
+    module = dump.proto(tmp_path / "dump")
+    assert module is not None
+    (tmp_path / PROTO).write_bytes(gzip.compress(module))
+    return replace(small(), answer=Compiled(tmp_path, "made", True))
+
+
+def test_a_profile_carries_the_compilers_module(tmp_path: Path, compiled: Forecast) -> None:
+    from jax.profiler import ProfileData
+
+    path = write_xprof(compiled, tmp_path)
+    names = [plane.name for plane in ProfileData.from_file(str(path)).planes]
+    assert names == ["/device:TPU:0", "/host:CPU", "/host:metadata"]
+    assert compiled.answer is not None
+    module = compiled.answer.proto
+    assert module is not None
+    assert b"jit_matmul" in module
+    assert module in path.read_bytes()
+
+
+@pytest.mark.parametrize("tool", ["memory_viewer", "graph_viewer"])
+def test_xprof_draws_the_compilers_module(tmp_path: Path, compiled: Forecast, tool: str) -> None:
+    convert = pytest.importorskip("xprof.convert.raw_to_tool_data", reason="xprof is not installed")
+    path = write_xprof(compiled, tmp_path)
+    name = "jit_matmul(1)"
+    graph = {"node_name": "", "module_name": name, "program_id": "1", "graph_width": 3}
+    graph |= {"show_metadata": False, "merge_fusion": False, "type": "short_txt", "format": "html"}
+    convert.xspace_to_tool_names(
+        [str(path)]
+    )  # as the page asks first; xprof then takes the module out
+    asked = {"tqx": "out:json", "host": name, "module_name": name, "graph_viewer_options": graph}
+    made, _ = convert.xspace_to_tool_data([str(path)], tool, asked)
+    text = made.decode() if isinstance(made, bytes) else made
+    assert "dot" in text
+    assert "64,64" in text
 
 
 @pytest.mark.parametrize("make", [small, fitting])
