@@ -193,3 +193,17 @@ def test_what_a_loop_stacks_is_known_by_what_fills_it(phase: str, kind: str) -> 
     (stack,) = [held for held in found.buffers if held.name == "empty"]
     assert stack.kind == kind
     assert stack.bytes == 8 * 64 * 1024 * 4
+
+
+def test_a_decode_step_s_cache_has_its_own_name_and_is_written_in_place() -> None:
+    found = memory_map(recorded.module("lm-decode-v5e-4"), None)
+    assert found.by_kind["cache"] == pytest.approx(2 * 2 * 32 * 32 * 8192 * 8 * 128 / 4, rel=1e-3)
+    assert found.by_kind.get("inputs", 0) < 1e6
+    used = recorded.report("lm-decode-v5e-4")["memory"]["used_in_bytes"]
+    assert found.estimated_bytes == pytest.approx(used, rel=0.01)
+
+
+@pytest.mark.parametrize("path", ["state.cache.key", "kv_cache[0]", "caches['k']", "cache"])
+def test_a_cache_is_known_by_its_argument(path: str) -> None:
+    assert state_of(path) == "cache"
+    assert state_of("cached_inputs") is None

@@ -121,3 +121,14 @@ def test_an_update_of_what_a_fusion_makes_itself_writes_all_of_it() -> None:
         FILLED,
     )
     assert found == (64 + 1) * 128 * 4
+
+
+def test_a_decode_step_takes_its_weights_and_its_cache_once() -> None:
+    made = simulate(hlo.module("lm-decode-v5e-4"), slice("v5e-4"))
+    weights = 2 * 7.504e9 / 4
+    cache = 2 * 2 * 32 * 32 * 8192 * 8 * 128 / 4
+    floor = (weights + cache) / 819e9
+    assert floor == pytest.approx(15.1e-3, rel=0.01)
+    moved = sum(span.bytes * times for span, times in made.leaves() if span.resource.value == "hbm")
+    assert moved == pytest.approx(weights + cache, rel=0.05)
+    assert floor < made.seconds < 2 * floor

@@ -108,7 +108,7 @@ def _generation(steps: Steps, verb: Verb, sequence: int) -> tuple[Any, float, in
     )
     cache = jax.tree.map(
         lambda s: (
-            spread(s, *(None, "batch", None, "kv_heads", None)[: s.ndim])
+            spread(s, *(None, "batch", "kv_heads", None, None)[: s.ndim])
             if s.ndim >= 4
             else spread(s, *("batch", None, None)[: s.ndim])
         ),

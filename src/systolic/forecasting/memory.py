@@ -10,14 +10,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from systolic.hlo import Computation, Instruction, Module, Shape
+from systolic.hlo import Computation, Instruction, Module
+from systolic.hlo.aliases import aliased_operand
 from systolic.hlo.origin import named
 from systolic.hlo.shape import HBM
 from systolic.sim.layers import layer_of, phase_of
+from systolic.sim.traffic import UPDATES, buffers_of, kept_operand
 
 KINDS = (
     "parameters",
     "optimizer state",
+    "cache",
     "inputs",
     "saved activations",
     "gradients",
@@ -27,6 +30,7 @@ KINDS = (
 
 _PARAMETERS = re.compile(r"(^|\.)params\b")
 _OPTIMIZER = re.compile(r"\.(optimizer|ema|mu|nu)\b|\bopt_state\b")
+_CACHE = re.compile(r"(^|[._'\[])(kv_?)?caches?($|[._'\]\[])", re.IGNORECASE)
 _COLLECTIVE = ("all-gather", "all-reduce", "reduce-scatter", "collective", "all-to-all")
 _ALIASES = frozenset(
     (
@@ -124,10 +128,12 @@ def _argument(parameter: Instruction) -> Held:
 
 
 def state_of(path: str) -> str | None:
-    """What part of a train state an argument's path names."""
+    """What part of a train or decode state an argument's path names."""
     if _PARAMETERS.search(path):
         return "parameters"
-    return "optimizer state" if _OPTIMIZER.search(path) else None
+    if _OPTIMIZER.search(path):
+        return "optimizer state"
+    return "cache" if _CACHE.search(path) else None
 
 
 def kind_of(op_name: str, label: str, outside_loops: bool = True) -> str:
@@ -228,7 +234,12 @@ def _owners(module: Module, computation: Computation) -> dict[str, tuple[str, ..
                 owners[instruction.name] = owners.get(source.operands[instruction.tuple_index], ())
             else:
                 owners[instruction.name] = owners.get(instruction.operands[0], ())
-        elif opcode in _ALIASES or opcode.endswith("-done") or _in_place(module, instruction):
+        elif opcode == "fusion" or opcode in UPDATES:
+            kept = _kept(module, instruction)
+            lies = {o for number in kept for o in owners.get(instruction.operands[number], ())}
+            own = (instruction.name,) if not kept or _own_bytes(module, instruction) else ()
+            owners[instruction.name] = (*lies, *own)
+        elif opcode in _ALIASES or opcode.endswith("-done"):
             owners[instruction.name] = tuple(
                 {o for name in instruction.operands for o in owners.get(name, ())}
             ) or ((instruction.name,) if _own_bytes(module, instruction) else ())
@@ -237,11 +248,13 @@ def _owners(module: Module, computation: Computation) -> dict[str, tuple[str, ..
     return owners
 
 
-def _in_place(module: Module, instruction: Instruction) -> bool:
-    return instruction.opcode == "dynamic-update-slice" or (
-        instruction.opcode == "fusion"
-        and instruction.attribute("output_to_operand_aliasing") is not None
-    )
+def _kept(module: Module, instruction: Instruction) -> list[int]:
+    """Numbers of the operands whose memory parts of the result keep."""
+    if instruction.opcode in UPDATES:
+        return list(range(len(buffers_of(instruction))))
+    parts = len(instruction.shape.parts) if instruction.shape.parts is not None else 1
+    found = (kept_operand(module, instruction, part) for part in range(parts))
+    return [number for number in found if number is not None]
 
 
 def _own_bytes(module: Module, instruction: Instruction) -> int:
@@ -249,7 +262,7 @@ def _own_bytes(module: Module, instruction: Instruction) -> int:
     opcode = instruction.opcode
     if opcode in ("parameter", *_ALIASES) or opcode.endswith("-done"):
         return 0
-    if opcode == "dynamic-update-slice":
+    if opcode in UPDATES:
         return 0
     shape = instruction.shape
     if opcode.endswith("-start") and shape.parts is not None:
@@ -259,32 +272,15 @@ def _own_bytes(module: Module, instruction: Instruction) -> int:
             if len(shape.parts) > 1 and "copy" not in opcode
             else (shape.parts[0].bytes_in(HBM) if "copy" in opcode else 0)
         )
-    aliased = instruction.attribute("output_to_operand_aliasing")
-    if aliased and shape.parts is not None:
-        return sum(
-            part.bytes_in(HBM) for n, part in enumerate(shape.parts) if f"{{{n}}}:" not in aliased
-        )
-    if aliased:
-        return 0
     if opcode == "fusion":
-        return _fresh(module, instruction, shape)
+        parts = shape.parts if shape.parts is not None else (shape,)
+        return sum(
+            part.bytes_in(HBM)
+            for number, part in enumerate(parts)
+            if aliased_operand(instruction, number) is None
+            and kept_operand(module, instruction, number) is None
+        )
     return shape.bytes_in(HBM)
-
-
-def _fresh(module: Module, fusion: Instruction, shape: Shape) -> int:
-    """A fusion's results less those that update an operand in place."""
-    inner = module.computations[fusion.called("calls") or ""]
-    root = inner.root
-    names = root.operands if root.opcode == "tuple" else (root.name,)
-    parts = shape.parts if shape.parts is not None else (shape,)
-    total = 0
-    for part, name in zip(parts, names, strict=False):
-        made = inner.index.get(name)
-        while made is not None and made.opcode == "bitcast":
-            made = inner.index.get(made.operands[0])
-        if made is None or made.opcode != "dynamic-update-slice":
-            total += part.bytes_in(HBM)
-    return total
 
 
 def _filled_by(

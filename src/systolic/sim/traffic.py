@@ -64,6 +64,17 @@ def bytes_read(module: Module, inner: Computation, parameter: Instruction, size:
     return min(reading.bytes, size)
 
 
+def kept_operand(module: Module, fusion: Instruction, part: int) -> int | None:
+    """Number of the operand in whose memory a part of a fusion's result lies; None where it has its own."""
+    inner = module.callee(fusion, "calls")
+    results = _results(inner)
+    made = results[part] if part < len(results) else None
+    if _stays(module, inner, fusion, part, made) is None:
+        return None
+    origin, _, _ = _origin(module, inner, made)
+    return int(origin.operands[0]) if origin is not None else shared_operand(fusion, part)
+
+
 def buffers_of(update: Instruction) -> tuple[str, ...]:
     """Names of the buffers that an update writes into: the first operand, or a scatter's first ones."""
     if update.opcode != "scatter":

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from systolic.core.errors import RunError
-from systolic.models.decoder.module import Cache, DecoderModule
+from systolic.models.decoder.cache import Cache
+from systolic.models.decoder.module import DecoderModule
 from systolic.steps.network import Arrays
 from systolic.steps.steps import Steps
 

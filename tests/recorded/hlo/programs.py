@@ -10,9 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from systolic.aot import Compiled, Compiler
+from systolic import recipes
+from systolic.aot import Compiled, Compiler, JobProgram, Verb
 from systolic.aot import compile as compile_program
 from systolic.chips import slice
+from systolic.cli.parse import arguments
 from systolic.core.store import Store
 from systolic.forecasting.function import Spread, function_program
 from tests.recorded.hlo.record import record
@@ -47,7 +49,30 @@ def scatter() -> None:
     )
 
 
-PROGRAMS: Mapping[str, Callable[[], None]] = {"scatter": scatter}
+def decode() -> None:
+    """A token for each of 32 sequences of 8,192 by a dense decoder of 8 billion parameters, schedule only."""
+    options = {
+        "model.layers": "32",
+        "model.d_model": "4096",
+        "model.d_ff": "14336",
+        "model.heads": "32",
+        "model.kv_heads": "8",
+        "model.head_dim": "128",
+        "model.vocab": "128256",
+        "sequence": "8192",
+        "batch_per_device": "8",
+        "layout.tensor": "4",
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    recipe = recipes.find("lm")
+    job = recipe(arguments(recipe.function, words, "lm"))
+    compiler = Compiler().quick()
+    outcome = compile_program(JobProgram(job=job, verb=Verb.decode), slice("v5e-4"), compiler)
+    assert isinstance(outcome, Compiled), outcome
+    record(Store("programs", compiler.root).path(outcome.digest), "lm-decode-v5e-4")
+
+
+PROGRAMS: Mapping[str, Callable[[], None]] = {"scatter": scatter, "decode": decode}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or PROGRAMS:

@@ -1,7 +1,7 @@
 """The decoder as a Flax NNX module: blocks stacked along a leading ``layers`` dim and run by a scan."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from flax import nnx
 
 from systolic.job import Target
 from systolic.models.attention import attention
+from systolic.models.decoder.cache import Cache, attend_all, attend_one, written
 from systolic.models.decoder.config import Decoder, Mlp
 from systolic.models.decoder.moe import Mixture
 from systolic.models.decoder.ngrams import NGrams
@@ -25,19 +26,6 @@ At 768 wide its entries are those of GPT-2 (0.02; Radford et al. 2019). Such a t
 scale: raised to unit variance a token's own row would rule the residual stream, and the first prediction
 be that token again, at a loss of about the root of the width.
 """
-
-
-class Cache(NamedTuple):
-    """Keys and values of the positions seen so far."""
-
-    key: jax.Array
-    """[layers, batch, capacity, kv_heads, head_dim]."""
-    value: jax.Array
-    """Like key."""
-    length: jax.Array
-    """int32[batch]: positions filled."""
-    recent: jax.Array
-    """int32[batch, n - 1]: the last tokens, for n-gram lookups; [batch, 0] without them."""
 
 
 class RMSNorm(nnx.Module):
@@ -275,7 +263,7 @@ class DecoderModule(nnx.Module):
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
         """Room for ``capacity`` positions of ``batch`` sequences."""
-        shape = (self.config.layers, batch, capacity, self.config.kv_heads, self.config.head_dim)
+        shape = (self.config.layers, batch, self.config.kv_heads, capacity, self.config.head_dim)
         return Cache(
             jnp.zeros(shape, dtype),
             jnp.zeros(shape, dtype),
@@ -296,28 +284,26 @@ class DecoderModule(nnx.Module):
         """
         graph, stacked = nnx.split(self.blocks)
         positions = cache.length[:, None] + jnp.arange(tokens.shape[1])
-        visible = jnp.arange(cache.key.shape[2])[None, None, :] <= positions[:, :, None]
-        rows = jnp.arange(tokens.shape[0])[:, None]
 
         def step(
-            carry: tuple[jax.Array, jax.Array, jax.Array], state: tuple[jax.Array, nnx.State]
-        ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], None]:
-            x, keys, values = carry
-            index, layer = state
+            x: jax.Array, state: tuple[nnx.State, jax.Array, jax.Array]
+        ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            layer, keys, values = state
             block = nnx.merge(graph, layer)
             query, key, value = block.project(block.attention_norm(x), positions)
-            keys = keys.at[index, rows, positions].set(key.astype(keys.dtype), mode="drop")
-            values = values.at[index, rows, positions].set(value.astype(values.dtype), mode="drop")
-            attended = jax.nn.dot_product_attention(
-                query,
-                keys[index].astype(x.dtype),
-                values[index].astype(x.dtype),
-                mask=visible[:, None],
-            )
-            return (block.merge(x, attended)[0], keys, values), None
+            if tokens.shape[1] == 1:
+                attended = attend_one(query, (key, value), keys, values, positions)
+            else:
+                keys, values = written(keys, positions, key), written(values, positions, value)
+                attended = attend_all(query, keys, values, positions)
+            return block.merge(x, attended)[0], (key, value)
 
-        carry = (self.embed(tokens, positions, cache.recent), cache.key, cache.value)
-        (x, keys, values), _ = jax.lax.scan(step, carry, (jnp.arange(self.config.layers), stacked))
+        x, (key, value) = jax.lax.scan(
+            step,
+            self.embed(tokens, positions, cache.recent),
+            (stacked, cache.key, cache.value),
+        )
+        keys, values = written(cache.key, positions, key), written(cache.value, positions, value)
         seen = jnp.concatenate([cache.recent, tokens], axis=1)
         last = count[:, None] + jnp.arange(cache.recent.shape[1])
         recent = jnp.take_along_axis(seen, last, axis=1)
