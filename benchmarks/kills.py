@@ -28,6 +28,8 @@ from typing import Any
 
 STEPS, SAVE, EVALUATE, KILLS_OF_A_RUN = 120, 8, 20, 20
 PHASES = ("start", "compile", "step", "save", "evaluation", "replace")
+SEEN = (*PHASES, "end")
+"""The end is hit by chance: metrics of the last checkpoint, sample, summary, report."""
 PATIENCE_SECONDS = 300.0
 """For a moment to come; a run that takes longer hangs."""
 
@@ -137,7 +139,7 @@ class Session:
             return "compile"
         if kind == "train" and (step % EVALUATE == 0 or step == STEPS):
             return "evaluation"
-        return "step"
+        return "end" if step == STEPS else "step"
 
 
 def records(run: Path) -> Iterator[dict[str, Any]]:
@@ -198,8 +200,12 @@ def moment(session: Session, phase: str, moments: random.Random) -> bool:
 def owe(bench: Bench, run: Path) -> bool:
     """Stops the run politely during an evaluation, so that the next session replaces its checkpoint."""
     session = bench.start(run)
-    if until(session, lambda: session.phase() == "evaluation"):
-        session.signal(signal.SIGTERM)
+    try:
+        if until(session, lambda: session.phase() == "evaluation"):
+            session.signal(signal.SIGTERM)
+    except TimeoutError:
+        session.signal(signal.SIGKILL)
+        raise
     return all(code == 143 for code in session.wait())
 
 
@@ -212,7 +218,12 @@ def kill(bench: Bench, run: Path, wanted: str, moments: random.Random) -> str | 
     if wanted == "replace" and not ((run / "job.json").exists() and owe(bench, run)):
         wanted = "step"
     session = bench.start(run)
-    if moment(session, wanted, moments):
+    try:
+        came = moment(session, wanted, moments)
+    except TimeoutError:
+        session.signal(signal.SIGKILL)
+        raise
+    if came:
         phase = session.phase()
         session.signal(signal.SIGKILL, moments)
         session.wait()
@@ -293,12 +304,12 @@ def free_port() -> int:
 
 
 def write_text(folder: Path) -> None:
-    """The corpus: 60 documents of made-up code."""
+    """The corpus: 600 documents of made-up code."""
     if folder.exists():
         return
     words, moments = ["def", "return", "if", "x", "y", "=", "+", "\n"], random.Random(0)
     folder.mkdir(parents=True)
-    for number in range(60):
+    for number in range(600):
         chosen = moments.choices(words, k=moments.randint(20, 120))
         (folder / f"{number}.txt").write_text(" ".join(chosen))
 
@@ -341,7 +352,7 @@ def table(done: list[dict[str, Any]]) -> str:
         for phase in record["phases"]:
             all_[phase, record["processes"]] += 1
             good[phase] += not record["wrong"]
-    for phase in PHASES:
+    for phase in SEEN:
         ones, twos = all_[phase, 1], all_[phase, 2]
         lines.append(f"| {phase} | {ones} | {twos} | {good[phase]} of {ones + twos} |")
     ones, twos = (sum(n for (_, p), n in all_.items() if p == count) for count in (1, 2))
