@@ -145,9 +145,11 @@ def test_a_run_keeps_its_batch_on_other_devices():
     recipe = recipes.find("lm")
     layout = {"data": 1, "pipeline": 1, "fsdp": 8, "expert": 1, "context": 1, "tensor": 1}
 
+    saved = request_for(recipe, ["--resume", "run"], "train", resume_options, {}).options
+    saved = {**saved, "layout": Layout()}
+
     def batch(*args: str) -> int:
-        asked = request_for(recipe, ["--resume", "run", *args], "train", resume_options, {})
-        saved = {**asked.options, "batch_per_device": 8.0, "layout": Layout()}
+        asked = request_for(recipe, ["--resume", "run", *args], "train", resume_options, saved)
         job, description = continued(asked, {"layout": layout}, saved)
         assert description["layout"] == (layout if job.batch.total else job.layout.mesh_shape)
         return job.batch.resolve(job.layout.on(1))
