@@ -13,6 +13,7 @@ import numpy as np
 
 from systolic.core.errors import DataError, MissingExtraError, NotFoundError, nearest
 from systolic.data.shuffle import mix
+from systolic.data.sorted import sorted_by
 
 TEXT = frozenset(
     (
@@ -84,6 +85,10 @@ class Corpus(ABC):
     def groups(self) -> np.ndarray | None:
         """int64[groups + 1]: bounds of documents that are cheap to read together only; None if all are cheap."""
         return None
+
+    def order(self) -> str:
+        """The name of what the documents are sorted by, where that matters and listings tell; else ""."""
+        return ""
 
 
 class Files(Corpus):
@@ -181,6 +186,7 @@ class Parquet(Corpus):
         self.bytes = sum(file.stat().st_size for file in files)
         self._field = field
         self._files = list(files)
+        self._order = ""
         counts: list[int] = []
         self._places: list[tuple[int, int]] = []
         keys = []
@@ -190,6 +196,7 @@ class Parquet(Corpus):
             except Exception as error:  # pyarrow's errors have no common base but Exception
                 raise DataError(f"{file} is not a Parquet file ({_brief(error)})") from error
             _check_column(str(file), about.schema_arrow, field)
+            self._order = self._order or sorted_by(about.metadata)
             for group in range(about.num_row_groups):
                 counts.append(about.metadata.row_group(group).num_rows)
                 self._places.append((number, group))
@@ -217,6 +224,10 @@ class Parquet(Corpus):
     def groups(self) -> np.ndarray | None:
         """Row groups."""
         return self._starts
+
+    def order(self) -> str:
+        """A column that holds one value in each row group of a file, by the file's own statistics."""
+        return self._order
 
 
 class ArrayRecords(Corpus):

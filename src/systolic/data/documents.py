@@ -31,7 +31,8 @@ class Documents(TextData):
     ``path`` is a text file, a folder of them, JSONL, Parquet or ArrayRecord files (or a folder of
     one of these), a folder of ``datasets.save_to_disk``, or what ``systolic data pack`` wrote. The
     latter is read at random places, resumes at once and is the same for every number of hosts;
-    the others are shuffled by document (Parquet by row group) and packed a window at a time.
+    the others are shuffled by document (Parquet within four row groups at a time), packed a window
+    at a time, and the rows of ``shuffle_windows`` windows are mixed.
     """
 
     path: Path
@@ -47,6 +48,8 @@ class Documents(TextData):
     """The share of documents that are for validation, chosen by a hash of file and number."""
     packing: Packing = Packing.fit
     """How documents are laid into rows (packed data is always cut)."""
+    shuffle_windows: Annotated[int, COUNT] = 16
+    """Windows, of about 256 rows each, whose rows are mixed in training (packed data mixes all)."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -85,11 +88,13 @@ class Documents(TextData):
         return None if len(self.documents(split)[1]) else 0
 
     def epochs(self, position: bytes) -> float | None:
-        """By windows of documents; ``None`` for packed data, whose size is known."""
+        """By windows of documents and rows in them; ``None`` for packed data, whose size is known."""
         saved = json.loads(position)
         if "window" not in saved:
             return None
-        return saved["window"] / -(-saved["documents"] // saved["documents per window"])
+        from systolic.data.windows import epochs
+
+        return epochs(saved)
 
     def earliest(self, positions: Sequence[bytes]) -> bytes:
         """The first window that a reader has not finished: all before it have been read."""
@@ -121,6 +126,25 @@ class Documents(TextData):
             # A small corpus gives at least one document and keeps at least one.
             chosen[np.argmin(keys)], chosen[np.argmax(keys)] = True, False
         return corpus, np.flatnonzero(chosen if split is Split.validation else ~chosen)
+
+    def notes(self) -> tuple[str, ...]:
+        """A validation split of one document, and text that is sorted and can only be read in groups."""
+        from systolic.data.packed import find_packed
+
+        if find_packed(self.path) is not None:
+            return ()
+        found = []
+        corpus, kept = self.documents(Split.train)
+        if len(self.documents(Split.validation)[1]) == 1 and len(kept) > 1:
+            where = self.validation or self.path
+            found.append(
+                f"the validation split of {where} is 1 document, whose loss says little about other text; give validation text of its own, or more documents"
+            )
+        if corpus.order():
+            found.append(
+                f"{self.path} is sorted by its column {corpus.order()!r} and read a few row groups at a time, so what is learned changes with them; shuffle the rows, or pack them first with systolic data pack"
+            )
+        return tuple(found)
 
     def open(self, read: Read) -> Batches:
         """Rows of a split.
@@ -157,6 +181,7 @@ class Documents(TextData):
             packing=self.packing,
             seed=read.seed,
             shuffle=read.shuffle,
+            mixed=self.shuffle_windows,
         )
         return WindowBatches(windows=windows, read=read, fields=self.fields())
 

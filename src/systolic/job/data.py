@@ -138,6 +138,10 @@ class Data(ABC):
         del layout
         return self
 
+    def notes(self) -> tuple[str, ...]:
+        """What is odd about the data and worth a line before training: found in listings and sizes, not by reading it."""
+        return ()
+
     def labels(self) -> tuple[str, ...]:
         """The names of the classes, in label order; () where there are none."""
         return ()

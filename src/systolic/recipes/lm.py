@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 from systolic.core.errors import OptionError
+from systolic.core.ranges import COUNT
 from systolic.data.bytes import StandardLibrary
 from systolic.data.documents import Documents
 from systolic.data.text import TextData
@@ -31,6 +33,7 @@ def lm(
     tokenizer: Path | None = None,
     validation: Path | None = None,
     field: str = "text",
+    shuffle_windows: Annotated[int, COUNT] = 16,
     model: Decoder = Decoder(),
     sequence: int = 1024,
     batch_per_device: float | None = None,
@@ -55,6 +58,7 @@ def lm(
         tokenizer: A tokenizer.json or its folder; by default bytes, or what packed data was made with.
         validation: Validation text; by default a share of the documents.
         field: The JSONL field or the column that holds the text.
+        shuffle_windows: Windows of text, of about 256 rows each, whose rows are mixed; more take memory and mix longer documents.
         model: The decoder's sizes.
         sequence: Tokens per row; documents are packed into rows and don't see each other.
         batch_per_device: Rows per device and pass, by default 8; may be a fraction when an axis splits a row over devices.
@@ -82,7 +86,12 @@ def lm(
         data = StandardLibrary(sequence=sequence)
     else:
         data = Documents(
-            path=path, tokenizer=tokenizer, sequence=sequence, field=field, validation=validation
+            path=path,
+            tokenizer=tokenizer,
+            sequence=sequence,
+            field=field,
+            validation=validation,
+            shuffle_windows=shuffle_windows,
         )
     vocab = data.vocab_size()
     if model.vocab and model.vocab < vocab:

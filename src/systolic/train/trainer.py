@@ -188,6 +188,8 @@ class Trainer:
             layout=self.job.layout.mesh_shape,
             resumed_from=None if restored is None else restored.step,
         )
+        for note in self.job.data.notes():
+            self.event("data", 0.0, note)
         self._say_restored(restored, resume)
         if self.loaded is not None:
             loaded = self.loaded

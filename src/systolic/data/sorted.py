@@ -1,0 +1,31 @@
+"""Whether the row groups of a Parquet file keep subjects apart, by the statistics that the file holds."""
+
+import itertools
+from typing import Any
+
+FEWEST_GROUPS = 8
+"""Row groups from which an order matters although some groups are shuffled together."""
+
+
+def sorted_by(about: Any) -> str:
+    """The column by which a file is sorted or grouped; "" where none is, or groups are few.
+
+    A column of numbers that only count rows is no subject: some group must hold one value alone.
+
+    Args:
+        about: ``pyarrow.parquet.FileMetaData``.
+    """
+    groups = [about.row_group(number) for number in range(about.num_row_groups)]
+    if len(groups) < FEWEST_GROUPS:
+        return ""
+    for number in range(about.num_columns):
+        statistics = [group.column(number).statistics for group in groups]
+        if not all(one is not None and one.has_min_max for one in statistics):
+            continue
+        ranges = [(one.min, one.max) for one in statistics]
+        alone = [low for low, high in ranges if low == high]
+        ordered = all(high <= low for (_, high), (low, _) in itertools.pairwise(ranges))
+        grouped = 2 * len(alone) >= len(ranges)
+        if alone and ranges[0] != ranges[-1] and (ordered or grouped):
+            return groups[0].column(number).path_in_schema
+    return ""
