@@ -165,7 +165,9 @@ except RunError as error:
     assert Run.open(tmp_path / "run").read_job() == JOB
     assert other().endswith(told), "a look must not let the lock go"
     run.close()
+    assert not (tmp_path / "run" / ".lock").exists()
     assert other() == "opened"
+    assert not (tmp_path / "run" / ".lock").exists()
 
 
 def test_a_killed_owner_leaves_the_run_free(tmp_path: Path):

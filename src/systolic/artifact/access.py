@@ -1,5 +1,6 @@
 """Who may write: one process at a time owns a run, others look."""
 
+import contextlib
 import enum
 import errno
 import os
@@ -38,8 +39,11 @@ class Lock:
         Lock._held.add(self._path)
 
     def release(self) -> None:
-        """Lets the next process in."""
+        """Lets the next process in, and leaves no file behind."""
         if self._handle is not None:
+            # Removed while it is held: who opened it before sees that it is gone, and makes another.
+            with contextlib.suppress(OSError):
+                self._path.unlink()
             os.close(self._handle)
             self._handle = None
         Lock._held.discard(self._path)
@@ -65,12 +69,22 @@ def _acquire(path: Path, folder: Path) -> int | None:
             raise RunError(_taken(folder, f"process {holder or 'unknown'}")) from error
         os.close(handle)
         return None
+    if not _is_at(handle, path):  # its last owner removed it meanwhile
+        os.close(handle)
+        return _acquire(path, folder)
     try:
         os.ftruncate(handle, 0)
         os.write(handle, f"{os.getpid()}\n".encode())
     except OSError:
         pass  # A full disk: the lock holds all the same, only its pid is not told.
     return handle
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _taken(folder: Path, holder: str) -> str:
