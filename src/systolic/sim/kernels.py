@@ -9,7 +9,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from systolic.hlo import Computation, Instruction
+from systolic.hlo import Computation, Instruction, Module
+from systolic.sim.masks import Grid, block_share
 from systolic.sim.rates import Rates
 
 _BLOCK = re.compile(r'\\?"(block_\w+)\\?":\s*(\d+)')
@@ -38,7 +39,7 @@ class KernelCost:
 
 
 def kernel_cost(
-    computation: Computation, call: Instruction, rates: Rates, causal: bool = True
+    module: Module, computation: Computation, call: Instruction, rates: Rates
 ) -> KernelCost | None:
     """Seconds of a Pallas call; None when nothing is known but its bytes."""
     estimate = call.config.get("custom_call_config", {}).get("cost_estimate")
@@ -54,7 +55,7 @@ def kernel_cost(
     name = call.op_name or call.name
     if not _NAME.search(f"{call.name} {name}"):
         return None
-    return _attention(computation, call, rates, causal)
+    return _attention(module, computation, call, rates)
 
 
 def vector_rate(rates: Rates) -> float:
@@ -66,7 +67,7 @@ def vector_rate(rates: Rates) -> float:
 
 
 def _attention(
-    computation: Computation, call: Instruction, rates: Rates, causal: bool
+    module: Module, computation: Computation, call: Instruction, rates: Rates
 ) -> KernelCost | None:
     arrays = [s for s in computation.operand_shapes(call) if s.dtype in ("bf16", "f16", "f32")]
     arrays = [s for s in arrays if len(s.dims) >= 3]
@@ -86,8 +87,13 @@ def _attention(
     suffix = {FORWARD: "", DKV: "_dkv", DKV_FUSED: "_dkv", DQ: "_dq"}[kind]
     block_q = min(blocks.get(f"block_q{suffix}", 512) or 512, queries)
     block_kv = min(blocks.get(f"block_kv{suffix}", 512) or 512, keys)
-    share = _active(queries, keys, block_q, block_kv) if causal and queries == keys else 1.0
-    logits = batch * queries * keys * share
+    grid = Grid(
+        rows=-(-queries // block_q),
+        columns=-(-keys // block_kv),
+        transposed=kind in (DKV, DKV_FUSED),
+    )
+    share = block_share(module, computation, call, grid)
+    logits = batch * queries * keys * share.value
     width = (rates.chip.mxu_shape or (128, 128))[0]
     filled = -(-head_dim // width) * width
     matmuls = _MATMULS[kind]
@@ -100,7 +106,7 @@ def _attention(
     return KernelCost(
         max(matrix, vector, moved) + steps * STEP_SECONDS,
         flops,
-        "attention taken as causal" if causal else "",
+        share.assumed,
     )
 
 
@@ -109,10 +115,3 @@ def computation_bytes(computation: Computation, call: Instruction) -> float:
     return float(
         sum(s.bytes_in(0) for s in computation.operand_shapes(call)) + call.shape.bytes_in(0)
     )
-
-
-def _active(queries: int, keys: int, block_q: int, block_kv: int) -> float:
-    """Share of the blocks that a causal mask does not empty."""
-    rows, columns = -(-queries // block_q), -(-keys // block_kv)
-    kept = sum(min(columns, -(-min((row + 1) * block_q, keys) // block_kv)) for row in range(rows))
-    return kept / (rows * columns)

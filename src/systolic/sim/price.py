@@ -55,6 +55,8 @@ class Price:
     by: str
     flops: float = 0.0
     bytes: float = 0.0
+    note: str = ""
+    """What was assumed."""
 
 
 def price(
@@ -76,10 +78,10 @@ def price(
     matrix = work.flops / rates.peak(work.dtype)
     memory = work.bytes / rates.hbm
     if instruction.target == "tpu_custom_call":
-        cost = kernel_cost(computation, instruction, rates)
+        cost = kernel_cost(module, computation, instruction, rates)
         if cost is not None:
             seconds = cost.seconds * calibration.factor("kernel")
-            return Price(seconds, Resource.mxu, "kernel", cost.flops, work.bytes)
+            return Price(seconds, Resource.mxu, "kernel", cost.flops, work.bytes, cost.note)
         return Price(memory, Resource.hbm, "nothing", 0.0, work.bytes)
     cycles = instruction.cycles
     if cycles is not None and (work.flops or not streams(module, instruction)):

@@ -172,6 +172,8 @@ class _Order:
         )
         if paid is None:
             return
+        if paid.note:
+            self.on.notes[paid.note] = None
         if paid.by == "nothing":
             self.on.notes[f"no rule prices {instruction.opcode} {instruction.target}".strip()] = (
                 None

@@ -26,7 +26,7 @@ def compiled(
     """Records one function; the name ends with the slice."""
     on = slice(name.split("-", 1)[1])
     program = function_program(function, args, {}, on, Spread(donate_argnums=donate))
-    compiler = Compiler()
+    compiler = Compiler().quick()
     outcome = compile_program(program, on, compiler)
     assert isinstance(outcome, Compiled), outcome
     record(Store("programs", compiler.root).path(outcome.digest), name)
@@ -47,6 +47,42 @@ def scatter() -> None:
         array((8, 4096), jnp.bfloat16),
         donate=(0,),
     )
+
+
+def splash() -> None:
+    """Splash attention and its dQ, 8 heads of 8,192 positions, blocks of 512: full, causal and in a window of 1,024."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as kernels,
+    )
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    size = (8192, 8192)
+    sizes = kernels.BlockSizes(
+        block_q=512,
+        block_kv=512,
+        block_kv_compute=512,
+        block_q_dkv=512,
+        block_kv_dkv=512,
+        block_kv_dkv_compute=512,
+        block_q_dq=512,
+        block_kv_dq=512,
+    )
+    array = jax.ShapeDtypeStruct((8, 8192, 128), jnp.bfloat16)
+    for kind, mask in (
+        ("full", masks.FullMask(size)),
+        ("causal", masks.CausalMask(size)),
+        ("local", masks.LocalMask(size, (1024, 0), 0)),
+    ):
+
+        def loss(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any = mask) -> jax.Array:
+            heads = masks.MultiHeadMask([mask] * 8)
+            attend = kernels.make_splash_mha(
+                mask=heads, head_shards=1, q_seq_shards=1, block_sizes=sizes
+            )
+            return attend(query, key, value).astype(jnp.float32).sum()
+
+        # The name's first dash ends what comes before the slice.
+        compiled(f"splash_{kind}-v5e-1", jax.grad(loss, (0, 1, 2)), array, array, array)
 
 
 def decode() -> None:
@@ -72,7 +108,11 @@ def decode() -> None:
     record(Store("programs", compiler.root).path(outcome.digest), "lm-decode-v5e-4")
 
 
-PROGRAMS: Mapping[str, Callable[[], None]] = {"scatter": scatter, "decode": decode}
+PROGRAMS: Mapping[str, Callable[[], None]] = {
+    "scatter": scatter,
+    "splash": splash,
+    "decode": decode,
+}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or PROGRAMS:

@@ -1,0 +1,125 @@
+"""Which share of an attention kernel's blocks its mask leaves, read from the call.
+
+Splash attention takes arrays of small integers before its float operands: the block to fetch next, the kind of
+each block (0 empty, 1 partly masked, 2 full), and which partial mask to take. XLA prints them when they have
+few elements. Where it doesn't, their shapes tell a window (the grid is shrunk to it) from the rest.
+"""
+
+import re
+from dataclasses import dataclass
+
+from systolic.hlo import Computation, Instruction, Module
+
+_INTEGERS = ("s8", "u8", "s16", "s32")
+_NUMBER = re.compile(r"-?\d+")
+_THROUGH = ("copy", "bitcast", "reshape", "copy-done", "copy-start", "convert")
+_STEPS = 24
+"""Instructions followed to a constant before it is given up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """Blocks of an attention kernel: rows of queries, columns of keys."""
+
+    rows: int
+    columns: int
+    transposed: bool = False
+    """Whether the mask's last dim counts columns of a grid that runs over queries inside (dKV)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """Share of the blocks that are computed, and what was assumed to know it (empty: nothing)."""
+
+    value: float
+    assumed: str = ""
+
+
+def block_share(module: Module, computation: Computation, call: Instruction, grid: Grid) -> Share:
+    """Share of ``grid`` that the mask of a splash attention call leaves."""
+    kinds = _kinds(computation, call)
+    if kinds is None:
+        # No arrays of blocks: a kernel that is not block sparse, such as flash attention.
+        if grid.rows == grid.columns or _is_square(computation, call):
+            return Share(value=_causal(grid), assumed="attention taken as causal")
+        return Share(value=1.0, assumed="attention taken as full")
+    made = _constant(module, computation, kinds)
+    total = grid.rows * grid.columns
+    if made is not None:
+        values = [int(n) for n in _NUMBER.findall(made.operands[0])]
+        if not made.shape.dims and values:
+            return Share(value=1.0 if values[0] else 0.0)
+        if len(values) == made.shape.elements:
+            heads = made.shape.elements / max(made.shape.dims[-1] * made.shape.dims[-2], 1)
+            return Share(value=min(sum(map(bool, values)) / heads / total, 1.0))
+    across, along = kinds.shape.dims[-2:]
+    lines, width = (along, across) if grid.transposed else (across, along)
+    whole = grid.rows if grid.transposed else grid.columns
+    if width < whole:
+        kept = sum(min(width, line + 1) for line in range(lines))
+        return Share(
+            value=min(kept / total, 1.0),
+            assumed=f"attention taken as causal in a window of {width} blocks",
+        )
+    return Share(value=_causal(grid), assumed="attention taken as causal")
+
+
+def _kinds(computation: Computation, call: Instruction) -> Instruction | None:
+    """The operand with the kinds of blocks: the second array of integers before the first of floats."""
+    found: list[Instruction] = []
+    for name in call.operands:
+        operand = computation.index.get(name)
+        if operand is None or operand.shape.dtype not in _INTEGERS:
+            break
+        if len(operand.shape.dims) == 3:
+            found.append(operand)
+    return found[1] if len(found) > 1 else None
+
+
+def _is_square(computation: Computation, call: Instruction) -> bool:
+    floats = [s for s in computation.operand_shapes(call) if s.dtype not in _INTEGERS]
+    return len(floats) > 1 and floats[0].dims[-2:-1] == floats[1].dims[-2:-1]
+
+
+def _constant(module: Module, computation: Computation, at: Instruction) -> Instruction | None:
+    """The constant that an operand is, or that all of it is filled with, through loops that carry it."""
+    for _ in range(_STEPS):
+        if at.opcode == "constant":
+            return at
+        if at.opcode == "broadcast" or at.opcode in _THROUGH:
+            following = computation.index.get(at.operands[0])
+        elif at.opcode == "fusion":
+            computation = module.callee(at, "calls")
+            following = computation.root
+        elif at.opcode == "get-tuple-element":
+            source = computation.index.get(at.operands[0])
+            if source is not None and source.opcode == "parameter":
+                source, computation = _given(module, computation)
+            if source is None or source.opcode != "tuple" or at.tuple_index >= len(source.operands):
+                return None
+            following = computation.index.get(source.operands[at.tuple_index])
+        else:
+            return None
+        if following is None:
+            return None
+        at = following
+    return None
+
+
+def _given(module: Module, body: Computation) -> tuple[Instruction | None, Computation]:
+    """The tuple that a loop begins with, and where it is made."""
+    for computation in module.computations.values():
+        for loop in computation:
+            if loop.opcode == "while" and loop.called("body") == body.name and loop.operands:
+                given = computation.index.get(loop.operands[0])
+                if given is not None and given.opcode == "parameter":
+                    return None, computation
+                return given, computation
+    return None, body
+
+
+def _causal(grid: Grid) -> float:
+    """Share of the blocks that a causal mask does not empty."""
+    rows, columns = grid.rows, grid.columns
+    kept = sum(min(columns, -(-(row + 1) * columns // rows)) for row in range(rows))
+    return kept / (rows * columns)
