@@ -5,20 +5,24 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from systolic import recipes
 from systolic.aot import Compiled, Compiler, Failed, JobProgram, Outcome, compile, settings
 from systolic.aot.compile import _Asked, _request_name, version
 from systolic.aot.outcome import EXECUTABLE, HLO, PROTO, REPORT, check_owner
+from systolic.aot.program import _known
 from systolic.chips import Prices, Slice, slice
 from systolic.core.errors import RunError
 from systolic.core.store import Store
+from systolic.data.arrays import Arrays
 from systolic.forecasting.function import Spread, function_program
 from systolic.forecasting.run import of_outcome
 from tests.aot import functions
@@ -91,6 +95,37 @@ def test_a_function_is_compiled_under_the_callers_settings(tmp_path: Path) -> No
 def name(on: Slice | None = None) -> str | None:
     program = JobProgram(job=recipes.find("lm")({}))
     return _request_name(_Asked(program, on or slice(ON), Compiler(root=Path("nowhere"))))
+
+
+def test_the_arrays_of_the_data_are_a_part_of_a_request() -> None:
+    """The same function by name may make other arrays, or fail, the next time."""
+
+    def of(make: Any) -> Any:
+        job = recipes.find("digits")({})
+        return JobProgram(job=replace(job, data=Arrays.call(make))).key()
+
+    def load(size: int) -> Any:
+        return lambda: {"train": {"image": np.zeros((2, size), np.uint8)}}
+
+    assert of(load(4)) == of(load(4))
+    assert of(load(4)) != of(load(5))
+    assert of(lambda: 1 / 0) is None
+
+
+class Mine(Enum):
+    one = 1
+
+
+def test_what_holds_a_users_own_class_has_no_key() -> None:
+    job = recipes.find("lm")({})
+    assert JobProgram(job=job).key() is not None
+    assert not _known((job, {"deep": [Mine.one]}))
+    assert not _known([load_nothing])
+    assert _known((1, "a", None, Path(), job.optimizer, len))
+
+
+def load_nothing() -> None:
+    """A function of a module that is not ours."""
 
 
 @pytest.mark.parametrize("variable", ["JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION"])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Protocol
 
 from systolic.chips import Prices, Slice
-from systolic.core.errors import LayoutError
+from systolic.core.errors import LayoutError, SystolicError
 from systolic.job import Job
 
 _KNOWN = ("systolic", "builtins")
@@ -61,10 +61,13 @@ class JobProgram:
         """The job, the arrays of a batch and the verb; None where a part is the user's own class, whose code the job does not tell."""
         if not _known(self.job):
             return None
-        batch = {
-            name: [list(one.shape), one.dtype, list(one.axes or ())]
-            for name, one in self.job.data.fields().items()
-        }
+        try:
+            found = self.job.data.fields()
+        except SystolicError:
+            raise
+        except Exception:  # of the user's function that makes the data; the child tells what it was
+            return None
+        batch = {name: [list(one.shape), one.dtype, list(one.axes)] for name, one in found.items()}
         return {"job": self.job.to_json(), "batch": batch, "verb": self.verb.value}
 
     def trace(self, on: Slice, devices: Sequence[Any]) -> Traced:
