@@ -71,15 +71,16 @@ def test_a_damaged_entry_is_compiled_again(root: Path) -> None:
     assert list((root / "programs" / ".locks").iterdir()) == []
 
 
-def double(x: jax.Array) -> jax.Array:
-    return x * 2.0
-
-
 def test_a_function_is_compiled_under_the_callers_settings(tmp_path: Path) -> None:
     """JAX's settings of the calling thread reach the child: f64 stays f64."""
     on = slice("cpu")
 
     def ask(dtype: Any) -> Compiled:
+        scale = jnp.full((8,), 2.0, dtype)  # goes along in the function's pickle
+
+        def double(x: jax.Array) -> jax.Array:
+            return x * scale
+
         program = function_program(double, (jax.ShapeDtypeStruct((8,), dtype),), {}, on, Spread())
         made = compile(program, on, Compiler(root=tmp_path))
         assert isinstance(made, Compiled)
@@ -88,7 +89,7 @@ def test_a_function_is_compiled_under_the_callers_settings(tmp_path: Path) -> No
     with jax.enable_x64(True):
         wide = ask(jnp.float64)
     assert "f64[8]" in wide.hlo
-    assert "f32[8]" not in wide.hlo
+    assert "f32[" not in wide.hlo
     assert "f32[8]" in ask(jnp.float32).hlo
 
 

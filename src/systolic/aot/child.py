@@ -6,7 +6,6 @@ what went wrong, since a full disk takes no files; leaves its answer in FOLDER.
 """
 
 import contextlib
-import errno
 import gzip
 import hashlib
 import importlib.metadata
@@ -36,7 +35,7 @@ from systolic.aot.host import Built
 from systolic.aot.outcome import ERROR, EXECUTABLE, FAILED, HLO, PROTO, REPORT, rejection
 from systolic.chips import Slice, slice
 from systolic.core.errors import RunError, SystolicError
-from systolic.core.store import Store, unwritable
+from systolic.core.store import FULL, Store, unwritable
 
 
 def say(**record: Any) -> None:
@@ -55,17 +54,13 @@ def main(folder: Path, desk: Path) -> int:
     except SystolicError as error:
         _fail("user", str(error), type(error).__name__)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in _FULL:
+        if isinstance(error, OSError) and error.errno in FULL:
             _fail("user", str(unwritable(Path(request["store"]), error)), RunError.__name__)
         else:
             # A mistake in a function that is not ours: its last words are the reason.
             traceback.print_exc()
             _fail("program", f"{type(error).__name__}: {error}")
     return 1
-
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a disk, a quota or a limit that takes no more."""
 
 
 def _read_request() -> bytes:
@@ -90,6 +85,8 @@ def _end_with_parent() -> None:
 
 
 def _compile(request: Mapping[str, Any], folder: Path, dumped: Path) -> int:
+    import cloudpickle
+
     clock = _Clock()
     on = slice(request["slice"])
     say(stage="importing")
@@ -102,7 +99,7 @@ def _compile(request: Mapping[str, Any], folder: Path, dumped: Path) -> int:
         host.take_cudnn_as_there(on)
     clock.lap("import")
     say(stage="tracing")
-    program = request["program"].trace(on, devices)
+    program = cloudpickle.loads(request["program"]).trace(on, devices)
     clock.lap("trace")
     say(stage="lowering")
     lowered = program.traced.lower(lowering_platforms=(host.lowering_platform(on),))

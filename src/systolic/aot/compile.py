@@ -41,7 +41,7 @@ from systolic.core.errors import (
     SystolicError,
 )
 from systolic.core.files import write_json
-from systolic.core.store import Store, cache_home, read_json
+from systolic.core.store import FULL, Store, cache_home, read_json, unwritable
 
 Say = Callable[[str], None]
 """Told the stage: importing, tracing, lowering, waiting (another compiles the same), compiling,
@@ -172,7 +172,12 @@ def _compile(asked: "_Asked", say: Say, children: _Children) -> Outcome:
         return known
     store.check_room()
     with store.scratch() as folder, store.scratch() as desk:
-        made = _run_child(_Task(asked, folder, desk), say, children)
+        try:
+            made = _run_child(_Task(asked, folder, desk), say, children)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            raise unwritable(store.root, error) from error
     if isinstance(made, Failed):
         return made
     if name is not None:
@@ -255,7 +260,8 @@ class _Task:
         compiler = self.asked.compiler
         return cloudpickle.dumps(
             {
-                "program": self.asked.program,
+                # Unpickled when the settings are taken: arrays in it would lose their 64 bits.
+                "program": cloudpickle.dumps(self.asked.program),
                 "slice": self.asked.on.name,
                 "flags": tuple(compiler.flags),
                 "options": dict(compiler.options),

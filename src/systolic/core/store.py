@@ -17,6 +17,8 @@ from systolic.core.errors import RunError
 _SCRATCH = ".new-"
 SUMS = "sha256.json"
 """Digest of each file of an entry, written when the entry is put."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a disk, a quota or a limit on files that takes no more."""
 ROOM_BYTES = 1 << 20
 """A disk with less than this free counts as full."""
 
