@@ -337,6 +337,21 @@ def test_a_gather_under_way_beside_a_loop_is_charged_once() -> None:
     }
 
 
+def test_a_collective_on_sparse_cores_occupies_links() -> None:
+    timeline = simulated("decode-tpu7x-8")
+    kinds = {s.opcode: s for s, _ in timeline.leaves() if s.lane == "ici"}
+    assert {"all-reduce", "all-gather"} <= set(kinds)
+    assert {s.resource for s in kinds.values()} == {Resource.ici}
+    # Two sums a layer over four devices in 2 x 1 chips, 64 KiB of which each sends 3/4 twice, by hand.
+    on = slice("tpu7x-8")
+    rates = rates_of(on)
+    sums = [s for s, _ in timeline.leaves() if s.lane == "ici" and s.bytes == 2 * 3 / 4 * 65536]
+    assert len(sums) == 3
+    shared = 2 * 65536 * 3 / 4 / rates.link
+    least = shared / (2 * rates.axes) + rates.collective_seconds
+    assert all(least < s.seconds < 2 * shared + 20e-6 for s in sums)
+
+
 def test_what_waits_for_a_gather_is_at_most_the_gather() -> None:
     timeline = simulated(CARRIED)
     gathers = sum(

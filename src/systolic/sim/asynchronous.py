@@ -2,7 +2,7 @@
 
 import enum
 
-from systolic.hlo import Instruction, Module
+from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.shape import SEMAPHORE
 
 COLLECTIVES = (
@@ -42,3 +42,15 @@ def role_of(module: Module, fusion: Instruction) -> Role:
     # outside of the loop that this is in.
     spaces = {shape.space for one in held.parameters for shape in one.shape.arrays()}
     return Role.none if SEMAPHORE in spaces else Role.whole
+
+
+def collective_in(module: Module, held: Computation) -> tuple[Instruction, Computation] | None:
+    """The collective that an asynchronous computation runs, with where it is; SparseCores' lie in a call."""
+    for one in held:
+        if one.opcode.removesuffix("-start") in COLLECTIVES:
+            return one, held
+        if one.opcode == "call":
+            found = collective_in(module, module.callee(one, "to_apply"))
+            if found is not None:
+                return found
+    return None

@@ -18,7 +18,7 @@ from systolic.hlo.groups import groups_of
 from systolic.hlo.loops import trip_count
 from systolic.hlo.origin import named
 from systolic.hlo.shape import HOST, Shape
-from systolic.sim.asynchronous import COLLECTIVES, Role, role_of
+from systolic.sim.asynchronous import COLLECTIVES, Role, collective_in, role_of
 from systolic.sim.calibration import Calibration, calibration_of
 from systolic.sim.layers import layer_of
 from systolic.sim.network import Network, Place, crossings, default_places
@@ -340,10 +340,9 @@ class _Order:
     def begin_async(self, instruction: Instruction) -> None:
         name = instruction.called("calls") or instruction.called("to_apply") or ""
         held = self.on.module.computations[name]
-        for inner in held:
-            if inner.opcode.removesuffix("-start") in COLLECTIVES:
-                self.collective(instruction, inner, held, beside=True)
-                return
+        if (found := collective_in(self.on.module, held)) is not None:
+            self.collective(instruction, *found, beside=True)
+            return
         seconds = self.on.computation(held).seconds
         if 'async_execution_thread="sparsecore"' in instruction.rest:
             span = self.span(
