@@ -122,7 +122,7 @@ VERSIONS = HERE.versions
         ({"build": "1"}, "its libtpu build is 1, here it is 933746096;"),
         (
             {"flags": []},
-            "its set of compiler flags is none, here it is --xla_a=1; set LIBTPU_INIT_ARGS to",
+            "its set of compiler flags is none, here it is --xla_a=1; give the same --flags",
         ),
         ({"flags": ["--xla_a=2"]}, "its set of compiler flags is --xla_a=2, here it is --xla_a=1;"),
         ({"options": {"x": 1}}, "its set of compile options is x 1, here it is none;"),

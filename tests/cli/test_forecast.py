@@ -13,6 +13,7 @@ import pytest
 from systolic.aot import Compiled, Compiler, JobProgram
 from systolic.aot.compile import _Asked, _request_name, version
 from systolic.chips import slice
+from systolic.chips.flags import resolved
 from systolic.cli import forecast as verb
 from systolic.cli.main import main
 from systolic.cli.target import request
@@ -118,7 +119,8 @@ def store(tmp_path: Path) -> Path:
     if version("libtpu") is None:
         pytest.skip("libtpu is not installed")
     asked = request("lm", ["--on", "v5e-4", *WORDS], "forecast", verb.options)
-    program, compiler = JobProgram(job=asked.job), Compiler(root=tmp_path)
+    flags = resolved("", slice("v5e-4").chip)
+    program, compiler = JobProgram(job=asked.job), Compiler(root=tmp_path, flags=flags)
     # As the command asks: in a process that has no JAX, and so no settings of it.
     name = _request_name(_Asked(program, slice("v5e-4"), compiler, settings={}))
     assert name is not None

@@ -1,15 +1,26 @@
 """Changes that are tried: each divides, differs from what there is, and says when training would notice."""
 
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+import systolic.explain.remedies as module
+from systolic.aot import Compiler
 from systolic.chips import slice
+from systolic.chips.flags import merged, name_of, resolved
 from systolic.cli.command import changed, command
+from systolic.core.errors import RunError
 from systolic.explain.ladder import difference
-from systolic.explain.remedies import Change, Remedy, base_of, changes
+from systolic.explain.remedies import Change, Remedy, base_of, changes, try_all
 from systolic.job import Layout, Remat
 from systolic.plan import facts_of
+from systolic.plan.flags import SETS, FlagSet, joined
 from systolic.plan.space import check
+from tests.plan import fabricated
 from tests.plan.jobs import decoder_job
+from tests.plan.pool import Pool
 
 
 @pytest.mark.parametrize("experts", [1, 4])
@@ -31,6 +42,78 @@ def test_changes_divide_and_differ(on: str, experts: int) -> None:
         assert any(text.startswith(start) for text in texts), start
     # What training would notice is not what is tried first.
     assert found[0].same_result
+
+
+V6E = "--xla_tpu_scoped_vmem_limit_kib=122880"
+
+
+@pytest.mark.parametrize("given", ["", "none", V6E])
+def test_changes_add_to_the_flags_that_are_set(given: str) -> None:
+    on = slice("v6e-8")
+    facts = facts_of(decoder_job())
+    base = base_of(facts, on, resolved(given, on.chip))
+    names = {name_of(flag) for flag in base.compiler_flags}
+    found = changes(facts, base)
+    for change in found:
+        flags = change.candidate.compiler_flags
+        assert names <= {name_of(flag) for flag in flags}
+        assert change.candidate.flags is base.flags or set(flags) != set(base.compiler_flags)
+        if given == V6E and change.text.startswith("flags w"):
+            pytest.fail(f"{change.text} is another value of what the user has set")
+
+
+def test_what_a_plan_has_tuned_is_not_advised_again() -> None:
+    on = slice("v6e-8")
+    facts = facts_of(decoder_job())
+    tuned = joined(*(one for one in SETS if one.name in ("v6e-dense", "widest-vmem")))
+    base = base_of(facts, on, merged(resolved("", on.chip), tuned.flags))
+    assert not [change for change in changes(facts, base) if change.text.startswith("flags")]
+
+
+def test_what_is_compiled_has_the_flags_that_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    class Recording(Pool):
+        def submit(self, program: Any, on: Any, compiler: Compiler) -> Future:
+            asked.append(tuple(compiler.flags))
+            answer: Future = Future()
+            answer.set_exception(RunError("none"))
+            return answer
+
+    monkeypatch.setattr(module, "Pool", Recording)
+    on = slice("v6e-8")
+    facts = facts_of(decoder_job())
+    base = base_of(facts, on, resolved("", on.chip))
+    wanted = changes(facts, base)
+    fabricated_forecast = fabricated.tried(fabricated.candidate("v6e-8", fsdp=8), 1.0, 8.0).forecast
+    assert fabricated_forecast is not None
+    made = try_all(facts, fabricated_forecast, wanted, Compiler(), 1)
+    assert {tuple(one.to_json({})["flags"]) for one in made} == set(asked)
+    shared = set(resolved("", on.chip))
+    assert all({name_of(f) for f in shared} <= {name_of(f) for f in flags} for flags in asked)
+
+
+def test_sets_that_help_add_up() -> None:
+    on = slice("v5e-16")
+    facts = facts_of(decoder_job())
+    base = base_of(facts, on, resolved("", on.chip))
+    sets = [one for one in SETS if one.name in ("async-gather", "host-overlap")]
+
+    def helped(one: FlagSet, gain: float) -> Remedy:
+        change = Change(text=f"flags {one.name}", candidate=replace(base, flags=one))
+        return Remedy(
+            change=change,
+            step_seconds=1.0,
+            units_per_second=1.0,
+            need_bytes=0,
+            have_bytes=0,
+            gain=gain,
+        )
+
+    together = module._joined(facts, [helped(sets[0], 0.1), helped(sets[1], 0.05)])
+    assert together is not None
+    wanted = {*base.base, *sets[0].flags, *sets[1].flags}
+    assert set(together.candidate.compiler_flags) == wanted
 
 
 def test_a_remedy_says_what_became_of_it() -> None:

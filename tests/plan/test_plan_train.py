@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from systolic import recipes
-from systolic.aot.environment import add_flags
 from systolic.artifact import Run
 from systolic.artifact.chosen import Chosen, apply, read
 from systolic.cli import planned as module
+from systolic.cli.flags import settled
 from systolic.cli.main import main
 from systolic.cli.planned import resumed
 from systolic.cli.target import plan_of, rebuild
@@ -220,6 +220,81 @@ def test_what_is_no_plan(tmp_path: Path, content: str | None, error: type[Systol
     assert "\n" not in str(raised.value)
 
 
+DAMAGE: Mapping[str, Any] = {
+    "candidates": [None, 3, "best", {}, [None], [3], [{}]],
+    "best": [3, []],
+    "goal": [3, None],
+    "format": [None, "1", 2],
+    "recipe": [None, 3, {}],
+    "options": [None, 3, [], {"nonsense": 1}],
+    "arguments": [3, [3], "--steps"],
+    "candidates.0.slice": [None, 3, "v5e-17", "", ...],
+    "candidates.0.settings": [None, 3, [], {"layout.fsdp": "four"}, {"colour": "red"}, ...],
+    "candidates.0.settings.batch": ["x", None, 0, -8],
+    "candidates.0.settings.layout.fsdp": [0, -3, 2.5],
+    "candidates.0.flags": [None, "--xla_a=1", [3], ...],
+    "candidates.0.total": [None, 3, {}, ...],
+    "candidates.0.total.steps": [None, "many", -1, float("nan"), float("inf"), ...],
+    "candidates.0.step_seconds": [None, "fast", -1.0, float("nan"), ...],
+    "candidates.0.mfu": ["high", []],
+}
+"""Places in a plan with values that they can't have; ``...`` takes the field away."""
+
+
+def damaged(whole: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
+    """A copy of a plan with one value replaced."""
+    made = json.loads(json.dumps(whole))
+    words = place.split(".", 3 if ".settings." in place else -1)
+    at: Any = made
+    for word in words[:-1]:
+        at = at[int(word) if isinstance(at, list) else word]
+    if value is ...:
+        del at[words[-1]]
+    else:
+        at[words[-1]] = value
+    return made
+
+
+@pytest.mark.parametrize("verb", ["train", "explain", "against"])
+@pytest.mark.parametrize("place", DAMAGE)
+def test_a_damaged_plan_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, verb: str
+) -> None:
+    path, sound = tmp_path / "plan.json", tmp_path / "sound.json"
+    write(sound, one("v5e-4", {**SETTINGS, "layout.fsdp": 4}), sequence=16)
+    whole = {**json.loads(sound.read_text()), "arguments": ["--sequence", "16"]}
+    sound.write_text(json.dumps(whole))
+    words = {
+        "train": ["train", TINY, "--plan", str(path), "--run", str(tmp_path / "run")],
+        "explain": ["explain", str(path), "--remedies", "0"],
+        "against": ["explain", str(sound), "--against", str(path)],
+    }[verb]
+    reads = {"train": ("arguments",), "explain": ("options",), "against": ("options",)}
+    if place in reads[verb] or (verb == "against" and ".settings." in place):
+        pytest.skip("not read by this verb before anything is compiled")
+    for value in DAMAGE[place]:
+        path.write_text(json.dumps(damaged(whole, place, value)))
+        assert main(words) in (1, 2), value
+        captured = capsys.readouterr()
+        (line,) = captured.err.splitlines()
+        assert line.startswith("systolic: "), value
+        assert captured.out == ""
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
+def test_a_plan_that_is_cut_short_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float
+) -> None:
+    path = tmp_path / "plan.json"
+    text = json.dumps(fabricated.plan().to_json())
+    path.write_text(text[: int(share * len(text))])
+    for words in (["train", TINY, "--plan", str(path)], ["explain", str(path)]):
+        assert main(words) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "it may be cut short" in line
+
+
 def test_candidates_are_read_by_rank(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     write_json(path, fabricated.plan().to_json())
@@ -232,21 +307,15 @@ def test_candidates_are_read_by_rank(tmp_path: Path) -> None:
         read(path, len(ranking) + 1)
 
 
-def test_flags_come_before_the_compiler_and_the_users_own_win() -> None:
-    variables = {"LIBTPU_INIT_ARGS": "--b=user"}
-    add_flags(variables, ("--a=plan", "--b=plan"))
-    assert variables["LIBTPU_INIT_ARGS"] == "--a=plan --b=user"
-    untouched: dict[str, str] = {}
-    add_flags(untouched, ())
-    assert not untouched
-
-
-def test_a_plan_sets_the_flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
-    flagged = {**one("cpu", SETTINGS), "flags": ["--xla_tpu_x=1"]}
+def test_a_plans_flags_are_those_of_the_run(tmp_path: Path) -> None:
+    flagged = {**one("cpu", SETTINGS), "flags": ["--xla_tpu_x=1", "--xla_tpu_y=1"]}
     plan = write(tmp_path / "plan.json", flagged)
-    module.planned(TINY, ["--plan", str(plan)], options)
-    assert os.environ["LIBTPU_INIT_ARGS"] == "--xla_tpu_x=1"
+    before = dict(os.environ)
+    chosen = module.planned(TINY, ["--plan", str(plan)], options).chosen
+    assert dict(os.environ) == before
+    assert settled("", chosen)["compiler"] == ["--xla_tpu_x=1", "--xla_tpu_y=1"]
+    assert settled("--xla_tpu_y=2", chosen)["compiler"] == ["--xla_tpu_x=1", "--xla_tpu_y=2"]
+    assert settled("none", chosen)["compiler"] == []
 
 
 def test_the_defaults_of_a_layout_survive() -> None:

@@ -1,17 +1,23 @@
 """What the search compiles, and in which order, where compiles answer with its own estimates."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 import systolic.plan.search as module
 from systolic.chips import slice
+from systolic.chips.flags import name_of, resolved
 from systolic.core.errors import MissingExtraError
+from systolic.job import Precision
 from systolic.plan import Candidate, Goal, Limits, Objective, Search
 from systolic.plan.analytic import analyse
+from systolic.plan.flags import DEFAULT
 from systolic.plan.plan import Plan, Tried, ranking
+from systolic.plan.search import shared
+from systolic.report.plan import readings
 from tests.plan import fabricated
 from tests.plan.pool import Pool
 
@@ -23,12 +29,15 @@ class Estimates(Pool):
     """A pool whose steps take their estimate; flags help, and so does a whole compile."""
 
     whole_ends = True
+    asked: ClassVar[list[tuple[str, Any, tuple[str, ...]]]] = []
 
     def submit(self, program: Any, on: Any, compiler: Any) -> Future:
         job = program.job
         one = Candidate(on=on, layout=job.layout, batch=256, precision=job.precision)
         found = analyse(fabricated.facts(), one)
-        seconds = found.seconds_estimate * (FLAGS_HELP if compiler.flags else 1.0)
+        more = set(compiler.flags) - set(shared(on))
+        seconds = found.seconds_estimate * (FLAGS_HELP if more else 1.0)
+        self.asked.append((on.name, job, compiler.flags))
         seconds *= 1.0 if compiler == compiler.quick() else WHOLE_HELPS
         made = fabricated.tried(one, seconds, found.bytes_estimate / 2**30).forecast
         answer: Future = Future()
@@ -40,11 +49,13 @@ class Estimates(Pool):
 @pytest.fixture(autouse=True)
 def estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "Pool", Estimates)
+    monkeypatch.setattr(Estimates, "asked", [])
     monkeypatch.setattr(module, "of_outcome", lambda outcome, *_: outcome)
 
 
-def planned(*slices: str, goal: Goal, programs: int = 8, finalists: int = 0) -> Plan:
+def planned(*slices: str, goal: Goal, programs: int = 8, finalists: int = 0, **more: Any) -> Plan:
     search = Search(
+        **more,
         facts=fabricated.facts(),
         slices=[slice(name) for name in slices],
         goal=goal,
@@ -114,3 +125,70 @@ def test_without_the_compiler_no_layout_is_tried_in_vain(monkeypatch: pytest.Mon
     monkeypatch.setattr(module, "of_outcome", none)
     with pytest.raises(MissingExtraError, match="pip install"):
         planned("v6e-8", goal=Goal(units=20e9))
+
+
+def names(flags: Sequence[str]) -> set[str]:
+    return {name_of(flag) for flag in flags}
+
+
+def test_every_program_has_the_flags_of_its_chip() -> None:
+    plan = planned("v6e-8", "v5e-16", goal=Goal(units=20e9), programs=12)
+    assert plan.tried
+    for on, _, flags in Estimates.asked:
+        assert names(resolved("", slice(on).chip)) <= names(flags)
+    best = plan.to_json()["best"]
+    assert names(resolved("", slice(best["slice"]).chip)) <= names(best["flags"])
+
+
+def test_flags_of_the_user_reach_every_program() -> None:
+    words = "none --xla_tpu_x=1"
+    planned("v6e-8", goal=Goal(units=20e9), flags=lambda on: resolved(words, on.chip))
+    assert Estimates.asked
+    for _, _, flags in Estimates.asked:
+        assert "--xla_tpu_x=1" in flags
+
+
+@pytest.mark.parametrize("order", [("v5e-8", "v5e-16"), ("v5e-16", "v5e-8")])
+def test_slices_behind_the_best_are_tuned_too(order: tuple[str, ...]) -> None:
+    plan = planned(*order, goal=Goal(units=20e9, objective=Objective.pareto), programs=24)
+    best: dict[str, Tried] = {}
+    for one in plan.ranking:
+        best.setdefault(one.candidate.on.name, one)
+    assert set(best) == set(order)
+    for one in best.values():
+        assert one.candidate.flags is not DEFAULT, one.candidate.name
+
+
+def test_the_order_of_slices_changes_nothing() -> None:
+    names = ("v6e-8", "v5e-16", "v5p-8")
+    goal = Goal(units=20e9, objective=Objective.pareto)
+    plans = [planned(*order, goal=goal, programs=16) for order in (names, names[::-1])]
+    one, other = ([tried.candidate for tried in plan.tried] for plan in plans)
+    assert one == other
+
+
+@pytest.mark.parametrize("limit", [{"budget_usd": 1.0}, {"deadline_seconds": 60.0}])
+def test_what_comes_nearest_is_the_same_in_any_order_of_slices(limit: dict[str, float]) -> None:
+    names = ("v5e-16", "v6e-8", "v5e-64", "v5p-8")  # the first two have as much memory
+    goal = Goal(units=20e9, objective=Objective.cost, **limit)  # ty: ignore[invalid-argument-type]
+    told = {
+        readings.verdict(planned(*order, goal=goal)).sentence
+        for order in (names, names[::-1], ("v6e-8", "v5e-16", "v5p-8", "v5e-64"))
+    }
+    (sentence,) = told
+    # Of the slices the cheapest per unit of work, or the one with the most FLOPs.
+    nearest = "v6e-8" if "budget_usd" in limit else "v5e-64"
+    assert nearest in sentence
+
+
+def test_bf16_that_does_not_fit_leaves_int8_of_the_same_layout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    search = Search(
+        facts=fabricated.facts(), slices=[slice("v5e-16")], goal=Goal(units=20e9), only=[]
+    )
+    bf16 = fabricated.candidate("v5e-16", fsdp=16)
+    search.tried.append(fabricated.tried(bf16, 1.0, 20.0))
+    assert search._dominated(bf16) is not None
+    assert search._dominated(replace(bf16, precision=Precision.int8)) is None
+    assert search._dominated(replace(bf16, base=("--xla_tpu_x=1",))) is None

@@ -150,7 +150,7 @@ def test_a_run_keeps_its_batch_on_other_devices():
 
     def batch(*args: str) -> int:
         asked = request_for(recipe, ["--resume", "run", *args], "train", resume_options, saved)
-        job, description = continued(asked, {"layout": layout}, saved)
+        job, description = continued(asked, {"layout": layout}, saved, {})
         assert description["layout"] == (layout if job.batch.total else job.layout.mesh_shape)
         return job.batch.resolve(job.layout.on(1))
 

@@ -34,6 +34,7 @@ from systolic.aot.dump import (
 from systolic.aot.host import Built
 from systolic.aot.outcome import ERROR, EXECUTABLE, FAILED, HLO, PROTO, REPORT, rejection
 from systolic.chips import Slice, slice
+from systolic.chips.flags import compile_options
 from systolic.core.errors import RunError, SystolicError
 from systolic.core.store import FULL, Store, unwritable
 
@@ -106,7 +107,7 @@ def _compile(request: Mapping[str, Any], folder: Path, dumped: Path) -> int:
     clock.lap("lower")
     options = {k: v for k, v in request["options"].items() if k != SCHEDULE_ONLY}
     text = lowered.as_text()
-    stamp = executable.stamp(text, _ordered(program.mesh, devices), options)
+    stamp = executable.stamp(text, _ordered(program.mesh, devices), options, request["flags"])
     report = {
         "slice": on.name,
         "built": built.value,
@@ -162,6 +163,9 @@ class _Desk:
 def _answer(lowered: Any, request: Mapping[str, Any], report: dict[str, Any], desk: _Desk) -> bool:
     """Fills the folder with the compiler's answer; False when it is not one to keep."""
     options = {k: v for k, v in request["options"].items() if k != SCHEDULE_ONLY}
+    if slice(request["slice"]).platform == "tpu":  # others take flags from the environment
+        own = [flag for flag in request["flags"] if flag not in request["runtime"]]
+        options = {**compile_options(own, "tpu"), **options}
     folder, clock = desk.folder, desk.clock
     compiled = None
     try:

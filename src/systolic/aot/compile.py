@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from systolic.aot.outcome import (
 )
 from systolic.aot.program import Program, decisive
 from systolic.chips import Slice
+from systolic.chips.flags import is_option, name_of
 from systolic.core.digest import digest
 from systolic.core.errors import (
     DataError,
@@ -48,6 +50,7 @@ Say = Callable[[str], None]
 serializing, compiled or found."""
 
 LOG_LINES = 40
+_NO_OPTION = re.compile(r"No such compile option: '([^']+)'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,9 @@ class Compiler:
     """How to compile: flags, effort, and where answers are kept."""
 
     flags: Sequence[str] = ()
-    """As libtpu takes them: ``--xla_tpu_…=…``."""
+    """All of the compiler's: ``--xla_tpu_…=…``; none are XLA's defaults."""
+    runtime: Sequence[str] = ()
+    """Those of ``flags`` that XLA has no option of a program for: they go into the child's environment."""
     options: Mapping[str, Any] = field(default_factory=dict)
     save: bool = False
     """Also keep the serialized executable."""
@@ -179,7 +184,11 @@ def _compile(asked: "_Asked", say: Say, children: _Children) -> Outcome:
                 raise
             raise unwritable(store.root, error) from error
     if isinstance(made, Failed):
-        return made
+        unknown = [flag for flag in compiler.flags if name_of(flag) == made.unknown_flag]
+        if set(unknown) <= set(compiler.runtime):
+            return made
+        more = replace(compiler, runtime=(*compiler.runtime, *unknown))
+        return _compile(replace(asked, compiler=more), say, children)
     if name is not None:
         # The answer is there: it is given even where no note of it can be kept.
         with contextlib.suppress(RunError):
@@ -264,6 +273,7 @@ class _Task:
                 "program": cloudpickle.dumps(self.asked.program),
                 "slice": self.asked.on.name,
                 "flags": tuple(compiler.flags),
+                "runtime": _runtime(compiler),
                 "options": dict(compiler.options),
                 "save": compiler.save,
                 "store": str(compiler.root),
@@ -275,9 +285,11 @@ class _Task:
 def _run_child(task: _Task, say: Say, children: _Children) -> _Answer | Failed:
     """Where the answer is in the store; or why there is none."""
     log, request = task.desk / "log", task.request()
+    on, compiler = task.asked.on, task.asked.compiler
+    own = _runtime(compiler) if on.platform == "tpu" else compiler.flags
     process = children.start(
         [sys.executable, "-m", "systolic.aot.child", str(task.folder), str(task.desk)],
-        environment.child_environment(os.environ, task.asked.on, task.asked.compiler.flags),
+        environment.child_environment(os.environ, on, own),
         log,
     )
     try:
@@ -300,7 +312,12 @@ def _run_child(task: _Task, say: Say, children: _Children) -> _Answer | Failed:
         return Failed(reason=_death(code, printed), log=tail)
     if told["who"] == "user":
         raise _MISTAKES.get(told["kind"], SystolicError)(told["text"])
-    return Failed(reason=_first_line(told["text"]), log=f"{told['text']}\n{tail}")
+    log = f"{told['text']}\n{tail}"
+    if (found := _NO_OPTION.search(told["text"])) is not None:
+        flag = f"--{found[1]}"
+        reason = f"libtpu {version('libtpu')} or XLA does not know a flag: {flag}; leave it out"
+        return Failed(reason=reason, log=log, unknown_flag=flag)
+    return Failed(reason=_first_line(told["text"]), log=log)
 
 
 def _send(process: "subprocess.Popen[bytes]", request: bytes) -> None:
@@ -348,6 +365,11 @@ def _death(code: int, text: str) -> str:
         hint = "; it may have run out of memory" if name == "SIGKILL" else ""
         return f"the compiler died of {name}{hint}"
     return lines[-1][:300] if lines else f"the compiler ended with code {code}"
+
+
+def _runtime(compiler: Compiler) -> tuple[str, ...]:
+    """The flags that a TPU's child has in its environment; all others are options of the program."""
+    return tuple(f for f in compiler.flags if f in compiler.runtime or not is_option(f))
 
 
 def _first_line(text: str) -> str:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from systolic.aot import host
 from systolic.chips import Slice
@@ -20,19 +20,10 @@ QUIET = {
 }
 
 
-def add_flags(variables: MutableMapping[str, str], flags: Sequence[str]) -> None:
-    """Adds libtpu's flags to those of a process that will load it; what the user has set stays and wins."""
-    given = variables.get("LIBTPU_INIT_ARGS", "").split()
-    names = {flag.partition("=")[0] for flag in given}
-    added = [flag for flag in flags if flag.partition("=")[0] not in names]
-    if added:
-        variables["LIBTPU_INIT_ARGS"] = " ".join([*added, *given])
-
-
 def child_environment(
     given: Mapping[str, str], on: Slice, flags: Sequence[str] = ()
 ) -> dict[str, str]:
-    """The variables of the process that compiles for ``on``; ``flags`` are the compiler's."""
+    """The variables of the process that compiles for ``on``; ``flags`` are those that it takes from there."""
     made = {**given, **QUIET}
     made.pop("XLA_FLAGS", None)
     # The child imports what the parent could: the folder of a script that was run, for one.

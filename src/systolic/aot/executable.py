@@ -46,7 +46,7 @@ class Stamp:
     build: str
     """Of libtpu, the number of the change that it was built from; empty off TPU."""
     flags: Sequence[str]
-    """Of the compiler, sorted, from the environment."""
+    """Of the compiler, sorted: of the program and from the environment."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of this compile alone."""
     ids: Sequence[int]
@@ -81,13 +81,19 @@ class Loaded:
     """That checking and loading took."""
 
 
-def stamp(text: str, devices: Sequence[Any], options: Mapping[str, Any] | None = None) -> Stamp:
+def stamp(
+    text: str,
+    devices: Sequence[Any],
+    options: Mapping[str, Any] | None = None,
+    flags: Sequence[str] = (),
+) -> Stamp:
     """What a program for these devices depends on.
 
     Args:
         text: The lowered program.
         devices: JAX's, present or described, in the order of the program's mesh.
         options: Of this compile alone.
+        flags: Of the compiler, beside those in the environment.
     """
     first = devices[0]
     tpu = first.platform == "tpu"
@@ -100,7 +106,7 @@ def stamp(text: str, devices: Sequence[Any], options: Mapping[str, Any] | None =
             name: importlib.metadata.version(name) for name in PACKAGES if tpu or name != "libtpu"
         },
         build=build[1] if build else "",
-        flags=flags_of(os.environ, first.platform),
+        flags=sorted({*flags_of(os.environ, first.platform), *flags}),
         options=dict(options or {}),
         ids=[device.id for device in devices],
         places=[place(device) for device in devices] if tpu else [],
@@ -182,7 +188,11 @@ def save(made: Compiled, path: Path) -> None:
 
 
 def load(
-    path: Path, lowered: Any, devices: Sequence[Any], facts: Mapping[str, Any] | None = None
+    path: Path,
+    lowered: Any,
+    devices: Sequence[Any],
+    facts: Mapping[str, Any] | None = None,
+    flags: Sequence[str] = (),
 ) -> Loaded:
     """The executable in ``path`` instead of compiling ``lowered``, if it is of the same program for the same devices.
 
@@ -191,6 +201,7 @@ def load(
         lowered: ``jax.stages.Lowered`` of the program that would be compiled here.
         devices: The devices present, in the order of the program's mesh.
         facts: What is known of the program, by the names in the report, to say what differs.
+        flags: The compiler's, that it would be compiled with beside those in the environment.
 
     Raises:
         NotFoundError: one of the two files is not there.
@@ -200,7 +211,7 @@ def load(
 
     begin = time.perf_counter()
     report = _report(path)
-    here = stamp(lowered.as_text(), devices)
+    here = stamp(lowered.as_text(), devices, flags=flags)
     check(path, report, here, facts or {})
     content = path.read_bytes()
     if signature(content) != report["executable"]:
@@ -266,7 +277,7 @@ def _differences(saved: Stamp, here: Stamp) -> Iterator[tuple[str, str, str, str
     if saved.build != here.build:
         yield "libtpu build", _text(saved.build), _text(here.build), again
     if list(saved.flags) != list(here.flags):
-        mend = "set LIBTPU_INIT_ARGS to the same" if saved.platform == "tpu" else "set XLA_FLAGS"
+        mend = "give the same --flags" if saved.platform == "tpu" else "set XLA_FLAGS"
         yield "set of compiler flags", _text(saved.flags), _text(here.flags), f"{mend}, or {again}"
     if saved.options != here.options:
         yield "set of compile options", _text(saved.options), _text(here.options), again

@@ -113,6 +113,8 @@ class Failed:
     """One line."""
     log: str = ""
     """The end of what it printed."""
+    unknown_flag: str = ""
+    """The flag that XLA has no option of a program for, ``--xla_…``, where that is why."""
 
 
 Outcome = Compiled | Rejected | Failed

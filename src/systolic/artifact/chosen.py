@@ -15,8 +15,6 @@ from systolic.job import Batch, Job, Layout, Precision
 
 FORMAT = 1
 """Of plan.json."""
-FORECAST = ("step_seconds", "step_seconds_low", "step_seconds_high", "mfu")
-"""What of a candidate's forecast goes with a run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,13 +54,48 @@ class Chosen:
         return cls(**plain)
 
 
-def read(path: Path, number: int = 1) -> Chosen:
-    """A candidate of plan.json, by its rank from 1.
+class _Total(msgspec.Struct):
+    steps: float
+
+
+class Planned(msgspec.Struct):
+    """A candidate in plan.json, as far as a verb needs it."""
+
+    slice: str
+    settings: dict[str, Any]
+    total: _Total
+    flags: list[str]
+    step_seconds: float
+    step_seconds_low: float | None
+    step_seconds_high: float | None
+    mfu: float | None
+
+
+class Saved(msgspec.Struct):
+    """A plan.json, as far as a verb needs it."""
+
+    format: int
+    recipe: str
+    options: dict[str, Any]
+    goal: dict[str, Any]
+    best: dict[str, Any] | None
+    candidates: list[Planned]
+    """Ranked; the first is the best."""
+    arguments: list[str] | None = None
+    """Of the recipe as they were typed; plans of earlier versions lack them."""
+
+
+def is_plan(plain: Any) -> bool:
+    """Whether JSON is a plan, damaged or not."""
+    return isinstance(plain, dict) and {"candidates", "best", "goal"} <= set(plain)
+
+
+def load(path: Path) -> Saved:
+    """A plan.json with at least one candidate.
 
     Raises:
         NotFoundError: there is no such file.
-        DataError: it is no plan, or nothing in it fits.
-        OptionError: it has fewer candidates.
+        DataError: it is no plan, it is damaged (names the field), or nothing in it fits.
     """
     try:
         plain = json.loads(path.read_text())
@@ -70,19 +103,43 @@ def read(path: Path, number: int = 1) -> Chosen:
         raise NotFoundError(
             f"{path} cannot be read ({error.strerror}); systolic plan RECIPE --on SLICES writes a plan"
         ) from error
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON ({error}); systolic plan writes a plan") from error
-    if not isinstance(plain, dict) or not {"candidates", "best", "goal"} <= set(plain):
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path} is not JSON ({error}); it may be cut short: systolic plan writes it anew"
+        ) from error
+    if not is_plan(plain):
         raise DataError(
             f"{path} is JSON but not a plan; systolic plan RECIPE --on SLICES writes one"
         )
-    if plain["format"] != FORMAT:
+    if plain.get("format") != FORMAT:
         raise DataError(
-            f"{path} is of format {plain['format']} and this version reads {FORMAT}; plan again"
+            f"{path} is of format {plain.get('format')} and this version reads {FORMAT}; plan again"
         )
-    found = plain["candidates"]
-    if not found:
+    try:
+        saved = msgspec.convert(plain, Saved)
+    except msgspec.ValidationError as error:
+        raise DataError(f"{path} is a damaged plan ({error}); plan again") from error
+    for number, one in enumerate(saved.candidates):
+        figures = (one.step_seconds, one.total.steps)
+        if not all(0 < figure < math.inf for figure in figures):
+            raise DataError(
+                f"{path} is a damaged plan (candidate {number + 1} has {figures[1]} steps of {figures[0]} s); plan again"
+            )
+    if not saved.candidates:
         raise DataError(f"nothing in {path} fits and keeps its goal; plan again with other slices")
+    return saved
+
+
+def read(path: Path, number: int = 1) -> Chosen:
+    """A candidate of plan.json, by its rank from 1.
+
+    Raises:
+        NotFoundError: there is no such file.
+        DataError: it is no plan, it is damaged, or nothing in it fits.
+        OptionError: it has fewer candidates.
+    """
+    saved = load(path)
+    found = saved.candidates
     if not 1 <= number <= len(found):
         raise OptionError(
             f"candidate is {number} and {path} has {len(found)}; give 1 to {len(found)}"
@@ -90,13 +147,18 @@ def read(path: Path, number: int = 1) -> Chosen:
     one = found[number - 1]
     return Chosen(
         path=str(path),
-        recipe=plain["recipe"],
-        options=plain["options"],
-        slice=one["slice"],
-        settings=one["settings"],
-        steps=max(1, math.ceil(one["total"]["steps"] - 1e-6)),
-        flags=tuple(one["flags"]),
-        forecast={name: one[name] for name in FORECAST},
+        recipe=saved.recipe,
+        options=saved.options,
+        slice=one.slice,
+        settings=one.settings,
+        steps=max(1, math.ceil(one.total.steps - 1e-6)),
+        flags=tuple(one.flags),
+        forecast={
+            "step_seconds": one.step_seconds,
+            "step_seconds_low": one.step_seconds_low,
+            "step_seconds_high": one.step_seconds_high,
+            "mfu": one.mfu,
+        },
     )
 
 

@@ -14,11 +14,12 @@ _VARIABLES = ("XLA_", "JAX_", "LIBTPU", "TPU_", "CUDA_VISIBLE_DEVICES", "NCCL_")
 _GIT_SECONDS = 10
 
 
-def environment(devices: Sequence[str]) -> dict[str, Any]:
+def environment(devices: Sequence[str], flags: Sequence[str] = ()) -> dict[str, Any]:
     """This process's environment as JSON.
 
     Args:
         devices: the devices as the caller names them, e.g. ``["TPU v5 lite", ...]``.
+        flags: of the compiler, given to each program.
     """
     import psutil
 
@@ -29,6 +30,7 @@ def environment(devices: Sequence[str]) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "devices": list(devices),
+        "flags": list(flags),
         "packages": packages(),
         "variables": {
             name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)

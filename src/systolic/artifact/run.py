@@ -212,14 +212,15 @@ class Run:
         """Keeps a copy of a user's recipe file."""
         write_atomically(self._own(RECIPE), source)
 
-    def write_environment(self, devices: Sequence[str]) -> None:
+    def write_environment(self, devices: Sequence[str], flags: Sequence[str] = ()) -> None:
         """Writes ``environment.json``. One that an earlier start wrote and that differs is kept, numbered.
 
         Args:
             devices: the devices as the caller names them.
+            flags: of the compiler, given to each program beside those in the environment's variables.
         """
         path = self._own(ENVIRONMENT)
-        now = environment(devices)
+        now = environment(devices, flags)
         if path.exists():
             before = path.read_text()
             if _lasting(before) != _lasting(json.dumps(now)):

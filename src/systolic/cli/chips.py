@@ -1,15 +1,18 @@
 """``systolic chips [NAME]``: all chips, one chip with its sources, or one slice."""
 
 import json as jsonlib
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import tyro
 from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from systolic.chips import Chip, Figure, Slice, chip, chips, named_slices, slice
 from systolic.chips.catalogue import user_file
+from systolic.chips.flags import shared_flags
 from systolic.cli.parse import parse
 from systolic.core.errors import NotFoundError, nearest
 from systolic.core.units import GIB, gibibytes, si
@@ -70,7 +73,9 @@ def _record(found: Chip | Slice | None) -> dict[str, Any]:
             "user_catalogue": None if path is None else str(path),
         }
     if isinstance(found, Chip):
-        return found.to_json() | {"slices": [one.to_json() for one in named_slices(found)]}
+        flags = [asdict(flag) for flag in shared_flags(found)]
+        slices = [one.to_json() for one in named_slices(found)]
+        return found.to_json() | {"slices": slices, "flags": flags}
     return found.to_json()
 
 
@@ -125,6 +130,11 @@ def _one_chip(known: Chip) -> RenderableType:
     parts += _listing("Notes", {n: note for n, note in notes.items() if note})
     cited = {s.key: f"{s} ({s.as_of})" for f in known.figures.values() for s in f.sources}
     parts += _listing("Sources", dict(sorted(cited.items())))
+    flags = shared_flags(known)
+    if flags:
+        parts.append(Text("\nCompiler flags of every job; --flags=none leaves them out", "bold"))
+    for flag in flags:
+        parts += [Text(flag.text), *(Padding(t, (0, 0, 0, 2)) for t in (flag.why, flag.evidence))]
     named = [f"{s.name} {'x'.join(map(str, s.topology))}" for s in named_slices(known)]
     if known.slice_rule is not None and known.slice_rule.note:
         named.append(f"({known.slice_rule.note})")

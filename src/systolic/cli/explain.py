@@ -136,7 +136,7 @@ def look(directory: Run) -> tuple[list[dict[str, Any]], str]:
     if not any(directory.checkpoints.glob("[0-9]*")):
         return [], "there is no checkpoint to look at"
     try:
-        setup = set_up_here(rebuild(directory)[1])
+        setup = set_up_here(rebuild(directory)[1], directory)
         reason = too_large(setup)
         if reason:
             return [], reason

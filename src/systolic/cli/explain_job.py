@@ -13,6 +13,7 @@ from systolic import recipes
 from systolic.aot import Compiled, Compiler, JobProgram
 from systolic.aot import compile as compile_program
 from systolic.chips import Slice, slice
+from systolic.chips.flags import resolved, spoken
 from systolic.cli.command import command
 from systolic.cli.output import bounded_workers, print_json
 from systolic.cli.target import request, require_slice
@@ -26,6 +27,7 @@ from systolic.job import Job
 
 if TYPE_CHECKING:
     from systolic.explain.ladder import Rung
+    from systolic.plan import Candidate
 
 OWN = ("on", "flags", "remedies", "workers", "json", "against")
 """The verb's options, which no recipe takes."""
@@ -42,7 +44,7 @@ def options(
 
     Args:
         on: The slice: v5e-16, v5p-128, tpu7x-8, 2xv5e-256.
-        flags: Of libtpu, in one string.
+        flags: Of the compiler, on top of the set that all jobs on the chip share (systolic chips v5e lists it); none leaves that set out.
         remedies: Changes of settings to compile and forecast again where the step fits; 0 names causes only.
         workers: Compiles at once; 0 takes what cores and memory allow.
         json: Print one JSON object on stdout.
@@ -78,7 +80,7 @@ class Explanation:
         self.shows = shows
         """The verb of the command that is shown."""
         self.json = bool(verb["json"])
-        self.compiler = Compiler(flags=tuple(shlex.split(verb["flags"])))
+        self.compiler = Compiler(flags=self.flags(on))
 
     def run(self, known: Settings) -> int:
         """Forecasts the step, then explains it with advice in options that are ``known``; returns the exit code."""
@@ -99,6 +101,10 @@ class Explanation:
         causes = causes_of(made, parse(outcome.hlo), self.job.model)
         return self.slow(made, known.named(causes))
 
+    def flags(self, on: Slice) -> tuple[str, ...]:
+        """The compiler's flags on a slice: those that jobs share there, and the user's."""
+        return resolved(self.verb["flags"], on.chip)
+
     @cached_property
     def workers(self) -> int:
         """Compiles at once."""
@@ -106,13 +112,14 @@ class Explanation:
 
         return Limits(workers=bounded_workers(self.verb["workers"])).at_once
 
-    def applied(self, settings: Mapping[str, Any], flags: Sequence[str], verb: str) -> str:
-        """The command with some settings."""
+    def applied(self, settings: Mapping[str, Any], candidate: "Candidate", verb: str) -> str:
+        """The command with some settings, compiled with a candidate's flags."""
         drop = [name for name in OWN if name != "on" or verb == "train"]
         words = command(verb, self.target, self.args, settings, drop)
         if verb == "forecast":
             words += " --quick"  # what the figures above were made with
-        return f"{words} --flags={shlex.quote(' '.join(flags))}" if flags else words
+        flags = spoken(candidate.compiler_flags, candidate.on.chip)
+        return f"{words} --flags={shlex.quote(flags)}" if flags else words
 
     # Slow
 
@@ -151,7 +158,8 @@ class Explanation:
         if self.verb["remedies"] < 1:
             return {"remedies": [], "command": None}
         facts = facts_of(self.job)
-        wanted = changes(facts, base_of(facts, self.on))[: self.verb["remedies"]]
+        base = base_of(facts, self.on, self.flags(self.on))
+        wanted = changes(facts, base)[: self.verb["remedies"]]
         stream = sys.stderr if self.json else sys.stdout
         with Progress(sys.stderr, "changes") as progress:
 
@@ -168,7 +176,7 @@ class Explanation:
         typed = None
         if better:
             chosen = better[0].change.candidate
-            typed = self.applied(chosen.settings(self.job), chosen.flags.flags, self.shows)
+            typed = self.applied(chosen.settings(self.job), chosen, self.shows)
             text = f"the best that trains the same: {better[0].change.text}, {better[0].verdict}"
             print(f"\n{text}\n  {typed}", file=stream)
         elif found:
@@ -212,7 +220,7 @@ class Explanation:
                     said = f"fits, {gibibytes(peak)}, {speed} a step"
                 progress.told(f"  {where}{text}: {said}", stream, done)
 
-            rungs = climb(facts_of(self.job), self.on, self.compiler, self.workers, watch)
+            rungs = climb(facts_of(self.job), self.on, self.flags, self.workers, watch)
         return self.show_rungs(made, rungs, stream)
 
     def show_rungs(self, made: Forecast, rungs: "Sequence[Rung]", stream: TextIO) -> int:
@@ -226,7 +234,7 @@ class Explanation:
                 settings["optimizer.kind"] = last.facts.job.optimizer.kind.value
             if found.candidate.on != self.on:
                 settings["on"] = found.candidate.on.name
-            typed = self.applied(settings, found.candidate.flags.flags, "forecast")
+            typed = self.applied(settings, found.candidate, "forecast")
         if self.json:
             print_json(
                 {

@@ -77,7 +77,8 @@ def remedies(folder: Path, measured: float, verb: Mapping[str, Any]) -> dict[str
     from systolic.aot import JobProgram
     from systolic.aot import compile as compile_program
     from systolic.cli.explain_job import Explanation
-    from systolic.cli.target import rebuild
+    from systolic.cli.flags import recorded
+    from systolic.cli.target import plan_of, rebuild
     from systolic.forecasting.run import of_outcome
     from systolic.report.forecast.progress import Progress
 
@@ -90,8 +91,10 @@ def remedies(folder: Path, measured: float, verb: Mapping[str, Any]) -> dict[str
                 raise OptionError(
                     f"forecasts for a {on.platform} do not rank settings well enough; try the advice above and measure"
                 )
-            recipe, words = run.read_job()["recipe"], words_of(run)
-        how = {**verb, "flags": ""}
+            record = run.read_job()
+            recipe, words = record["recipe"], words_of(run)
+            flags = recorded(record, plan_of(record), on)
+        how = {**verb, "flags": flags}
         explanation = Explanation(job, on, recipe, words, how, "train")
         with Progress(sys.stderr, f"{job.name} for {on.name}") as progress:
             outcome = compile_program(
@@ -147,7 +150,7 @@ def words_of(run: Run) -> list[str]:
     import json
 
     argv = json.loads((run.path / ENVIRONMENT).read_text()).get("argv") or []
-    own = {"run", "profile", "diagnose", "workers", "json", "resume", "plan", "candidate"}
+    own = {"run", "profile", "diagnose", "workers", "json", "resume", "plan", "candidate", "flags"}
     if len(argv) < 3 or argv[1] != "train" or argv[2].startswith("-"):
         return []
     return without(argv[3:], own)

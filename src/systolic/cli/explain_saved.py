@@ -1,18 +1,21 @@
 """``systolic explain FORECAST.json``: a saved forecast, or the best of a plan, explained, or told apart from another."""
 
 import json
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from systolic.aot import Compiled, Compiler, JobProgram
 from systolic.aot import compile as compile_program
+from systolic.artifact.chosen import is_plan, load
 from systolic.chips import slice
-from systolic.cli.command import words
+from systolic.chips.flags import NONE, resolved, spoken
+from systolic.cli.command import without, words
 from systolic.cli.explain_job import explain_recipe, options
 from systolic.cli.output import print_json
 from systolic.cli.target import request
-from systolic.core.errors import NotFoundError, OptionError, RunError
+from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
 from systolic.core.units import duration
 from systolic.explain.cause import Cause
 from systolic.forecasting import Forecast
@@ -25,35 +28,64 @@ def saved_forecast(path: Path) -> tuple[str, list[str]] | None:
     """The recipe and the arguments of a forecast's ``--json`` or a plan; None when the file is something else.
 
     Raises:
-        RunError: it does not say what it was made of, or nothing in the plan fits.
+        RunError: it does not say what it was made of.
+        DataError: it is cut short or damaged, or nothing in the plan fits.
+        NotFoundError: its slice is unknown.
     """
     if path.suffix != ".json" or not path.is_file():
         return None
     try:
         record = json.loads(path.read_text())
-    except ValueError:
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path} is not JSON ({error}); it may be cut short: write it again"
+        ) from error
+    if is_plan(record):
+        return _planned(path)
+    if not isinstance(record, dict) or not {"step_seconds", "slice"} <= set(record):
         return None
-    if not isinstance(record, dict):
-        return None
-    is_plan = {"candidates", "best", "goal"} <= set(record)
-    if not is_plan and not {"step_seconds", "slice"} <= set(record):
-        return None
-    if is_plan and not record["best"]:
-        raise RunError(f"{path} is a plan without an answer; plan again with more to choose from")
     if "arguments" not in record:
-        raise RunError(
-            f"{path} does not say which options it was made with; make it again with this version, or explain the recipe: systolic explain RECIPE --on v5e-16"
-        )
-    given = [str(word) for word in record["arguments"]]
-    if not is_plan:
-        return str(record["target"]), given
-    best = record["best"]
-    return str(record["recipe"]), [
-        *words(given, best["settings"]),
-        "--on",
-        best["slice"],
-        *([f"--flags={' '.join(best['flags'])}"] if best["flags"] else []),
-    ]
+        raise _unnamed(path)
+    try:
+        saved = msgspec.convert(record, _Saved)
+    except msgspec.ValidationError as error:
+        raise DataError(f"{path} is a damaged forecast ({error}); write it again") from error
+    given = words(saved.arguments, {}, ("flags",))
+    return saved.target, [*given, *_flags(saved.compiler.flags, saved.slice)]
+
+
+class _Made(msgspec.Struct):
+    flags: list[str] = []
+
+
+class _Saved(msgspec.Struct):
+    """A forecast's JSON, as far as it says what it was made of."""
+
+    target: str
+    arguments: list[str]
+    slice: str
+    compiler: _Made = msgspec.field(default_factory=_Made)
+
+
+def _planned(path: Path) -> tuple[str, list[str]]:
+    saved = load(path)
+    if saved.arguments is None:
+        raise _unnamed(path)
+    best = saved.candidates[0]
+    given = words(saved.arguments, best.settings, ("flags",))
+    return saved.recipe, [*given, "--on", best.slice, *_flags(best.flags, best.slice)]
+
+
+def _flags(flags: Sequence[str], on: str) -> list[str]:
+    """The option that stands for exactly these flags."""
+    text = spoken(flags, slice(on).chip)
+    return [f"--flags={text}"] if text else []
+
+
+def _unnamed(path: Path) -> RunError:
+    return RunError(
+        f"{path} does not say which options it was made with; make it again with this version, or explain the recipe: systolic explain RECIPE --on v5e-16"
+    )
 
 
 def explain_saved(target: str, args: Sequence[str]) -> int:
@@ -63,13 +95,33 @@ def explain_saved(target: str, args: Sequence[str]) -> int:
     recipe, saved = found
     other, rest = _against(args)
     if other is None:
-        return explain_recipe(recipe, [*saved, *rest])
+        return explain_recipe(recipe, _on_top(saved, rest))
     if not other.is_file():
         raise NotFoundError(f"{other} is no file; write one with systolic forecast … --json")
     second = saved_forecast(other)
     if second is None:
         raise RunError(f"{other} is not a forecast; write one with systolic forecast … --json")
     return compare((target, *found), (str(other), *second), "--json" in rest)
+
+
+def _on_top(saved: Sequence[str], given: Sequence[str]) -> list[str]:
+    """What was saved and what is given: flags add up, unless ``none`` is among the given ones."""
+    mine = flags_in(given)
+    if mine is None:
+        return [*saved, *given]
+    if NONE not in mine.split():
+        mine = f"{flags_in(saved) or ''} {mine}".strip()
+    return [*without(saved, {"flags"}), *without(given, {"flags"}), f"--flags={mine}"]
+
+
+def flags_in(args: Sequence[str]) -> str | None:
+    """The value of ``--flags``; None where it is not given."""
+    for word, following in zip(args, [*args[1:], ""], strict=True):
+        if word == "--flags":
+            return following
+        if word.startswith("--flags="):
+            return word.partition("=")[2]
+    return None
 
 
 def _against(args: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -147,7 +199,7 @@ def _causes(target: str, args: Sequence[str]) -> tuple[Forecast, list[Cause]]:
 
     asked = request(target, args, "explain", options)
     on = slice(asked.verb["on"])
-    compiler = Compiler(flags=tuple(shlex.split(asked.verb["flags"]))).quick()
+    compiler = Compiler(flags=resolved(asked.verb["flags"], on.chip)).quick()
     outcome = compile_program(JobProgram(job=asked.job), on, compiler)
     made = of_outcome(outcome, asked.job.name, on, 0.0)
     if not isinstance(outcome, Compiled):

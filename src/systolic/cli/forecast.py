@@ -9,6 +9,7 @@ from typing import Any
 
 from systolic.aot import Compiler, Verb
 from systolic.chips import Slice, slice
+from systolic.chips.flags import resolved
 from systolic.cli.output import print_json
 from systolic.cli.parse import arguments
 from systolic.cli.target import first, request, require_slice
@@ -28,7 +29,8 @@ SLICE is one of systolic chips: v5e-16, v5p-128, tpu7x-8, 2xv5e-256, 8xh100, cpu
 
   --on SLICE       the slice
   --step STEP      train (default), eval, prefill or decode
-  --flags="…"      libtpu's, in one string
+  --flags="…"      of the compiler, on top of those that all jobs on the chip share (systolic chips
+                   v5e lists them); none leaves these out
   --quick          stop at the compiler's schedule: seconds; the time of ops is estimated
   --save PATH      keep the compiled executable, to be loaded on that slice
   --html PATH      write a report: memory map, timeline, costs, roofline
@@ -57,7 +59,7 @@ def options(
     Args:
         on: The slice: v5e-16, v5p-128, tpu7x-8, 2xv5e-256, 8xh100, cpu.
         step: Which of the job's steps: train, eval, prefill or decode.
-        flags: Of libtpu, in one string: --flags="--xla_tpu_scoped_vmem_limit_kib=65536".
+        flags: Of the compiler, on top of the set that all jobs on the chip share (systolic chips v5e lists it): --flags="--xla_tpu_scoped_vmem_limit_kib=65536"; none leaves that set out.
         quick: Stop at the compiler's schedule, after seconds: memory is exact, the time of ops estimated.
         save: Keep the compiled executable in this file.
         html: Write a report of one page to this file.
@@ -126,7 +128,8 @@ def compiled(job: Any, on: Slice, verb: Mapping[str, Any]) -> Forecast:
     from systolic.forecasting import forecast_job
     from systolic.report.forecast.progress import Progress
 
-    compiler = Compiler(flags=tuple(shlex.split(verb["flags"])), save=verb["save"] is not None)
+    flags = resolved(verb["flags"], on.chip)
+    compiler = Compiler(flags=flags, save=verb["save"] is not None)
     if verb["quick"]:
         compiler = compiler.quick()
     with Progress(sys.stderr, f"{job.name} for {on.name}") as progress:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from systolic import recipes
 from systolic.chips import Kind, Slice, chips, named_slices, slice
+from systolic.chips.flags import resolved
 from systolic.cli.command import without
 from systolic.cli.output import bounded_workers, print_json
 from systolic.cli.target import Request, first, request, require_slice
@@ -46,6 +47,8 @@ price. 8xh100 stands beside them by a roofline, which knows the GPU's rates and 
   --budget 1000      for so many dollars at most
   --price PRICE      on-demand (default), spot or committed
   --free WHAT        what may change beside the layout: batch, precision or batch,precision
+  --flags="…"        of the compiler for every program, beside those that all jobs on a chip share; none
+                     leaves these out
   --max-chips 256    of a slice that any or a chip's name stands for
   --programs 24      compiles, up to the compiler's schedule
   --finalists 2      whole compiles of the best
@@ -73,6 +76,7 @@ def options(
     budget: Annotated[float | None, POSITIVE] = None,
     price: Price = Price.on_demand,
     free: str = "",
+    flags: str = "",
     max_chips: Annotated[int, COUNT] = 256,
     programs: Annotated[int, COUNT] = 24,
     finalists: Annotated[int, NOT_NEGATIVE] = 2,
@@ -93,6 +97,7 @@ def options(
         budget: Dollars for the whole job.
         price: Which price of the catalogue: on-demand, spot or committed.
         free: What may change beside the layout: batch, precision or batch,precision.
+        flags: Of the compiler, on top of the set that all jobs on a chip share (systolic chips v5e lists it); none leaves that set out.
         max_chips: Of a slice that any or the name of a chip stands for.
         programs: Compiles up to the compiler's schedule, those kept from before among them.
         finalists: The best that are compiled to the end.
@@ -127,6 +132,7 @@ def run(args: Sequence[str]) -> int:
         slices=slices,
         goal=goal,
         freedom=freedom,
+        flags=lambda on: resolved(verb["flags"], on.chip),
         limits=Limits(
             programs=verb["programs"],
             finalists=verb["finalists"],
@@ -213,6 +219,7 @@ def check(verb: Mapping[str, Any]) -> None:
     Raises:
         OptionError: two contradict each other.
     """
+    resolved(verb["flags"], None)  # its words, before anything takes time
     if verb["tokens"] is not None and verb["examples"] is not None:
         raise OptionError("--tokens and --examples say the same in two ways; give one of them")
 
@@ -289,8 +296,12 @@ def goal_of(
     elif verb["examples"] is not None:
         units = verb["examples"] * facts.units_per_example
     else:
-        units = float(job.steps * batches[slices[0].name] * facts.units_per_example)
-        own = f"{si(units)} {facts.unit} are the job's own {job.steps:,} steps of {batches[slices[0].name]:,} examples"
+        # A batch per device makes more work on a larger slice: the smallest counts, whatever the order of --on.
+        batch = min(batches.values())
+        units = float(job.steps * batch * facts.units_per_example)
+        own = (
+            f"{si(units)} {facts.unit} are the job's own {job.steps:,} steps of {batch:,} examples"
+        )
         notes.append(f"{own}; --{facts.unit} sets another number")
     if len(set(batches.values())) > 1 and not verb["free"]:
         low, high = min(batches.values()), max(batches.values())

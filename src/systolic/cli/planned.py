@@ -1,6 +1,5 @@
 """``systolic train RECIPE --plan plan.json``: the candidate of a plan as a request to train."""
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,8 +52,6 @@ def planned(target: str, args: Sequence[str], options: Any) -> Request:
             file=sys.stderr,
         )
         chosen = replace(chosen, forecast={})
-    # The compiler is loaded with JAX's backend, so its flags come before all that touches a device.
-    _set_flags(chosen)
     return replace(asked, chosen=replace(chosen, steps=steps))
 
 
@@ -76,9 +73,7 @@ def resumed(chosen: Chosen | None, changed: set[str]) -> Chosen | None:
     kept = {name: value for name, value in chosen.settings.items() if name not in dropped}
     forecast = {} if dropped else chosen.forecast
     steps = 0 if "steps" in changed else chosen.steps
-    made = replace(chosen, settings=kept, forecast=forecast, steps=steps)
-    _set_flags(made)
-    return made
+    return replace(chosen, settings=kept, forecast=forecast, steps=steps)
 
 
 def expected(chosen: Chosen | None) -> Any:
@@ -174,9 +169,3 @@ def _same_program(before: Job, now: Job) -> bool:
     parts = ("model", "task", "optimizer")
     same = all(getattr(before, part) == getattr(now, part) for part in parts)
     return same and before.data.fields() == now.data.fields()
-
-
-def _set_flags(chosen: Chosen) -> None:
-    from systolic.aot.environment import add_flags
-
-    add_flags(os.environ, chosen.flags)

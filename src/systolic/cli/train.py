@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from systolic import __version__, recipes
 from systolic.artifact.access import Access
 from systolic.artifact.run import Run
+from systolic.cli.flags import kept, settled
 from systolic.cli.output import bounded_workers, print_json
 from systolic.cli.planned import (
     check_machine,
@@ -47,6 +48,7 @@ def options(
     plan: Path | None = None,
     candidate: Annotated[int, COUNT] = 1,
     executable: Path | None = None,
+    flags: str = "",
     workers: Annotated[int, NOT_NEGATIVE] = 0,
     diagnose: Annotated[int | None, NOT_NEGATIVE] = None,
     profile: Annotated[int, NOT_NEGATIVE] = 0,
@@ -61,6 +63,7 @@ def options(
         plan: What systolic plan wrote: trains its best candidate with the options that were planned, and shows the forecast beside what is measured.
         candidate: Which of the plan's candidates, by rank.
         executable: The compiled train step that systolic forecast --save kept, instead of compiling it.
+        flags: Of the compiler, on top of the set that jobs on these devices share (systolic chips v5e lists it): --flags="--xla_tpu_scoped_vmem_limit_kib=65536"; none leaves that set out.
         workers: Processes that read and transform data; 0 uses threads.
         diagnose: Steps between looks at gradients by layer, for systolic explain; 0 never looks, by default as often as 1 % of the time allows.
         profile: Steps to trace with XLA's profiler after warm-up, into RUN/profile, for systolic explain RUN/profile.
@@ -72,6 +75,7 @@ def options(
 def resume_options(
     resume: Path,
     executable: Path | None = None,
+    flags: str | None = None,
     workers: Annotated[int, NOT_NEGATIVE] = 0,
     diagnose: Annotated[int | None, NOT_NEGATIVE] = None,
     profile: Annotated[int, NOT_NEGATIVE] = 0,
@@ -83,6 +87,7 @@ def resume_options(
     Args:
         resume: The run's directory.
         executable: The compiled train step that systolic forecast --save kept, instead of compiling it.
+        flags: Of the compiler, in place of those that the run was started with; none for XLA's defaults.
         workers: Processes that read and transform data; 0 uses threads.
         diagnose: Steps between looks at gradients by layer, for systolic explain; 0 never looks, by default as often as 1 % of the time allows.
         profile: Steps to trace with XLA's profiler after warm-up, into RUN/profile, for systolic explain RUN/profile.
@@ -126,9 +131,10 @@ def run(args: Sequence[str]) -> int:
     join(asked.verb)
     if asked.chosen is not None:
         check_machine(asked.chosen)
-    setup = replace(set_up(asked.job), expected=expected(asked.chosen))
+    flags = settled(asked.verb["flags"], asked.chosen)
+    setup = replace(set_up(asked.job, flags=flags["compiler"]), expected=expected(asked.chosen))
     setup.check_metric()
-    description = describe(asked, setup.job)
+    description = describe(asked, setup.job, flags)
     loaded = load(setup, asked.verb, ledger)
     with create(asked.verb["run"], description) as directory:
         if asked.recipe.file is not None and directory.access is Access.write:
@@ -187,7 +193,8 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
         asked = request_for(recipe, ["--resume", str(path), *args], "train", resume_options, saved)
         changed = {name for name, value in asked.options.items() if value != saved.get(name)}
         asked = replace(asked, chosen=resumed(plan_of(record), changed))
-        job, description = continued(asked, record, saved)
+        flags = kept(record, asked.chosen, asked.verb["flags"])
+        job, description = continued(asked, record, saved, flags)
         summary = finished(directory, job, changed=asked.options != saved)
         if summary is not None:
             if asked.verb["json"]:
@@ -199,13 +206,13 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
             return 0
         from systolic.train.setup import set_up
 
-        setup = replace(set_up(job), expected=expected(asked.chosen))
+        setup = replace(set_up(job, flags=flags["compiler"]), expected=expected(asked.chosen))
         setup.check_metric()
         loaded = load(setup, asked.verb, ledger)
 
         def go_on() -> None:
             directory.drop_summary()
-            if asked.options != saved:
+            if asked.options != saved or flags != record.get("flags"):
                 directory.write_job(description)
 
         return session(
@@ -214,7 +221,10 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
 
 
 def continued(
-    asked: Request, record: Mapping[str, Any], saved: Mapping[str, Any]
+    asked: Request,
+    record: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    flags: Mapping[str, Any],
 ) -> tuple[Job, dict[str, Any]]:
     """The job that goes on and its job.json: on other devices, with the batch that it started with."""
     job = asked.job
@@ -224,7 +234,7 @@ def continued(
     if same_batch and job.batch.per_device is not None:
         total = job.batch.resolve(replace(job.layout, **layout))
         job = replace(job, batch=Batch(total=total))
-    description = describe(asked, job)
+    description = describe(asked, job, flags)
     return job, {**description, "layout": layout} if same_batch else description
 
 
@@ -270,7 +280,7 @@ def session(
         accepted = True
         if tells:
             accept()
-            directory.write_environment([str(device) for device in setup.machine.devices])
+            directory.write_environment([*map(str, setup.machine.devices)], setup.flags)
 
     if tells:
         view = Quiet() if verb["json"] else Live()
@@ -341,10 +351,12 @@ def replay(path: Path, args: Sequence[str]) -> int:
         raise NotFoundError(f"{path} is not a file; give RUN/bad/step-N.npz")
     with Run.open(path.parent.parent) as directory:
         _, job, _ = rebuild(directory)
+        record = directory.read_job()
+        flags = kept(record, plan_of(record), None)
         from systolic.train.replay import replay as again
         from systolic.train.setup import set_up
 
-        result = again(set_up(job), directory, path)
+        result = again(set_up(job, flags=flags["compiler"]), directory, path)
     if asked.get("json"):
         print_json(result)
         return 0
@@ -358,8 +370,8 @@ def replay(path: Path, args: Sequence[str]) -> int:
     return 0
 
 
-def describe(asked: Request, job: Job) -> dict[str, Any]:
-    """The content of job.json."""
+def describe(asked: Request, job: Job, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of job.json; ``flags`` are the compiler's as :mod:`systolic.cli.flags` has them."""
     plain = job.to_json()
     return {
         "systolic": __version__,
@@ -368,5 +380,6 @@ def describe(asked: Request, job: Job) -> dict[str, Any]:
         "job": plain,
         "plan": None if asked.chosen is None else asked.chosen.to_json(),
         "layout": job.layout.mesh_shape,
+        "flags": dict(flags),
         "digest": digest(plain),
     }

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from systolic.artifact.run import Run
-from systolic.cli.target import rebuild
+from systolic.cli.flags import kept
+from systolic.cli.target import plan_of, rebuild
 from systolic.job import Job
 
 
@@ -25,15 +26,15 @@ def load(path: Path, checkpoint: str) -> Trained:
 
     run = Run.open(path)
     _, job, _ = rebuild(run)
-    setup = set_up_here(job)
+    setup = set_up_here(job, run)
     found = weights.load(run, setup.steps, checkpoint)
     for line in found.skipped:
         print(f"systolic: {line}; using step {found.step}", file=sys.stderr)
     return Trained(run=run, setup=setup, weights=found)
 
 
-def set_up_here(job: Job) -> Any:
-    """The job on this machine's devices, however many there are: any number can use what any layout trained."""
+def set_up_here(job: Job, run: Run) -> Any:
+    """The job of a run on this machine's devices, however many there are: any number can use what any layout trained."""
     from dataclasses import replace
 
     from systolic.job import Layout, Remat
@@ -50,4 +51,6 @@ def set_up_here(job: Job) -> Any:
     free = Layout(data=1, fsdp=-1, remat=Remat.none)
     if job.batch.total and job.batch.total % ways:
         batch = replace(batch, total=-(-job.batch.total // ways) * ways)
-    return set_up(replace(job, layout=free, batch=batch), machine)
+    record = run.read_job()
+    flags = kept(record, plan_of(record), None)["compiler"]
+    return set_up(replace(job, layout=free, batch=batch), machine, flags)

@@ -10,6 +10,7 @@ from systolic.core.units import duration
 from systolic.explain.axes import axes_of
 from systolic.explain.cause import Cause
 from systolic.forecasting import Forecast
+from systolic.forecasting.windowed import OFF, names
 from systolic.hlo import Computation, Instruction, Module, Shape
 from systolic.hlo.origin import named
 from systolic.job import Model
@@ -245,11 +246,31 @@ def unfilled(step: Step) -> Iterable[Cause]:
             f"matmuls that leave the matrix units below {POOR:.0%} of their peak",
             ops,
             [
-                "weights gathered whole: --flags=--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000",
                 "more tokens a pass (--layout.accumulate down), fewer ways of --layout.tensor",
                 "model dims that are multiples of the matrix unit's width",
             ],
             note=note,
+            seconds=lost,
+        )
+
+
+def windowed_einsums(step: Step) -> Iterable[Cause]:
+    """Matmuls whose weights travel between partial matmuls: their time over what the peak needs."""
+    found = names(step.module)
+    ops = [op for op in step.ops if op.op_name in found]
+
+    def lost(op: Op) -> float:
+        ideal = op.span.flops / step.rates.peak(_dtype(step, op)) if op.span.flops else 0.0
+        return max(op.span.seconds - ideal, 0.0) * op.times
+
+    if ops:
+        yield _cause(
+            step,
+            "windowed-einsums",
+            "windowed einsums: weights travel piece by piece between partial matmuls",
+            ops,
+            [f"weights gathered whole: --flags={OFF}"],
+            note=lambda op: f"{op.span.opcode} {op.instruction.name} x{op.times}",
             seconds=lost,
         )
 
@@ -415,6 +436,7 @@ RULES: Sequence[Callable[[Step], Iterable[Cause]]] = (
     slices,
     host,
     rematerialisation,
+    windowed_einsums,
     unfilled,
     attention,
     copies,

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from systolic.aot import Compiler
 from systolic.chips import Slice
 from systolic.chips.slices import named_slices
 from systolic.job import Axis, Batch, Layout, OptimizerKind
@@ -62,12 +61,15 @@ class Rung:
 def climb(
     facts: Facts,
     on: Slice,
-    compiler: Compiler,
+    flags: Callable[[Slice], tuple[str, ...]],
     workers: int,
     watch: Watch = lambda _: None,
     told: Callable[[Rung], None] = lambda _: None,
 ) -> list[Rung]:
-    """Rungs until one fits: other layouts, fewer optimizer moments, larger slices of the same chip."""
+    """Rungs until one fits: other layouts, fewer optimizer moments, larger slices of the same chip.
+
+    ``flags`` are those of the compiler that every program on a slice has.
+    """
     made: list[Rung] = []
 
     def rung(text: str, of: Facts, at: Slice, programs: int, same: bool = True) -> bool:
@@ -76,7 +78,7 @@ def climb(
             slices=[at],
             goal=Goal(objective=Objective.time, units=1.0, unit=of.unit),
             limits=Limits(programs=programs, finalists=0, workers=workers),
-            compiler=compiler,
+            flags=flags,
             watch=watch,
         )
         plan = search.run()

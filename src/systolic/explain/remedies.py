@@ -7,6 +7,7 @@ from typing import Any
 
 from systolic.aot import Compiler, JobProgram, Outcome
 from systolic.aot.compile import Pool
+from systolic.chips import Slice
 from systolic.core.errors import SystolicError
 from systolic.core.units import gibibytes
 from systolic.forecasting import Forecast
@@ -16,7 +17,7 @@ from systolic.plan import variants
 from systolic.plan.analytic import analyse, capacity
 from systolic.plan.candidate import Candidate
 from systolic.plan.facts import Facts
-from systolic.plan.flags import DEFAULT
+from systolic.plan.flags import joined
 from systolic.plan.space import NAMED, check, narrower
 
 GAIN = 0.005
@@ -64,7 +65,7 @@ class Remedy:
         return {
             "change": self.change.text,
             "settings": settings,
-            "flags": list(self.change.candidate.flags.flags),
+            "flags": list(self.change.candidate.compiler_flags),
             "same_result": self.change.same_result,
             "fits": self.gain is not None,
             "step_seconds": self.step_seconds,
@@ -203,7 +204,7 @@ def try_all(
         def run(todo: Sequence[Change], of: int) -> None:
             futures = {}
             for change in todo:
-                flags = change.candidate.flags.flags or tuple(compiler.flags)
+                flags = change.candidate.compiler_flags
                 program = JobProgram(job=change.candidate.job(facts.job))
                 how = replace(compiler, flags=flags).quick()
                 futures[pool.submit(program, change.candidate.on, how)] = change
@@ -237,12 +238,15 @@ def _joined(facts: Facts, helped: Sequence[Remedy]) -> Change | None:
     candidate, texts, touched = first.candidate, [first.text], {_kind(first)}
     for one in helped[1:]:
         kind = _kind(one.change)
-        if kind in touched:
+        if kind in touched and kind != "flags":
             continue
         other = one.change.candidate
         match kind:
-            case "flags":
-                candidate = replace(candidate, flags=other.flags)
+            case "flags":  # sets add up; of a flag in two of them, the value that gained more
+                flags = joined(other.flags, candidate.flags)
+                if set(flags.flags) == set(candidate.flags.flags):
+                    continue
+                candidate = replace(candidate, flags=flags)
             case "attention":
                 layout = replace(candidate.layout, attention_block=other.layout.attention_block)
                 candidate = replace(candidate, layout=layout)
@@ -306,8 +310,8 @@ def _remedy(facts: Facts, base: Forecast, change: Change, outcome: Callable[[], 
     )
 
 
-def base_of(facts: Facts, on: Any) -> Candidate:
-    """The job's own layout as a candidate.
+def base_of(facts: Facts, on: Slice, flags: tuple[str, ...] = ()) -> Candidate:
+    """The job's own layout as a candidate, compiled with these flags.
 
     Raises:
         LayoutError: it does not divide the slice, the model or the batch.
@@ -318,5 +322,5 @@ def base_of(facts: Facts, on: Any) -> Candidate:
         layout=job.layout,
         batch=job.batch.resolve(job.layout),
         precision=job.precision.resolve(on.platform),
-        flags=DEFAULT,
+        base=flags,
     )

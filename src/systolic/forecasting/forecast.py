@@ -56,6 +56,8 @@ class Forecast:
     compiler: Mapping[str, Any] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
     rejected: Mapping[str, Any] | None = None
+    warnings: Sequence[str] = ()
+    """What slows the program down by known settings; shown before all notes."""
     notes: Sequence[str] = ()
     answer: Compiled | None = field(default=None, repr=False)
     """The compiler's answer in the store: its text, its message, its executable; None of a dump."""
@@ -159,7 +161,7 @@ class Forecast:
             **self._bill(),
             "compiler": dict(self.compiler),
             "layout": dict(self.layout),
-            "notes": list(self.notes),
+            "notes": [*self.warnings, *self.notes],
             **self._costs(),
         }
         if self.rejected is not None:

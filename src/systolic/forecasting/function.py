@@ -55,7 +55,8 @@ def forecast_function(
         spread: The mesh (axis name to size), or a :class:`Spread`.
         model_flops: FLOPs that the mathematics needs, for the MFU.
         units: What a call works off, ``("tokens", 1 << 20)``.
-        flags: libtpu's, such as ``--xla_tpu_scoped_vmem_limit_kib=65536``: a list, or one text.
+        flags: libtpu's, such as ``--xla_tpu_scoped_vmem_limit_kib=65536``: a list, or one text. By
+            default none, as your own program has them.
         quick: Stop at the schedule: memory exactly and a rougher time, in seconds. For TPUs;
             elsewhere the compile is no longer than that.
         **kwargs: As ``args``.

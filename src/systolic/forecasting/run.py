@@ -17,6 +17,7 @@ from systolic.aot import (
 )
 from systolic.aot import compile as compile_program
 from systolic.chips import Slice
+from systolic.chips.flags import resolved
 from systolic.core.errors import RunError
 from systolic.core.origin import Origin
 from systolic.forecasting.cost import bill_of
@@ -24,10 +25,12 @@ from systolic.forecasting.forecast import LARGEST, Forecast
 from systolic.forecasting.interval import interval_of
 from systolic.forecasting.memory import Held, MemoryMap, kind_of, memory_map, state_of
 from systolic.forecasting.platforms import forecast_host
+from systolic.forecasting.windowed import note_of, windowed
 from systolic.hlo import Module, parse
 from systolic.job import Job
 from systolic.sim import simulate
 from systolic.sim.layers import layer_of
+from systolic.sim.timeline import Timeline
 
 Say = Callable[[str], None]
 
@@ -40,12 +43,13 @@ def forecast_job(
     compiler: Compiler | None = None,
     say: Say = lambda _: None,
 ) -> Forecast:
-    """One of a job's steps on a slice.
+    """One of a job's steps on a slice; without a ``compiler`` with the flags that jobs share there.
 
     Raises:
         LayoutError: the layout does not divide the slice, the model or the batch.
         RunError: the compiler failed; the message has its reason.
     """
+    compiler = compiler or Compiler(flags=resolved("", on.chip))
     return forecast_program(
         JobProgram(job=job, verb=verb), job.name, on, compiler=compiler, say=say
     )
@@ -119,7 +123,7 @@ def _compiled(outcome: Compiled, name: str, on: Slice, seconds: float) -> Foreca
 def assemble(
     *,
     module: Module,
-    timeline: Any,
+    timeline: Timeline,
     memory: Any,
     facts: Mapping[str, Any],
     name: str,
@@ -149,8 +153,14 @@ def assemble(
         bill=bill_of(on),
         compiler=compiler,
         layout=facts.get("layout", {}),
+        warnings=_warnings(module, timeline),
         notes=(*facts.get("notes", ()), *timeline.notes),
     )
+
+
+def _warnings(module: Module, timeline: Timeline) -> list[str]:
+    found = windowed(module, timeline)
+    return [] if found is None else [note_of(found, timeline.seconds)]
 
 
 def _rejected(outcome: Rejected, name: str, on: Slice, seconds: float) -> Forecast:
@@ -172,6 +182,7 @@ def _rejected(outcome: Rejected, name: str, on: Slice, seconds: float) -> Foreca
             **outcome.report.get("versions", {}),
             "seconds": round(seconds, 3),
             "cached": outcome.cached,
+            "flags": outcome.report.get("flags", []),
         },
         layout=facts.get("layout", {}),
         rejected={

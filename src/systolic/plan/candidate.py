@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from systolic.chips import Slice
+from systolic.chips.flags import merged
 from systolic.job import Axis, Batch, Job, Layout, Placement, Precision, Remat
 from systolic.plan.flags import DEFAULT, FlagSet
 
@@ -21,6 +22,14 @@ class Candidate:
     """Examples an optimizer step."""
     precision: Precision
     flags: FlagSet = DEFAULT
+    """On top of ``base``."""
+    base: tuple[str, ...] = ()
+    """Compiler flags of all candidates on this chip: the shared set and the user's."""
+
+    @property
+    def compiler_flags(self) -> tuple[str, ...]:
+        """All flags that it is compiled with."""
+        return merged(self.base, self.flags.flags)
 
     def job(self, base: Job) -> Job:
         """The job under this layout."""

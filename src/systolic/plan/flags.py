@@ -1,9 +1,10 @@
-"""Sets of compiler flags that are known to matter, each with a name and a reason."""
+"""Sets of compiler flags to try on top of those that all jobs share, each with a name and a reason."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from systolic.chips import Slice
+from systolic.chips.flags import merged, name_of, shared_flags
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +21,7 @@ class FlagSet:
 
 
 _PLUS = " + "
-DEFAULT = FlagSet(name="default", flags=(), why="what libtpu does by itself", generations=())
+DEFAULT = FlagSet(name="default", flags=(), why="what all jobs on the chip share", generations=())
 
 _ASYNC = (
     "--xla_tpu_enable_async_collective_fusion=true",
@@ -103,19 +104,25 @@ SETS: Sequence[FlagSet] = (
 
 
 def _names(flags: Sequence[str]) -> set[str]:
-    return {flag.split("=")[0] for flag in flags}
+    return {name_of(flag) for flag in flags}
 
 
-def sets_for(on: Slice, offloads: bool = False, base: FlagSet = DEFAULT) -> list[FlagSet]:
+def sets_for(
+    on: Slice, offloads: bool = False, base: FlagSet = DEFAULT, have: Sequence[str] = ()
+) -> list[FlagSet]:
     """Those worth a compile on a slice, besides the default; the likeliest to help first.
 
     Args:
         on: The slice.
         offloads: Whether the layout moves activations to the host.
         base: What they come on top of; another value for all that a part of it sets is not worth a try.
+        have: Flags that are set already. A set that changes none of them is left out, and so is one
+            that only gives other values to what somebody has set beside the shared set.
     """
     parts = base.name.split(_PLUS)
     chosen = [_names(one.flags) for one in SETS if one.name in parts]
+    shared = {one.text for one in shared_flags(on.chip)}
+    given = _names([flag for flag in have if flag not in shared])
     found = [
         one
         for one in SETS
@@ -124,6 +131,8 @@ def sets_for(on: Slice, offloads: bool = False, base: FlagSet = DEFAULT) -> list
         and (one.name != "data-parallel-overlap" or on.num_slices > 1)
         and (one.name != "host-overlap" or offloads)
         and _names(one.flags) not in chosen
+        and not set(one.flags) <= set(have)
+        and not _names(one.flags) <= given
     ]
     return sorted(found, key=lambda one: one.most_chips < on.num_chips)
 
@@ -132,13 +141,11 @@ def joined(base: FlagSet, more: FlagSet) -> FlagSet:
     """Both; of a flag that both set, what ``more`` says."""
     if base is DEFAULT or more is DEFAULT:
         return base if more is DEFAULT else more
-    replaced = _names(more.flags)
-    kept = tuple(flag for flag in base.flags if flag.split("=")[0] not in replaced)
     if not set(more.flags) - set(base.flags):
         return base
     return FlagSet(
         name=f"{base.name}{_PLUS}{more.name}",
-        flags=(*kept, *more.flags),
+        flags=merged(base.flags, more.flags),
         why=f"{base.why}; {more.why}",
         generations=tuple(g for g in base.generations if g in more.generations),
     )

@@ -118,7 +118,7 @@ class Plan:
         return {
             **{name: value for name, value in whole.items() if name not in COSTS},
             "settings": one.candidate.settings(self.facts.job),
-            "flags": list(one.candidate.flags.flags),
+            "flags": list(one.candidate.compiler_flags),
             "total": {
                 "steps": one.total.steps,
                 "seconds": one.total.seconds,

@@ -16,6 +16,7 @@ import psutil
 from systolic.aot import Compiler, JobProgram, Outcome
 from systolic.aot.compile import Pool
 from systolic.chips import Slice
+from systolic.chips.flags import resolved
 from systolic.core.errors import MissingExtraError, SystolicError
 from systolic.core.machine import bounded
 from systolic.core.units import gibibytes
@@ -26,7 +27,7 @@ from systolic.plan.facts import Facts
 from systolic.plan.goal import Goal, days
 from systolic.plan.judge import Judge, Ranked
 from systolic.plan.plan import Plan, Tried, ranking
-from systolic.plan.space import Freedom, Refused
+from systolic.plan.space import Freedom, Refused, check
 from systolic.plan.survey import Survey
 from systolic.plan.variants import changes, like, together
 
@@ -84,6 +85,11 @@ class Progress:
 Watch = Callable[[Progress], None]
 
 
+def shared(on: Slice) -> tuple[str, ...]:
+    """The flags that all jobs on a slice's chip share."""
+    return resolved("", on.chip)
+
+
 @dataclass
 class Search:
     """One search; :meth:`run` gives its answer, :meth:`answer` the answer so far."""
@@ -94,6 +100,8 @@ class Search:
     freedom: Freedom = field(default_factory=Freedom)
     limits: Limits = field(default_factory=Limits)
     compiler: Compiler = field(default_factory=Compiler)
+    flags: Callable[[Slice], tuple[str, ...]] = shared
+    """Compiler flags of every program on a slice; the sets that are tried come on top."""
     watch: Watch = lambda _: None
     only: Sequence[Candidate] | None = None
     """The space, where it is not all that a slice allows."""
@@ -107,7 +115,11 @@ class Search:
 
     def __post_init__(self) -> None:
         self._judge = Judge(facts=self.facts, goal=self.goal)
-        self._survey = Survey(judge=self._judge, freedom=self.freedom, only=self.only)
+        self._survey = Survey(
+            judge=self._judge, freedom=self.freedom, base=self.flags, only=self.only
+        )
+        # Ties are broken by the slices' own order, not by that of the command line.
+        self.slices = sorted(self.slices, key=lambda on: (on.chip.name, on.num_chips, on.name))
 
     def run(self) -> Plan:
         """The plan; after Ctrl-C the best so far, marked so."""
@@ -120,10 +132,12 @@ class Search:
                     most = self.limits.programs
                     self._compile_best_first(pool, most - most // 2)
                     plain = self.leader()
-                    self._refine(pool, most - most // 4)
+                    rivals = self._rivals()
+                    self._refine(pool, most - most // (3 if rivals else 4))
                     leader = self.leader()
+                    self._refine_rivals(pool, rivals, most - most // 6)
                     if leader is not plain:
-                        self._spread(pool, most - most // 8)
+                        self._spread(pool, most - (0 if rivals else most // 8))
                     if self.leader() is not leader:
                         self._refine(pool, most)
                     self._compile_best_first(pool, most)
@@ -225,6 +239,10 @@ class Search:
             if one.forecast is None or one.forecast.fits:
                 continue
             other = one.candidate
+            if candidate.precision is not other.precision:
+                continue
+            if candidate.compiler_flags != other.compiler_flags:
+                continue
             same = replace(
                 candidate.layout,
                 remat=other.layout.remat,
@@ -245,16 +263,42 @@ class Search:
                 return f"keeps no less than {other.text}, which needs {gibibytes(need)}"
         return None
 
-    def _refine(self, pool: Pool, most: int) -> None:
-        """Attention blocks, loss tiles and flag sets on the best, two at a time; what helps stays."""
-        first = self.leader()
+    def _rivals(self) -> list[Tried]:
+        """The best of each other slice of TPUs, best first: an answer without settings is none to compare with."""
+        leader = self.leader()
+        found: dict[str, Tried] = {}
+        for one in self.leaders():
+            found.setdefault(one.candidate.on.name, one)
+        return [
+            one
+            for one in found.values()
+            if leader is not None
+            and one.candidate.on != leader.candidate.on
+            and one.candidate.on.platform == "tpu"
+        ]
+
+    def _refine_rivals(self, pool: Pool, rivals: Sequence[Tried], most: int) -> None:
+        """What helped the best layout on the best of each other slice; then these by themselves, in equal shares."""
+        leader = self.leader()
+        if leader is None:
+            return
+        wanted = [like(leader.candidate, one.candidate) for one in rivals]
+        possible = [one for one in wanted if check(self.facts.job, one) is None]
+        self._try(pool, possible, most)
+        for number, one in enumerate(rivals):
+            share = (most - len(self.tried)) // (len(rivals) - number)
+            self._refine(pool, len(self.tried) + share, one.candidate.on)
+
+    def _refine(self, pool: Pool, most: int, on: Slice | None = None) -> None:
+        """Attention blocks, loss tiles and flag sets on the best (of a slice), two at a time; what helps stays."""
+        first = self.leader(on)
         if first is None:
             return
         memory = first.forecast.memory if first.forecast is not None else None
         tight = memory is not None and memory.peak_bytes > TIGHT * capacity(first.candidate.on)
         wanted = changes(self.facts.job, first.candidate, tight)
         for index in range(0, len(wanted), 2):
-            base = self.leader()
+            base = self.leader(on)
             assert base is not None
             made = {change: change.on(base.candidate) for change in wanted[index : index + 2]}
             self._try(pool, made.values(), most)
@@ -330,12 +374,12 @@ class Search:
 
     def _whole(self, pool: Pool, one: Tried) -> "Future[Outcome]":
         program = JobProgram(job=one.candidate.job(self.facts.job))
-        compiler = replace(self.compiler, flags=one.candidate.flags.flags)
+        compiler = replace(self.compiler, flags=one.candidate.compiler_flags)
         return pool.submit(program, one.candidate.on, compiler)
 
     def _submit(self, pool: Pool, ranked: Ranked) -> None:
         program = JobProgram(job=ranked.candidate.job(self.facts.job))
-        compiler = replace(self.compiler, flags=ranked.candidate.flags.flags).quick()
+        compiler = replace(self.compiler, flags=ranked.candidate.compiler_flags).quick()
         self._running[pool.submit(program, ranked.candidate.on, compiler)] = ranked
         self._say("compiling")
 
@@ -400,9 +444,9 @@ class Search:
         near = [(excess, one) for excess, one in near if excess <= NEAR]
         return [one for _, one in sorted(near, key=lambda pair: pair[0])]
 
-    def leader(self) -> Tried | None:
-        """The first of these."""
-        return next(iter(self.leaders()), None)
+    def leader(self, on: Slice | None = None) -> Tried | None:
+        """The first of these; the first of a slice, where one is given."""
+        return next((one for one in self.leaders() if on in (None, one.candidate.on)), None)
 
     def _late(self) -> bool:
         limit = self.limits.seconds

@@ -52,6 +52,8 @@ class Refused:
     layout: str
     rule: str
     reason: str
+    miss: float | None = None
+    """Times by which the nearest of them exceeds what the rule allows; None where no figure tells."""
 
 
 def candidates(job: Job, on: Slice, freedom: Freedom) -> Iterator[Candidate]:

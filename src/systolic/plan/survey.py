@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from systolic.chips import Slice
 from systolic.core.errors import NotFoundError, SystolicError
@@ -22,6 +22,8 @@ class Survey:
 
     judge: Judge
     freedom: Freedom
+    base: Callable[[Slice], tuple[str, ...]] = lambda _: ()
+    """Compiler flags of all candidates on a slice."""
     only: Sequence[Candidate] | None = None
     queue: list[Ranked] = field(default_factory=list)
     refused: list[Refused] = field(default_factory=list)
@@ -51,8 +53,10 @@ class Survey:
         have = capacity(on)
         over: Counter[str] = Counter()
         least: dict[str, tuple[float, str]] = {}
+        """Rule to how far its nearest miss is off, and that in words."""
         seen = set()
-        space = candidates(self.judge.facts.job, on, self.freedom)
+        base = self.base(on)
+        space = (replace(c, base=base) for c in candidates(self.judge.facts.job, on, self.freedom))
         if self.only is not None:
             space = (one for one in self.only if one.on == on)
         for candidate in space:
@@ -61,21 +65,23 @@ class Survey:
             seen.add(candidate)
             self.searched += 1
             found = analyse(self.judge.facts, candidate)
-            rule, size, text = "", 0.0, ""
+            rule, miss, text = "", 0.0, ""
             if found.bytes_bound > have:
-                rule, size = "memory bound", found.bytes_bound
+                rule, miss = "memory bound", found.bytes_bound / have
                 text = f"weights, optimizer state and layer inputs alone are {gibibytes(found.bytes_bound)} of {gibibytes(have)} or more"
             elif problem := self.judge.broken(candidate, found.seconds_bound):
-                rule, size = "goal", found.seconds_bound
+                total = self.judge.total(candidate, found.seconds_bound)
+                rule, miss = "goal", self.judge.goal.excess(total)
                 text = f"at the chip's peak rate it {problem}"
             if not rule:
                 yield Ranked(candidate=candidate, analysis=found)
                 continue
             over[rule] += 1
-            if rule not in least or size < least[rule][0]:
-                least[rule] = (size, f"{text} (nearest: {candidate.text})")
+            if rule not in least or miss < least[rule][0]:
+                least[rule] = (miss, f"{text} (nearest: {candidate.text})")
         for rule, number in over.items():
-            self.refuse(on, f"{number:,} layouts", rule, least[rule][1])
+            miss, text = least[rule]
+            self.refuse(on, f"{number:,} layouts", rule, text, miss)
         if not seen:
             batch = global_batch(self.judge.facts.job, on)
             self.refuse(
@@ -85,6 +91,9 @@ class Survey:
                 f"no mesh of {on.num_devices} devices divides the model and a batch of {batch}; change the batch or let it go with --free batch",
             )
 
-    def refuse(self, on: Slice, layout: str, rule: str, reason: str) -> None:
+    def refuse(
+        self, on: Slice, layout: str, rule: str, reason: str, miss: float | None = None
+    ) -> None:
         """Notes a part of the space that is not searched."""
-        self.refused.append(Refused(on=on, layout=layout, rule=rule, reason=reason))
+        refused = Refused(on=on, layout=layout, rule=rule, reason=reason, miss=miss)
+        self.refused.append(refused)

@@ -45,7 +45,9 @@ def changes(job: Job, candidate: Candidate, tight: bool = True) -> list[Change]:
     layout = candidate.layout
     flags = [
         Change(flags=one)
-        for one in sets_for(candidate.on, layout.remat is Remat.offload, candidate.flags)
+        for one in sets_for(
+            candidate.on, layout.remat is Remat.offload, candidate.flags, candidate.base
+        )
     ]
     blocks: list[Change] = []
     if candidate.on.platform == "tpu" and tokens is not None and Axis.context in job.model.axes():
@@ -86,11 +88,14 @@ def together(base: Candidate, helped: Sequence[Change]) -> Candidate:
 
 
 def like(leader: Candidate, one: Candidate) -> Candidate:
-    """A candidate with the flags, attention blocks, loss tiles and placement of another."""
+    """A candidate with the flags (where its chip takes them), attention blocks, loss tiles and placement of another."""
+    flags = leader.flags
+    if flags is not DEFAULT and one.on.chip.name not in flags.generations:
+        flags = one.flags
     layout = replace(
         one.layout,
         placement=leader.layout.placement,
         attention_block=leader.layout.attention_block,
         loss_tiles=leader.layout.loss_tiles,
     )
-    return replace(one, layout=layout, flags=leader.flags)
+    return replace(one, layout=layout, flags=flags)

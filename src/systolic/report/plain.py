@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from systolic.chips.flags import described
 from systolic.report import figures, terminal
 
 SLOWEST = 60.0
@@ -124,6 +125,7 @@ def headline(start: dict[str, Any]) -> str:
     if num_parameters is not None:
         parts.append(f"{figures.si(num_parameters)} parameters")
     parts += [str(start[key]) for key in ("devices", "precision") if start.get(key)]
+    parts += [described(start["flags"])] if start.get("flags") else []
     if start.get("batch"):
         parts.append(f"batch {figures.count(start['batch'])}")
     if start.get("steps"):

@@ -120,6 +120,7 @@ def header_facts(run: Run) -> list[tuple[str, str]]:
         ("devices", start.get("devices")),
         ("layout", axes),
         ("precision", start.get("precision")),
+        ("compiler flags", " ".join(start.get("flags") or [])),
         ("batch", figures.count(start["batch"]) if start.get("batch") else None),
         ("steps", f"{figures.count(run.step)} of {figures.count(run.steps)}"),
         ("sessions", str(run.num_sessions) if run.num_sessions > 1 else None),

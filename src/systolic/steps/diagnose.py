@@ -36,14 +36,14 @@ def num_parts(steps: Steps) -> int:
 def jit_diagnose(steps: Steps) -> Any:
     """:func:`diagnose`, jitted: (state, batch) -> figures, whole on every device."""
     # It runs once in hundreds of steps: on a CPU, LLVM would spend seconds to save it milliseconds.
-    quick: dict[str, str | bool] | None = None
+    options = steps.target.compiler_options
     if steps.target.platform == "cpu":
-        quick = {"xla_backend_optimization_level": "1"}
+        options = {"xla_backend_optimization_level": "1"}
     return jax.jit(
         lambda state, batch: diagnose(steps, state, batch),
         in_shardings=(steps.shardings, steps.batch_shardings),
         out_shardings=steps.target.sharding(PartitionSpec()),
-        compiler_options=quick,
+        compiler_options=options,
     )
 
 

@@ -14,9 +14,10 @@ def jit_train(steps: Steps) -> Any:
         donate_argnums=0,
         in_shardings=(steps.shardings, steps.batch_shardings),
         out_shardings=(steps.shardings, None),
+        compiler_options=steps.target.compiler_options,
     )
 
 
 def jit_evaluate(steps: Steps) -> Any:
     """The eval step, jitted: (params, rest, batch) -> sums."""
-    return jax.jit(steps.evaluate)
+    return jax.jit(steps.evaluate, compiler_options=steps.target.compiler_options)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from systolic.chips.flags import compile_options
 from systolic.job import Layout
 
 AnyMesh = Mesh | AbstractMesh
@@ -39,8 +40,15 @@ class MeshTarget:
     dtype: str
     mesh: AnyMesh
     operands: str | None = None
+    flags: tuple[str, ...] = ()
+    """Compiler flags of every program that is jitted on this mesh: ``--xla_…=…``; none are XLA's defaults."""
     notes: list[str] = field(default_factory=list)
     """What :meth:`note` was told while tracing, in order."""
+
+    @property
+    def compiler_options(self) -> dict[str, str] | None:
+        """The flags as ``jax.jit`` takes them: options of a program, not of the process."""
+        return compile_options(self.flags, self.platform) or None
 
     def note(self, text: str) -> None:
         """Keeps ``text`` once."""

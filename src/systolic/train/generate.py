@@ -1,6 +1,7 @@
 """Streams text from a language model: one compiled loop, called for a few tokens at a time."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -63,8 +64,9 @@ def stream(
     ids = start + list(tokenizer.encode(prompt)) or [0]
     padded = _round_up(len(ids), 64)
     capacity = _round_up(padded + tokens, 256)
-    prefill = jax.jit(programs.prefill, static_argnames="capacity")
-    decode = jax.jit(programs.decode, static_argnames="count", donate_argnums=2)
+    jit = partial(jax.jit, compiler_options=steps.target.compiler_options)
+    prefill = jit(programs.prefill, static_argnames="capacity")
+    decode = jit(programs.decode, static_argnames="count", donate_argnums=2)
     row = np.zeros((1, padded), np.int32)
     row[0, : len(ids)] = ids
     state = prefill(
@@ -87,8 +89,7 @@ def stream(
             if piece:
                 yield piece
         left -= CHUNK
-    rest_of_text = text.flush()
-    if rest_of_text:
+    if rest_of_text := text.flush():
         yield rest_of_text
 
 

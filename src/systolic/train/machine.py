@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from systolic.chips.catalogue import by_device_kind
+from systolic.chips import Chip, by_device_kind
 from systolic.core.errors import RunError
 
 
@@ -21,6 +21,11 @@ class Machine:
     """``4 x TPU v5 lite`` or ``1 x cpu``."""
     peak_bf16_flops_per_second: float | None
     """Published dense bf16 peak of all devices together; ``None`` where the catalogue has none."""
+
+    @property
+    def chip(self) -> Chip | None:
+        """The kind of its accelerator; ``None`` for a CPU, and where the catalogue has no such kind."""
+        return None if self.platform == "cpu" else by_device_kind(self.devices[0].device_kind)
 
     @classmethod
     def here(cls) -> "Machine":

@@ -44,7 +44,8 @@ class Runner:
         self.setup, self.weights = setup, weights
         ways = setup.job.layout.batch_ways
         self.batch = -(-BATCH // ways) * ways
-        self.program = jax.jit(setup.steps.predict)
+        options = setup.steps.target.compiler_options
+        self.program = jax.jit(setup.steps.predict, compiler_options=options)
 
     def __call__(
         self, examples: Iterator[Mapping[str, np.ndarray]]

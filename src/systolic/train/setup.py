@@ -1,5 +1,7 @@
 """From a job and the devices at hand to the programs that train it; every check before any compile."""
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -7,8 +9,9 @@ from typing import Any
 
 import jax
 
-from systolic.aot.executable import Loaded, load
+from systolic.aot.executable import Loaded, flags_of, load
 from systolic.aot.steps import described
+from systolic.chips.flags import compile_options, name_of, resolved
 from systolic.core.errors import DataError, OptionError, nearest
 from systolic.job import Job, Split
 from systolic.steps.mesh import make_mesh, slice_of
@@ -28,6 +31,11 @@ class Setup:
     steps: Steps
     expected: Expected | None = None
     """The forecast of the train step on these devices."""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Compiler flags of its programs, beside those that the environment sets."""
+        return self.steps.target.flags
 
     @property
     def unit(self) -> str:
@@ -83,7 +91,8 @@ class Setup:
         job = replace(self.job, precision=precision)
         facts = {"name": job.name, "verb": "train", **described(job, steps)}
         assert steps.target.mesh is not None
-        return load(path, lowered, list(steps.target.mesh.devices.flat), facts)
+        devices = list(steps.target.mesh.devices.flat)
+        return load(path, lowered, devices, facts, self.flags)
 
     def mfu(self, step_seconds: float) -> float | None:
         """Model FLOPs over the published bf16 peak; ``None`` where no peak is published."""
@@ -91,14 +100,25 @@ class Setup:
         return self.steps.step_flops / (step_seconds * peak) if peak else None
 
 
-def set_up(job: Job, machine: Machine | None = None) -> Setup:
+def set_up(job: Job, machine: Machine | None = None, flags: Sequence[str] | None = None) -> Setup:
     """Fits the layout to the devices and checks batch, model and data against it.
+
+    Args:
+        job: What to train.
+        machine: The devices; by default those of this process.
+        flags: All flags of the compiler, as options of each program; None takes the set that jobs on
+            these devices share. What the environment sets is left to it.
 
     Raises:
         LayoutError: an axis does not divide the devices, the batch or the model.
         DataError: the training split is empty.
+        OptionError: the compiler does not know a flag.
     """
     machine = machine or Machine.here()
+    flags = resolved("", machine.chip) if flags is None else flags
+    named = {name_of(flag) for flag in flags_of(os.environ, machine.platform)}
+    own = tuple(flag for flag in flags if name_of(flag) not in named)
+    check_flags(own, machine.platform)
     on_tpu = machine.platform == "tpu"
     num_slices = len({slice_of(device) for device in machine.devices}) if on_tpu else 1
     job = replace(job, layout=job.layout.on(len(machine.devices), num_slices))
@@ -112,9 +132,28 @@ def set_up(job: Job, machine: Machine | None = None) -> Setup:
         layout=job.layout,
         dtype=precision.dtype,
         operands=precision.operands,
+        flags=own,
         mesh=make_mesh(job.layout, machine.devices),
     )
     return Setup(job=job, machine=machine, steps=Steps(job, target))
+
+
+def check_flags(flags: Sequence[str], platform: str) -> None:
+    """Whether the compiler of this process takes these flags: compiles an empty program with them.
+
+    Raises:
+        OptionError: it does not know one, or refuses its value.
+    """
+    if not flags:
+        return
+    empty = jax.jit(lambda: 0, compiler_options=compile_options(flags, platform))
+    try:
+        empty.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        reason = (str(error).splitlines() or [""])[0].removeprefix("INVALID_ARGUMENT: ")
+        raise OptionError(
+            f"the compiler refuses the flags {' '.join(flags)} ({reason}); leave that one out, or give --flags=none for XLA's defaults"
+        ) from error
 
 
 def first_state(steps: Steps, seed: int) -> Any:

@@ -183,6 +183,7 @@ class Trainer:
             num_parameters=steps.network.num_parameters,
             devices=self.setup.machine.name,
             precision=steps.target.dtype,
+            flags=list(self.setup.flags),
             batch=steps.batch_size,
             examples=self.examples,
             layout=self.job.layout.mesh_shape,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from systolic.chips.flags import described
 from systolic.core.origin import Origin
 from systolic.core.units import duration, gibibytes, si
 from systolic.forecasting import Forecast
@@ -165,8 +166,8 @@ def figure(value: float | None) -> str:
 
 
 def notes(forecast: Forecast) -> list[str]:
-    """What was assumed, what has no price, where the interval comes from."""
-    found = []
+    """What slows it down, where the interval comes from, what has no price, what was assumed."""
+    found = [*forecast.warnings]
     if forecast.interval:
         found.append(f"interval: {forecast.interval}")
     if forecast.timeline is not None and forecast.priced_fraction < 0.9995:
@@ -184,6 +185,11 @@ def compiler_text(forecast: Forecast) -> str:
         how = "from the store in" if facts.get("cached") else "compiled in"
         parts.append(f"{how} {duration(float(facts['seconds']))}")
     return ", ".join(parts)
+
+
+def flags_text(forecast: Forecast) -> str:
+    """What its compiler flags change of XLA's defaults, in few words."""
+    return described(forecast.compiler.get("flags") or [])
 
 
 def axes_text(forecast: Forecast) -> str:

@@ -225,6 +225,7 @@ def _refused(forecast: Forecast, width: int) -> list[Text]:
 def _bill(forecast: Forecast) -> list[Text]:
     found = [("cost", readings.money(forecast)), ("energy", readings.energy(forecast))]
     found.append(("compiler", readings.compiler_text(forecast)))
+    found.append(("flags", readings.flags_text(forecast)))
     return [_row(name, text) for name, text in found if text]
 
 

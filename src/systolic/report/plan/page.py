@@ -141,7 +141,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     if best is not None:
         found.insert(0, ("layout", best.candidate.text))
         found.insert(0, ("slice", best.candidate.on.name))
-        found.append(("flags", " ".join(best.candidate.flags.flags)))
+        found.append(("flags", " ".join(best.candidate.compiler_flags)))
     return [(name, text) for name, text in found if text]
 
 

@@ -1,5 +1,6 @@
 """Figures of a plan as words, the same in the terminal and on the page."""
 
+import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -197,7 +198,7 @@ def reasons(plan: Plan) -> list[Reason]:
                 words=words,
                 layouts=len(failed),
                 slices=len(names),
-                nearest=_nearest_failed(failed),
+                nearest=_nearest_failed(plan, failed),
             )
         )
     by_rule: dict[str, list[Refused]] = {}
@@ -206,8 +207,7 @@ def reasons(plan: Plan) -> list[Reason]:
     order = list(RULES)
     for rule in sorted(by_rule, key=lambda name: order.index(name) if name in order else 99):
         group = by_rule[rule]
-        # The strongest slice is the one that comes nearest.
-        near = max(group, key=lambda one: one.on.num_chips * (one.on.chip.hbm_bytes or 0))
+        near = min(group, key=_miss)
         if rule == "not compiled":
             near = group[0]  # the search puts what it expects most of first
         found.append(
@@ -222,6 +222,12 @@ def reasons(plan: Plan) -> list[Reason]:
     return found
 
 
+def _miss(one: Refused) -> tuple[float, int, str]:
+    """The least first: by the rule's figure, else the strongest slice; never by the order of ``--on``."""
+    memory = one.on.num_chips * (one.on.chip.hbm_bytes or 0)
+    return math.inf if one.miss is None else one.miss, -memory, one.on.name
+
+
 def _failed_words(failed: Sequence[Tried]) -> str:
     """``3 do not fit, 2 break the goal, 1 did not compile``."""
     unfit = sum(one.forecast is not None and not one.forecast.fits for one in failed)
@@ -234,16 +240,17 @@ def _failed_words(failed: Sequence[Tried]) -> str:
     return "compiled: " + ", ".join(f"{number} {text}" for number, text in numbers if number)
 
 
-def _nearest_failed(failed: Sequence[Tried]) -> str:
+def _nearest_failed(plan: Plan, failed: Sequence[Tried]) -> str:
     """One that breaks the goal comes nearer than one that does not fit, that one than an error."""
 
-    def miss(one: Tried) -> tuple[int, float]:
+    def miss(one: Tried) -> tuple[int, float, str]:
+        name = one.candidate.name
         if one.total is not None:
-            return 0, one.total.seconds * (one.total.usd or 1.0)
+            return 0, plan.goal.excess(one.total), name
         if one.forecast is not None:
             have = one.forecast.capacity_bytes
-            return 1, readings.needed(one.forecast) / have if have else 0.0
-        return 2, 0.0
+            return 1, readings.needed(one.forecast) / have if have else 0.0, name
+        return 2, 0.0, name
 
     one = min(failed, key=miss)
     return f"{one.candidate.name}, which {_lower(reason_of(one))}"

@@ -1,0 +1,139 @@
+"""Compiler flags that every step of a job is compiled with on a generation of TPU, each with its reason and evidence.
+
+``train``, ``forecast``, ``explain`` and ``plan`` take them from here; ``--flags`` adds to them or replaces them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from systolic.chips.record import Chip
+from systolic.core.errors import OptionError
+
+NONE = "none"
+"""The word of ``--flags`` that leaves the shared set out: XLA's defaults."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flag:
+    """A flag of the shared set."""
+
+    text: str
+    """``--xla_tpu_…=…``."""
+    short: str
+    """A few words for a line of figures."""
+    why: str
+    evidence: str
+    """What was measured on chips, by whom; ``simulated`` where nobody has published a measurement."""
+    generations: Sequence[str]
+
+
+SHARED: Sequence[Flag] = (
+    Flag(
+        text="--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000",
+        short="no windowed einsums",
+        why="weights are gathered whole, beside other work, instead of piece by piece between partial matmuls that leave the matrix units half empty",
+        evidence="measured on v6e-8: 8B takes 17 % longer with windowed einsums (vlasenkoalexey/tpu_performance_autoresearch_wiki, llama3_8B experiments 27 and 28); MaxText's recipes for v6e turn them off; on other generations simulated only",
+        generations=("v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x"),
+    ),
+    Flag(
+        text="--xla_tpu_scoped_vmem_limit_kib=98304",
+        short="96 MiB of VMEM for a fusion",
+        why="large matmuls keep more of their operands in VMEM and reload less",
+        evidence="measured on v6e-8: 8B takes 4.4 % longer with 65536 and 2.0 % longer with 131072 (same source); MaxText's recipes for dense models on v6e have this value",
+        generations=("v6e",),
+    ),
+    Flag(
+        text="--xla_tpu_scoped_vmem_limit_kib=65536",
+        short="64 MiB of VMEM for a fusion",
+        why="large matmuls keep more of their operands in VMEM and reload less",
+        evidence="simulated; no measurement of it alone is published, but the recipes for DeepSeek 3 and Gemma 4 on TPU7x have this value (AI-Hypercomputer/tpu-recipes)",
+        generations=("tpu7x",),
+    ),
+)
+
+
+def shared_flags(chip: Chip) -> list[Flag]:
+    """The flags that all jobs have on a chip; none off TPU."""
+    return [one for one in SHARED if chip.name in one.generations]
+
+
+def resolved(given: str, chip: Chip | None, base: Sequence[str] | None = None) -> tuple[str, ...]:
+    """The compiler flags of a job on a chip.
+
+    Args:
+        given: What ``--flags`` says: flags that come on top of the shared set (of a flag in both, the
+            given value), or ``none`` and flags that replace the set.
+        chip: For which chip; a CPU's job may give None.
+        base: What stands in place of the shared set: the flags that a plan or a run was made with.
+
+    Raises:
+        OptionError: a word is no flag.
+    """
+    words = given.split()
+    for word in words:
+        if word != NONE and not (word.startswith("--") and len(word) > len("--")):
+            raise OptionError(
+                f"--flags has {word!r}; flags begin with two dashes, --flags='--xla_tpu_scoped_vmem_limit_kib=65536', and none leaves the shared set out"
+            )
+    mine = [word for word in words if word != NONE]
+    if base is None:
+        base = [one.text for one in shared_flags(chip)] if chip is not None else []
+    return merged([] if NONE in words else base, mine)
+
+
+def spoken(flags: Sequence[str], chip: Chip) -> str:
+    """What to give ``--flags`` on a chip for exactly these flags; empty where they are the shared set."""
+    shared = [one.text for one in shared_flags(chip)]
+    named = {name_of(flag) for flag in flags}
+    if any(name_of(flag) not in named for flag in shared):
+        return " ".join((NONE, *flags))
+    return " ".join(flag for flag in flags if flag not in shared)
+
+
+def merged(*groups: Sequence[str]) -> tuple[str, ...]:
+    """All flags once; of a flag with several values the last, at the place of the first."""
+    found: dict[str, str] = {}
+    for group in groups:
+        found |= {name_of(flag): flag for flag in group}
+    return tuple(found.values())
+
+
+def name_of(flag: str) -> str:
+    """``--xla_tpu_x`` of ``--xla_tpu_x=1``."""
+    return flag.partition("=")[0]
+
+
+def described(flags: Sequence[str]) -> str:
+    """What differs between a job's flags and XLA's defaults, in a few words; empty where nothing does."""
+    short = {one.text: one.short for one in SHARED}
+    return ", ".join(short.get(flag, flag) for flag in flags)
+
+
+def compile_options(flags: Sequence[str], platform: str) -> dict[str, str]:
+    """Flags as the compile options of one program, which leave the process's environment alone.
+
+    Args:
+        flags: ``--xla_…=…``.
+        platform: ``tpu``, ``gpu`` or ``cpu``.
+
+    Raises:
+        OptionError: one is not XLA's, so only the runtime's environment can take it.
+    """
+    found = {}
+    for flag in flags:
+        name, _, value = flag.partition("=")
+        if not is_option(flag):
+            raise OptionError(
+                f"{name} is no flag of XLA's compiler; set it in LIBTPU_INIT_ARGS, --flags takes --xla_…"
+            )
+        value = value or "true"
+        # XLA's own parser of options takes only these words for a switch, libtpu's those of the command line.
+        if platform != "tpu" and value.lower() in ("true", "false"):
+            value = value.capitalize()
+        found[name.removeprefix("--")] = value
+    return found
+
+
+def is_option(flag: str) -> bool:
+    """Whether a flag belongs to the compiler of one program, not to the runtime."""
+    return flag.startswith("--xla_")
