@@ -9,7 +9,8 @@ from PIL import Image
 from systolic.core.errors import DataError, NotFoundError
 from systolic.data.images import INDEX, Images, listing, pack
 from systolic.data.pictures import Box, centre, crop, decode, random_box
-from systolic.job import Read, Split
+from systolic.data.skipped import FILES
+from systolic.job import OnError, Read, Split
 
 CLASSES = ("bird", "cat", "dog")
 COLOURS = {"bird": (250, 20, 20), "cat": (20, 250, 20), "dog": (20, 20, 250)}
@@ -63,6 +64,8 @@ def test_split_folders_are_taken_as_they_are(tmp_path: Path) -> None:
     draw(tmp_path / "test", 1)
     assert [data.size(split) for split in Split] == [30, 6, 3]
     (tmp_path / "val" / "fish").mkdir()
+    assert data.size(Split.validation) == 6, "a folder without a picture is no class"
+    Image.new("RGB", (8, 8)).save(tmp_path / "val" / "fish" / "0.png")
     with pytest.raises(DataError, match="'fish'"):
         data.size(Split.validation)
 
@@ -166,9 +169,85 @@ def test_what_cannot_be_read_is_named_in_one_line(plain: Path, tmp_path: Path) -
         assert "\n" not in str(caught.value)
     broken = plain / "cat" / "0.png"
     broken.write_bytes(broken.read_bytes()[:60])
-    data = Images(path=plain, side=8)
+    data = Images(path=plain, side=8, on_error=OnError.stop)
     split = next(s for s in Split if str(broken) in listing(plain, data.held_out, s).files)
     with pytest.raises(DataError, match=r"cat/0.png"):
         everything(data, split)
     with pytest.raises(DataError, match="is damaged"):
         crop(decode(broken), Box(0, 0, 1, 1), 8, 3)
+
+
+def spoil(plain: Path) -> set[str]:
+    """Three files as they go wrong: cut short, of another kind, and empty."""
+    first, second, third = (plain / name / "3.png" for name in CLASSES)
+    first.write_bytes(first.read_bytes()[:60])
+    second.write_text("not a picture")
+    third.write_bytes(b"")
+    return {str(first), str(second), str(third)}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_damaged_pictures_are_left_out_named_and_weigh_nothing(
+    plain: Path, tmp_path: Path, packed: bool
+) -> None:
+    whole = Images(path=plain, side=16)
+    places = {split: listing(plain, whole.held_out, split).files for split in Split}
+    bad = spoil(plain)
+    data = whole
+    if packed:
+        pack(whole, tmp_path / "packed")
+        data = Images(path=tmp_path / "packed", side=16)
+    FILES.clear()
+    for split in Split:
+        images, labels = everything(data, split)
+        kept = [file not in bad for file in places[split]]
+        assert len(images) == sum(kept)
+        assert labels.tolist() == [
+            CLASSES.index(Path(f).parent.name) for f in places[split] if f not in bad
+        ]
+        for image, label in zip(images, labels, strict=True):
+            assert np.abs(image.mean((0, 1)) - COLOURS[CLASSES[label]]).max() < 4
+    told = FILES.take()
+    assert FILES.count == len(told) == 3
+    assert {name for name in bad for line in told if line.startswith(name)} == bad
+    list(data.open(read(Split.train)))
+    assert FILES.take() == [], "each is named once"
+
+
+def test_what_is_left_out_in_a_worker_process_is_named_too(plain: Path) -> None:
+    bad = spoil(plain)
+    data = Images(path=plain, side=8)
+    FILES.clear()
+    alone = data.open(Read(split=Split.train, batch=12, seed=1))
+    wanted = [next(alone) for _ in range(4)]
+    names = set(FILES.take())
+    FILES.clear()
+    batches = data.open(Read(split=Split.train, batch=12, seed=1, workers=1))
+    for want in wanted:
+        have = next(batches)
+        assert sorted(have) == ["image", "label", "mask"]
+        assert all(np.array_equal(have[name], want[name]) for name in want)
+        # A missing picture shows another one of the batch, so that batch norm sees pictures only.
+        assert have["image"].mean((1, 2)).max(axis=1).min() > 200
+    batches.close()
+    assert {*FILES.take()} == names
+    assert names
+    assert all(any(line.startswith(name) for name in bad) for line in names)
+
+
+def test_a_batch_of_damaged_pictures_only_ends_the_run(plain: Path) -> None:
+    for file in listing(plain, 0.1, Split.train).files:
+        Path(file).write_bytes(b"gone")
+    with pytest.raises(DataError, match="none of 8 pictures in a row can be read"):
+        next(Images(path=plain, side=8).open(read(Split.train)))
+
+
+def test_a_class_folder_without_a_picture_is_named_and_no_class(plain: Path) -> None:
+    (plain / "ant").mkdir()
+    (plain / "ant" / "readme.txt").write_text("pictures follow")
+    data = Images(path=plain, side=8)
+    assert data.labels() == CLASSES
+    (note,) = data.notes()
+    assert note.startswith(f"{plain / 'ant'} has no picture")
+    assert note.endswith("and is no class")
+    assert {*everything(data, Split.train)[1].tolist()} == {0, 1, 2}

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from systolic import recipes
+from systolic.artifact import Run
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.data.digits import Digits
@@ -52,6 +53,15 @@ def test_digits_trains_evaluates_and_predicts(tmp_path: Path, capsys) -> None:
     assert sum(int(name) == label for name, label in zip(names, batch["label"], strict=True)) >= 18
     assert all(0.1 <= answer["probability"] <= 1 for answer in found)
     assert len(found[0]["top"]) == 5
+    files[1].write_bytes(files[1].read_bytes()[:40])
+    missing = tmp_path / "missing.png"
+    assert main(["predict", str(run), *map(str, [*files[:3], missing]), "--json"]) == 1
+    out, err = capsys.readouterr()
+    again = json.loads(out)["predictions"]
+    assert [again[0], again[2]] == [found[0], found[2]], "the rest is answered"
+    assert str(files[1]) in again[1]["error"]
+    assert str(missing) in again[3]["error"]
+    assert err.splitlines()[-1] == "systolic: no answer for 2 of 4 files; see the lines above"
 
 
 def test_image_trains_on_a_folder_of_pictures(tmp_path: Path, capsys) -> None:
@@ -62,6 +72,8 @@ def test_image_trains_on_a_folder_of_pictures(tmp_path: Path, capsys) -> None:
             pixels = rng.integers(0, 100, (20, 24, 3)).astype(np.uint8)
             pixels[..., colour] += 100
             Image.fromarray(pixels).save(tmp_path / "pictures" / name / f"{index}.png")
+    (tmp_path / "pictures" / "later").mkdir()
+    (tmp_path / "pictures" / "red" / "7.png").write_bytes(b"damaged")
     summary = systolic(
         capsys,
         *("train", "image", "--path", tmp_path / "pictures", "--model", "vit-ti", "--size", 16),
@@ -69,6 +81,10 @@ def test_image_trains_on_a_folder_of_pictures(tmp_path: Path, capsys) -> None:
         *("--run", tmp_path / "run"),
     )
     assert summary["final"]["metrics"]["test_accuracy"] == 1.0
+    assert summary["skipped_files"] == 1
+    told = {r["name"]: r["detail"] for r in Run.open(tmp_path / "run").records("event")}
+    assert "red/7.png is not a picture" in told["skipped_file"]
+    assert "later has no picture" in told["data"]
 
 
 @pytest.mark.parametrize("model", ImageModel)

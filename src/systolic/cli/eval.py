@@ -1,5 +1,6 @@
 """``systolic eval RUN``: the task's metrics on held-out data."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -55,6 +56,7 @@ def evaluate(
         )
         for one in splits
     }
+    _name_skipped()
     if json:
         print_json(
             {
@@ -74,3 +76,11 @@ def evaluate(
     for key, value in job.data.references().items():
         print(f"  for comparison: {key} {value:.4f}")
     return 0
+
+
+def _name_skipped() -> None:
+    """Damaged files that count in no metric, a line each."""
+    from systolic.data.skipped import FILES
+
+    for line in FILES.take():
+        print(f"systolic: {line}; it was left out", file=sys.stderr)

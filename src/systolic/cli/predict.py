@@ -1,5 +1,6 @@
 """``systolic predict RUN FILES...``: the model's answer for each file."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +25,8 @@ def predict(
 ) -> int:
     """Labels files with a trained model; a language model scores texts in bits per byte.
 
+    A file that can't be read is named, the others are answered, and the exit code is 1.
+
     Args:
         run: The run's directory.
         files: Images or arrays for an image model, texts for a language model.
@@ -32,9 +35,8 @@ def predict(
     """
     if not files:
         raise OptionError(f"systolic predict {run} needs files; name one or more after the run")
-    for file in files:
-        if not file.is_file():
-            raise NotFoundError(f"{file} is not a file; check the path")
+    if not any(file.is_file() for file in files):
+        raise NotFoundError(f"{files[0]} is not a file; check the path")
     from systolic.cli.trained import load
     from systolic.train.predict import predictions
 
@@ -42,13 +44,21 @@ def predict(
     found: list[dict[str, Any]] = []
     for file, answer in predictions(trained.setup, trained.weights, files):
         found.append({"file": str(file), **answer})
-        if not json:
+        if "error" in answer:
+            print(f"systolic: {answer['error']}", file=sys.stderr)
+        elif not json:
             print(
                 f"{file}  " + "  ".join(f"{name} {_text(value)}" for name, value in answer.items())
             )
     if json:
         print_json({"run": str(run), "step": trained.weights.step, "predictions": found})
-    return 0
+    failed = sum("error" in answer for answer in found)
+    if failed:
+        print(
+            f"systolic: no answer for {failed} of {len(found)} files; see the lines above",
+            file=sys.stderr,
+        )
+    return 1 if failed else 0
 
 
 def _text(value: Any) -> str:

@@ -8,7 +8,12 @@ import numpy as np
 from systolic.core.errors import DataError, NotFoundError
 from systolic.data.pictures import EVALUATION_SHARE, centre, crop, decode, random_box, upright
 from systolic.data.shuffle import uniform
+from systolic.data.skipped import SIDE, pack
 from systolic.data.table import Picks, Table
+from systolic.job.data import MASK, OnError
+
+MANY = 8
+"""Pictures of one batch: where so many and no other can be read, something else is wrong than a file."""
 
 
 class Picture(NamedTuple):
@@ -18,6 +23,8 @@ class Picture(NamedTuple):
     label: int
     name: str
     """What an error message calls it."""
+    error: DataError | None = None
+    """Why there is no content."""
 
 
 class Source(ABC):
@@ -29,7 +36,7 @@ class Source(ABC):
 
     @abstractmethod
     def get(self, indices: np.ndarray) -> list[Picture]:
-        """The pictures with these numbers int64[n]."""
+        """The pictures with these numbers int64[n]; one whose file can't be read holds the error."""
 
 
 class Files(Source):
@@ -51,9 +58,10 @@ class Files(Source):
             with open(name, "rb") as file:
                 return Picture(file.read(), int(self._labels[index]), name)
         except OSError as error:
-            raise DataError(
+            reason = DataError(
                 f"{name} can't be read ({error.strerror}); put it back or start anew without it"
-            ) from error
+            )
+            return Picture(b"", int(self._labels[index]), name, reason)
 
 
 class Records(Source):
@@ -109,7 +117,13 @@ class Crops(NamedTuple):
     flip: bool
 
     def apply(self, picture: Picture, chance: np.ndarray) -> np.ndarray:
-        """uint8[side, side, channels]; ``chance`` f64[5] decides about random parts."""
+        """uint8[side, side, channels]; ``chance`` f64[5] decides about random parts.
+
+        Raises:
+            DataError: the picture can't be read.
+        """
+        if picture.error is not None:
+            raise picture.error
         image = decode(picture.content, picture.name)
         if self.least is None:
             return centre(image, self.side, self.channels, EVALUATION_SHARE, picture.name)
@@ -121,21 +135,51 @@ class Crops(NamedTuple):
 class Decoded(Table):
     """Pictures decoded and cropped as they are taken; random parts depend on the stream position only."""
 
-    def __init__(self, source: Source, crops: Crops) -> None:
-        self._source, self._crops = source, crops
+    def __init__(self, source: Source, crops: Crops, on_error: OnError) -> None:
+        self._source, self._crops, self._on_error = source, crops, on_error
 
     def __len__(self) -> int:
         return len(self._source)
 
     def take(self, picks: Picks) -> dict[str, np.ndarray]:
-        """image uint8[n, side, side, channels] and label int32[n]."""
+        """image uint8[n, side, side, channels] and label int32[n]; mask f32[n] and names where some can't be read.
+
+        Raises:
+            DataError: a damaged picture under the rule ``stop``, or under ``skip`` nothing but such.
+        """
         chances = uniform(self._crops.seed, picks.positions, 5)
         pictures = self._source.get(picks.indices)
-        images = [
-            self._crops.apply(picture, chance)
-            for picture, chance in zip(pictures, chances, strict=True)
-        ]
-        return {
-            "image": np.stack(images),
-            "label": np.array([picture.label for picture in pictures], np.int32),
+        images: list[np.ndarray | None] = []
+        reasons: list[str] = []
+        for picture, chance in zip(pictures, chances, strict=True):
+            try:
+                images.append(self._crops.apply(picture, chance))
+            except DataError as error:
+                if self._on_error is OnError.stop:
+                    raise
+                images.append(None)
+                reasons.append(str(error))
+        labels = np.array([picture.label for picture in pictures], np.int32)
+        if not reasons:
+            return {
+                "image": np.stack([image for image in images if image is not None]),
+                "label": labels,
+            }
+        return {"image": self._filled(images, reasons), "label": labels} | {
+            MASK: np.array([image is not None for image in images], np.float32),
+            SIDE: pack(reasons),
         }
+
+    def _filled(self, images: list[np.ndarray | None], reasons: list[str]) -> np.ndarray:
+        """uint8[n, side, side, channels] with a picture of the batch, which counts once, where one is missing.
+
+        Statistics of the batch, as batch norm takes them, are then those of pictures.
+        """
+        good = [image for image in images if image is not None]
+        if not good and len(images) >= MANY:
+            raise DataError(
+                f"none of {len(images)} pictures in a row can be read; the first: {reasons[0]}"
+            )
+        side, channels = self._crops.side, self._crops.channels
+        spare = good[0] if good else np.zeros((side, side, channels), np.uint8)
+        return np.stack([spare if image is None else image for image in images])

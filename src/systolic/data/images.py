@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from systolic.core.errors import DataError, NotFoundError
 from systolic.core.ranges import COUNT, Range, check
 from systolic.job import Data, Field, Read, Split
-from systolic.job.data import Batches
+from systolic.job.data import Batches, OnError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,6 +59,8 @@ class Images(Data):
     """Whether training examples are mirrored left to right at random."""
     held_out: Annotated[float, Range(least=0, below=0.5)] = 0.1
     """Share of each class for a split (validation, test) that has no folder of its own."""
+    on_error: OnError = OnError.skip
+    """What to do about a damaged picture."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -70,8 +72,19 @@ class Images(Data):
             "label": Field(shape=(), dtype="int32"),
         }
 
+    def notes(self) -> tuple[str, ...]:
+        """Class folders without a picture."""
+        if _index(self.path):
+            return ()
+        root = _layout(self.path)[0]
+        return tuple(
+            f"{root / name} has no picture ({', '.join(sorted(SUFFIXES))}) and is no class"
+            for name in _folders(root)
+            if not _holds_pictures(root / name)
+        )
+
     def labels(self) -> tuple[str, ...]:
-        """The names of the class folders, sorted.
+        """The names of the class folders, sorted; a folder without a picture is no class.
 
         Raises:
             NotFoundError: no such folder.
@@ -117,7 +130,9 @@ class Images(Data):
             least=self.crop if read.split is Split.train and read.shuffle else None,
             flip=self.flip,
         )
-        return open_table(Decoded(source, crops), read, self.fields(), fill={"label": -1})
+        return open_table(
+            Decoded(source, crops, self.on_error), read, self.fields(), fill={"label": -1}
+        )
 
     def load(self, path: Path) -> dict[str, Any]:
         """A picture or a .npy array as image uint8[side, side, channels], cropped as in evaluation."""
@@ -222,16 +237,31 @@ def _layout(path: Path) -> tuple[Path, dict[Split, Path]]:
     return (path, {}) if root is None else (root, found)
 
 
+def _folders(root: Path) -> list[str]:
+    return sorted(e.name for e in root.iterdir() if e.is_dir() and not e.name.startswith("."))
+
+
 def _classes(root: Path) -> tuple[str, ...]:
-    names = sorted(e.name for e in root.iterdir() if e.is_dir() and not e.name.startswith("."))
-    if not names:
+    folders = _folders(root)
+    if not folders:
         raise DataError(f"{root} has no folders; it needs one folder of pictures per class")
-    return tuple(names)
+    names = tuple(name for name in folders if _holds_pictures(root / name))
+    if not names:
+        raise DataError(
+            f"{root} has no picture in any of its folders ({', '.join(folders[:5])}); put pictures into one folder per class"
+        )
+    return names
+
+
+def _holds_pictures(folder: Path) -> bool:
+    return any(file.suffix.lower() in SUFFIXES for file in folder.iterdir())
 
 
 def _scan(root: Path, classes: tuple[str, ...]) -> Listing:
     """All pictures in the class folders of ``root``, sorted by class and name."""
-    extra = sorted({e.name for e in root.iterdir() if e.is_dir() and e.name[0] != "."} - {*classes})
+    extra = [
+        name for name in _folders(root) if name not in classes and _holds_pictures(root / name)
+    ]
     if extra:
         raise DataError(
             f"{root} has a class {extra[0]!r} that training does not; remove it or add it to both"

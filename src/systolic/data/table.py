@@ -18,6 +18,7 @@ import numpy as np
 from systolic.core.errors import DataError, OptionError
 from systolic.core.machine import bounded, end_with
 from systolic.data.shuffle import order
+from systolic.data.skipped import SIDE, unload
 from systolic.job.data import MASK, Batches, Field, Read
 
 _FOREVER = 1 << 60
@@ -42,7 +43,11 @@ class Table(ABC):
 
     @abstractmethod
     def take(self, picks: Picks) -> dict[str, np.ndarray]:
-        """The picked examples: name to array [n, *shape]. Called from several threads at once."""
+        """The picked examples: name to array [n, *shape]. Called from several threads at once.
+
+        ``mask`` f32[n] may be among them, 0 for an example that can't be read, and what
+        :func:`systolic.data.skipped.pack` makes of the reasons.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,13 +84,16 @@ class _Batching:
             return {**{name: self._padding(name, read.batch) for name in self.fields}, MASK: mask}
         indices = order(positions, len(self.table), read.seed, read.shuffle)
         arrays = self.table.take(Picks(indices, positions))
+        side = {SIDE: arrays.pop(SIDE)} if SIDE in arrays else {}
+        if MASK in arrays:
+            mask[: len(positions)] = arrays.pop(MASK)
         missing = read.batch - len(positions)
         if missing:
             arrays = {
                 name: np.concatenate([array, self._padding(name, missing)])
                 for name, array in arrays.items()
             }
-        return {**arrays, MASK: mask}
+        return {**arrays, MASK: mask, **side}
 
     def _padding(self, name: str, count: int) -> np.ndarray:
         known = self.fields[name]
@@ -165,7 +173,7 @@ class _TableBatches:
             )
         batch = next(self.reader)
         self.seen += 1
-        return batch
+        return unload(batch)
 
     def get_state(self) -> bytes:
         """The number of examples that all hosts have seen, and what would make it meaningless."""

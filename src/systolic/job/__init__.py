@@ -4,7 +4,7 @@ A recipe is a function that returns a :class:`Job`. Its model, task and data are
 build* the real thing (a Flax module, a loss, a stream of batches); nothing is built here.
 """
 
-from systolic.job.data import Data, Field, Read, Split
+from systolic.job.data import Data, Field, OnError, Read, Reading, Split
 from systolic.job.job import Batch, Checkpoints, Evaluation, Guard, GuardRule, Job, Mode
 from systolic.job.layout import Axis, Layout, Placement, Remat
 from systolic.job.model import Model, Outline, Target, Task
@@ -30,6 +30,7 @@ __all__ = [
     "Layout",
     "Mode",
     "Model",
+    "OnError",
     "Optimizer",
     "OptimizerChange",
     "OptimizerKind",
@@ -37,6 +38,7 @@ __all__ = [
     "Placement",
     "Precision",
     "Read",
+    "Reading",
     "Remat",
     "Schedule",
     "ScheduleKind",

@@ -29,6 +29,22 @@ class Split(enum.Enum):
     test = "test"
 
 
+class OnError(enum.Enum):
+    """What to do about a damaged file."""
+
+    skip = "skip"
+    """Leave it out, name it and count it; it weighs nothing in losses and metrics."""
+    stop = "stop"
+    """End the run and name the file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """How a recipe reads its files."""
+
+    on_error: OnError = OnError.skip
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Field:
     """One named array of an example, without the batch dim."""

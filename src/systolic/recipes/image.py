@@ -21,6 +21,7 @@ from systolic.job import (
     OptimizerChange,
     OptimizerKind,
     Precision,
+    Reading,
     Schedule,
 )
 from systolic.models.resnet.config import Depth, ResNet, Stem
@@ -78,6 +79,7 @@ def image(
     schedule: Schedule = SCHEDULE,
     label_smoothing: float = 0.1,
     crop: float = 0.08,
+    data: Reading = Reading(),
     precision: Precision = Precision.auto,
     layout: Layout = Layout(),
     evaluation: Evaluation = Evaluation(every=1000, metric="accuracy", mode=Mode.max),
@@ -100,6 +102,7 @@ def image(
         schedule: The learning rate over the steps; its own warm-up is at most a tenth of them.
         label_smoothing: Share of the probability spread evenly over the classes.
         crop: The smallest share of a picture that a training example shows.
+        data: How pictures are read.
         precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
         layout: How to spread it over devices.
         evaluation: When, and what early stopping looks at.
@@ -107,14 +110,14 @@ def image(
         guard: What to do when the loss goes bad.
         seed: Of the initial weights, the order and the crops.
     """
-    data = Images(path=path, side=size, crop=crop)
-    num_classes = len(data.labels()) if classes is None else classes
+    images = Images(path=path, side=size, crop=crop, on_error=data.on_error)
+    num_classes = len(images.labels()) if classes is None else classes
     size_of_batch = Batch.given(batch, batch_per_device, Batch(total=REFERENCE_BATCH))
     return Job(
         name="image",
         model=network(model, size, patch, num_classes),
         task=Classification(label_smoothing=label_smoothing),
-        data=data,
+        data=images,
         steps=steps,
         batch=size_of_batch,
         optimizer=update_rule(model, optimizer, size_of_batch),

@@ -19,6 +19,10 @@ _ORDER = (
 )
 
 
+LEAST = 0.0005
+"""Shares below this round to nothing and are left out."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
     """A part of the wall time."""
@@ -43,7 +47,7 @@ def shares(run: Run) -> list[Share]:
             seconds_text=figures.seconds(spent[kind]),
         )
         for kind in _ORDER
-        if spent.get(kind, 0.0) > 0
+        if spent.get(kind, 0.0) >= LEAST * total > 0
     ]
 
 

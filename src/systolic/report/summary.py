@@ -68,7 +68,11 @@ def rows(run: Run) -> list[tuple[str, str]]:
     """The figures as (name, text): progress, loss, metrics, speed and where the time went."""
     summary = run.summary or {}
     loss = run.final_loss
-    trouble = [("bad_steps", "bad step"), ("recompiles", "recompile")]
+    trouble = [
+        ("bad_steps", "bad step"),
+        ("skipped_files", "skipped file"),
+        ("recompiles", "recompile"),
+    ]
     found = [
         ("steps", _progress(run)),
         ("loss", "" if loss is None else figures.figure(loss)),

@@ -9,10 +9,13 @@ import jax
 import numpy as np
 
 from systolic.artifact.weights import Weights
-from systolic.core.errors import DataError
+from systolic.core.errors import DataError, NotFoundError
 from systolic.data.text import TextData
-from systolic.job.data import MASK
+from systolic.job.data import MASK, Data
 from systolic.train.setup import Setup
+
+UNREADABLE = (DataError, NotFoundError, OSError)
+"""What is wrong with one file and says nothing about the next."""
 
 BATCH = 32
 """Examples per call, at least; a multiple of the devices."""
@@ -21,20 +24,42 @@ BATCH = 32
 def predictions(
     setup: Setup, weights: Weights, files: Sequence[Path]
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Each file with its answer, as plain values.
+    """Each file with its answer, as plain values; of a file that can't be read ``error`` is the reason.
 
-    Raises:
-        DataError: a file that the job's data can't read.
+    Files are answered in their order.
     """
     run = Runner(setup, weights)
     data = setup.job.data
     if isinstance(data, TextData):
         for file in files:
-            yield file, _score(run, data, file)
+            try:
+                yield file, _score(run, data, file)
+            except UNREADABLE as error:
+                yield file, {"error": _reason(file, error)}
         return
-    examples = (data.load(file) for file in files)
-    for file, output in zip(files, run(examples), strict=True):
-        yield file, _named(output, data.labels())
+    for start in range(0, len(files), run.batch):
+        group = files[start : start + run.batch]
+        loaded = [_load(data, file) for file in group]
+        outputs = run(found for found in loaded if not isinstance(found, str))
+        for file, found in zip(group, loaded, strict=True):
+            if isinstance(found, str):
+                yield file, {"error": found}
+            else:
+                yield file, _named(next(outputs), data.labels())
+
+
+def _load(data: Data, file: Path) -> Mapping[str, np.ndarray] | str:
+    """A file as an example, or why it is none."""
+    try:
+        return data.load(file)
+    except UNREADABLE as error:
+        return _reason(file, error)
+
+
+def _reason(file: Path, error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{file} can't be read ({error.strerror}); check the path"
+    return str(error)
 
 
 class Runner:

@@ -14,6 +14,7 @@ from systolic.aot.executable import Loaded
 from systolic.artifact import CheckpointStore, Run
 from systolic.core.errors import OptionError, RunError
 from systolic.data.blocks import first_reader
+from systolic.data.skipped import FILES
 from systolic.job import GuardRule, Mode, Split
 from systolic.train import hosts
 from systolic.train.evaluate import Evaluator
@@ -31,6 +32,9 @@ from systolic.train.watch import Watcher
 
 LAG = 3
 """Steps in flight: the loop reads a step's metrics this many steps later, so that devices never wait for it."""
+
+NAMED = 100
+"""Damaged files that are named between two records; the summary counts all."""
 
 RECORDS = 400
 """Regular records of a job, about, unless its user asks for others."""
@@ -145,6 +149,7 @@ class Trainer:
             DataError: the run to resume was trained on other data.
         """
         self.setup.check_metric()
+        FILES.clear()
         with Interrupt() as interrupt:
             feed = training(self.job, self.steps, self.workers)
             try:
@@ -332,8 +337,14 @@ class Trainer:
             self.say("train", step=done.step, **means, **self.meter.read())
             # A save in the background that failed is told now, not when the next one is due.
             self.store.poll()
+            self._skipped()
         if regular:  # By the step alone, so that a resumed run has the means of one that was not.
             self.progress.record()
+
+    def _skipped(self) -> None:
+        """Names the damaged files that reading has left out since the last time."""
+        for line in FILES.take()[:NAMED]:
+            self.event("skipped_file", 0.0, f"{line}; it was left out")
 
     def _bad(self, done: Pending, loss: float) -> None:
         """A step that the guard found bad; its update was not applied.
@@ -424,6 +435,7 @@ class Trainer:
                 final |= self.evaluator.references()
             with self.ledger.spend("sample"):
                 self._sample(state)
+        self._skipped()
         summary = summarise(
             setup=self.setup,
             run=self.run.path,
@@ -436,6 +448,7 @@ class Trainer:
             "interrupted": interrupt.signal.name if interrupt.signal else None,
             "stopped": self.stop_reason or None,
             "epochs": self._epochs(feed),
+            "skipped_files": FILES.count,
             "recompiles": self.train_program.recompiles + self.eval_program.recompiles,
             "next": next_command(self.job, self.run.path, unfinished=bool(interrupt.signal)),
         }
