@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+PATIENCE_SECONDS = 300
+"""After which processes that do not end fail a test."""
 RECIPE = "tests/train/tiny.py:job"
 
 
@@ -64,7 +66,12 @@ def together(
         )
         for number in range(count)
     ]
-    told = [process.communicate() for process in processes]
+    try:
+        told = [process.communicate(timeout=PATIENCE_SECONDS) for process in processes]
+    finally:
+        # Processes that wait for each other would wait for ever.
+        for process in processes:
+            process.kill()
     # One that fails leaves the others waiting: what all say is needed to see why.
     assert [process.returncode for process in processes] == [code] * count, told
     return [out for out, _ in told]

@@ -133,6 +133,7 @@ def losses(setup: Setup) -> dict[str, Any]:
 
 
 def main(what: str, names: list[str]) -> None:
+    jax.config.update("jax_disable_most_optimizations", True)
     hosts.join()
     for name in names:
         case = CASES[name]

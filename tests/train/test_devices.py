@@ -43,11 +43,12 @@ def test_two_processes_train_one_run(tmp_path: Path):
     run, cache = tmp_path / "two", tmp_path / "cache"
     finish(start([RECIPE, "--run", str(tmp_path / "one"), "--json"], environment(cache, 4)))
     first = two_processes([RECIPE, "--halt-at", "5", "--run", str(run), "--json"], cache, 143)
-    assert json.loads(first[0])["steps"] == 8, "where the processes next ask each other"
+    stopped = json.loads(first[0])["steps"]
+    assert 1 < stopped < 16, "where the processes next ask each other"
     assert first[1] == "", "only the first process speaks"
     last = two_processes(["--resume", str(run), "--halt-at", "0", "--json"], cache)
     assert json.loads(last[0])["steps"] == 16
-    assert [r["resumed_from"] for r in Run.open(run).records("start")] == [None, 8]
+    assert [r["resumed_from"] for r in Run.open(run).records("start")] == [None, stopped]
     assert_close(tmp_path / "one", run)
     assert not (run / "bad").exists()
 
@@ -75,3 +76,34 @@ def test_two_processes_leave_a_long_last_evaluation(tmp_path: Path):
     whole = two_processes([*options, "--run", str(tmp_path / "whole")], cache)
     assert json.loads(last[0])["final"] == json.loads(whole[0])["final"]
     assert losses(tmp_path / "whole") == losses(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(["--halt-at", "5"], id="in a step"),
+        # The last step's batch, after which nobody asks before the evaluation.
+        pytest.param(["--halt-at", "16"], id="before the last evaluation"),
+        pytest.param(
+            ["--halt-evaluation-at", "1", "--evaluation.every", "0"], id="in the last evaluation"
+        ),
+        pytest.param(
+            ["--halt-evaluation-at", "2", "--evaluation.every", "4"], id="in an evaluation"
+        ),
+    ],
+)
+def test_a_signal_to_one_process_stops_both_at_one_step(tmp_path: Path, moment: list[str]):
+    run, cache = tmp_path / "run", tmp_path / "cache"
+    told = two_processes(
+        [RECIPE, "--halt-in", "1", *moment, "--run", str(run), "--json"], cache, 143
+    )
+    summary = json.loads(told[0])
+    assert summary["interrupted"] == "SIGTERM"
+    assert summary["checkpoint"].endswith(f"/{summary['steps']}")
+    last = two_processes(
+        ["--resume", str(run), "--halt-at", "0", "--halt-evaluation-at", "0", "--json"], cache
+    )
+    assert json.loads(last[0])["steps"] == 16
+    finish(start([RECIPE, "--run", str(tmp_path / "one"), "--json"], environment(cache, 4)))
+    assert_close(tmp_path / "one", run)

@@ -77,6 +77,11 @@ class Spoiled(Data):
     """The process is told to stop when this batch is read."""
     halt_evaluation_at: int = 0
     """The process is told to stop when this batch of a validation is read."""
+    halt_in: int = -1
+    """The only process that is told to; -1: every one."""
+
+    def halts(self) -> bool:
+        return self.halt_in in (-1, jax.process_index())
 
     def fields(self) -> Mapping[str, Field]:
         return ARRAYS.fields()
@@ -87,7 +92,8 @@ class Spoiled(Data):
     def open(self, read: Read) -> Any:
         batches = ARRAYS.open(read)
         if read.split is Split.validation and self.halt_evaluation_at:
-            return SpoiledBatches(batches, Spoiled({}, halt_at=self.halt_evaluation_at))
+            halting = Spoiled({}, halt_at=self.halt_evaluation_at, halt_in=self.halt_in)
+            return SpoiledBatches(batches, halting)
         return SpoiledBatches(batches, self) if read.split is Split.train else batches
 
 
@@ -101,7 +107,7 @@ class SpoiledBatches:
     def __next__(self) -> dict[str, np.ndarray]:
         batch = next(self.batches)
         self.number += 1
-        if self.number == self.data.halt_at:
+        if self.number == self.data.halt_at and self.data.halts():
             os.kill(os.getpid(), signal.SIGTERM)
         factor = np.float32(self.data.spoil.get(self.number, 1.0))
         batch |= {name: batch[name] * factor for name in ("x", "weight")}
@@ -151,13 +157,14 @@ def job(
     halve: tuple[int, ...] = (),
     halt_at: int = 0,
     halt_evaluation_at: int = 0,
+    halt_in: int = -1,
 ) -> Job:
     """Sorts made-up numbers into three classes."""
     return Job(
         name="tiny",
         model=Perceptron(width, dropout),
         task=Labels(scale),
-        data=Spoiled(dict.fromkeys(spoil, factor), halve, halt_at, halt_evaluation_at),
+        data=Spoiled(dict.fromkeys(spoil, factor), halve, halt_at, halt_evaluation_at, halt_in),
         steps=steps,
         batch=Batch(total=batch),
         optimizer=Optimizer(learning_rate=learning_rate, ema=ema),

@@ -21,6 +21,7 @@ from systolic.artifact import manifest as manifests
 from systolic.artifact.access import Access
 from systolic.artifact.flight import Flight, finite
 from systolic.artifact.manifest import DamagedError, Manifest
+from systolic.artifact.reading import ALONE, Peers, Reading
 from systolic.core.errors import NotFoundError, RunError
 from systolic.job import Mode
 
@@ -65,6 +66,7 @@ class CheckpointStore:
         metric: the name in ``save(metrics=...)`` that ranks them; ``None`` ranks nothing.
         mode: whether a smaller or a larger metric is better.
         access: whether this process owns the folder.
+        peers: the processes that restore from it together.
 
     Raises:
         RunError: ``keep_last`` is below 1.
@@ -79,6 +81,7 @@ class CheckpointStore:
         metric: str | None = None,
         mode: Mode = Mode.min,
         access: Access = Access.write,
+        peers: Peers = ALONE,
     ) -> None:
         if keep_last < 1 or keep_best < 0:
             raise RunError(
@@ -90,6 +93,7 @@ class CheckpointStore:
         self.metric = metric
         self.mode = mode
         self.access = access
+        self.peers = peers
         self._saver: Any = None
         self._flight: Flight | None = None
         self._written: set[int] = set()
@@ -242,6 +246,9 @@ class CheckpointStore:
     ) -> Restored:
         """Reads a checkpoint that verifies, into the shardings of ``abstract_state``.
 
+        Several processes choose together: a checkpoint is read by all of them, or by none because one
+        does not see it or finds it damaged. Each verifies a share of the files' bytes.
+
         Args:
             abstract_state: a pytree of ``jax.ShapeDtypeStruct`` (or arrays) whose shardings may be
                 of any mesh; a leaf without one goes to the first device.
@@ -259,17 +266,12 @@ class CheckpointStore:
             for path, leaf in tree.flatten(abstract_state).items()
             if only is None or (path and path[0] in only)
         }
-        skipped: list[tuple[int, str]] = []
-        for candidate in self._candidates(step):
+        reading = Reading(folder=self.folder, peers=self.peers)
+        candidates, skipped = reading.common(lambda: self._candidates(step))
+        for candidate in candidates:
             try:
-                manifest = manifests.read(self.path(candidate))
-                held = {
-                    path: leaf
-                    for path, leaf in manifest.leaves.items()
-                    if only is None or (path and path[0] in only)
-                }
-                tree.require_same(candidate, held, wanted)
-                table, extras = self._load(candidate, manifest, wanted)
+                manifest = reading.verified(candidate, wanted, only)
+                table, extras = reading.load(candidate, wanted)
             except DamagedError as error:
                 skipped.append((candidate, str(error)))
                 continue
@@ -386,23 +388,6 @@ class CheckpointStore:
                 f"there is no checkpoint of step {step} in {self.folder}; there are {_list(self.steps())}"
             )
         return [int(step)]
-
-    def _load(
-        self, step: int, manifest: Manifest, wanted: Mapping[tuple[str, ...], Any]
-    ) -> tuple[dict[tuple[str, ...], Any], list[dict[str, Any]]]:
-        from systolic.artifact import backend
-
-        folder = self.path(step)
-        manifests.verify(folder, manifest, {backend.EXTRA, *map(tree.item, wanted)})
-        try:
-            return backend.load(folder, wanted), backend.load_extra(folder)
-        except DamagedError:
-            raise
-        except Exception as error:
-            # Every byte is as it was written, so an older checkpoint would fail alike.
-            raise RunError(
-                f"checkpoint of step {step} is intact but could not be loaded: {failure.reason(error)}"
-            ) from error
 
     def _nothing_intact(self, step: int | str | None, skipped: list[tuple[int, str]]) -> str:
         told = "; ".join(f"step {found}: {reason}" for found, reason in skipped)

@@ -12,7 +12,7 @@ from systolic.job import Job, Split
 from systolic.steps.steps import Steps
 from systolic.train import hosts
 from systolic.train.feed import evaluation
-from systolic.train.interrupt import AGREE, Interrupt
+from systolic.train.interrupt import Interrupt
 from systolic.train.ledger import Ledger
 from systolic.train.programs import Program
 from systolic.train.setup import Setup
@@ -121,7 +121,7 @@ class Evaluator:
             nonlocal asked
             asked += 1
             self.show({"kind": "evaluating", "split": split.value, "batches": done, "of": of})
-            return (not hosts.several() or asked % AGREE == 1) and interrupt.agreed()
+            return interrupt.soon()
 
         params = state.params if state.ema is None else state.ema
         with self.ledger.spend("eval"):

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+from systolic.artifact.reading import Peers
 from systolic.core.errors import DataError, OptionError, RunError
 
 TEXT_BYTES = 4096
@@ -103,6 +104,17 @@ def share(text: str) -> str:
     return shared.tobytes().rstrip(b"\0").decode()
 
 
+def agree(flag: bool, seconds: float) -> tuple[bool, float]:
+    """Whether any process says so, and the longest time that any of them gives."""
+    if not several():
+        return flag, seconds
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    both = multihost_utils.process_allgather(np.asarray([flag, seconds], np.float32))
+    return bool(np.any(both[:, 0])), float(np.max(both[:, 1]))
+
+
 def any_of(flag: bool) -> bool:
     """Whether any process says so."""
     if not several():
@@ -128,6 +140,13 @@ def exchange(text: str) -> list[str]:
     return [
         row[:size].tobytes().decode() for row, size in zip(gathered, sizes.tolist(), strict=True)
     ]
+
+
+def peers() -> Peers:
+    """This process among those of its job."""
+    import jax
+
+    return Peers(index=jax.process_index(), count=jax.process_count(), exchange=exchange)
 
 
 def require_same(batch: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from systolic.job import GuardRule, Mode, Split
 from systolic.train import hosts
 from systolic.train.evaluate import Evaluator
 from systolic.train.feed import training
-from systolic.train.interrupt import AGREE, Interrupt
+from systolic.train.interrupt import Interrupt
 from systolic.train.ledger import Ledger
 from systolic.train.meter import Meter
 from systolic.train.outcome import next_command, sample, summarise
@@ -92,6 +92,7 @@ class Trainer:
             keep_best=rules.keep_best,
             metric=evaluation.metric,
             mode=evaluation.mode,
+            peers=hosts.peers(),
         )
         self.train_program = Program("train", self.setup.jitted_train, self.ledger, self.event)
         self.eval_program = Program("eval", self.setup.jitted_evaluate, self.ledger, self.event)
@@ -208,7 +209,7 @@ class Trainer:
 
     def _restore(self, feed: Any) -> Any:
         """The newest intact checkpoint, ``None`` where there is none yet; changes nothing on disk."""
-        if self.store.latest_step() is None:
+        if not hosts.any_of(self.store.latest_step() is not None):
             return None
         with self.ledger.spend("checkpoint"):
             restored = self.store.restore(self.steps.abstract_state)
@@ -256,7 +257,7 @@ class Trainer:
         if progress.owed:
             self._milestone(state, feed, interrupt)
         while progress.step < self.job.steps and not self.stop_reason:
-            if self._told_to_stop(interrupt):
+            if interrupt.soon():
                 break
             with self.trace.step(progress.step + 1):
                 asked = clock()
@@ -294,14 +295,6 @@ class Trainer:
         if self.examples:
             return self.progress.step * self.steps.batch_size / self.examples
         return self.job.data.epochs(first_reader(feed.get_state()))
-
-    def _told_to_stop(self, interrupt: Interrupt) -> bool:
-        """Whether to save and leave before the next step."""
-        if self.progress.owed:  # All of them have agreed to leave during the evaluation.
-            return True
-        if hosts.several() and self.progress.step % AGREE:
-            return False
-        return interrupt.agreed()
 
     def _due(self, every: int) -> bool:
         step = self.progress.step
@@ -427,8 +420,10 @@ class Trainer:
         final = {f"{s.value}_{k}": v for s, metrics in measured.items() for k, v in metrics.items()}
         with self.ledger.spend("checkpoint"):
             self.store.wait()
-        if interrupt.signal:
-            where = f"{interrupt.signal.name} at step {self.progress.step}"
+        # Asked of all, so that they end alike.
+        stopped = interrupt.signal if interrupt.agreed() else None
+        if stopped:
+            where = f"{stopped.name} at step {self.progress.step}"
             self.event("interrupt", 0.0, where)
         else:
             with self.ledger.spend("eval"):
@@ -445,12 +440,12 @@ class Trainer:
             ledger=self.ledger,
             checkpoint=self._kept_path(),
         ) | {
-            "interrupted": interrupt.signal.name if interrupt.signal else None,
+            "interrupted": stopped.name if stopped else None,
             "stopped": self.stop_reason or None,
             "epochs": self._epochs(feed),
             "skipped_files": FILES.count,
             "recompiles": self.train_program.recompiles + self.eval_program.recompiles,
-            "next": next_command(self.job, self.run.path, unfinished=bool(interrupt.signal)),
+            "next": next_command(self.job, self.run.path, unfinished=bool(stopped)),
         }
         self.say("end", **summary)
         if hosts.is_first():
