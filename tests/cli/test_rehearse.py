@@ -82,7 +82,7 @@ def test_a_layout_that_does_not_fit_is_one_line(
             ["--layout.context", "8", "--layout.fsdp", "1", "--sequence", "36"],
             "layout.context 8 does not divide the sequence of 36",
         ),
-        ("v5e-1", ["--model.d-ff", "9000000"], "weights and optimizer state need .* GiB on each"),
+        ("v5e-1", ["--model.d-ff", "4000000"], "weights and optimizer state need .* GiB on each"),
     ],
 )
 def test_what_only_the_child_sees_is_one_line(on: str, options: list[str], said: str) -> None:

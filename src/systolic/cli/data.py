@@ -11,6 +11,7 @@ import tyro
 from systolic.cli.output import print_json
 from systolic.cli.parse import parse
 from systolic.core.errors import DataError, NotFoundError, OptionError, nearest
+from systolic.core.ranges import COUNT, SHARE
 from systolic.core.units import gibibytes
 from systolic.job import Data, Split
 
@@ -45,8 +46,8 @@ def pack(
     tokenizer: Path | None = None,
     field: str = "text",
     validation: Path | None = None,
-    validation_share: float | None = None,
-    shard_mib: int = 256,
+    validation_share: Annotated[float | None, SHARE] = None,
+    shard_mib: Annotated[int, COUNT] = 256,
     images: bool = False,
     json: bool = False,
 ) -> int:
@@ -166,7 +167,9 @@ def _progress(quiet: bool) -> Generator[Any, None, None]:
         yield tell
 
 
-def options(split: Split = Split.train, examples: int = 256, json: bool = False) -> None:
+def options(
+    split: Split = Split.train, examples: Annotated[int, COUNT] = 256, json: bool = False
+) -> None:
     """The verb's own options.
 
     Args:
@@ -182,7 +185,7 @@ def path_options(
     sequence: int = 1024,
     field: str = "text",
     split: Split = Split.train,
-    examples: int = 256,
+    examples: Annotated[int, COUNT] = 256,
     json: bool = False,
 ) -> dict[str, Any]:
     """Shows what a model will see of some data, or of a recipe's with the recipe's options.

@@ -14,6 +14,7 @@ from systolic.cli.output import print_json
 from systolic.cli.parse import arguments
 from systolic.cli.target import first, request, require_slice
 from systolic.core.errors import OptionError
+from systolic.core.files import check_writable
 from systolic.forecasting import Forecast
 
 USAGE = """usage: systolic forecast RECIPE --on SLICE [options]
@@ -214,7 +215,10 @@ def write(made: Forecast, verb: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _before(verb: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The other forecast of ``--against``, read before anything takes time."""
+    """The other forecast of ``--against``; like what will be written, looked at before anything takes time."""
+    for name in ("html", "perfetto", "save"):
+        if verb.get(name) is not None:
+            check_writable(verb[name])
     path = verb.get("against")
     if path is None:
         return None

@@ -37,6 +37,10 @@ _REWORDED: Sequence[tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = (
         lambda m: f"{m[1]} is {m[2]!r}; it takes {_NUMBER['FLOAT']}",
     ),
     (
+        re.compile(r"Missing value for argument '(--[^'/]+)[^']*'"),
+        lambda m: f"{m[1]} needs a value; one that begins with a dash is written {m[1]}=VALUE",
+    ),
+    (
         re.compile(
             r"invalid choice '([^']*)' for argument '(--\S+)'\. Expected one of \(([^)]*)\)"
         ),

@@ -46,7 +46,7 @@ class Range:
     def __str__(self) -> str:
         """``0, or above 1``, ``at least 0 and below 1``."""
         sides = [
-            f"{word} {value:g}"
+            f"{word} {_digits(value)}"
             for word, value in (
                 ("at least", self.least),
                 ("above", self.above),
@@ -56,7 +56,7 @@ class Range:
             if value is not None
         ]
         text = " and ".join(sides) or "finite"
-        return ", or ".join([*(f"{value:g}" for value in self.only), text])
+        return ", or ".join([*(_digits(value) for value in self.only), text])
 
 
 COUNT = Range(least=1)
@@ -154,6 +154,10 @@ def _ranged(hint: Any) -> Ranged | None:
                 range=extra, whole=float not in numbers, optional=NoneType in kinds, several=several
             )
     return None
+
+
+def _digits(value: float) -> str:
+    return str(int(value)) if value == int(value) else f"{value:g}"
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from systolic.core.errors import DataError, NotFoundError
-from systolic.core.ranges import COUNT, check
-from systolic.data.text import FILL, TextData, row_fields
+from systolic.core.ranges import check
+from systolic.data.text import FILL, ROW, TextData, row_fields
 from systolic.job import Layout
 from systolic.job.data import Batches, Field, Read, Split
 
@@ -32,7 +32,7 @@ class StandardLibrary(TextData):
     into rows; each byte is predicted exactly once, and no file sees another.
     """
 
-    sequence: Annotated[int, COUNT] = 512
+    sequence: Annotated[int, ROW] = 512
     """Bytes per row."""
     root: Path | None = None
     """Another folder of .py files; None is the standard library of the running Python."""

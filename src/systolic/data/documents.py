@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from systolic.core.errors import DataError
 from systolic.core.ranges import COUNT, SHARE, check
 from systolic.data.packing import Packing
-from systolic.data.text import FILL, TextData, row_fields
+from systolic.data.text import FILL, ROW, TextData, row_fields
 from systolic.data.tokenizer import Tokenizer
 from systolic.job import Layout
 from systolic.job.data import Batches, Field, Read, Split
@@ -38,7 +38,7 @@ class Documents(TextData):
     path: Path
     tokenizer: Path | None = None
     """A ``tokenizer.json`` or its folder; None is that of packed data, or bytes."""
-    sequence: Annotated[int, COUNT] = 1024
+    sequence: Annotated[int, ROW] = 1024
     """Tokens per row."""
     field: str = "text"
     """The JSONL field or the column that holds the text."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from systolic.core.errors import DataError, NotFoundError
-from systolic.core.ranges import COUNT, Range, check
+from systolic.core.ranges import Range, check
 from systolic.job import Data, Field, Read, Split
 from systolic.job.data import Batches, OnError
 
@@ -49,7 +49,7 @@ class Images(Data):
     """
 
     path: Path
-    side: Annotated[int, COUNT] = 224
+    side: Annotated[int, Range(least=1, most=2**14)] = 224
     """Height and width after cropping and resizing."""
     channels: Annotated[int, Range(least=1, most=3)] = 3
     """3, or 1 for grey."""

@@ -4,10 +4,14 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from systolic.core.ranges import Range
 from systolic.job.data import Data, Field
 
 if TYPE_CHECKING:
     from systolic.data.tokenizer import Tokenizer
+
+ROW = Range(least=1, most=2**24)
+"""Tokens of a row: positions and masks of longer ones would not fit any device."""
 
 FILL = {"targets": -1}
 """What padding rows hold where it is not 0."""

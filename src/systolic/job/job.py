@@ -10,7 +10,7 @@ import msgspec
 from systolic.core.errors import LayoutError, OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check
 from systolic.job.data import Data
-from systolic.job.layout import Layout
+from systolic.job.layout import Layout, Remat
 from systolic.job.model import Model, Task
 from systolic.job.optimizer import Optimizer, Schedule
 from systolic.job.precision import Precision
@@ -180,10 +180,16 @@ class Job:
         """The same job with a definite layout.
 
         Raises:
-            LayoutError: an axis does not divide the devices, the slices, the model or the batch.
+            LayoutError: an axis does not divide the devices, the slices, the model or the batch, or the
+            model does not follow the rematerialisation policy.
         """
         layout = self.layout.on(num_devices, num_slices)
         layout.check_slices(num_slices)
+        if layout.remat not in self.model.policies():
+            known = ", ".join(policy.value for policy in Remat if policy in self.model.policies())
+            raise LayoutError(
+                f"layout.remat is {layout.remat.value}, which {type(self.model).__name__} does not follow; it takes {known}"
+            )
         self.model.check(layout)
         self.batch.resolve(layout)
         return replace(self, layout=layout)

@@ -22,7 +22,7 @@ class Pixels:
         OptionError: a size below 1, or a mean or std that is not one number per channel.
     """
 
-    size: Annotated[int, COUNT] = 224
+    size: Annotated[int, Range(least=1, most=2**14)] = 224
     """Height and width in pixels."""
     channels: Annotated[int, COUNT] = 3
     mean: Annotated[tuple[float, ...], Range()] = IMAGENET_MEAN

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated
 
 from systolic.core.errors import OptionError
-from systolic.core.ranges import COUNT, check
+from systolic.core.ranges import COUNT, Range, check
 from systolic.job import Axis, Field, Layout, Model, Target
 from systolic.models.vision import (
     Pixels,
@@ -29,7 +29,7 @@ class CNN(Model):
 
     channels: Annotated[tuple[int, ...], COUNT] = (32, 64)
     """Channels of each stage; every stage halves the resolution."""
-    num_classes: Annotated[int, COUNT] = 10
+    num_classes: Annotated[int, Range(least=1, most=2**24)] = 10
     pixels: Pixels = field(default_factory=Pixels)
 
     def __post_init__(self) -> None:

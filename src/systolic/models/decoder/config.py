@@ -5,12 +5,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from systolic.core.errors import LayoutError, OptionError
+from systolic.core.errors import LayoutError, OptionError, nearest
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check
 from systolic.job import Axis, Field, Layout, Model, Outline, Remat, Target
 
 if TYPE_CHECKING:
     from flax import nnx
+
+
+ACTIVATIONS = ("layer_input", "query", "key", "value", "attention", "out", "mlp", "down")
+"""Names of a layer's activations, which rematerialisation policies may keep."""
+MOST_PARAMETERS = 10**14
+"""Far above any published model; sizes beyond it are slips of the hand that the compiler would take hours over."""
 
 
 class Mlp(enum.Enum):
@@ -39,24 +45,24 @@ class Decoder(Model):
         OptionError: sizes that contradict each other (heads that kv_heads don't divide, ...).
     """
 
-    layers: Annotated[int, COUNT] = 12
-    d_model: Annotated[int, COUNT] = 768
+    layers: Annotated[int, Range(least=1, most=10_000)] = 12
+    d_model: Annotated[int, Range(least=1, most=2**20)] = 768
     """Width of the residual stream."""
-    d_ff: Annotated[int, COUNT] = 2048
+    d_ff: Annotated[int, Range(least=1, most=2**22)] = 2048
     """Hidden units (of each expert, in a mixture)."""
     mlp: Mlp = Mlp.swiglu
     """The feed-forward part."""
-    heads: Annotated[int, COUNT] = 12
+    heads: Annotated[int, Range(least=1, most=2**14)] = 12
     """Query heads."""
     kv_heads: Annotated[int, COUNT] = 12
     """Key and value heads; fewer than heads is grouped-query attention."""
-    head_dim: Annotated[int, COUNT] = 64
+    head_dim: Annotated[int, Range(least=2, most=2**14)] = 64
     """Width of a head, an even number."""
-    vocab: Annotated[int, NOT_NEGATIVE] = 0
+    vocab: Annotated[int, Range(least=0, most=2**24)] = 0
     """Token ids; 0 takes the tokenizer's, rounded up to a multiple of 128."""
     tie_embeddings: bool = True
     """Whether the output matrix is the embedding's transpose."""
-    experts: Annotated[int, COUNT] = 1
+    experts: Annotated[int, Range(least=1, most=2**14)] = 1
     """Experts per layer; 1 is a dense model."""
     experts_per_token: Annotated[int, COUNT] = 2
     """Mixture: experts that each token visits."""
@@ -72,13 +78,17 @@ class Decoder(Model):
     """RMSNorm on queries and keys."""
     ngrams: Annotated[int, Range(least=2, most=64, only=(0,))] = 0
     """The longest n-gram with a hashed embedding of its own, 2 or more; 0 has none."""
-    ngram_rows: Annotated[int, COUNT] = 2**15
+    ngram_rows: Annotated[int, Range(least=1, most=2**30)] = 2**15
     """Rows of each n-gram table, a power of two."""
-    ngram_dim: Annotated[int, COUNT] = 32
+    ngram_dim: Annotated[int, Range(least=1, most=2**16)] = 32
     """Width of an n-gram's embedding."""
 
     def __post_init__(self) -> None:
         check(self, "model")
+        if self.num_parameters > MOST_PARAMETERS:
+            raise OptionError(
+                f"the model's sizes make {self.num_parameters:.3g} parameters; it takes up to {MOST_PARAMETERS:.0e}, lower one of layers, d-model, d-ff and experts"
+            )
         if self.heads % self.kv_heads:
             raise OptionError(
                 f"model.heads {self.heads} is not a multiple of model.kv-heads {self.kv_heads}; change one"
@@ -147,6 +157,12 @@ class Decoder(Model):
             raise LayoutError(
                 f"layout.expert is {layout.expert} but the model is dense; set model.experts, or use layout.fsdp"
             )
+        if layout.remat in (Remat.save_names, Remat.offload):
+            for name in (*layout.remat_names, *layout.saved_names):
+                if name not in ACTIVATIONS:
+                    raise LayoutError(
+                        f"layout.remat-names has {name!r}{nearest(name, ACTIVATIONS)}; a decoder names {', '.join(ACTIVATIONS)}"
+                    )
         for axis, ways, dim, size in divides:
             if size % ways:
                 raise LayoutError(

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated
 
-from systolic.core.ranges import COUNT, check
+from systolic.core.ranges import Range, check
 from systolic.job import Axis, Field, Layout, Model, Remat, Target
 from systolic.models.vision import (
     Pixels,
@@ -69,10 +69,10 @@ class ResNet(Model):
     """
 
     depth: Depth = Depth.d50
-    width: Annotated[int, COUNT] = 64
+    width: Annotated[int, Range(least=1, most=2**16)] = 64
     """Channels of the first stage; each later stage has twice as many."""
     stem: Stem = Stem.imagenet
-    num_classes: Annotated[int, COUNT] = 1000
+    num_classes: Annotated[int, Range(least=1, most=2**24)] = 1000
     pixels: Pixels = field(default_factory=Pixels)
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.core.errors import LayoutError, OptionError
-from systolic.core.ranges import COUNT, check
+from systolic.core.ranges import COUNT, Range, check
 from systolic.job import Axis, Field, Layout, Model, Remat, Target
 from systolic.models.vision import Pixels, image_size, refuse_axes
 
@@ -56,17 +56,17 @@ class ViT(Model):
         OptionError: sizes that contradict each other (a patch that does not divide the image, ...).
     """
 
-    layers: Annotated[int, COUNT] = 12
-    d_model: Annotated[int, COUNT] = 384
+    layers: Annotated[int, Range(least=1, most=10_000)] = 12
+    d_model: Annotated[int, Range(least=1, most=2**20)] = 384
     """Width of the residual stream."""
-    d_ff: Annotated[int, COUNT] = 1536
+    d_ff: Annotated[int, Range(least=1, most=2**22)] = 1536
     """Hidden units of the MLP."""
-    heads: Annotated[int, COUNT] = 6
+    heads: Annotated[int, Range(least=1, most=2**14)] = 6
     patch: Annotated[int, COUNT] = 16
     """Pixels on a side of a patch."""
     pooling: Pooling = Pooling.mean
     positions: Positions = Positions.sincos
-    num_classes: Annotated[int, COUNT] = 1000
+    num_classes: Annotated[int, Range(least=1, most=2**24)] = 1000
     pixels: Pixels = field(default_factory=Pixels)
 
     def __post_init__(self) -> None:
