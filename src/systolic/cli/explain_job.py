@@ -13,7 +13,7 @@ from systolic import recipes
 from systolic.aot import Compiled, Compiler, JobProgram
 from systolic.aot import compile as compile_program
 from systolic.chips import Slice, slice
-from systolic.chips.flags import resolved, spoken
+from systolic.chips.flags import described, resolved, spoken
 from systolic.cli.command import command
 from systolic.cli.output import bounded_workers, print_json
 from systolic.cli.target import request, require_slice
@@ -132,7 +132,8 @@ class Explanation:
         if not self.json:
             from systolic.report.explain.text import print_causes
 
-            print_causes(title, causes)
+            words = described(self.compiler.flags)
+            print_causes(title, causes, remarks=[f"compiled with {words}"] if words else [])
         found = self.remedies(made)
         if self.json:
             print_json(
@@ -143,6 +144,7 @@ class Explanation:
                     "fits": True,
                     "step_seconds": made.step_seconds,
                     "mfu": made.mfu,
+                    "flags": list(self.compiler.flags),
                     "causes": [asdict(cause) for cause in causes],
                 }
                 | found

@@ -116,12 +116,13 @@ def _on_top(saved: Sequence[str], given: Sequence[str]) -> list[str]:
 
 def flags_in(args: Sequence[str]) -> str | None:
     """The value of ``--flags``; None where it is not given."""
-    for word, following in zip(args, [*args[1:], ""], strict=True):
+    found = None
+    for index, word in enumerate(args):
         if word == "--flags":
-            return following
+            found = " ".join(args[index + 1 : index + 2])
         if word.startswith("--flags="):
-            return word.partition("=")[2]
-    return None
+            found = word.partition("=")[2]
+    return found
 
 
 def _against(args: Sequence[str]) -> tuple[Path | None, list[str]]:

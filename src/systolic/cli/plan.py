@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from systolic import recipes
 from systolic.chips import Kind, Slice, chips, named_slices, slice
-from systolic.chips.flags import resolved
+from systolic.chips.flags import described, resolved
 from systolic.cli.command import without
 from systolic.cli.output import bounded_workers, print_json
 from systolic.cli.target import Request, first, request, require_slice
@@ -339,6 +339,10 @@ def after(plan: Plan, slices: Sequence[Slice], freedom: Freedom, finalists: int)
                 found.append(
                     f"compiled whole, steps on {name} take {ratio:.0%} of what their schedules said; the others are ranked as if theirs did too"
                 )
+        if plan.best.candidate.base:
+            found.append(
+                f"every program on {plan.best.candidate.on.chip.name} is compiled with {described(plan.best.candidate.base)}; systolic chips NAME says why, --flags changes it"
+            )
         compiled = {one.candidate.on.chip.name for one in plan.tried}
         left = sorted({on.chip.name for on in slices} - compiled)
         if left:
