@@ -10,8 +10,10 @@ import pytest
 
 from systolic.core.errors import RunError
 from systolic.report import charts, curves
+from systolic.report.pages import columns, is_even
 from systolic.report.run import load_run
-from systolic.report.run_html import MAX_EVENTS, render, write_report
+from systolic.report.run_html import MAX_EVENTS, render, tiles, write_report
+from systolic.train.ledger import KINDS
 from tests.report.fabricate_run import (
     JOB,
     SAMPLE,
@@ -276,3 +278,33 @@ def test_thinning_keeps_the_extremes_and_the_gaps() -> None:
 def test_smoothing_passes_over_a_spike() -> None:
     points = [(float(i), 100.0 if i == 500 else 1.0) for i in range(1000)]
     assert {y for _, y in curves.smooth(points)} == {1.0}
+
+
+@pytest.mark.parametrize("trouble", [{}, {"bad_steps": 0}, {"bad_steps": 0, "recompiles": 0}])
+def test_the_rows_of_key_figures_are_full(tmp_path: Path, trouble: dict) -> None:
+    found = tiles(load_run(write_run(tmp_path, records(), summary(tmp_path) | trouble)))
+    assert len(found) >= 6
+    assert is_even(len(found)), [tile.label for tile in found]
+    assert not any(tile.value == "0" for tile in found), "no trouble is no figure"
+
+
+def test_columns_of_key_figures() -> None:
+    assert [columns(number)[0] for number in (0, 1, 5, 6, 8, 9, 10, 12, 15)] == [
+        *(1, 1, 5, 3, 4, 3, 5, 4, 5)
+    ]
+    assert [number for number in range(1, 17) if not is_even(number)] == [7, 11, 13, 14]
+
+
+def test_one_spike_among_few_values_does_not_flatten_them() -> None:
+    steady = [10.0 + 0.1 * number for number in range(12)]
+    low, high, above = curves.span_of([*steady, 4000.0])
+    assert (low, above) == (10.0, 1)
+    assert high < 12
+    assert curves.span_of(steady) == (10.0, pytest.approx(11.1), 0)
+    assert curves.span_of([8.0, 5.0, 4.0, 3.4, 3.1, 3.0, 2.9, 2.8]) == (2.8, 8.0, 0), "a loss falls"
+
+
+def test_the_parts_of_the_time_have_colours_of_their_own(whole: tuple[str, Page]) -> None:
+    for kind in KINDS:
+        assert re.search(rf"\.t-{kind} \{{ background: var\(--t-{kind}\)", whole[0]), kind
+        assert len(re.findall(rf"--t-{kind}: #", whole[0])) == 2, f"{kind}: light and dark"

@@ -122,8 +122,7 @@ def test_a_run_whose_last_loss_is_nan_has_diverged(tmp_path: Path, whole: list[d
         ({}, "beats gzip", "27 % less"),
         ({"validation_bits_per_byte": 2.63}, "level with gzip", "2.630 bits per byte"),
         ({"validation_bits_per_byte": 3.4}, "behind gzip", "30 % more"),
-        ({"gzip_bits_per_byte": None}, "trained", "Validation bits per byte 1.9206."),
-        ({"gzip_bits_per_byte": None, "test_accuracy": 0.9551}, "trained", "Test accuracy 95.5 %."),
+        ({"gzip_bits_per_byte": None}, "trained", "1.921 bits per byte on held-out text."),
     ],
 )
 def test_verdicts(
@@ -132,6 +131,46 @@ def test_verdicts(
     verdict = judge(loaded(tmp_path, whole, metrics=metrics))
     assert verdict.word == word
     assert sentence in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("unit", "metrics", "sentence", "first"),
+    [
+        (
+            "tokens",
+            {"validation_accuracy": 0.341, "validation_loss": 2.5},
+            "Perplexity 12.18 on held-out text, a loss of 2.5000 per token.",
+            ("validation perplexity", "12.1825"),
+        ),
+        (
+            "tokens",
+            {"validation_accuracy": 0.4, "validation_loss": 1.2, "validation_bits_per_byte": 1.73},
+            "1.730 bits per byte on held-out text.",
+            ("validation bits per byte", "1.7300"),
+        ),
+        (
+            "examples",
+            {"test_loss": 0.2, "test_accuracy": 0.9551},
+            "Test accuracy 95.5 %.",
+            ("test accuracy", "95.5 %"),
+        ),
+    ],
+)
+def test_the_headline_is_the_measure_of_the_kind_of_model(
+    tmp_path: Path,
+    whole: list[dict],
+    unit: str,
+    metrics: dict,
+    sentence: str,
+    first: tuple[str, str],
+) -> None:
+    """2.5 nats a token is a perplexity of exp(2.5) = 12.18; accuracy says little of a language model."""
+    lines = [line | {"unit": unit} if line["kind"] == "start" else line for line in whole]
+    end = summary(tmp_path)
+    end["final"]["metrics"] = metrics
+    run = load_run(write_run(tmp_path, lines, end))
+    assert judge(run).sentence == sentence
+    assert next(iter(readings.metrics(run).items())) == first
 
 
 def test_the_command_that_made_it_without_the_folder_that_is_taken(

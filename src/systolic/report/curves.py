@@ -18,6 +18,9 @@ BUCKETS = 300
 MIN_SMOOTHED = 30
 """Records below which smoothing would hide more than it shows."""
 
+FEWEST = 8
+"""Values from which one that stands far above the others is a spike."""
+
 Points = Sequence[tuple[float, float]]
 
 
@@ -170,8 +173,9 @@ def span_of(values: Sequence[float]) -> tuple[float, float, int]:
     if not ordered:
         return 0.0, 1.0, 0
     low, high = ordered[0], ordered[-1]
-    common = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
-    if len(ordered) < 50 or high - low <= 4 * (common - low) or common == low:
+    # At least one value may be rare; of very few, none is known to be.
+    common = ordered[min(len(ordered) - 2, int(len(ordered) * 0.99))] if len(ordered) > 1 else low
+    if len(ordered) < FEWEST or high - low <= 4 * (common - low) or common == low:
         return low, high, 0
     high = common + 0.25 * (common - low)
     return low, high, sum(v > high for v in ordered)

@@ -15,6 +15,20 @@ class Tile:
     is_alarming: bool = False
 
 
+def columns(num_tiles: int) -> tuple[int, int]:
+    """Columns of the key figures on a wide page and on one of half the width: as even rows as there can be."""
+    if num_tiles <= 5:
+        return max(num_tiles, 1), max(num_tiles, 1)
+    wide = max((3, 4, 5), key=lambda count: (-(-num_tiles % count), count))
+    middle = max((2, 3, 4), key=lambda count: (-(-num_tiles % count), count))
+    return wide, middle
+
+
+def is_even(num_tiles: int) -> bool:
+    """Whether the rows of so many key figures are all full."""
+    return num_tiles % columns(num_tiles)[0] == 0
+
+
 def fill(template: str, page: Mapping[str, Any]) -> str:
     """A page as text.
 
@@ -31,4 +45,5 @@ def fill(template: str, page: Mapping[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return templates.get_template(template).render(page)
+    grid = columns(len(page["tiles"]))
+    return templates.get_template(template).render({**page, "columns": grid})

@@ -1,6 +1,9 @@
 """Figures about a whole run that the summary and the page both show."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from systolic.artifact import spent as records
 from systolic.report import figures
@@ -18,6 +21,9 @@ _ORDER = (
     "other",
 )
 
+
+OVERFLOW = 700.0
+"""A loss from which exp is no float64."""
 
 LEAST = 0.0005
 """Shares below this round to nothing and are left out."""
@@ -106,5 +112,28 @@ def _forecast(record: Record) -> str:
 
 
 def metrics(run: Run) -> dict[str, str]:
-    """The final metrics, ready to read."""
-    return {figures.label(k): figures.metric(k, v) for k, v in run.final_metrics.items()}
+    """The final metrics, ready to read, the one that tells most first.
+
+    Of a language model that is bits per byte, or perplexity, which follows from the loss.
+    """
+    found = dict(run.final_metrics)
+    if run.reads_text:
+        for split in ("test", "validation"):
+            if (value := perplexity(found, split)) is not None:
+                found = {f"{split}_perplexity": value, **found}
+    first = sorted(found, key=_rank)
+    return {figures.label(name): figures.metric(name, found[name]) for name in first}
+
+
+def perplexity(metrics: Mapping[str, Any], split: str) -> float | None:
+    """exp(loss) of a split whose tokens are not bytes; ``None`` where it has no finite loss."""
+    loss = figures.number(metrics.get(f"{split}_loss"))
+    if loss is None or f"{split}_bits_per_byte" in metrics or not loss < OVERFLOW:
+        return None
+    return math.exp(loss)
+
+
+def _rank(name: str) -> int:
+    """Where a metric stands: what a reader looks for first, its reference beside it."""
+    ends = ("bits_per_byte", "perplexity", "accuracy", "loss")
+    return next((place for place, end in enumerate(ends) if name.endswith(end)), len(ends))

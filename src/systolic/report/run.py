@@ -113,6 +113,11 @@ class Run:
         return loss_of(self.train[-1]) if self.train else None
 
     @property
+    def reads_text(self) -> bool:
+        """Whether it trains a language model: its throughput counts tokens."""
+        return self.start.get("unit") == "tokens"
+
+    @property
     def has_diverged(self) -> bool:
         """Whether the last loss on record is not a number."""
         return bool(self.train) and not math.isfinite(loss_of(self.train[-1]))

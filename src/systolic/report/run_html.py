@@ -10,7 +10,7 @@ from typing import Any
 
 from systolic.core.files import write_atomically
 from systolic.report import charts, curves, figures, plain, readings
-from systolic.report.pages import Tile, fill
+from systolic.report.pages import Tile, fill, is_even
 from systolic.report.run import Record, Run, load_run
 from systolic.report.terminal import printable
 from systolic.report.verdict import commands, judge
@@ -29,7 +29,7 @@ MAX_VALUE_CHARACTERS = 400
 _LANES = {
     "compile": ("compile", "recompile", "load"),
     "checkpoint": ("checkpoint",),
-    "trouble": ("bad_step", "skip", "stop", "interrupt"),
+    "trouble": ("bad_step", "skip", "stop", "interrupt", "skipped_file"),
 }
 
 
@@ -140,18 +140,21 @@ def tiles(run: Run) -> list[Tile]:
     peaks = [b for r in run.train if (b := figures.number(r.get("memory_bytes"))) is not None]
     texts = [
         *readings.speed(run),
-        ("goodput", readings.goodput(run)),
         ("time", readings.wall(run)),
+        ("goodput", readings.goodput(run)),
         ("peak memory", figures.memory(max(peaks, default=None))),
     ]
     found += [Tile(label=name, value=text) for name, text in texts if text != figures.MISSING]
-    for name in ("bad_steps", "recompiles"):
+    for name in ("bad_steps", "skipped_files", "recompiles"):
         number = figures.number((run.summary or {}).get(name))
-        if number is not None:
-            alarming = number > 0 and name == "bad_steps"
+        if number:
+            alarming = name != "recompiles"
             label = figures.label(name)
             found.append(Tile(label=label, value=figures.count(number), is_alarming=alarming))
-    return found
+    if is_even(len(found)):
+        return found
+    # The heading above the time line has it too; without it the last row is full.
+    return [tile for tile in found if tile.label != "goodput"]
 
 
 def lanes(run: Run) -> list[Lane]:
@@ -164,9 +167,9 @@ def lanes(run: Run) -> list[Lane]:
         groups["evaluation"].append((record, text))
     for event in run.events:
         name = event.get("name")
-        lane = next((k for k, names in _LANES.items() if name in names), "other")
+        lane = next((k for k, names in _LANES.items() if name in names), "notes")
         groups.setdefault(lane, []).append((event, plain.event_text(event)))
-    order = ("compile", "evaluation", "checkpoint", "other", "trouble")
+    order = ("compile", "evaluation", "checkpoint", "notes", "trouble")
     return [_lane(run, name, groups[name]) for name in order if groups.get(name)]
 
 
@@ -180,7 +183,7 @@ def _lane(run: Run, name: str, records: list[tuple[Record, str]]) -> Lane:
         begin = max(end - (figures.number(record.get("seconds")) or 0.0), 0.0)
         left, width = begin / run.seconds * 100, (end - begin) / run.seconds * 100
         spans.append(Span(left=round(left, 2), width=round(width, 2), text=text))
-    css = {"evaluation": "eval"}.get(name, name)
+    css = {"evaluation": "eval", "notes": "other"}.get(name, name)
     return Lane(css=css, name=name, spans=tuple(spans), num_hidden=len(records) - len(chosen))
 
 

@@ -26,7 +26,7 @@ MAX_WIDTH = 110
 """Columns of the panel on a wide terminal."""
 
 _CURVES = ("loss", "learning_rate", "throughput", "grad_norm")
-_ALARMS = frozenset({"bad_step", "skip", "stop", "interrupt", "recompile"})
+_ALARMS = frozenset({"bad_step", "skip", "stop", "interrupt", "recompile", "data", "skipped_file"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

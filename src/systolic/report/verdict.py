@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from systolic.artifact.run import RECIPE
-from systolic.report import figures
+from systolic.report import figures, readings
 from systolic.report.run import Run, State
 from systolic.report.terminal import one_line
 
@@ -62,10 +62,10 @@ def judge(run: Run) -> Verdict:
         return Verdict(
             word="stopped", sentence=f"Stopped at {place}{_reason(run, 'stopped')}.", tone=Tone.fair
         )
-    return _judge_metrics(run.final_metrics, run.final_loss)
+    return _judge_metrics(run.final_metrics, run.final_loss, text=run.reads_text)
 
 
-def _judge_metrics(metrics: Mapping[str, Any], loss: float | None) -> Verdict:
+def _judge_metrics(metrics: Mapping[str, Any], loss: float | None, *, text: bool) -> Verdict:
     own = figures.number(metrics.get("validation_bits_per_byte"))
     gzip = figures.number(metrics.get("gzip_bits_per_byte"))
     if own is not None and gzip is not None and gzip > 0 and math.isfinite(own):
@@ -78,13 +78,28 @@ def _judge_metrics(metrics: Mapping[str, Any], loss: float | None) -> Verdict:
             return Verdict(word="beats gzip", sentence=sentence, tone=Tone.good)
         sentence = f"{where}: {-gain * 100:.0f} % more. Train longer or take a larger model."
         return Verdict(word="behind gzip", sentence=sentence, tone=Tone.bad)
+    if text and (sentence := _of_text(metrics)):
+        return Verdict(word="trained", sentence=sentence, tone=Tone.good)
     best = ("test_accuracy", "validation_bits_per_byte", "validation_accuracy", "validation_loss")
     for name in best:
         if name in metrics:
-            text = f"{figures.label(name).capitalize()} {figures.metric(name, metrics[name])}."
-            return Verdict(word="trained", sentence=text, tone=Tone.good)
+            sentence = f"{figures.label(name).capitalize()} {figures.metric(name, metrics[name])}."
+            return Verdict(word="trained", sentence=sentence, tone=Tone.good)
     sentence = "" if loss is None else f"Final loss {figures.figure(loss)}."
     return Verdict(word="trained", sentence=sentence, tone=Tone.good)
+
+
+def _of_text(metrics: Mapping[str, Any]) -> str:
+    """What a language model makes of held-out text; "" where it was not evaluated."""
+    for split in ("test", "validation"):
+        bits = figures.number(metrics.get(f"{split}_bits_per_byte"))
+        if bits is not None and math.isfinite(bits):
+            return f"{bits:.3f} bits per byte on held-out text."
+        value = readings.perplexity(metrics, split)
+        if value is not None:
+            loss = figures.figure(metrics[f"{split}_loss"])
+            return f"Perplexity {value:.4g} on held-out text, a loss of {loss} per token."
+    return ""
 
 
 def _reason(run: Run, name: str) -> str:
