@@ -1,6 +1,7 @@
-"""benchmarks/envelope.py: its jobs, floors and rules."""
+"""A sample of benchmarks/envelope.py: its rules on schedules that libtpu wrote."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -8,6 +9,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SCHEDULES = ROOT / "tests" / "recorded" / "envelope"
 
 
 def _load() -> ModuleType:
@@ -21,6 +23,26 @@ def _load() -> ModuleType:
 
 
 envelope = _load()
+FAMILIES = sorted({path.name.partition("-")[0] for path in SCHEDULES.glob("*.json")})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_schedules_keep_the_rules(family: str) -> None:
+    records = [envelope.recorded(path) for path in sorted(SCHEDULES.glob(f"{family}-*.json"))]
+    assert len(records) == envelope.FAMILY
+    found, checked = envelope.breaks(records)
+    assert found == []
+    assert checked["answer"] == checked["floor"] == envelope.FAMILY
+    assert checked["layers"] == checked["batch"] == checked["sequence"] == 1
+
+
+def test_the_sample_covers_what_is_computed() -> None:
+    records = [json.loads(path.read_text()) for path in sorted(SCHEDULES.glob("*.json"))]
+    cases = [envelope.case_of(record) for record in records]
+    assert {case.verb for case in cases} == {"train", "prefill", "decode"}
+    assert any(case.member == "slices" for case in cases)
+    assert any(case.experts > 1 for case in cases)
+    assert len(cases) == 20
 
 
 def test_jobs_are_the_same_for_the_same_seed() -> None:
