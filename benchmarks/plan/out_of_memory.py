@@ -18,6 +18,7 @@ from systolic.core.files import write_json
 from systolic.explain.ladder import climb
 from systolic.forecasting.run import of_outcome
 from systolic.plan import facts_of
+from systolic.plan.search import shared
 
 SMALL = {
     "layers": 8,
@@ -115,7 +116,7 @@ def answer(index: int, workers: int) -> dict[str, Any]:
     what, name, options = CASES[index]
     on, recipe = slice(name), recipes.find("lm")
     job = recipe(recipes.typed(recipe, options))
-    compiler = Compiler()
+    compiler = Compiler(flags=shared(on))
     made = of_outcome(compile_program(JobProgram(job=job), on, compiler.quick()), "lm", on, 0.0)
     record: dict[str, Any] = {"case": index, "what": what, "slice": name, "options": options}
     if made.fits:
@@ -123,7 +124,7 @@ def answer(index: int, workers: int) -> dict[str, Any]:
     record["need_bytes"] = (made.rejected or {})["need_bytes"]
     record["have_bytes"] = (made.rejected or {})["have_bytes"]
     begun = time.monotonic()
-    rungs = climb(facts_of(job), on, compiler, workers)
+    rungs = climb(facts_of(job), on, shared, workers)
     compiled = [one for rung in rungs for one in rung.tried]
     first = next((n for n, one in enumerate(compiled, 1) if one.total is not None), None)
     best = rungs[-1].best

@@ -21,7 +21,7 @@ def test_every_generation_compiles_with_its_flags(tmp_path: Path, name: str) -> 
     on = slice(name)
     flags = resolved("", on.chip)
     compiler = Compiler(root=tmp_path, flags=flags).quick()
-    made = compile(functions.program(functions.matmul, on), on, compiler)
+    made = compile(functions.program(functions.matmul, on.name), on, compiler)
     assert isinstance(made, Compiled)
     assert made.report["flags"] == list(flags)
 
@@ -31,6 +31,6 @@ def test_a_flag_that_is_no_option_goes_into_the_environment(tmp_path: Path) -> N
     on = slice("v6e-4")
     flag = "--xla_sc_disjoint_spmem=false"  # libtpu 0.0.42.1 knows it on its command line only
     compiler = Compiler(root=tmp_path, flags=(flag,)).quick()
-    made = compile(functions.program(functions.matmul, on), on, compiler)
+    made = compile(functions.program(functions.matmul, on.name), on, compiler)
     assert isinstance(made, Compiled)
     assert made.report["flags"] == [flag]
