@@ -31,6 +31,32 @@ def test_a_dump_of_another_program(name: str, tmp_path: Path) -> None:
         (recorded.text("lm-v5e-4").replace("is_scheduled=true, ", ""), "v5e-4", "not scheduled"),
         ("module @jit_f {}", "v5e-4", "no line begins with HloModule"),
         (None, "v5e-4", "could not be read"),
+        (
+            recorded.text("lm-v5e-4").replace("calls=%fused_computation.629,", "calls=%gone.629,"),
+            "v5e-4",
+            "calls gone.629, which the text does not have",
+        ),
+        (
+            recorded.text("lm-v5e-4").replace(" exponential(", " exponentail("),
+            "v5e-4",
+            "opcode 'exponentail', which HLO does not have; did you mean exponential",
+        ),
+        (
+            recorded.text("lm-v5e-4").replace("bf16[4,4,1024,128]", "bf61[4,4,1024,128]"),
+            "v5e-4",
+            "'bf61' is not a dtype",
+        ),
+        (
+            recorded.text("lm-v5e-4").replace("f32[4,512,128]", "f33[4,512,128]"),
+            "v5e-4",
+            "'f33' is not a dtype",
+        ),
+        (
+            recorded.text("scatter-v5e-1").replace("fusion(%rows.1)", "fusion(%j.1)"),
+            "v5e-1",
+            "reads j.1, which its computation does not have",
+        ),
+        (recorded.text("scatter-v5e-1").replace("S(1)", "S(3)"), "v5e-1", "common memory"),
     ],
 )
 def test_what_is_no_dump_for_the_slice_is_one_line(
@@ -54,3 +80,58 @@ def test_an_interval_holds_the_forecast() -> None:
         low, high, text = interval_of(generation, 2.0)
         assert low < 2.0 < high
         assert text
+
+
+def test_a_cpu_s_schedule_is_not_forecast_for_a_tpu(tmp_path: Path) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    compiled = jax.jit(lambda x: jnp.tanh(x @ x)).lower(jnp.ones((64, 64))).compile()
+    path = tmp_path / "dump.txt"
+    path.write_text(compiled.as_text())
+    with pytest.raises(DataError, match="is a CPU's schedule"):
+        forecast_text(path, slice("v5e-1"))
+
+
+# The form in which libtpu prints a matmul's fusion and its cycles.
+MATMUL = """HloModule jit_f, is_scheduled=true
+
+%fused (p0: bf16[8192,8192], p1: bf16[8192,8192]) -> bf16[8192,8192] {{
+  %p0 = bf16[8192,8192]{{1,0:T(8,128)(2,1)}} parameter(0)
+  %p1 = bf16[8192,8192]{{1,0:T(8,128)(2,1)}} parameter(1)
+  ROOT %c = bf16[8192,8192]{{1,0:T(8,128)(2,1)}} convolution(%p0, %p1), dim_labels=bf_io->bf
+}}
+
+ENTRY %main (x: bf16[8192,8192], y: bf16[8192,8192]) -> bf16[8192,8192] {{
+  %x = bf16[8192,8192]{{1,0:T(8,128)(2,1)}} parameter(0)
+  %y = bf16[8192,8192]{{1,0:T(8,128)(2,1)}} parameter(1)
+  ROOT %f = bf16[8192,8192]{{1,0:T(8,128)(2,1)}} fusion(%x, %y), kind=kOutput, calls=%fused, backend_config={{"window_config":{{"estimated_cycles":"{cycles}"}}}}
+}}
+"""
+
+
+@pytest.mark.parametrize(("on", "word"), [("v5e-1", "taken as"), ("v6e-1", "slower chip")])
+def test_a_dump_does_not_name_its_chip_and_the_forecast_says_so(
+    on: str, word: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "dump.txt"
+    # 2 x 8192^3 FLOPs at 95 % of v5e's 131,333 a cycle.
+    path.write_text(MATMUL.format(cycles=int(2 * 8192**3 / 131_333 / 0.95)))
+    assert any(word in note for note in forecast_text(path, slice(on)).notes)
+
+
+def test_a_faster_chip_s_schedule_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "dump.txt"
+    path.write_text(MATMUL.format(cycles=int(2 * 8192**3 / 524_571 / 0.9)))
+    with pytest.raises(DataError, match="times the peak of v5e"):
+        forecast_text(path, slice("v5e-1"))
+
+
+def test_a_dump_that_does_not_fit_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "dump.txt"
+    wide = MATMUL.format(cycles=2**39).replace("8192,8192", "131072,131072")
+    path.write_text(wide)
+    made = forecast_text(path, slice("v5e-1"))
+    assert not made.fits
+    assert made.step_seconds is None
+    assert (made.rejected or {})["need_bytes"] == 3 * 2 * 131072**2

@@ -33,6 +33,8 @@ _BITS = {
     "token": 0,
     "opaque": 0,
 }
+_NARROW = re.compile(r"f([48])e\dm\d(?:b11)?(?:fn|fnu|fnuz)?")
+"""Floats of few bits: f8e4m3fn, f8e5m2, f8e8m0fnu, f4e2m1fn …"""
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\](?:\{([^}]*)\})?")
 _TILE = re.compile(r"\(([^)]*)\)")
 
@@ -120,7 +122,7 @@ def bits_of(dtype: str) -> int:
     known = _BITS.get(dtype)
     if known is not None:
         return known
-    if narrow := re.match(r"f(\d+)(?:e|$)", dtype):  # f8e4m3fn, f4e2m1fn …
+    if narrow := _NARROW.fullmatch(dtype):
         return int(narrow[1])
     raise DataError(f"{dtype!r} is not a dtype of HLO; the text may be damaged")
 
