@@ -89,3 +89,7 @@ def test_of_two_values_the_last_counts() -> None:
 def test_in_few_words() -> None:
     assert described([EINSUM, "--xla_a=1"]) == "no windowed einsums, --xla_a=1"
     assert described([]) == ""
+    many = [f"--xla_{letter}=1" for letter in "abcd"]
+    assert described([*many, VMEM]) == (
+        "96 MiB of VMEM for a fusion, --xla_a=1, --xla_b=1, 2 more flags"
+    )

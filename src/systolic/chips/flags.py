@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from systolic.chips.record import Chip
 from systolic.core.errors import OptionError
 
+SPELT = 2
+"""Flags beside the shared ones that are spelt out in a line of figures."""
 NONE = "none"
 """The word of ``--flags`` that leaves the shared set out: XLA's defaults."""
 
@@ -106,7 +108,10 @@ def name_of(flag: str) -> str:
 def described(flags: Sequence[str]) -> str:
     """What differs between a job's flags and XLA's defaults, in a few words; empty where nothing does."""
     short = {one.text: one.short for one in SHARED}
-    return ", ".join(short.get(flag, flag) for flag in flags)
+    own = [flag for flag in flags if flag not in short]
+    words = [short[flag] for flag in flags if flag in short] + own[:SPELT]
+    more = len(own) - SPELT
+    return ", ".join([*words, f"{more} more flag{'s' if more > 1 else ''}"] if more > 0 else words)
 
 
 def compile_options(flags: Sequence[str], platform: str) -> dict[str, str]:
