@@ -9,6 +9,9 @@ from pathlib import Path
 
 from systolic.core.errors import RunError
 
+LOCK = ".lock"
+"""The file in a run's folder that its writer holds."""
+
 
 class Access(enum.Enum):
     """What a process may do with a run or its checkpoints."""
@@ -32,7 +35,7 @@ class Lock:
     _held: set[Path] = set()  # noqa: RUF012 - record locks do not exclude their own process
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder.resolve() / ".lock"
+        self._path = folder.resolve() / LOCK
         if self._path in Lock._held:
             raise RunError(_taken(folder, f"this process (pid {os.getpid()})"))
         self._handle = _acquire(self._path, folder)

@@ -2,28 +2,34 @@
 
 ``job.json`` says what was computed, ``environment.json`` where, ``metrics.jsonl`` what happened,
 ``diagnoses.jsonl`` how gradients and updates were by layer, ``summary.json`` what came out; ``checkpoints/`` belongs to :mod:`systolic.artifact.checkpoint`.
+``recipe.py`` and ``modules/`` are a user's recipe with what it imports from its folder, ``tokenizer/`` is the text's.
 """
 
 import datetime
 import io
 import json
 import re
+import shlex
+import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import numpy as np
 
 from systolic.artifact import metrics
-from systolic.artifact.access import Access, Lock
+from systolic.artifact.access import LOCK, Access, Lock
 from systolic.artifact.environment import environment
+from systolic.artifact.paths import DIRECTORY
 from systolic.core.errors import NotFoundError, RunError, nearest
 from systolic.core.files import write_atomically, write_json
 
 JOB = "job.json"
 RECIPE = "recipe.py"
+MODULES = "modules"
+TOKENIZER = "tokenizer"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
@@ -57,13 +63,15 @@ class Run:
         path: Path | str | None,
         description: Mapping[str, Any],
         *,
+        files: Mapping[str, bytes] = MappingProxyType({}),
         now: datetime.datetime | None = None,
     ) -> Self:
-        """Makes a run and writes its ``job.json``.
+        """Makes a run: the files that it keeps, then its ``job.json``, which makes it one.
 
         Args:
             path: an absent or empty directory; ``None`` makes ``runs/<job's name>-<UTC time>``.
             description: the content of ``job.json``; its ``job.name`` names the directory.
+            files: path in the run to content: the recipe, its modules, the tokenizer.
             now: the time in the name, by default the present.
 
         Raises:
@@ -71,7 +79,7 @@ class Run:
         """
         folder = _fresh(description, now) if path is None else Path(path)
         try:
-            if folder.exists() and (not folder.is_dir() or any(_content(folder))):
+            if folder.exists() and (not folder.is_dir() or _content(folder)):
                 raise RunError(_occupied(folder))
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -79,10 +87,17 @@ class Run:
                 f"{folder} could not be made ({error.strerror}); choose another folder"
             ) from error
         run = cls(folder, Access.write)
-        if any(_content(folder)):  # Another process was faster, and is done already.
+        if _content(folder):  # Another process was faster, and is done already.
             run.close()
             raise RunError(_occupied(folder))
-        run.write_job(description)
+        try:
+            _remove(folder)
+            for name, content in files.items():
+                write_atomically(run._own(name), content)
+            run.write_job(description)
+        except Exception:
+            run.close()
+            raise
         return run
 
     @classmethod
@@ -133,6 +148,23 @@ class Run:
     def recipe(self) -> Path:
         """The copy of a user's recipe file; absent for a shipped recipe."""
         return self.path / RECIPE
+
+    @property
+    def modules(self) -> Path:
+        """The folder of the modules that the recipe imports from beside its file; absent without any."""
+        return self.path / MODULES
+
+    @property
+    def tokenizer(self) -> Path:
+        """The folder with the copy of the text's tokenizer; absent for bytes and for other data."""
+        return self.path / TOKENIZER
+
+    def code(self) -> dict[str, bytes]:
+        """The Python files of the run's recipe: path in the run to content; empty for a shipped recipe."""
+        if not self.recipe.is_file():
+            return {}
+        files = [self.recipe, *sorted(self.modules.rglob("*.py"))]
+        return {file.relative_to(self.path).as_posix(): file.read_bytes() for file in files}
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Adds a record to ``metrics.jsonl``; it is in the file on return.
@@ -197,8 +229,9 @@ class Run:
         yield from metrics.read(self.path / DIAGNOSES)
 
     def write_job(self, description: Mapping[str, Any]) -> None:
-        """Writes ``job.json``: what is computed, how it is spread, on what."""
-        write_json(self._own(JOB), dict(description))
+        """Writes ``job.json``: what is computed, how it is spread, on what, and where the run is."""
+        where = {DIRECTORY: str(self.path.absolute())}
+        write_json(self._own(JOB), {**description, **where})
 
     def read_job(self) -> dict[str, Any]:
         """What :meth:`write_job` wrote.
@@ -207,10 +240,6 @@ class Run:
             RunError: the file is damaged.
         """
         return self._read(JOB, json.loads)
-
-    def write_recipe(self, source: str) -> None:
-        """Keeps a copy of a user's recipe file."""
-        write_atomically(self._own(RECIPE), source)
 
     def write_environment(self, devices: Sequence[str], flags: Sequence[str] = ()) -> None:
         """Writes ``environment.json``. One that an earlier start wrote and that differs is kept, numbered.
@@ -238,7 +267,7 @@ class Run:
         self._own(SUMMARY).unlink(missing_ok=True)
 
     def read_summary(self) -> dict[str, Any]:
-        """What :meth:`write_summary` wrote.
+        """What :meth:`write_summary` wrote, its paths as the run is named now.
 
         Raises:
             NotFoundError: the run has not ended.
@@ -248,7 +277,7 @@ class Run:
             raise NotFoundError(
                 f"{self.path} has no summary, so it has not ended; continue it with --resume {self.path}"
             )
-        return self._read(SUMMARY, metrics.decode)
+        return _renamed(self._read(SUMMARY, metrics.decode), self.path)
 
     def write_bad(self, step: int, arrays: Mapping[str, np.ndarray]) -> Path:
         """Keeps the batch of a bad step as ``bad/step-<n>.npz``; returns the file."""
@@ -298,8 +327,40 @@ def _fresh(description: Mapping[str, Any], now: datetime.datetime | None) -> Pat
     return folder
 
 
-def _content(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.iterdir() if path.name != ".lock")
+_KEPT = frozenset((RECIPE, MODULES, TOKENIZER))
+"""What is written before job.json."""
+
+
+def _content(folder: Path) -> list[Path]:
+    """What is in a folder, less what a start leaves that was killed before it wrote job.json."""
+    found = [path for path in folder.iterdir() if path.name != LOCK]
+    began = (folder / LOCK).exists() and not (folder / JOB).exists()
+    return [path for path in found if not (began and _is_kept(path.name))]
+
+
+def _is_kept(name: str) -> bool:
+    """Whether it is a file that a start keeps, or one of these half written."""
+    return name in _KEPT or any(name.startswith(f".{kept}.") for kept in (*_KEPT, JOB))
+
+
+def _remove(folder: Path) -> None:
+    """Removes the leftovers that :func:`_content` leaves out."""
+    for path in [path for path in folder.iterdir() if _is_kept(path.name)]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _renamed(summary: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A summary whose commands and paths name the run as it was opened."""
+    before, now = summary.get("run"), str(path)
+    found = dict(summary)
+    if before is not None and before != now:
+        found["run"] = now
+        if isinstance(command := summary.get("next"), str):
+            found["next"] = command.replace(shlex.quote(before), shlex.quote(now), 1)
+    kept = summary.get("checkpoint")
+    if isinstance(kept, str) and not Path(kept).is_relative_to(path.resolve()):
+        found["checkpoint"] = str(path.absolute() / Path(kept).parent.name / Path(kept).name)
+    return found
 
 
 def _occupied(folder: Path) -> str:

@@ -22,6 +22,7 @@ def evaluate(
     split: Split | None = None,
     checkpoint: str = "best",
     batches: int = 0,
+    trust: bool = False,
     json: bool = False,
 ) -> int:
     """Evaluates a run on its held-out data.
@@ -31,6 +32,7 @@ def evaluate(
         split: Which part; by default every held-out part there is.
         checkpoint: best, last or the number of a step.
         batches: Only the first so many batches; 0 is all.
+        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         json: Print one JSON object.
     """
     from systolic.cli.trained import load
@@ -38,7 +40,7 @@ def evaluate(
     from systolic.steps.programs import jit_evaluate
     from systolic.train.evaluate import evaluate as over
 
-    trained = load(run, checkpoint)
+    trained = load(run, checkpoint, trust=trust)
     job, steps = trained.setup.job, trained.setup.steps
     splits = (
         [split]

@@ -41,6 +41,7 @@ TPUs also what changes of its settings gain, each forecast for its slice.
   --remedies N     changes to try (default 10, of a run's profile 4); 0 names causes only
   --quick          of a run: judge by what the run has recorded only. Otherwise a run whose layers were never
                    looked at is looked at now, at its newest checkpoint, where this machine can
+  --trust          execute the run's recipe.py although it is not yours; remembered by its digest
   --json           print one JSON object"""
 
 
@@ -88,11 +89,12 @@ def kind(target: str) -> Kind:
     )
 
 
-def run_options(quick: bool = False, json: bool = False) -> None:
+def run_options(quick: bool = False, trust: bool = False, json: bool = False) -> None:
     """Says what holds a run back.
 
     Args:
         quick: Judge by what is on record only.
+        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         json: Print one JSON object.
     """
 
@@ -108,7 +110,7 @@ def explain_run(target: str, args: Sequence[str]) -> int:
         looks: list[dict[str, Any]] = []
         notes: list[str] = []
         if not verb["quick"] and next(directory.diagnoses(), None) is None:
-            looks, why = look(directory)
+            looks, why = look(directory, trust_code=verb["trust"])
             notes += [why] if why else []
         history = read(directory, looks)
         causes = [*learning.learning(directory, looks), *speed.speed(directory)]
@@ -127,16 +129,16 @@ def explain_run(target: str, args: Sequence[str]) -> int:
     return 0
 
 
-def look(directory: Run) -> tuple[list[dict[str, Any]], str]:
+def look(directory: Run, *, trust_code: bool = False) -> tuple[list[dict[str, Any]], str]:
     """Looks at the newest checkpoint, or why there are none."""
-    from systolic.cli.target import rebuild
+    from systolic.cli.kept import rebuild
     from systolic.cli.trained import set_up_here
     from systolic.train.probe import examine, too_large
 
     if not any(directory.checkpoints.glob("[0-9]*")):
         return [], "there is no checkpoint to look at"
     try:
-        setup = set_up_here(rebuild(directory)[1], directory)
+        setup = set_up_here(rebuild(directory, trust_code=trust_code)[1], directory)
         reason = too_large(setup)
         if reason:
             return [], reason

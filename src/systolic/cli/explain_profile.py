@@ -33,6 +33,7 @@ def is_profile(path: Path) -> bool:
 def options(
     remedies: Annotated[int, NOT_NEGATIVE] = 4,
     workers: Annotated[int, NOT_NEGATIVE] = 0,
+    trust: bool = False,
     json: bool = False,
 ) -> None:
     """Why a measured step takes its time, and what changes that.
@@ -40,6 +41,7 @@ def options(
     Args:
         remedies: Of the profile of a run on TPUs: changes of settings to compile and forecast for its slice; 0 names causes only.
         workers: Compiles at once; 0 takes what cores and memory allow.
+        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         json: Print one JSON object.
     """
 
@@ -78,14 +80,15 @@ def remedies(folder: Path, measured: float, verb: Mapping[str, Any]) -> dict[str
     from systolic.aot import compile as compile_program
     from systolic.cli.explain_job import Explanation
     from systolic.cli.flags import recorded
-    from systolic.cli.target import plan_of, rebuild
+    from systolic.cli.kept import rebuild
+    from systolic.cli.target import plan_of
     from systolic.forecasting.run import of_outcome
     from systolic.report.forecast.progress import Progress
 
     stream = sys.stderr if verb["json"] else sys.stdout
     try:
         with Run.open(folder) as run:
-            on, job = slice_of(run), rebuild(run)[1]
+            on, job = slice_of(run), rebuild(run, trust_code=verb["trust"])[1]
             if on.platform != "tpu":
                 # On a CPU a forecast promised 46 % for a change that gained 2 to 11 %.
                 raise OptionError(

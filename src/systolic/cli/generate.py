@@ -26,6 +26,7 @@ def generate(
     top_p: float = 0.95,
     seed: int = 0,
     checkpoint: str = "best",
+    trust: bool = False,
     json: bool = False,
 ) -> int:
     """Continues a prompt with a trained language model.
@@ -39,13 +40,14 @@ def generate(
         top_p: Only the most likely tokens that together have this probability; 1 is all.
         seed: The same seed gives the same text.
         checkpoint: best, last or the number of a step.
+        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         json: Print one JSON object at the end instead of streaming.
     """
     from systolic.cli.trained import load
     from systolic.steps.decode import Sampling
     from systolic.train.generate import stream, tokenizer_of
 
-    trained = load(run, checkpoint)
+    trained = load(run, checkpoint, trust=trust)
     tokenizer_of(trained.setup.job)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     weights = trained.weights

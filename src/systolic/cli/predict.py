@@ -21,6 +21,7 @@ def predict(
     run: Annotated[Path, tyro.conf.Positional],
     files: Annotated[tuple[Path, ...], tyro.conf.Positional] = (),
     checkpoint: str = "best",
+    trust: bool = False,
     json: bool = False,
 ) -> int:
     """Labels files with a trained model; a language model scores texts in bits per byte.
@@ -31,6 +32,7 @@ def predict(
         run: The run's directory.
         files: Images or arrays for an image model, texts for a language model.
         checkpoint: best, last or the number of a step.
+        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         json: Print one JSON object.
     """
     if not files:
@@ -40,7 +42,7 @@ def predict(
     from systolic.cli.trained import load
     from systolic.train.predict import predictions
 
-    trained = load(run, checkpoint)
+    trained = load(run, checkpoint, trust=trust)
     found: list[dict[str, Any]] = []
     for file, answer in predictions(trained.setup, trained.weights, files):
         found.append({"file": str(file), **answer})

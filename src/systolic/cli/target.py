@@ -8,7 +8,6 @@ from typing import Any
 
 from systolic import recipes
 from systolic.artifact.chosen import Chosen
-from systolic.artifact.run import Run
 from systolic.cli.parse import arguments
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.job import Job
@@ -118,23 +117,6 @@ def _documented(recipe: Callable[..., Any], options: Callable[..., Any]) -> str:
         head, _, tail = text.partition("Args:\n")
         return f"{head}Args:\n{own.rstrip()}\n{tail}"
     return f"{text}\n\nArgs:\n{own}"
-
-
-def rebuild(run: Run) -> tuple[Recipe, Job, dict[str, Any]]:
-    """The recipe, job and options that a run was made from.
-
-    Raises:
-        NotFoundError: the run's recipe is gone.
-        RunError: the recipe no longer takes the run's options.
-    """
-    record = run.read_job()
-    target = record["recipe"]
-    if run.recipe.is_file():
-        recipe = recipes.from_file(run.recipe, target.rpartition(":")[2], target)
-    else:
-        recipe = recipes.find(target)
-    options = recipes.typed(recipe, record["options"])
-    return recipe, under_plan(recipe(options), plan_of(record)), options
 
 
 def plan_of(record: Mapping[str, Any]) -> Chosen | None:

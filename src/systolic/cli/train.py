@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from systolic import __version__, recipes
+from systolic import __version__
+from systolic.artifact import paths
 from systolic.artifact.access import Access
 from systolic.artifact.run import Run
+from systolic.cli import kept as own
 from systolic.cli.flags import kept, settled
 from systolic.cli.output import bounded_workers, print_json
 from systolic.cli.planned import (
@@ -21,7 +23,7 @@ from systolic.cli.planned import (
     planned,
     resumed,
 )
-from systolic.cli.target import Request, first, plan_of, rebuild, request, request_for
+from systolic.cli.target import Request, first, plan_of, request, request_for
 from systolic.core.digest import digest
 from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
@@ -39,6 +41,7 @@ RECIPE is a name that systolic recipes lists, or path/to/file.py:function.
 --candidate 2 those of the second in its ranking.
 --resume goes on from the newest intact checkpoint; options change the run's own.
 --replay makes the train step again on the batch of a bad step and says what is wrong with it.
+Both execute the run's recipe.py, if it is yours; of another user's run only with --trust.
 systolic train RECIPE --help shows the recipe's options."""
 
 
@@ -80,6 +83,7 @@ def resume_options(
     diagnose: Annotated[int | None, NOT_NEGATIVE] = None,
     profile: Annotated[int, NOT_NEGATIVE] = 0,
     log_every: Annotated[int | None, COUNT] = None,
+    trust: bool = False,
     json: bool = False,
 ) -> None:
     """The verb's own options with a run.
@@ -92,6 +96,7 @@ def resume_options(
         diagnose: Steps between looks at gradients by layer, for systolic explain; 0 never looks, by default as often as 1 % of the time allows.
         profile: Steps to trace with XLA's profiler after warm-up, into RUN/profile, for systolic explain RUN/profile.
         log_every: Steps between records, each the mean of its steps; by default a 400th of the job.
+        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         json: Print the summary as one JSON object on stdout.
     """
 
@@ -116,6 +121,7 @@ def run(args: Sequence[str]) -> int:
         asked = planned(target, rest, options)
     else:
         asked = request(target, rest, "train", options)
+    asked = replace(asked, options=paths.absolute(dict(asked.options)))
     if asked.verb["rehearse"] is not None:
         from systolic.cli.rehearse import rehearse
 
@@ -136,9 +142,8 @@ def run(args: Sequence[str]) -> int:
     setup.check_metric()
     description = describe(asked, setup.job, flags)
     loaded = load(setup, asked.verb, ledger)
-    with create(asked.verb["run"], description) as directory:
-        if asked.recipe.file is not None and directory.access is Access.write:
-            directory.write_recipe(asked.recipe.file.read_text())
+    files = own.files(asked.recipe, setup.job)
+    with create(asked.verb["run"], description, files) as directory:
         return session(setup, directory, ledger, asked.verb, loaded=loaded)
 
 
@@ -162,14 +167,14 @@ def join(verb: Mapping[str, Any]) -> None:
     hosts.join()
 
 
-def create(path: Path | None, description: Mapping[str, Any]) -> Run:
+def create(path: Path | None, description: Mapping[str, Any], files: Mapping[str, bytes]) -> Run:
     """The run of this job, made by the first of its processes and opened for reading by the others."""
     from systolic.train import hosts
 
     made: Run | None = None
     if hosts.is_first():
         try:
-            made = Run.create(path, description)
+            made = Run.create(path, description, files=files)
         except Exception:
             hosts.share("")
             raise
@@ -189,8 +194,9 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
     access = Access.write if hosts.is_first() else Access.read
     with Run.open(path, access=access) as directory:
         record = directory.read_job()
-        recipe, _, saved = rebuild(directory)
+        recipe, _, saved = own.rebuild(directory, trust_code="--trust" in args)
         asked = request_for(recipe, ["--resume", str(path), *args], "train", resume_options, saved)
+        asked = replace(asked, options=paths.absolute(dict(asked.options)))
         changed = {name for name, value in asked.options.items() if value != saved.get(name)}
         asked = replace(asked, chosen=resumed(plan_of(record), changed))
         flags = kept(record, asked.chosen, asked.verb["flags"])
@@ -234,7 +240,7 @@ def continued(
     if same_batch and job.batch.per_device is not None:
         total = job.batch.resolve(replace(job.layout, **layout))
         job = replace(job, batch=Batch(total=total))
-    description = describe(asked, job, flags)
+    description = describe(asked, job, flags, asked.verb["resume"])
     return job, {**description, "layout": layout} if same_batch else description
 
 
@@ -339,10 +345,11 @@ def replay(path: Path, args: Sequence[str]) -> int:
     """``systolic train --replay RUN/bad/step-N.npz``: the train step on a kept batch."""
     from systolic.cli.parse import arguments
 
-    def verb(json: bool = False) -> None:
+    def verb(trust: bool = False, json: bool = False) -> None:
         """Makes the train step again on the batch of a bad step and says what is wrong with it.
 
         Args:
+            trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
             json: Print one JSON object.
         """
 
@@ -350,7 +357,7 @@ def replay(path: Path, args: Sequence[str]) -> int:
     if not path.is_file():
         raise NotFoundError(f"{path} is not a file; give RUN/bad/step-N.npz")
     with Run.open(path.parent.parent) as directory:
-        _, job, _ = rebuild(directory)
+        _, job, _ = own.rebuild(directory, trust_code=asked.get("trust", False))
         record = directory.read_job()
         flags = kept(record, plan_of(record), None)
         from systolic.train.replay import replay as again
@@ -370,13 +377,15 @@ def replay(path: Path, args: Sequence[str]) -> int:
     return 0
 
 
-def describe(asked: Request, job: Job, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of job.json; ``flags`` are the compiler's as :mod:`systolic.cli.flags` has them."""
+def describe(
+    asked: Request, job: Job, flags: Mapping[str, Any], run: Path | None = None
+) -> dict[str, Any]:
+    """The content of job.json, of a new run or of one that is there; ``flags`` are the compiler's as :mod:`systolic.cli.flags` has them."""
     plain = job.to_json()
     return {
         "systolic": __version__,
         "recipe": asked.recipe.target,
-        "options": recipes.plain(asked.options),
+        "options": own.options(asked, job, run),
         "job": plain,
         "plan": None if asked.chosen is None else asked.chosen.to_json(),
         "layout": job.layout.mesh_shape,

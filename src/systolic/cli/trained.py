@@ -7,7 +7,8 @@ from typing import Any
 
 from systolic.artifact.run import Run
 from systolic.cli.flags import kept
-from systolic.cli.target import plan_of, rebuild
+from systolic.cli.kept import rebuild
+from systolic.cli.target import plan_of
 from systolic.job import Job
 
 
@@ -20,12 +21,12 @@ class Trained:
     weights: Any
 
 
-def load(path: Path, checkpoint: str) -> Trained:
+def load(path: Path, checkpoint: str, *, trust: bool = False) -> Trained:
     """The run's weights on this machine's devices; a damaged checkpoint that was passed over is said on stderr."""
     from systolic.artifact import weights
 
     run = Run.open(path)
-    _, job, _ = rebuild(run)
+    _, job, _ = rebuild(run, trust_code=trust)
     setup = set_up_here(job, run)
     found = weights.load(run, setup.steps, checkpoint)
     for line in found.skipped:

@@ -77,6 +77,10 @@ class Documents(TextData):
                 )
         return packed.tokenizer()
 
+    def with_tokenizer(self, path: Path) -> "Documents":
+        """See :class:`TextData`."""
+        return replace(self, tokenizer=path)
+
     def size(self, split: Split) -> int | None:
         """Rows of packed data; else 0 for a split without documents and None for one with some."""
         from systolic.data.packed import find_packed

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from systolic.core.ranges import Range
@@ -25,6 +26,11 @@ class TextData(Data):
     @abstractmethod
     def get_tokenizer(self) -> "Tokenizer":
         """The tokenizer of the rows; reads no text."""
+
+    def with_tokenizer(self, path: Path) -> "TextData":
+        """The same data with the tokenizer in a folder; itself where the tokenizer can't be chosen."""
+        del path
+        return self
 
     def vocab_size(self) -> int:
         """One more than the largest token id; reads the tokenizer's file only, if there is one."""

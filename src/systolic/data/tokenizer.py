@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 BYTES_START = 256
 """The byte vocabulary's document token, after the 256 byte values."""
 
+CONFIG = "tokenizer_config.json"
+"""Beside a ``tokenizer.json``: says which tokens start and end a document."""
+
 _BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|bos|>", "[BOS]")
 _EOS_NAMES = ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "<|eos|>", "[EOS]", "<|im_end|>")
 """What published tokenizers call these two, for a ``tokenizer.json`` without a config beside it."""
@@ -62,6 +65,24 @@ class Tokenizer:
     def file(self) -> Path | None:
         """The ``tokenizer.json`` itself, None for bytes."""
         return None if self.path is None else _file(self.path)
+
+    def files(self) -> dict[str, bytes]:
+        """Name to content of the files that make the same tokenizer in a folder of their own; none for bytes.
+
+        Raises:
+            DataError: the file has changed since it was read.
+        """
+        if self.path is None:
+            return {}
+        file = _file(self.path)
+        raw = file.read_bytes()
+        if _digest(raw) != self.digest():
+            raise DataError(f"{file} has changed since it was read; start again with the new one")
+        # The start and end tokens are written out, since they may have been chosen by name.
+        ids = {"bos_token": self.start, "eos_token": self.end}
+        named = {name: None if i is None else self.token(i) for name, i in ids.items()}
+        config = json.dumps((_config(file.parent / CONFIG) or {}) | named, indent=2)
+        return {"tokenizer.json": raw, CONFIG: config.encode()}
 
     def encode(self, text: str | bytes) -> list[int]:
         """The ids of a text, without special tokens around it."""
@@ -193,14 +214,18 @@ def _load(tokenizer: Tokenizer) -> _Loaded:
         ) from error
     backend = _backend(file, raw)
     vocab = backend.get_vocab(with_added_tokens=True)
-    config = _config(file.parent / "tokenizer_config.json")
+    config = _config(file.parent / CONFIG)
     return _Loaded(
         backend=backend,
         vocab_size=max(vocab.values(), default=-1) + 1,
         start=_special(tokenizer.bos, config, "bos", _BOS_NAMES, added, vocab, file),
         end=_special(tokenizer.eos, config, "eos", _EOS_NAMES, added, vocab, file),
-        digest=hashlib.sha256(raw).hexdigest()[:16],
+        digest=_digest(raw),
     )
+
+
+def _digest(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()[:16]
 
 
 def _backend(file: Path, raw: bytes) -> "tokenizers.Tokenizer":

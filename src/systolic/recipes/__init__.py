@@ -10,7 +10,7 @@ import pkgutil
 import sys
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -18,9 +18,13 @@ from typing import Any
 
 import msgspec
 
+from systolic.artifact.beside import is_beside, modules
 from systolic.core.errors import NotFoundError, OptionError, RunError, nearest
 from systolic.core.ranges import check_arguments
 from systolic.job import Job
+
+_folders: list[str] = []
+"""Of the recipes that were loaded, at the end of ``sys.path``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +36,10 @@ class Recipe:
     function: Callable[..., Job]
     file: Path | None = None
     """The user's file; ``None`` for a shipped recipe."""
+    source: bytes = b""
+    """Content of that file as it was imported."""
+    modules: Mapping[str, bytes] = field(default_factory=dict)
+    """The modules that it imports from its folder: relative POSIX path to content."""
 
     @property
     def summary(self) -> str:
@@ -68,7 +76,7 @@ def find(target: str) -> Recipe:
     if target in shipped():
         module = import_module(f"{__name__}.{target}")
         return Recipe(target=target, function=vars(module)[target])
-    path, _, name = target.rpartition(":") if ":" in target else (target, "", "job")
+    path, name = split(target)
     if not path.endswith(".py"):
         raise NotFoundError(
             f"there is no recipe {target!r}{nearest(target, shipped())}; systolic recipes lists them, and a file of yours is named path/to/file.py:function"
@@ -76,8 +84,25 @@ def find(target: str) -> Recipe:
     return from_file(Path(path), name, target)
 
 
-def from_file(path: Path, name: str, target: str) -> Recipe:
-    """The function ``name`` of a Python file; modules beside the file can be imported by it."""
+def split(target: str) -> tuple[str, str]:
+    """File and function of ``file.py:function``; the function is ``job`` where none is named."""
+    path, colon, name = target.rpartition(":")
+    return (path, name) if colon else (target, "job")
+
+
+def from_file(path: Path, name: str, target: str, beside: Path | None = None) -> Recipe:
+    """The function ``name`` of a Python file; modules beside the file can be imported by it.
+
+    Args:
+        path: The file.
+        name: Of the function.
+        target: As the user wrote it.
+        beside: The folder of its modules, by default that of the file; for a run's copy the run's own.
+
+    Raises:
+        NotFoundError: no such file or function.
+        OptionError: it does not import.
+    """
     if not path.is_file():
         raise NotFoundError(
             f"{path} is not a file; give the path of a Python file as path/to/file.py:function"
@@ -86,23 +111,14 @@ def from_file(path: Path, name: str, target: str) -> Recipe:
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise NotFoundError(f"{path} cannot be imported as Python; give a file that ends in .py")
+    folder = path.resolve().parent if beside is None else beside.resolve()
+    _forget(folder)
     module = importlib.util.module_from_spec(spec)
+    source = path.read_bytes()
     sys.modules[module_name] = module
     before = set(sys.modules)
-    sys.path.insert(0, str(path.resolve().parent))
-    # A run's folder holds its recipe, and reading a run leaves nothing there.
-    wrote, sys.dont_write_bytecode = sys.dont_write_bytecode, True
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        where = _line(error, path)
-        raise OptionError(
-            f"{path}{where} failed to import: {type(error).__name__}: {error}"
-        ) from error
-    finally:
-        sys.path.pop(0)
-        sys.dont_write_bytecode = wrote
-    _travel(module, set(sys.modules) - before, path.resolve().parent)
+    _import(spec.loader, module, path, folder)
+    _travel(module, set(sys.modules) - before, folder)
     functions = {
         key: value
         for key, value in vars(module).items()
@@ -112,7 +128,40 @@ def from_file(path: Path, name: str, target: str) -> Recipe:
         raise NotFoundError(
             f"{path} has no function {name}{nearest(name, functions)}; a recipe is a function that returns a Job"
         )
-    return Recipe(target=target, function=functions[name], file=path)
+    needed = modules(path) if beside is None else {}
+    return Recipe(target=target, function=functions[name], file=path, source=source, modules=needed)
+
+
+def _import(loader: Any, module: ModuleType, path: Path, folder: Path) -> None:
+    """Executes a recipe's module, with its folder first on the path; afterwards last, for imports inside of functions."""
+    sys.path.insert(0, str(folder))
+    # A run's folder holds its recipe, and reading a run leaves nothing there.
+    wrote, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        loader.exec_module(module)
+    except Exception as error:
+        where = _line(error, path)
+        raise OptionError(
+            f"{path}{where} failed to import: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        sys.path.remove(str(folder))
+        sys.dont_write_bytecode = wrote
+    # The newest recipe's folder before those of earlier ones, and all after what is installed.
+    if str(folder) in _folders:
+        _folders.remove(str(folder))
+        sys.path.remove(str(folder))
+    sys.path.insert(len(sys.path) - len(_folders), str(folder))
+    _folders.append(str(folder))
+
+
+def _forget(folder: Path) -> None:
+    """Drops modules of earlier recipes that have the names of those in ``folder``."""
+    tops = {path.stem for path in folder.glob("*") if path.suffix == ".py" or path.is_dir()}
+    others = [Path(other) for other in _folders if other != str(folder)]
+    for name in [name for name in sys.modules if name.partition(".")[0] in tops]:
+        if any(is_beside(name, other) for other in others):
+            del sys.modules[name]
 
 
 def _travel(module: ModuleType, imported: set[str], folder: Path) -> None:
@@ -121,12 +170,8 @@ def _travel(module: ModuleType, imported: set[str], folder: Path) -> None:
 
     cloudpickle.register_pickle_by_value(module)
     for name in imported:
-        beside = sys.modules.get(name)
-        file = None if beside is None else vars(beside).get("__file__")
-        if beside is None or file is None or "site-packages" in Path(file).parts:
-            continue
-        if folder in Path(file).resolve().parents:
-            cloudpickle.register_pickle_by_value(beside)
+        if is_beside(name, folder):
+            cloudpickle.register_pickle_by_value(sys.modules[name])
 
 
 def _line(error: BaseException, path: Path) -> str:

@@ -1,0 +1,104 @@
+"""Whether a run's code may be executed: it is the user's own, or the user has said so once.
+
+A run keeps a copy of a recipe's file, which is Python. Who may write a run decides what it does, so
+a run of somebody else is read by the user first and then trusted by the digest of its code.
+"""
+
+import hashlib
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from systolic.core.errors import RunError
+from systolic.core.files import write_atomically
+
+
+class TrustError(RunError):
+    """Code that is not the user's own and was not trusted."""
+
+
+def config_home() -> Path:
+    """``systolic`` in ``$XDG_CONFIG_HOME``, by default ``~/.config``."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systolic"
+
+
+def require(run: Path, code: Mapping[str, bytes], *, trust: bool) -> None:
+    """Returns where the code of a run may be executed.
+
+    Args:
+        run: The run's directory.
+        code: Path in the run to content of each Python file that would be executed.
+        trust: The user trusts this code, now and later: its digest is remembered.
+
+    Raises:
+        TrustError: a file, or a folder it lies in, belongs to another user or can be written by
+            anyone, and the code was never trusted.
+    """
+    if not code:
+        return
+    name = digest(code)
+    if trust:
+        _remember(name, run)
+        return
+    reason = foreign([run, *(run / part for part in _with_folders(code))])
+    if reason and name not in _remembered():
+        raise TrustError(
+            f"{reason}, and its recipe would be executed as you; read {run / min(code)} and the modules beside it, then add --trust, which is remembered for this code"
+        )
+
+
+def foreign(paths: list[Path]) -> str:
+    """Why files and folders are not safely the user's own; "" when they are."""
+    # Windows has no such owner; a user's files are in the user's folder there.
+    me = os.getuid() if os.name == "posix" else None
+    for path in paths:
+        about = path.stat()
+        if me is not None and about.st_uid != me:
+            return f"{path} belongs to {_user(about.st_uid)}"
+        if me is not None and about.st_mode & stat.S_IWOTH and not about.st_mode & stat.S_ISVTX:
+            return f"{path} can be written by anyone"
+    return ""
+
+
+def digest(code: Mapping[str, bytes]) -> str:
+    """SHA-256 of names and contents, in hex."""
+    total = hashlib.sha256()
+    for name in sorted(code):
+        for part in (name.encode(), code[name]):
+            total.update(len(part).to_bytes(8, "little") + part)
+    return total.hexdigest()
+
+
+def _with_folders(code: Mapping[str, bytes]) -> list[Path]:
+    """The files and the folders between them and the run."""
+    found = {Path(name) for name in code}
+    return sorted(found | {parent for name in found for parent in name.parents} - {Path(".")})
+
+
+def _file() -> Path:
+    return config_home() / "trusted"
+
+
+def _remembered() -> set[str]:
+    """Digests in the user's list; a list that others can write is none."""
+    file = _file()
+    if not file.is_file() or foreign([file, file.parent]):
+        return set()
+    return {line.split(" ", 1)[0] for line in file.read_text().splitlines()}
+
+
+def _remember(name: str, run: Path) -> None:
+    known = _remembered()
+    if name not in known:
+        before = _file().read_text() if known else ""
+        write_atomically(_file(), f"{before}{name} {run.absolute()}\n")
+
+
+def _user(uid: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
