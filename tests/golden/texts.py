@@ -27,7 +27,7 @@ def commands() -> Iterator[tuple[str, tuple[str, ...]]]:
     yield "help.txt", ("--help",)
     for verb in sorted(VERBS):
         yield f"help/{verb}.txt", (verb, "--help")
-    for part in ("pack", "inspect"):
+    for part in ("pack", "inspect", "tokenizer"):
         yield f"help/data-{part}.txt", ("data", part, "--help")
     for name in recipes.shipped():
         yield f"train/{name}.txt", ("train", name, "--help")

@@ -176,7 +176,7 @@ def test_code_that_others_can_change_is_executed_when_trusted(
 ):
     ran = tmp_path / "ran"
     mine = (run / "recipe.py").read_text()
-    (run / "recipe.py").write_text(f"open({str(ran)!r}, 'w')\n{mine}")
+    (run / "recipe.py").write_text(f"open({str(ran)!r}, 'w').close()\n{mine}")
     (run / "modules" / "beside_two.py").chmod(0o666)
     for verb in (["eval"], ["generate"], ["predict"], ["train", "--resume"], ["explain"]):
         rest = [__file__] if verb == ["predict"] else []
@@ -207,7 +207,7 @@ def test_a_path_that_a_run_names_is_not_executed(
 ):
     file = trained / "code" / "mine.py"
     (run / "recipe.py").unlink()
-    file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{RECIPE}")
+    file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n{RECIPE}")
     assert main(["eval", str(run)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"systolic: {run} has no recipe.py and was trained with {file}")

@@ -1,12 +1,15 @@
 """The weights of a run, without its optimizer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from systolic.artifact import manifest as manifests
 from systolic.artifact.access import Access
 from systolic.artifact.checkpoint import CheckpointStore
-from systolic.artifact.run import Run
-from systolic.core.errors import NotFoundError, OptionError
+from systolic.artifact.run import JOB, Run
+from systolic.core.errors import NotFoundError, OptionError, RunError
+from systolic.job import Mode
 from systolic.steps.steps import Steps
 
 
@@ -63,3 +66,53 @@ def load(run: Run, steps: Steps, which: str = "best") -> Weights:
                 f"checkpoint {step} is damaged ({reason})" for step, reason in restored.skipped
             ],
         )
+
+
+def begin_with(path: Path, steps: Steps) -> Weights:
+    """The weights that another run ended with, for a training that begins with them.
+
+    No code of that run is executed: its arrays are read by their names and shapes.
+
+    Args:
+        path: A run, whose best checkpoint counts (the newest where none was ranked), or one of its
+            checkpoints: ``RUN/checkpoints/STEP``.
+        steps: The programs of the job that begins, on its mesh.
+
+    Raises:
+        NotFoundError: it is neither.
+        RunError: the arrays have other names or shapes than the job's; names the first. Or all are damaged.
+    """
+    folder, step, metric, mode = _source(path)
+    with CheckpointStore(folder, metric=metric, mode=mode, access=Access.read) as store:
+        if step is None and metric is not None and store.best_step() is not None:
+            step = "best"
+        newest = store.latest_step()
+        if newest is None:
+            raise NotFoundError(f"{path} has no checkpoint yet; train it first")
+        found = manifests.read(store.path(step if isinstance(step, int) else newest))
+        # A moving average is what such a run is evaluated with.
+        name = "ema" if any(leaf[0] == "ema" for leaf in found.leaves) else "params"
+        wanted = replace(steps.abstract_state, ema=steps.abstract_state.params)
+        try:
+            restored = store.restore(wanted, step=step, only=(name, "rest"))
+        except RunError as error:
+            raise RunError(f"{path} can't begin {steps.job.name}: {error}") from error
+        return Weights(
+            step=restored.step,
+            params=restored.state.ema if name == "ema" else restored.state.params,
+            rest=restored.state.rest,
+            skipped=[f"checkpoint {n} is damaged ({reason})" for n, reason in restored.skipped],
+        )
+
+
+def _source(path: Path) -> tuple[Path, int | str | None, str | None, Mode]:
+    """The folder of checkpoints, the step asked for, and what ranks them."""
+    if (path / JOB).is_file():
+        with Run.open(path) as run:
+            rule = run.read_job().get("job", {}).get("evaluation", {})
+            return run.checkpoints, None, rule.get("metric"), Mode(rule.get("mode", "min"))
+    if (path / manifests.NAME).is_file() and path.name.isdigit():
+        return path.parent, int(path.name), None, Mode.min
+    raise NotFoundError(
+        f"{path} is neither a run nor a checkpoint; give a directory that systolic train made, or RUN/checkpoints/STEP"
+    )

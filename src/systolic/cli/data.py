@@ -1,5 +1,6 @@
-"""``systolic data pack`` and ``systolic data inspect``."""
+"""``systolic data pack``, ``systolic data inspect`` and ``systolic data tokenizer``."""
 
+import shlex
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -11,19 +12,23 @@ import tyro
 from systolic.cli.output import print_json
 from systolic.cli.parse import parse
 from systolic.core.errors import DataError, NotFoundError, OptionError, nearest
-from systolic.core.ranges import COUNT, SHARE
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, SHARE, Range
 from systolic.core.units import gibibytes
+from systolic.data.tokenizer import SMALLEST_VOCAB
 from systolic.job import Data, Split
 
 WIDTH = 100
 
 USAGE = """usage: systolic data pack PATH --to OUT [options]
        systolic data inspect RECIPE_OR_PATH [options]
+       systolic data tokenizer PATH --to FOLDER [options]
 
-  pack     writes text (tokenised) or pictures as compressed ArrayRecord, readable at random places
-  inspect  shows what a model will see: fields, counts, a decoded row or a contact sheet
+  pack       writes text (tokenised) or pictures as compressed ArrayRecord, readable at random places
+  inspect    shows what a model will see: fields, counts, a decoded row or a contact sheet
+  tokenizer  learns a byte-level BPE vocabulary from text and writes its tokenizer.json
 
-systolic data pack --help and systolic data inspect --help show their options."""
+systolic data pack --help and the like show the options of each."""
+PARTS = ("pack", "inspect", "tokenizer")
 
 
 def run(args: Sequence[str]) -> int:
@@ -35,8 +40,10 @@ def run(args: Sequence[str]) -> int:
         return parse(pack, args[1:], "systolic data pack")
     if args[0] == "inspect":
         return _inspect(args[1:])
+    if args[0] == "tokenizer":
+        return parse(tokenizer, args[1:], "systolic data tokenizer")
     raise OptionError(
-        f"systolic data has no {args[0]!r}{nearest(args[0], ('pack', 'inspect'))}; it packs and inspects, see systolic data --help"
+        f"systolic data has no {args[0]!r}{nearest(args[0], PARTS)}; it has {', '.join(PARTS)}, see systolic data --help"
     )
 
 
@@ -148,6 +155,47 @@ def _pack_images(path: Path, to: Path, share: float, quiet: bool) -> dict[str, A
         "labels": list(images.labels()),
         "splits": {split: {"examples": count} for split, count in counts.items()},
     }
+
+
+def tokenizer(
+    path: Annotated[Path, tyro.conf.Positional],
+    to: Path,
+    vocab: Annotated[int, Range(least=SMALLEST_VOCAB)] = 32_768,
+    field: str = "text",
+    documents: Annotated[int, NOT_NEGATIVE] = 0,
+    json: bool = False,
+) -> int:
+    """Learns a byte-level BPE vocabulary from text, for systolic train lm --tokenizer OUT.
+
+    A hundredth of the documents is held out, and what a token stands for is measured on them.
+
+    Args:
+        path: Text: a file or folder of text, JSONL, Parquet, ArrayRecord or a datasets folder.
+        to: The folder to write tokenizer.json to; it must not exist.
+        vocab: Tokens at most, with the 256 bytes and the start and end of a document among them.
+        field: The JSONL field or column that holds the text.
+        documents: Learn from only so many, spread over the text; 0 is all.
+        json: Print one JSON object.
+    """
+    from systolic.data.documents import Documents
+    from systolic.data.learned import train
+
+    data = Documents(path=path, field=field)
+    with _progress(json) as tell:
+        made = train(data, to, vocab, documents, lambda done, total: tell("documents", done, total))
+    following = shlex.join(
+        ["systolic", "train", "lm", "--path", str(path), "--tokenizer", str(to)]
+        + ([] if field == "text" else ["--field", field])
+    )
+    record = {"to": str(to), **made, "next": following}
+    if json:
+        print_json(record)
+        return 0
+    print(f"{to}: {made['vocab']:,} tokens from {made['documents']:,} documents")
+    if made["bytes_per_token"] is not None:
+        print(f"  held-out text: {made['bytes_per_token']:.2f} bytes a token")
+    print(f"next: {following}")
+    return 0
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,9 @@ import tyro
 
 from systolic.cli.output import print_json
 from systolic.cli.parse import parse
-from systolic.job import Split
+from systolic.cli.target import existing
+from systolic.core.errors import DataError, OptionError
+from systolic.job import Job, Split
 
 
 def run(args: Sequence[str]) -> int:
@@ -20,62 +23,55 @@ def run(args: Sequence[str]) -> int:
 def evaluate(
     run: Annotated[Path, tyro.conf.Positional],
     split: Split | None = None,
+    path: Path | None = None,
     checkpoint: str = "best",
     batches: int = 0,
     trust: bool = False,
     json: bool = False,
 ) -> int:
-    """Evaluates a run on its held-out data.
+    """Evaluates a run on its held-out data, or on other data.
 
     Args:
         run: The run's directory.
         split: Which part; by default every held-out part there is.
+        path: Other data for it, such as new.jsonl, read as the run's own was; all of it is evaluated.
         checkpoint: best, last or the number of a step.
         batches: Only the first so many batches; 0 is all.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         json: Print one JSON object.
     """
     from systolic.cli.trained import load
-    from systolic.core.errors import DataError
     from systolic.steps.programs import jit_evaluate
     from systolic.train.evaluate import evaluate as over
 
-    trained = load(run, checkpoint, trust=trust)
-    job, steps = trained.setup.job, trained.setup.steps
-    splits = (
-        [split]
-        if split
-        else [one for one in (Split.validation, Split.test) if job.data.size(one) != 0]
-    )
-    if not splits:
-        raise DataError(
-            f"{job.name} has no held-out data; choose --split train, or give the recipe data for validation"
+    if path is not None and split is not None:
+        raise OptionError(
+            f"--split {split.value} is a part of the run's own data and --path is other data; give one of them"
         )
+    trained = load(run, checkpoint, trust=trust)
+    steps, weights = trained.setup.steps, trained.weights
+    job = other(trained.setup.job, path)
     program = jit_evaluate(steps)
     metrics = {
-        one.value: over(
-            job, steps, program, trained.weights.params, trained.weights.rest, one, batches
+        str(path or one.value): over(
+            job, steps, program, weights.params, weights.rest, one, batches
         )
-        for one in splits
+        for one in splits(job, split)
     }
     _name_skipped()
+    references = dict(job.data.references())
     if json:
         print_json(
-            {
-                "run": str(run),
-                "step": trained.weights.step,
-                "metrics": metrics,
-                "references": dict(job.data.references()),
-            }
+            {"run": str(run), "step": weights.step, "metrics": metrics, "references": references}
         )
         return 0
-    print(f"{run}, step {trained.weights.step}")
+    print(f"{run}, step {weights.step}")
     for name, values in metrics.items():
         print(
             f"  {name:<10}  "
             + "  ".join(f"{key} {value:.4f}" for key, value in sorted(values.items()))
         )
-    for key, value in job.data.references().items():
+    for key, value in references.items():
         print(f"  for comparison: {key} {value:.4f}")
     return 0
 
@@ -86,3 +82,29 @@ def _name_skipped() -> None:
 
     for line in FILES.take():
         print(f"systolic: {line}; it was left out", file=sys.stderr)
+
+
+def other(job: Job, path: Path | None) -> Job:
+    """The job on the data at a path, where one is given.
+
+    Raises:
+        NotFoundError: nothing is there.
+        DataError: the job's kind of data can't be read from elsewhere.
+    """
+    if path is None:
+        return job
+    return replace(job, data=job.data.at(existing(str(path)).absolute()))
+
+
+def splits(job: Job, asked: Split | None) -> list[Split]:
+    """The splits to evaluate: the one asked for, else all that are held out and not empty.
+
+    Raises:
+        DataError: there is none.
+    """
+    held_out = [one for one in (Split.validation, Split.test) if job.data.size(one) != 0]
+    if asked is None and not held_out:
+        raise DataError(
+            f"{job.name} has no held-out data; choose --split train, or give the recipe data for validation"
+        )
+    return held_out if asked is None else [asked]

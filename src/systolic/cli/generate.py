@@ -1,15 +1,19 @@
-"""``systolic generate RUN "prompt"``: continues a text, streamed."""
+"""``systolic generate RUN "prompt"``: continues texts, streamed."""
 
+import json as jsonlib
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
 from systolic.cli.output import print_json
 from systolic.cli.parse import parse
+from systolic.core.errors import DataError, NotFoundError
+from systolic.core.ranges import COUNT, NOT_NEGATIVE
+from systolic.job import Sampling
 
 
 def run(args: Sequence[str]) -> int:
@@ -19,66 +23,100 @@ def run(args: Sequence[str]) -> int:
 
 def generate(
     run: Annotated[Path, tyro.conf.Positional],
-    prompt: Annotated[str, tyro.conf.Positional] = "",
-    tokens: int = 200,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    top_p: float = 0.95,
-    seed: int = 0,
+    prompt: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    file: Path | None = None,
+    tokens: Annotated[int, COUNT] = 200,
+    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = Sampling(),  # noqa: B008
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
+    seed: Annotated[int, NOT_NEGATIVE] = 0,
     checkpoint: str = "best",
     trust: bool = False,
     json: bool = False,
 ) -> int:
-    """Continues a prompt with a trained language model.
+    """Continues prompts with a trained language model.
 
     Args:
         run: The run's directory.
-        prompt: The text to continue.
-        tokens: At most so many new tokens.
-        temperature: 0 always takes the most likely token; larger is more varied.
-        top_k: Only the k most likely tokens; 0 is all.
-        top_p: Only the most likely tokens that together have this probability; 1 is all.
-        seed: The same seed gives the same text.
+        prompt: The texts to continue, one after the other; - reads one from standard input.
+        file: More prompts: the lines of a file, or the field prompt of a .jsonl; - reads standard input.
+        tokens: At most so many new tokens for each prompt.
+        sampling: How tokens are picked.
+        stop: A string that ends the text, which leaves it out; may be given several times.
+        seed: The same seed gives the same text for a prompt.
         checkpoint: best, last or the number of a step.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         json: Print one JSON object at the end instead of streaming.
     """
+    asked = prompts(prompt, file)
     from systolic.cli.trained import load
-    from systolic.steps.decode import Sampling
-    from systolic.train.generate import stream, tokenizer_of
+    from systolic.train.generate import Generator, Stops, tokenizer_of
 
+    Stops(stop)
     trained = load(run, checkpoint, trust=trust)
     tokenizer_of(trained.setup.job)
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     weights = trained.weights
-    pieces = []
-    if not json:
-        sys.stdout.write(prompt)
-    start = time.perf_counter()
-    for piece in stream(
-        trained.setup.steps,
-        weights.params,
-        weights.rest,
-        prompt,
-        tokens=tokens,
-        sampling=sampling,
-        seed=seed,
-    ):
-        pieces.append(piece)
-        if not json:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-    seconds = time.perf_counter() - start
+    generator = Generator(trained.setup.steps, weights.params, weights.rest, sampling)
+    answers: list[dict[str, Any]] = []
+    begun = time.perf_counter()
+    for number, text in enumerate(asked):
+        if warning := generator.beyond(text, tokens):
+            print(f"systolic: {warning}", file=sys.stderr)
+        start = time.perf_counter()
+        pieces = generator.stream(text, tokens=tokens, seed=seed, stop=stop)
+        answer = "".join(pieces) if json else show(text, pieces, first=number == 0)
+        seconds = time.perf_counter() - start
+        answers.append({"prompt": text, "text": answer, "seconds": seconds})
     if json:
-        print_json(
-            {
-                "run": str(run),
-                "step": weights.step,
-                "prompt": prompt,
-                "text": "".join(pieces),
-                "seconds": seconds,
-            }
-        )
-    else:
-        sys.stdout.write("\n")
+        record: dict[str, Any] = {"run": str(run), "step": weights.step}
+        # One prompt is answered by one text, several by a list.
+        record |= answers[0] if len(answers) == 1 else {"answers": answers}
+        print_json({**record, "seconds": time.perf_counter() - begun})
     return 0
+
+
+def show(prompt: str, pieces: Any, *, first: bool) -> str:
+    """Prints a prompt and what follows as it comes, an empty line before all but the first; the text."""
+    sys.stdout.write(prompt if first else f"\n{prompt}")
+    told = []
+    for piece in pieces:
+        told.append(piece)
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    return "".join(told)
+
+
+def prompts(given: Sequence[str], file: Path | None) -> list[str]:
+    """The prompts of a command line; one that is empty where there are none.
+
+    Raises:
+        NotFoundError: no such file.
+        DataError: it is no text, a line is no JSON object with a prompt, or there is none in it.
+    """
+    found = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in given]
+    if file is None:
+        return found or [""]
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text()
+    except OSError as error:
+        raise NotFoundError(f"{file} cannot be read ({error.strerror}); check the path") from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{file} is not UTF-8 text ({error.reason} at byte {error.start})"
+        ) from error
+    lines = [line for line in text.splitlines() if line.strip()]
+    if file.suffix == ".jsonl":
+        lines = [_prompt(line, file, number + 1) for number, line in enumerate(lines)]
+    if not lines:
+        raise DataError(f"{file} has no prompt; write one a line")
+    return found + lines
+
+
+def _prompt(line: str, file: Path, number: int) -> str:
+    try:
+        row = jsonlib.loads(line)
+    except ValueError as error:
+        raise DataError(f"{file}: prompt {number} is not JSON ({error})") from error
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+        raise DataError(f"{file}: prompt {number} has no text in the field prompt")
+    return row["prompt"]

@@ -23,7 +23,9 @@ VERBS = {
     ),
     "chips": Verb("chips", "the catalogue of chips and slices, each number with its source"),
     "recipes": Verb("recipes", "lists the recipes, or one recipe's options"),
-    "data": Verb("data", "packs data into ArrayRecord, or shows what a model will see"),
+    "data": Verb(
+        "data", "packs data into ArrayRecord, shows what a model will see, trains a tokenizer"
+    ),
     "forecast": Verb(
         "forecast", "what a step will do on a slice, without the slice: memory, time, MFU, cost"
     ),
@@ -33,7 +35,7 @@ VERBS = {
         "train", "trains a recipe; resumes with --resume RUN; rehearses with --rehearse SLICE"
     ),
     "eval": Verb("eval", "evaluates a run on its held-out data"),
-    "generate": Verb("generate", "continues a prompt with a trained language model"),
+    "generate": Verb("generate", "continues prompts with a trained language model"),
     "predict": Verb("predict", "labels files with a trained model"),
 }
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from systolic import __version__
 from systolic.artifact import paths
 from systolic.artifact.access import Access
-from systolic.artifact.run import Run
+from systolic.artifact.run import JOB, Run
 from systolic.cli import kept as own
 from systolic.cli.flags import kept, settled
 from systolic.cli.output import bounded_workers, print_json
@@ -29,6 +29,9 @@ from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicE
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.job import Batch, Job
 from systolic.train.ledger import Ledger
+
+INIT = "init_from"
+"""The entry of job.json with the checkpoint whose weights a run began with."""
 
 USAGE = """usage: systolic train RECIPE [options]
        systolic train RECIPE --plan plan.json [options]
@@ -50,6 +53,7 @@ def options(
     rehearse: str | None = None,
     plan: Path | None = None,
     candidate: Annotated[int, COUNT] = 1,
+    init_from: Path | None = None,
     executable: Path | None = None,
     flags: str = "",
     workers: Annotated[int, NOT_NEGATIVE] = 0,
@@ -65,6 +69,7 @@ def options(
         rehearse: Run a few real steps on virtual CPU devices with this slice's mesh, then stop.
         plan: What systolic plan wrote: trains its best candidate with the options that were planned, and shows the forecast beside what is measured.
         candidate: Which of the plan's candidates, by rank.
+        init_from: Begin with the weights of this run (its best checkpoint) or of RUN/checkpoints/STEP; the optimizer starts afresh.
         executable: The compiled train step that systolic forecast --save kept, instead of compiling it.
         flags: Of the compiler, on top of the set that jobs on these devices share (systolic chips v5e lists it): --flags="--xla_tpu_scoped_vmem_limit_kib=65536"; none leaves that set out.
         workers: Processes that read and transform data; 0 uses threads.
@@ -140,11 +145,26 @@ def run(args: Sequence[str]) -> int:
     flags = settled(asked.verb["flags"], asked.chosen)
     setup = replace(set_up(asked.job, flags=flags["compiler"]), expected=expected(asked.chosen))
     setup.check_metric()
-    description = describe(asked, setup.job, flags)
+    setup, source = begun(setup, asked.verb["init_from"])
+    description = describe(asked, setup.job, flags) | {INIT: source}
     loaded = load(setup, asked.verb, ledger)
     files = own.files(asked.recipe, setup.job)
     with create(asked.verb["run"], description, files) as directory:
         return session(setup, directory, ledger, asked.verb, loaded=loaded)
+
+
+def begun(setup: Any, source: Path | str | None) -> tuple[Any, str | None]:
+    """The set-up with the weights of ``--init-from``, before a run is made, and the checkpoint they are of."""
+    if source is None:
+        return setup, None
+    from systolic.artifact.weights import begin_with
+
+    path = Path(source).absolute()
+    found = begin_with(path, setup.steps)
+    for line in found.skipped:
+        print(f"systolic: {line}; using step {found.step}", file=sys.stderr)
+    folder = path / "checkpoints" if (path / JOB).is_file() else path.parent
+    return replace(setup, initial=found), str(folder / str(found.step))
 
 
 def load(setup: Any, verb: Mapping[str, Any], ledger: Ledger) -> Any:
@@ -214,6 +234,10 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
 
         setup = replace(set_up(job, flags=flags["compiler"]), expected=expected(asked.chosen))
         setup.check_metric()
+        source = record.get(INIT)
+        if source is not None and not any(directory.checkpoints.glob("[0-9]*")):
+            setup, _ = begun(setup, source)
+        description |= {INIT: source}
         loaded = load(setup, asked.verb, ledger)
 
         def go_on() -> None:

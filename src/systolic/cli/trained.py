@@ -24,7 +24,11 @@ class Trained:
 def load(path: Path, checkpoint: str, *, trust: bool = False) -> Trained:
     """The run's weights on this machine's devices; a damaged checkpoint that was passed over is said on stderr."""
     from systolic.artifact import weights
+    from systolic.core.store import cache_home
+    from systolic.train.programs import compiler_cache
 
+    # The next command on the same run finds its programs compiled.
+    compiler_cache(str(cache_home() / "xla"))
     run = Run.open(path)
     _, job, _ = rebuild(run, trust_code=trust)
     setup = set_up_here(job, run)

@@ -80,6 +80,12 @@ class StandardLibrary(TextData):
         rows = RecordRows(_held(self._folder(), read.split), self.sequence)
         return open_table(rows, read, self.fields(), FILL)
 
+    def at(self, path: Path) -> TextData:
+        """See :class:`Data`: any text, in bytes."""
+        from systolic.data.documents import Documents
+
+        return Documents(path=path, validation=path, sequence=self.sequence)
+
     def references(self) -> Mapping[str, float]:
         """What gzip makes of the validation files, in bits per byte: each on its own, and joined."""
         return {

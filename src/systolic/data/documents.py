@@ -77,6 +77,10 @@ class Documents(TextData):
                 )
         return packed.tokenizer()
 
+    def at(self, path: Path) -> "Documents":
+        """See :class:`Data`; the tokenizer and the rows are the same."""
+        return replace(self, path=path, validation=path)
+
     def with_tokenizer(self, path: Path) -> "Documents":
         """See :class:`TextData`."""
         return replace(self, tokenizer=path)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 BYTES_START = 256
 """The byte vocabulary's document token, after the 256 byte values."""
 
+SMALLEST_VOCAB = 258
+"""Tokens of a byte-level vocabulary without a merge: the bytes, the start and the end of a document."""
 CONFIG = "tokenizer_config.json"
 """Beside a ``tokenizer.json``: says which tokens start and end a document."""
 

@@ -16,6 +16,7 @@ from systolic.job.optimizer import (
     ScheduleKind,
 )
 from systolic.job.precision import Precision
+from systolic.job.sampling import Sampling
 
 __all__ = [
     "Axis",
@@ -40,6 +41,7 @@ __all__ = [
     "Read",
     "Reading",
     "Remat",
+    "Sampling",
     "Schedule",
     "ScheduleKind",
     "Split",

@@ -145,6 +145,16 @@ class Data(ABC):
             f"{path}: a {type(self).__name__} job does not read single files; use systolic eval"
         )
 
+    def at(self, path: Path) -> "Data":
+        """Other data read in the same way, all of which is in the validation split.
+
+        Raises:
+            DataError: this kind of data can't be read from another path.
+        """
+        raise DataError(
+            f"{path}: a {type(self).__name__} job can't be evaluated on other data; leave --path out"
+        )
+
     def references(self) -> Mapping[str, float]:
         """Figures of simple methods on the held-out data, for a result to be held against."""
         return {}

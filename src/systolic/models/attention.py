@@ -95,13 +95,11 @@ def attention(
             target.note(
                 f"{error} On this machine the program is built with plain attention; install systolic[cuda] to build it with cuDNN's"
             )
-    if target.platform == "cpu" and query.dtype == jnp.float16:
-        # XLA's CPU matmul has no float16 form with float32 accumulation, which the logits ask for.
-        wide = attend(
-            query.astype(jnp.float32),
-            key.astype(jnp.float32),
-            value.astype(jnp.float32),
-            implementation="xla",
-        )
-        return wide.astype(query.dtype)
-    return attend(query, key, value, implementation="xla")
+    wide = plain_dtype(target, query.dtype)
+    plain = (query.astype(wide), key.astype(wide), value.astype(wide))
+    return attend(*plain, implementation="xla").astype(query.dtype)
+
+
+def plain_dtype(target: Target, dtype: jnp.dtype) -> jnp.dtype:
+    """What plain attention is computed in: XLA's CPU matmul has no float16 form with float32 accumulation, which the logits ask for."""
+    return jnp.dtype(jnp.float32) if target.platform == "cpu" and dtype == jnp.float16 else dtype

@@ -7,22 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from systolic.core.errors import RunError
+from systolic.job import Sampling
 from systolic.models.decoder.cache import Cache
 from systolic.models.decoder.module import DecoderModule
 from systolic.steps.network import Arrays
 from systolic.steps.steps import Steps
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
-    """How the next token is picked from the logits."""
-
-    temperature: float = 0.8
-    """Logits are divided by it; 0 always takes the most likely token."""
-    top_k: int = 0
-    """Only the k most likely tokens are eligible; 0 is all."""
-    top_p: float = 0.95
-    """Only the most likely tokens that together have this probability are eligible; 1 is all."""
 
 
 @jax.tree_util.register_dataclass
@@ -104,7 +93,7 @@ class Decode:
 
 def pick(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:
     """int32[batch] tokens from logits [batch, vocab]."""
-    if sampling.temperature <= 0:
+    if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits.astype(jnp.float32) / sampling.temperature
     if sampling.top_k:

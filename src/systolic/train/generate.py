@@ -1,6 +1,6 @@
 """Streams text from a language model: one compiled loop, called for a few tokens at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,12 +10,15 @@ import numpy as np
 
 from systolic.core.errors import DataError, OptionError
 from systolic.data.text import TextData
-from systolic.job import Job
-from systolic.steps.decode import Decode, Sampling
+from systolic.job import Job, Sampling
+from systolic.steps.decode import Decode
 from systolic.steps.steps import Steps
 
 CHUNK = 16
 """Tokens per call of the compiled loop: long enough to hide the call, short enough to feel live."""
+SMALLEST_PROMPT = 64
+"""Tokens that a prompt is padded to at least; above it to powers of two, so that few programs are compiled."""
+SMALLEST_CACHE = 256
 
 
 def tokenizer_of(job: Job) -> Any:
@@ -31,67 +34,140 @@ def tokenizer_of(job: Job) -> Any:
     return job.data.get_tokenizer()
 
 
-def stream(
-    steps: Steps,
-    params: Any,
-    rest: Any,
-    prompt: str,
-    *,
-    tokens: int,
-    sampling: Sampling,
-    seed: int = 0,
-) -> Iterator[str]:
-    """Text after ``prompt``, piece by piece, until ``tokens`` were written or the text ends.
+class Generator:
+    """Continues prompts with one set of weights. Its programs are compiled once for each size.
 
     Args:
         steps: The programs of a text job.
         params: Weights.
         rest: Other variables.
-        prompt: May be empty.
-        tokens: At most so many new ones.
         sampling: How tokens are picked.
-        seed: Of the picks.
 
     Raises:
         DataError: the job is not about text.
-        OptionError: ``tokens`` is below 1.
+        RunError: its model does not generate.
     """
-    if tokens < 1:
-        raise OptionError(f"tokens is {tokens}; ask for 1 or more")
-    tokenizer = tokenizer_of(steps.job)
-    programs = Decode(steps, sampling)
-    start = [] if tokenizer.start is None else [tokenizer.start]
-    ids = start + list(tokenizer.encode(prompt)) or [0]
-    padded = _round_up(len(ids), 64)
-    capacity = _round_up(padded + tokens, 256)
-    jit = partial(jax.jit, compiler_options=steps.target.compiler_options)
-    prefill = jit(programs.prefill, static_argnames="capacity")
-    decode = jit(programs.decode, static_argnames="count", donate_argnums=2)
-    row = np.zeros((1, padded), np.int32)
-    row[0, : len(ids)] = ids
-    state = prefill(
-        params,
-        rest,
-        jnp.asarray(row),
-        jnp.asarray([len(ids)], jnp.int32),
-        jax.random.key(seed),
-        capacity=capacity,
-    )
-    text = tokenizer.stream()
-    left = tokens
-    while left > 0:
-        state, found = decode(params, rest, state, count=CHUNK)
-        for token in np.asarray(found)[0][:left].tolist():
-            if token == tokenizer.end:
-                left = 0
-                break
-            piece = text.push(token)
-            if piece:
-                yield piece
-        left -= CHUNK
-    if rest_of_text := text.flush():
-        yield rest_of_text
+
+    def __init__(self, steps: Steps, params: Any, rest: Any, sampling: Sampling) -> None:
+        self.job, self.params, self.rest = steps.job, params, rest
+        self.tokenizer = tokenizer_of(steps.job)
+        programs = Decode(steps, sampling)
+        jit = partial(jax.jit, compiler_options=steps.target.compiler_options)
+        self._prefill = jit(programs.prefill, static_argnames="capacity")
+        self._decode = jit(programs.decode, static_argnames="count", donate_argnums=2)
+
+    @property
+    def context(self) -> int:
+        """Tokens of a row in training: the model has seen no text at later positions."""
+        return self.job.data.fields()["tokens"].shape[0]
+
+    def encode(self, prompt: str) -> list[int]:
+        """The ids of a prompt with the token that starts a document; one id at least."""
+        tokenizer = self.tokenizer
+        start = [] if tokenizer.start is None else [tokenizer.start]
+        return start + list(tokenizer.encode(prompt)) or [0]
+
+    def beyond(self, prompt: str, tokens: int) -> str:
+        """A warning where a prompt and its new tokens pass the rows of training; else ""."""
+        size = len(self.encode(prompt))
+        if size + tokens <= self.context:
+            return ""
+        return f"{size} tokens of prompt and up to {tokens} new ones are more than the {self.context} of a row in training; expect worse text beyond these, give a shorter prompt or fewer --tokens, or train with a longer --sequence"
+
+    def stream(
+        self, prompt: str, *, tokens: int, seed: int = 0, stop: Sequence[str] = ()
+    ) -> Iterator[str]:
+        """Text after ``prompt``, piece by piece, until ``tokens`` were written or the text ends.
+
+        Args:
+            prompt: May be empty.
+            tokens: At most so many new ones.
+            seed: Of the picks.
+            stop: The text ends before the first of these strings.
+
+        Raises:
+            OptionError: ``tokens`` is below 1, or a stop string is empty.
+        """
+        if tokens < 1:
+            raise OptionError(f"tokens is {tokens}; ask for 1 or more")
+        ends = Stops(stop)
+        for piece in self._pieces(prompt, tokens, seed):
+            told = ends.push(piece)
+            if told:
+                yield told
+            if ends.met:
+                return
+        if rest := ends.flush():
+            yield rest
+
+    def _pieces(self, prompt: str, tokens: int, seed: int) -> Iterator[str]:
+        ids = self.encode(prompt)
+        row = np.zeros((1, _bucket(len(ids), SMALLEST_PROMPT)), np.int32)
+        row[0, : len(ids)] = ids
+        state = self._prefill(
+            self.params,
+            self.rest,
+            jnp.asarray(row),
+            jnp.asarray([len(ids)], jnp.int32),
+            jax.random.key(seed),
+            capacity=_bucket(len(ids) + tokens, SMALLEST_CACHE),
+        )
+        text = self.tokenizer.stream()
+        left = tokens
+        while left > 0:
+            state, found = self._decode(self.params, self.rest, state, count=CHUNK)
+            for token in np.asarray(found)[0][:left].tolist():
+                if token == self.tokenizer.end:
+                    left = 0
+                    break
+                if piece := text.push(token):
+                    yield piece
+            left -= CHUNK
+        if rest := text.flush():
+            yield rest
 
 
-def _round_up(size: int, to: int) -> int:
-    return -(-size // to) * to
+class Stops:
+    """Ends a text before the string of several that is complete first, however the text is cut into pieces.
+
+    Raises:
+        OptionError: a string is empty.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        if "" in strings:
+            raise OptionError("a stop string is empty; give one with a character or leave it out")
+        self.strings = tuple(strings)
+        self.met = False
+        """Whether one of the strings has come."""
+        self._held = ""
+
+    def push(self, piece: str) -> str:
+        """The text that has become certain: what may be the start of a stop string is held back."""
+        text = self._held + piece
+        found = [(text.find(stop) + len(stop), stop) for stop in self.strings if stop in text]
+        if found:
+            self.met, self._held = True, ""
+            # Of two that end at the same place, the longer.
+            end = min(end for end, _ in found)
+            return text[: end - max(len(stop) for at, stop in found if at == end)]
+        longest = max((_overlap(text, stop) for stop in self.strings), default=0)
+        certain = len(text) - longest
+        self._held = text[certain:]
+        return text[:certain]
+
+    def flush(self) -> str:
+        """What was held back, at the end of the text."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of ``text`` that are the start of ``stop``."""
+    sizes = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((size for size in sizes if text.endswith(stop[:size])), 0)
+
+
+def _bucket(size: int, least: int) -> int:
+    """The smallest power of two from ``least`` that holds ``size``."""
+    return max(least, 1 << (size - 1).bit_length())

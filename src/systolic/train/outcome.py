@@ -63,16 +63,9 @@ def next_command(job: Job, run: Path, *, unfinished: bool) -> str:
 
 def sample(steps: Steps, params: Any, rest: Any, prompt: str) -> str:
     """What a language model writes after ``prompt``."""
-    from systolic.steps.decode import Sampling
-    from systolic.train.generate import stream
+    from systolic.job import Sampling
+    from systolic.train.generate import Generator
 
-    pieces = stream(
-        steps,
-        params,
-        rest,
-        prompt,
-        tokens=SAMPLE_TOKENS,
-        sampling=Sampling(),
-        seed=steps.job.seed,
-    )
+    generator = Generator(steps, params, rest, Sampling())
+    pieces = generator.stream(prompt, tokens=SAMPLE_TOKENS, seed=steps.job.seed)
     return "".join(pieces)

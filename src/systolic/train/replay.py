@@ -9,7 +9,7 @@ import numpy as np
 from systolic.artifact import CheckpointStore, Run
 from systolic.artifact.access import Access
 from systolic.core.errors import DataError
-from systolic.train.setup import Setup, first_state
+from systolic.train.setup import Setup
 
 
 def replay(setup: Setup, run: Run, path: Path) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def replay(setup: Setup, run: Run, path: Path) -> dict[str, Any]:
             restored = store.restore(setup.steps.abstract_state, step=before[-1])
             weights, state = restored.step, restored.state
         else:
-            weights, state = 0, first_state(setup.steps, setup.job.seed)
+            weights, state = 0, setup.first_state()
     placed = {
         name: jax.device_put(array, setup.steps.batch_shardings[name])
         for name, array in batch.items()

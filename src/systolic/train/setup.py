@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from systolic.aot.executable import Loaded, flags_of, load
 from systolic.aot.steps import described
+from systolic.artifact.weights import Weights
 from systolic.chips.flags import compile_options, name_of, resolved
 from systolic.core.errors import DataError, OptionError, nearest
 from systolic.job import Job, Split
@@ -31,6 +33,8 @@ class Setup:
     steps: Steps
     expected: Expected | None = None
     """The forecast of the train step on these devices."""
+    initial: Weights | None = None
+    """What training begins with in place of random weights."""
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -93,6 +97,16 @@ class Setup:
         assert steps.target.mesh is not None
         devices = list(steps.target.mesh.devices.flat)
         return load(path, lowered, devices, facts, self.flags)
+
+    def first_state(self) -> Any:
+        """The state before the first step; the weights that training begins with are given away with it."""
+        state = first_state(self.steps, self.job.seed)
+        if self.initial is None:
+            return state
+        params, rest = self.initial.params, self.initial.rest
+        # A copy: the step gives its arguments' memory away, each array once.
+        ema = None if state.ema is None else jax.tree.map(jnp.copy, params)
+        return replace(state, params=params, rest=rest, ema=ema)
 
     def mfu(self, step_seconds: float) -> float | None:
         """Model FLOPs over the published bf16 peak; ``None`` where no peak is published."""

@@ -27,7 +27,7 @@ from systolic.train.probe import Probe
 from systolic.train.profile import DATA, FOLDER, METRICS, Profile, part
 from systolic.train.programs import Program
 from systolic.train.progress import Progress
-from systolic.train.setup import Setup, first_state
+from systolic.train.setup import Setup
 from systolic.train.watch import Watcher
 
 LAG = 3
@@ -202,7 +202,7 @@ class Trainer:
             loaded = self.loaded
             self.train_program.adopt(steps.abstract_batch(), loaded.compiled, loaded.seconds)
         with self.ledger.spend("compile"):
-            state = first_state(steps, self.job.seed) if restored is None else restored.state
+            state = self.setup.first_state() if restored is None else restored.state
         if self.job.data.size(Split.validation) != 0:
             self.eval_program.prepare(*self.setup.abstract_evaluation)
         return state

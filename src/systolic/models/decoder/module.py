@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from systolic.job import Target
-from systolic.models.attention import attention
+from systolic.models.attention import attention, plain_dtype
 from systolic.models.decoder.cache import Cache, attend_all, attend_one, written
 from systolic.models.decoder.config import Decoder, Mlp
 from systolic.models.decoder.moe import Mixture
@@ -73,8 +73,11 @@ class MLP(nnx.Module):
         self.down = weight(rngs, (f, d), ("mlp", "embed"), f, (2 * config.layers) ** -0.5)
         self.config, self.target = config, target
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """[batch, sequence, d_model] to the same, and a router loss of 0."""
+    def __call__(
+        self, x: jax.Array, count: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """[batch, sequence, d_model] to the same, and a router loss of 0; padding changes nothing."""
+        del count
         activate = ACTIVATIONS[self.config.mlp]
         if self.config.mlp.gated:
             gate = name(product(self.target, "bsd,df->bsf", x, self.gate[...]), "mlp")
@@ -123,8 +126,13 @@ class Block(nnx.Module):
             name(value, "value"),
         )
 
-    def merge(self, x: jax.Array, attended: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The rest of the block after attention: the residual stream and how its tokens were routed."""
+    def merge(
+        self, x: jax.Array, attended: jax.Array, count: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The rest of the block after attention: the residual stream and how its tokens were routed.
+
+        count int32[batch]: how many tokens of each row are real, the rest being padding; all without it.
+        """
         constrain = self.target.constrain
         with jax.named_scope("attention"):
             attended = constrain(name(attended, "attention"), "batch", "sequence", "heads", None)
@@ -135,7 +143,7 @@ class Block(nnx.Module):
                 None,
             )
         with jax.named_scope("mlp"):
-            update, routing = self.mlp(self.mlp_norm(x))
+            update, routing = self.mlp(self.mlp_norm(x), count)
             return constrain(x + update, "batch", "sequence", None), routing
 
     def __call__(
@@ -291,12 +299,13 @@ class DecoderModule(nnx.Module):
             layer, keys, values = state
             block = nnx.merge(graph, layer)
             query, key, value = block.project(block.attention_norm(x), positions)
+            wide = query.astype(plain_dtype(self.target, query.dtype))
             if tokens.shape[1] == 1:
-                attended = attend_one(query, (key, value), keys, values, positions)
+                attended = attend_one(wide, (key, value), keys, values, positions)
             else:
                 keys, values = written(keys, positions, key), written(values, positions, value)
-                attended = attend_all(query, keys, values, positions)
-            return block.merge(x, attended)[0], (key, value)
+                attended = attend_all(wide, keys, values, positions)
+            return block.merge(x, attended.astype(x.dtype), count)[0], (key, value)
 
         x, (key, value) = jax.lax.scan(
             step,

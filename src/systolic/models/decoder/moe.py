@@ -42,8 +42,13 @@ class Mixture(nnx.Module):
         )
         self.config, self.target = config, target
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def __call__(
+        self, x: jax.Array, count: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """x [batch, sequence, d_model] to the same, and how its tokens were routed.
+
+        count int32[batch]: how many tokens of each row are real; the padding after them takes no
+        slot, and the slots are those of a row of so many tokens. Without it all are real.
 
         ``router_loss`` f32[] is the load balancing loss (Switch, Fedus et al. 2021): 1 where experts
         are chosen evenly, their number where one gets all. ``dropped`` f32[] is the share of choices
@@ -56,13 +61,7 @@ class Mixture(nnx.Module):
         weights, chosen = jax.lax.top_k(scores, config.experts_per_token)
         weights = weights / weights.sum(axis=-1, keepdims=True)
 
-        one_hot = jax.nn.one_hot(chosen, config.experts, dtype=jnp.int32)
-        # First choices take slots before second choices, in sequence order.
-        by_rank = one_hot.swapaxes(1, 2).reshape(batch, -1, config.experts)
-        place = ((jnp.cumsum(by_rank, axis=1) - 1) * by_rank).sum(-1)
-        place = place.reshape(batch, config.experts_per_token, sequence).swapaxes(1, 2)
-        fits = place < slots
-        address = jnp.where(fits, chosen * slots + place, config.experts * slots)
+        one_hot, fits, address = _places(config, chosen, slots, count)
 
         tokens = jnp.broadcast_to(jnp.arange(sequence)[None, :, None], address.shape).reshape(
             batch, -1
@@ -98,3 +97,30 @@ class Mixture(nnx.Module):
         load = one_hot[:, :, 0].astype(jnp.float32).mean(axis=(0, 1))
         balance = config.experts * jnp.sum(load * scores.mean(axis=(0, 1)))
         return out, {"router_loss": balance, "dropped": 1 - fits.astype(jnp.float32).mean()}
+
+
+def _places(
+    config: Decoder, chosen: jax.Array, slots: int, count: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Where each choice goes, of ``chosen`` int32[batch, sequence, experts_per_token].
+
+    Returns:
+        The choices as int32[..., experts] with a 1 at the expert; whether they found a slot; and the
+        slot's number over all experts, their number for none.
+    """
+    batch, sequence, _ = chosen.shape
+    one_hot = jax.nn.one_hot(chosen, config.experts, dtype=jnp.int32)
+    limit: jax.Array | int = slots
+    if count is not None:
+        # A row has the slots that it would have without its padding, which has none.
+        table = jnp.array([capacity(config, size) for size in range(sequence + 1)], jnp.int32)
+        limit = table[count][:, None, None]
+        one_hot = one_hot * (jnp.arange(sequence) < count[:, None])[:, :, None, None]
+    # First choices take slots before second choices, in sequence order.
+    by_rank = one_hot.swapaxes(1, 2).reshape(batch, -1, config.experts)
+    place = ((jnp.cumsum(by_rank, axis=1) - 1) * by_rank).sum(-1)
+    place = place.reshape(batch, config.experts_per_token, sequence).swapaxes(1, 2)
+    fits = place < limit
+    if count is not None:
+        fits = fits & one_hot.any(axis=-1)
+    return one_hot, fits, jnp.where(fits, chosen * slots + place, config.experts * slots)
