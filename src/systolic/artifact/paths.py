@@ -58,7 +58,7 @@ def located(value: Any, run: Path, record: Mapping[str, Any]) -> Any:
         looked for at the same place relative to the run.
     """
     if DIRECTORY not in record:
-        return value
+        return absolute(value)
     run, before = run.absolute(), Path(record[DIRECTORY])
 
     def change(path: Path) -> Path:

@@ -67,7 +67,7 @@ def rebuild(run: Run, *, trust_code: bool = False) -> tuple[Recipe, Job, dict[st
     typed = recipes.typed(recipe, record["options"])
     options = {name: paths.located(value, run.path, record) for name, value in typed.items()}
     job = under_plan(recipe(options), plan_of(record))
-    return recipe, replace(job, data=_with_tokenizer(run, job.data)), options
+    return recipe, replace(job, data=with_tokenizer(run, job.data)), options
 
 
 def _recipe(run: Run, target: str, *, trust_code: bool) -> Recipe:
@@ -82,7 +82,7 @@ def _recipe(run: Run, target: str, *, trust_code: bool) -> Recipe:
     return recipes.find(target)
 
 
-def _with_tokenizer(run: Run, data: Data) -> Data:
+def with_tokenizer(run: Run, data: Data) -> Data:
     """The data with the run's own tokenizer.
 
     Raises:

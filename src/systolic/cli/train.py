@@ -221,6 +221,8 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
         asked = replace(asked, chosen=resumed(plan_of(record), changed))
         flags = kept(record, asked.chosen, asked.verb["flags"])
         job, description = continued(asked, record, saved, flags)
+        if "tokenizer" not in changed:
+            job = replace(job, data=own.with_tokenizer(directory, job.data))
         summary = finished(directory, job, changed=asked.options != saved)
         if summary is not None:
             if asked.verb["json"]:
