@@ -214,6 +214,20 @@ def test_a_path_that_a_run_names_is_not_executed(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.skipif(os.name != "posix", reason="files have no such owner")
+def test_a_recipe_that_a_plan_names_is_the_users_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = tmp_path / "mine.py"
+    file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    file.chmod(0o666)
+    record = {"step_seconds": 1.0, "slice": "v5e-4", "target": f"{file}:job", "arguments": []}
+    (tmp_path / "forecast.json").write_text(json.dumps(record))
+    assert main(["explain", str(tmp_path / "forecast.json")]) == 1
+    assert f"{file} can be written by anyone" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_start_that_was_killed_before_its_job_was_written_leaves_the_folder_free(tmp_path: Path):
     files = {"recipe.py": b"one", "modules/a.py": b"", "tokenizer/tokenizer.json": b"{}"}
     with Run.create(tmp_path / "run", {"job": {"name": "a"}}, files=files) as run:

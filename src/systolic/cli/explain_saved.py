@@ -6,8 +6,10 @@ from pathlib import Path
 
 import msgspec
 
+from systolic import recipes
 from systolic.aot import Compiled, Compiler, JobProgram
 from systolic.aot import compile as compile_program
+from systolic.artifact import trust
 from systolic.artifact.chosen import is_plan, load
 from systolic.chips import slice
 from systolic.chips.flags import NONE, resolved, spoken
@@ -93,6 +95,7 @@ def explain_saved(target: str, args: Sequence[str]) -> int:
     found = saved_forecast(Path(target))
     assert found is not None
     recipe, saved = found
+    require_own(recipe, target)
     other, rest = _against(args)
     if other is None:
         return explain_recipe(recipe, _on_top(saved, rest))
@@ -101,6 +104,7 @@ def explain_saved(target: str, args: Sequence[str]) -> int:
     second = saved_forecast(other)
     if second is None:
         raise RunError(f"{other} is not a forecast; write one with systolic forecast … --json")
+    require_own(second[0], str(other))
     return compare((target, *found), (str(other), *second), "--json" in rest)
 
 
@@ -123,6 +127,22 @@ def flags_in(args: Sequence[str]) -> str | None:
         if word.startswith("--flags="):
             found = word.partition("=")[2]
     return found
+
+
+def require_own(recipe: str, named_by: str) -> None:
+    """Returns where the recipe that a JSON file names may be executed: it is shipped, or a file of the user's own.
+
+    Raises:
+        RunError: the file, or its folder, belongs to another user or can be written by anyone.
+    """
+    file = Path(recipes.split(recipe)[0])
+    if recipe in recipes.shipped() or not file.is_file():
+        return
+    reason = trust.foreign([file, file.absolute().parent])
+    if reason:
+        raise RunError(
+            f"{reason}, and {named_by} names {file} as its recipe; read it, then give it yourself: systolic explain {recipe} --on v5e-16"
+        )
 
 
 def _against(args: Sequence[str]) -> tuple[Path | None, list[str]]:
