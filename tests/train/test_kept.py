@@ -11,6 +11,7 @@ import pytest
 
 from systolic.artifact import Run
 from systolic.cli.main import main
+from systolic.core.errors import RunError
 from tests.train.children import environment
 
 SIZES = [
@@ -233,6 +234,10 @@ def test_a_start_that_was_killed_before_its_job_was_written_leaves_the_folder_fr
     with Run.create(tmp_path / "run", {"job": {"name": "a"}}, files=files) as run:
         assert run.code() == {"recipe.py": b"one", "modules/a.py": b""}
     (run.path / "job.json").unlink()
+    with pytest.raises(RunError, match="not empty and not a run"):
+        Run.create(tmp_path / "run", {"job": {"name": "a"}})
+    # A lock that its process did not take away tells the leftovers of a start from a user's files.
+    (run.path / ".lock").write_text("12345\n")
     with Run.create(tmp_path / "run", {"job": {"name": "a"}}, files={"recipe.py": b"two"}) as run:
         assert run.code() == {"recipe.py": b"two"}
         assert not run.tokenizer.exists()

@@ -96,6 +96,7 @@ class Run:
                 write_atomically(run._own(name), content)
             run.write_job(description)
         except Exception:
+            _remove(folder)
             run.close()
             raise
         return run
