@@ -62,20 +62,18 @@ def test_a_mixtures_answer_does_not_depend_on_padding():
     ids = np.random.default_rng(0).integers(0, 256, (2, 11)).astype(np.int32)
     counts = np.array([11, 7], np.int32)
 
-    def logits(padded: int, rows: slice, fill: int) -> np.ndarray:
-        tokens = np.full((2, padded), fill, np.int32)
-        for row, count in enumerate(counts):
-            tokens[row, :count] = ids[row, :count]
-        cache = module.empty_cache(len(counts[rows]), 64, jnp.dtype("float32"))
-        return np.asarray(module.extend(tokens[rows], counts[rows], cache)[0])
+    def logits(rows: list[int], padded: int, fill: int) -> np.ndarray:
+        tokens = np.full((len(rows), padded), fill, np.int32)
+        for at, row in enumerate(rows):
+            tokens[at, : counts[row]] = ids[row, : counts[row]]
+        cache = module.empty_cache(len(rows), 64, jnp.dtype("float32"))
+        return np.asarray(module.extend(tokens, counts[rows], cache)[0])
 
     for row, count in enumerate(counts):
-        alone = logits(int(count), slice(row, row + 1), 0)[0] if row == 1 else None
-        for padded, fill in ((11, 0), (16, 0), (32, 5)):
-            whole = logits(padded, slice(0, 2), fill)[row, :count]
-            if alone is None:
-                alone = whole
-            np.testing.assert_allclose(whole, alone, rtol=2e-5, atol=2e-5)
+        alone = logits([row], int(count), 0)[0]
+        for padded, fill in ((16, 0), (32, 5)):
+            beside = logits([0, 1], padded, fill)[row, :count]
+            np.testing.assert_allclose(beside, alone, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("precision", [Precision.f32, Precision.f16])

@@ -124,6 +124,12 @@ def test_a_run_keeps_its_tokenizer_and_works_from_any_folder(
     assert measured["metrics"]["validation"]["loss"] == pytest.approx(
         told["validation_loss"], rel=1e-6
     )
+    # The text is gone too: what was trained is used without.
+    shutil.rmtree(moved / "text")
+    assert main(["generate", str(run), "the", "--tokens", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 3
+    assert main(["eval", str(run)]) == 2
+    assert "text does not exist" in capsys.readouterr().err
     assert Run.open(run).read_summary()["next"] == f"systolic generate {run}"
     assert Run.open(run).read_summary()["checkpoint"] == str(run / "checkpoints" / "3")
 

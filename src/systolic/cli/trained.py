@@ -58,4 +58,4 @@ def set_up_here(job: Job, run: Run) -> Any:
         batch = replace(batch, total=-(-job.batch.total // ways) * ways)
     record = run.read_job()
     flags = kept(record, plan_of(record), None)["compiler"]
-    return set_up(replace(job, layout=free, batch=batch), machine, flags)
+    return set_up(replace(job, layout=free, batch=batch), machine, flags, reads=False)

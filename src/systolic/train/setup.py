@@ -114,7 +114,13 @@ class Setup:
         return self.steps.step_flops / (step_seconds * peak) if peak else None
 
 
-def set_up(job: Job, machine: Machine | None = None, flags: Sequence[str] | None = None) -> Setup:
+def set_up(
+    job: Job,
+    machine: Machine | None = None,
+    flags: Sequence[str] | None = None,
+    *,
+    reads: bool = True,
+) -> Setup:
     """Fits the layout to the devices and checks batch, model and data against it.
 
     Args:
@@ -122,6 +128,7 @@ def set_up(job: Job, machine: Machine | None = None, flags: Sequence[str] | None
         machine: The devices; by default those of this process.
         flags: All flags of the compiler, as options of each program; None takes the set that jobs on
             these devices share. What the environment sets is left to it.
+        reads: Whether it is trained, so that its data must be there; what was trained is used without.
 
     Raises:
         LayoutError: an axis does not divide the devices, the batch or the model.
@@ -139,7 +146,7 @@ def set_up(job: Job, machine: Machine | None = None, flags: Sequence[str] | None
     job.model.check(job.layout)
     job.batch.resolve(job.layout)
     precision = job.precision.resolve(machine.platform)
-    if job.data.size(Split.train) == 0:
+    if reads and job.data.size(Split.train) == 0:
         raise DataError(f"the training split of {job.name} is empty; give the recipe other data")
     target = MeshTarget(
         platform=machine.platform,
