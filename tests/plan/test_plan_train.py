@@ -16,8 +16,9 @@ from systolic.artifact.chosen import Chosen, apply, read
 from systolic.cli import planned as module
 from systolic.cli.flags import settled
 from systolic.cli.main import main
+from systolic.cli.own import rebuild
 from systolic.cli.planned import resumed
-from systolic.cli.target import plan_of, rebuild
+from systolic.cli.target import plan_of
 from systolic.cli.train import options
 from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError
 from systolic.core.files import write_json

@@ -80,7 +80,7 @@ def remedies(folder: Path, measured: float, verb: Mapping[str, Any]) -> dict[str
     from systolic.aot import compile as compile_program
     from systolic.cli.explain_job import Explanation
     from systolic.cli.flags import recorded
-    from systolic.cli.kept import rebuild
+    from systolic.cli.own import rebuild
     from systolic.cli.target import plan_of
     from systolic.forecasting.run import of_outcome
     from systolic.report.forecast.progress import Progress

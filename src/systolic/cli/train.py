@@ -12,7 +12,7 @@ from systolic import __version__
 from systolic.artifact import paths
 from systolic.artifact.access import Access
 from systolic.artifact.run import JOB, Run
-from systolic.cli import kept as own
+from systolic.cli import own
 from systolic.cli.flags import kept, settled
 from systolic.cli.output import bounded_workers, print_json
 from systolic.cli.planned import (

@@ -7,7 +7,7 @@ from typing import Any
 
 from systolic.artifact.run import Run
 from systolic.cli.flags import kept
-from systolic.cli.kept import rebuild
+from systolic.cli.own import rebuild
 from systolic.cli.target import plan_of
 from systolic.job import Job
 
