@@ -202,6 +202,25 @@ def test_a_tpus_ops_are_told_by_their_stats(tmp_path: Path):
     assert "host-synchronisation" not in causes
 
 
+def test_a_kernel_is_a_kernel_and_not_an_update(tmp_path: Path):
+    kernel = op(
+        '%matmul_optimized.1 = f32[8,8]{1,0} custom-call(f32[8,8]{1,0} %x, f32[8,8]{1,0} %y), custom_call_target="tpu_custom_call"',
+        0,
+        6,
+        hlo_category="custom-call",
+        flops=10**9,
+        tf_op="jit(matmul_optimized)/pallas_call:",
+    )
+    device = Plane(
+        "/device:TPU:0",
+        {"XLA Modules": [Event("jit_matmul_optimized(7)", 0, 9)], "XLA Ops": [kernel]},
+        {"device_type_string": "TPU v6 lite"},
+    )
+    causes = explained(write(tmp_path / "a.xplane.pb", device, Plane("/host:CPU", {"python": []})))
+    assert causes["custom-kernels"].share == pytest.approx(6 / 9, rel=0.01)
+    assert "optimizer-update" not in causes
+
+
 @pytest.mark.parametrize(
     ("doing", "name"),
     [

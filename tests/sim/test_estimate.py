@@ -118,3 +118,16 @@ def test_a_stack_that_is_read_or_written_a_layer_at_a_time_counts_the_layer() ->
     # Two tilings of the layer, and its negation.
     assert operations("write") == pytest.approx(3 * layer, rel=0.01)
     assert operations("all") == 2 * 80 * layer
+
+
+def test_an_f32_matmul_at_the_highest_precision_is_six_passes_of_the_matrix_units() -> None:
+    on = slice("v5e-1")
+    text = hlo.text("precise-v5e-1")
+    floor = 6 * 2 * 4096**3 / 197e12
+    whole = simulate(parse(text), on)
+    bare = simulate(parse(re.sub(r'"estimated_cycles":"\d+"', '"estimated_cycles":"0"', text)), on)
+    for made in (whole, bare):
+        span = max((s for s, _ in made.leaves()), key=lambda s: s.seconds)
+        assert span.resource.value == "mxu"
+        assert span.flops == 2 * 4096**3
+        assert floor < span.seconds < 1.3 * floor

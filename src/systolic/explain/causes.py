@@ -9,6 +9,7 @@ from typing import Any
 from systolic.core.units import duration
 from systolic.explain.axes import axes_of
 from systolic.explain.cause import Cause
+from systolic.explain.phases import differentiates, is_outside_gradient
 from systolic.forecasting import Forecast
 from systolic.forecasting.windowed import OFF, names
 from systolic.hlo import Computation, Instruction, Module, Shape
@@ -328,13 +329,14 @@ def copies(step: Step) -> Iterable[Cause]:
 
 def memory_bound(step: Step) -> Iterable[Cause]:
     """Ops that wait for device memory, other than copies and matmuls."""
+    updates = {id(op) for op in _updates(step)}
     ops = [
         op
         for op in step.ops
         if op.span.resource is Resource.hbm
         and not op.span.flops
         and op.span.opcode not in ("copy", "transpose", "reshape")
-        and not _is_update(op)
+        and id(op) not in updates
     ]
     if ops:
         yield _cause(
@@ -352,7 +354,7 @@ def memory_bound(step: Step) -> Iterable[Cause]:
 
 def update(step: Step) -> Iterable[Cause]:
     """The optimizer's part."""
-    ops = [op for op in step.ops if _is_update(op)]
+    ops = _updates(step)
     if ops:
         yield _cause(
             step,
@@ -448,11 +450,16 @@ RULES: Sequence[Callable[[Step], Iterable[Cause]]] = (
 """Shares may overlap: what is computed again may also be bound by memory."""
 
 
-def _is_update(op: Op) -> bool:
-    """Outside of the loss and its gradient: what the step does with gradients once it has them."""
-    if op.span.resource in (Resource.ici, Resource.dcn, Resource.host) or not op.op_name:
-        return False
-    return not re.search(r"jvp|transpose\(|while/body", op.op_name) and "jit(" in op.op_name
+def _updates(step: Step) -> list[Op]:
+    """Ops outside of the loss and its gradient, of a step that has one: the optimizer's."""
+    if not differentiates(op.op_name for op in step.ops):
+        return []
+    elsewhere = (Resource.ici, Resource.dcn, Resource.host)
+    return [
+        op
+        for op in step.ops
+        if op.span.resource not in elsewhere and is_outside_gradient(op.op_name)
+    ]
 
 
 def _dtype(step: Step, op: Op) -> str:

@@ -14,6 +14,7 @@ from systolic.core.units import duration
 from systolic.explain.axes import axes_of
 from systolic.explain.cause import Cause
 from systolic.explain.causes import AXIS_ADVICE, LEAST, POOR, SHOWN
+from systolic.explain.phases import differentiates, is_outside_gradient
 from systolic.explain.profile import CONTAINERS, COPIES, Op, Profile
 from systolic.explain.profile_waiting import View, between, host, input_wait, recompilation
 from systolic.explain.xplane import Backend
@@ -177,6 +178,23 @@ def unfilled(view: View) -> Iterable[Cause]:
         )
 
 
+def kernels(view: View) -> Iterable[Cause]:
+    """Kernels written by hand, whose work the compiler does not know."""
+    ops = [op for op in view.profile.ops if op.opcode == "custom-call" and not _calls_python(op)]
+    if ops:
+        yield _of_ops(
+            view,
+            "custom-kernels",
+            "kernels of their own code (Pallas)",
+            ops,
+            [
+                "other block sizes of the kernel, or XLA's own op in its place",
+                "a cost_estimate on its pallas_call, by which the compiler schedules around it",
+            ],
+            note=lambda op: op.raw.name,
+        )
+
+
 def copies(view: View) -> Iterable[Cause]:
     """Copies and transposes that only change an array's layout."""
     ops = [op for op in view.profile.ops if _is_copy(op)]
@@ -193,13 +211,15 @@ def copies(view: View) -> Iterable[Cause]:
 
 def memory_bound(view: View) -> Iterable[Cause]:
     """Ops that wait for device memory, other than copies."""
+    updates = {id(op) for op in _updates(view)}
     ops = [
         op
         for op in view.profile.ops
         if op.resource is Resource.hbm
         and op.opcode not in CONTAINERS
+        and op.opcode != "custom-call"
         and not _is_copy(op)
-        and not _is_update(op)
+        and id(op) not in updates
         and not _calls_python(op)
     ]
 
@@ -225,7 +245,7 @@ def memory_bound(view: View) -> Iterable[Cause]:
 
 def update(view: View) -> Iterable[Cause]:
     """The optimizer's part."""
-    ops = [op for op in view.profile.ops if _is_update(op)]
+    ops = _updates(view)
     if ops:
         yield _of_ops(
             view,
@@ -273,6 +293,7 @@ RULES: Sequence[Callable[[View], Iterable[Cause]]] = (
     transfers,
     rematerialisation,
     unfilled,
+    kernels,
     copies,
     memory_bound,
     update,
@@ -324,11 +345,16 @@ def _is_copy(op: Op) -> bool:
     return op.raw.name.startswith(("copy", "transpose")) and not op.flops
 
 
-def _is_update(op: Op) -> bool:
-    """Outside of the loss and its gradient: what the step does with gradients once it has them."""
-    if op.resource in (Resource.ici, Resource.dcn, Resource.host) or not op.op_name:
-        return False
-    return not re.search(r"jvp|transpose\(|while/body", op.op_name) and "jit(" in op.op_name
+def _updates(view: View) -> list[Op]:
+    """Ops outside of the loss and its gradient, of a step that has one: the optimizer's."""
+    if not differentiates(op.op_name for op in view.profile.ops):
+        return []
+    elsewhere = (Resource.ici, Resource.dcn, Resource.host)
+    return [
+        op
+        for op in view.profile.ops
+        if op.resource not in elsewhere and is_outside_gradient(op.op_name)
+    ]
 
 
 def _calls_python(op: Op) -> bool:

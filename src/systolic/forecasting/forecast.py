@@ -13,6 +13,8 @@ from systolic.forecasting.memory import MemoryMap
 from systolic.sim.timeline import Resource, Timeline
 
 BILLION, MILLION = 1e9, 1e6
+UNKNOWN = 0.02
+"""Share of a step in kernels of unknown work above which its time is only a lower bound."""
 LARGEST = 12
 """Buffers named in the JSON."""
 TOP_OPS = 20
@@ -123,6 +125,14 @@ class Forecast:
         ]
 
     @property
+    def is_lower_bound(self) -> bool:
+        """Whether kernels that nothing prices but their bytes take more than :data:`UNKNOWN` of the step."""
+        if self.timeline is None or not self.timeline.seconds:
+            return False
+        kernels = sum(seconds for op, seconds in self.unpriced if op.startswith("custom-call "))
+        return kernels > UNKNOWN * self.timeline.seconds
+
+    @property
     def units_per_second(self) -> float | None:
         """Tokens, examples or calls a second, all chips together."""
         return self.units / self.step_seconds if self.step_seconds else None
@@ -143,6 +153,7 @@ class Forecast:
             "step_seconds_low": self.low,
             "step_seconds_high": self.high,
             "interval": self.interval,
+            "lower_bound": self.is_lower_bound,
             "model_flops_per_step": self.model_flops,
             "tflops_per_chip": self.model_flops / seconds / self.on.num_chips / 1e12
             if seconds and self.model_flops

@@ -116,7 +116,7 @@ def parts(
         if source and _fastest(source[0]) != _fastest(instruction.shape):
             transposed = instruction.shape.elements
     return (
-        work.flops / rates.peak(work.dtype),
+        work.flops * work.passes / rates.peak(work.dtype),
         work.bytes / rates.hbm,
         operations / rate,
         transposed / rate,

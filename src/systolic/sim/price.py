@@ -75,7 +75,7 @@ def price(
         if root.target in FREE_TARGETS:
             return None
     work = work_of(module, computation, instruction)
-    matrix = work.flops / rates.peak(work.dtype)
+    matrix = work.flops * work.passes / rates.peak(work.dtype)
     memory = work.bytes / rates.hbm
     if instruction.target == "tpu_custom_call":
         cost = kernel_cost(module, computation, instruction, rates)

@@ -20,34 +20,51 @@ class Work:
     """HBM bytes read and written."""
     dtype: str = "bf16"
     """Of the matmul's operands."""
+    passes: float = 1.0
+    """Passes of the matrix units: f32 operands at ``high`` and ``highest`` precision are split into bf16 parts."""
 
 
 def work_of(module: Module, computation: Computation, instruction: Instruction) -> Work:
     """FLOPs and HBM bytes; a fusion's are those of what it holds."""
     if instruction.opcode == "fusion":
         inner = module.callee(instruction, "calls")
-        flops, dtype = _matmuls(module, inner)
-        return Work(flops, fusion_bytes(module, computation, instruction, inner), dtype)
+        flops, dtype, passed = _matmuls(module, inner)
+        moved = fusion_bytes(module, computation, instruction, inner)
+        return Work(flops, moved, dtype, passed / flops if flops else 1.0)
     if instruction.opcode in ("convolution", "dot"):
         shapes = computation.operand_shapes(instruction)
         moved = plain_bytes(module, computation, instruction)
-        return Work(_multiply(instruction, shapes), moved, shapes[0].dtype)
+        passes = _passes(instruction, shapes[0].dtype)
+        return Work(_multiply(instruction, shapes), moved, shapes[0].dtype, passes)
     return Work(0.0, plain_bytes(module, computation, instruction))
 
 
-def _matmuls(module: Module, computation: Computation) -> tuple[float, str]:
-    total, dtype = 0.0, "bf16"
+_PASSES = {"highest": 6.0, "high": 3.0}
+"""bf16 products of an f32 matmul (XLA's bf16_6x and bf16_3x); one at the default precision."""
+
+
+def _passes(instruction: Instruction, dtype: str) -> float:
+    if dtype != "f32":
+        return 1.0
+    asked = instruction.attribute("operand_precision") or "{}"
+    return max(_PASSES.get(word.strip(), 1.0) for word in asked.strip("{}").split(","))
+
+
+def _matmuls(module: Module, computation: Computation) -> tuple[float, str, float]:
+    """FLOPs of a computation's matmuls, the operands' dtype, and the FLOPs of all their passes."""
+    total, dtype, passed = 0.0, "bf16", 0.0
     for instruction in computation:
         if instruction.opcode in ("convolution", "dot"):
             shapes = computation.operand_shapes(instruction)
-            total += _multiply(instruction, shapes)
+            flops = _multiply(instruction, shapes)
             dtype = shapes[0].dtype
+            total, passed = total + flops, passed + flops * _passes(instruction, dtype)
         elif instruction.opcode in ("fusion", "call"):
             held = "calls" if instruction.opcode == "fusion" else "to_apply"
-            more, of = _matmuls(module, module.callee(instruction, held))
+            more, of, times = _matmuls(module, module.callee(instruction, held))
             if more:
-                total, dtype = total + more, of
-    return total, dtype
+                total, dtype, passed = total + more, of, passed + times
+    return total, dtype, passed
 
 
 def _multiply(instruction: Instruction, operands: list[Shape]) -> float:

@@ -21,12 +21,16 @@ from tests.recorded.hlo.record import record
 
 
 def compiled(
-    name: str, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()
+    name: str,
+    function: Callable[..., Any],
+    *args: Any,
+    donate: tuple[int, ...] = (),
+    compiler: Compiler | None = None,
 ) -> None:
     """Records one function; the name ends with the slice."""
     on = slice(name.split("-", 1)[1])
     program = function_program(function, args, {}, on, Spread(donate_argnums=donate))
-    compiler = Compiler().quick()
+    compiler = compiler or Compiler().quick()
     outcome = compile_program(program, on, compiler)
     assert isinstance(outcome, Compiled), outcome
     record(Store("programs", compiler.root).path(outcome.digest), name)
@@ -47,6 +51,54 @@ def scatter() -> None:
         array((8, 4096), jnp.bfloat16),
         donate=(0,),
     )
+
+
+def kernel() -> None:
+    """A Pallas matmul of f32[2048,1024] by f32[1024,2048] in blocks of 512, without a cost estimate; schedule only."""
+    from jax.experimental import pallas
+    from jax.experimental.pallas import tpu
+
+    def product(left: Any, right: Any, out: Any, total: Any) -> None:
+        turn = pallas.program_id(2)
+
+        @pallas.when(turn == 0)
+        def _() -> None:
+            total[...] = jnp.zeros_like(total)
+
+        total[...] += jnp.dot(left[...], right[...], preferred_element_type=jnp.float32)
+
+        @pallas.when(turn == pallas.num_programs(2) - 1)
+        def _() -> None:
+            out[...] = total[...]
+
+    def multiply(left: jax.Array, right: jax.Array) -> jax.Array:
+        block = 512
+        return pallas.pallas_call(
+            product,
+            grid=(4, 4, 2),
+            in_specs=[
+                pallas.BlockSpec((block, block), lambda i, j, k: (i, k)),
+                pallas.BlockSpec((block, block), lambda i, j, k: (k, j)),
+            ],
+            out_specs=pallas.BlockSpec((block, block), lambda i, j, k: (i, j)),
+            out_shape=jax.ShapeDtypeStruct((2048, 2048), jnp.float32),
+            scratch_shapes=[tpu.VMEM((block, block), jnp.float32)],
+        )(left, right)
+
+    array = jax.ShapeDtypeStruct
+    compiled(
+        "kernel-v6e-1", multiply, array((2048, 1024), jnp.float32), array((1024, 2048), jnp.float32)
+    )
+
+
+def precise() -> None:
+    """A matmul of f32[4096,4096] at the highest precision, with the compiler's cycles."""
+    array = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+
+    def multiply(left: jax.Array, right: jax.Array) -> jax.Array:
+        return jnp.dot(left, right, precision="highest")
+
+    compiled("precise-v5e-1", multiply, array, array, compiler=Compiler())
 
 
 def splash() -> None:
@@ -110,6 +162,8 @@ def decode() -> None:
 
 PROGRAMS: Mapping[str, Callable[[], None]] = {
     "scatter": scatter,
+    "precise": precise,
+    "kernel": kernel,
     "splash": splash,
     "decode": decode,
 }

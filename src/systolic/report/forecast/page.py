@@ -122,7 +122,8 @@ def _lead(forecast: Forecast) -> str:
     if not forecast.step_seconds:
         return text
     bound = readings.words(forecast)[forecast.bound_by or "idle"]
-    return f"{text} {duration(forecast.step_seconds)} a step, bound by {bound}."
+    step = dict(readings.speed(forecast))["step"]
+    return f"{text} {step[0].upper()}{step[1:]} a step, bound by {bound}."
 
 
 def _more(forecast: Forecast, costs: Sequence[Cost]) -> str:

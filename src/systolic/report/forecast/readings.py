@@ -59,6 +59,9 @@ def verdict(forecast: Forecast) -> Verdict:
         return Verdict(word="does not fit", sentence=sentence, tone=Tone.bad)
     spare = f"{gibibytes(have - need)} of {gibibytes(have)} to spare" if have else "memory unknown"
     tone = Tone.fair if have and need > CLOSE * have else Tone.good
+    if forecast.is_lower_bound:
+        told = "the time is a lower bound (unknown kernels)"
+        return Verdict(word="fits", sentence=f"{spare}; {told}.", tone=Tone.fair)
     return Verdict(word="fits", sentence=f"{spare}.", tone=tone)
 
 
@@ -73,12 +76,16 @@ def speed(forecast: Forecast) -> list[tuple[str, str]]:
     """Step time, throughput and utilisation as (name, text); what is unknown is left out."""
     if forecast.step_seconds is None:
         return []
-    found = [("step", duration(forecast.step_seconds))]
+    least = "at least " if forecast.is_lower_bound else ""
+    found = [("step", f"{least}{duration(forecast.step_seconds)}")]
     if (rate := forecast.units_per_second) is not None and forecast.unit != "calls":
         found.append(("throughput", f"{si(rate)} {forecast.unit}/s"))
+    if not forecast.is_lower_bound:  # what the kernels do is not in the FLOPs either
+        found += [
+            ("MFU", figures.percent(forecast.mfu)),
+            ("HFU", figures.percent(forecast.hfu)),
+        ]
     found += [
-        ("MFU", figures.percent(forecast.mfu)),
-        ("HFU", figures.percent(forecast.hfu)),
         ("bound by", forecast.bound_by or figures.MISSING),
     ]
     return [(name, text) for name, text in found if text != figures.MISSING]
@@ -91,9 +98,14 @@ def words(forecast: Forecast) -> dict[str, str]:
 
 def interval(forecast: Forecast) -> str:
     """``5.85 ms to 9.75 ms``; empty without one."""
-    if forecast.low is None or forecast.high is None:
+    if forecast.low is None or forecast.high is None or forecast.is_lower_bound:
         return ""
     return f"{duration(forecast.low)} to {duration(forecast.high)}"
+
+
+def time_origin(forecast: Forecast) -> str:
+    """Where the step time comes from: ``simulated``, or ``lower bound`` where kernels are not known."""
+    return "lower bound" if forecast.is_lower_bound else forecast.origin.value
 
 
 def memory_origin(forecast: Forecast) -> Origin:

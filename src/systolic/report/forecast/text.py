@@ -105,7 +105,7 @@ def _verdict(forecast: Forecast, width: int) -> list[Text]:
     if found := readings.interval(forecast):
         step.append(f" ({found})", "not bold")
     step.append(f", bound by {readings.words(forecast)[speed['bound by']]}", "not bold")
-    step.append(f"  [{forecast.origin.value}]", "dim not bold")
+    step.append(f"  [{readings.time_origin(forecast)}]", "dim not bold")
     rest = [speed["throughput"]] if "throughput" in speed else []
     rest += [f"{name} {speed[name]}" for name in ("MFU", "HFU") if name in speed]
     rest.append(readings.axes_text(forecast))
@@ -147,7 +147,7 @@ def _time(forecast: Forecast, width: int) -> list[Text]:
     exposed = forecast.exposed_collective_seconds
     waits = f"{duration(exposed)} of it only waiting for chips" if exposed else "no waiting"
     head = _row("time", f"{duration(forecast.step_seconds or 0.0)}, {waits}")
-    head.append(f"  [{forecast.origin.value}]", "dim")
+    head.append(f"  [{readings.time_origin(forecast)}]", "dim")
     return [head, _bar(parts, _RESOURCES, width), *_legend(parts, _RESOURCES, width, share=True)]
 
 
