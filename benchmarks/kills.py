@@ -4,7 +4,7 @@
 
 FOLDER holds the runs and `kills.jsonl`; the same command continues where an earlier one stopped. `--kills`
 are of runs in one process, `--pairs` of runs in two processes, both of which die, one shortly after the other.
-A tiny language model is trained: 120 steps, a checkpoint every 8, an evaluation every 20. Moments are drawn for
+A tiny language model is trained: 390 steps, a checkpoint every 15, an evaluation every 50. Moments are drawn for
 each phase in turn and counted by the phase that the run's files show when the signal is sent. A run takes up
 to 20 kills, is then left to finish, and compared with the run that nobody killed: loss, gradient norm and
 learning rate of every step, every evaluation, every array of the last checkpoint, and the data's position.
@@ -12,6 +12,7 @@ learning rate of every step, every evaluation, every array of the last checkpoin
 
 import argparse
 import json
+import logging
 import os
 import random
 import shutil
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-STEPS, SAVE, EVALUATE, KILLS_OF_A_RUN = 120, 8, 20, 20
+STEPS, SAVE, EVALUATE, KILLS_OF_A_RUN = 390, 15, 50, 20
 PHASES = ("start", "compile", "step", "save", "evaluation", "replace")
 SEEN = (*PHASES, "end")
 """The end is hit by chance: metrics of the last checkpoint, sample, summary, report."""
@@ -278,9 +279,10 @@ def state_of(run: Path) -> dict[str, Any]:
     import numpy as np
     import orbax.checkpoint as ocp
 
+    logging.getLogger("absl").setLevel(logging.ERROR)
     newest = run / "checkpoints" / str(STEPS)
     found: dict[str, Any] = {
-        file.name: file.read_text() for file in sorted((newest / "_extra").iterdir())
+        file.name: file.read_text() for file in (newest / "_extra").glob("process_*.json")
     }
     found["metrics"] = json.loads((newest / "manifest.json").read_text())["metrics"]
     for item in sorted(path for path in newest.iterdir() if path.is_dir()):
