@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -158,11 +159,14 @@ def count(run: Path, text: str) -> int:
 
 
 def last(run: Path) -> tuple[str, int]:
-    """Kind and step of the newest start, train or eval record, and events of the last step."""
-    kind, step = "start", 0
-    for record in records(run):
-        if record["kind"] in ("start", "train", "eval"):
-            kind, step = record["kind"], record["step"]
+    """Kind and step of the newest start, train or eval record; of the log's end, to be quick."""
+    log, kind, step = run / "metrics.jsonl", "start", 0
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 4096))
+        for line in file.read().split(b"\n")[:-1]:
+            found = re.match(rb'{"kind": "(start|train|eval)", "step": (\d+)', line)
+            if found:
+                kind, step = found[1].decode(), int(found[2])
     return kind, step
 
 
@@ -193,7 +197,12 @@ def moment(session: Session, phase: str, moments: random.Random) -> bool:
         found = until(session, lambda: last(session.run)[1] >= target)
         time.sleep(moments.uniform(0.0, 0.02))
         return found and not session.over()
-    found = until(session, lambda: session.phase() == phase)
+    saves = session.run / "checkpoints"
+    quick = {
+        "save": lambda: any(saves.glob("*.orbax-checkpoint-tmp*")),
+        "replace": (saves / "replacing").exists,
+    }
+    found = until(session, quick.get(phase, lambda: session.phase() == phase))
     time.sleep(moments.uniform(0.0, 0.05))
     return found and not session.over()
 

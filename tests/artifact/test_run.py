@@ -7,7 +7,9 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,6 +140,24 @@ def test_truncate_forgets_what_will_be_done_again(tmp_path: Path):
         assert [sample["step"] for sample in run.samples()] == [1, 2]
         run.append(train(3, 0.5))
         assert list(run.records())[-1]["loss"] == 0.5
+
+
+def test_truncate_forgets_what_comes_again_at_the_step_itself(tmp_path: Path):
+    def again(record: Mapping[str, Any]) -> bool:
+        return record["step"] == 2 and record["kind"] in ("eval", "sample")
+
+    with Run.create(tmp_path / "run", JOB) as run:
+        for step in (1, 2):
+            run.append(train(step))
+            run.append({"kind": "eval", "step": step})
+            run.append_sample({"step": step, "prompt": "", "text": "x"})
+        assert run.truncate(2, again) == 1
+        assert [(r["kind"], r["step"]) for r in run.records()] == [
+            ("train", 1),
+            ("eval", 1),
+            ("train", 2),
+        ]
+        assert [sample["step"] for sample in run.samples()] == [1]
 
 
 def test_one_process_owns_a_run(tmp_path: Path):

@@ -32,6 +32,20 @@ class CrashAt:
         pass
 
 
+class CrashAfterEvaluation:
+    """A watcher that ends the session without a word when an evaluation is on record."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def see(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "eval" and record["step"] == self.step:
+            raise Crash
+
+    def close(self) -> None:
+        pass
+
+
 class Collect:
     """A watcher that keeps what it sees."""
 
@@ -102,6 +116,7 @@ def assert_same(setup: Setup, one: Path, other: Path) -> None:
     """Bit for bit: all losses, all evaluations, the final state."""
     assert losses(one) == losses(other)
     assert evaluations(one) == evaluations(other)
+    assert len(records(one, "eval")) == len(records(other, "eval")), "none is there twice"
     pairs = list(zip(state(setup, one), state(setup, other), strict=True))
     assert pairs
     for left, right in pairs:

@@ -24,6 +24,7 @@ from tests.train import tiny
 from tests.train.sessions import (
     Collect,
     Crash,
+    CrashAfterEvaluation,
     CrashAt,
     assert_same,
     evaluations,
@@ -151,6 +152,17 @@ def test_a_signal_during_an_evaluation_repeats_it(tmp_path: Path, whole: Whole):
     summary = train(whole.setup, tmp_path, watchers=[Ask(signal.SIGTERM, 8)])
     assert summary["steps"] == 8
     assert not records(tmp_path, "eval")
+    # Killed when it is on record and before the checkpoint has its metrics: it comes once more.
+    with pytest.raises(Crash):
+        train(whole.setup, tmp_path, resume=True, watchers=[CrashAfterEvaluation(8)])
+    assert len(records(tmp_path, "eval")) == 1
+    train(whole.setup, tmp_path, resume=True)
+    assert_same(whole.setup, whole.path, tmp_path)
+
+
+def test_killed_in_the_last_evaluation(tmp_path: Path, whole: Whole):
+    with pytest.raises(Crash):
+        train(whole.setup, tmp_path, watchers=[CrashAfterEvaluation(16)])
     train(whole.setup, tmp_path, resume=True)
     assert_same(whole.setup, whole.path, tmp_path)
 

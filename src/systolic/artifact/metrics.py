@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,9 @@ def decode(line: bytes) -> dict[str, Any]:
     return _numbers(record)
 
 
+Record = Mapping[str, Any]
+
+
 class Log:
     """Appends records to a file; each is in the file when :meth:`append` returns.
 
@@ -72,14 +75,17 @@ class Log:
                 f"{self.path} could not be written ({error.strerror}); what it held is intact; free space and continue with --resume {self.path.parent}"
             ) from error
 
-    def truncate(self, step: int) -> int:
+    def truncate(self, step: int, again: Callable[[Record], bool]) -> int:
         """Drops what was recorded after ``step``, atomically; returns how many records went.
+
+        Records of earlier steps and of ``step`` itself go where ``again`` says that they will be made
+        once more.
 
         Bad steps, skips, resumes, stops and interruptions stay: they happened. A run's ``end`` goes
         at any step, for the run goes on.
         """
         records = list(read(self.path))
-        kept = [record for record in records if _stays(record, step)]
+        kept = [record for record in records if _stays(record, step) and not again(record)]
         self.close()
         write_atomically(self.path, b"".join(map(encode, kept)))
         self._open()

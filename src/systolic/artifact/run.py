@@ -38,6 +38,11 @@ SUMMARY = "summary.json"
 _CHANGES_EACH_START = ("argv", "pid")
 
 
+def _never(record: metrics.Record) -> bool:
+    del record
+    return False
+
+
 class Run:
     """One run's directory. Make it with :meth:`create` or :meth:`open`, and close it.
 
@@ -188,11 +193,15 @@ class Run:
             if kind is None or record.get("kind") == kind:
                 yield record
 
-    def truncate(self, step: int) -> int:
+    def truncate(self, step: int, again: Callable[[metrics.Record], bool] = _never) -> int:
         """Drops the records after ``step`` before training goes on from there, atomically.
 
         Starts, bad steps, skips, resumes, stops and interruptions stay at any step. Samples and
         diagnoses after the step go too.
+
+        Args:
+            step: the last that stays.
+            again: which records of ``metrics.jsonl`` and samples up to there will be made once more.
 
         Returns:
             How many records of ``metrics.jsonl`` went.
@@ -202,12 +211,12 @@ class Run:
         if self._samples is None and (self.path / SAMPLES).exists():
             self._samples = metrics.Log(self._own(SAMPLES))
         if self._samples is not None:
-            self._samples.truncate(step)
+            self._samples.truncate(step, lambda record: again({"kind": "sample", **record}))
         if self._diagnoses is None and (self.path / DIAGNOSES).exists():
             self._diagnoses = metrics.Log(self._own(DIAGNOSES))
         if self._diagnoses is not None:
-            self._diagnoses.truncate(step)
-        return self._metrics.truncate(step)
+            self._diagnoses.truncate(step, _never)
+        return self._metrics.truncate(step, again)
 
     def append_sample(self, record: Mapping[str, Any]) -> None:
         """Adds a sample (``step``, ``prompt``, ``text``) to ``samples.jsonl``."""

@@ -111,9 +111,12 @@ class Evaluator:
     show: Callable[[dict[str, Any]], None]
 
     def __call__(
-        self, state: Any, split: Split, batches: int, interrupt: Interrupt
+        self, state: Any, split: Split, batches: int, interrupt: Interrupt, final: bool = False
     ) -> dict[str, float] | None:
-        """Metrics of the first so many batches of a split (0: all); ``None`` where a signal ended it."""
+        """Metrics of the first so many batches of a split (0: all); ``None`` where a signal ended it.
+
+        ``final`` marks the record of an evaluation at the end of a run.
+        """
         job, steps, clock = self.setup.job, self.setup.steps, self.ledger.clock
         start, asked, of = clock(), 0, num_batches(job, steps, split, batches)
 
@@ -136,7 +139,7 @@ class Evaluator:
         seconds = clock() - start
         whole = num_batches(job, steps, split)
         values = {"split": split.value, "metrics": metrics, "seconds": seconds}
-        self.say("eval", **values, batches=asked, of=whole)
+        self.say("eval", **values, batches=asked, of=whole, final=final)
         return metrics
 
     def final(self, state: Any, interrupt: Interrupt) -> dict[Split, dict[str, float]]:
@@ -145,7 +148,7 @@ class Evaluator:
         for split in self._held_out():
             if interrupt.agreed():
                 break
-            metrics = self(state, split, self._final_batches(), interrupt)
+            metrics = self(state, split, self._final_batches(), interrupt, final=True)
             if metrics is None:
                 break
             measured[split] = metrics

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -227,9 +227,18 @@ class Trainer:
         """Drops what the run holds of later steps than the checkpoint that it goes on from."""
         if not hosts.is_first():
             return
-        self.run.truncate(0 if restored is None else restored.step)
+        self.run.truncate(0 if restored is None else restored.step, self._comes_again)
         if restored is not None:
             self.store.discard_after(restored.step)
+
+    def _comes_again(self, record: Mapping[str, Any]) -> bool:
+        """Whether a record of the checkpoint's own step, made before a kill, will be made once more."""
+        if record["step"] != self.progress.step:
+            return False
+        ends = self.progress.step >= self.job.steps or bool(self.stop_reason)
+        if record["kind"] == "eval":
+            return ends if record.get("final") else self.progress.owed
+        return ends and record["kind"] == "sample"
 
     def _say_restored(self, restored: Any, resume: bool) -> None:
         if restored is None:
