@@ -51,9 +51,9 @@ class Bench:
     def options(self, run: Path) -> list[str]:
         """Of a new run."""
         sizes = "--model.layers 1 --model.d-model 16 --model.d-ff 16 --model.heads 2 --model.kv-heads 1 --model.head-dim 8 --sequence 32 --batch 4 --schedule.warmup 10 --optimizer.learning-rate 3e-3"
-        when = f"--steps {STEPS} --checkpoints.every {SAVE} --evaluation.every {EVALUATE} --evaluation.batches 24"
-        text = self.folder / "text"
-        return ["lm", "--path", str(text), *sizes.split(), *when.split(), "--run", str(run)]
+        when = f"--steps {STEPS} --checkpoints.every {SAVE} --evaluation.every {EVALUATE} --evaluation.batches 120"
+        path = ["--path", str(self.folder / "text"), "--validation", str(self.folder / "held-out")]
+        return ["lm", *path, *sizes.split(), *when.split(), "--run", str(run)]
 
     def start(self, run: Path) -> "Session":
         """A session that begins the run, or goes on with it."""
@@ -314,13 +314,13 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def write_text(folder: Path) -> None:
-    """The corpus: 600 documents of made-up code."""
+def write_text(folder: Path, documents: int) -> None:
+    """A corpus of made-up code."""
     if folder.exists():
         return
-    words, moments = ["def", "return", "if", "x", "y", "=", "+", "\n"], random.Random(0)
+    words, moments = ["def", "return", "if", "x", "y", "=", "+", "\n"], random.Random(documents)
     folder.mkdir(parents=True)
-    for number in range(600):
+    for number in range(documents):
         chosen = moments.choices(words, k=moments.randint(20, 120))
         (folder / f"{number}.txt").write_text(" ".join(chosen))
 
@@ -383,7 +383,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     folder = asked.folder.resolve()
-    write_text(folder / "text")
+    write_text(folder / "text", 600)
+    write_text(folder / "held-out", 120)
     log, ends = folder / "kills.jsonl", time.monotonic() + asked.minutes * 60
     done = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     for processes, wanted in ((1, asked.kills), (2, asked.pairs)):
