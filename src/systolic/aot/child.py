@@ -32,6 +32,7 @@ from systolic.aot.dump import (
     schedule,
 )
 from systolic.aot.host import Built
+from systolic.aot.kernels import counted
 from systolic.aot.outcome import ERROR, EXECUTABLE, FAILED, HLO, PROTO, REPORT, rejection
 from systolic.chips import Slice, slice
 from systolic.chips.flags import compile_options
@@ -192,6 +193,8 @@ def _answer(lowered: Any, request: Mapping[str, Any], report: dict[str, Any], de
         return True
     clock.lap("compile")
     desk.store.check_room()  # XLA goes on when it can't write, and what it wrote is a part only
+    if slice(request["slice"]).platform == "tpu":
+        text = counted(text)
     (folder / HLO).write_bytes(keep(text))
     if (message := proto(desk.dumped)) is not None:
         (folder / PROTO).write_bytes(gzip.compress(message, 3))

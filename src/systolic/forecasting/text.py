@@ -4,6 +4,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from systolic.aot.kernels import counted_elsewhere
 from systolic.chips import Slice
 from systolic.core.errors import DataError, OptionError
 from systolic.core.origin import Origin
@@ -69,6 +70,7 @@ def _read(path: Path, on: Slice) -> tuple[Module, str]:
         raise DataError(
             f"{path} could not be read as text ({error}); give a dump of scheduled HLO"
         ) from error
+    text = counted_elsewhere(text)
     module = parse(text)
     if not module.is_scheduled:
         raise DataError(

@@ -1,13 +1,15 @@
 """Pallas calls priced from their block structure.
 
-A kernel's cost estimate counts when it has one. Attention kernels are known by name: each step of
+A kernel's cost estimate counts when it has one, else what its body was counted to do. Attention kernels are known by name: each step of
 their grid takes the matrix units, with head dims filled up to the array's width, or the vector units
 for the softmax, whichever is longer, and a fixed time beside it, which is why large blocks are faster.
 """
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.masks import Grid, block_share
@@ -53,9 +55,50 @@ def kernel_cost(
             )
             return KernelCost(seconds, flops)
     name = call.op_name or call.name
-    if not _NAME.search(f"{call.name} {name}"):
-        return None
-    return _attention(module, computation, call, rates)
+    if _NAME.search(f"{call.name} {name}"):
+        return _attention(module, computation, call, rates)
+    counted = call.config.get("custom_call_config", {}).get("counted")
+    return None if counted is None else _counted(computation, call, rates, counted)
+
+
+F32_PASSES = 6.0
+"""bf16 products of an f32 matmul at full precision."""
+_SYSTOLIC_WIDTH = 128
+"""Of the tiles that a kernel's f32 matmuls feed the matrix units with."""
+
+
+def _counted(
+    computation: Computation, call: Instruction, rates: Rates, counted: Mapping[str, Any]
+) -> KernelCost:
+    """Seconds of a kernel by what its body was counted to do (:mod:`systolic.aot.kernels`)."""
+    width = (rates.chip.mxu_shape or (128, 128))[0]
+    # f32 operands go to the matrix units in tiles of 8 x 128, half as many rows as bf16 ones have, and fill
+    # a corner of a wider array. On v6e (256 wide) that is 1/8 of the bf16 rate; 8.1 was measured there on a
+    # Pallas matmul (vlasenkoalexey/xprof-cli, tests/fixtures). Assumed for other generations.
+    narrow = 2.0 * (width / _SYSTOLIC_WIDTH) ** 2
+    passes = {"f32": narrow, "f32x6": max(narrow, F32_PASSES)}
+    flops = {name: float(number) for name, number in counted["flops"].items()}
+    matrix = sum(
+        n * passes.get(name, 1.0) / rates.peak(_HLO.get(name, name)) for name, n in flops.items()
+    )
+    vector = float(counted["vector"]) / vector_rate(rates)
+    moved = float(counted["bytes"]) or computation_bytes(computation, call)
+    steps = max(int(counted["steps"]), 1)
+    seconds = max(matrix, vector, moved / rates.hbm)
+    if steps > 1:
+        seconds += (
+            moved / rates.hbm / steps + steps * STEP_SECONDS
+        )  # the first blocks come before any work
+    note = (
+        ""
+        if counted["whole"]
+        else f"kernel {call.name} has loops or branches on data, counted as taken once"
+    )
+    return KernelCost(seconds, sum(flops.values()), note)
+
+
+_HLO = {"f32x6": "f32", "i8": "s8", "i4": "s4"}
+"""Dtypes of kernels by HLO's names."""
 
 
 def vector_rate(rates: Rates) -> float:

@@ -53,8 +53,8 @@ def scatter() -> None:
     )
 
 
-def kernel() -> None:
-    """A Pallas matmul of f32[2048,1024] by f32[1024,2048] in blocks of 512, without a cost estimate; schedule only."""
+def pallas_matmul(left: jax.Array, right: jax.Array) -> jax.Array:
+    """f32[2048,2048] of f32[2048,1024] and f32[1024,2048] in blocks of 512, without a cost estimate."""
     from jax.experimental import pallas
     from jax.experimental.pallas import tpu
 
@@ -71,24 +71,29 @@ def kernel() -> None:
         def _() -> None:
             out[...] = total[...]
 
-    def multiply(left: jax.Array, right: jax.Array) -> jax.Array:
-        block = 512
-        return pallas.pallas_call(
-            product,
-            grid=(4, 4, 2),
-            in_specs=[
-                pallas.BlockSpec((block, block), lambda i, j, k: (i, k)),
-                pallas.BlockSpec((block, block), lambda i, j, k: (k, j)),
-            ],
-            out_specs=pallas.BlockSpec((block, block), lambda i, j, k: (i, j)),
-            out_shape=jax.ShapeDtypeStruct((2048, 2048), jnp.float32),
-            scratch_shapes=[tpu.VMEM((block, block), jnp.float32)],
-        )(left, right)
+    block = 512
+    return pallas.pallas_call(
+        product,
+        grid=(4, 4, 2),
+        in_specs=[
+            pallas.BlockSpec((block, block), lambda i, j, k: (i, k)),
+            pallas.BlockSpec((block, block), lambda i, j, k: (k, j)),
+        ],
+        out_specs=pallas.BlockSpec((block, block), lambda i, j, k: (i, j)),
+        out_shape=jax.ShapeDtypeStruct((2048, 2048), jnp.float32),
+        scratch_shapes=[tpu.VMEM((block, block), jnp.float32)],
+    )(left, right)
 
-    array = jax.ShapeDtypeStruct
-    compiled(
-        "kernel-v6e-1", multiply, array((2048, 1024), jnp.float32), array((1024, 2048), jnp.float32)
-    )
+
+MATMUL_ARGUMENTS = (
+    jax.ShapeDtypeStruct((2048, 1024), jnp.float32),
+    jax.ShapeDtypeStruct((1024, 2048), jnp.float32),
+)
+
+
+def kernel() -> None:
+    """The Pallas matmul, schedule only."""
+    compiled("kernel-v6e-1", pallas_matmul, *MATMUL_ARGUMENTS)
 
 
 def precise() -> None:

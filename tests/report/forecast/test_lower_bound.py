@@ -1,5 +1,6 @@
 """A kernel of unknown work makes a lower bound, and the verdict says so."""
 
+import re
 from pathlib import Path
 
 from systolic.chips import slice
@@ -11,7 +12,7 @@ from tests.recorded import hlo
 
 def test_a_kernel_without_known_work_is_a_lower_bound_in_the_verdict(tmp_path: Path) -> None:
     path = tmp_path / "dump.txt"
-    path.write_text(hlo.text("kernel-v6e-1"))  # the record has no body to count
+    path.write_text(re.sub(r'"counted":\{.*?\},"body"', '"body"', hlo.text("kernel-v6e-1")))
     made = forecast_text(path, slice("v6e-1"))
     assert made.is_lower_bound
     assert made.to_json()["lower_bound"]
