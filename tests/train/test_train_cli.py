@@ -66,8 +66,14 @@ def test_from_start_over_an_interruption_to_the_end(
         f"systolic: {run} is finished at step 16; give --steps a larger number to go on, or use it: systolic eval {run}\n"
     )
 
+    assert main(["train", "--resume", str(run), "--scale", "2.0", "--json"]) == 0
+    _, err = capsys.readouterr()
+    assert err.startswith(
+        f"systolic: {run} is finished at step 16, so --scale 2.0 (was 1.0) is ignored; give --steps"
+    )
     assert main(["train", "--resume", str(run), "--steps", "20", "--json"]) == 0
-    out, _ = capsys.readouterr()
+    out, err = capsys.readouterr()
+    assert err == f"systolic: {run} continues with --steps 20 (was 16)\n"
     assert json.loads(out)["steps"] == 20
     assert sorted(losses(run)) == list(range(1, 21))
     assert Run.open(run).read_job()["options"]["steps"] == 20

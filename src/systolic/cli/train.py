@@ -42,7 +42,8 @@ USAGE = """usage: systolic train RECIPE [options]
 RECIPE is a name that systolic recipes lists, or path/to/file.py:function.
 --plan takes what systolic plan found: slice, layout, batch, precision, steps and compiler flags; with
 --candidate 2 those of the second in its ranking.
---resume goes on from the newest intact checkpoint; options change the run's own.
+--resume continues from the newest intact checkpoint; options that are given replace the run's own, and
+what changes is listed; another model, data or seed is refused.
 --replay makes the train step again on the batch of a bad step and says what is wrong with it.
 Both execute the run's recipe.py, if it is yours; of another user's run only with --trust.
 systolic train RECIPE --help shows the recipe's options."""
@@ -227,8 +228,9 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
         if summary is not None:
             if asked.verb["json"]:
                 print_json(summary)
+            ignored = ", ".join(changes(asked.options, saved))
             print(
-                f"systolic: {path} is finished at step {summary['steps']}; give --steps a larger number to go on, or use it: {summary['next']}",
+                f"systolic: {path} is finished at step {summary['steps']}{ignored and f', so {ignored} is ignored'}; give --steps a larger number to go on, or use it: {summary['next']}",
                 file=sys.stderr,
             )
             return 0
@@ -243,6 +245,8 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
         loaded = load(setup, asked.verb, ledger)
 
         def go_on() -> None:
+            if told := ", ".join(changes(asked.options, saved)):
+                print(f"systolic: {path} continues with {told}", file=sys.stderr)
             directory.drop_summary()
             if asked.options != saved or flags != record.get("flags"):
                 directory.write_job(description)
@@ -250,6 +254,25 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
         return session(
             setup, directory, ledger, asked.verb, resume=True, accept=go_on, loaded=loaded
         )
+
+
+def changes(options: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """The options that differ from a run's own, as ``--steps 20 (was 10)``."""
+    after, before = flat(recipes.plain(options)), flat(recipes.plain(saved))
+    return [
+        f"--{name.replace('_', '-')} {value} (was {before[name]})"
+        for name, value in after.items()
+        if name in before and str(value) != str(before[name])  # a NaN is one as before
+    ]
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested options by their dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else None
+        found |= {f"{prefix}{name}": value} if inner is None else inner
+    return found
 
 
 def continued(
