@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from systolic import __version__
+from systolic import __version__, recipes
 from systolic.artifact import paths
 from systolic.artifact.access import Access
 from systolic.artifact.run import JOB, Run
