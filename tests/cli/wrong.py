@@ -80,6 +80,8 @@ def commands(run: Path, text: Path) -> Iterator[Command]:
     yield Command(("generate", str(run), "ab"), tuple(_options(generate.generate)))
     yield Command(("predict", str(run), str(text)), tuple(_options(predict.predict)))
     yield Command(("data", "pack", str(text)), tuple(_options(data.pack)))
+    words = tuple(_options(data.tokenizer))
+    yield Command(("data", "tokenizer", str(text)), words)
     yield Command(("data", "inspect", "bytes"), tuple(_options(data.options)))
     yield Command(("chips",), tuple(_options(chips_verb.show)))
     yield Command(("doctor",), tuple(_options(doctor.doctor)))
