@@ -117,12 +117,15 @@ def test_a_recipe_is_inspected_with_its_options(capsys):
         (["inspect", "byts"], "did you mean bytes"),
         (["inspect", "corpus.jsonl", "--field", "txt"], "did you mean text"),
         (["inspect", "corpus.jsonl", "--split", "test"], "no test split"),
-        (["inspect", "corpus.jsonl", "--examples", "0"], "ask for 1 or more"),
+        (["inspect", "corpus.jsonl", "--examples", "0"], "--examples is 0; it must be at least 1"),
         (["inspect", "corpus.jsonl", "--tokeniser", "x"], "did you mean --tokenizer"),
         (["pack", "corpus.jsonl", "--to", "."], "exists; remove it"),
         (["pack", "none", "--to", "out"], "does not exist"),
         (["pack", "pictures", "--to", "out"], "add --images"),
-        (["pack", "corpus.jsonl", "--to", "out", "--shard-mib", "0"], "1 MiB or more"),
+        (
+            ["pack", "corpus.jsonl", "--to", "out", "--shard-mib", "0"],
+            "--shard-mib is 0; it must be at least 1",
+        ),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, corpus, monkeypatch, capsys):
