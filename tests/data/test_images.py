@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from systolic.core.errors import DataError, NotFoundError
+from systolic.data.augmentation import Augmentation
 from systolic.data.images import INDEX, Images, listing, pack
 from systolic.data.pictures import Box, centre, crop, decode, random_box
 from systolic.data.skipped import FILES
@@ -121,7 +122,7 @@ def test_training_shows_parts_and_evaluation_the_centre(tmp_path: Path) -> None:
     widths = abs(parts[:, 8, -1, 0] - parts[:, 8, 0, 0]) / 255
     assert widths.min() < 0.6
     assert widths.max() > 0.6
-    whole = Images(path=tmp_path, side=16, crop=1.0, flip=False)
+    whole = Images(path=tmp_path, side=16, augmentation=Augmentation(crop=1.0, flip=False))
     shown = next(whole.open(Read(split=Split.train, batch=16)))["image"].astype(int)
     assert (shown[:, 8, -1, 0] > shown[:, 8, 0, 0] + 150).all()
 

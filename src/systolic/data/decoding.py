@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError
+from systolic.data.augmentation import CHANCES, Augmentation
 from systolic.data.pictures import EVALUATION_SHARE, centre, crop, decode, random_box, upright
 from systolic.data.shuffle import uniform
 from systolic.data.skipped import SIDE, pack
@@ -112,12 +113,11 @@ class Crops(NamedTuple):
     side: int
     channels: int
     seed: int
-    least: float | None
-    """The smallest share of the area of a random part; ``None`` takes the centre."""
-    flip: bool
+    augmentation: Augmentation | None
+    """How the examples vary; ``None`` takes the centre of each."""
 
     def apply(self, picture: Picture, chance: np.ndarray) -> np.ndarray:
-        """uint8[side, side, channels]; ``chance`` f64[5] decides about random parts.
+        """uint8[side, side, channels]; ``chance`` f64[CHANCES] decides about random parts and changes.
 
         Raises:
             DataError: the picture can't be read.
@@ -125,11 +125,11 @@ class Crops(NamedTuple):
         if picture.error is not None:
             raise picture.error
         image = decode(picture.content, picture.name)
-        if self.least is None:
+        if self.augmentation is None:
             return centre(image, self.side, self.channels, EVALUATION_SHARE, picture.name)
-        box = random_box(*upright(image, picture.name), self.least, chance)
+        box = random_box(*upright(image, picture.name), self.augmentation.crop, chance)
         pixels = crop(image, box, self.side, self.channels, picture.name)
-        return pixels[:, ::-1] if self.flip and chance[4] < 0.5 else pixels
+        return self.augmentation.apply(pixels, chance)
 
 
 class Decoded(Table):
@@ -147,7 +147,7 @@ class Decoded(Table):
         Raises:
             DataError: a damaged picture under the rule ``stop``, or under ``skip`` nothing but such.
         """
-        chances = uniform(self._crops.seed, picks.positions, 5)
+        chances = uniform(self._crops.seed, picks.positions, CHANCES)
         pictures = self._source.get(picks.indices)
         images: list[np.ndarray | None] = []
         reasons: list[str] = []

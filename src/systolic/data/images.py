@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from systolic.core.errors import DataError, NotFoundError
 from systolic.core.ranges import Range, check
+from systolic.data.augmentation import Augmentation
 from systolic.job import Data, Field, Read, Split
 from systolic.job.data import Batches, OnError
 
@@ -44,8 +45,8 @@ class Images(Data):
     ``path`` holds one folder a class, or folders ``train`` and maybe ``val`` and ``test`` of such,
     or what ``systolic data pack`` made of either. Without split folders every class is split into
     training, validation and test; a ``train`` without ``val`` gives up its share for validation.
-    Training shows a random part of a picture, mirrored at random (Szegedy et al. 2015); evaluation
-    shows the centre.
+    Training shows a random part of a picture, changed as ``augmentation`` says; evaluation shows the
+    centre.
     """
 
     path: Path
@@ -53,10 +54,8 @@ class Images(Data):
     """Height and width after cropping and resizing."""
     channels: Annotated[int, Range(least=1, most=3)] = 3
     """3, or 1 for grey."""
-    crop: Annotated[float, Range(above=0, most=1)] = 0.08
-    """The smallest share of a picture's area that a training example shows."""
-    flip: bool = True
-    """Whether training examples are mirrored left to right at random."""
+    augmentation: Augmentation = field(default_factory=Augmentation)
+    """How training examples vary."""
     held_out: Annotated[float, Range(least=0, below=0.5)] = 0.1
     """Share of each class for a split (validation, test) that has no folder of its own."""
     on_error: OnError = OnError.skip
@@ -101,7 +100,7 @@ class Images(Data):
         return len(listing(self.path, self.held_out, split).files)
 
     def open(self, read: Read) -> Batches:
-        """Batches of a split; training pictures are cropped and mirrored at random when shuffled.
+        """Batches of a split; training pictures are cropped and changed at random when shuffled.
 
         Raises:
             NotFoundError: no such folder.
@@ -127,8 +126,7 @@ class Images(Data):
             side=self.side,
             channels=self.channels,
             seed=read.seed,
-            least=self.crop if read.split is Split.train and read.shuffle else None,
-            flip=self.flip,
+            augmentation=self.augmentation if read.split is Split.train and read.shuffle else None,
         )
         return open_table(
             Decoded(source, crops, self.on_error), read, self.fields(), fill={"label": -1}

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT
+from systolic.data.augmentation import Augmentation
 from systolic.data.images import Images
 from systolic.job import (
     Batch,
@@ -78,7 +79,7 @@ def image(
     optimizer: OptimizerChange = OptimizerChange(),
     schedule: Schedule = SCHEDULE,
     label_smoothing: float = 0.1,
-    crop: float = 0.08,
+    augmentation: Augmentation = Augmentation(),
     data: Reading = Reading(),
     precision: Precision = Precision.auto,
     layout: Layout = Layout(),
@@ -101,7 +102,7 @@ def image(
         optimizer: The update rule; by default SGD at 0.1 for resnets and AdamW at 0.00025 for vits, per 256 images of batch.
         schedule: The learning rate over the steps; its own warm-up is at most a tenth of them.
         label_smoothing: Share of the probability spread evenly over the classes.
-        crop: The smallest share of a picture that a training example shows.
+        augmentation: How training examples vary.
         data: How pictures are read.
         precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
         layout: How to spread it over devices.
@@ -110,7 +111,7 @@ def image(
         guard: What to do when the loss goes bad.
         seed: Of the initial weights, the order and the crops.
     """
-    images = Images(path=path, side=size, crop=crop, on_error=data.on_error)
+    images = Images(path=path, side=size, augmentation=augmentation, on_error=data.on_error)
     num_classes = len(images.labels()) if classes is None else classes
     size_of_batch = Batch.given(batch, batch_per_device, Batch(total=REFERENCE_BATCH))
     return Job(
