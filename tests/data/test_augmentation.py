@@ -12,7 +12,9 @@ def picture(channels: int = 3) -> np.ndarray:
     return np.random.default_rng(0).integers(40, 200, (24, 32, channels)).astype(np.uint8)
 
 
-@pytest.mark.parametrize("factors", [(1.2, 1.0, 1.0), (1.0, 0.7, 1.0), (1.0, 1.0, 0.4), (1.1, 0.9, 1.2)])
+@pytest.mark.parametrize(
+    "factors", [(1.2, 1.0, 1.0), (1.0, 0.7, 1.0), (1.0, 1.0, 0.4), (1.1, 0.9, 1.2)]
+)
 def test_colours_change_as_pillow_changes_them(factors: tuple[float, float, float]) -> None:
     image = Image.fromarray(picture())
     for enhance, factor in zip(
@@ -55,5 +57,7 @@ def test_grey_pictures_have_no_saturation_and_keep_their_shape() -> None:
 
 
 def test_a_number_outside_its_range_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"augmentation\.erase is 1\.5; it must be at least 0 and"):
+    with pytest.raises(
+        OptionError, match=r"augmentation\.erase is 1\.5; it must be at least 0 and"
+    ):
         Augmentation(erase=1.5)
