@@ -42,6 +42,7 @@ def test_source_lines_do_not_roll_up() -> None:
 def test_private_names_and_repetitions_are_dropped() -> None:
     path = "attention/splash/_splash/splash_mha_fwd_segmented_residuals/splash_mha_fwd_segmented_residuals"
     assert clean(path) == "attention/splash/splash_mha_fwd"
+    assert clean(path.replace("splash/", "blocks_3_of_4/splash/", 1)) == clean(path)
 
 
 def test_a_real_step_names_the_parts_of_its_model() -> None:

@@ -1,5 +1,11 @@
 """Attention is chosen by where the program will run, and every kernel computes the same thing."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +15,14 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from systolic.job import Layout
 from systolic.models.attention import Kernel, attention, choose_kernel
-from systolic.models.splash import LongCausalMask, block_size, splash_attention
+from systolic.models.order import Order, balanced
+from systolic.models.splash import (
+    LongCausalMask,
+    Masking,
+    active_blocks,
+    block_size,
+    splash_attention,
+)
 from systolic.steps.mesh import make_mesh
 from systolic.steps.target import MeshTarget
 
@@ -53,9 +66,8 @@ def test_plain_attention_is_softmax_attention() -> None:
 def test_splash_attention_is_softmax_attention() -> None:
     query, key, value, segments = inputs(128, 64)
     where, scale = target("tpu"), 64**-0.5
-    found = splash_attention(
-        where, query, key, value, segments=segments, causal=True, scale=scale, interpret=True
-    )
+    masking = Masking(segments=segments, causal=True)
+    found = splash_attention(where, query, key, value, masking, scale=scale, interpret=True)
     plain = attention(target("cpu"), query, key, value, segments=segments, causal=True)
     np.testing.assert_allclose(found, plain, atol=2e-5)
 
@@ -114,14 +126,128 @@ def test_context_shards_count_for_the_kernel() -> None:
 @pytest.mark.parametrize("keys", [128, 256, 384])
 @pytest.mark.parametrize("process", [info_lib.process_mask, info_lib.process_mask_dkv])
 def test_the_mask_for_long_sequences_is_the_causal_mask(queries, keys, process) -> None:
-    shape = (1536, 1536)
+    sequence = 1536
 
     def processed(mask):
         heads = mask_lib.MultiHeadMask([mask] * 4)
         return process(heads, (queries, keys), head_shards=2, q_seq_shards=2)[0]
 
     for ours, theirs in zip(
-        processed(LongCausalMask(shape)), processed(mask_lib.CausalMask(shape)), strict=True
+        processed(LongCausalMask(sequence)),
+        processed(mask_lib.CausalMask((sequence, sequence))),
+        strict=True,
     ):
         assert (ours is None) == (theirs is None)
         assert ours is None or np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("queries", [128, 256])
+@pytest.mark.parametrize("ways", [2, 3])
+@pytest.mark.parametrize("process", [info_lib.process_mask, info_lib.process_mask_dkv])
+def test_the_mask_of_a_balanced_sequence_is_the_causal_mask_of_its_indices(
+    queries, ways, process
+) -> None:
+    sequence, order = 512 * ways, Order(ways)
+
+    class Plain(mask_lib.NumpyMask):
+        """All of it, position by position."""
+
+    index = order.indices(sequence)
+    plain = Plain(index[:, None] >= np.arange(sequence)[None, :])
+
+    def processed(mask):
+        heads = mask_lib.MultiHeadMask([mask] * 4)
+        return process(heads, (queries, 128), head_shards=2, q_seq_shards=ways)[0]
+
+    ours, theirs = processed(LongCausalMask(sequence, order)), processed(plain)
+    assert np.array_equal(ours.block_mask, theirs.block_mask)
+    assert np.array_equal(ours.data_next, theirs.data_next)
+    assert np.array_equal(ours.q_sequence, index)
+
+
+@pytest.mark.parametrize("ways", [1, 2, 3, 8])
+def test_a_balanced_sequence_gives_each_device_equal_work(ways: int) -> None:
+    sequence = 96 * ways
+    index = Order(ways).indices(sequence)
+    assert np.array_equal(np.sort(index), np.arange(sequence))
+    pairs = (index + 1).reshape(ways, -1).sum(axis=1)
+    assert (pairs == sequence * (sequence + 1) / 2 / ways).all()
+    # In natural order the last device has 2 - 1 / ways times the mean.
+    natural = np.arange(1, sequence + 1).reshape(ways, -1).sum(axis=1)
+    assert natural.max() / natural.mean() == pytest.approx(2 - 1 / ways, rel=0.01)
+
+
+@pytest.mark.parametrize("block", [(128, 128), (256, 128), (128, 512)])
+@pytest.mark.parametrize("order", [None, Order(2)])
+def test_the_blocks_of_the_busiest_device_are_those_of_the_mask(block, order) -> None:
+    sequence = 4096
+    index = np.arange(sequence) if order is None else order.indices(sequence)
+    whole = index[:, None] >= np.arange(sequence)[None, :]
+    kept = whole.reshape(sequence // block[0], block[0], sequence // block[1], block[1])
+    counts = kept.any(axis=(1, 3)).reshape(2, -1).sum(axis=1)
+    mask = LongCausalMask(sequence, order)
+    active, total = active_blocks(mask, 2, block)
+    assert (active, total) == (counts.max(), kept[:, 0, :, 0].size // 2)
+    if order is not None:
+        assert counts.min() == counts.max()
+    full = mask_lib.FullMask((sequence, sequence))
+    assert active_blocks(full, 2, block) == (total, total)
+
+
+def test_arranging_and_restoring_are_inverse() -> None:
+    order, array = Order(3), jnp.arange(2 * 24).reshape(2, 24)
+    assert order.chunks == (0, 5, 1, 4, 2, 3)
+    assert np.array_equal(order.arrange(array)[0], order.indices(24))
+    assert np.array_equal(order.restore(order.arrange(array)), array)
+    assert np.array_equal(order.restore(order.arrange(array.T, 0), 0), array.T)
+
+
+def test_which_sequences_are_balanced() -> None:
+    def over(context: int, platform: str) -> MeshTarget:
+        layout = Layout(fsdp=1, context=context)
+        mesh = jax.sharding.AbstractMesh(
+            tuple(layout.mesh_shape.values()), tuple(layout.mesh_shape)
+        )
+        return MeshTarget(platform=platform, layout=layout, dtype="bfloat16", mesh=mesh)
+
+    assert balanced(over(2, "tpu"), 512) == Order(2)
+    assert balanced(over(2, "tpu"), 256) is None, "a block of the kernel would lie in two chunks"
+    assert balanced(over(2, "cpu"), 32) == Order(2)
+    assert balanced(over(2, "cpu"), 34) is None
+    assert balanced(over(2, "gpu"), 512) is None
+    assert balanced(over(1, "tpu"), 512) is None
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_attention_over_a_balanced_sequence(platform: str) -> None:
+    query, key, value, segments = inputs(512, 64)
+    plain = attention(target("cpu"), query, key, value, segments=segments, causal=True)
+    order = Order(2)
+    placed = [order.arrange(array) for array in (query, key, value, segments)]
+    if platform == "cpu":
+        found = attention(target("cpu"), *placed[:3], segments=placed[3], causal=True, order=order)
+    else:
+        masking = Masking(segments=placed[3], causal=True, order=order)
+        found = splash_attention(
+            target("tpu"), *placed[:3], masking, scale=64**-0.5, interpret=True
+        )
+    np.testing.assert_allclose(order.restore(found), plain, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_splash_attention_over_a_mesh_is_that_of_one_device() -> None:
+    """Values and gradients: what is gathered along the context axis comes back summed into its shards."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.models.splash_child"],
+        cwd=Path(__file__).parents[2],
+        env=os.environ
+        | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == 3
+    for each in found:
+        assert max(each["worst"]) < 1e-4, each

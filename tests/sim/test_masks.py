@@ -49,3 +49,26 @@ def test_a_mask_that_is_printed_is_counted_and_nothing_is_assumed() -> None:
     assert not any("attention taken" in note for note in made.notes)
     span = next(s for s, _ in made.leaves() if s.name.startswith("splash_mha_fwd"))
     assert span.flops == pytest.approx(2 * 2 * 4 * 4 * 1024 * 1024 * 128 * 3 / 4)
+
+
+def test_a_sequence_over_the_context_axis_costs_what_its_busiest_device_does() -> None:
+    # Of 16 x 16 blocks of 512 each device has 8 rows: 4 from the start and 4 from the end.
+    kept = sum(range(1, 5)) + sum(range(13, 17))
+    assert kept == sum(range(5, 13)), "the other device has as many"
+    made = simulate(hlo.module("lm-context-v5e-4"), slice("v5e-4"))
+    assert not any("attention taken" in note for note in made.notes)
+    whole = 2 * 2 * 8 * 4096 * 8192 * 128  # 2 rows, 8 heads, half of the queries
+    spans = [s for s, _ in made.leaves() if s.name.startswith("splash_mha_fwd")]
+    assert spans
+    for span in spans:
+        assert span.flops == pytest.approx(2 * whole * kept / (8 * 16))
+    # Keys and values come whole, their gradients are summed into parts: no whole gradient is reduced.
+    module = hlo.module("lm-context-v5e-4")
+    reduced = [
+        shape.elements
+        for computation in module.computations.values()
+        for instruction in computation
+        if instruction.opcode.startswith("all-reduce")
+        for shape in instruction.shape.arrays()
+    ]
+    assert 2 * 4 * 8192 * 128 not in reduced

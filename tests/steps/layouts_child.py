@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from systolic.job import Layout
 from systolic.job.layout import Remat
+from systolic.models.decoder.config import Decoder
 from tests.steps import tiny
 
 DENSE = {
@@ -17,6 +18,7 @@ DENSE = {
     "fsdp-tensor": Layout(fsdp=4, tensor=2),
     "fsdp-context": Layout(fsdp=4, context=2),
     "data-fsdp-tensor-accumulate": Layout(data=2, fsdp=2, tensor=2, accumulate=2),
+    "pipeline-context": Layout(pipeline=2, fsdp=2, context=2),
     "pipeline-fsdp-tensor": Layout(pipeline=2, fsdp=2, tensor=2),
     "context-tensor-fsdp": Layout(context=2, tensor=2, fsdp=2),
     "tiles-context-tensor-fsdp": Layout(context=2, tensor=2, fsdp=2, loss_tiles=4),
@@ -28,15 +30,22 @@ MIXTURE = {
     "expert-tensor": Layout(expert=2, fsdp=2, tensor=2),
     "expert-pipeline": Layout(expert=2, pipeline=2, fsdp=2),
     "tiles-expert": Layout(expert=2, fsdp=2, tensor=2, loss_tiles=4),
+    "expert-context": Layout(expert=2, fsdp=2, context=2),
 }
+NGRAMS = {"ngrams-context": Layout(fsdp=4, context=2)}
 EXPERTS = replace(tiny.MODEL, experts=4, d_ff=32)
+LOOKUPS = replace(tiny.MODEL, ngrams=3, ngram_rows=64, ngram_dim=8)
+LAYOUTS = DENSE | MIXTURE | NGRAMS
+
+
+def model_of(name: str) -> Decoder:
+    """The model that a layout is for."""
+    return EXPERTS if name in MIXTURE else LOOKUPS if name in NGRAMS else tiny.MODEL
 
 
 def main(names: list[str]) -> None:
     for name in names:
-        layout = (DENSE | MIXTURE)[name]
-        model = EXPERTS if name in MIXTURE else tiny.MODEL
-        steps = tiny.steps(tiny.job(layout=layout, model=model), 8)
+        steps = tiny.steps(tiny.job(layout=LAYOUTS[name], model=model_of(name)), 8)
         losses, state = tiny.run(steps)
         moments = state.optimizer[0].mu
         print(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_SECONDS = 300
+PATIENCE_SECONDS = 900
 """After which processes that do not end fail a test."""
 RECIPE = "tests/train/tiny.py:job"
 

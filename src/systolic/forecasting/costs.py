@@ -12,6 +12,9 @@ from systolic.sim.timeline import Resource, Span, Timeline
 GLUE = frozenset(("clip", "where", "take_along_axis", "dynamic_index_in_dim"))
 """Functions of jax.numpy that appear in a path of names but are no place in a model."""
 
+_REMARK = re.compile(r"blocks_\d+_of_\d+")
+"""What an attention kernel's name says of its mask."""
+
 _KERNEL = re.compile(r"(splash_mha_\w+?)(?:_segmented|_no_residuals|_residuals)*$")
 
 
@@ -65,7 +68,8 @@ def clean(layer: str) -> str:
     for part in layer.replace("\\'", "'").split("/"):
         kernel = _KERNEL.match(part)
         name = kernel[1] if kernel else part
-        if name and not name.startswith("_") and name not in GLUE and name not in parts[-1:]:
+        hidden = name.startswith("_") or name in GLUE or _REMARK.fullmatch(name)
+        if name and not hidden and name not in parts[-1:]:
             parts.append(name)
     return "/".join(parts)
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from systolic.job import Target
+from systolic.models.order import Order
 
 
 class Kernel(enum.Enum):
@@ -54,6 +55,7 @@ def attention(
     *,
     segments: jax.Array | None = None,
     causal: bool = False,
+    order: Order | None = None,
     scale: float | None = None,
 ) -> jax.Array:
     """Multi-head attention with grouped keys and values.
@@ -65,6 +67,7 @@ def attention(
         value: Like key.
         segments: int32[batch, sequence]; a position sees only positions of its own segment.
         causal: Whether a position sees itself and earlier ones only.
+        order: In which all sequences lie; what is earlier is so in their natural order.
         scale: Of the logits; 1/sqrt(head_dim) by default.
 
     Returns:
@@ -77,12 +80,15 @@ def attention(
     if reason:
         target.note(reason)
     if kernel is Kernel.splash:
-        from systolic.models.splash import splash_attention
+        from systolic.models.splash import Masking, splash_attention
 
-        return splash_attention(
-            target, query, key, value, segments=segments, causal=causal, scale=scale
-        )
+        masking = Masking(segments=segments, causal=causal, order=order)
+        return splash_attention(target, query, key, value, masking, scale=scale)
+    key, value = (target.constrain(part, "batch", None, "kv_heads", None) for part in (key, value))
     mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
+    if causal and order is not None:
+        earlier = _earlier(order, query.shape[1])
+        mask, causal = earlier if mask is None else mask & earlier, False
     attend = partial(jax.nn.dot_product_attention, mask=mask, is_causal=causal, scale=scale)
     if kernel is Kernel.cudnn:
         dtype = query.dtype if query.dtype in (jnp.bfloat16, jnp.float16) else jnp.bfloat16
@@ -103,3 +109,9 @@ def attention(
 def plain_dtype(target: Target, dtype: jnp.dtype) -> jnp.dtype:
     """What plain attention is computed in: XLA's CPU matmul has no float16 form with float32 accumulation, which the logits ask for."""
     return jnp.dtype(jnp.float32) if target.platform == "cpu" and dtype == jnp.float16 else dtype
+
+
+def _earlier(order: Order, sequence: int) -> jax.Array:
+    """bool[sequence, sequence]: whether a key's natural index is at most that of a query."""
+    index = order.indices(sequence)
+    return jnp.asarray(index[:, None] >= index[None, :])

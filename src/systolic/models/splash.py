@@ -1,11 +1,13 @@
 """Splash attention (JAX's Pallas TPU kernel) partitioned over the mesh by hand.
 
 GSPMD can't partition a custom kernel, so the call is wrapped in ``shard_map``: batch over the batch
-axes, heads over ``tensor``, queries over ``context`` with keys and values gathered along it.
+axes, heads over ``tensor``, queries over ``context``. Keys and values are gathered along it inside,
+so that their gradients are summed straight into shards.
 """
 
 import functools
 import math
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import NamedSharding, PartitionSpec
 
 from systolic.job import Target
+from systolic.models.order import Order
 
 
 def block_size(sequence: int, largest: int) -> int:
@@ -33,12 +36,19 @@ class LongCausalMask(mask_lib.CausalMask):
     from 100,000 tokens on.
     """
 
+    def __init__(self, sequence: int, order: Order | None = None) -> None:
+        super().__init__((sequence, sequence))
+        if order is not None:
+            self.q_sequence = order.indices(sequence)
+
     def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
         queries, keys = idx
         shape = (queries.stop - queries.start, keys.stop - keys.start)
-        if keys.start >= queries.stop:
+        # A block lies in one chunk of the order, where indices ascend.
+        first, last = self.q_sequence[queries.start], self.q_sequence[queries.stop - 1]
+        if keys.start > last:
             return _constant(False, shape)
-        if keys.stop <= queries.start + 1:
+        if keys.stop <= first + 1:
             return _constant(True, shape)
         return super().__getitem__(idx)
 
@@ -50,14 +60,25 @@ def _constant(value: bool, shape: tuple[int, int]) -> np.ndarray:
     return block
 
 
+@dataclass(frozen=True, kw_only=True)
+class Masking:
+    """What a position sees."""
+
+    segments: jax.Array | None = None
+    """int32[batch, sequence]; only positions of its own segment."""
+    causal: bool = False
+    """Itself and earlier ones only."""
+    order: Order | None = None
+    """In which queries, keys, values and segments lie."""
+
+
 def splash_attention(
     target: Target,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    masking: Masking,
     *,
-    segments: jax.Array | None,
-    causal: bool,
     scale: float,
     interpret: bool = False,
 ) -> jax.Array:
@@ -66,14 +87,13 @@ def splash_attention(
     ``interpret`` runs the kernel in the Pallas interpreter, for checks without a TPU.
     """
     sequence, heads = query.shape[1], query.shape[2]
-    layout = target.layout
-    mesh_axes = target.spec("batch", "sequence", "heads")
-    batch_axes, sequence_axis, head_axis = mesh_axes
-    mask = (
-        LongCausalMask((sequence, sequence)) if causal else mask_lib.FullMask((sequence, sequence))
-    )
+    layout, order = target.layout, masking.order
+    batch_axes, sequence_axis, head_axis = target.spec("batch", "sequence", "heads")
+    whole = (sequence, sequence)
+    mask = LongCausalMask(sequence, order) if masking.causal else mask_lib.FullMask(whole)
     largest = layout.attention_block
-    block_q = block_size(sequence // layout.context, largest)
+    chunk = sequence // (layout.context if order is None else len(order.chunks))
+    block_q = block_size(chunk, largest)
     block_kv = block_size(sequence, largest)
     sizes = kernel_lib.BlockSizes(
         block_q=block_q,
@@ -95,26 +115,31 @@ def splash_attention(
     kernel_spec = kernel.manual_sharding_spec(
         NamedSharding(target.mesh, PartitionSpec(head_axis, sequence_axis))
     )
-    q_spec = PartitionSpec(batch_axes, head_axis, sequence_axis, None)
-    kv_spec = PartitionSpec(batch_axes, head_axis, None, None)
+    spec = PartitionSpec(batch_axes, head_axis, sequence_axis, None)
+    segments = masking.segments
     if segments is None:
         segments = jnp.ones(query.shape[:2], jnp.int32)
 
-    def local(kernel, q, k, v, q_segments, kv_segments):
-        return jax.vmap(kernel)(q, k, v, kernel_lib.SegmentIds(q_segments, kv_segments))
+    def natural(part: jax.Array, axis: int) -> jax.Array:
+        """The whole sequence from this device's part of it."""
+        if sequence_axis is not None:
+            part = jax.lax.all_gather(part, sequence_axis, axis=axis, tiled=True)
+        return part if order is None else order.restore(part, axis)
+
+    active, blocks = active_blocks(mask, layout.context, (block_q, block_kv))
+
+    def local(kernel, q, k, v, segments):
+        ids = kernel_lib.SegmentIds(segments, natural(segments, 1))
+        k, v = natural(k, 2), natural(v, 2)
+        # The mask is data to the kernel; a forecast reads from the name how much work it leaves.
+        with jax.named_scope(f"blocks_{active}_of_{blocks}"):
+            return jax.vmap(kernel)(q, k, v, ids)
 
     out = jax.shard_map(
         local,
         mesh=target.mesh,
-        in_specs=(
-            kernel_spec,
-            q_spec,
-            kv_spec,
-            kv_spec,
-            PartitionSpec(batch_axes, sequence_axis),
-            PartitionSpec(batch_axes, None),
-        ),
-        out_specs=q_spec,
+        in_specs=(kernel_spec, spec, spec, spec, PartitionSpec(batch_axes, sequence_axis)),
+        out_specs=spec,
         check_vma=False,
     )(
         kernel,
@@ -122,6 +147,21 @@ def splash_attention(
         key.swapaxes(1, 2),
         value.swapaxes(1, 2),
         segments,
-        segments,
     )
     return out.swapaxes(1, 2)
+
+
+def active_blocks(mask: mask_lib.Mask, ways: int, block: tuple[int, int]) -> tuple[int, int]:
+    """Blocks (of queries x keys) that a head computes on the device with most of them, and all of a device.
+
+    Args:
+        mask: [sequence, sequence].
+        ways: Devices over which the queries lie.
+        block: Queries and keys of a block.
+    """
+    rows, columns = mask.shape[0] // block[0], mask.shape[1] // block[1]
+    if not isinstance(mask, LongCausalMask):
+        return rows // ways * columns, rows // ways * columns
+    last = mask.q_sequence[block[0] - 1 :: block[0]]
+    active = (last // block[1] + 1).reshape(ways, -1).sum(axis=1)
+    return int(active.max()), rows // ways * columns

@@ -156,13 +156,35 @@ def decode() -> None:
         "batch_per_device": "8",
         "layout.tensor": "4",
     }
-    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    job_step("lm-decode-v5e-4", options, Verb.decode)
+
+
+def balanced() -> None:
+    """Train step of a dense decoder, 2 layers, 8,192 tokens split over 2 devices in balanced order; schedule only."""
+    options = {
+        "model.layers": "2",
+        "model.d_model": "1024",
+        "model.d_ff": "2048",
+        "model.heads": "8",
+        "model.kv_heads": "4",
+        "model.head_dim": "128",
+        "model.vocab": "1024",
+        "sequence": "8192",
+        "batch_per_device": "1",
+        "layout.context": "2",
+    }
+    job_step("lm-context-v5e-4", options, Verb.train)
+
+
+def job_step(name: str, options: Mapping[str, str], verb: Verb) -> None:
+    """Records a step of the ``lm`` recipe on v5e-4, schedule only."""
+    words = [word for option, value in options.items() for word in (f"--{option}", value)]
     recipe = recipes.find("lm")
     job = recipe(arguments(recipe.function, words, "lm"))
     compiler = Compiler().quick()
-    outcome = compile_program(JobProgram(job=job, verb=Verb.decode), slice("v5e-4"), compiler)
+    outcome = compile_program(JobProgram(job=job, verb=verb), slice("v5e-4"), compiler)
     assert isinstance(outcome, Compiled), outcome
-    record(Store("programs", compiler.root).path(outcome.digest), "lm-decode-v5e-4")
+    record(Store("programs", compiler.root).path(outcome.digest), name)
 
 
 PROGRAMS: Mapping[str, Callable[[], None]] = {
@@ -171,6 +193,7 @@ PROGRAMS: Mapping[str, Callable[[], None]] = {
     "kernel": kernel,
     "splash": splash,
     "decode": decode,
+    "balanced": balanced,
 }
 
 if __name__ == "__main__":

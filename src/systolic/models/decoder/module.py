@@ -15,6 +15,7 @@ from systolic.models.decoder.moe import Mixture
 from systolic.models.decoder.ngrams import NGrams
 from systolic.models.decoder.pipeline import run_stages
 from systolic.models.decoder.tiles import score_tiles
+from systolic.models.order import Order, balanced
 from systolic.models.parameters import weight
 from systolic.models.product import product
 from systolic.models.remat import name, rematerialise
@@ -74,10 +75,10 @@ class MLP(nnx.Module):
         self.config, self.target = config, target
 
     def __call__(
-        self, x: jax.Array, count: jax.Array | None = None
+        self, x: jax.Array, count: jax.Array | None = None, order: Order | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """[batch, sequence, d_model] to the same, and a router loss of 0; padding changes nothing."""
-        del count
+        """[batch, sequence, d_model] to the same, and a router loss of 0; neither padding nor order changes anything."""
+        del count, order
         activate = ACTIVATIONS[self.config.mlp]
         if self.config.mlp.gated:
             gate = name(product(self.target, "bsd,df->bsf", x, self.gate[...]), "mlp")
@@ -127,7 +128,11 @@ class Block(nnx.Module):
         )
 
     def merge(
-        self, x: jax.Array, attended: jax.Array, count: jax.Array | None = None
+        self,
+        x: jax.Array,
+        attended: jax.Array,
+        count: jax.Array | None = None,
+        order: Order | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The rest of the block after attention: the residual stream and how its tokens were routed.
 
@@ -143,21 +148,29 @@ class Block(nnx.Module):
                 None,
             )
         with jax.named_scope("mlp"):
-            update, routing = self.mlp(self.mlp_norm(x), count)
+            update, routing = self.mlp(self.mlp_norm(x), count, order)
             return constrain(x + update, "batch", "sequence", None), routing
 
     def __call__(
-        self, x: jax.Array, segments: jax.Array, positions: jax.Array
+        self,
+        x: jax.Array,
+        segments: jax.Array,
+        positions: jax.Array,
+        order: Order | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """x [batch, sequence, d_model], segments and positions int32[batch, sequence]."""
+        """x [batch, sequence, d_model], segments and positions int32[batch, sequence], all in ``order``."""
         x = name(x, "layer_input")
         with jax.named_scope("attention"):
             query, key, value = self.project(self.attention_norm(x), positions)
             constrain = self.target.constrain
             query = constrain(query, "batch", "sequence", "heads", None)
-            key, value = (constrain(part, "batch", None, "kv_heads", None) for part in (key, value))
-            attended = attention(self.target, query, key, value, segments=segments, causal=True)
-        return self.merge(x, attended)
+            key, value = (
+                constrain(part, "batch", "sequence", "kv_heads", None) for part in (key, value)
+            )
+            attended = attention(
+                self.target, query, key, value, segments=segments, causal=True, order=order
+            )
+        return self.merge(x, attended, order=order)
 
 
 class DecoderModule(nnx.Module):
@@ -180,8 +193,14 @@ class DecoderModule(nnx.Module):
             self.unembedding = nnx.Param(jnp.zeros(shape), out_sharding=("embed", "vocab"))
         self.config, self.target = config, target
 
-    def embed(self, tokens: jax.Array, positions: jax.Array, recent: jax.Array) -> jax.Array:
-        """[batch, n, d_model]: unit variance at the start, or the rows of a tied table as they are.
+    def embed(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        recent: jax.Array,
+        order: Order | None = None,
+    ) -> jax.Array:
+        """[batch, n, d_model] in ``order``: unit variance at the start, or the rows of a tied table as they are.
 
         tokens and positions int32[batch, n]; recent int32[batch, history] are the tokens before them.
         """
@@ -190,11 +209,11 @@ class DecoderModule(nnx.Module):
             # First split as it is stored: its gradient is summed into shards, not into whole copies.
             table = self.target.constrain(self.embedding[...], "vocab", "embed")
             table = self.target.constrain(table, "vocab", None)
-            x = table[tokens]
+            x = table[tokens if order is None else order.arrange(tokens)]
             if not self.config.tie_embeddings:
                 x = x * self.config.d_model**0.5
             if self.ngrams is not None:
-                x = x + self.ngrams(jnp.concatenate([recent, tokens], axis=1), positions)
+                x = x + self.ngrams(jnp.concatenate([recent, tokens], axis=1), positions, order)
             return self.target.constrain(x, "batch", "sequence", None)
 
     def no_history(self, batch: int) -> jax.Array:
@@ -223,14 +242,18 @@ class DecoderModule(nnx.Module):
         ``read`` turns logits [..., vocab] and targets [...] into a tree of arrays [...]; ``inputs``
         are the arguments of :meth:`hidden`.
         """
-        hidden = self.hidden(*inputs)
+        order = balanced(self.target, targets.shape[1])
+        hidden = self._trunk(*inputs, order)
+        placed = targets if order is None else order.arrange(targets)
         if self.target.layout.loss_tiles == 1:
-            return read(self.logits(hidden), targets)
-        if self.config.tie_embeddings:
-            matrix, axes = self.embedding[...], ("vocab", "embed")
+            scores = read(self.logits(hidden), placed)
         else:
-            matrix, axes = self.unembedding[...], ("embed", "vocab")
-        return score_tiles(read, hidden, matrix, axes, targets, self.target)
+            if self.config.tie_embeddings:
+                matrix, axes = self.embedding[...], ("vocab", "embed")
+            else:
+                matrix, axes = self.unembedding[...], ("embed", "vocab")
+            scores = score_tiles(read, hidden, matrix, axes, placed, self.target)
+        return scores if order is None else jax.tree.map(order.restore, scores)
 
     def __call__(self, tokens: jax.Array, segments: jax.Array, positions: jax.Array) -> jax.Array:
         """Logits [batch, sequence, vocab]; the arguments and what is sown are those of :meth:`hidden`."""
@@ -243,15 +266,25 @@ class DecoderModule(nnx.Module):
         positions int32[batch, sequence]: within the segment. A mixture also sows ``router_loss`` and
         ``dropped``, f32[] each.
         """
+        order = balanced(self.target, tokens.shape[1])
+        hidden = self._trunk(tokens, segments, positions, order)
+        return hidden if order is None else order.restore(hidden)
+
+    def _trunk(
+        self, tokens: jax.Array, segments: jax.Array, positions: jax.Array, order: Order | None
+    ) -> jax.Array:
+        """:meth:`hidden` of naturally ordered arguments, its result in ``order``."""
         graph, stacked = nnx.split(self.blocks)
 
         def plain(
             x: jax.Array, state: nnx.State, segments: jax.Array, positions: jax.Array
         ) -> tuple[jax.Array, dict[str, jax.Array]]:
-            return nnx.merge(graph, state)(x, segments, positions)
+            return nnx.merge(graph, state)(x, segments, positions, order)
 
         layer = rematerialise(plain, self.target.layout)
-        x = self.embed(tokens, positions, self.no_history(tokens.shape[0]))
+        x = self.embed(tokens, positions, self.no_history(tokens.shape[0]), order)
+        if order is not None:
+            segments, positions = order.arrange(segments), order.arrange(positions)
         if self.target.layout.pipeline > 1:
             x, routing = run_stages(layer, stacked, x, segments, positions, self.target)
         else:

@@ -13,6 +13,7 @@ from flax import nnx
 
 from systolic.job import Target
 from systolic.models.decoder.config import Decoder, Mlp
+from systolic.models.order import Order
 from systolic.models.parameters import weight
 from systolic.models.product import product
 from systolic.models.remat import name
@@ -43,9 +44,9 @@ class Mixture(nnx.Module):
         self.config, self.target = config, target
 
     def __call__(
-        self, x: jax.Array, count: jax.Array | None = None
+        self, x: jax.Array, count: jax.Array | None = None, order: Order | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """x [batch, sequence, d_model] to the same, and how its tokens were routed.
+        """x [batch, sequence, d_model] in ``order`` to the same, and how its tokens were routed.
 
         count int32[batch]: how many tokens of each row are real; the padding after them takes no
         slot, and the slots are those of a row of so many tokens. Without it all are real.
@@ -61,7 +62,7 @@ class Mixture(nnx.Module):
         weights, chosen = jax.lax.top_k(scores, config.experts_per_token)
         weights = weights / weights.sum(axis=-1, keepdims=True)
 
-        one_hot, fits, address = _places(config, chosen, slots, count)
+        one_hot, fits, address = _places(config, chosen, slots, count, order)
 
         tokens = jnp.broadcast_to(jnp.arange(sequence)[None, :, None], address.shape).reshape(
             batch, -1
@@ -100,9 +101,13 @@ class Mixture(nnx.Module):
 
 
 def _places(
-    config: Decoder, chosen: jax.Array, slots: int, count: jax.Array | None
+    config: Decoder,
+    chosen: jax.Array,
+    slots: int,
+    count: jax.Array | None,
+    order: Order | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Where each choice goes, of ``chosen`` int32[batch, sequence, experts_per_token].
+    """Where each choice goes, of ``chosen`` int32[batch, sequence, experts_per_token] in ``order``.
 
     Returns:
         The choices as int32[..., experts] with a 1 at the expert; whether they found a slot; and the
@@ -116,10 +121,12 @@ def _places(
         table = jnp.array([capacity(config, size) for size in range(sequence + 1)], jnp.int32)
         limit = table[count][:, None, None]
         one_hot = one_hot * (jnp.arange(sequence) < count[:, None])[:, :, None, None]
-    # First choices take slots before second choices, in sequence order.
-    by_rank = one_hot.swapaxes(1, 2).reshape(batch, -1, config.experts)
+    # First choices take slots before second choices, in the sequence's natural order.
+    natural = one_hot if order is None else order.restore(one_hot)
+    by_rank = natural.swapaxes(1, 2).reshape(batch, -1, config.experts)
     place = ((jnp.cumsum(by_rank, axis=1) - 1) * by_rank).sum(-1)
     place = place.reshape(batch, config.experts_per_token, sequence).swapaxes(1, 2)
+    place = place if order is None else order.arrange(place)
     fits = place < limit
     if count is not None:
         fits = fits & one_hot.any(axis=-1)

@@ -11,6 +11,7 @@ from flax import nnx
 
 from systolic.job import Target
 from systolic.models.decoder.config import Decoder
+from systolic.models.order import Order
 from systolic.models.parameters import weight
 
 MULTIPLIER = 0x9E3779B1
@@ -65,9 +66,13 @@ class NGrams(nnx.Module):
         """Earlier tokens that a lookup needs."""
         return self.config.ngrams - 1
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """int32[batch, history + n] tokens and int32[batch, n] positions to [batch, n, d_model]."""
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, order: Order | None = None
+    ) -> jax.Array:
+        """int32[batch, history + n] tokens and int32[batch, n] positions to [batch, n, d_model] in ``order``."""
         ids = hashes(tokens, self.history, positions, self.config.ngram_rows)
+        if order is not None:
+            ids = order.arrange(ids)
         tables = self.target.constrain(self.tables[...], None, "vocab", None)
-        looked = [tables[order][ids[:, :, order]] for order in range(self.history)]
+        looked = [tables[longer][ids[:, :, longer]] for longer in range(self.history)]
         return (jnp.concatenate(looked, axis=-1) * GAIN) @ self.out[...]
