@@ -77,6 +77,33 @@ def test_what_jit_alone_can_say_is_refused_of_a_jitted_function() -> None:
             function_program(jax.jit(apply), (PARAMS, X), {}, ON, how)
 
 
+def put(cache: jax.Array, rows: jax.Array, new: jax.Array) -> jax.Array:
+    return jax.jit(lambda c, times: c * times, static_argnums=1)(cache, 1).at[rows].set(new)
+
+
+def test_a_jitted_function_reaches_the_child_with_what_jit_was_told(cache: Path) -> None:
+    pytest.importorskip("libtpu")
+    arguments = (
+        jax.ShapeDtypeStruct((131072, 4096), jnp.bfloat16),
+        jax.ShapeDtypeStruct((8,), jnp.int32),
+        jax.ShapeDtypeStruct((8, 4096), jnp.bfloat16),
+    )
+    seconds = [
+        systolic.forecast(
+            jax.jit(put, donate_argnums=d), *arguments, on="v5e-1", quick=True
+        ).step_seconds
+        for d in ((0,), ())
+    ]
+    assert seconds[0] < 5e-6  # eight rows
+    assert seconds[1] > 2 * 2**30 / 819e9  # and here the whole cache, read and written
+
+
+def test_shardings_of_this_machine_are_refused(cache: Path) -> None:
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with pytest.raises(OptionError, match="apply is jitted with shardings"):
+        systolic.forecast(jax.jit(apply, in_shardings=here), PARAMS, X, on=ON, quick=True)
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SYSTOLIC_CACHE", str(tmp_path))

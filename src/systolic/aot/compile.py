@@ -29,6 +29,7 @@ from systolic.aot.outcome import (
     check_owner,
     rejection,
 )
+from systolic.aot.pickled import dumps
 from systolic.aot.program import Program, decisive
 from systolic.chips import Slice
 from systolic.chips.flags import is_option, name_of
@@ -270,7 +271,7 @@ class _Task:
         return cloudpickle.dumps(
             {
                 # Unpickled when the settings are taken: arrays in it would lose their 64 bits.
-                "program": cloudpickle.dumps(self.asked.program),
+                "program": dumps(self.asked.program),
                 "slice": self.asked.on.name,
                 "flags": tuple(compiler.flags),
                 "runtime": _runtime(compiler),

@@ -1,0 +1,61 @@
+"""Programs as bytes for the child: as cloudpickle has them, and functions of ``jax.jit`` with what it was told.
+
+A ``jax.jit`` object that was pickled as it is can be called but no longer traced.
+"""
+
+import io
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from systolic.core.errors import OptionError
+
+_TOLD = (
+    "static_argnums",
+    "static_argnames",
+    "donate_argnums",
+    "donate_argnames",
+    "keep_unused",
+    "inline",
+)
+"""Arguments of ``jax.jit`` that mean the same in another process; of the others, shardings are refused."""
+
+
+def dumps(value: Any) -> bytes:
+    """``value`` as bytes for ``pickle.loads``.
+
+    Raises:
+        OptionError: a jitted function has shardings, which are of this process's devices.
+    """
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            jax = sys.modules.get("jax")
+            if jax is not None and isinstance(obj, jax.stages.Wrapped):
+                info = vars(obj).get("_jit_info")
+                if info is not None:
+                    return jitted, (obj.__wrapped__, _options(obj, info))
+            return super().reducer_override(obj)
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def jitted(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """``jax.jit`` of a function, again."""
+    import jax
+
+    return jax.jit(function, **options)
+
+
+def _options(function: Any, info: Any) -> dict[str, Any]:
+    from jax.sharding import Sharding
+
+    given = (*info.in_shardings_leaves, *info.out_shardings_leaves)
+    if any(isinstance(leaf, Sharding) for leaf in given):
+        raise OptionError(
+            f"{function.__name__} is jitted with shardings of this machine's devices; jit it without them, and give systolic.Spread its in_specs and mesh"
+        )
+    return {name: getattr(info, name) for name in _TOLD}
