@@ -1,7 +1,7 @@
 """Pallas calls priced from their block structure.
 
-A kernel's cost estimate counts when it has one, else what its body was counted to do. Attention kernels are known by name: each step of
-their grid takes the matrix units, with head dims filled up to the array's width, or the vector units
+A kernel's cost estimate counts when it has one, else what its body was counted to do. Attention kernels
+are known by their own name: each step of their grid takes the matrix units, with head dims filled up to the array's width, or the vector units
 for the softmax, whichever is longer, and a fixed time beside it, which is why large blocks are faster.
 """
 
@@ -16,7 +16,8 @@ from systolic.sim.masks import Grid, block_share
 from systolic.sim.rates import Rates
 
 _BLOCK = re.compile(r'\\?"(block_\w+)\\?":\s*(\d+)')
-_NAME = re.compile(r"(splash_mha|splash_mqa|flash_attention|flash_mha|mha|ragged_paged_attention)")
+_NAME = re.compile(r"(splash_mha|splash_mqa|flash_attention|flash_mha)")
+"""How the names of attention kernels begin. A scope around another kernel may hold the same letters."""
 
 FORWARD, DKV, DQ, DKV_FUSED = "forward", "dkv", "dq", "dkv_fused"
 _MATMULS = {FORWARD: 2, DKV: 4, DQ: 3, DKV_FUSED: 5}
@@ -54,9 +55,10 @@ def kernel_cost(
                 flops / rates.peak("bf16") + 4 * exps / vector_rate(rates), moved / rates.hbm
             )
             return KernelCost(seconds, flops)
-    name = call.op_name or call.name
-    if _NAME.search(f"{call.name} {name}"):
-        return _attention(module, computation, call, rates)
+    if any(_NAME.match(name) for name in (call.name, call.op_name.rpartition("/")[2])):
+        cost = _attention(module, computation, call, rates)
+        if cost is not None:
+            return cost
     counted = call.config.get("custom_call_config", {}).get("counted")
     return None if counted is None else _counted(computation, call, rates, counted)
 
