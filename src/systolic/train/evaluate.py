@@ -142,6 +142,20 @@ class Evaluator:
         self.say("eval", **values, batches=asked, of=whole, final=final)
         return metrics
 
+    def alike(self) -> bool:
+        """Whether the last evaluation reads as much of the data as those during training, so that all compare."""
+        job, steps, rule = self.setup.job, self.setup.steps, self.setup.job.evaluation
+        split, limit = Split.validation, self._final_batches()
+        if not rule.every or job.data.size(split) == 0 or limit == rule.batches:
+            return True
+        return reads_all(job, steps, split, limit) and reads_all(job, steps, split, rule.batches)
+
+    def ranking(self, state: Any, interrupt: Interrupt) -> dict[str, float] | None:
+        """Validation metrics of the batches that evaluations during training read, by which checkpoints are ranked."""
+        if interrupt.agreed():
+            return None
+        return self(state, Split.validation, self.setup.job.evaluation.batches, interrupt)
+
     def final(self, state: Any, interrupt: Interrupt) -> dict[Split, dict[str, float]]:
         """Metrics of the held-out splits at the end, as far as no signal ends it."""
         measured: dict[Split, dict[str, float]] = {}

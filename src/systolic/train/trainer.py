@@ -237,7 +237,8 @@ class Trainer:
             return False
         ends = self.progress.step >= self.job.steps or bool(self.stop_reason)
         if record["kind"] == "eval":
-            return ends if record.get("final") else self.progress.owed
+            last = ends and self._unranked()
+            return ends if record.get("final") else self.progress.owed or last
         return ends and record["kind"] == "sample"
 
     def _say_restored(self, restored: Any, resume: bool) -> None:
@@ -423,9 +424,12 @@ class Trainer:
         The checkpoint comes first: who stops the process during the evaluation may not wait for it.
         """
         self._save(state, feed, None)
+        ranked = self.evaluator.ranking(state, interrupt) if self._unranked() else None
         measured = self.evaluator.final(state, interrupt)
-        for metrics in list(measured.values())[:1]:
-            self._rate(metrics)
+        if self.evaluator.alike():
+            ranked = next(iter(measured.values()), None)
+        if ranked is not None:
+            self._rate(ranked)
         final = {f"{s.value}_{k}": v for s, metrics in measured.items() for k, v in metrics.items()}
         with self.ledger.spend("checkpoint"):
             self.store.wait()
@@ -460,6 +464,11 @@ class Trainer:
         if hosts.is_first():
             self.run.write_summary(summary)
         return summary
+
+    def _unranked(self) -> bool:
+        """Whether the last checkpoint needs an evaluation of its own to be compared with those before."""
+        unrated = self.kept == (self.progress.step, False)
+        return unrated and bool(self.job.checkpoints.keep_best) and not self.evaluator.alike()
 
     def _rate(self, metrics: dict[str, float]) -> None:
         """Adds the last evaluation's metrics to the checkpoint of the last step."""

@@ -1,0 +1,41 @@
+"""Checkpoints are ranked by one measure: the batches that evaluations during training read."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from systolic.artifact import CheckpointStore
+from systolic.artifact.access import Access
+from systolic.job import Evaluation
+from systolic.train.setup import set_up
+from tests.train import tiny
+from tests.train.sessions import Crash, CrashAfterEvaluation, records, train
+
+RULE = Evaluation(every=4, batches=1, final_batches=0)
+
+
+def test_the_last_step_is_ranked_by_as_many_batches_as_the_others(tmp_path: Path) -> None:
+    job = replace(tiny.job(steps=8), evaluation=RULE)
+    summary = train(set_up(job), tmp_path)
+    evaluated = [r for r in records(tmp_path, "eval") if r["split"] == "validation"]
+    during = {r["step"]: r["metrics"]["loss"] for r in evaluated if not r["final"]}
+    assert set(during) == {4, 8}
+    assert summary["final"]["metrics"]["validation_loss"] != during[8], "it read more batches"
+    store = CheckpointStore(tmp_path / "checkpoints", metric="loss", access=Access.read)
+    assert store.metrics(8)["loss"] == during[8]
+    assert store.best_step() == min(during, key=during.__getitem__)
+
+
+def test_a_kill_after_that_evaluation_leaves_it_on_record_once(tmp_path: Path) -> None:
+    job = replace(tiny.job(steps=8), evaluation=RULE)
+    setup = set_up(job)
+    with pytest.raises(Crash):
+        train(setup, tmp_path, watchers=[CrashAfterEvaluation(8)])
+    train(setup, tmp_path, resume=True)
+    kinds = [
+        (r["step"], r["split"], r["final"])
+        for r in records(tmp_path, "eval")
+        if r["split"] == "validation"
+    ]
+    assert kinds == [(4, "validation", False), (8, "validation", False), (8, "validation", True)]
