@@ -191,7 +191,7 @@ def test_code_that_others_can_change_is_executed_when_trusted(
         out, err = capsys.readouterr()
         # What a run has recorded is explained all the same.
         assert code == (0 if verb == ["explain"] else 1)
-        assert code == 0 or "modules/beside_two.py can be written by anyone" in err
+        assert code == 0 or "modules/beside_two.py is writable by all (mode 666)" in err
         assert "--trust" in out + err
         assert not ran.exists(), "the code was executed"
 
@@ -202,8 +202,20 @@ def test_code_that_others_can_change_is_executed_when_trusted(
     assert main(["eval", str(run), "--json"]) == 1, "it is other code now"
     (run / "modules" / "beside_two.py").chmod(0o644)
     assert main(["eval", str(run), "--json"]) == 0
+    (run / "modules" / "beside_two.py").chmod(0o666)
+    (run / "modules" / "more.pyc").write_bytes(b"bytecode that Python would import")
+    (run / "recipe.py").write_text(f"open({str(ran)!r}, 'w').close()\n{mine}")
+    assert main(["eval", str(run), "--json"]) == 1, "bytecode is code, too"
+    (run / "modules" / "more.pyc").unlink()
+    (run / "recipe.py").write_text(mine)
+    (run / "modules" / "beside_two.py").chmod(0o644)
     if os.getuid() == 0:
         capsys.readouterr()
+        os.chown(run / "modules", 0, 12345)
+        (run / "modules").chmod(0o775)
+        assert main(["eval", str(run), "--json"]) == 1
+        assert "is writable by the group 12345 (mode 775)" in capsys.readouterr().err
+        (run / "modules").chmod(0o755)
         os.chown(run / "recipe.py", 12345, 12345)
         assert main(["eval", str(run), "--json"]) == 1
         assert f"{run / 'recipe.py'} belongs to user 12345" in capsys.readouterr().err
@@ -231,7 +243,7 @@ def test_a_recipe_that_a_plan_names_is_the_users_own(
     record = {"step_seconds": 1.0, "slice": "v5e-4", "target": f"{file}:job", "arguments": []}
     (tmp_path / "forecast.json").write_text(json.dumps(record))
     assert main(["explain", str(tmp_path / "forecast.json")]) == 1
-    assert f"{file} can be written by anyone" in capsys.readouterr().err
+    assert f"{file} is writable by all (mode 666)" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
 
 

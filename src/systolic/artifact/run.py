@@ -166,10 +166,13 @@ class Run:
         return self.path / TOKENIZER
 
     def code(self) -> dict[str, bytes]:
-        """The Python files of the run's recipe: path in the run to content; empty for a shipped recipe."""
+        """The files of the run's recipe: path in the run to content; empty for a shipped recipe.
+
+        All that lies among the modules counts: Python also imports bytecode and shared libraries.
+        """
         if not self.recipe.is_file():
             return {}
-        files = [self.recipe, *sorted(self.modules.rglob("*.py"))]
+        files = [self.recipe, *sorted(path for path in self.modules.rglob("*") if path.is_file())]
         return {file.relative_to(self.path).as_posix(): file.read_bytes() for file in files}
 
     def append(self, record: Mapping[str, Any]) -> None:

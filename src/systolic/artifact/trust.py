@@ -6,12 +6,12 @@ a run of somebody else is read by the user first and then trusted by the digest 
 
 import hashlib
 import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from systolic.core.errors import RunError
 from systolic.core.files import write_atomically
+from systolic.core.owner import others_who_write
 
 
 class TrustError(RunError):
@@ -32,8 +32,8 @@ def require(run: Path, code: Mapping[str, bytes], *, trust: bool) -> None:
         trust: The user trusts this code, now and later: its digest is remembered.
 
     Raises:
-        TrustError: a file, or a folder it lies in, belongs to another user or can be written by
-            anyone, and the code was never trusted.
+        TrustError: a file, or a folder above it, belongs to another user or can be written by
+            others, and the code was never trusted.
     """
     if not code:
         return
@@ -50,15 +50,7 @@ def require(run: Path, code: Mapping[str, bytes], *, trust: bool) -> None:
 
 def foreign(paths: list[Path]) -> str:
     """Why files and folders are not safely the user's own; "" when they are."""
-    # Windows has no such owner; a user's files are in the user's folder there.
-    me = os.getuid() if os.name == "posix" else None
-    for path in paths:
-        about = path.stat()
-        if me is not None and about.st_uid != me:
-            return f"{path} belongs to {_user(about.st_uid)}"
-        if me is not None and about.st_mode & stat.S_IWOTH and not about.st_mode & stat.S_ISVTX:
-            return f"{path} can be written by anyone"
-    return ""
+    return next((reason for path in paths if (reason := others_who_write(path))), "")
 
 
 def digest(code: Mapping[str, bytes]) -> str:
@@ -93,12 +85,3 @@ def _remember(name: str, run: Path) -> None:
     if name not in known:
         before = _file().read_text() if known else ""
         write_atomically(_file(), f"{before}{name} {run.absolute()}\n")
-
-
-def _user(uid: int) -> str:
-    import pwd
-
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"user {uid}"
