@@ -1,7 +1,13 @@
 """Ending a process while a thread works in native code."""
 
+import contextlib
+import signal
 import subprocess
 import sys
+
+import pytest
+
+from systolic.core.leave import raise_lost_interrupt, remember_interrupts
 
 AT_ONCE = """
 import atexit, threading
@@ -45,3 +51,16 @@ def test_a_program_waits_for_native_work():
 def test_without_such_a_thread_it_is_an_exit():
     code, _, _ = run("from systolic.core.leave import leave; leave(3)")
     assert code == 3
+
+
+def test_an_interrupt_that_was_caught_by_somebody_comes_again() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        remember_interrupts()
+        with contextlib.suppress(KeyboardInterrupt):  # as an import does that catches everything
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            raise_lost_interrupt()
+        raise_lost_interrupt()  # once
+    finally:
+        signal.signal(signal.SIGINT, before)

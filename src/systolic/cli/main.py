@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import NamedTuple, NoReturn
 
 from systolic.core.errors import OptionError, SystolicError, nearest
-from systolic.core.leave import leave
+from systolic.core.leave import leave, remember_interrupts
 
 
 class Verb(NamedTuple):
@@ -73,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def script() -> NoReturn:
     """The ``systolic`` command: ends this process with the exit code of :func:`main`."""
+    remember_interrupts()
     leave(main())
 
 

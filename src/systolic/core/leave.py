@@ -7,9 +7,11 @@ waits for them, and a command, whose answer is out, does not.
 
 import atexit
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import NoReturn
 
 _NAME = "systolic-native-"
@@ -25,6 +27,30 @@ def start_native(name: str, work: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=work, name=_NAME + name)
     thread.start()
     return thread
+
+
+def remember_interrupts() -> None:
+    """Makes Ctrl-C hold for a command: imports contain code that catches KeyboardInterrupt and goes on.
+
+    The exception is raised as ever; :func:`raise_lost_interrupt` raises it again.
+    """
+    signal.signal(signal.SIGINT, _interrupted)
+
+
+def raise_lost_interrupt() -> None:
+    """Raises KeyboardInterrupt where an earlier one was caught by somebody and the command goes on."""
+    if _lost:
+        _lost.clear()
+        raise KeyboardInterrupt
+
+
+_lost: list[int] = []
+
+
+def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
+    del frame
+    _lost.append(number)
+    raise KeyboardInterrupt
 
 
 def leave(code: int) -> NoReturn:

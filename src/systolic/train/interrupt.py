@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Self
 
+from systolic.core.leave import raise_lost_interrupt
 from systolic.train import hosts
 
 AGREE = 8
@@ -29,6 +30,7 @@ class Interrupt:
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
+        raise_lost_interrupt()
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
                 self._before[number] = signal.signal(number, self._ask)
