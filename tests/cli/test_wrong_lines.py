@@ -1,5 +1,7 @@
 """Two hundred wrong command lines over all options of all verbs: one line each, and none is accepted."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ NUMBER = 200
 
 
 @pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> list[Wrong]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained language model, beside the text that it was trained on."""
     folder = tmp_path_factory.mktemp("wrong")
     text = folder / "text file.txt"
     text.write_text("a file with a space in its name\n" * 100)
@@ -19,7 +22,29 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[Wrong]:
     size = [*small, "0", "--steps", "1", "--sequence", "32", "--evaluation.batches", "1"]
     run = folder / "a run"
     assert main(["train", "lm", "--path", str(text), *size, "--run", str(run), "--json"]) == 0
-    return wrong_lines(run, text, NUMBER, seed=0)
+    return run
+
+
+@pytest.fixture(scope="module")
+def lines(run: Path) -> list[Wrong]:
+    return wrong_lines(run, run.parent / "text file.txt", NUMBER, seed=0)
+
+
+@pytest.mark.parametrize("verb", [("eval", "--split", "train"), ("generate",)])
+def test_weights_of_a_version_that_read_them_otherwise_are_refused(
+    run: Path, tmp_path: Path, verb: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(run, old)
+    job = json.loads((old / "job.json").read_text())
+    assert job["job"]["model"]["tie_embeddings"]
+    assert main([verb[0], str(old), *verb[1:]]) == 0
+    del job["revision"]  # earlier versions did not write it
+    (old / "job.json").write_text(json.dumps(job))
+    capsys.readouterr()
+    assert main([verb[0], str(old), *verb[1:]]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "was trained by an earlier version, in which tied embeddings had a scale" in line
 
 
 @pytest.mark.parametrize("index", range(NUMBER))

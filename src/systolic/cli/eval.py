@@ -12,6 +12,7 @@ from systolic.cli.output import print_json
 from systolic.cli.parse import parse
 from systolic.cli.target import existing
 from systolic.core.errors import DataError, OptionError
+from systolic.core.ranges import NOT_NEGATIVE
 from systolic.job import Job, Split
 
 
@@ -25,7 +26,7 @@ def evaluate(
     split: Split | None = None,
     path: Path | None = None,
     checkpoint: str = "best",
-    batches: int = 0,
+    batches: Annotated[int, NOT_NEGATIVE] = 0,
     trust: bool = False,
     json: bool = False,
 ) -> int:

@@ -1,5 +1,6 @@
 """What a run keeps of all that it was made from, and the job made again from that alone."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from systolic.core.errors import NotFoundError, RunError
 from systolic.data.text import TextData
 from systolic.job import Data, Job
 from systolic.recipes import Recipe
+
+REVISION = 2
+"""Of what a run's weights mean; raised where the same weights would give another function."""
 
 
 def files(recipe: Recipe, job: Job) -> dict[str, bytes]:
@@ -60,14 +64,29 @@ def rebuild(run: Run, *, trust_code: bool = False) -> tuple[Recipe, Job, dict[st
 
     Raises:
         TrustError: its recipe is not the user's own, see :mod:`systolic.artifact.trust`.
-        RunError: it holds no copy of its recipe, or the recipe no longer takes the run's options.
+        RunError: it holds no copy of its recipe, the recipe no longer takes the run's options, or its
+            weights mean something else in this version.
     """
     record = run.read_job()
+    check_revision(run, record)
     recipe = _recipe(run, record["recipe"], trust_code=trust_code)
     typed = recipes.typed(recipe, record["options"])
     options = {name: paths.located(value, run.path, record) for name, value in typed.items()}
     job = under_plan(recipe(options), plan_of(record))
     return recipe, replace(job, data=with_tokenizer(run, job.data)), options
+
+
+def check_revision(run: Run, record: Mapping[str, Any]) -> None:
+    """Refuses weights that this version would read otherwise than the version that trained them.
+
+    Raises:
+        RunError: a decoder with tied embeddings of before they lost their scale (revision 1).
+    """
+    model = record["job"]["model"]
+    if record.get("revision", 1) < REVISION and model.get("tie_embeddings"):
+        raise RunError(
+            f"{run.path} was trained by an earlier version, in which tied embeddings had a scale, and would give other results now; use that version, or train it again"
+        )
 
 
 def _recipe(run: Run, target: str, *, trust_code: bool) -> Recipe:

@@ -21,6 +21,8 @@ T = TypeVar("T")
 CONFIG = (tyro.conf.AvoidSubcommands, tyro.conf.EnumChoicesFromValues)
 """One flat set of options a verb; enums by value."""
 
+_LISTED = re.compile(r"^[│ ] ((?:-\w, )?--[a-z].*?)(?:  | │|$)", re.MULTILINE)
+"""The options at the beginning of a line of the help; what stands behind them is prose."""
 _OPTION = re.compile(r"--[a-z][\w.-]*\w")
 _NUMBER = {"INT": "a whole number", "FLOAT": "a number"}
 _REWORDED: Sequence[tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = (
@@ -114,7 +116,8 @@ def _options(function: Callable[..., Any]) -> list[str]:
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
         tyro.cli(function, args=["--help"], config=CONFIG)
-    return sorted(set(_OPTION.findall(text.getvalue())))
+    listed = " ".join(_LISTED.findall(text.getvalue()))
+    return sorted(set(_OPTION.findall(listed)))
 
 
 def _one_line(complaint: str) -> str:

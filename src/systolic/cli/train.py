@@ -433,6 +433,7 @@ def describe(
     plain = job.to_json()
     return {
         "systolic": __version__,
+        "revision": own.REVISION,
         "recipe": asked.recipe.target,
         "options": own.options(asked, job, run),
         "job": plain,

@@ -50,5 +50,5 @@ class MissingExtraError(SystolicError):
 def nearest(name: str, known: Iterable[str]) -> str:
     """``"; did you mean X?"`` for the closest of ``known``, else ``""``."""
     folded = {k.lower(): k for k in known}
-    close = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=0.6)
     return f"; did you mean {folded[close[0]]}?" if close else ""
