@@ -208,5 +208,5 @@ def test_tiles_divide_the_sequence(layout: Layout, words: str) -> None:
 
 
 def test_there_is_at_least_one_tile() -> None:
-    with pytest.raises(LayoutError, match=r"loss-tiles is 0; .* 1 or more"):
+    with pytest.raises(LayoutError, match=r"loss-tiles is 0; .* must be at least 1"):
         Layout(loss_tiles=0)
