@@ -11,7 +11,7 @@ from systolic.job import Target
 from systolic.models.attention import attention, plain_dtype
 from systolic.models.decoder.cache import Cache, attend_all, attend_one, written
 from systolic.models.decoder.config import Decoder, Mlp
-from systolic.models.decoder.moe import Mixture
+from systolic.models.decoder.moe import Mixture, balance
 from systolic.models.decoder.ngrams import NGrams
 from systolic.models.decoder.pipeline import run_stages
 from systolic.models.decoder.tiles import score_tiles
@@ -89,7 +89,7 @@ class MLP(nnx.Module):
             hidden = activate(up)
         hidden = self.target.constrain(hidden, "batch", "sequence", "mlp")
         down = product(self.target, "bsf,fd->bsd", hidden, self.down[...])
-        return name(down, "down"), {"router_loss": jnp.zeros((), jnp.float32)}
+        return name(down, "down"), {}
 
 
 class Block(nnx.Module):
@@ -292,6 +292,7 @@ class DecoderModule(nnx.Module):
                 lambda x, state: layer(x, state, segments, positions), x, stacked
             )
         if self.config.experts > 1:
+            routing["router_loss"] = balance(routing.pop("load"), routing.pop("score"))
             for what, by_layer in routing.items():
                 self.sow(
                     nnx.Intermediate,

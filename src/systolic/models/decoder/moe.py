@@ -51,9 +51,9 @@ class Mixture(nnx.Module):
         count int32[batch]: how many tokens of each row are real; the padding after them takes no
         slot, and the slots are those of a row of so many tokens. Without it all are real.
 
-        ``router_loss`` f32[] is the load balancing loss (Switch, Fedus et al. 2021): 1 where experts
-        are chosen evenly, their number where one gets all. ``dropped`` f32[] is the share of choices
-        whose expert had no slot left.
+        ``load`` f32[experts] is the share of first choices of each expert and ``score`` f32[experts] its
+        mean probability, see :func:`balance`; ``dropped`` f32[] is the share of choices whose expert
+        had no slot left. All are means over tokens, so that parts of a batch average exactly.
         """
         config, constrain = self.config, self.target.constrain
         batch, sequence, d = x.shape
@@ -96,8 +96,17 @@ class Mixture(nnx.Module):
         out = (picked * (weights * fits)[..., None].astype(x.dtype)).sum(axis=2)
 
         load = one_hot[:, :, 0].astype(jnp.float32).mean(axis=(0, 1))
-        balance = config.experts * jnp.sum(load * scores.mean(axis=(0, 1)))
-        return out, {"router_loss": balance, "dropped": 1 - fits.astype(jnp.float32).mean()}
+        dropped = 1 - fits.astype(jnp.float32).mean()
+        return out, {"load": load, "score": scores.mean(axis=(0, 1)), "dropped": dropped}
+
+
+def balance(load: jax.Array, score: jax.Array) -> jax.Array:
+    """The load balancing loss f32[...] of ``load`` and ``score`` f32[..., experts] (Switch, Fedus et al. 2021).
+
+    1 where experts are chosen evenly, their number where one gets all. It is a product of means, so
+    these are averaged over a pipeline's microbatches before it is taken.
+    """
+    return load.shape[-1] * jnp.sum(load * score, axis=-1)
 
 
 def _places(

@@ -39,9 +39,9 @@ def run_stages(
     positions: jax.Array,
     target: Target,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """All layers over x [batch, sequence, d_model]; returns it and the means f32[layers per stage] of what layers say.
+    """All layers over x [batch, sequence, d_model]; returns it and the means f32[layers, ...] of what layers say.
 
-    ``layer(x, state, segments, positions) -> (x, {name: f32[]})``; ``stacked`` has a leading dim of layers.
+    ``layer(x, state, segments, positions) -> (x, {name: f32[...]})``; ``stacked`` has a leading dim of layers.
     """
     stages = target.layout.pipeline
     count = num_microbatches(target, x.shape[0])
@@ -74,10 +74,12 @@ def run_stages(
         x = target.constrain(x, "stages", "batch", "sequence", None)
         age = t - jnp.arange(stages)
         useful = ((age >= 0) & (age < count)).astype(jnp.float32)
-        said = jax.tree.map(lambda value: value * useful[:, None], said)
+        said = jax.tree.map(lambda value: value * useful.reshape(-1, *[1] * (value.ndim - 1)), said)
         return (x, segments, positions), (x[-1], said)
 
     _, (outputs, said) = jax.lax.scan(tick, slots, jnp.arange(count + stages - 1))
     out = outputs[stages - 1 :].swapaxes(0, 1).reshape(x.shape)
-    means = jax.tree.map(lambda value: value.sum(axis=(0, 1)) / (count * stages), said)
+    means = jax.tree.map(
+        lambda value: (value.sum(axis=0) / count).reshape(-1, *value.shape[3:]), said
+    )
     return target.constrain(out, "batch", "sequence", None), means
