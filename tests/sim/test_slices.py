@@ -83,7 +83,8 @@ def test_more_slices_take_longer() -> None:
 
 @pytest.mark.parametrize("num_slices", COUNTS)
 def test_nothing_is_left_unexplained(num_slices: int) -> None:
-    assert simulated(between(num_slices), f"{num_slices}xv5e-16").notes == ()
+    [allowance] = simulated(between(num_slices), f"{num_slices}xv5e-16").notes
+    assert f"slowest of {num_slices} slices" in allowance
 
 
 def test_a_part_of_the_slices() -> None:
@@ -121,3 +122,20 @@ def test_what_is_not_understood_is_reported_and_not_cheaper(before: str, after: 
     assert all(len(note) < 250 for note in odd.notes)
     assert math.isfinite(odd.seconds)
     assert odd.seconds > 0
+
+
+@pytest.mark.parametrize("num_slices", COUNTS)
+def test_the_slowest_slice_is_waited_for(num_slices: int) -> None:
+    """2.1 % of the rest of the step for each doubling, as published steps grew, in sight and named."""
+    timeline = simulated(between(num_slices), f"{num_slices}xv5e-16")
+    rest = [span for span in timeline.spans if span.name != "slowest-slice"]
+    [wait] = [span for span in timeline.spans if span.name == "slowest-slice"]
+    assert wait.seconds == pytest.approx(0.021 * math.log2(num_slices) * wait.start)
+    assert wait.start == pytest.approx(max(s.start + s.seconds for s in rest if s.lane == "core"))
+    assert timeline.seconds == pytest.approx(wait.start + wait.seconds)
+
+
+def test_slices_that_exchange_nothing_do_not_wait() -> None:
+    module = recorded.module("between-2xv5e-16")
+    alone = simulate(module, slice("v5e-16"), calibration=Calibration("none"))
+    assert not [span for span in alone.spans if span.name == "slowest-slice"]

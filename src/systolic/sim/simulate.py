@@ -25,6 +25,7 @@ from systolic.sim.network import Network, Place, crossings, default_places
 from systolic.sim.price import price
 from systolic.sim.rates import Rates, rates_of
 from systolic.sim.timeline import Resource, Span, Timeline
+from systolic.sim.waits import wait_for_slices
 
 DMA_SECONDS = 1e-6
 """Latency of a copy between memories: 0.6 to 1.9 us were measured on v4 (tpu-v4-latency-numbers)."""
@@ -71,15 +72,32 @@ def simulate(
         num_devices=len(places),
     )
     step = run.computation(module.entry)
-    seconds = step.seconds
-    made = Timeline(
-        origin=Origin.simulated, seconds=seconds, spans=step.spans, notes=tuple(run.notes)
-    )
+    spans, seconds = step.spans, step.seconds
+    if any(lane.startswith("dcn") for lane in step.used):
+        waited = wait_for_slices(seconds, on.num_slices)
+        spans = (*spans, _slowest_slice(seconds, waited))
+        seconds += waited
+        run.notes[
+            f"{waited / seconds:.1%} of the step is an allowance for waiting for the slowest of {on.num_slices} slices, as published steps grew"
+        ] = None
+    made = Timeline(origin=Origin.simulated, seconds=seconds, spans=spans, notes=tuple(run.notes))
     estimated = sum(s.seconds * n for s, n in made.leaves() if s.priced_by == "estimate")
     if estimated > MUCH * seconds:
         note = f"{estimated / seconds:.0%} of the time is of ops without the compiler's cycles, priced by slowdowns fitted to other programs"
         return replace(made, notes=(*made.notes, note))
     return made
+
+
+def _slowest_slice(start: float, seconds: float) -> Span:
+    """What a step waits for at its end."""
+    return Span(
+        name="slowest-slice",
+        opcode="wait slices",
+        start=start,
+        seconds=seconds,
+        resource=Resource.dcn,
+        priced_by="allowance",
+    )
 
 
 @dataclass

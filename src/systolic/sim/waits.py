@@ -1,0 +1,17 @@
+"""Waiting for the slowest slice: an allowance, since no schedule shows it.
+
+Published steps at equal work per slice grow with the number of slices by more than what they exchange: each
+step ends when the slowest slice has ended. The growth is about as much for each doubling.
+"""
+
+import math
+
+SHARE_PER_DOUBLING = 0.021
+"""Of the step, for each doubling of the slices. Fitted to half of the published series of growth (MaxText 16B on 1
+to 32 slices of v5e-256 and 22B on 1 to 4 of v4-128), judged on the other half (32B on v5e, 12B on v6e): a mean error
+of 2.6 % with it and 7.4 % without. Series and fit: benchmarks/accuracy/slices.py."""
+
+
+def wait_for_slices(seconds: float, num_slices: int) -> float:
+    """Seconds that a step of ``seconds`` waits for the slowest of the slices that it exchanges with."""
+    return SHARE_PER_DOUBLING * math.log2(num_slices) * seconds
