@@ -1,12 +1,11 @@
 """Fits sim/calibration.toml on one half of the published results and judges it on the other.
 
-``python benchmarks/accuracy/fit_calibration.py results.json [more.json …]`` reads what ``run.py --out``
+``python benchmarks/accuracy/fit_calibration.py rows.jsonl [more.jsonl …]`` reads what ``run.py --out``
 wrote, takes the programs from the store, and prints the table and the errors of both halves. A model
 is in one half only, whatever the number of its slices. One constant a generation: the time of matmuls.
 """
 
 import argparse
-import json
 import re
 import statistics
 from collections import defaultdict
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ask import lines
 
 from systolic.aot import Compiled
 from systolic.aot.dump import SCHEDULE_ONLY
@@ -67,7 +67,7 @@ def sample(record: dict[str, Any]) -> Sample | None:
         id=record["id"],
         generation=on.chip.name,
         kind="estimate" if quick else "cycles",
-        published=record["published_seconds"],
+        published=record["measured_seconds"],
         seconds=timeline.seconds,
         matmuls=sum(
             s.seconds * n
@@ -103,7 +103,7 @@ def judged(samples: list[Sample], factor: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", nargs="+", type=Path)
-    records = [r for path in parser.parse_args().results for r in json.loads(path.read_text())]
+    records = [record for path in parser.parse_args().results for record in lines(path)]
     groups: dict[tuple[str, str], list[Sample]] = defaultdict(list)
     for record in records:
         if (one := sample(record)) is not None:

@@ -1,89 +1,51 @@
-"""Published results as jobs: each row's model, batch, layout, rematerialisation and flags, as far as a recipe can say them."""
+"""Published results as jobs: each record's model, slice, batch, layout, rematerialisation and flags, by rule.
 
+A record has the schema of ``published.json``: fields that a source states, null where it does not.
+What a rule can't say becomes a :class:`Skipped` with its reason; what it says only nearly is a departure.
+"""
+
+import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+import known
+import xla_flags
 
-VMEM_DENSE = "--xla_tpu_scoped_vmem_limit_kib=98304"
-VMEM_MOE = "--xla_tpu_scoped_vmem_limit_kib=81920"
-# The groups that MaxText's recipes name (benchmarks/xla_flags_library.py and _v2 there). Flags that
-# choose another chip configuration are left out: the topology decides it here.
-FLAG_GROUPS: Mapping[str, Sequence[str]] = {
-    "DENSE_VMEM_LIMIT_FLAG": (VMEM_DENSE,),
-    "MOE_VMEM_LIMIT_FLAG": (VMEM_MOE,),
-    "LAYOUT_FOR_ALL_REDUCE_SCATTER": (
-        "--xla_tpu_use_minor_sharding_for_major_trivial_input=true",
-        "--xla_tpu_relayout_group_size_threshold_for_reduce_scatter=1",
-        "--xla_tpu_assign_all_reduce_scatter_layout=true",
-    ),
-    "REDUCE_SCATTER_FUSION": (
-        "--xla_tpu_use_minor_sharding_for_major_trivial_input=true",
-        "--xla_tpu_relayout_group_size_threshold_for_reduce_scatter=1",
-    ),
-    "DATA_PARALLEL_OVERLAP": (
-        "--xla_tpu_enable_data_parallel_all_reduce_opt=true",
-        "--xla_tpu_data_parallel_opt_different_sized_ops=true",
-    ),
-    "CF_FOR_ALL_GATHER": (
-        "--xla_tpu_enable_async_collective_fusion=true",
-        "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
-        "--xla_tpu_enable_async_collective_fusion_multiple_steps=true",
-        "--xla_tpu_overlap_compute_collective_tc=true",
-        "--xla_enable_async_all_gather=true",
-    ),
-    "ENABLE_SPARSECORE_OFFLOADING_FOR_ALL_REDUCE": (
-        "--xla_sc_disable_megacore_partitioning=true",
-        "--xla_tpu_enable_all_reduce_offload_tracing=true",
-        "--xla_tpu_use_tc_device_shape_on_sc=true",
-        "--xla_tpu_enable_sparse_core_collective_offload_all_reduce=true",
-        "--xla_sc_enable_instruction_fusion=false",
-        "--xla_sc_disjoint_spmem=false",
-    ),
-    "HOST_OFFLOAD_FLAGS": (
-        "--xla_tpu_enable_all_experimental_scheduler_features=true",
-        "--xla_tpu_enable_scheduler_memory_pressure_tracking=true",
-        "--xla_tpu_host_transfer_overlap_limit=24",
-        "--xla_tpu_aggressive_opt_barrier_removal=ENABLED",
-        "--xla_lhs_prioritize_async_depth_over_stall=ENABLED",
-        "--xla_tpu_enable_ag_backward_pipelining=true",
-        "--xla_should_allow_loop_variant_parameter_in_chain=ENABLED",
-        "--xla_should_add_loop_invariant_op_in_chain=ENABLED",
-        "--xla_max_concurrent_host_send_recv=100",
-        "--xla_tpu_scheduler_percent_shared_memory_limit=100",
-        "--xla_latency_hiding_scheduler_rerun=2",
-    ),
-    "DISABLE_BUNDLE_AWARE_COST_MODEL": ("--xla_tpu_use_bundle_aware_cost_model_for_fusions=false",),
-    "DISABLE_COLLECTIVE_MATMUL": ("--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000",),
-}
-# MaxText's names of activations, in the decoder's.
-NAMES = {
-    "decoder_layer_input": ("layer_input",),
-    "query_proj": ("query",),
-    "key_proj": ("key",),
-    "value_proj": ("value",),
-    "qkv_proj": ("query", "key", "value"),
-    "context": ("attention",),
-    "out_proj": ("out",),
-    "mlpwi": ("mlp",),
-    "mlpwi_0": ("mlp",),
-    "mlpwi_1": ("mlp",),
-    "mlpwo": ("down",),
-}
-GENERATIONS = {
-    "v2": "v2",
-    "v3": "v3",
-    "v4": "v4",
-    "v5e": "v5e",
-    "v5p": "v5p",
-    "v6e": "v6e",
-    "tpu7x": "tpu7x",
-}
+from systolic.chips import slice
+from systolic.core.errors import SystolicError
+
+HERE = Path(__file__).parent
+PUBLISHED = HERE / "published.json"
 CORES_IN_NAME = ("v2", "v3", "v4", "v5p", "tpu7x")
+GENERATIONS = (*CORES_IN_NAME, "v5e", "v6e")
+AXES = {
+    "data": "data",
+    "replica": "data",
+    "fsdp": "fsdp",
+    "fsdp_transpose": "fsdp",
+    "tensor": "tensor",
+    "model": "tensor",
+    "context": "context",
+    "expert": "expert",
+    "pipeline": "pipeline",
+}
+"""Published axes that the layout has, by their published name."""
+KINDS = {
+    "vision_cnn": "no convolutional network here has the record's input pipeline and batch norm groups",
+    "vision_vit": "the record's student, teacher or patch sizes are no recipe here",
+    "vision_detection": "no detection model here",
+    "vision_3d": "no volumetric model here",
+    "encoder_lm": "no bidirectional encoder with masked tokens here",
+    "diffusion": "no diffusion model here",
+    "diffusion_image": "no diffusion model here",
+    "diffusion_video": "no diffusion model here",
+}
+"""Categories that no recipe covers, with the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +56,7 @@ class Row:
     generation: str
     slice: str
     kind: str
-    """``dense``, ``mixture``, ``vision``."""
+    """``dense`` or ``mixture``."""
     published_seconds: float
     recipe: str
     options: Mapping[str, Any]
@@ -103,71 +65,156 @@ class Row:
     """Where the program differs from theirs."""
 
 
-def rows() -> list[Row]:
+@dataclass(frozen=True, kw_only=True)
+class Skipped:
+    """A record that no recipe can say."""
+
+    id: str
+    reason: str
+
+
+class _SkipError(Exception):
+    pass
+
+
+def half(name: str) -> str:
+    """``fit`` or ``judge``: by the first digit of the SHA-256 of a record's id; causes are looked for in ``fit`` only."""
+    return "fit" if int(hashlib.sha256(name.encode()).hexdigest()[0], 16) % 2 == 0 else "judge"
+
+
+def expressed(path: Path = PUBLISHED) -> list[Row | Skipped]:
+    """Every record of a file, in its order."""
+    return [row_of(record) for record in json.loads(path.read_text())]
+
+
+def rows(path: Path = PUBLISHED) -> list[Row]:
     """Every published result that a recipe can express."""
-    records = json.loads((HERE / "published.json").read_text())
-    return [row for record in records if (row := row_of(record)) is not None]
+    return [row for row in expressed(path) if isinstance(row, Row)]
 
 
-def row_of(record: Mapping[str, Any]) -> Row | None:
-    """None when no recipe says what it ran."""
-    generation = next((g for g in GENERATIONS if record["generation"].lower().startswith(g)), None)
-    if generation is None or record["category"] not in ("dense_llm", "moe_llm"):
-        return None
-    arch = record["arch"]
-    if arch.get("attention_type") or arch.get("shared_experts") or not arch.get("head_dim"):
-        return None
-    if not record["global_batch"]:
-        return None
+def row_of(record: Mapping[str, Any]) -> Row | Skipped:
+    """A record as a job, or why not."""
+    try:
+        return _row(record)
+    except _SkipError as reason:
+        return Skipped(id=record["id"], reason=str(reason))
+
+
+def _row(record: Mapping[str, Any]) -> Row:
+    category = record.get("category") or "dense_llm"
+    if category not in ("dense_llm", "moe_llm"):
+        raise _SkipError(KINDS.get(category, f"no recipe for {category}"))
+    if record.get("usable_for_validation") is False:
+        raise _SkipError("the record says that it is not fit for validation")
+    name = str(record["generation"]).lower()
+    generation = next((g for g in GENERATIONS if name.startswith(g)), None)
+    if generation is None:
+        raise _SkipError(f"generation {record['generation']!r} is not in the catalogue")
+    for key in ("step_time_best_s", "seq_len", "num_chips"):
+        if not record.get(key):
+            raise _SkipError(f"{key} is not stated")
     departures: list[str] = []
-    rounded = str(record["quantization"] or "")
-    precision = (
-        "int8" if rounded.startswith("int8") else "fp8" if rounded.startswith("fp8") else "bf16"
-    )
-    if rounded:
-        departures.append(f"{rounded}: here Qwix, scaled per channel, attention and logits in bf16")
-    layout = _layout(record, departures)
-    if layout is None:
-        return None
-    experts = arch.get("experts") or 1
-    model = {
-        "layers": arch["layers"],
-        "d_model": arch["d_model"],
-        "d_ff": arch["d_ff"],
-        "mlp": _mlp(arch["activation"]),
-        "heads": arch["heads"],
-        "kv_heads": arch["kv_heads"],
-        "head_dim": arch["head_dim"],
-        "vocab": _vocab(arch["vocab"], departures),
-        "tie_embeddings": bool(arch["tied_embeddings"]),
-        "experts": experts,
-        "experts_per_token": arch.get("top_k") or 2,
-    }
+    on = _slice(generation, record)
+    layout = _layout(record, generation, on, departures)
+    model = _model(record, departures)
     return Row(
         id=record["id"],
         generation=generation,
-        slice=_slice(generation, record),
-        kind="mixture" if experts > 1 else "dense",
+        slice=on,
+        kind="mixture" if model["experts"] > 1 else "dense",
         published_seconds=record["step_time_best_s"],
         recipe="lm",
         options={
             "model": model,
             "sequence": record["seq_len"],
-            "batch": record["global_batch"],
+            "batch": _batch(record, on),
             "layout": layout,
-            "precision": precision,
+            "precision": _precision(record, departures),
             **_optimizer(record),
         },
-        flags=_flags(record, departures),
+        flags=xla_flags.stated(record.get("xla_flags") or "", departures),
         departures=tuple(departures),
     )
 
 
+def _batch(record: Mapping[str, Any], on: str) -> int:
+    if record.get("global_batch"):
+        return int(record["global_batch"])
+    if record.get("per_device_batch"):
+        return round(record["per_device_batch"] * slice(on).num_devices)
+    raise _SkipError("the batch is not stated")
+
+
+def _model(record: Mapping[str, Any], departures: list[str]) -> dict[str, Any]:
+    arch = dict(known.sizes_of(record.get("model") or "") or {})
+    stated = {k: v for k, v in (record.get("arch") or {}).items() if v is not None}
+    arch |= stated
+    if not arch.get("layers"):
+        raise _SkipError(f"the sizes of {record.get('model')} are neither stated nor known by name")
+    if "MLA" in str(arch.get("attention_type") or ""):
+        raise _SkipError("latent attention (MLA) is not in the decoder")
+    for key, what in (
+        ("shared_experts", "shared experts are not in the decoder"),
+        ("first_dense_layers", "dense layers before mixtures are not in the decoder"),
+    ):
+        if arch.get(key):
+            raise _SkipError(what)
+    if (arch.get("moe_layer_step") or 1) > 1:
+        raise _SkipError("mixtures in every other layer are not in the decoder")
+    experts = arch.get("experts") or 1
+    activation = str(arch.get("activation") or "silu gated")
+    model = {
+        "layers": arch["layers"],
+        "d_model": arch["d_model"],
+        "d_ff": (arch.get("moe_d_ff") if experts > 1 else None) or arch["d_ff"],
+        "mlp": _mlp(activation),
+        "heads": arch["heads"],
+        "kv_heads": arch.get("kv_heads") or arch["heads"],
+        "head_dim": arch.get("head_dim") or arch["d_model"] // arch["heads"],
+        "vocab": _vocab(arch["vocab"], departures),
+        "tie_embeddings": bool(arch.get("tied_embeddings")),
+        "qk_norm": bool(arch.get("qk_norm")),
+        "experts": experts,
+        "experts_per_token": arch.get("top_k") or 2,
+    }
+    if experts > 1:
+        model["capacity_factor"] = _capacity(record, arch, departures)
+    if arch.get("sliding_window") or "window" in str(arch.get("attention_type") or ""):
+        departures.append("windowed layers attend to all tokens here")
+    if "parallel attention" in activation:
+        departures.append("attention and MLP one after the other here, side by side there")
+    if arch.get("logit_softcap"):
+        departures.append("no cap on logits here")
+    return model
+
+
+def _capacity(record: Mapping[str, Any], arch: Mapping[str, Any], departures: list[str]) -> float:
+    other = record.get("other_settings") or {}
+    factor = arch.get("capacity_factor") or other.get("capacity_factor")
+    if isinstance(factor, int | float) and factor > 0:
+        return float(factor)
+    departures.append("dropless experts there; slots for the mean load here")
+    return 1.0
+
+
+def _precision(record: Mapping[str, Any], departures: list[str]) -> str:
+    rounded = str(record.get("quantization") or "")
+    if "bfloat16" in str(record.get("weight_dtype") or "")[:8]:
+        departures.append("weights and optimizer state in bf16 there, f32 here")
+    if not rounded:
+        return "bf16"
+    departures.append(f"{rounded}: here Qwix, scaled per channel, attention and logits in bf16")
+    found = next((name for name in ("int8", "fp8") if rounded.startswith(name)), None)
+    if found is None:
+        raise _SkipError(f"precision {rounded!r} is not a precision here")
+    return found
+
+
 def _optimizer(record: Mapping[str, Any]) -> dict[str, Any]:
     """Where it is not AdamW, or something that keeps as much."""
-    known = ("adafactor", "lion", "sgd")
-    text = str(record["optimizer"] or "").lower()
-    kind = next((name for name in known if text.startswith(name)), None)
+    rules = ("adafactor", "lion", "sgd", "muon", "lamb")
+    text = str(record.get("optimizer") or "").lower()
+    kind = next((name for name in rules if text.startswith(name)), None)
     return {} if kind is None else {"optimizer": {"kind": kind}}
 
 
@@ -188,94 +235,106 @@ def _vocab(size: int, departures: list[str]) -> int:
 
 
 def _slice(generation: str, record: Mapping[str, Any]) -> str:
-    slices = record["num_slices"] or 1
+    slices = record.get("num_slices") or 1
     chips = record["num_chips"] // slices
-    topology = record["topology"] or ""
-    shaped = re.match(r"(\d+x\d+(?:x\d+)?)", topology)
-    number = 2 * chips if generation in CORES_IN_NAME else chips
-    body = f"{generation}-{number}"
-    if shaped:
-        dims = [int(n) for n in shaped[1].split("x")]
-        size = 1
-        for dim in dims:
-            size *= dim
-        if size == chips:
-            body = f"{generation}:{shaped[1]}"
-    return body if slices == 1 else f"{slices}x{body}"
+    shaped = re.match(r"(\d+x\d+(?:x\d+)?)", record.get("topology") or "")
+    body = f"{generation}-{2 * chips if generation in CORES_IN_NAME else chips}"
+    if shaped and math.prod(int(n) for n in shaped[1].split("x")) == chips:
+        body = f"{generation}:{shaped[1]}"
+    name = body if slices == 1 else f"{slices}x{body}"
+    try:
+        slice(name)
+    except SystolicError as error:
+        raise _SkipError(str(error)) from error
+    return name
 
 
-def _layout(record: Mapping[str, Any], departures: list[str]) -> dict[str, Any] | None:
-    parallel = record["parallelism"] or {}
-    ici, dcn = parallel.get("ici") or {}, parallel.get("dcn") or {}
-    known = {"data", "fsdp", "tensor", "context", "expert", "pipeline", "fsdp_transpose"}
-    if not ici or set(ici) - known or set(dcn) - {"data", "fsdp"}:
-        return None
-    layout: dict[str, Any] = {"fsdp": 1}
-    for axis, size in ici.items():
-        name = "fsdp" if axis == "fsdp_transpose" else axis
-        if name != axis:
-            departures.append("fsdp_transpose taken as fsdp")
-        layout[name] = layout.get(name, 1) * size
-    for axis, size in dcn.items():
-        layout[axis] = layout.get(axis, 1) * size
-        layout["slices"] = axis
-    other = record["other_settings"] or {}
-    if other.get("sa_block_q"):
-        layout["attention_block"] = int(other["sa_block_q"])
+def _layout(
+    record: Mapping[str, Any], generation: str, on: str, departures: list[str]
+) -> dict[str, Any]:
+    layout = _mesh(record, generation, on, departures)
+    other = record.get("other_settings") or {}
+    text = str(record.get("attention_kernel") or "")
+    if block := other.get("sa_block_q") or _number(r"(?:bq|blocks) (\d+)", text):
+        layout["attention_block"] = int(block)
+    if strategy := re.search(r"strategy (ring|usp\w*)", text):
+        raise _SkipError(f"context strategy {strategy[1]}: keys and values are gathered here")
+    if "load balancing off" in text:
+        departures.append("the sequence in natural order there, in a balanced one here")
+    if text.startswith("dot_product"):
+        departures.append("plain attention there, a kernel here")
     if (other.get("num_vocab_tiling") or 1) > 1:
         layout["loss_tiles"] = int(other["num_vocab_tiling"])
-    policy = record["remat"] or {}
-    text = str(policy.get("policy") or "full").lower()
-    if text == "custom":
-        _custom(policy, layout, departures)
-    elif "offload" in text and "layer input" in text:
-        layout |= {"remat": "offload", "remat_names": ["layer_input"]}
-    elif text.startswith("full") or "full" in text or "checkpointing true" in text:
-        layout["remat"] = "full"
-    elif text.startswith("save_dot_except_mlpwi"):
-        layout |= {
-            "remat": "save-names",
-            "remat_names": ["query", "key", "value", "attention", "out", "down"],
-        }
-    elif text == "minimal":
-        layout["remat"] = "minimal"
-    else:
-        layout["remat"] = "full"
-        departures.append(f"rematerialisation {policy.get('policy')!r} taken as full")
+    elif "chunked" in str(other.get("ce") or ""):
+        layout["loss_tiles"] = 8
+        departures.append("a loss in chunks: here 8 of them")
+    if other.get("scan_layers") is False:
+        departures.append("layers are scanned here")
+    if (record.get("grad_accum") or 1) > 1:
+        layout["accumulate"] = int(record["grad_accum"])
+    return layout | _remat(record.get("remat") or {}, departures)
+
+
+def _number(pattern: str, text: str) -> int | None:
+    found = re.search(pattern, text)
+    return int(found[1]) if found else None
+
+
+def _mesh(
+    record: Mapping[str, Any], generation: str, on: str, departures: list[str]
+) -> dict[str, Any]:
+    parallel = record.get("parallelism") or {}
+    ici, dcn = parallel.get("ici") or {}, parallel.get("dcn") or {}
+    if not ici and not dcn:
+        ici = known.mesh_of(str(record.get("model")), generation) or {}
+        if not ici and slice(on).num_devices > 1:
+            raise _SkipError("the mesh is not stated")
+    layout: dict[str, Any] = {"fsdp": 1}
+    for axis, size in ici.items():
+        if size == 1:
+            continue
+        if axis not in AXES:
+            raise _SkipError(f"mesh axis {axis!r} is not in the layout")
+        if AXES[axis] != axis:
+            departures.append(f"axis {axis} taken as {AXES[axis]}")
+        if size is None or size < 0:
+            layout[AXES[axis]] = -1
+        else:
+            layout[AXES[axis]] = layout.get(AXES[axis], 1) * size
+    for axis, size in dcn.items():
+        if axis not in ("data", "fsdp", "pipeline") and size != 1:
+            raise _SkipError(f"axis {axis!r} across slices is not in the layout")
+        layout[axis] = layout.get(axis, 1) * size
+        layout["slices"] = axis
+    sizes = [size for size in layout.values() if isinstance(size, int)]
+    devices = slice(on).num_devices
+    if -1 not in sizes and math.prod(sizes) != devices:
+        raise _SkipError(f"the stated mesh has {math.prod(sizes)} devices, {on} has {devices}")
     return layout
 
 
-def _custom(policy: Mapping[str, Any], layout: dict[str, Any], departures: list[str]) -> None:
-    def ours(names: Sequence[str]) -> list[str]:
-        found: list[str] = []
-        for one in names:
-            if one not in NAMES:
-                departures.append(f"activation {one} is not named here")
-            found += [n for n in NAMES.get(one, ()) if n not in found]
-        return found
-
-    kept, moved = ours(policy.get("device") or ()), ours(policy.get("offload_to_host") or ())
+def _remat(policy: Mapping[str, Any], departures: list[str]) -> dict[str, Any]:
+    text = str(policy.get("policy") or "")
+    kept = _ours(policy.get("device") or (), departures)
+    moved = _ours(policy.get("offload_to_host") or (), departures)
+    if "lse" in str(policy.get("device")):
+        departures.append("the kernel's normalisers are computed again here")
     if moved:
-        layout |= {"remat": "offload", "remat_names": moved, "saved_names": kept}
-    elif kept:
-        layout |= {"remat": "save-names", "remat_names": kept}
-    else:
-        layout["remat"] = "full"
+        return {"remat": "offload", "remat_names": moved, "saved_names": kept}
+    if kept and kept != ["layer_input"]:
+        return {"remat": "save-names", "remat_names": kept}
+    if kept or text.lower() == "custom":
+        return {"remat": "full"}
+    if (options := known.policy_of(text)) is not None:
+        return dict(options)
+    departures.append(f"rematerialisation {policy.get('policy')!r} taken as full")
+    return {"remat": "full"}
 
 
-def _flags(record: Mapping[str, Any], departures: list[str]) -> list[str]:
-    text = record["xla_flags"] or ""
-    flags = [part for part in text.split() if part.startswith("--xla")]
-    if limit := re.search(r"vmem_limit=(\d+)", text):
-        flags.append(f"--xla_tpu_scoped_vmem_limit_kib={limit[1]}")
-    named = text.replace("CUSTOM_VMEM_LIMIT_FLAG", "") if "--xla" not in text else ""
-    if "as listed in the README" in text:  # torchprime: the same three groups, in words
-        named = (
-            "DENSE_VMEM_LIMIT_FLAG CF_FOR_ALL_GATHER ENABLE_SPARSECORE_OFFLOADING_FOR_ALL_REDUCE"
-        )
-    for group in re.findall(r"[A-Z][A-Z_]{8,}", named):
-        if group in FLAG_GROUPS:
-            flags += FLAG_GROUPS[group]
-        else:
-            departures.append(f"flags {group} are not known")
-    return [flag for flag in flags if "megascale" not in flag and "chip_config" not in flag]
+def _ours(names: Sequence[str], departures: list[str]) -> list[str]:
+    found: list[str] = []
+    for one in names:
+        if one not in known.ACTIVATIONS:
+            departures.append(f"activation {one} is not named here")
+        found += [n for n in known.ACTIVATIONS.get(one, ()) if n not in found]
+    return found

@@ -1,7 +1,8 @@
 """Forecast against published: compiles each published result's program and prints the table of errors.
 
-``python benchmarks/accuracy/run.py`` answers from the store what was compiled before and compiles
-the rest; ``--fresh`` uses an empty store.
+``python benchmarks/accuracy/run.py --published FILE --out ROWS`` appends a line for each record of
+FILE: ``id, measured_seconds, forecast_seconds, error`` and more; run again, it goes on. ``--quick``
+stops at schedules, ``--fresh`` uses an empty store, ``--list`` says what can be expressed.
 """
 
 import argparse
@@ -12,123 +13,107 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import rows as published
+from ask import append, forecast, lines
 
-from systolic import recipes
-from systolic.aot import Compiled, Compiler, Failed, JobProgram, Rejected
-from systolic.aot import compile as compile_program
-from systolic.chips import slice
-from systolic.core.errors import SystolicError
-from systolic.core.files import write_json
+from systolic.aot import Compiler
 from systolic.core.store import cache_home
-from systolic.forecasting.run import of_outcome
 
-HERE = Path(__file__).parent
+LARGE = 0.15
+"""Error above which a row is listed by itself."""
 
 
-def answer(row: published.Row, compiler: Compiler) -> dict[str, Any]:
+def answer(row: published.Row, compiler: Compiler, mode: str) -> dict[str, Any]:
     """One row of the table; ``problem`` where there is no forecast."""
     start = time.perf_counter()
-    record: dict[str, Any] = {
+    made = forecast(row.options, row.flags, row.slice, compiler)
+    departures = list(row.departures)
+    if dropped := made.pop("dropped", None):
+        departures.append(f"flags unknown to this libtpu: {' '.join(dropped)}")
+    seconds = made.pop("forecast_seconds", None)
+    return {
         "id": row.id,
+        "measured_seconds": row.published_seconds,
+        "forecast_seconds": seconds,
+        "error": None if seconds is None else seconds / row.published_seconds - 1,
+        "half": published.half(row.id),
         "generation": row.generation,
         "kind": row.kind,
         "slice": row.slice,
-        "published_seconds": row.published_seconds,
+        "mode": mode,
         "flags": list(row.flags),
-        "departures": list(row.departures),
+        "departures": departures,
+        **made,
+        "seconds": round(time.perf_counter() - start, 2),
     }
-    on = slice(row.slice)
-    recipe = recipes.find(row.recipe)
-    job = recipe(recipes.typed(recipe, row.options))
-    try:
-        flags, dropped = tuple(row.flags), []
-        while True:
-            outcome = compile_program(
-                JobProgram(job=job), on, replace(compiler, flags=flags), quiet
-            )
-            unknown = unknown_flag(outcome, flags)
-            if unknown is None:
-                break
-            flags = tuple(flag for flag in flags if flag != unknown)
-            dropped.append(unknown)
-        if dropped:
-            record["departures"].append(f"flags unknown to this libtpu: {' '.join(dropped)}")
-        match outcome:
-            case Rejected():
-                record["problem"] = (
-                    f"does not fit: {outcome.need_bytes / 2**30:.2f} of {outcome.have_bytes / 2**30:.2f} GiB"
-                )
-            case Failed(reason=reason):
-                record["problem"] = reason
-            case Compiled():
-                made = of_outcome(outcome, row.id, on, 0.0)
-                assert made.step_seconds is not None
-                record |= {
-                    "forecast_seconds": made.step_seconds,
-                    "error": made.step_seconds / row.published_seconds - 1,
-                    "mfu": made.mfu,
-                    "hfu": made.hfu,
-                    "peak_gib": made.memory.peak_bytes / 2**30 if made.memory else None,
-                    "time_by_resource": made.time_by_resource,
-                    "program": outcome.digest,
-                    "cached": outcome.cached,
-                }
-    except SystolicError as error:
-        record["problem"] = str(error)
-    record["seconds"] = round(time.perf_counter() - start, 2)
-    return record
 
 
-def quiet(_: str) -> None:
-    pass
-
-
-def unknown_flag(outcome: Any, flags: Sequence[str]) -> str | None:
-    """The flag that a failed compile names as unknown."""
-    if not isinstance(outcome, Failed):
-        return None
-    text = f"{outcome.reason}\n{outcome.log}"
-    if "nknown" not in text:
-        return None
-    return next((f for f in flags if f.partition("=")[0].lstrip("-") in text), None)
+def skipped(row: published.Skipped, mode: str) -> dict[str, Any]:
+    """The line of a record that no recipe can say."""
+    empty = {"measured_seconds": None, "forecast_seconds": None, "error": None}
+    return {"id": row.id, **empty, "half": published.half(row.id), "mode": mode} | {
+        "reason": row.reason
+    }
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: each row, then mean and largest error by generation."""
-    lines = [
-        "| published result | slice | published | forecast | error | largest parts of the step |",
-        "|---|---|---|---|---|---|",
-    ]
-    for record in records:
-        if "error" not in record:
-            lines.append(
-                f"| {record['id']} | {record['slice']} | {record['published_seconds']:.4g} s | - | - | {record['problem']} |"
-            )
+    """Markdown: each row, then errors by generation and half, what does not fit, what was not expressed."""
+    head = "| published result | slice | measured | forecast | error | largest parts of the step |"
+    lines = [head, "|---|---|---|---|---|---|"]
+    forecasts = [r for r in records if "reason" not in r]
+    for record in forecasts:
+        start = f"| {record['id']} | {record['slice']} | {record['measured_seconds']:.4g} s"
+        if record["error"] is None:
+            lines.append(f"{start} | - | - | {record['problem'].splitlines()[0]} |")
             continue
         whole = record["forecast_seconds"]
         parts = sorted(record["time_by_resource"].items(), key=lambda p: -p[1])[:3]
         text = ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in parts)
-        lines.append(
-            f"| {record['id']} | {record['slice']} | {record['published_seconds']:.4g} s | {whole:.4g} s | {record['error']:+.1%} | {text} |"
-        )
-    lines += [
-        "",
-        "| generation | rows | mean absolute error | mean error | largest |",
-        "|---|---|---|---|---|",
-    ]
-    generations = list(dict.fromkeys(r["generation"] for r in records))
-    for name in [*generations, "all"]:
-        errors = [r["error"] for r in records if "error" in r and name in (r["generation"], "all")]
-        if errors:
-            lines.append(
-                f"| {name} | {len(errors)} | {statistics.mean(map(abs, errors)):.1%} | {statistics.mean(errors):+.1%} | {max(errors, key=abs):+.1%} |"
-            )
+        lines.append(f"{start} | {whole:.4g} s | {record['error']:+.1%} | {text} |")
+    lines += ["", *summary(forecasts), "", *reasons(records)]
     return "\n".join(lines)
+
+
+def summary(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Errors by generation, by half and of all, and the rows that need a word."""
+    lines = [
+        "| rows | forecast | mean abs. error | median | mean | largest | above 15 % |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    generations = dict.fromkeys(r["generation"] for r in records)
+    groups = {name: [r for r in records if r["generation"] == name] for name in generations}
+    for name in ("fit", "judge"):
+        groups[f"half: {name}"] = [r for r in records if r["half"] == name]
+    groups["all"] = list(records)
+    for name, group in groups.items():
+        errors = [r["error"] for r in group if r["error"] is not None]
+        if not errors:
+            continue
+        sizes = [abs(e) for e in errors]
+        lines.append(
+            f"| {name} | {len(errors)} of {len(group)} | {statistics.mean(sizes):.1%} | {statistics.median(sizes):.1%} | {statistics.mean(errors):+.1%} | {max(errors, key=abs):+.1%} | {sum(e > LARGE for e in sizes)} |"
+        )
+    lines.append("")
+    for record in records:
+        if record["error"] is not None and abs(record["error"]) > LARGE:
+            lines.append(f"- {record['error']:+.1%} {record['id']} ({record['half']})")
+    for record in records:
+        if record["error"] is None and "does not fit" in record["problem"]:
+            lines.append(f"- ran there, wrongly rejected here: {record['id']}, {record['problem']}")
+    return lines
+
+
+def reasons(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Records that no recipe says, by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for record in records:
+        if "reason" in record:
+            by_reason.setdefault(record["reason"], []).append(record["id"])
+    lines = ["Not expressed:", ""] if by_reason else []
+    return lines + [f"- {reason}: {', '.join(ids)}" for reason, ids in by_reason.items()]
 
 
 LEAST = 0.03
@@ -138,61 +123,76 @@ LEAST = 0.03
 def intervals(records: Sequence[Mapping[str, Any]]) -> str:
     """``forecasting/errors.toml``: rows, smallest and largest error by generation and of all."""
     lines = []
-    generations = dict.fromkeys(r["generation"] for r in records)
+    found = [r for r in records if r.get("error") is not None]
+    generations = dict.fromkeys(r["generation"] for r in found)
     for name in [*generations, "all"]:
-        errors = [r["error"] for r in records if "error" in r and name in (r["generation"], "all")]
-        if errors:
-            low, high = min(-LEAST, *errors), max(LEAST, *errors)
-            lines += [
-                f"[{name}]",
-                f"rows = {len(errors)}",
-                f"smallest = {low:.3f}",
-                f"largest = {high:.3f}",
-                "",
-            ]
+        errors = [r["error"] for r in found if name in (r["generation"], "all")]
+        low, high = min(-LEAST, *errors), max(LEAST, *errors)
+        lines += [f"[{name}]", f"rows = {len(errors)}"]
+        lines += [f"smallest = {low:.3f}", f"largest = {high:.3f}", ""]
     return "\n".join(lines)
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--published", type=Path, default=published.PUBLISHED, help="records")
+    parser.add_argument("--out", type=Path, default=None, help="JSON lines; an earlier run goes on")
     parser.add_argument("--only", nargs="*", default=[], help="parts of row names")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--half", choices=("fit", "judge"), help="rows of one half only")
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--fresh", action="store_true", help="with an empty store")
     parser.add_argument("--quick", action="store_true", help="schedules only, cycles estimated")
-    parser.add_argument("--table", type=Path, help="print the table of an earlier run's JSON")
-    parser.add_argument(
-        "--intervals", type=Path, help="print the errors.toml of an earlier run's JSON"
-    )
-    parser.add_argument("--out", type=Path, default=None, help="JSON of all rows")
-    asked = parser.parse_args()
+    parser.add_argument("--list", action="store_true", help="what can be expressed, no compile")
+    parser.add_argument("--table", type=Path, help="print the table of an earlier run's lines")
+    parser.add_argument("--intervals", type=Path, help="print the errors.toml of a run's lines")
+    return parser.parse_args()
+
+
+def main() -> None:
+    asked = parsed()
     if asked.intervals:
-        print(intervals(json.loads(asked.intervals.read_text())))
+        print(intervals(lines(asked.intervals)))
         return
     if asked.table:
-        print(table(json.loads(asked.table.read_text())))
+        print(table(lines(asked.table)))
         return
     chosen = [
         row
-        for row in published.rows()
-        if not asked.only or any(part in row.id for part in asked.only)
+        for row in published.expressed(asked.published)
+        if (not asked.only or any(part in row.id for part in asked.only))
+        and asked.half in (None, published.half(row.id))
     ]
-    if asked.only:
-        chosen.sort(key=lambda r: min(n for n, part in enumerate(asked.only) if part in r.id))
+    if asked.list:
+        for row in chosen:
+            plain = isinstance(row, published.Skipped)
+            print(
+                json.dumps(
+                    {"id": row.id, "reason": row.reason}
+                    if plain
+                    else {"id": row.id, "slice": row.slice, "options": row.options}
+                    | {"flags": row.flags, "departures": row.departures}
+                )
+            )
+        return
+    mode = "quick" if asked.quick else "full"
+    earlier = lines(asked.out) if asked.out else []
+    done = {record["id"]: record for record in earlier if record["mode"] == mode}
     with tempfile.TemporaryDirectory() as empty:
         compiler = Compiler(root=Path(empty) if asked.fresh else cache_home())
         if asked.quick:
             compiler = compiler.quick()
 
-        done: dict[str, dict[str, Any]] = {}
-
-        def one(row: published.Row) -> None:
-            record = answer(row, compiler)
-            told = f"{record['error']:+.1%}" if "error" in record else record["problem"]
-            print(f"{row.id}: {told} ({record['seconds']:.0f} s)", file=sys.stderr, flush=True)
+        def one(row: published.Row | published.Skipped) -> None:
+            if row.id in done:
+                return
+            if isinstance(row, published.Skipped):
+                record = skipped(row, mode)
+            else:
+                record = answer(row, compiler, mode)
+                said = record.get("problem") or f"{record['error']:+.1%}"
+                print(f"{row.id}: {said} ({record['seconds']:.0f} s)", file=sys.stderr, flush=True)
             done[row.id] = record
-            if asked.out:  # after each, so that an interruption loses nothing
-                kept = [done[row.id] for row in chosen if row.id in done]
-                write_json(asked.out, kept)
+            append(asked.out, record)
 
         with ThreadPoolExecutor(asked.workers) as pool:
             list(pool.map(one, chosen))

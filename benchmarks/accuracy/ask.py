@@ -1,0 +1,102 @@
+"""One compile and forecast of a benchmark's row, and the lines that it is kept in."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from systolic import recipes
+from systolic.aot import Compiled, Compiler, Failed, JobProgram, Rejected
+from systolic.aot import compile as compile_program
+from systolic.chips import slice
+from systolic.core.errors import SystolicError
+from systolic.forecasting.run import of_outcome
+from systolic.sim.timeline import Resource, Timeline
+
+
+def forecast(
+    options: Mapping[str, Any], flags: Sequence[str], on_slice: str, compiler: Compiler
+) -> dict[str, Any]:
+    """The ``lm`` recipe with these options: ``forecast_seconds`` and where they go, or ``problem``.
+
+    Flags that this libtpu does not know are left out and listed as ``dropped``.
+    """
+    on = slice(on_slice)
+    recipe = recipes.find("lm")
+    left, dropped = tuple(flags), []
+    try:
+        job = recipe(recipes.typed(recipe, dict(options)))
+        while True:
+            outcome = compile_program(
+                JobProgram(job=job), on, replace(compiler, flags=left), lambda _: None
+            )
+            unknown = unknown_flag(outcome, left)
+            if unknown is None:
+                break
+            left = tuple(flag for flag in left if flag != unknown)
+            dropped.append(unknown)
+    except SystolicError as error:
+        return {"problem": str(error)}
+    found: dict[str, Any] = {"dropped": dropped} if dropped else {}
+    match outcome:
+        case Rejected():
+            need, have = outcome.need_bytes / 2**30, outcome.have_bytes / 2**30
+            return found | {"problem": f"does not fit: {need:.2f} of {have:.2f} GiB"}
+        case Failed(reason=reason):
+            return found | {"problem": reason}
+        case Compiled():
+            made = of_outcome(outcome, "lm", on, 0.0)
+            assert made.step_seconds is not None
+            return found | {
+                "forecast_seconds": made.step_seconds,
+                "mfu": made.mfu,
+                "hfu": made.hfu,
+                "peak_gib": made.memory.peak_bytes / 2**30 if made.memory else None,
+                "time_by_resource": made.time_by_resource,
+                "buckets": buckets(made.timeline) if made.timeline is not None else {},
+                "program": outcome.digest,
+                "cached": outcome.cached,
+            }
+
+
+def buckets(timeline: Timeline) -> dict[str, float]:
+    """Seconds of a step by what the core does: kernels, matmuls, the rest of its work, and waiting."""
+    found = dict.fromkeys(("matmul", "attention", "elementwise"), 0.0)
+    for span, times in timeline.leaves():
+        if span.lane != "core" or span.resource in (Resource.ici, Resource.dcn):
+            continue
+        matmul = "matmul" if span.flops else "elementwise"
+        found["attention" if span.priced_by == "kernel" else matmul] += span.seconds * times
+    return found | {"collective": timeline.seconds - sum(found.values())}
+
+
+def unknown_flag(outcome: Any, flags: Sequence[str]) -> str | None:
+    """The flag that a failed compile names as unknown."""
+    if not isinstance(outcome, Failed):
+        return None
+    text = f"{outcome.reason}\n{outcome.log}"
+    if "nknown" not in text and "No such compile option" not in text:
+        return None
+    return next((f for f in flags if f.partition("=")[0].lstrip("-") in text), None)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """Records of a file of JSON lines; none where it is not there, and a cut last line is left out."""
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text().splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def append(path: Path | None, record: Mapping[str, Any]) -> None:
+    """One more line, whole on the disk before the next row begins."""
+    if path is None:
+        return
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")

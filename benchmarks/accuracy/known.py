@@ -1,0 +1,146 @@
+"""Facts that records refer to without stating them: sizes of models by name, meshes of trainers, names of activations.
+
+Sizes are those of the models' published configurations (``config.json`` on Hugging Face, or MaxText's
+``configs/models``); the rest names its source.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_GATED = "silu gated (3 matrices)"
+
+
+def _sizes(layers: int, d: int, ff: int, heads: int, kv: int, vocab: int, **more: Any) -> dict:
+    base = {"layers": layers, "d_model": d, "d_ff": ff, "heads": heads, "kv_heads": kv}
+    rest = {"vocab": vocab, "head_dim": 128, "activation": _GATED, "tied_embeddings": False}
+    return base | rest | more
+
+
+_MAXTEXT = {"head_dim": 256, "activation": "relu (2 matrices)", "tied_embeddings": True}
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    r"llama-?2-?7b": _sizes(32, 4096, 11008, 32, 32, 32000),
+    r"llama-?2-?13b": _sizes(40, 5120, 13824, 40, 40, 32000),
+    r"llama-?2-?70b": _sizes(80, 8192, 28672, 64, 8, 32000),
+    r"llama-?3(\.1)?-?8b": _sizes(32, 4096, 14336, 32, 8, 128256),
+    r"llama-?3(\.[13])?-?70b": _sizes(80, 8192, 28672, 64, 8, 128256),
+    r"llama-?3(\.1)?-?405b": _sizes(126, 16384, 53248, 128, 8, 128256),
+    r"llama-?3\.2-?1b": _sizes(16, 2048, 8192, 32, 8, 128256, head_dim=64, tied_embeddings=True),
+    r"llama-?3\.2-?3b": _sizes(28, 3072, 8192, 24, 8, 128256, tied_embeddings=True),
+    r"qwen-?3-?0\.6b": _sizes(28, 1024, 3072, 16, 8, 151936, tied_embeddings=True, qk_norm=True),
+    r"qwen-?3-?1\.7b": _sizes(28, 2048, 6144, 16, 8, 151936, tied_embeddings=True, qk_norm=True),
+    r"qwen-?3-?4b": _sizes(36, 2560, 9728, 32, 8, 151936, tied_embeddings=True, qk_norm=True),
+    r"qwen-?3-?8b": _sizes(36, 4096, 12288, 32, 8, 151936, qk_norm=True),
+    r"qwen-?3-?14b": _sizes(40, 5120, 17408, 40, 8, 151936, qk_norm=True),
+    r"qwen-?3-?32b": _sizes(64, 5120, 25600, 64, 8, 151936, qk_norm=True),
+    r"mistral-?7b": _sizes(32, 4096, 14336, 32, 8, 32000),
+    r"mixtral-?8x7b": _sizes(32, 4096, 14336, 32, 8, 32000, experts=8, top_k=2),
+    r"mixtral-?8x22b": _sizes(56, 6144, 16384, 48, 8, 32768, experts=8, top_k=2),
+    r"gemma-?2b\b": _sizes(
+        18, 2048, 16384, 8, 1, 256128, head_dim=256, activation="gelu gated", tied_embeddings=True
+    ),
+    r"gemma-?7b\b": _sizes(
+        28, 3072, 24576, 16, 16, 256128, head_dim=256, activation="gelu gated", tied_embeddings=True
+    ),
+    r"gpt-?3[- ]175b": _sizes(
+        96, 12288, 49152, 96, 96, 50304, activation="gelu (2 matrices)", tied_embeddings=True
+    ),
+    r"gemma-?4[- ]e?4b": _sizes(
+        42, 2560, 10240, 8, 2, 262144, head_dim=256, activation="gelu gated", tied_embeddings=True
+    ),
+    # MaxText's own models by global_parameter_scale (its README of 2023 and 2024).
+    r"maxtext (\w+-)?16b": _sizes(32, 5120, 32768, 32, 32, 32768, **_MAXTEXT),
+    r"maxtext (\w+-)?32b": _sizes(32, 10240, 32768, 32, 32, 32768, **_MAXTEXT),
+    r"maxtext (\w+-)?128b": _sizes(64, 10240, 65536, 64, 64, 32768, **_MAXTEXT),
+    r"maxtext (\w+-)?256b": _sizes(64, 20480, 65536, 64, 64, 32768, **_MAXTEXT),
+    r"fuji.*7b": _sizes(32, 4096, 11008, 32, 32, 32768, tied_embeddings=True),
+}
+"""Patterns of a model's name, lower case, to its sizes."""
+
+MESHES: Mapping[tuple[str, str], Mapping[str, int]] = {
+    ("fuji", "v4"): {"data": -1, "fsdp": 16},
+    ("fuji", "v5e"): {"data": -1, "fsdp": 16},
+    ("fuji", "v5p"): {"data": -1, "fsdp": 8},
+    ("maxtext 128b", "v5e"): {"fsdp": 16, "tensor": 16},
+}
+"""Meshes by model and chip: apple/axlearn, experiments/text/gpt/fuji.py, as it was when the times were put
+there; MaxText's README of 2024 for its 128B on v5e-256."""
+
+ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
+    "decoder_layer_input": ("layer_input",),
+    "layer input": ("layer_input",),
+    "decoder_input": ("layer_input",),
+    "query_proj": ("query",),
+    "q": ("query",),
+    "key_proj": ("key",),
+    "k": ("key",),
+    "value_proj": ("value",),
+    "v": ("value",),
+    "qkv_proj": ("query", "key", "value"),
+    "qkv": ("query", "key", "value"),
+    "context": ("attention",),
+    "attention outputs": ("attention",),
+    "attention context + lse": ("attention",),
+    "attention context": ("attention",),
+    "out_proj": ("out",),
+    "o_proj": ("out",),
+    "mlpwi": ("mlp",),
+    "mlpwi_0": ("mlp",),
+    "mlpwi_1": ("mlp",),
+    "mlpwo": ("down",),
+}
+"""Names of activations of MaxText and others, in the decoder's."""
+
+DOTS = ("query", "key", "value", "attention", "out", "down")
+POLICIES: Mapping[str, Mapping[str, Any]] = {
+    r"offload_attn|offload attention": {"remat": "offload", "remat_names": ["attention"]},
+    r"qkv_proj_offloaded": {"remat": "offload", "remat_names": ["query", "key", "value"]},
+    r"save_qkv_ctx": {
+        "remat": "save-names",
+        "remat_names": ["query", "key", "value", "attention"],
+    },
+    r"save_qkv(_proj)?\b": {"remat": "save-names", "remat_names": ["query", "key", "value"]},
+    r"save_out_proj": {"remat": "save-names", "remat_names": ["out"]},
+    r"save_dot_except|save_dot_with_context": {"remat": "save-names", "remat_names": [*DOTS]},
+    r"minimal_offloaded": {
+        "remat": "offload",
+        "remat_names": ["query", "key", "value", "out", "mlp", "down"],
+    },
+    r"offload.*(layer[ _]input|decoder_input)|(layer[ _]input|decoder_input).*offload": {
+        "remat": "offload",
+        "remat_names": ["layer_input"],
+    },
+    r"selective|minimal|dots": {"remat": "minimal"},
+    r"full|nothing_saveable|checkpointing true|nn\.checkpoint|nnx\.remat": {"remat": "full"},
+    r"^none\b|no remat": {"remat": "none"},
+}
+"""Patterns of a rematerialisation policy, lower case, to the layout's options; the first that fits."""
+
+
+def sizes_of(name: str) -> Mapping[str, Any] | None:
+    """Sizes of the model that a text names."""
+    text = name.lower()
+    return next((sizes for pattern, sizes in MODELS.items() if re.search(pattern, text)), None)
+
+
+def name_of(text: str) -> str:
+    """The part of a text that names a model, lower case; the text itself where none does."""
+    lower = text.lower()
+    found = (re.search(pattern, lower) for pattern in MODELS)
+    return next((match[0] for match in found if match), lower)
+
+
+def policy_of(text: str) -> Mapping[str, Any] | None:
+    """Options of a layout for a policy in words."""
+    lower = text.lower()
+    return next(
+        (dict(what) for pattern, what in POLICIES.items() if re.search(pattern, lower)), None
+    )
+
+
+def mesh_of(model: str, generation: str) -> Mapping[str, int] | None:
+    """The mesh of a trainer's rule."""
+    for (name, chip), mesh in MESHES.items():
+        if name in model.lower() and chip == generation:
+            return mesh
+    return None

@@ -1,0 +1,277 @@
+"""Benchmarks against chips: what records say becomes jobs by rule, and what is printed is computed right."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from systolic import recipes
+from systolic.chips import slice
+from systolic.core.origin import Origin
+from systolic.sim.timeline import Resource, Span, Timeline
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ACCURACY = str(BENCHMARKS / "accuracy")
+
+
+def _load(folder: str, name: str) -> ModuleType:
+    found = importlib.util.spec_from_file_location(
+        f"benchmark_{folder}_{name}", BENCHMARKS / folder / f"{name}.py"
+    )
+    assert found is not None
+    assert found.loader is not None
+    made = importlib.util.module_from_spec(found)
+    sys.modules[f"benchmark_{folder}_{name}"] = made
+    found.loader.exec_module(made)
+    return made
+
+
+sys.path.insert(0, ACCURACY)  # the benchmarks' modules import each other by name
+sys.path.insert(0, str(BENCHMARKS / "ablations"))
+import ask  # noqa: E402
+import pairs  # noqa: E402
+import rows  # noqa: E402
+import xla_flags  # noqa: E402
+
+accuracy = _load("accuracy", "run")
+ablations = _load("ablations", "run")
+buckets = _load("buckets", "run")
+RECORDS = json.loads(rows.PUBLISHED.read_text())
+PAIRS = json.loads((BENCHMARKS / "ablations" / "published.json").read_text())
+
+
+def test_every_record_is_a_job_or_has_a_reason() -> None:
+    found = rows.expressed()
+    assert [one.id for one in found] == [record["id"] for record in RECORDS]
+    said = [one for one in found if isinstance(one, rows.Row)]
+    assert len(said) >= 70
+    for one in found:
+        if isinstance(one, rows.Skipped):
+            assert one.reason
+            assert "\n" not in one.reason
+
+
+def test_every_row_is_a_job_on_its_slice() -> None:
+    recipe = recipes.find("lm")
+    for row in rows.rows():
+        job = recipe(recipes.typed(recipe, dict(row.options)))
+        on = slice(row.slice)
+        job.layout.on(on.num_devices, on.num_slices)
+
+
+def test_a_row_by_hand() -> None:
+    """MaxText's 16B on one v5e-256: 32 layers, two matrices, six rows a chip."""
+    row = next(row for row in rows.rows() if row.id == "maxtext-v5e-16b-1xv5e-256")
+    assert row.slice == "v5e:16x16"
+    assert row.options["batch"] == 6 * 256
+    assert row.options["layout"] == {"fsdp": 256, "remat": "full"}
+    assert row.options["model"] | {"qk_norm": False} == row.options["model"]
+    assert row.options["model"]["mlp"] == "relu"
+    assert row.published_seconds == pytest.approx(10.6259)
+
+
+def _record(**changes: Any) -> dict[str, Any]:
+    plain = next(r for r in RECORDS if r["id"] == "wiki-maxtext-qwen3-8b-v6e8-s8192-bs1")
+    return {**plain, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"category": "diffusion_video"}, "diffusion"),
+        ({"category": "speech"}, "no recipe for speech"),
+        ({"generation": "v9"}, "v9"),
+        ({"step_time_best_s": None}, "step_time_best_s is not stated"),
+        ({"global_batch": None, "per_device_batch": None}, "batch is not stated"),
+        ({"parallelism": None}, "mesh is not stated"),
+        ({"parallelism": {"ici": {"fsdp": 4}}}, "mesh has 4 devices"),
+        ({"parallelism": {"ici": {"ulysses": 8}}}, "'ulysses' is not in the layout"),
+        ({"quantization": "int4 weights"}, "int4"),
+        ({"arch": None, "model": "unheard-of-9b"}, "neither stated nor known"),
+        ({"arch": {"attention_type": "MLA: q_lora_rank 0"}}, "MLA"),
+        ({"usable_for_validation": False}, "not fit for validation"),
+    ],
+)
+def test_what_a_job_can_not_say_has_its_reason(changes: dict[str, Any], reason: str) -> None:
+    found = rows.row_of(_record(**changes))
+    assert isinstance(found, rows.Skipped)
+    assert reason in found.reason
+
+
+def test_sizes_come_from_the_models_name() -> None:
+    found = rows.row_of(_record(arch=None, model="Llama3.1-70B"))
+    assert isinstance(found, rows.Row)
+    assert found.options["model"]["layers"] == 80
+    assert found.options["model"]["d_ff"] == 28672
+
+
+def test_batch_per_device_is_of_devices() -> None:
+    found = rows.row_of(_record(global_batch=None, per_device_batch=3))
+    assert isinstance(found, rows.Row)
+    assert found.options["batch"] == 24
+
+
+def test_flags_in_words() -> None:
+    unknown: list[str] = []
+    text = "scoped vmem 100352 KiB; latency_hiding_scheduler_rerun=3; SparseCore offload of reduce-scatter and all-reduce, collective aggregator; windowed einsum off (exact string not printed)"
+    found = xla_flags.stated(text, unknown)
+    assert "--xla_tpu_scoped_vmem_limit_kib=100352" in found
+    assert "--xla_latency_hiding_scheduler_rerun=3" in found
+    assert "--xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=true" in found
+    assert "--xla_tpu_enable_sparse_core_collective_offload_all_reduce=true" in found
+    assert not any("offload_all_gather" in flag for flag in found)
+    assert xla_flags.NO_WINDOWS in found
+    assert unknown == []
+    assert xla_flags.stated("--xla_tpu_a=1 --megascale_x=2 --xla_b=c", []) == [
+        "--xla_tpu_a=1",
+        "--xla_b=c",
+    ]
+    assert xla_flags.stated("X: CUSTOM_VMEM_LIMIT_FLAG(vmem_limit=122880)", []) == [
+        "--xla_tpu_scoped_vmem_limit_kib=122880"
+    ]
+    xla_flags.stated("DENSE_VMEM_LIMIT_FLAG + SOME_NEW_GROUP", unknown)
+    assert unknown == ["flags SOME_NEW_GROUP are not known"]
+
+
+def test_halves_are_fixed_and_both_there() -> None:
+    assert rows.half("maxtext-v5e-16b-1xv5e-256") == rows.half("maxtext-v5e-16b-1xv5e-256")
+    found = [rows.half(row.id) for row in rows.rows()]
+    assert 0.35 < found.count("fit") / len(found) < 0.65
+
+
+def test_errors_by_hand(tmp_path: Path) -> None:
+    def row(name: str, error: float | None, **more: Any) -> dict[str, Any]:
+        return {
+            "id": name,
+            "generation": "v6e",
+            "half": "fit",
+            "measured_seconds": 2.0,
+            "slice": "v6e-8",
+            "forecast_seconds": None if error is None else 2.0 * (1 + error),
+            "error": error,
+            "time_by_resource": {"mxu": 1.0},
+            **more,
+        }
+
+    records = [
+        row("a", 0.10),
+        row("b", -0.20),
+        row("c", None, problem="does not fit: 40.00 of 31.25 GiB"),
+        {"id": "d", "reason": "no diffusion model here", "half": "fit"},
+    ]
+    text = accuracy.table(records)
+    assert "| v6e | 2 of 3 | 15.0% | 15.0% | -5.0% | -20.0% | 1 |" in text
+    assert "-20.0% b" in text
+    assert "wrongly rejected here: c, does not fit: 40.00 of 31.25 GiB" in text
+    assert "no diffusion model here: d" in text
+    assert "smallest = -0.200" in accuracy.intervals(records)
+    path = tmp_path / "rows.jsonl"
+    for record in records:
+        ask.append(path, record)
+    path.write_text(path.read_text()[:-20])  # the machine went down in the middle of a line
+    assert [r["id"] for r in ask.lines(path)] == ["a", "b", "c"]
+
+
+def _pair(name: str) -> Any:
+    return pairs.pair_of(next(record for record in PAIRS if record["id"] == name))
+
+
+def test_every_pair_is_two_jobs_or_has_a_reason() -> None:
+    found = [pairs.pair_of(record) for record in PAIRS]
+    said = [one for one in found if isinstance(one, pairs.Pair)]
+    assert len(said) >= 50
+    recipe = recipes.find("lm")
+    for one in said:
+        assert one.before != one.after
+        for side in (one.before, one.after):
+            job = recipe(recipes.typed(recipe, side.options()))
+            on = slice(side.slice)
+            job.layout.on(on.num_devices, on.num_slices)
+    assert all(one.reason for one in found if isinstance(one, pairs.Skipped))
+
+
+def test_one_flag_changes() -> None:
+    found = _pair("llama3-v6e8-scoped_vmem-7546")
+    assert set(found.before.flags) - set(found.after.flags) == {f"{xla_flags.VMEM}=98304"}
+    assert set(found.after.flags) - set(found.before.flags) == {f"{xla_flags.VMEM}=131072"}
+    assert found.measured_delta == pytest.approx(4.34243 / 4.25558 - 1)
+    windows = _pair("llama3-v6e8-collective-6568")
+    assert xla_flags.NO_WINDOWS in windows.before.flags
+    assert f"{xla_flags.WINDOWED}=4" in windows.after.flags
+
+
+def test_a_change_says_what_was_before() -> None:
+    found = _pair("qwen3-cx-v239")  # 98304 (was 100352), on a base without a number
+    assert f"{xla_flags.VMEM}=100352" in found.before.flags
+    assert f"{xla_flags.VMEM}=98304" in found.after.flags
+
+
+def test_layouts_batches_and_policies_change() -> None:
+    tensor = _pair("llama3-torchax-v6e8-TP2-14")
+    assert (tensor.before.layout["fsdp"], tensor.after.layout["fsdp"]) == (8, 4)
+    assert tensor.after.layout["tensor"] == 2
+    batch = _pair("llama3-v6e8-bs3to4")
+    assert (batch.before.options()["batch"], batch.after.options()["batch"]) == (24, 32)
+    policy = _pair("llama3-v6e8-remat-7641")
+    assert policy.before.layout["remat"] == "full"
+    assert policy.after.layout["remat_names"] == ["query", "key", "value"]
+
+
+def test_signs_and_ranks_by_hand() -> None:
+    def line(name: str, measured: float, forecast: float | None) -> dict[str, Any]:
+        return {
+            "id": name,
+            "measured_delta": measured,
+            "forecast_delta": forecast,
+            "half": "judge",
+            "family": "x",
+        }
+
+    records = [line("a", 0.02, 0.01), line("b", -0.03, 0.04), line("c", 0.001, -0.2)]
+    text = ablations.table(records)
+    assert "judge: 3 pairs forecast; 1 of 2 signs right" in text
+    assert "| b | judge | -3.0% | +4.0% | WRONG |" in text
+    assert ablations.spearman([1.0, 2.0, 3.0], [10.0, 20.0, 15.0]) == pytest.approx(0.5)
+    assert ablations.spearman([1.0, 2.0, 2.0], [1.0, 2.0, 2.0]) == pytest.approx(1.0)
+
+
+def test_buckets_by_hand() -> None:
+    def span(seconds: float, resource: Resource, **more: Any) -> Span:
+        return Span("x", "fusion", 0.0, seconds, resource, **more)
+
+    layer = (
+        span(2.0, Resource.mxu, flops=1.0, priced_by="cycles"),
+        span(1.0, Resource.mxu, flops=1.0, priced_by="kernel"),
+        span(0.5, Resource.hbm, priced_by="bytes"),
+        span(0.7, Resource.ici, priced_by="network"),
+        span(9.0, Resource.ici, lane="ici"),
+    )
+    made = Timeline(
+        Origin.simulated,
+        10.0,
+        (Span("loop", "while", 0.0, 10.0, Resource.mxu, repeat=2, inside=layer),),
+    )
+    assert ask.buckets(made) == pytest.approx(
+        {"matmul": 4.0, "attention": 2.0, "elementwise": 1.0, "collective": 3.0}
+    )
+
+
+def test_profiles_are_programs() -> None:
+    records = json.loads((BENCHMARKS / "buckets" / "published.json").read_text())
+    found = buckets.measured(records)
+    assert found[(2048, 4, False)] == pytest.approx(
+        {
+            "step": 1.0081,
+            "matmul": 0.62718,
+            "attention": 0.12529,
+            "elementwise": 0.16209,
+            "collective": 0.09354,
+        },
+        rel=1e-2,
+    )
+    assert (8192, 4, True) in found
+    assert (8192, 4, False) in found
