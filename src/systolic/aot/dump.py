@@ -5,7 +5,9 @@ estimates come from, takes minutes. The dump has the whole schedule and its memo
 first part, so whether a program fits is known then, exactly.
 """
 
+import contextlib
 import gzip
+import os
 import re
 import threading
 import time
@@ -23,6 +25,8 @@ USAGE = "after_optimizations-memory-usage-report.txt"
 SCHEDULE_ONLY = "schedule_only"
 """A compile option of ours: stop at the schedule."""
 POLL_SECONDS = 0.05
+LEAST_PRIORITY = 19
+"""The nicest of a thread on Linux."""
 _TOTAL = re.compile(r"Memory Space: default \(color=0\)\s+Total bytes: (\d+)")
 
 
@@ -61,6 +65,7 @@ def schedule(lowered: Any, options: Mapping[str, Any], folder: Path) -> str:
             now = path.stat().st_size
             # Complete when it grows no more and ends as a module does.
             if now == size and now and (text := path.read_text()).rstrip().endswith("}"):
+                step_back()
                 return text
             size = now
         if ended and failed:
@@ -70,6 +75,19 @@ def schedule(lowered: Any, options: Mapping[str, Any], folder: Path) -> str:
             what = "no schedule" if path is None else "a part of the schedule only"
             raise RuntimeError(f"the compiler ended and wrote {what} into {folder}")
         time.sleep(POLL_SECONDS)
+
+
+def step_back() -> None:
+    """Leaves the processor to this thread: what a compile does behind its schedule runs only where nobody else would.
+
+    Its threads otherwise take all cores while the schedule is read. Threads that they start inherit the priority.
+    """
+    own = threading.get_native_id()
+    with contextlib.suppress(OSError):  # no such folder off Linux
+        for task in os.listdir("/proc/self/task"):
+            if int(task) != own:
+                with contextlib.suppress(OSError):  # it has ended
+                    os.setpriority(os.PRIO_PROCESS, int(task), LEAST_PRIORITY)
 
 
 def peak_bytes(folder: Path) -> int | None:
