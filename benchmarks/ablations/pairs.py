@@ -172,7 +172,7 @@ def _layout(text: str, on: str, departures: list[str]) -> dict[str, Any]:
     else:
         layout = dict(known.mesh_of(text, slice(on).chip.name) or {"fsdp": devices})
     if "no load balancing" in text:
-        departures.append("the sequence in natural order there, in a balanced one here")
+        layout["context_order"] = "natural"
     layout["attention_block"] = _block(text)
     if not text.startswith("MaxText") and "MaxText CE" not in text:
         layout["loss_tiles"] = 8

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pairs as published
-from ask import append, forecast, lines  # of benchmarks/accuracy, whose folder pairs adds
+from ask import append, forecast, lines, settled  # of benchmarks/accuracy, whose folder pairs adds
 from rows import half
 
 from systolic.aot import Compiler
@@ -130,8 +130,7 @@ def main() -> None:
         print(table(lines(asked.table)))
         return
     mode = "quick" if asked.quick else "full"
-    earlier = lines(asked.out) if asked.out else []
-    done = {record["id"]: record for record in earlier if record["mode"] == mode}
+    done = settled(asked.out, mode)
     compiler = Compiler().quick() if asked.quick else Compiler()
     shown = []
     for entry in json.loads(asked.pairs.read_text()):

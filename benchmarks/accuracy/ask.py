@@ -94,6 +94,18 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def settled(path: Path | None, mode: str) -> dict[str, dict[str, Any]]:
+    """Lines of an earlier run in this mode by id, the last of each; a compile that broke off is tried again."""
+    found = {r["id"]: r for r in lines(path) if r["mode"] == mode} if path else {}
+    again = [n for n, r in found.items() if "problem" in r and not final(r["problem"])]
+    return {name: record for name, record in found.items() if name not in again}
+
+
+def final(problem: str) -> bool:
+    """Whether a problem is the compiler's answer."""
+    return "does not fit" in problem or "same program" in problem
+
+
 def append(path: Path | None, record: Mapping[str, Any]) -> None:
     """One more line, whole on the disk before the next row begins."""
     if path is None:

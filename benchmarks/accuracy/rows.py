@@ -260,7 +260,7 @@ def _layout(
     if strategy := re.search(r"strategy (ring|usp\w*)", text):
         raise _SkipError(f"context strategy {strategy[1]}: keys and values are gathered here")
     if "load balancing off" in text:
-        departures.append("the sequence in natural order there, in a balanced one here")
+        layout["context_order"] = "natural"
     if text.startswith("dot_product"):
         departures.append("plain attention there, a kernel here")
     if (other.get("num_vocab_tiling") or 1) > 1:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import rows as published
-from ask import append, forecast, lines
+from ask import append, forecast, lines, settled
 
 from systolic.aot import Compiler
 from systolic.core.store import cache_home
@@ -175,8 +175,7 @@ def main() -> None:
             )
         return
     mode = "quick" if asked.quick else "full"
-    earlier = lines(asked.out) if asked.out else []
-    done = {record["id"]: record for record in earlier if record["mode"] == mode}
+    done = settled(asked.out, mode)
     with tempfile.TemporaryDirectory() as empty:
         compiler = Compiler(root=Path(empty) if asked.fresh else cache_home())
         if asked.quick:

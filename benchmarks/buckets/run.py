@@ -16,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "accuracy"))
 import known
 import xla_flags
-from ask import append, forecast, lines
+from ask import append, forecast, settled
 
 from systolic.aot import Compiler
 from systolic.chips.flags import merged
@@ -89,8 +89,7 @@ def main() -> None:
     mode = "quick" if asked.quick else "full"
     compiler = Compiler().quick() if asked.quick else Compiler()
     flags = merged(xla_flags.recipe(), xla_flags.offloaded(("reduce_scatter", "all_reduce")))
-    earlier = lines(asked.out) if asked.out else []
-    done = {record["id"]: record for record in earlier if record["mode"] == mode}
+    done = settled(asked.out, mode)
     records = json.loads(asked.buckets.read_text())
     for key, chips in measured([r for r in records if r.get("model") == "qwen3-8b"]).items():
         name = f"qwen3-8b-v6e8-s{key[0]}-bs{key[1]}{'-scan' if key[2] else ''}"

@@ -176,6 +176,16 @@ def test_errors_by_hand(tmp_path: Path) -> None:
     assert [r["id"] for r in ask.lines(path)] == ["a", "b", "c"]
 
 
+def test_what_broke_off_is_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for name, problem in (("a", "the compiler died of SIGTERM"), ("b", "does not fit: 2 of 1 GiB")):
+        ask.append(path, {"id": name, "mode": "quick", "problem": problem})
+    ask.append(path, {"id": "c", "mode": "quick", "error": 0.1})
+    ask.append(path, {"id": "d", "mode": "full", "error": 0.1})
+    assert list(ask.settled(path, "quick")) == ["b", "c"]
+    assert ask.settled(None, "quick") == {}
+
+
 def _pair(name: str) -> Any:
     return pairs.pair_of(next(record for record in PAIRS if record["id"] == name))
 

@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as mask_lib
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info_lib
 
-from systolic.job import Layout
+from systolic.job import ContextOrder, Layout
 from systolic.models.attention import Kernel, attention, choose_kernel
 from systolic.models.order import Order, balanced
 from systolic.models.splash import (
@@ -203,8 +203,10 @@ def test_arranging_and_restoring_are_inverse() -> None:
 
 
 def test_which_sequences_are_balanced() -> None:
-    def over(context: int, platform: str) -> MeshTarget:
-        layout = Layout(fsdp=1, context=context)
+    def over(
+        context: int, platform: str, order: ContextOrder = ContextOrder.balanced
+    ) -> MeshTarget:
+        layout = Layout(fsdp=1, context=context, context_order=order)
         mesh = jax.sharding.AbstractMesh(
             tuple(layout.mesh_shape.values()), tuple(layout.mesh_shape)
         )
@@ -216,6 +218,7 @@ def test_which_sequences_are_balanced() -> None:
     assert balanced(over(2, "cpu"), 34) is None
     assert balanced(over(2, "gpu"), 512) is None
     assert balanced(over(1, "tpu"), 512) is None
+    assert balanced(over(2, "tpu", ContextOrder.natural), 512) is None
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])

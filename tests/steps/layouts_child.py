@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import replace
 
-from systolic.job import Layout
+from systolic.job import ContextOrder, Layout
 from systolic.job.layout import Remat
 from systolic.models.decoder.config import Decoder
 from tests.steps import tiny
@@ -18,6 +18,7 @@ DENSE = {
     "fsdp-tensor": Layout(fsdp=4, tensor=2),
     "fsdp-context": Layout(fsdp=4, context=2),
     "data-fsdp-tensor-accumulate": Layout(data=2, fsdp=2, tensor=2, accumulate=2),
+    "fsdp-context-natural": Layout(fsdp=4, context=2, context_order=ContextOrder.natural),
     "pipeline-context": Layout(pipeline=2, fsdp=2, context=2),
     "pipeline-fsdp-tensor": Layout(pipeline=2, fsdp=2, tensor=2),
     "context-tensor-fsdp": Layout(context=2, tensor=2, fsdp=2),

@@ -56,6 +56,15 @@ class Placement(enum.Enum):
     """Each axis takes a compact block, the innermost first, so that a short axis has links in two or three directions."""
 
 
+class ContextOrder(enum.Enum):
+    """How the tokens of a causal decoder lie over the context axis."""
+
+    balanced = "balanced"
+    """Each device holds a piece of the start and one of the end, so that attention is equal work for all."""
+    natural = "natural"
+    """One piece after the other: the device with the end of the sequence does nearly twice the mean work of attention."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """Mesh axes and memory policies.
@@ -80,6 +89,8 @@ class Layout:
     """The axis that crosses slices when there are several (data, pipeline or fsdp)."""
     placement: Placement = Placement.lines
     """Where the axes lie on a TPU's torus."""
+    context_order: ContextOrder = ContextOrder.balanced
+    """Which tokens the devices of the context axis hold."""
     microbatches: Annotated[int, NOT_NEGATIVE] = 0
     """Microbatches in flight per pipeline pass; 0 means two per stage."""
     accumulate: Annotated[int, COUNT] = 1

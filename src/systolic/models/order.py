@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from systolic.job import Target
+from systolic.job import ContextOrder, Target
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,9 @@ def balanced(target: Target, sequence: int) -> Order | None:
     """
     ways = target.layout.context
     multiple = 2 * ways * (128 if target.platform == "tpu" else 1)
-    if ways == 1 or target.platform == "gpu" or sequence % multiple:
+    if ways == 1 or target.layout.context_order is ContextOrder.natural:
+        return None
+    if target.platform == "gpu" or sequence % multiple:
         return None
     return Order(ways)
 
