@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pairs as published
-from ask import append, forecast, lines, settled  # of benchmarks/accuracy, whose folder pairs adds
+from ask import (
+    append,
+    fitting,
+    forecast,
+    lines,
+    settled,
+    tiled,
+)  # of benchmarks/accuracy, whose folder pairs adds
 from rows import half
 
 from systolic.aot import Compiler
@@ -39,8 +46,14 @@ def answer(pair: published.Pair, compiler: Compiler, mode: str) -> dict[str, Any
         "departures": list(pair.after.departures),
     }
     seconds = []
+    narrow = False  # both sides with whole logits, or both with tiles
     for name, side in (("before", pair.before), ("after", pair.after)):
-        made = forecast(side.options(), side.flags, side.slice, compiler)
+        options = tiled(side.options()) if narrow else side.options()
+        ask = fitting if name == "before" else forecast
+        made = ask(options, side.flags, side.slice, compiler)
+        if made.pop("tiled", False):
+            narrow = True
+            record["departures"].append("a loss in tiles, since whole logits do not fit here")
         if "dropped" in made:
             record["departures"].append(
                 f"flags unknown to this libtpu: {' '.join(made['dropped'])}"

@@ -60,6 +60,25 @@ def forecast(
             }
 
 
+TILES = 8
+"""Of a loss that is made to fit."""
+
+
+def fitting(
+    options: Mapping[str, Any], flags: Sequence[str], on_slice: str, compiler: Compiler
+) -> dict[str, Any]:
+    """:func:`forecast`; where the program does not fit with whole logits, with a loss in tiles, ``tiled`` then."""
+    made = forecast(options, flags, on_slice, compiler)
+    if "does not fit" not in made.get("problem", "") or options["layout"].get("loss_tiles", 1) > 1:
+        return made
+    return forecast(tiled(options), flags, on_slice, compiler) | {"tiled": True}
+
+
+def tiled(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The same options with a loss in tiles."""
+    return {**options, "layout": {**options["layout"], "loss_tiles": TILES}}
+
+
 def buckets(timeline: Timeline) -> dict[str, float]:
     """Seconds of a step by what the core does: kernels, matmuls, the rest of its work, and waiting."""
     found = dict.fromkeys(("matmul", "attention", "elementwise"), 0.0)

@@ -16,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "accuracy"))
 import known
 import xla_flags
-from ask import append, forecast, settled
+from ask import append, fitting, settled
 
 from systolic.aot import Compiler
 from systolic.chips.flags import merged
@@ -94,7 +94,7 @@ def main() -> None:
     for key, chips in measured([r for r in records if r.get("model") == "qwen3-8b"]).items():
         name = f"qwen3-8b-v6e8-s{key[0]}-bs{key[1]}{'-scan' if key[2] else ''}"
         if name not in done:
-            made = forecast(options_of(key), flags, "v6e:2x4", compiler)
+            made = fitting(options_of(key), flags, "v6e:2x4", compiler)
             done[name] = {"id": name, "mode": mode, "measured": chips, **made}
             append(asked.out, done[name])
         show(done[name])

@@ -65,7 +65,7 @@ def test_changes_add_to_the_flags_that_are_set(given: str) -> None:
 def test_what_a_plan_has_tuned_is_not_advised_again() -> None:
     on = slice("v6e-8")
     facts = facts_of(decoder_job())
-    tuned = joined(*(one for one in SETS if one.name in ("v6e-dense", "widest-vmem")))
+    tuned = joined(*(one for one in SETS if one.name in ("v6e-dense", "whole-gathers")))
     base = base_of(facts, on, merged(resolved("", on.chip), tuned.flags))
     assert not [change for change in changes(facts, base) if change.text.startswith("flags")]
 

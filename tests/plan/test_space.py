@@ -3,6 +3,7 @@
 import pytest
 
 from systolic.chips import slice
+from systolic.chips.flags import shared_flags
 from systolic.job import Axis, Batch, Job, Layout, Precision, Remat
 from systolic.models.decoder.config import Decoder
 from systolic.plan import Freedom
@@ -128,9 +129,17 @@ def test_times_are_read() -> None:
 def test_another_value_of_what_was_chosen_is_not_tried_on_top() -> None:
     on = slice("v6e-256")
     by_name = {one.name: one for one in sets_for(on)}
-    assert {"widest-vmem", "wide-vmem"} <= set(by_name)
-    both = joined(by_name["v6e-dense"], by_name["widest-vmem"])
+    both = joined(by_name["v6e-dense"], by_name["whole-gathers"])
     left = {one.name for one in sets_for(on, base=both)}
-    assert not {"v6e-dense", "widest-vmem", "wide-vmem"} & left
+    assert not {"v6e-dense", "whole-gathers"} & left
     # A set of many flags leaves the single ones to be tried.
-    assert "widest-vmem" in {one.name for one in sets_for(on, base=by_name["v6e-dense"])}
+    assert "whole-gathers" in {one.name for one in sets_for(on, base=by_name["v6e-dense"])}
+
+
+def test_no_set_gives_fusions_another_share_of_vmem_than_chips_were_fastest_with() -> None:
+    """On v6e 64, 80 and 128 MiB were measured 4.4, 1.7 and 2.0 to 2.8 % slower than 96."""
+    limit = "--xla_tpu_scoped_vmem_limit_kib="
+    for name in ("v6e-8", "v6e-256", "tpu7x-8"):
+        shared = {flag.text for flag in shared_flags(slice(name).chip)}
+        tried = [flag for one in sets_for(slice(name), offloads=True) for flag in one.flags]
+        assert {flag for flag in tried if flag.startswith(limit)} <= shared

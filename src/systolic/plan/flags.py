@@ -71,18 +71,6 @@ SETS: Sequence[FlagSet] = (
         most_chips=64,  # of the planned rows of benchmarks/plan it helped on up to 16 chips
     ),
     FlagSet(
-        name="widest-vmem",
-        flags=("--xla_tpu_scoped_vmem_limit_kib=122880",),
-        why="fifteen sixteenths of VMEM for a fusion: published v6e recipes for long sequences use it",
-        generations=("v6e",),
-    ),
-    FlagSet(
-        name="wide-vmem",
-        flags=("--xla_tpu_scoped_vmem_limit_kib=65536",),
-        why="fusions may keep half of the 128 MiB of VMEM for themselves, so that large matmuls reload less",
-        generations=("v6e", "tpu7x"),
-    ),
-    FlagSet(
         name="async-gather",
         flags=_ASYNC,
         why="weight gathers run beside matmuls, several steps long",
