@@ -10,6 +10,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "accuracy"))
 import known
 import xla_flags
+from rows import narrow
 
 from systolic.chips import slice
 from systolic.chips.flags import merged
@@ -38,6 +39,8 @@ class Setting:
     """Rows per device."""
     layout: Mapping[str, Any]
     flags: tuple[str, ...] = ()
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """Options of what weights and optimizer state are kept in."""
     departures: tuple[str, ...] = field(default=())
 
     def options(self) -> dict[str, Any]:
@@ -49,6 +52,7 @@ class Setting:
             "batch": rows,
             "layout": dict(self.layout),
             "precision": "bf16",
+            **self.state,
         }
 
 
@@ -112,6 +116,9 @@ def base_of(record: Mapping[str, Any]) -> Setting:
     departures: list[str] = []
     on = _slice(record)
     layout = _layout(text, on, departures)
+    # The runs of Qwen3 and Gemma 4 in JAX and torchax keep weights and optimizer state in bf16, the others in f32.
+    bf16 = re.search(r"qwen3-8b JAX|gemma4", text) and "f32 master" not in text
+    state = narrow("bfloat16" if bf16 else None, departures)
     return Setting(
         model=_model(sizes),
         slice=on,
@@ -119,6 +126,7 @@ def base_of(record: Mapping[str, Any]) -> Setting:
         batch=_batch(text, on, departures),
         layout=layout,
         flags=_flags(text),
+        state=state,
         departures=tuple(departures),
     )
 

@@ -5,11 +5,12 @@ What a rule can't say becomes a :class:`Skipped` with its reason; what it says o
 """
 
 import hashlib
+import inspect
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import xla_flags
 
 from systolic.chips import slice
 from systolic.core.errors import SystolicError
+from systolic.models.decoder.config import Decoder
+from systolic.recipes.lm import lm
 
 HERE = Path(__file__).parent
 PUBLISHED = HERE / "published.json"
@@ -131,6 +134,7 @@ def _row(record: Mapping[str, Any]) -> Row:
             "layout": layout,
             "precision": _precision(record, departures),
             **_optimizer(record),
+            **narrow(record.get("weight_dtype"), departures),
         },
         flags=xla_flags.stated(record.get("xla_flags") or "", departures),
         departures=tuple(departures),
@@ -179,13 +183,27 @@ def _model(record: Mapping[str, Any], departures: list[str]) -> dict[str, Any]:
     }
     if experts > 1:
         model["capacity_factor"] = _capacity(record, arch, departures)
-    if arch.get("sliding_window") or "window" in str(arch.get("attention_type") or ""):
-        departures.append("windowed layers attend to all tokens here")
     if "parallel attention" in activation:
         departures.append("attention and MLP one after the other here, side by side there")
-    if arch.get("logit_softcap"):
+    return model | _attention(arch, departures)
+
+
+def _attention(arch: Mapping[str, Any], departures: list[str]) -> dict[str, Any]:
+    """Windows and caps, where this version's decoder has them."""
+    ours = {one.name for one in fields(Decoder)}
+    text = f"{arch.get('attention_pattern') or ''} {arch.get('attention_type') or ''}"
+    window = arch.get("sliding_window") or _number(r"window (\d+)", text)
+    found: dict[str, Any] = {}
+    if window and "window" in ours:
+        local = _number(r"(\d+) local", text)
+        found |= {"window": int(window), "global_every": (local or 5) + 1}
+    elif window:
+        departures.append("windowed layers attend to all tokens here")
+    if (cap := arch.get("logit_softcap")) and "logit_cap" in ours:
+        found["logit_cap"] = float(cap)
+    elif cap:
         departures.append("no cap on logits here")
-    return model
+    return found
 
 
 def _capacity(record: Mapping[str, Any], arch: Mapping[str, Any], departures: list[str]) -> float:
@@ -199,8 +217,6 @@ def _capacity(record: Mapping[str, Any], arch: Mapping[str, Any], departures: li
 
 def _precision(record: Mapping[str, Any], departures: list[str]) -> str:
     rounded = str(record.get("quantization") or "")
-    if "bfloat16" in str(record.get("weight_dtype") or "")[:8]:
-        departures.append("weights and optimizer state in bf16 there, f32 here")
     if not rounded:
         return "bf16"
     departures.append(f"{rounded}: here Qwix, scaled per channel, attention and logits in bf16")
@@ -216,6 +232,16 @@ def _optimizer(record: Mapping[str, Any]) -> dict[str, Any]:
     text = str(record.get("optimizer") or "").lower()
     kind = next((name for name in rules if text.startswith(name)), None)
     return {} if kind is None else {"optimizer": {"kind": kind}}
+
+
+def narrow(dtype: str | None, departures: list[str]) -> dict[str, Any]:
+    """Options of weights, gradients and optimizer state in bf16, where this version's recipe has them."""
+    if not str(dtype or "").startswith("bfloat16"):
+        return {}
+    if "dtypes" in inspect.signature(lm).parameters:
+        return {"dtypes": dict.fromkeys(("parameters", "gradients", "moments"), "bf16")}
+    departures.append("weights and optimizer state in bf16 there, f32 here")
+    return {}
 
 
 def _mlp(text: str) -> str:

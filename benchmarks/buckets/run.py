@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "accuracy"))
 import known
 import xla_flags
 from ask import append, fitting, settled
+from rows import narrow
 
 from systolic.aot import Compiler
 from systolic.chips.flags import merged
@@ -77,6 +78,7 @@ def options_of(key: Key) -> dict[str, Any]:
         "batch": 8 * rows,
         "layout": layout | {"loss_tiles": 8 if scanned else 1},
         "precision": "bf16",
+        **narrow("bfloat16", []),
     }
 
 
