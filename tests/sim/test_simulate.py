@@ -10,6 +10,7 @@ from systolic.hlo.loops import trip_count
 from systolic.sim import Resource, Span, Timeline, simulate
 from systolic.sim.asynchronous import COLLECTIVES
 from systolic.sim.calibration import Calibration
+from systolic.sim.estimate import F32_OPERANDS, slowdown_of
 from systolic.sim.rates import rates_of
 from systolic.sim.simulate import TURN_SECONDS, _Order
 from tests.recorded import hlo as recorded
@@ -29,13 +30,17 @@ def of(timeline: Timeline, name: str, lane: str = "core") -> Span:
     return found
 
 
+# What is sorted takes the compiler's cycles as they are, whatever its bytes and FLOPs allow.
 COMPUTE = f"""\
 %compute (p: f32[1024,1024]) -> f32[1024,1024] {{
   %p = {BIG} parameter(0)
-  ROOT %n = {BIG} dot(%p, %p), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  ROOT %n = {BIG} sort(%p), dimensions={{1}}
 }}
 
 """
+MATMUL = COMPUTE.replace(
+    "sort(%p), dimensions={1}", "dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+)
 
 
 def busy(name: str, operand: str, cycles: int) -> str:
@@ -46,6 +51,20 @@ def test_cycles_are_seconds_of_the_clock() -> None:
     timeline = run(f"  %x = {BIG} parameter(0)\n" + busy("f", "x", 150_000), COMPUTE)
     assert timeline.seconds == pytest.approx(150_000 / 1.5e9)
     assert timeline.origin is Origin.simulated
+
+
+def test_a_matmul_takes_its_cycles_within_what_its_units_need() -> None:
+    def seconds(cycles: int) -> float:
+        return run(f"  %x = {BIG} parameter(0)\n" + busy("f", "x", cycles), MATMUL).seconds
+
+    rates = rates_of(slice("v5e-4"))
+    slow = slowdown_of("v5e")
+    # Read once, written once.
+    memory = slow.memory * 2 * 2**22 / rates.hbm
+    matrix = slow.matrix * F32_OPERANDS * 2 * 1024**3 / rates.peak("bf16")
+    assert seconds(20_000) == pytest.approx(20_000 / 1.5e9)
+    assert seconds(1_000) == pytest.approx(memory)
+    assert seconds(10_000_000) == pytest.approx(matrix + slow.unhidden * memory, rel=0.01)
 
 
 def test_a_sentinel_is_no_estimate() -> None:
@@ -99,7 +118,7 @@ THREADED = f"""\
   %q.1 = {BIG} parameter(1)
   %u.1 = u32[]{{:S(2)}} parameter(2)
   %x.1 = {BIG} parameter(3)
-  %n.1 = {BIG} dot(%x.1, %x.1), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  %n.1 = {BIG} sort(%x.1), dimensions={{1}}
   %g.1 = {BIG} all-gather(%p.1), {GATHER}, frontend_attributes={{chain_id="0"}}
   ROOT %t.1 = ({BIG}, {PART}, {BIG}, u32[]{{:S(2)}}) tuple(%n.1, %p.1, %g.1, %u.1)
 }}

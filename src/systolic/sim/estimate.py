@@ -1,21 +1,22 @@
-"""Seconds of an op that the compiler gave no cycles: a schedule without generated code has none.
+"""Seconds of an op by what the units of a TensorCore have to do for it.
 
-A matmul takes its matrix time and what of its memory or vector work does not hide under it, each at
-a slowdown over the catalogue's rate, fitted to the cycles of whole compiles
-(benchmarks/accuracy/fit_estimates.py); the slowdowns stand for the compiler, not for a chip. An op
-without a matmul takes its bytes at the effective rate of the memory, or its vector work.
+A fusion loads and stores windows of its arrays beside the work on them: it takes the longest of its matrix,
+memory and vector time, each at the rate that chips were measured to reach, and a part of the next longest
+for the windows at its ends. The rates are fitted to measured operations (benchmarks/operations).
 """
 
+import math
+import re
 import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from systolic.hlo import Computation, Instruction, Module, Shape
-from systolic.sim.kernels import vector_rate
+from systolic.sim.kernels import cores, vector_rate
 from systolic.sim.rates import Rates
 from systolic.sim.traffic import UPDATES, update_of
-from systolic.sim.work import Work
+from systolic.sim.work import WIDTHS, Work
 
 _OPS = {
     "exponential": 4,
@@ -34,6 +35,7 @@ _OPS = {
     "cosine": 15,
 }
 """Vector operations an element; 1 for what is not here. Rough counts of the polynomials; the fit scales them all."""
+_DIM = re.compile(r"\d+")
 _NONE = frozenset(
     (
         "parameter",
@@ -52,29 +54,36 @@ _NONE = frozenset(
 )
 
 
-HBM_SHARE = 0.81
-"""Of the catalogue's HBM rate that an op which only moves and maps data reaches: 660 of v5e's 819 GB/s is
-the effective rate in the compiler's own cost model."""
-TRANSPOSE_SHARE = 0.5
-"""The same for a copy that changes the fastest dim, which passes through the cross-lane units. Assumed."""
+F32_OPERANDS = 1.2
+"""Further slowdown of a matmul at the default precision whose operands are f32: they are twice as many
+registers, and rounded on their way to the matrix units. The backward pass of losses on TPU7x."""
+LANE_CYCLES = 1.6
+"""Of the cross-lane units for each register that is reduced over its lanes, or filled with one value a row:
+normalizations over 128 lanes on TPU7x, at 2.2 to 2.6 cycles with all other work in them."""
+_LANES = 128
+_REGISTER = 1024
+"""Elements of a register of 8 x 128, 32 bits each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slowdown:
-    """Of a matmul and what is fused into it: seconds over seconds at the catalogue's rates.
-
-    matrix x matrix seconds + the larger of memory x memory seconds and vector x vector seconds.
-    """
+    """Measured seconds over seconds at the catalogue's rates."""
 
     matrix: float
+    """Of the matrix units at their peak, which large matmuls reach."""
     memory: float
+    """Of HBM, where a fusion passes over its arrays in order."""
     vector: float
+    """Of lanes x ALUs x clock at the operation counts used here."""
+    unhidden: float
+    """Part of the shorter one of memory and compute that the longer one does not hide: the windows at a
+    fusion's ends."""
 
 
 @cache
 def _fitted() -> dict[str, Slowdown]:
     table = tomllib.loads((Path(__file__).parent / "estimates.toml").read_text())
-    return {name: Slowdown(**row) for name, row in table.items()}
+    return {name: Slowdown(**{**table["all"], **row}) for name, row in table.items()}
 
 
 def slowdown_of(generation: str) -> Slowdown:
@@ -83,43 +92,61 @@ def slowdown_of(generation: str) -> Slowdown:
     return fitted.get(generation, fitted["all"])
 
 
-def estimate(
-    module: Module, computation: Computation, instruction: Instruction, work: Work, rates: Rates
-) -> float:
-    """Seconds of an op on a TensorCore."""
-    matrix, memory, vector, transposed = parts(module, computation, instruction, work, rates)
-    if matrix:
-        slow = slowdown_of(rates.chip.name)
-        product = slow.matrix * matrix
-        beside = max(slow.memory * memory, slow.vector * vector)
-        # A fusion that may keep more of its operands loads and stores beside its product.
-        return product + beside - rates.held * min(product, beside)
-    slow = slowdown_of("all")
-    share = TRANSPOSE_SHARE if transposed else HBM_SHARE
-    return max(memory / share, slow.vector * vector)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """Seconds of an op on each unit, at the catalogue's rates."""
+
+    matrix: float
+    memory: float
+    vector: float
+    """Vector and cross-lane units."""
+    f32: bool = False
+    """Whether it is a matmul of f32 operands in one pass."""
 
 
-def parts(
+def taken(parts: Parts, slow: Slowdown) -> float:
+    """Seconds of an op: the longest of its parts, and the windows at its ends."""
+    matrix = slow.matrix * parts.matrix * (F32_OPERANDS if parts.f32 else 1.0)
+    compute = max(matrix, slow.vector * parts.vector)
+    moving = slow.memory * parts.memory
+    return max(compute, moving) + slow.unhidden * min(compute, moving)
+
+
+def told(cycles: float, parts: Parts, slow: Slowdown) -> float:
+    """Seconds of an op for which the compiler has an estimate, ``cycles`` in seconds.
+
+    The compiler assumes a quarter to a half of the memory's rate for each array, and on v5p and v6e more vector
+    work than chips need, so its cycles are taken where they are below :func:`taken`: they know how a
+    shape suits the units. A matmul takes no less than its units at their best.
+    """
+    seconds = min(taken(parts, slow), cycles)
+    return max(seconds, parts.matrix, slow.memory * parts.memory) if parts.matrix else seconds
+
+
+def matrix_seconds(work: Work, rates: Rates) -> float:
+    """Seconds of the matrix units at their peak, with what their width leaves idle."""
+    return work.matrix((rates.chip.mxu_shape or WIDTHS)[0]) / rates.peak(work.dtype)
+
+
+def parts_of(
     module: Module, computation: Computation, instruction: Instruction, work: Work, rates: Rates
-) -> tuple[float, float, float, float]:
-    """Seconds at the catalogue's rates: matrix, memory, vector, and of elements that change lanes."""
-    rate = vector_rate(rates)
+) -> Parts:
+    """What an op has to do, in seconds at the catalogue's rates."""
     if instruction.opcode == "fusion":
-        operations = vector_operations(module, module.callee(instruction, "calls"))
+        inner = module.callee(instruction, "calls")
+        operations = vector_operations(module, inner)
+        registers = lane_registers(module, inner)
     else:
         operations = _of(computation, instruction)
+        registers = _crossing(computation, instruction)
         if instruction.opcode in UPDATES:
             operations *= _updated(computation, instruction)
-    transposed = 0
-    if instruction.opcode == "copy":
-        source = computation.operand_shapes(instruction)
-        if source and _fastest(source[0]) != _fastest(instruction.shape):
-            transposed = instruction.shape.elements
-    return (
-        work.flops * work.passes / rates.peak(work.dtype),
-        work.bytes / rates.hbm,
-        operations / rate,
-        transposed / rate,
+    crossing = LANE_CYCLES * registers / (rates.clock_hz * cores(rates))
+    return Parts(
+        matrix=matrix_seconds(work, rates),
+        memory=work.bytes / rates.hbm,
+        vector=operations / vector_rate(rates) + crossing,
+        f32=work.dtype == "f32" and work.passes == 1,
     )
 
 
@@ -139,6 +166,38 @@ def vector_operations(module: Module, computation: Computation) -> float:
             operations = _of(computation, instruction)
         total += operations * min(used.get(instruction.name, 0.0), fresh[instruction.name])
     return total
+
+
+def lane_registers(module: Module, computation: Computation) -> float:
+    """Registers that a fusion reduces over their lanes, or fills with one value a row."""
+    total = 0.0
+    for instruction in computation:
+        if instruction.opcode in ("fusion", "call"):
+            held = "calls" if instruction.opcode == "fusion" else "to_apply"
+            total += lane_registers(module, module.callee(instruction, held))
+        else:
+            total += _crossing(computation, instruction)
+    return total
+
+
+def _crossing(computation: Computation, instruction: Instruction) -> float:
+    """Registers of one reduction over, or broadcast along, the fastest dim.
+
+    Registers along that dim are combined before, or share the row's value.
+    """
+    named = [int(dim) for dim in _DIM.findall(instruction.attribute("dimensions") or "")]
+    if instruction.opcode == "reduce":
+        shape = next(computation.operand_shapes(instruction)[0].arrays())
+        crosses = bool(shape.dims) and _fastest(shape) in named
+    elif instruction.opcode == "broadcast":
+        shape = instruction.shape
+        crosses = bool(named) and _fastest(shape) not in named
+    else:
+        return 0.0
+    if not crosses:
+        return 0.0
+    along = -(-shape.dims[_fastest(shape)] // _LANES)
+    return math.prod(shape.padded_dims) / _REGISTER / along
 
 
 def _used(computation: Computation) -> dict[str, float]:

@@ -107,8 +107,12 @@ def vector_rate(rates: Rates) -> float:
     """f32 operations per second of a device's vector units: lanes x ALUs x clock."""
     chip = rates.chip
     rows, lanes = chip.vpu_shape or (8, 128)
-    cores = (chip.num_cores or 1) // (chip.devices_per_chip or 1)
-    return rows * lanes * (chip.vpu_alus_per_lane or 4) * max(cores, 1) * rates.clock_hz
+    return rows * lanes * (chip.vpu_alus_per_lane or 4) * cores(rates) * rates.clock_hz
+
+
+def cores(rates: Rates) -> int:
+    """TensorCores of a device: two with megacore."""
+    return max((rates.chip.num_cores or 1) // (rates.chip.devices_per_chip or 1), 1)
 
 
 def _attention(

@@ -1,11 +1,13 @@
 """Seconds of one op on a TensorCore, and the unit that bounds it."""
 
+import re
 from dataclasses import dataclass
 
 from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.calibration import Calibration
-from systolic.sim.estimate import estimate
+from systolic.sim.estimate import matrix_seconds, parts_of, slowdown_of, taken, told
 from systolic.sim.kernels import kernel_cost, vector_rate
+from systolic.sim.ragged import ragged_cost
 from systolic.sim.rates import Rates
 from systolic.sim.timeline import Resource
 from systolic.sim.work import work_of
@@ -75,16 +77,19 @@ def price(
         if root.target in FREE_TARGETS:
             return None
     work = work_of(module, computation, instruction)
-    matrix = work.flops * work.passes / rates.peak(work.dtype)
+    matrix = matrix_seconds(work, rates)
     memory = work.bytes / rates.hbm
     if instruction.target == "tpu_custom_call":
-        cost = kernel_cost(module, computation, instruction, rates)
+        cost = ragged_cost(computation, instruction, rates) or kernel_cost(
+            module, computation, instruction, rates
+        )
         if cost is not None:
             seconds = cost.seconds * calibration.factor("kernel")
             return Price(seconds, Resource.mxu, "kernel", cost.flops, work.bytes, cost.note)
         return Price(memory, Resource.hbm, "nothing", 0.0, work.bytes)
     cycles = instruction.cycles
-    if cycles is not None and (work.flops or not streams(module, instruction)):
+    in_order = streams(module, instruction)
+    if cycles is not None and not in_order:
         seconds = cycles / rates.clock_hz * calibration.factor("cycles" if work.flops else "vector")
         return Price(seconds, _bound(seconds, matrix, memory), "cycles", work.flops, work.bytes)
     touched = instruction.shape.padded_bytes + sum(
@@ -99,16 +104,15 @@ def price(
         return Price(max(seconds, memory), Resource.vpu, "rule", 0.0, work.bytes)
     if opcode == "custom-call":
         return Price(memory, Resource.hbm, "nothing", 0.0, work.bytes)
-    seconds = estimate(module, computation, instruction, work, rates)
-    if work.flops:
-        seconds *= calibration.factor("estimate")
-        return Price(seconds, _bound(seconds, matrix, memory), "estimate", work.flops, work.bytes)
-    # The compiler's cycles of an op that only moves and maps data assume a quarter of the memory's
-    # rate for each stream of it; steps measured on chips do not bear that out.
-    if cycles is not None:
-        seconds = min(seconds, cycles / rates.clock_hz)
-    seconds *= calibration.factor("memory")
-    return Price(seconds, _bound(seconds, matrix, memory), "bytes", 0.0, work.bytes)
+    parts = parts_of(module, computation, instruction, work, rates)
+    slow = slowdown_of(rates.chip.name)
+    if cycles is None:
+        seconds, by = taken(parts, slow), "estimate" if work.flops else "bytes"
+    else:
+        seconds = told(cycles / rates.clock_hz, parts, slow)
+        by = "cycles" if work.flops else "bytes"
+    seconds *= calibration.factor(by if work.flops else "memory")
+    return Price(seconds, _bound(seconds, matrix, memory), by, work.flops, work.bytes)
 
 
 _ADDRESSED = frozenset(
@@ -122,14 +126,30 @@ _ADDRESSED = frozenset(
         "custom-call",
     )
 )
+_SIZE = re.compile(r"size=([\dx]+)")
 
 
 def streams(module: Module, instruction: Instruction) -> bool:
     """Whether an op passes over its data in order; gathers, scatters and sorts do not."""
+    if instruction.opcode == "reduce-window":
+        return covers(instruction)
     if instruction.opcode != "fusion":
         return instruction.opcode not in _ADDRESSED
     held = module.callee(instruction, "calls")
     return all(streams(module, one) for one in held)
+
+
+def covers(window: Instruction) -> bool:
+    """Whether each result of a reduce-window is of a whole row: a reduction that is broadcast again.
+
+    The compiler writes a sum that all elements of the row subtract in this way.
+    """
+    found = _SIZE.search(window.attribute("window") or "")
+    sizes = [int(size) for size in found[1].split("x")] if found else []
+    dims = window.shape.dims
+    return len(sizes) == len(dims) and all(
+        size == 1 or size >= 2 * dim - 1 for size, dim in zip(sizes, dims, strict=True)
+    )
 
 
 def _bound(seconds: float, matrix: float, memory: float) -> Resource:

@@ -30,8 +30,6 @@ class Rates:
     """Per device, one way."""
     host: float
     """Per device, one way."""
-    held: float = 0.0
-    """Share of VMEM, beyond the compiler's default, that its flags let a fusion keep operands in."""
 
     def peak(self, dtype: str) -> float:
         """Peak of a matmul with operands of that HLO dtype; f32 runs as bf16 passes."""
@@ -48,20 +46,6 @@ COLLECTIVE_SECONDS = 5e-6
 all-gather that its formula puts at 3 us."""
 
 DCN_SHARE = 1.0
-
-
-SCOPED_BYTES = 16 * 2**20
-"""VMEM that a fusion may use when no flag says otherwise, on chips with 128 MiB of it (libtpu's default)."""
-_SCOPED = re.compile(r"--xla_tpu_scoped_vmem_limit_kib=(\d+)")
-
-
-def held_share(chip: Chip, flags: Sequence[str]) -> float:
-    """0 at the compiler's default limit of scoped VMEM, 1 where a fusion may use all of it."""
-    found = [int(match[1]) * 1024 for flag in flags if (match := _SCOPED.fullmatch(flag))]
-    whole = chip.vmem_bytes_per_core or 0
-    if not found or whole <= SCOPED_BYTES:
-        return 0.0
-    return min(max((found[-1] - SCOPED_BYTES) / (whole - SCOPED_BYTES), 0.0), 1.0)
 
 
 _STATE = re.compile(r"--xla_tpu_dvfs_p_state=(\d+)")
@@ -145,5 +129,4 @@ def rates_of(on: Slice, power_state: int | None = None, flags: Sequence[str] = (
         collective_seconds=chip.measured_all_gather_fixed_seconds or COLLECTIVE_SECONDS,
         dcn=dcn / devices,
         host=(chip.pcie_bytes_per_second_per_chip or 16e9) / devices,
-        held=held_share(chip, flags),
     )

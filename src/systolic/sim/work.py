@@ -1,7 +1,8 @@
 """What an instruction has to do: FLOPs of the matrix units, bytes of device memory."""
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from systolic.hlo import Computation, Instruction, Module, Shape
@@ -20,22 +21,32 @@ class Work:
     """HBM bytes read and written."""
     dtype: str = "bf16"
     """Of the matmul's operands."""
+    issued: tuple[float, float] = (0.0, 0.0)
+    """FLOPs that matrix units of 128 and of 256 rows and columns are busy for: passes counted, and contractions
+    and results that are narrower than a unit filled up."""
+
     passes: float = 1.0
-    """Passes of the matrix units: f32 operands at ``high`` and ``highest`` precision are split into bf16 parts."""
+    """Most passes of a matmul in it: f32 operands at ``high`` and ``highest`` precision are split into bf16 parts."""
+
+    def matrix(self, width: int) -> float:
+        """FLOPs that matrix units of that width are busy for; ``flops`` where nothing else is known."""
+        return max(self.issued[1 if width > WIDTHS[0] else 0], self.flops)
+
+
+WIDTHS = (128, 256)
+"""Rows and columns of a matrix unit: v2 to v5p, v6e and TPU7x."""
 
 
 def work_of(module: Module, computation: Computation, instruction: Instruction) -> Work:
     """FLOPs and HBM bytes; a fusion's are those of what it holds."""
     if instruction.opcode == "fusion":
         inner = module.callee(instruction, "calls")
-        flops, dtype, passed = _matmuls(module, inner)
-        moved = fusion_bytes(module, computation, instruction, inner)
-        return Work(flops, moved, dtype, passed / flops if flops else 1.0)
+        found = _matmuls(module, inner)
+        return replace(found, bytes=fusion_bytes(module, computation, instruction, inner))
     if instruction.opcode in ("convolution", "dot"):
         shapes = computation.operand_shapes(instruction)
         moved = plain_bytes(module, computation, instruction)
-        passes = _passes(instruction, shapes[0].dtype)
-        return Work(_multiply(instruction, shapes), moved, shapes[0].dtype, passes)
+        return replace(_matmul(instruction, shapes), bytes=moved)
     return Work(0.0, plain_bytes(module, computation, instruction))
 
 
@@ -50,21 +61,69 @@ def _passes(instruction: Instruction, dtype: str) -> float:
     return max(_PASSES.get(word.strip(), 1.0) for word in asked.strip("{}").split(","))
 
 
-def _matmuls(module: Module, computation: Computation) -> tuple[float, str, float]:
-    """FLOPs of a computation's matmuls, the operands' dtype, and the FLOPs of all their passes."""
-    total, dtype, passed = 0.0, "bf16", 0.0
+def _matmul(instruction: Instruction, operands: list[Shape]) -> Work:
+    """Of one convolution or dot: all passes, with what the units' width leaves idle."""
+    flops, passes = (
+        _multiply(instruction, operands),
+        _passes(instruction, operands[0].dtype),
+    )
+    depth, columns = _stationary(instruction, operands)
+    narrow, wide = (
+        flops * passes * _filled(depth, width) * _filled(columns, width) for width in WIDTHS
+    )
+    return Work(flops, dtype=operands[0].dtype, issued=(narrow, wide), passes=passes)
+
+
+def _filled(size: int, width: int) -> float:
+    """Whole units over the part of them that a dim fills."""
+    return -(-size // width) * width / max(size, 1)
+
+
+def _stationary(instruction: Instruction, operands: list[Shape]) -> tuple[int, int]:
+    """Contracted elements and columns of the operand that the units hold.
+
+    A window that meets several inputs for an output is contracted too; the units are taken to be filled there.
+    """
+    if instruction.opcode == "dot":
+        held = operands[1]
+        contracted = _dims(instruction, "rhs_contracting_dims")
+        batch = _dims(instruction, "rhs_batch_dims")
+        depth = math.prod(held.dims[dim] for dim in contracted)
+        return depth, max(held.elements // max(depth, 1), 1) // max(
+            math.prod(held.dims[dim] for dim in batch), 1
+        )
+    labels = instruction.attribute("dim_labels") or ""
+    kernel = labels.partition("_")[2].partition("->")[0]
+    window = dict(_WINDOW.findall((instruction.attribute("window") or "{}").strip("{}")))
+    if "size" in window and "lhs_dilate" not in window and "rhs_dilate" not in window:
+        return WIDTHS[-1], WIDTHS[-1]
+    held = operands[1].dims
+    return held[kernel.index("i")], held[kernel.index("o")]
+
+
+def _dims(instruction: Instruction, attribute: str) -> list[int]:
+    return [int(dim) for dim in re.findall(r"\d+", instruction.attribute(attribute) or "{}")]
+
+
+def _matmuls(module: Module, computation: Computation) -> Work:
+    """Of all matmuls of a computation; the dtype is that of the last one's operands."""
+    total = Work()
     for instruction in computation:
         if instruction.opcode in ("convolution", "dot"):
-            shapes = computation.operand_shapes(instruction)
-            flops = _multiply(instruction, shapes)
-            dtype = shapes[0].dtype
-            total, passed = total + flops, passed + flops * _passes(instruction, dtype)
+            more = _matmul(instruction, computation.operand_shapes(instruction))
         elif instruction.opcode in ("fusion", "call"):
             held = "calls" if instruction.opcode == "fusion" else "to_apply"
-            more, of, times = _matmuls(module, module.callee(instruction, held))
-            if more:
-                total, dtype, passed = total + more, of, passed + times
-    return total, dtype, passed
+            more = _matmuls(module, module.callee(instruction, held))
+        else:
+            continue
+        if more.flops:
+            total = Work(
+                total.flops + more.flops,
+                dtype=more.dtype,
+                issued=(total.issued[0] + more.issued[0], total.issued[1] + more.issued[1]),
+                passes=max(total.passes, more.passes),
+            )
+    return total
 
 
 def _multiply(instruction: Instruction, operands: list[Shape]) -> float:

@@ -1,0 +1,117 @@
+"""Matmuls, dense and ragged, copies and collectives in plain operations."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from arrays import array, like
+from jax.sharding import PartitionSpec
+
+Spread = tuple[Mapping[str, int], Any]
+"""A mesh and the partitions of the arguments."""
+
+
+def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    return a @ b
+
+
+def matmul_relu(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jax.nn.relu(a @ b)
+
+
+def copy(x: jax.Array) -> jax.Array:
+    return jnp.copy(x)
+
+
+def ragged(
+    left: jax.Array, right: jax.Array, sizes: jax.Array, *, dims: Any, dtype: Any
+) -> jax.Array:
+    made = jax.lax.ragged_dot_general(
+        left,
+        right,
+        group_sizes=sizes,
+        ragged_dot_dimension_numbers=dims,
+        precision=(jax.lax.Precision.DEFAULT, jax.lax.Precision.DEFAULT),
+        preferred_element_type=jnp.float32,
+    )
+    return made.astype(dtype)
+
+
+def _ragged(row: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]] | None:
+    shapes = row["shapes"]
+    if shapes["precision"] != ["DEFAULT", "DEFAULT"]:
+        return None
+    left, right = array(shapes["lhs"]), array(shapes["rhs"])
+    sizes = like((shapes["groups"]["num_groups"],), jnp.int32)
+    contracted, groups = {
+        "lhs[m,k] x rhs[g,k,n]": (([1], [1]), [0]),
+        "lhs[m,k] x rhs[g,n,k]^T": (([1], [2]), [0]),
+        "ragged contraction (dW)": (([0], [0]), []),
+    }[shapes["mode"]]
+    dims = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(contracted, ([], [])),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=groups,
+    )
+    return partial(ragged, dims=dims, dtype=left.dtype), (left, right, sizes)
+
+
+def gathered(x: jax.Array) -> jax.Array:
+    return jax.lax.all_gather(x, "devices", tiled=True)
+
+
+def summed(x: jax.Array) -> jax.Array:
+    return jax.lax.psum(x, "devices")
+
+
+def shifted(x: jax.Array, *, size: int) -> jax.Array:
+    return jax.lax.ppermute(x, "devices", [(i, (i + 1) % size) for i in range(size)])
+
+
+def mapped(function: Any, *, spec: Any, out: Any) -> Any:
+    """``function`` of each device's part, on the mesh that is set."""
+
+    def call(x: jax.Array) -> jax.Array:
+        return jax.shard_map(function, in_specs=spec, out_specs=out, check_vma=False)(x)
+
+    return call
+
+
+def program(row: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]] | None:
+    """Function and abstract arguments of a row; None where it is not expressed."""
+    what, shapes = row["what"], row["shapes"]
+    if what == "grouped_matmul":
+        return _ragged(row)
+    if what.startswith("matmul"):
+        if "pallas" in str(shapes.get("implementation", "")):
+            return None
+        if not str(shapes.get("dtype")).startswith("bf16"):
+            return None
+        a = like((shapes["m"], shapes["k"]), jnp.bfloat16)
+        b = like((shapes["k"], shapes["n"]), jnp.bfloat16)
+        return matmul_relu if "relu" in what else matmul, (a, b)
+    if what.startswith("HBM copy"):
+        # The benchmark's bytes are of the array; rows of 1,024 lanes lie without padding.
+        return copy, (like((shapes["bytes"] // 2048, 1024), jnp.bfloat16),)
+    return None
+
+
+def spread(row: Mapping[str, Any], size: int) -> tuple[Any, tuple[Any, ...], Spread] | None:
+    """A collective over all devices of a slice; None where it is not expressed."""
+    what, shapes = row["what"], row["shapes"]
+    whole, split = PartitionSpec(), PartitionSpec("devices")
+    mesh = {"devices": size}
+    if what == "all-gather" and shapes.get("participants") == size:
+        x = array(shapes["in_shape"])
+        given = like((x.shape[0] * size, *x.shape[1:]), x.dtype)
+        return mapped(gathered, spec=split, out=whole), (given,), (mesh, (split,))
+    if what == "all-reduce" and str(shapes.get("replica_groups")) == f"one group of {size}":
+        return mapped(summed, spec=whole, out=whole), (array(shapes["shape"]),), (mesh, (whole,))
+    if what.startswith("collective-permute"):
+        count = shapes["bytes_per_device"] // 2
+        given = like((size, max(count // 128, 1), 128), jnp.bfloat16)
+        function = partial(shifted, size=size)
+        return mapped(function, spec=split, out=split), (given,), (mesh, (split,))
+    return None

@@ -1,0 +1,120 @@
+"""Measured operations: which are judged, and which half each belongs to."""
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attention
+import layers
+import losses
+import products
+
+from systolic.chips import slice
+
+LEAST_SECONDS = 30e-6
+"""Shorter rows are not judged: times have a resolution of 1 us."""
+SLICES = {"v4": "v4-8", "v5e": "v5e-1", "v5p": "v5p-8", "v6e": "v6e-1", "tpu7x": "tpu7x-2"}
+"""The smallest slice of a generation; a program without a mesh runs whole on each device of it."""
+PLAIN = ("xla", "xla_chunked", None)
+_MAKERS = {
+    "attention": attention.program,
+    "attention_vjp": attention.program,
+    "linear_softmax_cross_entropy": losses.program,
+    "linear_softmax_cross_entropy_vjp": losses.program,
+    "layer_norm": layers.program,
+    "layer_norm_vjp": layers.program,
+    "gated_linear_unit": layers.program,
+    "triangle_multiplication": layers.program,
+}
+_COLLECTIVES = {
+    ("all-gather", "tpu7x"): "tpu7x-8",
+    ("all-reduce", "tpu7x"): "tpu7x:2x2x4",
+    ("collective-permute (one hop)", "v5p"): "v5p-8",
+    ("collective-permute (one hop)", "v6e"): "v6e-8",
+}
+
+Row = Mapping[str, Any]
+
+
+def read(path: Path) -> list[Row]:
+    """Rows of a JSON list, or of JSON lines."""
+    text = path.read_text()
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+
+def judged(row: Row) -> bool:
+    """Whether a row has a time that its resolution allows to judge by, and a program of plain operations."""
+    seconds = row.get("measured_seconds")
+    return (
+        seconds is not None
+        and seconds >= LEAST_SECONDS
+        and row.get("generation") in SLICES
+        and row.get("implementation") in PLAIN
+        and row.get("confidence", "A") in ("A", "B", "C")
+    )
+
+
+def kind_of(row: Row) -> str:
+    """What a row is, with how it was made where that is not plain."""
+    made = row.get("implementation")
+    text = row["what"].split(" (")[0]
+    return f"{text} chunked" if made == "xla_chunked" else text
+
+
+def half_of(row: Row) -> str:
+    """``fit`` or ``judge``: by kind, generation and shapes, so that copies of a program share a half.
+
+    What is returned beside the result and the dtype bf16 or f16 make no other program of it.
+    """
+    shapes = {k: v for k, v in row["shapes"].items() if k not in ("return_residuals", "reduction")}
+    text = json.dumps([row["what"], shapes], sort_keys=True).replace("bf16", "f16")
+    return "judge" if hashlib.sha256(text.encode()).digest()[0] % 2 else "fit"
+
+
+def program_of(row: Row, num_devices: int) -> tuple[Any, tuple[Any, ...], Any] | None:
+    """Function, abstract arguments, and mesh with partitions or None; None where it is not expressed."""
+    complete = {"notes": "", "implementation": None, "config": None} | dict(row)
+    try:
+        spread = products.spread(complete, num_devices)
+        if spread is not None:
+            return spread
+        made = _MAKERS.get(row["what"], products.program)(complete)
+    except (KeyError, ValueError, TypeError):
+        return None
+    return None if made is None else (*made, None)
+
+
+def expressed(row: Row) -> bool:
+    """Whether a row has a program here."""
+    return program_of(row, slice(slice_of(row)).num_devices) is not None
+
+
+def slice_of(row: Row) -> str:
+    """The slice a row is compiled for."""
+    return _COLLECTIVES.get((row["what"], row["generation"]), SLICES[row["generation"]])
+
+
+def sample(rows: Sequence[Row], size: int) -> list[Row]:
+    """At most ``size`` rows, the same number of each kind and generation where there are so many.
+
+    The order within a kind and generation is that of the rows' digests.
+    """
+    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in sorted(rows, key=lambda r: hashlib.sha256(r["id"].encode()).hexdigest()):
+        groups[kind_of(row), row["generation"]].append(row)
+    taken: list[Row] = []
+    depth = 0
+    while len(taken) < size and any(len(group) > depth for group in groups.values()):
+        taken += [group[depth] for _, group in sorted(groups.items()) if len(group) > depth]
+        depth += 1
+    return taken[:size]
+
+
+def unique(rows: Iterable[Row]) -> list[Row]:
+    """The rows without a second one of the same id."""
+    return list({row["id"]: row for row in rows}.values())

@@ -1,0 +1,131 @@
+"""Simulated against measured operations: compiles each program, simulates its schedule, writes rows.
+
+``python benchmarks/operations/run.py --measured ops.json --out rows.jsonl`` goes on where an earlier
+run of the same ``--out`` stopped; answers of the compiler are kept, so that a change of pricing is
+seconds. ``table.py`` prints what it wrote.
+"""
+
+import argparse
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import compiling
+import rows as measured
+import table
+
+from systolic.chips import slice
+from systolic.core.errors import SystolicError
+from systolic.hlo import Module, parse
+from systolic.sim import simulate
+from systolic.sim.timeline import Timeline
+
+MODES = ("full", "quick")
+"""With the compiler's cycles, and from the schedule before code generation."""
+
+
+def module_of(row: measured.Row, mode: str) -> Module:
+    """The compiler's answer."""
+    path = compiling.folder_of(row) / f"{mode}.hlo.gz"
+    return parse(gzip.decompress(path.read_bytes()).decode())
+
+
+def simulated(row: measured.Row, mode: str) -> Timeline:
+    """The timeline of a compiled row.
+
+    Raises:
+        SystolicError: the schedule cannot be simulated.
+    """
+    report = compiling.report_of(row) or {}
+    places = [tuple(place) for place in report["places"]] or None
+    return simulate(module_of(row, mode), slice(report["slice"]), places)
+
+
+def result(row: measured.Row, mode: str) -> dict[str, Any]:
+    """One line of the output."""
+    report = compiling.report_of(row) or {"problem": "not compiled"}
+    made: dict[str, Any] = {
+        "id": row["id"],
+        "measured_seconds": row["measured_seconds"],
+        "forecast_seconds": None,
+        "error": None,
+        "kind": measured.kind_of(row),
+        "generation": row["generation"],
+        "half": measured.half_of(row),
+        "mode": mode,
+    }
+    if "problem" in report:
+        return made | {"problem": report["problem"]}
+    try:
+        timeline = simulated(row, mode)
+    except SystolicError as error:
+        return made | {"problem": str(error)}
+    return made | {
+        "forecast_seconds": timeline.seconds,
+        "error": timeline.seconds / row["measured_seconds"] - 1,
+        "priced_by": priced_by(timeline),
+    }
+
+
+def priced_by(timeline: Timeline) -> dict[str, float]:
+    """Seconds of the core by what priced them."""
+    found: dict[str, float] = {}
+    for span, times in timeline.leaves():
+        if span.lane == "core":
+            found[span.priced_by] = found.get(span.priced_by, 0.0) + span.seconds * times
+    return found
+
+
+def written(path: Path | None) -> list[dict[str, Any]]:
+    """What the output has."""
+    if path is None or not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def chosen(asked: argparse.Namespace) -> list[measured.Row]:
+    """Rows that are asked for and have a program here."""
+    rows = [row for row in measured.unique(measured.read(asked.measured)) if measured.judged(row)]
+    if asked.half:
+        rows = [row for row in rows if measured.half_of(row) == asked.half]
+    rows = [row for row in rows if asked.match in f"{measured.kind_of(row)} {row['id']}"]
+    rows = [row for row in rows if measured.expressed(row)]
+    return measured.sample(rows, asked.sample) if asked.sample else rows
+
+
+def run(rows: Sequence[measured.Row], out: Path | None, batch: int = 8) -> list[dict[str, Any]]:
+    """Rows of the output, written a few at a time."""
+    made = written(out)
+    done = {(line["id"], line["mode"]) for line in made}
+    waiting = [row for row in rows if any((row["id"], mode) not in done for mode in MODES)]
+    for begin in range(0, len(waiting), batch):
+        group = waiting[begin : begin + batch]
+        compiling.compiled(group)
+        new = [result(row, mode) for row in group for mode in MODES]
+        new = [line for line in new if (line["id"], line["mode"]) not in done]
+        made += new
+        if out is not None:
+            with out.open("a") as file:
+                file.writelines(json.dumps(line) + "\n" for line in new)
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--measured", type=Path, required=True, help="rows as ops.json has them")
+    parser.add_argument("--out", type=Path, help="JSON lines; what is there is not made again")
+    parser.add_argument("--sample", type=int, help="so many rows, spread over kind and generation")
+    parser.add_argument("--half", choices=("fit", "judge"))
+    parser.add_argument("--match", default="", help="only rows with this text in kind or id")
+    parser.add_argument("--again", action="store_true", help="only rows compiled before")
+    asked = parser.parse_args()
+    rows = chosen(asked)
+    if asked.again:
+        rows = [row for row in rows if compiling.report_of(row) is not None]
+    print(table.text(run(rows, asked.out, batch=len(rows) if asked.again else 8)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Errors of rows that ``run.py`` wrote, by half, generation and kind.
+
+``python benchmarks/operations/table.py rows.jsonl``
+"""
+
+import json
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """One row."""
+    if row["error"] is None:
+        return f"{row['id']:60} {row['generation']:6} {row['problem']}"
+    return (
+        f"{row['id']:60} {row['generation']:6} {row['measured_seconds'] * 1e3:10.3f} ms measured "
+        f"{row['forecast_seconds'] * 1e3:10.3f} ms forecast {row['error']:+7.1%}"
+    )
+
+
+def summary(errors: Sequence[float]) -> str:
+    """Number, median, median of the absolute errors and their 90th percentile."""
+    absolute = sorted(abs(error) for error in errors)
+    p90 = absolute[min(int(0.9 * len(absolute)), len(absolute) - 1)]
+    return (
+        f"{len(errors):5} | {statistics.median(errors):+7.1%} | "
+        f"{statistics.median(absolute):6.1%} | {p90:6.1%}"
+    )
+
+
+def text(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The table, in Markdown."""
+    groups: dict[tuple[str, str, str, str], list[float]] = defaultdict(list)
+    problems: dict[str, int] = defaultdict(int)
+    for row in rows:
+        if row["error"] is None:
+            problems[row["problem"]] += 1
+            continue
+        for generation, kind in (
+            (row["generation"], row["kind"]),
+            (row["generation"], "all"),
+            ("all", "all"),
+        ):
+            groups[row["mode"], row["half"], generation, kind].append(row["error"])
+    made = [
+        "| mode | half | generation | kind | rows | median error | median abs | p90 abs |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (mode, half, generation, kind), errors in sorted(groups.items()):
+        made.append(f"| {mode} | {half} | {generation} | {kind} | {summary(errors)} |")
+    made += [f"{count} rows without a forecast: {why}" for why, count in sorted(problems.items())]
+    return "\n".join(made)
+
+
+def main() -> None:
+    rows = [
+        json.loads(part) for path in sys.argv[1:] for part in Path(path).read_text().splitlines()
+    ]
+    print(text(rows))
+
+
+if __name__ == "__main__":
+    main()
