@@ -2,9 +2,13 @@
 
 import json
 import re
+import sys
+from importlib.abc import MetaPathFinder
+from typing import Any
 
 import jax
 import pytest
+from jax.experimental import pallas as pl
 
 from systolic.aot.kernels import counted, counted_elsewhere
 from systolic.chips import slice
@@ -15,11 +19,9 @@ from tests.recorded.hlo.programs import MATMUL_ARGUMENTS, pallas_matmul
 CALL = '"custom_call_config":{{"body":"{body}"}}'
 
 
-def lowered() -> str:
+def lowered(function: Any = pallas_matmul, arguments: Any = MATMUL_ARGUMENTS) -> str:
     """The body in the form in which a schedule has it; JAX writes it without a TPU."""
-    text = (
-        jax.jit(pallas_matmul).trace(*MATMUL_ARGUMENTS).lower(lowering_platforms=("tpu",)).as_text()
-    )
+    text = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",)).as_text()
     found = re.search(
         r'body(?:"|\\22|\\")[^A-Za-z0-9+/\\]*(?:"|\\22|\\")([A-Za-z0-9+/=]{200,})', text
     )
@@ -58,3 +60,43 @@ def test_a_kernel_without_an_estimate_takes_what_its_body_does() -> None:
     # (vlasenkoalexey/xprof-cli, tests/fixtures, blocks of 512 x 512 x 1024).
     assert span.seconds > 80 * 2**20 / 1640e9
     assert span.seconds == pytest.approx(75.7e-6, rel=0.25)
+
+
+class _Searched(MetaPathFinder):
+    """Counts the modules that are looked for on the disk."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def find_spec(self, *_: Any) -> None:
+        self.times += 1
+
+
+def masked(x: jax.Array) -> jax.Array:
+    """Sums blocks of 128 x 128 on and below the diagonal of 64 x 64 of them."""
+
+    def kernel(block: Any, total: Any) -> None:
+        @pl.when(pl.program_id(0) >= pl.program_id(1))
+        def _() -> None:
+            total[...] += block[...]
+
+    return pl.pallas_call(
+        kernel,
+        grid=(64, 64),
+        in_specs=[pl.BlockSpec((128, 128), lambda i, j: (i, j))],
+        out_specs=pl.BlockSpec((128, 128), lambda i, j: (0, 0)),
+        out_shape=jax.ShapeDtypeStruct((128, 128), x.dtype),
+    )(x)
+
+
+def test_counting_a_masked_kernel_does_not_search_the_disk_at_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """MLIR looks for a module of its dialect each time that it is asked what makes a value."""
+    text = lowered(masked, [jax.ShapeDtypeStruct((8192, 8192), "float32")])
+    searched = _Searched()
+    monkeypatch.setattr(sys, "meta_path", [searched, *sys.meta_path])
+    found = re.search(r'"vector":([\d.]+)', counted(text))
+    assert found is not None
+    assert float(found[1]) == 64 * 65 / 2 * 128 * 128
+    assert searched.times < 64 * 64

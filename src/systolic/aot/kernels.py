@@ -117,6 +117,8 @@ class _Kernel:
     """Of arguments: indices of the grid and of loops, and what loops carry."""
     memo: dict[Any, int | None] = field(default_factory=dict)
     """Of what is computed from them; empty whenever one of them changes."""
+    makers: dict[Any, Any] = field(default_factory=dict)
+    """The operation that makes each value that was asked for; None for an argument of a block."""
 
     @staticmethod
     def of(module: Any) -> "_Kernel | None":
@@ -253,13 +255,13 @@ class _Kernel:
         given = {argument: n for n, argument in enumerate(block.arguments)}
         found: set[int] = set()
         for result in list(block.operations)[-1].operation.operands:
-            found |= _sources(result, given)
+            found |= self.sources(result, given)
         return {axis for axis in found if axis < len(self.grid)}
 
     def share(self, condition: Any) -> float | None:
         """Share of the grid's steps in which a condition holds; None where it depends on data."""
         given = list(self.entry.regions[0].blocks[0].arguments)[: len(self.grid)]
-        axes = sorted(_sources(condition, {argument: n for n, argument in enumerate(given)}))
+        axes = sorted(self.sources(condition, {argument: n for n, argument in enumerate(given)}))
         if math.prod(self.grid[axis] for axis in axes) > _MOST_STEPS:
             return None
         held = number = 0
@@ -295,7 +297,7 @@ class _Kernel:
 
     def computed(self, of: Any) -> int | None:
         """:meth:`value` of what an operation makes."""
-        operation = _maker(of)
+        operation = self.maker(of)
         if operation is None:
             return None
         name = _short(operation)
@@ -316,34 +318,35 @@ class _Kernel:
             return None
         return _evaluated(name, [int(n or 0) for n in operands], operation)
 
+    def maker(self, of: Any) -> Any:
+        """The operation that makes a value; None for an argument of a block."""
+        from jax._src.lib.mlir import ir
 
-def _maker(of: Any) -> Any:
-    """The operation that makes a value; None for an argument of a block."""
-    from jax._src.lib.mlir import ir
+        # Each look at an owner makes MLIR search the disk for a module of its dialect.
+        if of not in self.makers:
+            owner = of.owner
+            self.makers[of] = None if isinstance(owner, ir.Block) else owner.operation
+        return self.makers[of]
 
-    owner = of.owner
-    return None if isinstance(owner, ir.Block) else owner.operation
+    def sources(self, of: Any, given: Mapping[Any, int]) -> set[int]:
+        """Which of ``given`` a value is computed from."""
+        found: set[int] = set()
+        seen, todo = set(), [of]
+        while todo:
+            at = todo.pop()
+            if at in seen:
+                continue
+            seen.add(at)
+            if at in given:
+                found.add(given[at])
+            elif (operation := self.maker(at)) is not None:
+                todo.extend(operation.operands)
+        return found
 
 
 def _integer(attribute: Any) -> int:
     found = re.match(r"-?\d+", str(attribute))
     return int(found[0]) if found else 0
-
-
-def _sources(of: Any, given: Mapping[Any, int]) -> set[int]:
-    """Which of ``given`` a value is computed from."""
-    found: set[int] = set()
-    seen, todo = set(), [of]
-    while todo:
-        at = todo.pop()
-        if at in seen:
-            continue
-        seen.add(at)
-        if at in given:
-            found.add(given[at])
-        elif (operation := _maker(at)) is not None:
-            todo.extend(operation.operands)
-    return found
 
 
 def _transferred(operation: Any) -> float:
