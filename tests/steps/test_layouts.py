@@ -15,7 +15,8 @@ from tests.steps.layouts_child import LAYOUTS, model_of
 TOLERANCE = 2e-5
 """Relative, after three steps in float32: sums over devices are added in another order."""
 
-QUICK = ["fsdp-tensor", "pipeline", "expert", "expert-context", "ngrams-context"]
+QUICK = ["fsdp-tensor", "pipeline", "expert-context", "ngrams-context"]
+"""Every axis once, every model once."""
 
 
 def on_eight_devices(names: list[str]) -> dict[str, dict[str, Any]]:
@@ -51,9 +52,11 @@ def test_usual_layouts_agree_with_one_device() -> None:
     check(found)
     assert found["fsdp-tensor"]["shard"] == 1 / 8
     assert found["pipeline"]["shard"] == 1 / 4
-    assert found["expert"]["shard"] == 1 / 8
+    assert found["expert-context"]["shard"] == 1 / 4
 
 
 @pytest.mark.slow
 def test_all_layouts_agree_with_one_device() -> None:
-    check(on_eight_devices([name for name in LAYOUTS if name not in QUICK]))
+    found = on_eight_devices([name for name in LAYOUTS if name not in QUICK])
+    check(found)
+    assert found["expert"]["shard"] == 1 / 8
