@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
@@ -11,62 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from systolic.core.errors import DataError, MissingExtraError, NotFoundError, nearest
+from systolic.core.errors import DataError, MissingExtraError, nearest
 from systolic.data.shuffle import mix
 from systolic.data.sorted import sorted_by
-
-TEXT = frozenset(
-    (
-        ".txt",
-        ".md",
-        ".rst",
-        ".tex",
-        ".html",
-        ".xml",
-        ".csv",
-        ".log",
-        ".py",
-        ".pyi",
-        ".c",
-        ".h",
-        ".cc",
-        ".cpp",
-        ".hpp",
-        ".cu",
-        ".java",
-        ".js",
-        ".ts",
-        ".go",
-        ".rs",
-        ".rb",
-        ".php",
-        ".sh",
-        ".sql",
-        ".scala",
-        ".kt",
-        ".swift",
-        ".jl",
-        ".r",
-        ".lua",
-        ".toml",
-        ".yaml",
-        ".yml",
-    )
-)
-"""Suffixes of files that are one document each."""
-
-LINES = frozenset((".jsonl", ".ndjson"))
-PARQUET = frozenset((".parquet",))
-RECORDS = frozenset((".array_record", ".arrayrecord"))
-HEAD_BYTES = 1 << 16
-"""Of a file that are looked at to tell text from the rest."""
-
-_COMPRESSED = frozenset((".gz", ".zst", ".bz2", ".xz"))
 
 
 class Corpus(ABC):
     """Documents in a fixed order. Picklable; read from several threads at once."""
 
+    root: Path
+    files: tuple[Path, ...]
+    """In the order in which they are read, below ``root``."""
     bytes: int
     """Bytes of the files, for choosing how many documents to read at a time."""
 
@@ -97,7 +51,7 @@ class Files(Corpus):
     def __init__(self, root: Path, files: Sequence[Path], piece_bytes: int) -> None:
         sizes = [file.stat().st_size for file in files]
         self.bytes = sum(sizes)
-        self._files = list(files)
+        self.root, self.files = root, tuple(files)
         self._names = [_name(root, file) for file in files]
         self._spans: list[tuple[int, int, int]] = []
         for number, (file, size) in enumerate(zip(files, sizes, strict=True)):
@@ -112,7 +66,7 @@ class Files(Corpus):
         out = []
         for number in numbers:
             file, start, stop = self._spans[number]
-            with self._files[file].open("rb") as opened:
+            with self.files[file].open("rb") as opened:
                 opened.seek(start)
                 out.append(opened.read(stop - start))
         return out
@@ -129,7 +83,7 @@ class Lines(Corpus):
     def __init__(self, root: Path, files: Sequence[Path], field: str) -> None:
         self.bytes = sum(file.stat().st_size for file in files)
         self._field = field
-        self._files = list(files)
+        self.root, self.files = root, tuple(files)
         self._names = [_name(root, file) for file in files]
         self._lines = [_line_bounds(file) for file in files]
         self._starts = np.concatenate([[0], np.cumsum([len(lines) for lines in self._lines])])
@@ -149,7 +103,7 @@ class Lines(Corpus):
         for number in numbers:
             file = int(np.searchsorted(self._starts, number, side="right")) - 1
             start, stop = self._lines[file][number - self._starts[file]]
-            with self._files[file].open("rb") as opened:
+            with self.files[file].open("rb") as opened:
                 opened.seek(start)
                 out.append(self._text(opened.read(stop - start), file, int(start)))
         return out
@@ -166,7 +120,7 @@ class Lines(Corpus):
             row = msgspec.json.decode(line)
         except ValueError as error:
             raise DataError(
-                f"{self._files[file]} at byte {start} is not JSON ({error}); each line must be one JSON object"
+                f"{self.files[file]} at byte {start} is not JSON ({error}); each line must be one JSON object"
             ) from error
         if not isinstance(row, dict) or not isinstance(row.get(self._field), str):
             known = (
@@ -174,7 +128,7 @@ class Lines(Corpus):
                 if isinstance(row, dict)
                 else []
             )
-            raise DataError(_no_field(f"{self._files[file]} at byte {start}", self._field, known))
+            raise DataError(_no_field(f"{self.files[file]} at byte {start}", self._field, known))
         return row[self._field].encode()
 
 
@@ -185,7 +139,7 @@ class Parquet(Corpus):
         arrow = _arrow("Parquet files")
         self.bytes = sum(file.stat().st_size for file in files)
         self._field = field
-        self._files = list(files)
+        self.root, self.files = root, tuple(files)
         self._order = ""
         counts: list[int] = []
         self._places: list[tuple[int, int]] = []
@@ -213,7 +167,7 @@ class Parquet(Corpus):
         for number in numbers:
             group = int(np.searchsorted(self._starts, number, side="right")) - 1
             file, inner = self._places[group]
-            column = _row_group(self._files[file], inner, self._field)
+            column = _row_group(self.files[file], inner, self._field)
             out.append(_utf8(column[int(number - self._starts[group])].as_py()))
         return out
 
@@ -234,6 +188,7 @@ class ArrayRecords(Corpus):
     """ArrayRecord files whose records are UTF-8 text."""
 
     def __init__(self, root: Path, files: Sequence[Path]) -> None:
+        self.root, self.files = root, tuple(files)
         self.bytes = sum(file.stat().st_size for file in files)
         self._source = record_source(files)
         counts = np.diff(_record_counts(files))
@@ -269,7 +224,8 @@ class HuggingFace(Corpus):
         _check_column(str(folder), data.features.arrow_schema, field)
         self._field = field
         self._data = data.select_columns([field])
-        self.bytes = sum(file.stat().st_size for file in folder.glob("*.arrow"))
+        self.root, self.files = folder, tuple(sorted(folder.glob("*.arrow")))
+        self.bytes = sum(file.stat().st_size for file in self.files)
 
     def __len__(self) -> int:
         return len(self._data)
@@ -295,102 +251,6 @@ def record_source(files: Sequence[Path]) -> Any:
         return ArrayRecordDataSource([str(file) for file in files])
     except Exception as error:  # C++ status errors
         raise DataError(f"{files[0]} cannot be read as ArrayRecord ({_brief(error)})") from error
-
-
-@lru_cache(maxsize=16)
-def find_corpus(path: Path, field: str, piece_bytes: int, stamp: int) -> Corpus:
-    """The documents at ``path``: a file, a folder of files of one kind, or a ``datasets`` folder.
-
-    Args:
-        path: as above.
-        field: the JSONL field or column that holds the text.
-        piece_bytes: plain text files longer than this are several documents.
-        stamp: :func:`changed_ns` of the path, so that changed data is read anew.
-
-    Raises:
-        NotFoundError: no such path.
-        DataError: nothing readable there, several kinds at once, or no such field.
-    """
-    del stamp
-    if not path.exists():
-        raise NotFoundError(f"{path} does not exist; give a file or folder of text")
-    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
-        return HuggingFace(path, field)
-    root = path if path.is_dir() else path.parent
-    found = _listed(path) if path.is_dir() else [path]
-    kinds = {
-        kind: [file for file in found if file.suffix.lower() in suffixes]
-        for kind, suffixes in (("JSONL", LINES), ("Parquet", PARQUET), ("ArrayRecord", RECORDS))
-    }
-    kinds = {kind: files for kind, files in kinds.items() if files}
-    if len(kinds) > 1:
-        raise DataError(
-            f"{path} holds both {' and '.join(kinds)} files; give one of them by its path"
-        )
-    if not kinds:
-        return _plain(path, root, found, piece_bytes)
-    kind, files = next(iter(kinds.items()))
-    if kind == "JSONL":
-        return Lines(root, files, field)
-    if kind == "Parquet":
-        return Parquet(root, files, field)
-    return ArrayRecords(root, files)
-
-
-def changed_ns(path: Path) -> int:
-    """When a file, or the newest thing in a folder, last changed; 0 when it does not exist."""
-    if not path.is_dir():
-        return path.stat().st_mtime_ns if path.exists() else 0
-    return max((file.stat().st_mtime_ns for file in _listed(path)), default=0)
-
-
-def _plain(path: Path, root: Path, found: list[Path], piece_bytes: int) -> Corpus:
-    texts = found if path.is_file() else [file for file in found if file.suffix.lower() in TEXT]
-    packed = next((file for file in found if file.suffix.lower() in _COMPRESSED), None)
-    if packed is not None and packed in (texts or [packed]):
-        raise DataError(
-            f"{packed} is compressed; decompress it first, so that any document can be reached"
-        )
-    if path.is_file() and path.suffix.lower() in (
-        ".json",
-        ".arrow",
-        ".safetensors",
-        ".zip",
-        ".tar",
-    ):
-        raise DataError(
-            f"{path} is not text; Systolic reads plain text, .jsonl, .parquet, .array_record and datasets folders"
-        )
-    if not texts:
-        raise DataError(
-            f"{path} holds no text; Systolic reads .txt, .md, code, .jsonl, .parquet, .array_record and datasets folders"
-        )
-    if path.is_file():
-        _check_text(path)
-    return Files(root, texts, piece_bytes)
-
-
-def _check_text(file: Path) -> None:
-    """A file that its name does not show to be text has none of the bytes that text never has.
-
-    Raises:
-        DataError: it does.
-    """
-    with file.open("rb") as opened:
-        start = opened.read(HEAD_BYTES)
-    if (place := start.find(b"\0")) >= 0:
-        raise DataError(
-            f"{file} is binary, not text (a zero byte at {place}); give plain text, .jsonl, .parquet or .array_record"
-        )
-
-
-def _listed(folder: Path) -> list[Path]:
-    """All files below a folder but hidden ones, by relative path."""
-    found = []
-    for here, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(here, name) for name in names if not name.startswith(".")]
-    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
 
 
 def _cuts(file: Path, size: int, piece_bytes: int) -> list[int]:
