@@ -252,3 +252,31 @@ def test_a_class_folder_without_a_picture_is_named_and_no_class(plain: Path) -> 
     assert note.startswith(f"{plain / 'ant'} has no picture")
     assert note.endswith("and is no class")
     assert {*everything(data, Split.train)[1].tolist()} == {0, 1, 2}
+
+
+def test_pictures_from_elsewhere_have_the_classes_of_training(plain: Path, tmp_path: Path) -> None:
+    draw(tmp_path / "new", 3)
+    (tmp_path / "new" / "bird").rename(tmp_path / "no birds")
+    other = Images(path=plain, side=16).at(tmp_path / "new")
+    assert other.labels() == CLASSES
+    assert [other.size(split) for split in Split] == [0, 6, 0]
+    _, labels = everything(other, Split.validation)
+    assert labels.tolist() == [1, 1, 1, 2, 2, 2]
+    (tmp_path / "new" / "cat").rename(tmp_path / "new" / "lynx")
+    with pytest.raises(DataError, match="has a class 'lynx' that training does not"):
+        other.size(Split.validation)
+    draw(tmp_path / "splits" / "train", 2)
+    with pytest.raises(DataError, match="has folders of splits; give one of them, such as"):
+        Images(path=plain).at(tmp_path / "splits")
+    pack(Images(path=plain), tmp_path / "packed")
+    with pytest.raises(DataError, match="is packed; give the folder of pictures"):
+        Images(path=plain).at(tmp_path / "packed")
+
+
+def test_the_classes_of_a_run_outlive_its_folder(plain: Path) -> None:
+    data = Images(path=plain, side=16)
+    kept = data.with_labels(data.labels())
+    (plain / "cat").rename(plain.parent / "cat")
+    assert data.labels() == ("bird", "dog")
+    assert kept.labels() == CLASSES
+    assert set(kept.listing(Split.train).labels.tolist()) == {0, 2}

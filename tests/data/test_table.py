@@ -130,7 +130,7 @@ def test_a_position_goes_back_and_outlives_another_batch_size():
 
 def test_a_position_of_other_data_is_refused():
     state = numbered(10).open(read()).get_state()
-    with pytest.raises(DataError, match="size 10, this data has size 11"):
+    with pytest.raises(DataError, match="saved with 10 examples, and now there are 11 examples"):
         numbered(11).open(read()).set_state(state)
     with pytest.raises(DataError, match="seed"):
         numbered(10).open(read(seed=3)).set_state(state)

@@ -1,13 +1,17 @@
 """Rows of many windows at a time: mixed from the first batch on, each once an epoch, resumable anywhere."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from systolic.core.errors import DataError
 from systolic.data.documents import Documents
+from systolic.data.packing import Packing
 from systolic.data.windows import Rounds, WindowBatches
 from systolic.job import Read, Split
 
@@ -159,3 +163,23 @@ def test_one_validation_document_and_sorted_groups_are_reported(
         "is sorted by its column 'subject' and read a few row groups at a time"
         in found["sorted"][0]
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"sequence": 32}, "windows of 2 documents, and now there are windows of 1 documents"),
+        ({"packing": Packing.cut}, "rows packed by fit, and now there are rows packed by cut"),
+        ({"shuffle_windows": 3}, "16 windows mixed, and now there are 3 windows mixed"),
+        ({"validation_share": 0.5}, "60 documents, and now there are "),
+    ],
+)
+def test_a_position_of_other_data_is_refused_in_words(
+    corpus: Path, changes: dict[str, Any], told: str
+) -> None:
+    before = endless(data(corpus))
+    now = endless(replace(data(corpus), **changes))
+    with pytest.raises(DataError) as raised:
+        now.set_state(before.get_state())
+    assert str(raised.value).startswith(f"the checkpoint was saved with {told}")
+    assert str(raised.value).endswith("that it began with, or train a new run")

@@ -110,6 +110,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("given", [3, None, [3], ["--xla_a=1", None], b"--xla_a=1", {"a": 1}])
+def test_flags_of_another_type_are_one_line(given: Any) -> None:
+    with pytest.raises(OptionError) as raised:
+        systolic.forecast(apply, PARAMS, X, on=ON, spread={"data": 4}, flags=given)
+    assert str(raised.value) == (
+        f"flags is {given!r}; it takes --name=value, a list of them or one text with spaces between"
+    )
+
+
 def test_flags_and_quick_reach_the_compiler(cache: Path) -> None:
     pytest.importorskip("libtpu")
     flag = "--xla_tpu_scoped_vmem_limit_kib=8192"

@@ -31,7 +31,7 @@ MANY_PARAMETERS: dict[str, str] = {
     "src/systolic/cli/forecast.py:options": COMMAND,
     "src/systolic/cli/plan.py:options": COMMAND,
     "src/systolic/cli/train.py:options": COMMAND,
-    "src/systolic/cli/train.py:resume_options": COMMAND,
+    "src/systolic/cli/resume.py:resume_options": COMMAND,
     "src/systolic/cli/data.py:pack": COMMAND,
     "src/systolic/cli/generate.py:generate": COMMAND,
 }

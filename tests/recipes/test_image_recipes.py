@@ -86,6 +86,20 @@ def test_image_trains_on_a_folder_of_pictures(tmp_path: Path, capsys) -> None:
     assert "red/7.png is not a picture" in told["skipped_file"]
     assert "later has no picture" in told["data"]
 
+    # The folder is gone: what was trained is used without, and evaluated on pictures elsewhere.
+    (tmp_path / "pictures").rename(tmp_path / "elsewhere")
+    for name in ("red", "green"):
+        file = tmp_path / "elsewhere" / name / "3.png"
+        (answer,) = systolic(capsys, "predict", tmp_path / "run", file)["predictions"]
+        assert answer["label"] == name
+    (tmp_path / "elsewhere" / "blue").rename(tmp_path / "blue")
+    measured = systolic(capsys, "eval", tmp_path / "run", "--path", tmp_path / "elsewhere")
+    assert measured["metrics"][str(tmp_path / "elsewhere")]["accuracy"] == 1.0
+    assert main(["eval", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"systolic: {tmp_path / 'pictures'} is not a folder; give {tmp_path / 'run'} other data with --path"
+    )
+
 
 @pytest.mark.parametrize("model", ImageModel)
 def test_every_network_builds_for_the_size(model: ImageModel) -> None:

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from systolic.artifact import Run
+from systolic.artifact import Run, reads
 from systolic.cli.main import main
 from systolic.core.errors import RunError
+from tests.train import tiny
 from tests.train.children import environment
 
 SIZES = [
@@ -47,6 +49,30 @@ def job(steps: int = STEPS):
     from pack_beside.inner import WIDTH
 
     return made(steps=steps, width=WIDTH)
+"""
+READS = """\
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from systolic.data.arrays import Arrays
+from tests.train.tiny import job as made
+from tests.train.tiny import load
+
+HERE = Path(__file__).parent
+STEPS = json.loads((HERE / "settings.json").read_text())["steps"]
+
+
+def examples():
+    with np.load(HERE / "numbers" / "train.npz") as arrays:
+        return {"train": dict(arrays), "validation": load()["validation"]}
+
+
+def job(notes: Path = Path("notes.txt"), steps: int = STEPS):
+    notes.read_text()
+    return replace(made(steps=steps), data=Arrays.call(examples))
 """
 BESIDE = {
     "beside_one.py": "import beside_two\nSTEPS = beside_two.STEPS\n",
@@ -129,7 +155,7 @@ def test_a_run_keeps_its_tokenizer_and_works_from_any_folder(
     assert main(["generate", str(run), "the", "--tokens", "4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 3
     assert main(["eval", str(run)]) == 2
-    assert "text does not exist" in capsys.readouterr().err
+    assert f"text does not exist; give {run} other data with --path" in capsys.readouterr().err
     assert Run.open(run).read_summary()["next"] == f"systolic generate {run}"
     assert Run.open(run).read_summary()["checkpoint"] == str(run / "checkpoints" / "3")
 
@@ -175,6 +201,43 @@ def test_modules_beside_a_recipe_are_kept_and_used(
     assert json.loads(capsys.readouterr().out)["step"] == 2
     assert main(["train", "--resume", str(run), "--steps", "3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 3
+
+
+def test_files_that_a_recipe_reads_by_its_own_place_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    home = tmp_path / "home"
+    (home / "numbers").mkdir(parents=True)
+    (home / "mine.py").write_text(READS)
+    (home / "settings.json").write_text('{"steps": 2}')
+    (home / "notes.txt").write_text("named by an option")
+    (home / "other.txt").write_text("not read")
+    np.savez(home / "numbers" / "train.npz", **tiny.load()["train"])
+    run = tmp_path / "run"
+    given = ["--notes", str(home / "notes.txt"), "--diagnose", "0", "--json"]
+    assert main(["train", str(home / "mine.py"), *given, "--run", str(run)]) == 0
+    assert sorted(Run.open(run).code()) == [
+        "modules/numbers/train.npz",
+        "modules/settings.json",
+        "recipe.py",
+    ]
+    notes = home.rename(tmp_path / "moved") / "notes.txt"
+    (tmp_path / "home").mkdir()
+    notes.rename(tmp_path / "home" / "notes.txt")
+    capsys.readouterr()
+    assert main(["eval", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 2
+    assert main(["train", "--resume", str(run), "--steps", "3", "--json"]) == 0
+    # A data set is none of that.
+    monkeypatch.setattr(reads, "KEPT_BYTES", 100)
+    shutil.copytree(tmp_path / "moved", tmp_path / "home", dirs_exist_ok=True)
+    capsys.readouterr()
+    large = ["train", str(home / "mine.py"), *given, "--run", str(tmp_path / "small")]
+    assert main(large) == 0
+    assert sorted(Run.open(tmp_path / "small").code()) == ["modules/settings.json", "recipe.py"]
+    told = capsys.readouterr().err
+    assert f"systolic: {home / 'numbers' / 'train.npz'} (" in told
+    assert "which the recipe reads, is not kept in the run, which takes up to 0.0 MiB" in told
 
 
 @pytest.mark.skipif(os.name != "posix", reason="files have no such owner")

@@ -7,10 +7,12 @@ import pytest
 
 from systolic.artifact import CheckpointStore
 from systolic.artifact.access import Access
+from systolic.data.arrays import Arrays
 from systolic.job import Evaluation
 from systolic.train.setup import set_up
+from systolic.train.trainer import UNRATED
 from tests.train import tiny
-from tests.train.sessions import Crash, CrashAfterEvaluation, records, train
+from tests.train.sessions import Crash, CrashAfterEvaluation, events, records, train
 
 RULE = Evaluation(every=4, batches=1, final_batches=0)
 
@@ -39,3 +41,16 @@ def test_a_kill_after_that_evaluation_leaves_it_on_record_once(tmp_path: Path) -
         if r["split"] == "validation"
     ]
     assert kinds == [(4, "validation", False), (8, "validation", False), (8, "validation", True)]
+
+
+def test_test_metrics_rate_no_checkpoint(tmp_path: Path) -> None:
+    splits = tiny.load()
+    data = Arrays.of(train=splits["train"], test=splits["test"])
+    job = replace(tiny.job(steps=8), data=data, evaluation=Evaluation(every=2))
+    summary = train(set_up(job), tmp_path)
+    assert [(r["step"], r["split"]) for r in records(tmp_path, "eval")] == [(8, "test")]
+    assert "test_loss" in summary["final"]["metrics"]
+    store = CheckpointStore(tmp_path / "checkpoints", metric="loss", access=Access.read)
+    assert store.latest_step() == 8
+    assert store.best_step() is None
+    assert events(tmp_path, "data") == [UNRATED]

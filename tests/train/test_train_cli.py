@@ -11,8 +11,8 @@ import pytest
 from systolic import recipes
 from systolic.artifact import Run
 from systolic.cli.main import main
+from systolic.cli.resume import continued, resume_options
 from systolic.cli.target import request_for
-from systolic.cli.train import continued, resume_options
 from systolic.job import Layout
 from systolic.report.live import Quiet
 from tests.train.sessions import events, losses, records

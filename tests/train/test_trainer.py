@@ -1,6 +1,7 @@
 """What a session records: recompiles, kernels, checkpoints and their best, early stops, time."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from systolic.artifact import CheckpointStore, Run, weights
 from systolic.artifact.access import Access
 from systolic.core.errors import OptionError
-from systolic.job import Checkpoints, Evaluation, Guard, GuardRule, Mode
+from systolic.job import Checkpoints, Evaluation, Guard, GuardRule, Mode, Schedule
 from systolic.train.evaluate import Evaluator
 from systolic.train.ledger import KINDS, Ledger
 from systolic.train.meter import Meter
@@ -190,6 +191,14 @@ def test_results_seen_together_are_no_spike_of_throughput():
         seen.append(meter.read()["step_seconds"])
     assert seen[:19] == pytest.approx([1.0] * 19)
     assert all(0.9 < seconds < 1.6 for seconds in seen[19:]), seen[19:]
+
+
+@pytest.mark.parametrize(("warmup", "told"), [(100, True), (2, True), (1, False)])
+def test_a_warm_up_that_is_shortened_is_told(tmp_path: Path, warmup: int, told: bool):
+    job = replace(tiny.job(steps=2, evaluation=Evaluation()), schedule=Schedule(warmup=warmup))
+    train(job, tmp_path)
+    line = f"schedule.warmup is {warmup} steps and the job has 2, so it is shortened to 1; give --schedule.warmup, or more --steps"
+    assert events(tmp_path, "schedule") == ([line] if told else [])
 
 
 def test_start_up_has_a_name(tmp_path: Path):

@@ -284,6 +284,18 @@ class CheckpointStore:
             )
         raise RunError(self._nothing_intact(step, skipped))
 
+    def require_same(self, abstract_state: Any) -> None:
+        """Whether the newest checkpoint, where there is one that says so, holds the leaves of a state; reads no array.
+
+        Raises:
+            RunError: it does not; names the first path that differs.
+        """
+        newest = self.latest_step()
+        if newest is not None:
+            with contextlib.suppress(DamagedError):  # restoring tries the one before
+                held = self._manifest(newest).leaves
+                tree.require_same(newest, held, tree.flatten(abstract_state))
+
     def discard_after(self, step: int) -> list[int]:
         """Makes ``step`` the newest: later checkpoints go, damaged ones are set aside, not deleted.
 

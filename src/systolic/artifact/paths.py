@@ -28,6 +28,18 @@ def mapped(value: Any, change: Callable[[Path], Path]) -> Any:
     return value
 
 
+def named(value: Any) -> list[Path]:
+    """All paths in options."""
+    found: list[Path] = []
+
+    def keep(path: Path) -> Path:
+        found.append(path.resolve())
+        return path
+
+    mapped(value, keep)
+    return found
+
+
 def absolute(value: Any) -> Any:
     """Options as a run's process uses them: no path depends on the working directory."""
     return mapped(value, Path.absolute)

@@ -1,5 +1,6 @@
 """The weights of a run, without its optimizer."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,10 @@ from typing import Any
 from systolic.artifact import manifest as manifests
 from systolic.artifact.access import Access
 from systolic.artifact.checkpoint import CheckpointStore
+from systolic.artifact.revision import check_revision
 from systolic.artifact.run import JOB, Run
 from systolic.core.errors import NotFoundError, OptionError, RunError
-from systolic.job import Mode
+from systolic.job import Job, Mode
 from systolic.steps.steps import Steps
 
 
@@ -80,9 +82,9 @@ def begin_with(path: Path, steps: Steps) -> Weights:
 
     Raises:
         NotFoundError: it is neither.
-        RunError: the arrays have other names or shapes than the job's; names the first. Or all are damaged.
+        RunError: it is of another kind of model, or of a version that read its weights otherwise; or the arrays have other names or shapes than the job's; names the first. Or all are damaged.
     """
-    folder, step, metric, mode = _source(path)
+    folder, step, metric, mode = _source(path, steps.job)
     with CheckpointStore(folder, metric=metric, mode=mode, access=Access.read) as store:
         if step is None and metric is not None and store.best_step() is not None:
             step = "best"
@@ -105,14 +107,36 @@ def begin_with(path: Path, steps: Steps) -> Weights:
         )
 
 
-def _source(path: Path) -> tuple[Path, int | str | None, str | None, Mode]:
+def _source(path: Path, job: Job) -> tuple[Path, int | str | None, str | None, Mode]:
     """The folder of checkpoints, the step asked for, and what ranks them."""
     if (path / JOB).is_file():
         with Run.open(path) as run:
-            rule = run.read_job().get("job", {}).get("evaluation", {})
+            record = run.read_job()
+            _check(path, record, job)
+            rule = record.get("job", {}).get("evaluation", {})
             return run.checkpoints, None, rule.get("metric"), Mode(rule.get("mode", "min"))
     if (path / manifests.NAME).is_file() and path.name.isdigit():
+        if (path.parents[1] / JOB).is_file():
+            with Run.open(path.parents[1]) as run:
+                _check(path, run.read_job(), job)
         return path.parent, int(path.name), None, Mode.min
+    found = "no file or folder"
+    if path.exists():
+        found = "a file" if path.is_file() else "a folder of another kind"
     raise NotFoundError(
-        f"{path} is neither a run nor a checkpoint; give a directory that systolic train made, or RUN/checkpoints/STEP"
+        f"--init-from {path} is {found}; it takes a run (a directory that systolic train made) or one of its checkpoints, RUN/checkpoints/STEP, and no other format such as safetensors"
     )
+
+
+def _check(path: Path, record: Mapping[str, Any], job: Job) -> None:
+    """Whether weights of the run with this job.json can begin a job, as far as it tells.
+
+    Raises:
+        RunError: they are of another kind of model, or of a version that read them otherwise.
+    """
+    check_revision(path, record)
+    theirs, ours = record.get("job", {}).get("model", {}).get("type"), type(job.model).__name__
+    if theirs is not None and theirs != ours:
+        raise RunError(
+            f"--init-from {path} holds the weights of a {theirs}, and {job.name} trains a {ours}; give a run of the same kind of model"
+        )

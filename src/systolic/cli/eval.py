@@ -11,7 +11,7 @@ import tyro
 from systolic.cli.output import print_json
 from systolic.cli.parse import parse
 from systolic.cli.target import existing
-from systolic.core.errors import DataError, OptionError
+from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.ranges import NOT_NEGATIVE
 from systolic.job import Job, Split
 
@@ -52,12 +52,17 @@ def evaluate(
     trained = load(run, checkpoint, trust=trust)
     steps, weights = trained.setup.steps, trained.weights
     job = other(trained.setup.job, path)
+    try:
+        chosen = splits(job, split)
+    except NotFoundError as error:
+        gone = str(error).partition("; ")[0]
+        raise NotFoundError(f"{gone}; give {run} other data with --path") from error
     program = jit_evaluate(steps)
     metrics = {
         str(path or one.value): over(
             job, steps, program, weights.params, weights.rest, one, batches
         )
-        for one in splits(job, split)
+        for one in chosen
     }
     _name_skipped()
     references = dict(job.data.references())

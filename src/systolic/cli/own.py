@@ -1,12 +1,13 @@
 """What a run keeps of all that it was made from, and the job made again from that alone."""
 
-from collections.abc import Mapping
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from systolic import recipes
 from systolic.artifact import paths, trust
+from systolic.artifact.revision import check_revision
 from systolic.artifact.run import MODULES, RECIPE, TOKENIZER, Run
 from systolic.cli.target import Request, plan_of, under_plan
 from systolic.core.errors import NotFoundError, RunError
@@ -14,17 +15,28 @@ from systolic.data.text import TextData
 from systolic.job import Data, Job
 from systolic.recipes import Recipe
 
-REVISION = 2
-"""Of what a run's weights mean; raised where the same weights would give another function."""
+LABELS = "labels"
+"""The entry of job.json with the names of the classes."""
 
 
-def files(recipe: Recipe, job: Job) -> dict[str, bytes]:
-    """The files that a new run holds: path in the run to content.
+def files(asked: Request, job: Job) -> dict[str, bytes]:
+    """The files that a new run holds: path in the run to content. What is too large is named on stderr.
+
+    Args:
+        asked: The request.
+        job: Made from it; what the recipe opens beside its file has been opened.
 
     Raises:
         DataError: the tokenizer's file has changed since it was read.
     """
     found: dict[str, bytes] = {}
+    recipe = asked.recipe
+    if recipe.reads is not None:
+        recipe.reads.close()
+        read, too_large = recipe.reads.kept(paths.named(dict(asked.options)))
+        found |= {f"{MODULES}/{name}": content for name, content in read.items()}
+        for line in too_large:
+            print(f"systolic: {line}", file=sys.stderr)
     if recipe.file is not None:
         found[RECIPE] = recipe.source
         found |= {f"{MODULES}/{name}": content for name, content in recipe.modules.items()}
@@ -46,6 +58,10 @@ def options(asked: Request, job: Job, run: Path | None) -> dict[str, Any]:
     if run is not None:
         return recipes.plain(paths.saved(found, run))
     file = job.data.get_tokenizer().file() if isinstance(job.data, TextData) else None
+    labels = job.data.labels()
+    if labels and found.get("classes", labels) is None:
+        # They were counted in the data, which may be gone when the run is used.
+        found["classes"] = len(labels)
     if file is not None:
         sources = (file.absolute(), file.absolute().parent)
         found = {n: Path(TOKENIZER) if v in sources else v for n, v in found.items()}
@@ -68,25 +84,14 @@ def rebuild(run: Run, *, trust_code: bool = False) -> tuple[Recipe, Job, dict[st
             weights mean something else in this version.
     """
     record = run.read_job()
-    check_revision(run, record)
+    check_revision(run.path, record)
     recipe = _recipe(run, record["recipe"], trust_code=trust_code)
     typed = recipes.typed(recipe, record["options"])
     options = {name: paths.located(value, run.path, record) for name, value in typed.items()}
     job = under_plan(recipe(options), plan_of(record))
+    if record.get(LABELS):
+        job = replace(job, data=job.data.with_labels(tuple(record[LABELS])))
     return recipe, replace(job, data=with_tokenizer(run, job.data)), options
-
-
-def check_revision(run: Run, record: Mapping[str, Any]) -> None:
-    """Refuses weights that this version would read otherwise than the version that trained them.
-
-    Raises:
-        RunError: a decoder with tied embeddings of before they lost their scale (revision 1).
-    """
-    model = record["job"]["model"]
-    if record.get("revision", 1) < REVISION and model.get("tie_embeddings"):
-        raise RunError(
-            f"{run.path} was trained by an earlier version, in which tied embeddings had a scale, and would give other results now; use that version, or train it again"
-        )
 
 
 def _recipe(run: Run, target: str, *, trust_code: bool) -> Recipe:

@@ -39,6 +39,10 @@ _REWORDED: Sequence[tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = (
         lambda m: f"{m[1]} is {m[2]!r}; it takes {_NUMBER['FLOAT']}",
     ),
     (
+        re.compile(r"Missing from (systolic .*?): (.*)"),
+        lambda m: f"{m[1]} needs {_needed(m[2])}",
+    ),
+    (
         re.compile(r"Missing value for argument '(--[^'/]+)[^']*'"),
         lambda m: f"{m[1]} needs a value; one that begins with a dash is written {m[1]}=VALUE",
     ),
@@ -133,6 +137,15 @@ def _one_line(complaint: str) -> str:
         if (found := pattern.search(told)) is not None:
             return reword(found)
     return told
+
+
+def _needed(listed: str) -> str:
+    """``--path PATH The folder. (required) --to PATH …`` as ``--path PATH and --to PATH``."""
+    names = []
+    for part in filter(str.strip, listed.split("(required)")):
+        first, *rest = part.split()
+        names.append(f"{first} {rest[0]}" if first.startswith("--") and rest else first)
+    return " and ".join(names)
 
 
 def _choices(listed: str) -> str:

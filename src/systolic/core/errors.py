@@ -12,6 +12,7 @@ class SystolicError(Exception):
     """Base of all errors that a user can cause or mend. ``str(error)`` is one line."""
 
     exit_code = 1
+    """2 where the command line is wrong, whatever the machine and the files hold; else 1."""
 
 
 class OptionError(SystolicError):
@@ -32,6 +33,8 @@ class DataError(SystolicError):
 
 class LayoutError(SystolicError):
     """A layout that does not divide the model, the batch or the slice."""
+
+    exit_code = 2
 
 
 class RunError(SystolicError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import DataError, nearest
-from systolic.job.data import MASK, Batches, Data, Field, Read, Split
+from systolic.job.data import MASK, Batches, Contents, Data, Field, Read, Split
 
 if TYPE_CHECKING:
     import numpy as np
@@ -124,6 +124,13 @@ class Arrays(Data):
         """Examples in a split; makes the arrays."""
         arrays = self.held.splits().get(split, {})
         return next((len(array) for array in arrays.values()), 0)
+
+    def contents(self, split: Split) -> Contents | None:
+        """Of the split's arrays; makes them."""
+        from systolic.data.contents import of_arrays
+
+        where = f"{split.value} arrays of {self.held}"
+        return of_arrays(where, self.held.splits().get(split, {}))
 
     def open(self, read: Read) -> Batches:
         """Batches of a split; fields named label or targets are padded with -1.

@@ -13,7 +13,7 @@ from systolic.core.errors import DataError, NotFoundError
 from systolic.core.ranges import check
 from systolic.data.text import FILL, ROW, TextData, row_fields
 from systolic.job import Layout
-from systolic.job.data import Batches, Field, Read, Split
+from systolic.job.data import Batches, Contents, Field, Read, Split
 
 if TYPE_CHECKING:
     from systolic.data.rows import HeldRecords
@@ -57,6 +57,16 @@ class StandardLibrary(TextData):
             NotFoundError: the folder does not exist.
         """
         return _files(self._folder(), split)
+
+    def contents(self, split: Split) -> Contents | None:
+        """Of the split's files."""
+        from systolic.data.contents import of_files
+
+        return of_files(self._folder(), self.files(split))
+
+    def lasting(self) -> frozenset[str]:
+        """The length of rows."""
+        return frozenset(("sequence",))
 
     def size(self, split: Split) -> int | None:
         """Rows in a split; looks at the sizes of the files only."""

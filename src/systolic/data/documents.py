@@ -13,7 +13,7 @@ from systolic.data.packing import Packing
 from systolic.data.text import FILL, ROW, TextData, row_fields
 from systolic.data.tokenizer import Tokenizer
 from systolic.job import Layout
-from systolic.job.data import Batches, Field, Read, Split
+from systolic.job.data import Batches, Contents, Field, Read, Split
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,6 +95,25 @@ class Documents(TextData):
             return -(-places // self.sequence)
         return None if len(self.documents(split)[1]) else 0
 
+    def contents(self, split: Split) -> Contents | None:
+        """Of the files of the training text, and of those for validation where they are others."""
+        from systolic.data.contents import of_files
+        from systolic.data.packed import find_packed
+
+        path = self._path(split)
+        own = path != self._path(Split.train) and split is Split.validation
+        if split is not Split.train and not own:
+            return None
+        packed = find_packed(path)
+        if packed is not None:
+            return of_files(path, packed.files())
+        corpus = self.documents(split)[0]
+        return of_files(corpus.root, corpus.files)
+
+    def lasting(self) -> frozenset[str]:
+        """All that decides how documents are chosen and laid into rows."""
+        return frozenset(("sequence", "field", "packing", "shuffle_windows", "validation_share"))
+
     def epochs(self, position: bytes) -> float | None:
         """By windows of documents and rows in them; ``None`` for packed data, whose size is known."""
         saved = json.loads(position)
@@ -119,7 +138,7 @@ class Documents(TextData):
         """
         import numpy as np
 
-        from systolic.data.corpus import changed_ns, find_corpus
+        from systolic.data.listing import changed_ns, find_corpus
 
         path = self._path(split)
         corpus = find_corpus(path, self.field, PIECE_BYTES, changed_ns(path))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from systolic.core.errors import DataError, NotFoundError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, SHARE, check
 from systolic.job import Data, Field, Read, Split
-from systolic.job.data import Batches
+from systolic.job.data import Batches, Contents
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,6 +60,19 @@ class Idx(Data):
     def size(self, split: Split) -> int:
         """Examples in a split."""
         return len(self._examples(split)[1])
+
+    def contents(self, split: Split) -> Contents | None:
+        """Of the files for training, which validation comes out of too, and of those for the test."""
+        from systolic.data.contents import of_files
+
+        if split not in _FILES:
+            return None
+        kinds = (("images", 3), ("labels", 1))
+        return of_files(self.path, [_file(self.path, _FILES[split], *kind) for kind in kinds])
+
+    def lasting(self) -> frozenset[str]:
+        """The share that is held out, and the size of images."""
+        return frozenset(("held_out", "side"))
 
     def open(self, read: Read) -> Batches:
         """Batches of a split; training images are moved and mirrored when they are shuffled.

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -11,7 +11,7 @@ from systolic.core.errors import DataError, NotFoundError
 from systolic.core.ranges import Range, check
 from systolic.data.augmentation import Augmentation
 from systolic.job import Data, Field, Read, Split
-from systolic.job.data import Batches, OnError
+from systolic.job.data import Batches, Contents, OnError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,6 +60,10 @@ class Images(Data):
     """Share of each class for a split (validation, test) that has no folder of its own."""
     on_error: OnError = OnError.skip
     """What to do about a damaged picture."""
+    classes: tuple[str, ...] = ()
+    """The classes in label order; () takes the folders that hold pictures."""
+    whole: bool = False
+    """Whether all pictures are in the validation split."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -83,12 +87,14 @@ class Images(Data):
         )
 
     def labels(self) -> tuple[str, ...]:
-        """The names of the class folders, sorted; a folder without a picture is no class.
+        """The classes given, or the names of the class folders, sorted; a folder without a picture is no class.
 
         Raises:
             NotFoundError: no such folder.
             DataError: no class in it.
         """
+        if self.classes:
+            return self.classes
         packed = _index(self.path)
         return tuple(packed["labels"]) if packed else _classes(_layout(self.path)[0])
 
@@ -97,7 +103,51 @@ class Images(Data):
         packed = _index(self.path)
         if packed:
             return packed["splits"].get(split.value, 0)
-        return len(listing(self.path, self.held_out, split).files)
+        return len(self.listing(split).files)
+
+    def with_labels(self, labels: tuple[str, ...]) -> "Images":
+        """See :class:`Data`."""
+        return replace(self, classes=labels)
+
+    def at(self, path: Path) -> "Images":
+        """See :class:`Data`; class folders have the names of the training classes.
+
+        Raises:
+            DataError: it is packed, or has folders of splits.
+        """
+        if _index(path) is not None:
+            raise DataError(
+                f"--path {path} is packed; give the folder of pictures that it was packed from"
+            )
+        root, own = _layout(path)
+        if root != path or own:
+            raise DataError(
+                f"--path {path} has folders of splits; give one of them, such as {root}"
+            )
+        return replace(self, path=path, classes=self.labels(), whole=True)
+
+    def listing(self, split: Split) -> Listing:
+        """The pictures of a split of a plain folder."""
+        if not self.whole:
+            return listing(self.path, self.held_out, split, self.classes)
+        if split is not Split.validation:
+            return _nothing()
+        return _scan(_layout(self.path)[0], self.labels())
+
+    def contents(self, split: Split) -> Contents | None:
+        """Of the split's pictures."""
+        from systolic.data.contents import of_files
+
+        if (packed := _index(self.path)) is None:
+            found = self.listing(split).files
+            return of_files(self.path, [Path(file) for file in found])
+        if split.value not in packed["splits"]:
+            return None
+        return of_files(self.path, [self.path / INDEX, self.path / f"{split.value}.array_record"])
+
+    def lasting(self) -> frozenset[str]:
+        """The share that is held out, and the size of pictures."""
+        return frozenset(("held_out", "side", "channels"))
 
     def open(self, read: Read) -> Batches:
         """Batches of a split; training pictures are cropped and changed at random when shuffled.
@@ -121,7 +171,7 @@ class Images(Data):
                 str(self.path / f"{read.split.value}.array_record"), self.size(read.split)
             )
         else:
-            source = Files(*listing(self.path, self.held_out, read.split))
+            source = Files(*self.listing(read.split))
         crops = Crops(
             side=self.side,
             channels=self.channels,
@@ -140,19 +190,23 @@ class Images(Data):
         return {"image": read_picture(path, self.side, self.channels, EVALUATION_SHARE)}
 
 
-def listing(path: Path, held_out: float, split: Split) -> Listing:
+def _nothing() -> Listing:
+    import numpy as np
+
+    return Listing((), np.zeros(0, np.int32))
+
+
+def listing(path: Path, held_out: float, split: Split, classes: tuple[str, ...] = ()) -> Listing:
     """The pictures of a split of the folder ``path``, empty when it has none.
 
     Raises:
         NotFoundError: no such folder.
         DataError: no class in it, or a split with a class that training lacks.
     """
-    import numpy as np
-
     from systolic.data.small import hold_out
 
     root, own = _layout(path)
-    classes = _classes(root)
+    classes = classes or _classes(root)
     if split in own:
         return _scan(own[split], classes)
     shared = [s for s in (Split.validation, Split.test) if s not in own]
@@ -160,7 +214,7 @@ def listing(path: Path, held_out: float, split: Split) -> Listing:
         # With a train folder, test pictures are given or there are none.
         shared = [s for s in shared if s is not Split.test]
     if split is not Split.train and split not in shared:
-        return Listing((), np.zeros(0, np.int32))
+        return _nothing()
     files, labels = _scan(root, classes)
     parts = hold_out(labels, (held_out,) * len(shared))
     part = parts[0 if split is Split.train else 1 + shared.index(split)]

@@ -43,6 +43,12 @@ class Packed:
             return Tokenizer()
         return Tokenizer(path=self.folder / about["file"], bos=about["bos"], eos=about["eos"])
 
+    def files(self) -> list[Path]:
+        """All files of the text and its index."""
+        splits = self.manifest["splits"]
+        named = [name for about in splits.values() for name in about["files"]]
+        return [self.folder / name for name in (*named, *(f"{s}.index.npz" for s in splits))]
+
     def places(self, split: Split) -> int:
         """Predicted tokens in a split, 0 if it has none."""
         return self.manifest["splits"].get(split.value, {}).get("places", 0)

@@ -193,7 +193,7 @@ class _TableBatches:
         for name, value in self._identity().items():
             if saved.get(name) != value:
                 raise DataError(
-                    f"the saved position is for data with {name} {saved.get(name)}, this data has {name} {value}; restore the data and the seed, or start a new run"
+                    f"the checkpoint was saved with {_phrase(name, saved.get(name))}, and now there are {_phrase(name, value)}; give the run the data and the seed that it began with, or train a new run"
                 )
         self._stop()
         self.batching = dataclasses.replace(self.batching, start=int(saved["examples"]))
@@ -212,6 +212,16 @@ class _TableBatches:
     def _identity(self) -> dict[str, Any]:
         read = self.batching.read
         return {"size": len(self.batching.table), "seed": read.seed, "shuffle": read.shuffle}
+
+
+def _phrase(name: str, value: Any) -> str:
+    """A part of a position's identity in words that follow "with" and "there are"."""
+    words = {
+        "size": f"{value} examples",
+        "seed": f"examples in the order of seed {value}",
+        "shuffle": "examples in shuffled order" if value else "examples in the order of the files",
+    }
+    return words[name]
 
 
 def open_table(

@@ -253,7 +253,7 @@ class WindowBatches:
         for name, value in self._identity().items():
             if saved.get(name) != value:
                 raise DataError(
-                    f"the saved position is for {name} {saved.get(name)}, this data has {name} {value}; restore what it was, or start a new run"
+                    f"the checkpoint was saved with {_phrase(name, saved.get(name))}, and now there are {_phrase(name, value)}; give the run the data and the options that it began with, or train a new run"
                 )
         self._stop()
         self.first, self.window = int(saved["first"]), int(saved["window"])
@@ -362,6 +362,21 @@ class WindowBatches:
             "shuffle": self.read.shuffle,
             "mixed windows": self._mixed,
         }
+
+
+def _phrase(name: str, value: Any) -> str:
+    """A part of a position's identity in words that follow "with" and "there are"."""
+    words = {
+        "documents": f"{value} documents",
+        "documents per window": f"windows of {value} documents",
+        "sequence": f"rows of {value} tokens",
+        "packing": f"rows packed by {value}",
+        "tokenizer": f"tokens of the tokenizer {value}",
+        "seed": f"rows in the order of seed {value}",
+        "shuffle": "rows in shuffled order" if value else "rows in the order of the files",
+        "mixed windows": f"{value} windows mixed",
+    }
+    return words[name]
 
 
 def earliest(positions: Sequence[bytes]) -> bytes:

@@ -81,6 +81,11 @@ def forecast_function(
 
 
 def _flags(given: str | Sequence[str]) -> tuple[str, ...]:
+    listed = isinstance(given, Sequence) and all(isinstance(flag, str) for flag in given)
+    if not listed:
+        raise OptionError(
+            f"flags is {given!r}; it takes --name=value, a list of them or one text with spaces between"
+        )
     flags = tuple(shlex.split(given) if isinstance(given, str) else given)
     for flag in flags:
         if not flag.startswith("--"):

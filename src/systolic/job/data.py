@@ -73,6 +73,20 @@ class Read:
     """Worker processes that read and transform ahead; 0 does it in threads of this process."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contents:
+    """What tells the data of a split from other data (made by :mod:`systolic.data.contents`)."""
+
+    where: str
+    """A path for people; data that was moved is the same."""
+    files: int
+    bytes: int
+    names: str
+    """A digest of the files' names."""
+    digest: str
+    """Of the sizes and of contents, up to a bound."""
+
+
 class Batches(Protocol):
     """An iterator of batches whose position can be saved and set, packing buffers included."""
 
@@ -108,6 +122,21 @@ class Data(ABC):
     def size(self, split: Split) -> int | None:
         """Examples in a split, 0 if it has none, ``None`` when only reading tells (packed text)."""
 
+    def contents(self, split: Split) -> Contents | None:
+        """What tells the data of a split from other data, so that a run goes on with its own only.
+
+        ``None`` where nothing does, or where it comes out of the training split's files.
+
+        Raises:
+            DataError: a file can't be read.
+        """
+        del split
+        return None
+
+    def lasting(self) -> frozenset[str]:
+        """Names of the fields that a run keeps to its end, because its position in the data depends on them."""
+        return frozenset()
+
     def epochs(self, position: bytes) -> float | None:
         """Passes over the training split that a saved position stands for; ``None``: its size tells."""
         del position
@@ -142,7 +171,7 @@ class Data(ABC):
             DataError: this kind of data has no single-file form.
         """
         raise DataError(
-            f"{path}: a {type(self).__name__} job does not read single files; use systolic eval"
+            f"{path} is a single file, and {type(self).__name__} data is read as a whole only; use systolic eval"
         )
 
     def at(self, path: Path) -> "Data":
@@ -152,7 +181,7 @@ class Data(ABC):
             DataError: this kind of data can't be read from another path.
         """
         raise DataError(
-            f"{path}: a {type(self).__name__} job can't be evaluated on other data; leave --path out"
+            f"--path is {path}, but {type(self).__name__} data can't be read from elsewhere; leave --path out"
         )
 
     def references(self) -> Mapping[str, float]:
@@ -171,3 +200,8 @@ class Data(ABC):
     def labels(self) -> tuple[str, ...]:
         """The names of the classes, in label order; () where there are none."""
         return ()
+
+    def with_labels(self, labels: tuple[str, ...]) -> "Data":
+        """The same data with the classes that a run was trained on, whatever is there now; itself where they are fixed."""
+        del labels
+        return self

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from systolic.core.errors import LayoutError, OptionError
-from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check, complaint, ranges_of
 from systolic.job.data import Data
 from systolic.job.layout import Layout, Remat
 from systolic.job.model import Model, Task
@@ -60,6 +60,11 @@ class Batch:
             raise OptionError(
                 f"--batch is {total} and --batch-per-device {per_device:g}, which decide the same; leave one of them out"
             )
+        ranges = ranges_of(cls)
+        typed = (("--batch", "total", total), ("--batch-per-device", "per_device", per_device))
+        for option, name, value in typed:
+            if (told := complaint(option, ranges[name], value)) is not None:
+                raise OptionError(told)
         return cls(total=total, per_device=per_device)
 
     def resolve(self, layout: Layout) -> int:

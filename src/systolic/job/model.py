@@ -94,6 +94,10 @@ class Model(ABC):
         """Raises LayoutError where the layout's axes don't divide this model; before any compile."""
         del layout
 
+    def lasting(self) -> frozenset[str]:
+        """Names of the fields that a run keeps to its end: with another value its weights would not fit, or mean something else."""
+        return frozenset()
+
     def flops(self, fields: Mapping[str, Field]) -> float | None:
         """Matmul FLOPs of one example's forward pass (2 per multiply-add); ``None``: counted from the program."""
         del fields

@@ -124,6 +124,16 @@ class Schedule:
     def __post_init__(self) -> None:
         check(self, "schedule")
 
+    def warms(self, steps: int) -> int:
+        """Steps of warm-up in a job of ``steps``, the last of which at least has the peak."""
+        return min(self.warmup, steps - 1)
+
+    def note(self, steps: int) -> str | None:
+        """What a job of ``steps`` makes of the schedule otherwise than it says, worth a line; ``None``: nothing."""
+        if self.warms(steps) == self.warmup:
+            return None
+        return f"schedule.warmup is {self.warmup} steps and the job has {steps}, so it is shortened to {self.warms(steps)}; give --schedule.warmup, or more --steps"
+
     def shortened(self, own: "Schedule", steps: int) -> "Schedule":
         """For short runs: the recipe's ``own`` warm-up takes at most a tenth of ``steps``; another one stays."""
         if self.warmup != own.warmup:

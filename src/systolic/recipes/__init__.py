@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from systolic.artifact.beside import is_beside, modules
+from systolic.artifact.reads import Reads
 from systolic.core.errors import NotFoundError, OptionError, RunError, nearest
 from systolic.core.ranges import check_arguments
 from systolic.job import Job
@@ -40,6 +41,8 @@ class Recipe:
     """Content of that file as it was imported."""
     modules: Mapping[str, bytes] = field(default_factory=dict)
     """The modules that it imports from its folder: relative POSIX path to content."""
+    reads: Reads | None = None
+    """The other files of its folder that it opens; of a user's own file."""
 
     @property
     def summary(self) -> str:
@@ -97,7 +100,8 @@ def from_file(path: Path, name: str, target: str, beside: Path | None = None) ->
         path: The file.
         name: Of the function.
         target: As the user wrote it.
-        beside: The folder of its modules, by default that of the file; for a run's copy the run's own.
+        beside: The folder that stands for that of the file, with its modules and what else it reads;
+            given for a run's copy.
 
     Raises:
         NotFoundError: no such file or function.
@@ -114,6 +118,10 @@ def from_file(path: Path, name: str, target: str, beside: Path | None = None) ->
     folder = path.resolve().parent if beside is None else beside.resolve()
     _forget(folder)
     module = importlib.util.module_from_spec(spec)
+    reads = Reads(folder) if beside is None else None
+    if beside is not None:
+        # What the recipe finds by its own place is in the run, too.
+        module.__file__ = str(folder / Path(split(target)[0]).name)
     source = path.read_bytes()
     sys.modules[module_name] = module
     before = set(sys.modules)
@@ -129,7 +137,14 @@ def from_file(path: Path, name: str, target: str, beside: Path | None = None) ->
             f"{path} has no function {name}{nearest(name, functions)}; a recipe is a function that returns a Job"
         )
     needed = modules(path) if beside is None else {}
-    return Recipe(target=target, function=functions[name], file=path, source=source, modules=needed)
+    return Recipe(
+        target=target,
+        function=functions[name],
+        file=path,
+        source=source,
+        modules=needed,
+        reads=reads,
+    )
 
 
 def _import(loader: Any, module: ModuleType, path: Path, folder: Path) -> None:

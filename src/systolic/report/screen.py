@@ -26,7 +26,9 @@ MAX_WIDTH = 110
 """Columns of the panel on a wide terminal."""
 
 _CURVES = ("loss", "learning_rate", "throughput", "grad_norm")
-_ALARMS = frozenset({"bad_step", "skip", "stop", "interrupt", "recompile", "data", "skipped_file"})
+_ALARMS = frozenset(
+    {"bad_step", "skip", "stop", "interrupt", "recompile", "data", "schedule", "skipped_file"}
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ Axes = Mapping[str, tuple[str | None, ...]]
 
 def schedule(value: Schedule, steps: int, peak: float) -> Callable[[Any], Any]:
     """Step (counted from 0) to learning rate f32[]."""
-    warmup = min(value.warmup, steps - 1)
+    warmup = value.warms(steps)
     body = max(steps - warmup, 1)
     end = peak * value.final
     match value.kind:

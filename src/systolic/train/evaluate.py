@@ -10,11 +10,11 @@ import jax
 from systolic.core.errors import DataError
 from systolic.job import Job, Split
 from systolic.steps.steps import Steps
-from systolic.train import hosts
 from systolic.train.feed import evaluation
 from systolic.train.interrupt import Interrupt
 from systolic.train.ledger import Ledger
 from systolic.train.programs import Program
+from systolic.train.same import SameBatches
 from systolic.train.setup import Setup
 
 
@@ -66,17 +66,19 @@ def evaluate(
         halt: Asked before each batch, with the number of batches done, whether to give up.
 
     Raises:
-        DataError: the split is empty.
+        DataError: the split is empty, or processes read different data for it.
         HaltedError: ``halt`` said so.
     """
     feed = evaluation(job, steps, split)
     total: Any = None
+    same = SameBatches()
     try:
         for done, batch in enumerate(itertools.islice(feed, batches or None)):
             # The batch before last has been computed: the devices have work for one batch, and an
             # evaluation that is asked to end does so after that one.
             if halt(max(done - 1, 0)):
                 raise HaltedError
+            same.check(batch)
             sums = program(params, rest, batch)
             jax.block_until_ready(total)
             total = sums if total is None else jax.tree.map(lambda a, b: a + b, total, sums)
@@ -129,7 +131,7 @@ class Evaluator:
         params = state.params if state.ema is None else state.ema
         with self.ledger.spend("eval"):
             while not self.program.wait(0.1):
-                if interrupt.signal and not hosts.several():
+                if interrupt.alone():
                     return None
             arguments = (job, steps, self.program, params, state.rest)
             try:

@@ -29,7 +29,7 @@ def tokenizer_of(job: Job) -> Any:
     """
     if not isinstance(job.data, TextData):
         raise DataError(
-            f"{job.name} reads {type(job.data).__name__}, not text; use systolic predict for its kind of data"
+            f"systolic generate continues text, which {job.name} was not trained on; use systolic predict RUN FILES"
         )
     return job.data.get_tokenizer()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from systolic.artifact.reading import Peers
 from systolic.core.errors import DataError, OptionError, RunError
+from systolic.data.skipped import Skipped
 
 TEXT_BYTES = 4096
 """Room for a text that the first process shares."""
@@ -68,6 +69,11 @@ def join(environ: Mapping[str, str] = os.environ) -> bool:
             f"this process could not join its job ({reason}); set {_ADDRESS}, {_COUNT} and {_INDEX} in every process"
         ) from error
     return True
+
+
+def joined() -> bool:
+    """Whether this process has joined others; imports nothing where it belongs to none."""
+    return belongs(os.environ) and several()
 
 
 def is_first() -> bool:
@@ -172,6 +178,16 @@ def require_same(batch: Mapping[str, Any]) -> None:
                 raise DataError(
                     f"processes {other} and {process} hold the same part of a batch and read different data for it ({part}); give both the same files and versions"
                 )
+
+
+def share_lines(lines: Skipped) -> list[str]:
+    """The messages that came in any process since the last time, each once, in every process."""
+    mine = lines.take()
+    if not several():
+        return mine
+    for text in exchange(json.dumps(mine)):
+        lines.note(json.loads(text))
+    return mine + lines.take()
 
 
 def gather(arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,10 @@ class Interrupt:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # ty: ignore[invalid-argument-type]
 
+    def alone(self) -> bool:
+        """Whether this process was asked to stop and has nobody to ask: it may leave at any point."""
+        return self.signal is not None and not hosts.several()
+
     def agreed(self) -> bool:
         """Whether any process of the job was asked to stop; all of them call this at the same point."""
         self._ask_all(AGREE_SECONDS)

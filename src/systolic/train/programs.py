@@ -11,6 +11,10 @@ from systolic.train.ledger import Ledger
 Signature = Mapping[str, tuple[tuple[int, ...], str]]
 
 
+POLL_SECONDS = 0.1
+"""How long a signal may go unnoticed while a thread compiles."""
+
+
 class Program:
     """A function compiled once for each signature of its batch.
 
@@ -124,6 +128,34 @@ class _Ahead:
         except Exception as error:  # raised again where the program is called
             self._error = error
         self._seconds = self._clock() - self._started
+
+
+def never() -> bool:
+    """Goes on to the end."""
+    return False
+
+
+def compiled(lowered: Any, options: Mapping[str, Any] | None, stop: Callable[[], bool]) -> Any:
+    """A lowered program compiled in a thread, so that a signal is noticed; ``None`` where ``stop`` said so before.
+
+    A compile that is left goes on in its thread: nothing can interrupt it.
+    """
+    found: list[Any] = []
+
+    def work() -> None:
+        try:
+            found.append(lowered.compile(compiler_options=options))
+        except Exception as error:  # raised again below
+            found.append(error)
+
+    thread = start_native("compile", work)
+    while thread.is_alive():
+        if stop():
+            return None
+        thread.join(POLL_SECONDS)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
 
 
 def _key(batch: Mapping[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """From a job and the devices at hand to the programs that train it; every check before any compile."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from systolic.steps.steps import Steps
 from systolic.steps.target import MeshTarget
 from systolic.train.expected import Expected
 from systolic.train.machine import Machine
+from systolic.train.programs import compiled, never
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +99,14 @@ class Setup:
         devices = list(steps.target.mesh.devices.flat)
         return load(path, lowered, devices, facts, self.flags)
 
-    def first_state(self) -> Any:
-        """The state before the first step; the weights that training begins with are given away with it."""
-        state = first_state(self.steps, self.job.seed)
+    def first_state(self, stop: Callable[[], bool] = never) -> Any:
+        """The state before the first step; the weights that training begins with are given away with it.
+
+        ``None`` where ``stop`` said so while it compiled.
+        """
+        state = first_state(self.steps, self.job.seed, stop)
+        if state is None:
+            return None
         if self.initial is None:
             return state
         params, rest = self.initial.params, self.initial.rest
@@ -177,12 +183,13 @@ def check_flags(flags: Sequence[str], platform: str) -> None:
         ) from error
 
 
-def first_state(steps: Steps, seed: int) -> Any:
-    """The state before the first step, born sharded."""
+def first_state(steps: Steps, seed: int, stop: Callable[[], bool] = never) -> Any:
+    """The state before the first step, born sharded; ``None`` where ``stop`` said so while it compiled."""
     init = jax.jit(steps.init, out_shardings=steps.shardings)
     # It runs once: on a CPU, LLVM would spend seconds to save it milliseconds.
     quick: dict[str, str | bool] | None = None
     if steps.target.platform == "cpu":
         quick = {"xla_backend_optimization_level": "1"}
     key = jax.random.key(seed)
-    return jax.block_until_ready(init.lower(key).compile(compiler_options=quick)(key))
+    made = compiled(init.lower(key), quick, stop)
+    return None if made is None else jax.block_until_ready(made(key))

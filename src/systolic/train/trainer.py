@@ -11,8 +11,9 @@ import jax
 import numpy as np
 
 from systolic.aot.executable import Loaded
-from systolic.artifact import CheckpointStore, Run
-from systolic.core.errors import OptionError, RunError
+from systolic.artifact import Run
+from systolic.artifact.checkpoint import Restored
+from systolic.core.errors import RunError
 from systolic.data.blocks import first_reader
 from systolic.data.skipped import FILES
 from systolic.job import GuardRule, Mode, Split
@@ -20,6 +21,7 @@ from systolic.train import hosts
 from systolic.train.evaluate import Evaluator
 from systolic.train.feed import training
 from systolic.train.interrupt import Interrupt
+from systolic.train.keeper import Keeper
 from systolic.train.ledger import Ledger
 from systolic.train.meter import Meter
 from systolic.train.outcome import next_command, sample, summarise
@@ -27,11 +29,15 @@ from systolic.train.probe import Probe
 from systolic.train.profile import DATA, FOLDER, METRICS, Profile, part
 from systolic.train.programs import Program
 from systolic.train.progress import Progress
+from systolic.train.same import SameBatches, require_same_data
 from systolic.train.setup import Setup
 from systolic.train.watch import Watcher
 
 LAG = 3
 """Steps in flight: the loop reads a step's metrics this many steps later, so that devices never wait for it."""
+
+UNRATED = "there is no validation split: nothing is evaluated while it trains, and the last checkpoint counts as the best"
+"""Test metrics are never what a checkpoint is chosen by."""
 
 NAMED = 100
 """Damaged files that are named between two records; the summary counts all."""
@@ -85,15 +91,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.job, self.steps = self.setup.job, self.setup.steps
-        rules, evaluation = self.job.checkpoints, self.job.evaluation
-        self.store = CheckpointStore(
-            self.run.checkpoints,
-            keep_last=rules.keep_last,
-            keep_best=rules.keep_best,
-            metric=evaluation.metric,
-            mode=evaluation.mode,
-            peers=hosts.peers(),
-        )
+        self.keeper = Keeper(self.setup, self.run, self.ledger, self.event)
+        self.store = self.keeper.store
         self.train_program = Program("train", self.setup.jitted_train, self.ledger, self.event)
         self.eval_program = Program("eval", self.setup.jitted_evaluate, self.ledger, self.event)
         self.evaluator = Evaluator(
@@ -108,14 +107,12 @@ class Trainer:
         traced = self.profile if hosts.is_first() else 0
         self.trace = Profile(self.run.path / FOLDER, traced, self.job.steps, self.event)
         self.examples = self.job.data.size(Split.train)
+        self.validates = self.job.data.size(Split.validation) != 0
         self.interval = self.log_every or max(1, self.job.steps // RECORDS)
         self.progress = Progress()
         self.stop_reason = ""
         self.notes_told = 0
-        self.checked = False
-        """Whether the processes have compared the parts of a batch that they share."""
-        self.kept: tuple[int, bool] = (0, False)
-        """The step of the last checkpoint, and whether it holds metrics."""
+        self.same = SameBatches()
 
     # Records
 
@@ -147,14 +144,15 @@ class Trainer:
             RunError: the loss went bad under the guard's rule, or a checkpoint could not be written.
             OptionError: the task does not report the evaluation's metric, or the run to resume has
                 more steps than the job.
-            DataError: the run to resume was trained on other data.
+            DataError: the run to resume was trained on other data, or processes have different data.
         """
         self.setup.check_metric()
         FILES.clear()
+        require_same_data(self.job.data)
         with Interrupt() as interrupt:
             feed = training(self.job, self.steps, self.workers)
             try:
-                state = self._begin(feed, resume)
+                state = self._begin(feed, resume, interrupt)
                 self._await_program(interrupt)
                 self.ledger.settle("start")
                 self.meter = Meter(self.setup, self.ledger, self.progress.step)
@@ -166,9 +164,14 @@ class Trainer:
                 feed.close()
                 self.store.close()
 
-    def _begin(self, feed: Any, resume: bool) -> Any:
-        """The first state, fresh or of the newest intact checkpoint, while the train step compiles."""
+    def _begin(self, feed: Any, resume: bool, interrupt: Interrupt) -> Any:
+        """The first state, fresh or of the newest intact checkpoint, while the train step compiles.
+
+        ``None`` where the process was told to leave before there was one.
+        """
         steps = self.steps
+        if resume:
+            self.keeper.check()
         if self.loaded is None:
             self.train_program.prepare(steps.abstract_state, steps.abstract_batch())
         self.probe.prepare()
@@ -179,7 +182,7 @@ class Trainer:
         restored = self._restore(feed) if resume else None
         self.accept()
         if resume:
-            self._go_back(restored)
+            self.keeper.go_back(restored, self._comes_again)
         feed.start()
         self.say(
             "start",
@@ -197,39 +200,27 @@ class Trainer:
         )
         for note in self.job.data.notes():
             self.event("data", 0.0, note)
+        if not self.validates:
+            self.event("data", 0.0, UNRATED)
+        if (shorter := self.job.schedule.note(self.job.steps)) is not None:
+            self.event("schedule", 0.0, shorter)
         self._say_restored(restored, resume)
         if self.loaded is not None:
             loaded = self.loaded
             self.train_program.adopt(steps.abstract_batch(), loaded.compiled, loaded.seconds)
         with self.ledger.spend("compile"):
-            state = self.setup.first_state() if restored is None else restored.state
-        if self.job.data.size(Split.validation) != 0:
+            state = self.setup.first_state(interrupt.alone) if restored is None else restored.state
+        if self.validates and not interrupt.alone():
             self.eval_program.prepare(*self.setup.abstract_evaluation)
         return state
 
-    def _restore(self, feed: Any) -> Any:
+    def _restore(self, feed: Any) -> Restored | None:
         """The newest intact checkpoint, ``None`` where there is none yet; changes nothing on disk."""
-        if not hosts.any_of(self.store.latest_step() is not None):
-            return None
-        with self.ledger.spend("checkpoint"):
-            restored = self.store.restore(self.steps.abstract_state)
-        feed.set_states([extra["data"] for extra in restored.extras])
-        self.progress = Progress.from_json(restored.extra["progress"])
-        if self.progress.step > self.job.steps:
-            raise OptionError(
-                f"steps is {self.job.steps}, but {self.run.path} has a checkpoint of step {restored.step}; give --steps {restored.step} or more"
-            )
-        self.kept = (restored.step, self.job.evaluation.metric in restored.metrics)
-        self._judge_patience()
-        return restored
-
-    def _go_back(self, restored: Any) -> None:
-        """Drops what the run holds of later steps than the checkpoint that it goes on from."""
-        if not hosts.is_first():
-            return
-        self.run.truncate(0 if restored is None else restored.step, self._comes_again)
+        restored = self.keeper.restore(feed)
         if restored is not None:
-            self.store.discard_after(restored.step)
+            self.progress = Progress.from_json(restored.extra["progress"])
+            self._judge_patience()
+        return restored
 
     def _comes_again(self, record: Mapping[str, Any]) -> bool:
         """Whether a record of the checkpoint's own step, made before a kill, will be made once more."""
@@ -257,7 +248,7 @@ class Trainer:
     def _await_program(self, interrupt: Interrupt) -> None:
         """Until the train step is compiled, or the process is told to leave before."""
         while not self.train_program.wait(0.1):
-            if interrupt.signal and not hosts.several():
+            if interrupt.alone():
                 return
 
     def _loop(self, state: Any, feed: Any, interrupt: Interrupt) -> Any:
@@ -274,9 +265,7 @@ class Trainer:
                 with part(DATA):
                     batch = next(feed)
                 ledger.add("data_wait", clock() - asked)
-                if not self.checked:
-                    hosts.require_same(batch)
-                    self.checked = True
+                self.same.check(batch)
                 if self.probe.due(progress.step + 1):
                     self._drain(pending)
                     self._look(state, batch, feed)
@@ -287,7 +276,7 @@ class Trainer:
                 while len(pending) > LAG:
                     self._check(pending.popleft())
             self.trace.done(metrics)
-            if self._due(self.job.evaluation.every) or self._due(self.job.checkpoints.every):
+            if self._evaluates() or self._due(self.job.checkpoints.every):
                 self._drain(pending)
                 self._milestone(state, feed, interrupt)
         self._drain(pending)
@@ -309,6 +298,9 @@ class Trainer:
     def _due(self, every: int) -> bool:
         step = self.progress.step
         return bool(every) and step % every == 0 and step < self.job.steps
+
+    def _evaluates(self) -> bool:
+        return self.validates and self._due(self.job.evaluation.every)
 
     def _notes(self) -> None:
         """What tracing had to say about kernels since the last time."""
@@ -340,13 +332,18 @@ class Trainer:
             self.say("train", step=done.step, **means, **self.meter.read())
             # A save in the background that failed is told now, not when the next one is due.
             self.store.poll()
-            self._skipped()
+            # Not all processes make this record at the same step, so they don't ask each other here.
+            if not hosts.several():
+                self._skipped()
         if regular:  # By the step alone, so that a resumed run has the means of one that was not.
             self.progress.record()
 
     def _skipped(self) -> None:
-        """Names the damaged files that reading has left out since the last time."""
-        for line in FILES.take()[:NAMED]:
+        """Names the damaged files that reading has left out since the last time, in any process.
+
+        All processes call it at the same point.
+        """
+        for line in hosts.share_lines(FILES)[:NAMED]:
             self.event("skipped_file", 0.0, f"{line}; it was left out")
 
     def _bad(self, done: Pending, loss: float) -> None:
@@ -383,7 +380,7 @@ class Trainer:
     def _milestone(self, state: Any, feed: Any, interrupt: Interrupt) -> None:
         """An evaluation, a checkpoint, or both."""
         metrics, self.progress.owed = None, False
-        if self._due(self.job.evaluation.every):
+        if self._evaluates():
             batches = self.job.evaluation.batches
             metrics = self.evaluator(state, Split.validation, batches, interrupt)
             self.progress.owed = metrics is None
@@ -395,7 +392,8 @@ class Trainer:
         if self._due(self.job.checkpoints.every) or (
             metrics is not None and self.job.checkpoints.keep_best
         ):
-            self._save(state, feed, metrics)
+            self.keeper.save(state, feed, self.progress, metrics)
+        self._skipped()
         if self.stop_reason:
             self.event("stop", 0.0, self.stop_reason)
 
@@ -405,17 +403,6 @@ class Trainer:
         if rule.patience and stale >= rule.patience:
             self.stop_reason = f"{rule.metric} has not improved in {stale} evaluations"
 
-    def _save(self, state: Any, feed: Any, metrics: dict[str, float] | None) -> None:
-        step, measured = self.progress.step, metrics is not None
-        if step == 0 or (self.kept[0] == step and self.kept[1] >= measured):
-            return
-        start = self.ledger.clock()
-        with self.ledger.spend("checkpoint"):
-            extra = {"data": feed.get_state(), "progress": self.progress.to_json()}
-            self.store.save(step, state, extra=extra, metrics=metrics)
-        self.kept = (step, measured)
-        self.event("checkpoint", self.ledger.clock() - start, f"step {step}")
-
     # The end
 
     def _finish(self, state: Any, feed: Any, interrupt: Interrupt) -> dict[str, Any]:
@@ -423,13 +410,14 @@ class Trainer:
 
         The checkpoint comes first: who stops the process during the evaluation may not wait for it.
         """
-        self._save(state, feed, None)
+        self.keeper.save(state, feed, self.progress, None)
         ranked = self.evaluator.ranking(state, interrupt) if self._unranked() else None
         measured = self.evaluator.final(state, interrupt)
         if self.evaluator.alike():
-            ranked = next(iter(measured.values()), None)
+            # By validation only: what is chosen by test metrics can't be judged by them.
+            ranked = measured.get(Split.validation)
         if ranked is not None:
-            self._rate(ranked)
+            self.keeper.rate(self.progress.step, ranked)
         final = {f"{s.value}_{k}": v for s, metrics in measured.items() for k, v in metrics.items()}
         with self.ledger.spend("checkpoint"):
             self.store.wait()
@@ -451,7 +439,7 @@ class Trainer:
             metrics=final,
             meter=self.meter,
             ledger=self.ledger,
-            checkpoint=self._kept_path(),
+            checkpoint=self.keeper.path(),
         ) | {
             "interrupted": stopped.name if stopped else None,
             "stopped": self.stop_reason or None,
@@ -467,21 +455,8 @@ class Trainer:
 
     def _unranked(self) -> bool:
         """Whether the last checkpoint needs an evaluation of its own to be compared with those before."""
-        unrated = self.kept == (self.progress.step, False)
+        unrated = self.keeper.unrated(self.progress.step)
         return unrated and bool(self.job.checkpoints.keep_best) and not self.evaluator.alike()
-
-    def _rate(self, metrics: dict[str, float]) -> None:
-        """Adds the last evaluation's metrics to the checkpoint of the last step."""
-        step = self.progress.step
-        if self.kept != (step, False):
-            return
-        with self.ledger.spend("checkpoint"):
-            self.store.rate(step, metrics)
-        self.kept = (step, True)
-
-    def _kept_path(self) -> str | None:
-        kept = self.store.latest_step()
-        return None if kept is None else str(self.store.path(kept))
 
     def _sample(self, state: Any) -> None:
         """What a language model writes after the job's prompt."""

@@ -169,6 +169,11 @@ class Decoder(Model):
                     f"layout.{axis} {ways} does not divide model.{dim} {size}; use a divisor of {size}, or change model.{dim}"
                 )
 
+    def lasting(self) -> frozenset[str]:
+        """All but losses, capacity and constants."""
+        changing = {"capacity_factor", "experts_per_token", "router_loss", "rope_theta", "norm_eps"}
+        return frozenset(self.__dataclass_fields__) - changing
+
     def flops(self, fields: Mapping[str, Field]) -> float:
         """Matmul FLOPs of the forward pass of one sequence; attention counts the causal half."""
         sequence = fields["tokens"].shape[0]

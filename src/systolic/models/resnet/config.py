@@ -88,6 +88,10 @@ class ResNet(Model):
         """Only the batch and the parameters split."""
         refuse_axes(layout, "a ResNet", Axis.tensor, Axis.context, Axis.expert, Axis.pipeline)
 
+    def lasting(self) -> frozenset[str]:
+        """All but how pixels are scaled."""
+        return frozenset(self.__dataclass_fields__) - {"pixels"}
+
     def policies(self) -> frozenset[Remat]:
         """Each block can be run again; nothing in it has a name."""
         return frozenset((Remat.none, Remat.minimal, Remat.full))

@@ -124,6 +124,10 @@ class ViT(Model):
         """Heads and hidden units can be split, too."""
         return frozenset((Axis.data, Axis.fsdp, Axis.tensor))
 
+    def lasting(self) -> frozenset[str]:
+        """All but how pixels are scaled."""
+        return frozenset(self.__dataclass_fields__) - {"pixels"}
+
     def policies(self) -> frozenset[Remat]:
         """Each block can be run again; nothing in it has a name."""
         return frozenset((Remat.none, Remat.minimal, Remat.full))

@@ -1,0 +1,84 @@
+"""The files beside a recipe that its own code opens: what a run keeps of them, so that it works without that folder."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from systolic.core.units import gibibytes
+
+KEPT_BYTES = 1 << 26
+"""Of the files together; data sets are not copied into every run."""
+
+_CODE = frozenset((".py", ".pyc", ".so"))
+
+
+class Reads:
+    """Files below a folder that code in the same folder opens, from now on until :meth:`close`.
+
+    Files that other code opens, such as a corpus that Systolic reads, are none of them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._prefix = str(folder) + os.sep
+        self._opened: dict[str, None] = {}
+        self._open = True
+        if not _watching:
+            _watching.append(self)
+            # Python takes hooks for good, so there is one.
+            sys.addaudithook(_hook)
+        _watching[0] = self
+
+    def close(self) -> None:
+        """Takes no more."""
+        self._open = False
+
+    def kept(self, others: Sequence[Path]) -> tuple[dict[str, bytes], list[str]]:
+        """Relative POSIX path to content, and a line for each file that is too large to be kept.
+
+        Args:
+            others: Files and folders that the user named by an option; their place is known.
+        """
+        found: dict[str, bytes] = {}
+        told: list[str] = []
+        room = KEPT_BYTES
+        for name in self._opened:
+            path = Path(name)
+            if not path.is_file() or any(path.is_relative_to(other) for other in others):
+                continue
+            size = path.stat().st_size
+            if size > room:
+                told.append(
+                    f"{path} ({gibibytes(size)}), which the recipe reads, is not kept in the run, which takes up to {gibibytes(KEPT_BYTES)}; keep it where it is"
+                )
+                continue
+            room -= size
+            found[name.removeprefix(self._prefix).replace(os.sep, "/")] = path.read_bytes()
+        return found, told
+
+    def see(self, path: Any, mode: Any) -> None:
+        """An ``open`` that this process makes."""
+        if not self._open or not isinstance(path, str | bytes | os.PathLike):
+            return
+        name = os.path.abspath(os.fsdecode(path))
+        if not name.startswith(self._prefix) or Path(name).suffix in _CODE:
+            return
+        if isinstance(mode, str) and not mode.startswith("r"):
+            return
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            if os.path.abspath(frame.f_code.co_filename).startswith(self._prefix):
+                self._opened[name] = None
+                return
+            frame = frame.f_back
+
+
+_watching: list[Reads] = []
+"""The newest."""
+
+
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if event == "open":
+        _watching[0].see(arguments[0], arguments[1])

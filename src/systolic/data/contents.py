@@ -1,0 +1,148 @@
+"""What tells data from other data of the same size, at a cost that does not grow with it.
+
+Compared are how many files there are, their names and sizes, and :data:`SAMPLE_BYTES` of their contents:
+all of them up to that size, beyond it blocks at even distances over all files, the first and the last byte
+among them. A change between two blocks that keeps the size of its file is not noticed. Names are relative
+to the data's folder and times don't count, so that data may be copied and moved.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from systolic.core.errors import DataError
+from systolic.core.units import gibibytes
+from systolic.job.data import Contents, Data, Split
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SAMPLE_BYTES = 1 << 26
+"""Of contents that are read; 64 MiB take about a tenth of a second from memory."""
+
+BLOCK_BYTES = 1 << 16
+"""Read at a time where not everything is."""
+
+MOST_FILES = 1 << 17
+"""Files whose sizes and contents count, at even distances where there are more: each costs the disk a question. Names all count."""
+
+_DIGITS = 16
+
+
+def of_files(root: Path, files: Sequence[Path]) -> Contents | None:
+    """What tells these files from others; ``None`` where there are none.
+
+    Args:
+        root: The folder that names are relative to.
+        files: Below it, in the order in which they are read.
+
+    Raises:
+        DataError: one of them can't be read.
+    """
+    if not files:
+        return None
+    names = _digest(path.relative_to(root).as_posix() for path in files)
+    looked = [files[at] for at in _spread(len(files), MOST_FILES)]
+    try:
+        sizes = [path.stat().st_size for path in looked]
+        taken = _sampled(looked, sizes)
+    except OSError as error:
+        raise DataError(
+            f"{error.filename} can't be read ({error.strerror}); check the path"
+        ) from error
+    return Contents(
+        where=str(files[0] if len(files) == 1 else root),
+        files=len(files),
+        bytes=sum(sizes),
+        names=names,
+        digest=_digest([*map(str, sizes), taken]),
+    )
+
+
+def of_arrays(where: str, arrays: "Mapping[str, np.ndarray]") -> Contents | None:
+    """What tells these arrays from others: names, shapes, dtypes and a sample of their bytes."""
+    import numpy as np
+
+    if not arrays:
+        return None
+    hashed = hashlib.sha256()
+    share = max(1, SAMPLE_BYTES // BLOCK_BYTES // len(arrays))
+    for name in sorted(arrays):
+        flat = np.ascontiguousarray(arrays[name]).reshape(-1).view(np.uint8)
+        for start, stop in _blocks(len(flat), share * BLOCK_BYTES):
+            hashed.update(flat[start:stop].tobytes())
+    kinds = [f"{name} {arrays[name].dtype}{arrays[name].shape}" for name in sorted(arrays)]
+    return Contents(
+        where=where,
+        files=len(arrays),
+        bytes=sum(array.nbytes for array in arrays.values()),
+        names=_digest(kinds),
+        digest=hashed.hexdigest()[:_DIGITS],
+    )
+
+
+def contents_of(data: Data) -> dict[str, Contents]:
+    """Split to what tells its data from other data, of the splits that have something of their own."""
+    found = {split.value: data.contents(split) for split in Split}
+    return {name: contents for name, contents in found.items() if contents is not None}
+
+
+def difference(before: Contents, now: Contents) -> str | None:
+    """What is otherwise, in a few words; ``None`` where nothing is."""
+    if before.files != now.files:
+        return f"{now.files} files, {before.files} before"
+    if before.names != now.names:
+        return "other names"
+    if before.bytes != now.bytes:
+        return f"{now.bytes} bytes, {before.bytes} before"
+    if before.digest != now.digest:
+        how = (
+            "compared whole"
+            if now.bytes <= SAMPLE_BYTES
+            else f"compared at {gibibytes(SAMPLE_BYTES)} of them"
+        )
+        return f"as many bytes ({now.bytes}) with other contents, {how}"
+    return None
+
+
+def _sampled(files: Sequence[Path], sizes: Sequence[int]) -> str:
+    """Of the bytes of all files, one after another."""
+    hashed = hashlib.sha256()
+    blocks = _blocks(sum(sizes), SAMPLE_BYTES)
+    number, begins = 0, 0
+    for start, stop in blocks:
+        while start < stop:
+            while start >= begins + sizes[number]:
+                begins += sizes[number]
+                number += 1
+            upto = min(stop, begins + sizes[number])
+            with files[number].open("rb") as opened:
+                opened.seek(start - begins)
+                hashed.update(opened.read(upto - start))
+            start = upto
+    return hashed.hexdigest()
+
+
+def _blocks(size: int, most: int) -> list[tuple[int, int]]:
+    """Ranges that cover ``size`` bytes, or ``most`` of them at even distances."""
+    if size <= most:
+        return [(start, min(start + most, size)) for start in range(0, size, most)]
+    count = most // BLOCK_BYTES
+    last = size - BLOCK_BYTES
+    starts = [last * number // max(count - 1, 1) for number in range(count)]
+    return [(start, start + BLOCK_BYTES) for start in starts]
+
+
+def _spread(count: int, most: int) -> Sequence[int]:
+    """Numbers below ``count``: all, or ``most`` of them at even distances."""
+    if count <= most:
+        return range(count)
+    return [(count - 1) * number // (most - 1) for number in range(most)]
+
+
+def _digest(texts: Iterable[str]) -> str:
+    hashed = hashlib.sha256()
+    for text in texts:
+        hashed.update(text.encode(errors="surrogateescape") + b"\0")
+    return hashed.hexdigest()[:_DIGITS]
