@@ -214,5 +214,5 @@ def test_training_begins_with_the_weights_of_a_run(
     assert line.startswith(f"systolic: {source} can't begin lm: ")
     assert "float32[1,16,16] in the checkpoint and float32[1,24,16] in this job" in line
     assert main([*other, "--init-from", str(trained / "text")]) == 2
-    assert "is neither a run nor a checkpoint" in capsys.readouterr().err
+    assert "is a folder of another kind; it takes a run (" in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
