@@ -95,7 +95,7 @@ def chosen(asked: argparse.Namespace) -> list[measured.Row]:
     return measured.sample(rows, asked.sample) if asked.sample else rows
 
 
-def run(rows: Sequence[measured.Row], out: Path | None, batch: int = 8) -> list[dict[str, Any]]:
+def run(rows: Sequence[measured.Row], out: Path | None, batch: int = 24) -> list[dict[str, Any]]:
     """Rows of the output, written a few at a time."""
     made = written(out)
     done = {(line["id"], line["mode"]) for line in made}
@@ -124,7 +124,7 @@ def main() -> None:
     rows = chosen(asked)
     if asked.again:
         rows = [row for row in rows if compiling.report_of(row) is not None]
-    print(table.text(run(rows, asked.out, batch=len(rows) if asked.again else 8)))
+    print(table.text(run(rows, asked.out, batch=len(rows) if asked.again else 24)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,90 @@
+"""Checks of ``benchmarks/operations`` in a process whose path is its folder: prints JSON."""
+
+import json
+import sys
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import jax
+
+HERE = Path(__file__).parents[2] / "benchmarks" / "operations"
+KEYS = jax.random.split(jax.random.key(0), 6)
+
+
+def apart(made: Iterable[Any], wanted: Iterable[Any]) -> float:
+    """The largest difference of two lists of arrays."""
+    return max(float(abs(a - b).max()) for a, b in zip(made, wanted, strict=False))
+
+
+def of_attention(attention: Any) -> dict[str, float]:
+    """Chunks against the whole, the backward pass against JAX's own gradient; f32 matmuls."""
+    attention.PRECISION, attention.CHUNKS = None, (16, 24)
+    shape = (2, 40, 2, 8)
+    given = {name: jax.random.normal(key, shape) for name, key in zip("qkv", KEYS, strict=False)}
+    given["bias"] = jax.random.normal(KEYS[3], (1, 2, 40, 40))
+    given["mask"] = jax.random.bernoulli(KEYS[4], 0.9, (2, 1, 1, 40))
+    out, top, total = attention.plain(given, causal=True, residuals=True)
+    dout = jax.random.normal(KEYS[5], shape)
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        arrays = given | {"q": q, "k": k, "v": v}
+        return (attention.plain(arrays, causal=True, residuals=False) * dout).sum()
+
+    wanted = jax.grad(loss, (0, 1, 2))(given["q"], given["k"], given["v"])
+    made = attention.backward(given | {"dout": dout, "top": top, "total": total}, causal=True)
+    chunked = attention.chunked(given, causal=True)
+    return {"chunked": apart([chunked], [out]), "backward": apart(made, wanted)}
+
+
+def of_losses(losses: Any) -> dict[str, float]:
+    """Blocks against the whole, the backward pass against JAX's own gradient."""
+    x, w = jax.random.normal(KEYS[0], (20, 8)), jax.random.normal(KEYS[1], (8, 48))
+    labels = jax.numpy.arange(20)
+    whole, lse = losses.forward(x, labels, w, mean=True, residuals=True)
+    parts = losses.chunked(x, labels, w, mean=True, blocks=(16, 16), residuals=False)
+    wanted = jax.grad(
+        lambda x, w: losses.forward(x, labels, w, mean=True, residuals=False), (0, 1)
+    )(x, w)
+    made = losses.backward(1.0, lse, x, labels, w, mean=True)
+    return {"loss": apart([parts], [whole]), "loss_backward": apart(made, wanted)}
+
+
+def of_rows(rows: Any) -> dict[str, Any]:
+    """Halves, what is judged, and a sample."""
+    row = {
+        "id": "a",
+        "generation": "v6e",
+        "what": "attention",
+        "implementation": "xla",
+        "shapes": {"q": "bf16[2,8,2,8]", "k": "bf16[2,8,2,8]", "v": "bf16[2,8,2,8]"},
+        "measured_seconds": 1e-3,
+    }
+    halves = [rows.half_of(row | {"shapes": {**row["shapes"], "n": n}}) for n in range(64)]
+    narrow = {name: text.replace("bf16", "f16") for name, text in row["shapes"].items()}
+    variants = ({}, {"measured_seconds": 2e-5}, {"implementation": "pallas"})
+    many = [row | {"id": f"{g}-{n}", "generation": g} for n in range(3) for g in ("v6e", "v5p")]
+    return {
+        "halves": halves.count("fit"),
+        "same_half": rows.half_of(row | {"shapes": narrow}) == rows.half_of(row),
+        "judged": [rows.judged(row | more) for more in variants],
+        "sample": [one["generation"] for one in rows.sample(many, 2)],
+    }
+
+
+def main() -> None:
+    sys.path.insert(0, str(HERE))
+    row = {"mode": "full", "half": "fit", "generation": "v6e", "kind": "k"}
+    table = import_module("table").text([row | {"error": e} for e in (-0.1, 0.2, 0.3)])
+    found = {
+        **of_attention(import_module("attention")),
+        **of_losses(import_module("losses")),
+        **of_rows(import_module("rows")),
+        "table": table.splitlines()[-1],
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Programs, halves and table of benchmarks/operations, which is no package: in a process of its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    child = Path(__file__).with_name("operations_child.py")
+    made = subprocess.run([sys.executable, child], capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    return json.loads(made.stdout)
+
+
+@pytest.mark.parametrize("name", ["chunked", "backward", "loss", "loss_backward"])
+def test_programs_compute_the_same_by_other_ways(found: dict[str, Any], name: str) -> None:
+    assert found[name] < 1e-4
+
+
+def test_halves_are_by_program(found: dict[str, Any]) -> None:
+    assert 16 < found["halves"] < 48
+    assert found["same_half"]
+
+
+def test_what_is_short_or_a_kernel_is_not_judged(found: dict[str, Any]) -> None:
+    assert found["judged"] == [True, False, False]
+
+
+def test_a_sample_takes_each_generation_alike(found: dict[str, Any]) -> None:
+    assert sorted(found["sample"]) == ["v5p", "v6e"]
+
+
+def test_the_table_has_median_and_ninetieth_percentile(found: dict[str, Any]) -> None:
+    assert found["table"].split("|")[1:5] == [" full ", " fit ", " v6e ", " k "]
+    assert [float(cell.strip(" %")) for cell in found["table"].split("|")[5:9]] == [3, 20, 20, 30]
