@@ -69,7 +69,7 @@ def test_a_slice_that_cannot_be_rehearsed(capsys, on: str, said: str) -> None:
 def test_a_layout_that_does_not_fit_is_one_line(
     capsys, on: str, options: list[str], said: str
 ) -> None:
-    assert main(["train", TINY, "--rehearse", on, *options]) == 1
+    assert main(["train", TINY, "--rehearse", on, *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
 
@@ -87,7 +87,7 @@ def test_a_layout_that_does_not_fit_is_one_line(
 )
 def test_what_only_the_child_sees_is_one_line(on: str, options: list[str], said: str) -> None:
     done = _systolic("train", TINY, "--rehearse", on, *options)
-    assert done.returncode == 1
+    assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert re.search(said, line)
 
