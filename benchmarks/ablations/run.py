@@ -62,6 +62,7 @@ def answer(pair: published.Pair, compiler: Compiler, mode: str) -> dict[str, Any
             record["problem"] = f"{name}: {made['problem'].splitlines()[0]}"
             break
         record[f"{name}_seconds"] = made["forecast_seconds"]
+        record[f"{name}_recomputed_seconds"] = made["recomputed_seconds"]
         record[f"{name}_program"] = made["program"]
         seconds.append(made["forecast_seconds"])
     else:
@@ -79,6 +80,8 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
     for r in judged:
         large = abs(r["measured_delta"]) > LEAST
         sign = ("right" if right(r) else "WRONG") if large else "-"
+        if apart(r):
+            sign += ", XLA recomputes on one side to fit"
         lines.append(
             f"| {r['id']} | {r['half']} | {r['measured_delta']:+.1%} | {r['forecast_delta']:+.1%} | {sign} |"
         )
@@ -99,6 +102,12 @@ def table(records: Sequence[Mapping[str, Any]]) -> str:
         elif "problem" in r:
             by_reason.setdefault(f"no forecast: {r['problem']}", []).append(r["id"])
     return "\n".join(lines + [f"- {reason}: {', '.join(ids)}" for reason, ids in by_reason.items()])
+
+
+def apart(record: Mapping[str, Any]) -> bool:
+    """Whether XLA recomputes more on one side, by more than the smallest difference that is judged."""
+    before, after = (record.get(f"{side}_recomputed_seconds", 0.0) for side in ("before", "after"))
+    return abs(after - before) > LEAST * record.get("before_seconds", 1.0)
 
 
 def right(record: Mapping[str, Any]) -> bool:

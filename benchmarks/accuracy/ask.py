@@ -55,6 +55,7 @@ def forecast(
                 "peak_gib": made.memory.peak_bytes / 2**30 if made.memory else None,
                 "time_by_resource": made.time_by_resource,
                 "buckets": buckets(made.timeline) if made.timeline is not None else {},
+                "recomputed_seconds": recomputed(made.timeline) if made.timeline else 0.0,
                 "program": outcome.digest,
                 "cached": outcome.cached,
             }
@@ -88,6 +89,12 @@ def buckets(timeline: Timeline) -> dict[str, float]:
         matmul = "matmul" if span.flops else "elementwise"
         found["attention" if span.priced_by == "kernel" else matmul] += span.seconds * times
     return found | {"collective": timeline.seconds - sum(found.values())}
+
+
+def recomputed(timeline: Timeline) -> float:
+    """Seconds of matmuls that XLA itself computes twice, to fit the chip's memory: it names them so."""
+    spans = ((span, times) for span, times in timeline.leaves() if ".remat" in span.name)
+    return sum(span.seconds * times for span, times in spans if span.flops)
 
 
 def unknown_flag(outcome: Any, flags: Sequence[str]) -> str | None:

@@ -245,6 +245,8 @@ def test_signs_and_ranks_by_hand() -> None:
     text = ablations.table(records)
     assert "judge: 3 pairs forecast; 1 of 2 signs right" in text
     assert "| b | judge | -3.0% | +4.0% | WRONG |" in text
+    near = records[1] | {"before_seconds": 4.0, "after_recomputed_seconds": 0.5}
+    assert "WRONG, XLA recomputes on one side to fit" in ablations.table([near])
     assert ablations.spearman([1.0, 2.0, 3.0], [10.0, 20.0, 15.0]) == pytest.approx(0.5)
     assert ablations.spearman([1.0, 2.0, 2.0], [1.0, 2.0, 2.0]) == pytest.approx(1.0)
 
@@ -268,6 +270,14 @@ def test_buckets_by_hand() -> None:
     assert ask.buckets(made) == pytest.approx(
         {"matmul": 4.0, "attention": 2.0, "elementwise": 1.0, "collective": 3.0}
     )
+
+
+def test_what_xla_recomputes_by_hand() -> None:
+    def span(name: str, flops: float) -> Span:
+        return Span(name, "fusion", 0.0, 0.25, Resource.mxu, flops=flops)
+
+    spans = (span("fusion.3", 1.0), span("fusion.3.remat", 1.0), span("copy.remat2", 0.0))
+    assert ask.recomputed(Timeline(Origin.simulated, 1.0, spans)) == 0.25
 
 
 def test_profiles_are_programs() -> None:
