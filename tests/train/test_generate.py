@@ -199,6 +199,12 @@ def test_training_begins_with_the_weights_of_a_run(
     source = str((trained / "run" / "checkpoints" / "3").absolute())
     assert Run.open(run).read_job()["init_from"] == source
 
+    narrow = ["--dtypes.parameters", "bf16", "--dtypes.moments", "bf16"]
+    rest[rest.index(str(run))] = str(tmp_path / "narrow")
+    assert main([*args, *narrow, "--init-from", source, *rest]) == 0
+    begun = json.loads(capsys.readouterr().out)["final"]["metrics"]["validation_loss"]
+    assert begun == pytest.approx(ended, rel=5e-3)
+
     other = [
         *args[:4],
         *model(),

@@ -16,7 +16,7 @@ import pytest
 from systolic.artifact import CheckpointStore, Run
 from systolic.core.errors import RunError, SystolicError
 from systolic.data.documents import Documents
-from systolic.job import Batch, Checkpoints, Evaluation, Job, Layout, Optimizer
+from systolic.job import Batch, Checkpoints, Dtypes, Evaluation, Job, Layout, Optimizer, Stored
 from systolic.models.decoder.config import Decoder
 from systolic.steps.tasks.language import LanguageModel, Unit
 from systolic.train.setup import Setup, set_up
@@ -73,6 +73,13 @@ def test_batch_norm_and_dropout(tmp_path: Path, whole: Whole):
 
 def test_moving_average_and_accumulation(tmp_path: Path):
     job = tiny.job(ema=0.9, layout=Layout(accumulate=2))
+    cut_off_and_resume(run_whole(job, tmp_path / "whole"), tmp_path / "cut", (6,))
+
+
+def test_bf16_weights_gradients_and_moments(tmp_path: Path):
+    """Rounding by chance repeats itself: its random numbers come from the step."""
+    dtypes = Dtypes(parameters=Stored.bf16, gradients=Stored.bf16, moments=Stored.bf16)
+    job = tiny.job(ema=0.9, layout=Layout(accumulate=2), dtypes=dtypes)
     cut_off_and_resume(run_whole(job, tmp_path / "whole"), tmp_path / "cut", (6,))
 
 

@@ -18,6 +18,7 @@ from systolic.job import (
     Batch,
     Checkpoints,
     Data,
+    Dtypes,
     Evaluation,
     Field,
     Guard,
@@ -148,6 +149,7 @@ def job(
     dropout: float = 0.1,
     width: int = 16,
     precision: Precision = Precision.auto,
+    dtypes: Dtypes = Dtypes(),  # noqa: B008
     layout: Layout = Layout(),  # noqa: B008
     evaluation: Evaluation = Evaluation(every=8),  # noqa: B008
     checkpoints: Checkpoints = Checkpoints(every=4),  # noqa: B008
@@ -170,6 +172,7 @@ def job(
         optimizer=Optimizer(learning_rate=learning_rate, ema=ema),
         schedule=Schedule(warmup=2),
         precision=precision,
+        dtypes=dtypes,
         layout=layout,
         evaluation=evaluation,
         checkpoints=checkpoints,

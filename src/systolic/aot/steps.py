@@ -39,7 +39,9 @@ def trace_job(job: Job, verb: Verb, on: Slice, devices: Sequence[Any]) -> Traced
             flops, units = steps.step_flops, steps.batch_size * per_example
         case Verb.eval:
             size = steps.batch_size // job.layout.accumulate
-            traced = jit_evaluate(steps).trace(state.params, state.rest, steps.abstract_batch(size))
+            traced = jit_evaluate(steps).trace(
+                state.evaluated, state.rest, steps.abstract_batch(size)
+            )
             flops, units = steps.forward_flops * size, size * per_example
         case Verb.prefill | Verb.decode:
             if unit != "tokens":

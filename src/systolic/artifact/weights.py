@@ -8,6 +8,7 @@ from typing import Any
 from systolic.artifact import manifest as manifests
 from systolic.artifact.access import Access
 from systolic.artifact.checkpoint import CheckpointStore
+from systolic.artifact.manifest import Leaf
 from systolic.artifact.revision import check_revision
 from systolic.artifact.run import JOB, Run
 from systolic.core.errors import NotFoundError, OptionError, RunError
@@ -94,17 +95,35 @@ def begin_with(path: Path, steps: Steps) -> Weights:
         found = manifests.read(store.path(step if isinstance(step, int) else newest))
         # A moving average is what such a run is evaluated with.
         name = "ema" if any(leaf[0] == "ema" for leaf in found.leaves) else "params"
-        wanted = replace(steps.abstract_state, ema=steps.abstract_state.params)
+        ours = steps.abstract_state
+        held = _as_held(
+            ours.params, {path[-1]: leaf for path, leaf in found.leaves.items() if path[0] == name}
+        )
         try:
-            restored = store.restore(wanted, step=step, only=(name, "rest"))
+            restored = store.restore(
+                replace(ours, params=held, ema=held), step=step, only=(name, "rest")
+            )
         except RunError as error:
             raise RunError(f"{path} can't begin {steps.job.name}: {error}") from error
+        weights = restored.state.ema if name == "ema" else restored.state.params
         return Weights(
             step=restored.step,
-            params=restored.state.ema if name == "ema" else restored.state.params,
+            params={path: p.astype(ours.params[path].dtype) for path, p in weights.items()},
             rest=restored.state.rest,
             skipped=[f"checkpoint {n} is damaged ({reason})" for n, reason in restored.skipped],
         )
+
+
+def _as_held(params: Mapping[str, Any], held: Mapping[str, Leaf]) -> dict[str, Any]:
+    """The abstract weights in the dtypes that a checkpoint holds them in: a run may begin in others."""
+    import jax
+
+    def of(path: str, leaf: Any) -> Any:
+        known = held[path].dtype if path in held else ""
+        dtype = known if known in ("float32", "bfloat16") else leaf.dtype
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+
+    return {path: of(path, leaf) for path, leaf in params.items()}
 
 
 def _source(path: Path, job: Job) -> tuple[Path, int | str | None, str | None, Mode]:

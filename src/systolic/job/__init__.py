@@ -15,7 +15,7 @@ from systolic.job.optimizer import (
     Schedule,
     ScheduleKind,
 )
-from systolic.job.precision import Precision
+from systolic.job.precision import Dtypes, Precision, Stored
 from systolic.job.sampling import Sampling
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Checkpoints",
     "ContextOrder",
     "Data",
+    "Dtypes",
     "Evaluation",
     "Field",
     "Guard",
@@ -46,6 +47,7 @@ __all__ = [
     "Schedule",
     "ScheduleKind",
     "Split",
+    "Stored",
     "Target",
     "Task",
 ]

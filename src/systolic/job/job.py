@@ -13,7 +13,7 @@ from systolic.job.data import Data
 from systolic.job.layout import Layout, Remat
 from systolic.job.model import Model, Task
 from systolic.job.optimizer import Optimizer, Schedule
-from systolic.job.precision import Precision
+from systolic.job.precision import Dtypes, Precision
 
 
 class Mode(enum.Enum):
@@ -170,6 +170,7 @@ class Job:
     optimizer: Optimizer = field(default_factory=Optimizer)
     schedule: Schedule = field(default_factory=Schedule)
     precision: Precision = Precision.auto
+    dtypes: Dtypes = field(default_factory=Dtypes)
     layout: Layout = field(default_factory=Layout)
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)

@@ -1,6 +1,7 @@
-"""Numeric formats of compute. Master weights and optimizer state stay float32 in all of them."""
+"""Numeric formats: of compute, and of what a training keeps between steps."""
 
 import enum
+from dataclasses import dataclass
 
 
 class Precision(enum.Enum):
@@ -32,3 +33,32 @@ class Precision(enum.Enum):
     def operands(self) -> str | None:
         """``int8`` or ``fp8`` where weight matmuls have narrower operands than the dtype."""
         return self.value if self in (Precision.int8, Precision.fp8) else None
+
+
+class Stored(enum.Enum):
+    """The dtype of arrays that are kept in memory."""
+
+    f32 = "f32"
+    bf16 = "bf16"
+
+    @property
+    def dtype(self) -> str:
+        """Its numpy name."""
+        return "float32" if self is Stored.f32 else "bfloat16"
+
+    @property
+    def bytes(self) -> float:
+        """Of one element."""
+        return 4.0 if self is Stored.f32 else 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dtypes:
+    """What a training keeps its arrays in, whatever the precision of compute."""
+
+    parameters: Stored = Stored.f32
+    """Weights. bf16 takes updates with stochastic rounding: exact on average, with noise below 1/128 of a weight."""
+    gradients: Stored = Stored.f32
+    """Gradients, and their sum over the passes of a step: in bf16 the sum of many passes loses small ones."""
+    moments: Stored = Stored.f32
+    """Optimizer state. bf16 is rounded stochastically, so that slow averages still move."""

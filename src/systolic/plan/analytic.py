@@ -31,10 +31,8 @@ HALF = 2.0
 """Bytes of a bf16 element."""
 LOGIT_BYTES = 8.0
 """A logit in bf16 and in f32, and its gradient."""
-OPTIMIZER_BYTES = 28.0
-"""HBM traffic of an AdamW update a parameter: read weight, moments and gradient, write weight and moments, f32."""
-ACCUMULATE_BYTES = 16.0
-"""HBM traffic of adding a pass's gradients to the sum, a parameter: write, read both, write, f32."""
+ACCUMULATES = 4.0
+"""Times that adding a pass's gradients to the sum moves their bytes: write, read both, write."""
 RESERVED = 1.005
 """A bound of memory may be above what the compiler needs by rounding alone."""
 
@@ -135,7 +133,8 @@ def _memory(facts: Facts, candidate: Candidate) -> tuple[float, float]:
     kept = layers * tokens * (whole + split / layout.tensor) * HALF
     once = outline.kept.get(Remat.none, (0, 0))
     working = 2.0 * tokens * (once[0] + once[1] / layout.tensor) * HALF
-    gradients = (4.0 if layout.accumulate > 1 else 2.0) * parameters
+    summed = facts.job.dtypes.gradients.bytes if layout.accumulate > 1 else HALF
+    gradients = summed * parameters
     ways = layout.tensor * layout.pipeline * layout.expert
     gathered = 3.0 * HALF * outline.parameters / max(outline.layers, 1) / ways
     tiles = layout.loss_tiles
@@ -176,8 +175,9 @@ def _time(facts: Facts, candidate: Candidate, rates: Speeds) -> tuple[float, flo
     costs = {
         "weights and gradients between chips": shown,
         **{f"{name} axis": seconds for name, seconds in parts.items()},
-        "optimizer update": OPTIMIZER_BYTES * _shards(facts, candidate) / rates.hbm,
-        "accumulation": ACCUMULATE_BYTES
+        "optimizer update": facts.update_bytes * _shards(facts, candidate) / rates.hbm,
+        "accumulation": ACCUMULATES
+        * facts.job.dtypes.gradients.bytes
         * _shards(facts, candidate)
         * (layout.accumulate if layout.accumulate > 1 else 0)
         / rates.hbm,

@@ -6,15 +6,15 @@ from functools import cached_property
 
 from systolic.job import Job, Layout, Optimizer, OptimizerKind, Outline, Remat
 
-_STATE_BYTES: Mapping[OptimizerKind, float] = {
-    OptimizerKind.adamw: 8.0,
-    OptimizerKind.lamb: 8.0,
-    OptimizerKind.sgd: 4.0,
-    OptimizerKind.lion: 4.0,
-    OptimizerKind.muon: 4.0,
-    OptimizerKind.adafactor: 0.0,
+_MOMENTS: Mapping[OptimizerKind, int] = {
+    OptimizerKind.adamw: 2,
+    OptimizerKind.lamb: 2,
+    OptimizerKind.sgd: 1,
+    OptimizerKind.lion: 1,
+    OptimizerKind.muon: 1,
+    OptimizerKind.adafactor: 0,
 }
-"""Bytes a parameter that an optimizer certainly keeps, in f32; adafactor's factored moments are small."""
+"""Moments a parameter that an optimizer certainly keeps; adafactor's factored ones are small."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,17 @@ class Facts:
     def state_bytes(self) -> float:
         """Bytes a parameter that live as long as the run: master weight, optimizer state, average."""
         optimizer: Optimizer = self.job.optimizer
-        return 4.0 + _STATE_BYTES[optimizer.kind] + (4.0 if optimizer.ema else 0.0)
+        average = 4.0 if optimizer.ema else 0.0
+        return self.job.dtypes.parameters.bytes + self._moment_bytes + average
+
+    @cached_property
+    def update_bytes(self) -> float:
+        """HBM traffic of an update a parameter: weight and moments read and written, the gradient read."""
+        return 2.0 * self.state_bytes + self.job.dtypes.gradients.bytes
+
+    @property
+    def _moment_bytes(self) -> float:
+        return _MOMENTS[self.job.optimizer.kind] * self.job.dtypes.moments.bytes
 
     def outline(self, layout: Layout) -> Outline:
         """The model's own, or parameters alone."""

@@ -4,6 +4,7 @@ from systolic.data.bytes import StandardLibrary
 from systolic.job import (
     Batch,
     Checkpoints,
+    Dtypes,
     Evaluation,
     Guard,
     Job,
@@ -52,6 +53,7 @@ def bytes(
     optimizer: Optimizer = OPTIMIZER,
     schedule: Schedule = SCHEDULE,
     precision: Precision = Precision.auto,
+    dtypes: Dtypes = Dtypes(),
     layout: Layout = Layout(),
     evaluation: Evaluation = Evaluation(batches=64, final_batches=0, metric="bits_per_byte"),
     checkpoints: Checkpoints = Checkpoints(every=200),
@@ -69,6 +71,7 @@ def bytes(
         optimizer: The update rule.
         schedule: The learning rate over the steps.
         precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
+        dtypes: What weights, gradients and optimizer state are kept in.
         layout: How to spread it over devices.
         evaluation: When, and what early stopping looks at; the end always sees all validation files.
         checkpoints: Which are written and kept.
@@ -85,6 +88,7 @@ def bytes(
         optimizer=optimizer,
         schedule=schedule,
         precision=precision,
+        dtypes=dtypes,
         layout=layout,
         evaluation=evaluation,
         checkpoints=checkpoints,

@@ -6,6 +6,7 @@ from systolic.data.digits import SIZE, Digits
 from systolic.job import (
     Batch,
     Checkpoints,
+    Dtypes,
     Evaluation,
     Guard,
     Job,
@@ -63,6 +64,7 @@ def digits(
     schedule: Schedule = SCHEDULE,
     label_smoothing: float = 0.1,
     precision: Precision = Precision.auto,
+    dtypes: Dtypes = Dtypes(),
     layout: Layout = Layout(),
     evaluation: Evaluation = Evaluation(every=100, metric="accuracy", mode=Mode.max),
     checkpoints: Checkpoints = Checkpoints(),
@@ -80,6 +82,7 @@ def digits(
         schedule: The learning rate over the steps; its own warm-up is at most a tenth of them.
         label_smoothing: Share of the probability spread evenly over the classes.
         precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
+        dtypes: What weights, gradients and optimizer state are kept in.
         layout: How to spread it over devices.
         evaluation: When, and what early stopping looks at.
         checkpoints: Which are written and kept.
@@ -97,6 +100,7 @@ def digits(
         optimizer=optimizer.of(OPTIMIZERS[model], *OPTIMIZERS.values()),
         schedule=schedule.shortened(SCHEDULE, steps),
         precision=precision,
+        dtypes=dtypes,
         layout=layout,
         evaluation=evaluation,
         checkpoints=checkpoints,

@@ -7,6 +7,7 @@ from systolic.data.idx import DEBIAN, Idx
 from systolic.job import (
     Batch,
     Checkpoints,
+    Dtypes,
     Evaluation,
     Guard,
     Job,
@@ -78,6 +79,7 @@ def fashion(
     schedule: Schedule = SCHEDULE,
     label_smoothing: float = 0.05,
     precision: Precision = Precision.auto,
+    dtypes: Dtypes = Dtypes(),
     layout: Layout = Layout(),
     evaluation: Evaluation = Evaluation(every=300, metric="accuracy", mode=Mode.max),
     checkpoints: Checkpoints = Checkpoints(),
@@ -96,6 +98,7 @@ def fashion(
         schedule: The learning rate over the steps; its own warm-up is at most a tenth of them.
         label_smoothing: Share of the probability spread evenly over the classes.
         precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
+        dtypes: What weights, gradients and optimizer state are kept in.
         layout: How to spread it over devices.
         evaluation: When, and what early stopping looks at.
         checkpoints: Which are written and kept.
@@ -112,6 +115,7 @@ def fashion(
         optimizer=optimizer,
         schedule=schedule.shortened(SCHEDULE, steps),
         precision=precision,
+        dtypes=dtypes,
         layout=layout,
         evaluation=evaluation,
         checkpoints=checkpoints,

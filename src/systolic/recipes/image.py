@@ -12,6 +12,7 @@ from systolic.data.images import Images
 from systolic.job import (
     Batch,
     Checkpoints,
+    Dtypes,
     Evaluation,
     Guard,
     Job,
@@ -82,6 +83,7 @@ def image(
     augmentation: Augmentation = Augmentation(),
     data: Reading = Reading(),
     precision: Precision = Precision.auto,
+    dtypes: Dtypes = Dtypes(),
     layout: Layout = Layout(),
     evaluation: Evaluation = Evaluation(every=1000, metric="accuracy", mode=Mode.max),
     checkpoints: Checkpoints = Checkpoints(every=1000),
@@ -105,6 +107,7 @@ def image(
         augmentation: How training examples vary.
         data: How pictures are read.
         precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
+        dtypes: What weights, gradients and optimizer state are kept in.
         layout: How to spread it over devices.
         evaluation: When, and what early stopping looks at.
         checkpoints: Which are written and kept.
@@ -124,6 +127,7 @@ def image(
         optimizer=update_rule(model, optimizer, size_of_batch),
         schedule=schedule.shortened(SCHEDULE, steps),
         precision=precision,
+        dtypes=dtypes,
         layout=layout,
         evaluation=evaluation,
         checkpoints=checkpoints,

@@ -12,6 +12,7 @@ from systolic.data.text import TextData
 from systolic.job import (
     Batch,
     Checkpoints,
+    Dtypes,
     Evaluation,
     Guard,
     Job,
@@ -44,6 +45,7 @@ def lm(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     precision: Precision = Precision.auto,
+    dtypes: Dtypes = Dtypes(),
     layout: Layout = Layout(),
     evaluation: Evaluation = Evaluation(every=250, batches=32),
     checkpoints: Checkpoints = Checkpoints(every=250),
@@ -69,6 +71,7 @@ def lm(
         z_loss: Weight of the squared log normaliser.
         label_smoothing: Share of the probability spread evenly over the vocabulary.
         precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
+        dtypes: What weights, gradients and optimizer state are kept in.
         layout: How to spread it over devices.
         evaluation: When, and what early stopping looks at.
         checkpoints: Which are written and kept.
@@ -114,6 +117,7 @@ def lm(
         optimizer=optimizer,
         schedule=schedule,
         precision=precision,
+        dtypes=dtypes,
         layout=layout,
         evaluation=evaluation,
         checkpoints=checkpoints,

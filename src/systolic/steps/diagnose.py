@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from systolic.job import Stored
 from systolic.steps.optimizer import num_updates
 from systolic.steps.state import TrainState
 from systolic.steps.steps import Batch, Steps
@@ -64,10 +65,14 @@ def diagnose(steps: Steps, state: TrainState, batch: Batch) -> Figures:
     if steps.job.optimizer.clip:
         shrink = jnp.minimum(1.0, steps.job.optimizer.clip / jnp.maximum(jnp.sqrt(big), 1e-9))
         clipped = jax.tree.map(lambda g: g * shrink, gradients)
-    moved: Any = steps.optimizer.update(clipped, state.optimizer, state.params)[0]
+    moved, _ = steps.updates(clipped, state)
     found = {
         path: _of_parameter(
-            gradients[path], weight, moved[path], stacked=is_stacked(steps.network.axes[path])
+            gradients[path],
+            # Stochastic rounding loses no update: the weights are judged as if they were float32.
+            weight if steps.job.dtypes.parameters is Stored.f32 else weight.astype(jnp.float32),
+            moved[path],
+            stacked=is_stacked(steps.network.axes[path]),
         )
         for path, weight in state.params.items()
     }

@@ -71,13 +71,18 @@ class TrainState:
     step: jax.Array
     """int32[]: optimizer steps done."""
     params: dict[str, jax.Array]
-    """Master weights by path ("blocks/query"), float32."""
+    """Weights by path ("blocks/query"), in the job's dtype of parameters."""
     rest: dict[str, jax.Array]
     """Other variables of the module by path: batch statistics, random keys."""
     optimizer: Any
     """Optax state."""
     ema: dict[str, jax.Array] | None
-    """Moving average of the weights, when the optimizer keeps one."""
+    """Moving average of the weights in float32, when the optimizer keeps one."""
     scale: LossScale | None
     """Only in float16."""
     watch: Watch
+
+    @property
+    def evaluated(self) -> dict[str, jax.Array]:
+        """The weights that evaluation and generation use: the average where there is one."""
+        return self.params if self.ema is None else self.ema

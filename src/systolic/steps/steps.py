@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-from systolic.job import GuardRule, Job
+from systolic.job import GuardRule, Job, Stored
 from systolic.job.data import MASK
 from systolic.job.model import Mean
-from systolic.steps import flops
+from systolic.steps import flops, storage
 from systolic.steps.network import Arrays, Network
 from systolic.steps.optimizer import build, num_updates, schedule
 from systolic.steps.sharding import batch_specs, check_fields, optimizer_specs, parameter_spec
@@ -138,13 +138,16 @@ class Steps:
     def init(self, key: jax.Array) -> TrainState:
         """The state before the first step; jit it with ``out_shardings=self.shardings`` so that weights are born sharded."""
         params, rest = self.network.init(key)
+        dtypes = self.job.dtypes
+        # A model may keep weights in bf16; what the optimizer and the average add up is float32 unless asked.
+        optimizer = self.optimizer.init(storage.widened(params))
+        params = storage.cast(params, dtypes.parameters.dtype)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
             rest=rest,
-            # A model may keep weights in bf16; what the optimizer adds up over steps is float32.
-            optimizer=self.optimizer.init(jax.tree.map(lambda p: p.astype(jnp.float32), params)),
-            ema=jax.tree.map(jnp.copy, params) if self.job.optimizer.ema else None,
+            optimizer=storage.cast(optimizer, dtypes.moments.dtype),
+            ema=wide_copy(params) if self.job.optimizer.ema else None,
             scale=LossScale.start() if self.target.dtype == "float16" else None,
             watch=Watch.start(),
         )
@@ -161,13 +164,15 @@ class Steps:
             shrink = jnp.minimum(1.0, self.job.optimizer.clip / jnp.maximum(norm, 1e-9))
             gradients = jax.tree.map(lambda g: g * shrink, gradients)
         with jax.named_scope("optimizer"):
-            updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
-            params: Any = optax.apply_updates(state.params, updates)
+            updates, optimizer = self.updates(gradients, state)
+            params = self._moved(state, updates)
         ema = None
         if state.ema is not None:
             # Early on a plain mean: an average that starts at the initial weights would remember them.
             decay = jnp.minimum(self.job.optimizer.ema, (1 + state.step) / (10 + state.step))
-            ema = jax.tree.map(lambda old, new: old * decay + new * (1 - decay), state.ema, params)
+            ema = jax.tree.map(
+                lambda old, new: old * decay + new * (1 - decay), state.ema, storage.widened(params)
+            )
 
         loss = sums["loss"].total / weight
         bad, watch = self._judge(state.watch, loss, finite, overflow=state.scale is not None)
@@ -202,6 +207,20 @@ class Steps:
             "bad": bad.astype(jnp.float32),
         }
 
+    def updates(self, gradients: Arrays, state: TrainState) -> tuple[Arrays, Any]:
+        """What the optimizer adds to each weight, f32, and its state after it."""
+        wide: Any = storage.widened(state.optimizer)
+        made: Any = self.optimizer.update(gradients, wide, storage.widened(state.params))
+        return made[0], storage.narrowed(made[1], state.optimizer, _salt(state, 0))
+
+    def _moved(self, state: TrainState, updates: Arrays) -> Arrays:
+        if self.job.dtypes.parameters is Stored.f32:
+            # Weights that a model itself keeps in bf16 are rounded to the nearest, as it would elsewhere.
+            moved: Any = optax.apply_updates(state.params, updates)
+            return moved
+        wide: Any = optax.apply_updates(storage.widened(state.params), updates)
+        return storage.narrowed(wide, state.params, _salt(state, 1))
+
     def evaluate(self, params: Arrays, rest: Arrays, batch: Batch) -> dict[str, Mean]:
         """The task's terms of one batch as sums, so that batches add up to the mean over a split."""
         return self.sums(params, rest, batch, train=False)[0]
@@ -233,25 +252,27 @@ class Steps:
             return sums["loss"].total * scale, (sums, rest)
 
         gradient = jax.value_and_grad(loss, has_aux=True)
-        passes = self.job.layout.accumulate
+        passes, dtype = self.job.layout.accumulate, self.job.dtypes.gradients.dtype
+        # Gradients of the working copy come in its dtype, those of float32 weights in float32.
+        at = state.params if dtype == "float32" else self.network.cast(state.params)
         if passes == 1:
-            (_, (sums, rest)), gradients = gradient(state.params, state.rest, batch)
-            return gradients, rest, sums
+            (_, (sums, rest)), gradients = gradient(at, state.rest, batch)
+            return jax.tree.map(lambda g: g.astype(dtype), gradients), rest, sums
 
         def one(carry: Any, part: Batch) -> tuple[Any, None]:
             total, rest, sums = carry
-            (_, (more, rest)), gradients = gradient(state.params, rest, part)
+            (_, (more, rest)), gradients = gradient(at, rest, part)
             return (
-                jax.tree.map(jnp.add, total, gradients),
+                jax.tree.map(lambda t, g: t + g.astype(dtype), total, gradients),
                 rest,
                 jax.tree.map(jnp.add, sums, more),
             ), None
 
         parts = self.parts(batch, passes)
         first = jax.tree.map(lambda p: p[0], parts)
-        _, (shape, _) = jax.eval_shape(loss, state.params, state.rest, first)
+        _, (shape, _) = jax.eval_shape(loss, at, state.rest, first)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
-        start = (jax.tree.map(jnp.zeros_like, state.params), state.rest, zeros)
+        start = (jax.tree.map(lambda p: jnp.zeros_like(p, dtype), at), state.rest, zeros)
         (gradients, rest, sums), _ = jax.lax.scan(one, start, parts)
         return gradients, rest, sums
 
@@ -311,6 +332,16 @@ class Steps:
             total=watch.total + bad,
             frozen=watch.frozen | (bad if guard.rule is GuardRule.stop else False),
         )
+
+
+def _salt(state: TrainState, use: int) -> jax.Array:
+    """Of a step's rounding. It depends on the step alone, so that a resumed run repeats it."""
+    return storage.salted(use, state.step)
+
+
+def wide_copy(params: Arrays) -> Arrays:
+    """The same weights in float32, in memory of their own."""
+    return {path: jnp.array(p, jnp.float32, copy=True) for path, p in params.items()}
 
 
 def _sum(value: Any, mask: jax.Array) -> Mean:

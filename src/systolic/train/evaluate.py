@@ -128,12 +128,11 @@ class Evaluator:
             self.show({"kind": "evaluating", "split": split.value, "batches": done, "of": of})
             return interrupt.soon()
 
-        params = state.params if state.ema is None else state.ema
         with self.ledger.spend("eval"):
             while not self.program.wait(0.1):
                 if interrupt.alone():
                     return None
-            arguments = (job, steps, self.program, params, state.rest)
+            arguments = (job, steps, self.program, state.evaluated, state.rest)
             try:
                 metrics = evaluate(*arguments, split, batches, halt)
             except HaltedError:

@@ -238,8 +238,9 @@ class _Stage:
         if split is None:
             self.say("evaluation", "none: the data has no validation or test split")
             return {}
-        params = state.params if state.ema is None else state.ema
-        metrics = evaluate(job, steps, jit_evaluate(steps), params, state.rest, split, batches=1)
+        metrics = evaluate(
+            job, steps, jit_evaluate(steps), state.evaluated, state.rest, split, batches=1
+        )
         wanted = job.evaluation.metric
         if wanted not in metrics:
             raise RunError(

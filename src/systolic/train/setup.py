@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from systolic.aot.executable import Loaded, flags_of, load
 from systolic.aot.steps import described
@@ -18,7 +17,7 @@ from systolic.core.errors import DataError, OptionError, nearest
 from systolic.job import Job, Split
 from systolic.steps.mesh import make_mesh, slice_of
 from systolic.steps.programs import jit_evaluate, jit_train
-from systolic.steps.steps import Steps
+from systolic.steps.steps import Steps, wide_copy
 from systolic.steps.target import MeshTarget
 from systolic.train.expected import Expected
 from systolic.train.machine import Machine
@@ -68,7 +67,7 @@ class Setup:
         """The eval step's arguments as ShapeDtypeStructs."""
         state, passes = self.steps.abstract_state, self.job.layout.accumulate
         batch = self.steps.abstract_batch(self.steps.batch_size // passes)
-        return state.params, state.rest, batch
+        return state.evaluated, state.rest, batch
 
     def check_metric(self) -> None:
         """Whether the task reports what best checkpoints and early stopping look at.
@@ -111,7 +110,7 @@ class Setup:
             return state
         params, rest = self.initial.params, self.initial.rest
         # A copy: the step gives its arguments' memory away, each array once.
-        ema = None if state.ema is None else jax.tree.map(jnp.copy, params)
+        ema = None if state.ema is None else wide_copy(params)
         return replace(state, params=params, rest=rest, ema=ema)
 
     def mfu(self, step_seconds: float) -> float | None:

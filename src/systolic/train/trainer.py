@@ -463,9 +463,8 @@ class Trainer:
         prompt = self.job.sample
         if prompt is None or hosts.several():
             return
-        params = state.params if state.ema is None else state.ema
         try:
-            text = sample(self.steps, params, state.rest, prompt)
+            text = sample(self.steps, state.evaluated, state.rest, prompt)
         except Exception as error:  # whatever is wrong with a sample, the run has ended well
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             self.event("sample", 0.0, f"there is none: {reason}")
