@@ -23,6 +23,7 @@ from systolic.job import (
 )
 from systolic.models.attention import attention
 from systolic.models.dense import dense
+from systolic.models.masking import Masking
 from systolic.models.resnet.config import Depth, ResNet, Stem
 from systolic.models.vision import Pixels
 from systolic.steps.tasks.classification import Classification
@@ -83,7 +84,7 @@ class Block(nnx.Module):
             part.reshape(batch, length, self.heads, d // self.heads)
             for part in jnp.split(self.qkv(self.norm1(x)), 3, axis=-1)
         )
-        attended = attention(self.target, query, key, value, causal=True)
+        attended = attention(self.target, query, key, value, Masking(causal=True))
         x = x + self.out(attended.reshape(batch, length, d))
         return x + self.down(jax.nn.gelu(self.up(self.norm2(x)), approximate=True))
 

@@ -9,8 +9,9 @@ from jax.sharding import NamedSharding
 
 from systolic.job import Layout
 from systolic.models.attention import attention
+from systolic.models.masking import Logits, Masking
 from systolic.models.order import balanced
-from systolic.models.splash import Masking, splash_attention
+from systolic.models.splash import splash_attention
 from systolic.steps.mesh import make_mesh
 from systolic.steps.target import MeshTarget
 
@@ -35,7 +36,7 @@ def main() -> None:
     alone = target(Layout(fsdp=1), "cpu")
 
     def plain(query, key, value):
-        out = attention(alone, query, key, value, segments=segments, causal=True)
+        out = attention(alone, query, key, value, Masking(segments=segments, causal=True))
         return (out * weight).sum(), out
 
     (_, want), wanted = jax.value_and_grad(plain, (0, 1, 2), has_aux=True)(query, key, value)
@@ -53,7 +54,7 @@ def main() -> None:
                 where.constrain(place(array), "batch", "sequence", "heads", None)
                 for array in (query, key, value)
             )
-            out = splash_attention(where, *arrays, masking, scale=64**-0.5, interpret=True)
+            out = splash_attention(where, *arrays, masking, Logits(scale=64**-0.5), interpret=True)
             out = out if order is None else order.restore(out)
             return (out * weight).sum(), out
 

@@ -15,10 +15,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from systolic.job import ContextOrder, Layout
 from systolic.models.attention import Kernel, attention, choose_kernel
+from systolic.models.masking import Logits, Masking
 from systolic.models.order import Order, balanced
 from systolic.models.splash import (
     LongCausalMask,
-    Masking,
     active_blocks,
     block_size,
     splash_attention,
@@ -59,7 +59,7 @@ def by_hand(query, key, value, segments):
 
 def test_plain_attention_is_softmax_attention() -> None:
     query, key, value, segments = inputs(16, 8)
-    found = attention(target("cpu"), query, key, value, segments=segments, causal=True)
+    found = attention(target("cpu"), query, key, value, Masking(segments=segments, causal=True))
     np.testing.assert_allclose(found, by_hand(query, key, value, segments), atol=1e-5)
 
 
@@ -67,8 +67,8 @@ def test_splash_attention_is_softmax_attention() -> None:
     query, key, value, segments = inputs(128, 64)
     where, scale = target("tpu"), 64**-0.5
     masking = Masking(segments=segments, causal=True)
-    found = splash_attention(where, query, key, value, masking, scale=scale, interpret=True)
-    plain = attention(target("cpu"), query, key, value, segments=segments, causal=True)
+    found = splash_attention(where, query, key, value, masking, Logits(scale=scale), interpret=True)
+    plain = attention(target("cpu"), query, key, value, Masking(segments=segments, causal=True))
     np.testing.assert_allclose(found, plain, atol=2e-5)
 
 
@@ -81,7 +81,7 @@ def test_a_program_lowered_on_a_cpu_host_has_the_kernel_of_its_target(
 ) -> None:
     query, key, value, segments = inputs(256, 64, "bfloat16")
     where = target(platform)
-    attend = jax.jit(lambda *a: attention(where, *a[:3], segments=a[3], causal=True))
+    attend = jax.jit(lambda *a: attention(where, *a[:3], Masking(segments=a[3], causal=True)))
     text = attend.trace(query, key, value, segments).lower(lowering_platforms=(lowering,)).as_text()
     if platform == "gpu" and call not in text:
         assert (
@@ -104,8 +104,8 @@ def test_a_shape_that_rules_the_kernel_out_falls_back_and_says_so(
     assert word in reason
     query, key, value, segments = inputs(sequence, head_dim)
     where = target(platform)
-    attention(where, query, key, value, segments=segments, causal=True)
-    attention(where, query, key, value, segments=segments, causal=True)
+    attention(where, query, key, value, Masking(segments=segments, causal=True))
+    attention(where, query, key, value, Masking(segments=segments, causal=True))
     assert where.notes == [reason]
 
 
@@ -224,15 +224,17 @@ def test_which_sequences_are_balanced() -> None:
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_attention_over_a_balanced_sequence(platform: str) -> None:
     query, key, value, segments = inputs(512, 64)
-    plain = attention(target("cpu"), query, key, value, segments=segments, causal=True)
+    plain = attention(target("cpu"), query, key, value, Masking(segments=segments, causal=True))
     order = Order(2)
     placed = [order.arrange(array) for array in (query, key, value, segments)]
     if platform == "cpu":
-        found = attention(target("cpu"), *placed[:3], segments=placed[3], causal=True, order=order)
+        found = attention(
+            target("cpu"), *placed[:3], Masking(segments=placed[3], causal=True, order=order)
+        )
     else:
         masking = Masking(segments=placed[3], causal=True, order=order)
         found = splash_attention(
-            target("tpu"), *placed[:3], masking, scale=64**-0.5, interpret=True
+            target("tpu"), *placed[:3], masking, Logits(scale=64**-0.5), interpret=True
         )
     np.testing.assert_allclose(order.restore(found), plain, atol=2e-5)
 

@@ -5,13 +5,20 @@ of the machine that traces it. A shape that rules a kernel out is said with ``ta
 """
 
 import enum
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from systolic.job import Target
-from systolic.models.order import Order
+from systolic.models.masking import Logits, Masking, soft_cap
+
+EVERYTHING, AS_THEY_ARE = Masking(), Logits()
+
+CUDNN_PLAIN = "cuDNN attention has neither soft caps nor sinks: using plain attention, whose memory grows with the square of the sequence"
+"""Why a decoder with either has the slower kernel on a GPU."""
 
 
 class Kernel(enum.Enum):
@@ -52,11 +59,8 @@ def attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    *,
-    segments: jax.Array | None = None,
-    causal: bool = False,
-    order: Order | None = None,
-    scale: float | None = None,
+    masking: Masking = EVERYTHING,
+    logits: Logits = AS_THEY_ARE,
 ) -> jax.Array:
     """Multi-head attention with grouped keys and values.
 
@@ -65,31 +69,34 @@ def attention(
         query: [batch, sequence, heads, head_dim].
         key: [batch, sequence, kv_heads, head_dim]; heads is a multiple of kv_heads.
         value: Like key.
-        segments: int32[batch, sequence]; a position sees only positions of its own segment.
-        causal: Whether a position sees itself and earlier ones only.
-        order: In which all sequences lie; what is earlier is so in their natural order.
-        scale: Of the logits; 1/sqrt(head_dim) by default.
+        masking: What a position sees.
+        logits: What the products of queries and keys go through.
 
     Returns:
         [batch, sequence, heads, head_dim] in the dtype of ``query``.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if logits.scale is None:
+        logits = replace(logits, scale=query.shape[-1] ** -0.5)
     kernel, reason = choose_kernel(
         target.platform, query.shape[1], key.shape[1], query.shape[-1], target.layout.context
     )
+    if kernel is Kernel.cudnn and not logits.plain:
+        kernel, reason = Kernel.xla, CUDNN_PLAIN
     if reason:
         target.note(reason)
     if kernel is Kernel.splash:
-        from systolic.models.splash import Masking, splash_attention
+        from systolic.models.splash import splash_attention
 
-        masking = Masking(segments=segments, causal=causal, order=order)
-        return splash_attention(target, query, key, value, masking, scale=scale)
+        return splash_attention(target, query, key, value, masking, logits)
     key, value = (target.constrain(part, "batch", None, "kv_heads", None) for part in (key, value))
-    mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
-    if causal and order is not None:
-        earlier = _earlier(order, query.shape[1])
-        mask, causal = earlier if mask is None else mask & earlier, False
-    attend = partial(jax.nn.dot_product_attention, mask=mask, is_causal=causal, scale=scale)
+    mask, causal, window = _mask(masking, query.shape[1], whole=not logits.plain)
+    attend = partial(
+        jax.nn.dot_product_attention,
+        mask=mask,
+        is_causal=causal,
+        local_window_size=(window - 1, 0) if window else None,
+        scale=logits.scale,
+    )
     if kernel is Kernel.cudnn:
         dtype = query.dtype if query.dtype in (jnp.bfloat16, jnp.float16) else jnp.bfloat16
         narrow = (query.astype(dtype), key.astype(dtype), value.astype(dtype))
@@ -103,7 +110,45 @@ def attention(
             )
     wide = plain_dtype(target, query.dtype)
     plain = (query.astype(wide), key.astype(wide), value.astype(wide))
+    if not logits.plain:
+        return attend_plainly(*plain, mask, logits).astype(query.dtype)
     return attend(*plain, implementation="xla").astype(query.dtype)
+
+
+def attend_plainly(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None, logits: Logits
+) -> jax.Array:
+    """Attention by matmuls and a softmax in float32, with soft caps and sinks.
+
+    Args:
+        query: [batch, queries, heads, head_dim].
+        key: [batch, keys, kv_heads, head_dim].
+        value: [batch, keys, kv_heads, size].
+        mask: bool, broadcast to [batch, heads or 1, queries, keys]: what is seen; None sees all.
+        logits: With a scale.
+
+    Returns:
+        [batch, queries, heads, size] in the dtype of ``query``.
+    """
+    batch, queries, heads, _ = query.shape
+    kv_heads = key.shape[2]
+    grouped = query.reshape(batch, queries, kv_heads, heads // kv_heads, -1)
+    scores = jnp.einsum("bqkge,bske->bkgqs", grouped, key, preferred_element_type=jnp.float32)
+    assert logits.scale is not None
+    scores = soft_cap(scores * logits.scale, logits.cap)
+    if mask is not None:
+        scores = jnp.where(mask[:, :, None], scores, -jnp.inf)
+    largest = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    sinks = None
+    if logits.sinks is not None:
+        sinks = logits.sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1, 1)
+        largest = jnp.maximum(largest, jax.lax.stop_gradient(sinks))
+    chances = jnp.exp(scores - largest)
+    total = chances.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - largest)
+    weights = (chances / total).astype(value.dtype)
+    return jnp.einsum("bkgqs,bske->bqkge", weights, value).reshape(batch, queries, heads, -1)
 
 
 def plain_dtype(target: Target, dtype: jnp.dtype) -> jnp.dtype:
@@ -111,7 +156,17 @@ def plain_dtype(target: Target, dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if target.platform == "cpu" and dtype == jnp.float16 else dtype
 
 
-def _earlier(order: Order, sequence: int) -> jax.Array:
-    """bool[sequence, sequence]: whether a key's natural index is at most that of a query."""
-    index = order.indices(sequence)
-    return jnp.asarray(index[:, None] >= index[None, :])
+def _mask(masking: Masking, sequence: int, whole: bool) -> tuple[jax.Array | None, bool, int]:
+    """The mask bool[batch or 1, 1, sequence, sequence], and what of it is left to the kernel: causal, window.
+
+    ``whole`` leaves nothing.
+    """
+    segments, order = masking.segments, masking.order
+    mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
+    if not masking.causal or not (whole or order is not None):
+        return mask, masking.causal, masking.window
+    index = np.arange(sequence) if order is None else order.indices(sequence)
+    back = index[:, None] - index[None, :]
+    seen = (back >= 0) & (back < (masking.window or sequence))
+    seen = jnp.asarray(seen[None, None])
+    return seen if mask is None else mask & seen, False, 0

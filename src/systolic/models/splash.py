@@ -7,7 +7,7 @@ so that their gradients are summed straight into shards.
 
 import functools
 import math
-from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import NamedSharding, PartitionSpec
 
 from systolic.job import Target
+from systolic.models.masking import Logits, Masking
 from systolic.models.order import Order
 
 
@@ -29,15 +30,23 @@ def block_size(sequence: int, largest: int) -> int:
     return max(size for size in range(128, largest + 1, 128) if sequence % size == 0)
 
 
-class LongCausalMask(mask_lib.CausalMask):
-    """JAX's causal mask, its blocks off the diagonal from a cache.
+class LongCausalMask(mask_lib._ComputableMask):
+    """A causal mask, of a window where one is given, its blocks off the diagonal from a cache.
 
     The kernel asks for each block while it is traced; comparing them position by position takes minutes
     from 100,000 tokens on.
     """
 
-    def __init__(self, sequence: int, order: Order | None = None) -> None:
-        super().__init__((sequence, sequence))
+    def __init__(self, sequence: int, order: Order | None = None, window: int = 0) -> None:
+        # A window as long as the sequence is none, and a comparison less in the kernel.
+        self.window = window if window < sequence else 0
+
+        def seen(queries: Any, keys: Any) -> Any:
+            if not self.window:
+                return queries >= keys
+            return (queries >= keys) & (queries - keys < self.window)
+
+        super().__init__((sequence, sequence), seen)
         if order is not None:
             self.q_sequence = order.indices(sequence)
 
@@ -46,11 +55,22 @@ class LongCausalMask(mask_lib.CausalMask):
         shape = (queries.stop - queries.start, keys.stop - keys.start)
         # A block lies in one chunk of the order, where indices ascend.
         first, last = self.q_sequence[queries.start], self.q_sequence[queries.stop - 1]
-        if keys.start > last:
+        window = self.window or self.shape[1]
+        if keys.start > last or first - (keys.stop - 1) >= window:
             return _constant(False, shape)
-        if keys.stop <= first + 1:
+        if keys.stop <= first + 1 and last - keys.start < window:
             return _constant(True, shape)
         return super().__getitem__(idx)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, LongCausalMask)
+            and (self.shape, self.window) == (other.shape, other.window)
+            and np.array_equal(self.q_sequence, other.q_sequence)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.window, self.q_sequence.tobytes()))
 
 
 @functools.lru_cache(maxsize=8)
@@ -60,26 +80,14 @@ def _constant(value: bool, shape: tuple[int, int]) -> np.ndarray:
     return block
 
 
-@dataclass(frozen=True, kw_only=True)
-class Masking:
-    """What a position sees."""
-
-    segments: jax.Array | None = None
-    """int32[batch, sequence]; only positions of its own segment."""
-    causal: bool = False
-    """Itself and earlier ones only."""
-    order: Order | None = None
-    """In which queries, keys, values and segments lie."""
-
-
 def splash_attention(
     target: Target,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     masking: Masking,
+    logits: Logits,
     *,
-    scale: float,
     interpret: bool = False,
 ) -> jax.Array:
     """See :func:`systolic.models.attention.attention`; sequences are multiples of 128 per device.
@@ -88,9 +96,14 @@ def splash_attention(
     """
     sequence, heads = query.shape[1], query.shape[2]
     layout, order = target.layout, masking.order
+    scale = query.shape[3] ** -0.5 if logits.scale is None else logits.scale
     batch_axes, sequence_axis, head_axis = target.spec("batch", "sequence", "heads")
     whole = (sequence, sequence)
-    mask = LongCausalMask(sequence, order) if masking.causal else mask_lib.FullMask(whole)
+    mask = (
+        LongCausalMask(sequence, order, masking.window)
+        if masking.causal
+        else mask_lib.FullMask(whole)
+    )
     largest = layout.attention_block
     chunk = sequence // (layout.context if order is None else len(order.chunks))
     block_q = block_size(chunk, largest)
@@ -110,6 +123,7 @@ def splash_attention(
         block_sizes=sizes,
         head_shards=math.gcd(layout.tensor, heads),
         q_seq_shards=layout.context,
+        attn_logits_soft_cap=logits.cap or None,
         interpret=interpret,
     )
     kernel_spec = kernel.manual_sharding_spec(
@@ -128,17 +142,24 @@ def splash_attention(
 
     active, blocks = active_blocks(mask, layout.context, (block_q, block_kv))
 
-    def local(kernel, q, k, v, segments):
+    def local(kernel, q, k, v, segments, sinks):
         ids = kernel_lib.SegmentIds(segments, natural(segments, 1))
         k, v = natural(k, 2), natural(v, 2)
         # The mask is data to the kernel; a forecast reads from the name how much work it leaves.
         with jax.named_scope(f"blocks_{active}_of_{blocks}"):
-            return jax.vmap(kernel)(q, k, v, ids)
+            return jax.vmap(lambda *each: kernel(*each, sinks=sinks))(q, k, v, ids)
 
     out = jax.shard_map(
         local,
         mesh=target.mesh,
-        in_specs=(kernel_spec, spec, spec, spec, PartitionSpec(batch_axes, sequence_axis)),
+        in_specs=(
+            kernel_spec,
+            spec,
+            spec,
+            spec,
+            PartitionSpec(batch_axes, sequence_axis),
+            PartitionSpec(head_axis),
+        ),
         out_specs=spec,
         check_vma=False,
     )(
@@ -147,6 +168,7 @@ def splash_attention(
         key.swapaxes(1, 2),
         value.swapaxes(1, 2),
         segments,
+        logits.sinks,
     )
     return out.swapaxes(1, 2)
 
@@ -162,6 +184,7 @@ def active_blocks(mask: mask_lib.Mask, ways: int, block: tuple[int, int]) -> tup
     rows, columns = mask.shape[0] // block[0], mask.shape[1] // block[1]
     if not isinstance(mask, LongCausalMask):
         return rows // ways * columns, rows // ways * columns
-    last = mask.q_sequence[block[0] - 1 :: block[0]]
-    active = (last // block[1] + 1).reshape(ways, -1).sum(axis=1)
+    first, last = mask.q_sequence[:: block[0]], mask.q_sequence[block[0] - 1 :: block[0]]
+    earliest = np.maximum(first - (mask.window or mask.shape[1]) + 1, 0)
+    active = (last // block[1] - earliest // block[1] + 1).reshape(ways, -1).sum(axis=1)
     return int(active.max()), rows // ways * columns

@@ -5,6 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from systolic.models.attention import attend_plainly
+from systolic.models.masking import Logits, soft_cap
+
 
 class Cache(NamedTuple):
     """Keys and values of the positions seen so far."""
@@ -34,24 +37,36 @@ def written(cache: jax.Array, positions: jax.Array, new: jax.Array) -> jax.Array
     return cache.at[..., rows, :, positions, :].set(moved.astype(cache.dtype), mode="drop")
 
 
-def attend_all(
-    query: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array
-) -> jax.Array:
+class Sight(NamedTuple):
+    """What new tokens see of a cache."""
+
+    positions: jax.Array
+    """int32[batch, n]: of the tokens; each sees its own position and those before."""
+    window: int
+    """Of those, as many of the latest; 0 for all."""
+    logits: Logits
+    """What the products with the keys go through, with a scale."""
+
+    def visible(self, capacity: int) -> jax.Array:
+        """bool[batch, n, capacity]."""
+        back = self.positions[:, :, None] - jnp.arange(capacity)
+        return (back >= 0) & (back < (self.window or capacity))
+
+
+def attend_all(query: jax.Array, keys: jax.Array, values: jax.Array, sight: Sight) -> jax.Array:
     """Attention of new tokens over a cache that holds them: [batch, n, heads, head_dim].
 
     Args:
         query: [batch, n, heads, head_dim].
         keys: [batch, kv_heads, capacity, head_dim]; values alike.
         values: See keys.
-        positions: int32[batch, n] of the queries; each sees its own position and those before.
+        sight: What the queries see.
     """
-    visible = jnp.arange(keys.shape[2])[None, None, :] <= positions[:, :, None]
-    return jax.nn.dot_product_attention(
-        query,
-        jnp.swapaxes(keys, 1, 2).astype(query.dtype),
-        jnp.swapaxes(values, 1, 2).astype(query.dtype),
-        mask=visible[:, None],
-    )
+    visible = sight.visible(keys.shape[2])[:, None]
+    keys, values = (jnp.swapaxes(each, 1, 2).astype(query.dtype) for each in (keys, values))
+    if not sight.logits.plain:
+        return attend_plainly(query, keys, values, visible, sight.logits)
+    return jax.nn.dot_product_attention(query, keys, values, mask=visible, scale=sight.logits.scale)
 
 
 def attend_one(
@@ -59,7 +74,7 @@ def attend_one(
     own: tuple[jax.Array, jax.Array],
     keys: jax.Array,
     values: jax.Array,
-    positions: jax.Array,
+    sight: Sight,
 ) -> jax.Array:
     """Attention of one new token over a cache that does not hold it yet: [batch, 1, heads, head_dim].
 
@@ -70,27 +85,34 @@ def attend_one(
         own: Key and value of the token, [batch, 1, kv_heads, head_dim].
         keys: [batch, kv_heads, capacity, head_dim]; values alike.
         values: See keys.
-        positions: int32[batch, 1] of the token; cached positions before it are seen.
+        sight: What the token sees; of the cache the positions before its own.
     """
     batch, _, heads, head_dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
     dtype = query.dtype
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, head_dim)
+    scale = head_dim**-0.5 if sight.logits.scale is None else sight.logits.scale
     own_key, own_value = (jnp.swapaxes(each, 1, 2).astype(keys.dtype) for each in own)
-    scale = head_dim**-0.5
 
     def logits(key: jax.Array) -> jax.Array:
         product = jnp.einsum(
             "bkgh,bksh->bkgs", grouped, key.astype(dtype), preferred_element_type=jnp.float32
         )
-        return product * scale
+        return soft_cap(product * scale, sight.logits.cap)
 
-    before = jnp.arange(capacity)[None, None, None, :] < positions[:, :, None, None]
+    own_place = jnp.arange(capacity)[None, None, :] == sight.positions[:, :, None]
+    before = (sight.visible(capacity) & ~own_place)[:, None]
     past = jnp.where(before, logits(keys), -jnp.inf)
     present = logits(own_key)
     largest = jnp.maximum(jnp.max(past, axis=-1, keepdims=True), present)
+    sinks = None
+    if sight.logits.sinks is not None:
+        sinks = sight.logits.sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1)
+        largest = jnp.maximum(largest, sinks)
     past, present = jnp.exp(past - largest), jnp.exp(present - largest)
     total = jnp.sum(past, axis=-1, keepdims=True) + present
+    if sinks is not None:
+        total = total + jnp.exp(sinks - largest)
     attended = jnp.einsum("bkgs,bksh->bkgh", (past / total).astype(dtype), values.astype(dtype)) + (
         present / total
     ).astype(dtype) * own_value.astype(dtype)

@@ -76,6 +76,18 @@ class Decoder(Model):
     """Added to the mean square in RMSNorm."""
     qk_norm: bool = False
     """RMSNorm on queries and keys."""
+    window: Annotated[int, NOT_NEGATIVE] = 0
+    """Sliding window: a token sees itself and the window - 1 tokens before it; 0 sees all before it."""
+    global_every: Annotated[int, NOT_NEGATIVE] = 0
+    """With a window: each so many'th layer sees all before it (Gemma 3: 6, gpt-oss and Gemma 2: 2); 0 for none."""
+    local_rope_theta: Annotated[float | None, POSITIVE] = None
+    """rope-theta of the layers with a window, where it is another one (Gemma 3: 10,000 beside 1,000,000)."""
+    attention_cap: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Soft cap of the attention's logits, cap * tanh(logit / cap) (Gemma 2: 50); 0 for none."""
+    logit_cap: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Soft cap of the output logits (Gemma 2: 30); 0 for none."""
+    sinks: bool = False
+    """Attention sinks: a learned logit for each head that takes its share of the softmax (gpt-oss)."""
     ngrams: Annotated[int, Range(least=2, most=64, only=(0,))] = 0
     """The longest n-gram with a hashed embedding of its own, 2 or more; 0 has none."""
     ngram_rows: Annotated[int, Range(least=1, most=2**30)] = 2**15
@@ -96,6 +108,10 @@ class Decoder(Model):
         if self.head_dim % 2:
             raise OptionError(
                 f"model.head-dim {self.head_dim} is odd; rotary embeddings turn pairs of dims, use an even one"
+            )
+        if self.global_every and not self.window:
+            raise OptionError(
+                f"model.global-every is {self.global_every} but model.window is 0, so that every layer sees everything; give a window"
             )
         if self.ngrams and self.ngram_rows & (self.ngram_rows - 1):
             raise OptionError(
@@ -118,6 +134,7 @@ class Decoder(Model):
     def num_parameters(self) -> int:
         """Parameters, embeddings included."""
         attention = self.d_model * self.head_dim * 2 * (self.heads + self.kv_heads)
+        attention += self.heads if self.sinks else 0
         norms = 2 * self.d_model + (2 * self.head_dim if self.qk_norm else 0)
         router = self.d_model * self.experts if self.experts > 1 else 0
         layer = (
@@ -130,6 +147,17 @@ class Decoder(Model):
         orders = max(self.ngrams - 1, 0)
         ngrams = orders * self.ngram_dim * (self.ngram_rows + self.d_model)
         return self.layers * layer + embeddings + ngrams + self.d_model
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The window of each layer of a period of the pattern, 0 for none; the layers repeat it."""
+        if not self.window or not self.global_every:
+            return (self.window,)
+        return (self.window,) * (self.global_every - 1) + (0,)
+
+    def theta(self, window: int) -> float:
+        """The base of the rotary wavelengths of a layer with this window."""
+        return self.local_rope_theta if window and self.local_rope_theta else self.rope_theta
 
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
         """A :class:`~systolic.models.decoder.module.DecoderModule` in float32."""
@@ -163,6 +191,10 @@ class Decoder(Model):
                     raise LayoutError(
                         f"layout.remat-names has {name!r}{nearest(name, ACTIVATIONS)}; a decoder names {', '.join(ACTIVATIONS)}"
                     )
+        if (self.layers // layout.pipeline) % len(self.windows) and layout.pipeline > 1:
+            raise LayoutError(
+                f"layout.pipeline {layout.pipeline} makes stages of {self.layers // layout.pipeline} layers, which model.global-every {self.global_every} does not divide; each stage repeats the whole pattern of windows"
+            )
         for axis, ways, dim, size in divides:
             if size % ways:
                 raise LayoutError(
@@ -175,16 +207,27 @@ class Decoder(Model):
         return frozenset(self.__dataclass_fields__) - changing
 
     def flops(self, fields: Mapping[str, Field]) -> float:
-        """Matmul FLOPs of the forward pass of one sequence; attention counts the causal half."""
+        """Matmul FLOPs of the forward pass of one sequence; attention counts what the causal mask or window leaves."""
         sequence = fields["tokens"].shape[0]
         projections = 2 * self.d_model * self.head_dim * 2 * (self.heads + self.kv_heads)
-        scores = 2 * 2 * self.heads * self.head_dim * (sequence + 1) / 2
+        scores = 2 * 2 * self.heads * self.head_dim * self._pairs(sequence)
         active = self.experts_per_token if self.experts > 1 else 1
         mlp = 2 * self._mlp_matrices * self.d_model * self.d_ff * active
         router = 2 * self.d_model * self.experts if self.experts > 1 else 0
-        return sequence * (
-            self.layers * (projections + scores + mlp + router) + 2 * self.d_model * self.vocab
+        return (
+            sequence * (self.layers * (projections + mlp + router) + 2 * self.d_model * self.vocab)
+            + scores
         )
+
+    def _pairs(self, sequence: int) -> float:
+        """Pairs of a token and one that it sees, over all layers."""
+        windows = self.windows
+
+        def seen(window: int) -> float:
+            reach = min(window or sequence, sequence)
+            return reach * (reach + 1) / 2 + (sequence - reach) * reach
+
+        return sum(seen(windows[layer % len(windows)]) for layer in range(self.layers))
 
     def axes(self) -> frozenset[Axis]:
         """All of them; the expert axis only in a mixture."""
@@ -211,7 +254,7 @@ class Decoder(Model):
         width = 16 * layout.fsdp * layout.expert * layout.context
         return replace(
             self,
-            layers=min(self.layers, 2 * layout.pipeline),
+            layers=min(self.layers, max(2, len(self.windows)) * layout.pipeline),
             d_model=width,
             d_ff=32 * layout.tensor,
             ngram_rows=64 * layout.tensor if self.ngrams else self.ngram_rows,

@@ -1,6 +1,7 @@
 """The decoder as a Flax NNX module: blocks stacked along a leading ``layers`` dim and run by a scan."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,12 +10,14 @@ from flax import nnx
 
 from systolic.job import Target
 from systolic.models.attention import attention, plain_dtype
-from systolic.models.decoder.cache import Cache, attend_all, attend_one, written
+from systolic.models.decoder.cache import Cache, Sight, attend_all, attend_one, written
 from systolic.models.decoder.config import Decoder, Mlp
 from systolic.models.decoder.moe import Mixture, balance
 from systolic.models.decoder.ngrams import NGrams
 from systolic.models.decoder.pipeline import run_stages
+from systolic.models.decoder.stack import run_layers
 from systolic.models.decoder.tiles import score_tiles
+from systolic.models.masking import Logits, Masking, soft_cap
 from systolic.models.order import Order, balanced
 from systolic.models.parameters import weight
 from systolic.models.product import product
@@ -107,20 +110,30 @@ class Block(nnx.Module):
         if config.qk_norm:
             self.query_norm = RMSNorm(e, config.norm_eps, "norm")
             self.key_norm = RMSNorm(e, config.norm_eps, "norm")
+        if config.sinks:
+            self.sinks = nnx.Param(jnp.zeros((h,)), out_sharding=("heads",))
         self.mlp_norm = RMSNorm(d, config.norm_eps, "norm")
         self.mlp = (
             Mixture(config, rngs, target) if config.experts > 1 else MLP(config, rngs, target)
         )
         self.config, self.target = config, target
 
-    def project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    @property
+    def attention_logits(self) -> Logits:
+        """What the products of queries and keys go through."""
+        sinks = self.sinks[...] if self.config.sinks else None
+        return Logits(scale=self.config.head_dim**-0.5, cap=self.config.attention_cap, sinks=sinks)
+
+    def project(
+        self, x: jax.Array, positions: jax.Array, window: int = 0
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values [batch, sequence, heads or kv_heads, head_dim] of x [batch, sequence, d_model]."""
         query = product(self.target, "bsd,dhe->bshe", x, self.query[...])
         key = product(self.target, "bsd,dhe->bshe", x, self.key[...])
         value = product(self.target, "bsd,dhe->bshe", x, self.value[...])
         if self.config.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        theta = self.config.rope_theta
+        theta = self.config.theta(window)
         return (
             name(rope(query, positions, theta), "query"),
             name(rope(key, positions, theta), "key"),
@@ -157,19 +170,19 @@ class Block(nnx.Module):
         segments: jax.Array,
         positions: jax.Array,
         order: Order | None = None,
+        window: int = 0,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """x [batch, sequence, d_model], segments and positions int32[batch, sequence], all in ``order``."""
+        """x [batch, sequence, d_model], segments and positions int32[batch, sequence], all in ``order``; its own ``window``."""
         x = name(x, "layer_input")
         with jax.named_scope("attention"):
-            query, key, value = self.project(self.attention_norm(x), positions)
+            query, key, value = self.project(self.attention_norm(x), positions, window)
             constrain = self.target.constrain
             query = constrain(query, "batch", "sequence", "heads", None)
             key, value = (
                 constrain(part, "batch", "sequence", "kv_heads", None) for part in (key, value)
             )
-            attended = attention(
-                self.target, query, key, value, segments=segments, causal=True, order=order
-            )
+            masking = Masking(segments=segments, causal=True, window=window, order=order)
+            attended = attention(self.target, query, key, value, masking, self.attention_logits)
         return self.merge(x, attended, order=order)
 
 
@@ -229,7 +242,8 @@ class DecoderModule(nnx.Module):
         """:meth:`hidden` [batch, sequence, d_model] to [batch, sequence, vocab]."""
         with jax.named_scope("logits"):
             matrix = self.embedding[...].T if self.config.tie_embeddings else self.unembedding[...]
-            return self.target.constrain(hidden @ matrix, "batch", "sequence", "vocab")
+            logits = self.target.constrain(hidden @ matrix, "batch", "sequence", "vocab")
+            return soft_cap(logits, self.config.logit_cap)
 
     def score(
         self,
@@ -252,7 +266,15 @@ class DecoderModule(nnx.Module):
                 matrix, axes = self.embedding[...], ("vocab", "embed")
             else:
                 matrix, axes = self.unembedding[...], ("embed", "vocab")
-            scores = score_tiles(read, hidden, matrix, axes, placed, self.target)
+            cap = self.config.logit_cap
+            scores = score_tiles(
+                lambda logits, targets: read(soft_cap(logits, cap), targets),
+                hidden,
+                matrix,
+                axes,
+                placed,
+                self.target,
+            )
         return scores if order is None else jax.tree.map(order.restore, scores)
 
     def __call__(self, tokens: jax.Array, segments: jax.Array, positions: jax.Array) -> jax.Array:
@@ -276,21 +298,27 @@ class DecoderModule(nnx.Module):
         """:meth:`hidden` of naturally ordered arguments, its result in ``order``."""
         graph, stacked = nnx.split(self.blocks)
 
-        def plain(
-            x: jax.Array, state: nnx.State, segments: jax.Array, positions: jax.Array
-        ) -> tuple[jax.Array, dict[str, jax.Array]]:
-            return nnx.merge(graph, state)(x, segments, positions, order)
+        def layer(window: int) -> Callable[..., Any]:
+            def plain(
+                x: jax.Array, state: nnx.State, segments: jax.Array, positions: jax.Array
+            ) -> tuple[jax.Array, dict[str, jax.Array]]:
+                return nnx.merge(graph, state)(x, segments, positions, order, window)
 
-        layer = rematerialise(plain, self.target.layout)
+            return rematerialise(plain, self.target.layout)
+
+        layers = [layer(window) for window in self.config.windows]
+
+        def run(x: jax.Array, state: nnx.State, *where: jax.Array) -> tuple[jax.Array, Any]:
+            period = [lambda x, one, layer=layer: layer(x, one, *where) for layer in layers]
+            return run_layers(period, x, state)
+
         x = self.embed(tokens, positions, self.no_history(tokens.shape[0]), order)
         if order is not None:
             segments, positions = order.arrange(segments), order.arrange(positions)
         if self.target.layout.pipeline > 1:
-            x, routing = run_stages(layer, stacked, x, segments, positions, self.target)
+            x, routing = run_stages(run, stacked, x, segments, positions, self.target)
         else:
-            x, routing = jax.lax.scan(
-                lambda x, state: layer(x, state, segments, positions), x, stacked
-            )
+            x, routing = run(x, stacked, segments, positions)
         if self.config.experts > 1:
             routing["router_loss"] = balance(routing.pop("load"), routing.pop("score"))
             for what, by_layer in routing.items():
@@ -328,23 +356,25 @@ class DecoderModule(nnx.Module):
         positions = cache.length[:, None] + jnp.arange(tokens.shape[1])
 
         def step(
-            x: jax.Array, state: tuple[nnx.State, jax.Array, jax.Array]
+            x: jax.Array, state: tuple[nnx.State, jax.Array, jax.Array], window: int
         ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             layer, keys, values = state
             block = nnx.merge(graph, layer)
-            query, key, value = block.project(block.attention_norm(x), positions)
+            query, key, value = block.project(block.attention_norm(x), positions, window)
             wide = query.astype(plain_dtype(self.target, query.dtype))
+            sight = Sight(positions=positions, window=window, logits=block.attention_logits)
             if tokens.shape[1] == 1:
-                attended = attend_one(wide, (key, value), keys, values, positions)
+                attended = attend_one(wide, (key, value), keys, values, sight)
             else:
                 keys, values = written(keys, positions, key), written(values, positions, value)
-                attended = attend_all(wide, keys, values, positions)
+                attended = attend_all(wide, keys, values, sight)
             return block.merge(x, attended.astype(x.dtype), count)[0], (key, value)
 
-        x, (key, value) = jax.lax.scan(
-            step,
+        x, (key, value) = run_layers(
+            [partial(step, window=window) for window in self.config.windows],
             self.embed(tokens, positions, cache.recent),
             (stacked, cache.key, cache.value),
+            in_place=True,
         )
         keys, values = written(cache.key, positions, key), written(cache.value, positions, value)
         seen = jnp.concatenate([cache.recent, tokens], axis=1)

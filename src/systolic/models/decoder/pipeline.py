@@ -32,7 +32,7 @@ def num_microbatches(target: Target, batch: int) -> int:
 
 
 def run_stages(
-    layer: Callable[..., Any],
+    run: Callable[..., tuple[jax.Array, Any]],
     stacked: Any,
     x: jax.Array,
     segments: jax.Array,
@@ -41,7 +41,8 @@ def run_stages(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """All layers over x [batch, sequence, d_model]; returns it and the means f32[layers, ...] of what layers say.
 
-    ``layer(x, state, segments, positions) -> (x, {name: f32[...]})``; ``stacked`` has a leading dim of layers.
+    ``run(x, state, segments, positions) -> (x, {name: f32[layers, ...]})`` runs some of the layers;
+    ``stacked`` has a leading dim of layers.
     """
     stages = target.layout.pipeline
     count = num_microbatches(target, x.shape[0])
@@ -54,7 +55,7 @@ def run_stages(
     def stage(
         state: Any, x: jax.Array, segments: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        return jax.lax.scan(lambda x, one: layer(x, one, segments, positions), x, state)
+        return run(x, state, segments, positions)
 
     by_stage = jax.tree.map(
         lambda p: p.reshape(stages, p.shape[0] // stages, *p.shape[1:]), stacked
