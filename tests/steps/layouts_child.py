@@ -8,7 +8,7 @@ import jax
 
 from systolic.job import ContextOrder, Layout
 from systolic.job.layout import Remat
-from systolic.models.decoder.config import Decoder
+from systolic.models.decoder.config import Decoder, Dispatch
 from tests.steps import tiny
 
 DENSE = {
@@ -36,14 +36,33 @@ MIXTURE = {
     "expert-context": Layout(expert=2, fsdp=2, context=2),
 }
 NGRAMS = {"ngrams-context": Layout(fsdp=4, context=2)}
+SWITCHED = {
+    "switches-context": Layout(fsdp=2, context=2, tensor=2, loss_tiles=2),
+    "switches-pipeline": Layout(fsdp=2, pipeline=2, tensor=2),
+}
+DROPLESS = {
+    "dropless-expert-tensor": Layout(expert=2, fsdp=2, tensor=2),
+    "dropless-expert-context": Layout(expert=4, context=2, fsdp=1),
+}
 EXPERTS = replace(tiny.MODEL, experts=4, d_ff=32)
 LOOKUPS = replace(tiny.MODEL, ngrams=3, ngram_rows=64, ngram_dim=8)
-LAYOUTS = DENSE | MIXTURE | NGRAMS
+SWITCHES = replace(
+    tiny.MODEL, window=5, global_every=2, attention_cap=2.0, logit_cap=3.0, sinks=True
+)
+UNBOUNDED = replace(EXPERTS, dispatch=Dispatch.dropless)
+MODELS = (
+    (DENSE, tiny.MODEL),
+    (MIXTURE, EXPERTS),
+    (NGRAMS, LOOKUPS),
+    (SWITCHED, SWITCHES),
+    (DROPLESS, UNBOUNDED),
+)
+LAYOUTS = {name: layout for layouts, _ in MODELS for name, layout in layouts.items()}
 
 
 def model_of(name: str) -> Decoder:
     """The model that a layout is for."""
-    return EXPERTS if name in MIXTURE else LOOKUPS if name in NGRAMS else tiny.MODEL
+    return next(model for layouts, model in MODELS if name in layouts)
 
 
 def main(names: list[str]) -> None:

@@ -25,6 +25,8 @@ def _equation(equation: Any) -> float:
     primitive, params = equation.primitive.name, equation.params
     if primitive == "dot_general":
         return _dot(equation)
+    if primitive == "ragged_dot_general":
+        return _ragged_dot(equation)
     if primitive == "conv_general_dilated":
         return _convolution(equation)
     if primitive == "cond":
@@ -52,6 +54,17 @@ def _dot(equation: Any) -> float:
     return (
         2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
     )
+
+
+def _ragged_dot(equation: Any) -> float:
+    """Each row is multiplied with the matrix of its group alone."""
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (contracted, _), _ = numbers.dot_dimension_numbers
+    left, out = equation.invars[0].aval.shape, math.prod(equation.outvars[0].aval.shape)
+    if set(numbers.lhs_ragged_dimensions) <= set(contracted):
+        # The gradient of the matrices: [groups, ...], a row is in one of the groups.
+        out //= equation.outvars[0].aval.shape[0]
+    return 2.0 * out * math.prod(left[dim] for dim in contracted)
 
 
 def _convolution(equation: Any) -> float:

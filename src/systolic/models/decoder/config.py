@@ -37,6 +37,15 @@ class Mlp(enum.Enum):
         return self in (Mlp.swiglu, Mlp.geglu)
 
 
+class Dispatch(enum.Enum):
+    """How the tokens of a mixture reach their experts."""
+
+    slots = "slots"
+    """Each expert has capacity_factor times the mean load of slots for a sequence; the rest skip it."""
+    dropless = "dropless"
+    """Grouped matmuls over as many tokens as each expert gets; none is dropped. Not in a pipeline."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decoder(Model):
     """A decoder-only transformer.
@@ -66,6 +75,8 @@ class Decoder(Model):
     """Experts per layer; 1 is a dense model."""
     experts_per_token: Annotated[int, COUNT] = 2
     """Mixture: experts that each token visits."""
+    dispatch: Dispatch = Dispatch.slots
+    """Mixture: how tokens reach their experts; slots are bounded, dropless takes as many as come."""
     capacity_factor: Annotated[float, NOT_NEGATIVE] = 1.25
     """Mixture: slots per expert over the mean load; a token without a slot skips its expert. 0 never drops."""
     router_loss: Annotated[float, NOT_NEGATIVE] = 0.01
@@ -181,6 +192,10 @@ class Decoder(Model):
         ]
         if self.experts > 1:
             divides.append(("expert", layout.expert, "experts", self.experts))
+            if self.dispatch is Dispatch.dropless and layout.pipeline > 1:
+                raise LayoutError(
+                    f"layout.pipeline is {layout.pipeline} and model.dispatch dropless, whose grouped matmuls do not run in a pipeline; use --model.dispatch slots, or layout.fsdp and layout.expert"
+                )
         elif layout.expert > 1:
             raise LayoutError(
                 f"layout.expert is {layout.expert} but the model is dense; set model.experts, or use layout.fsdp"

@@ -6,13 +6,15 @@ the expert axis: the partitioner turns that into an all-to-all.
 """
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from systolic.job import Target
-from systolic.models.decoder.config import Decoder, Mlp
+from systolic.models.decoder.config import Decoder, Dispatch, Mlp
+from systolic.models.decoder.dropless import dropless
 from systolic.models.order import Order
 from systolic.models.parameters import weight
 from systolic.models.product import product
@@ -56,13 +58,14 @@ class Mixture(nnx.Module):
         had no slot left. All are means over tokens, so that parts of a batch average exactly.
         """
         config, constrain = self.config, self.target.constrain
-        batch, sequence, d = x.shape
-        slots = capacity(config, sequence)
         scores = jax.nn.softmax((x @ self.router[...]).astype(jnp.float32), axis=-1)
         weights, chosen = jax.lax.top_k(scores, config.experts_per_token)
         weights = weights / weights.sum(axis=-1, keepdims=True)
-
-        one_hot, fits, address = _places(config, chosen, slots, count, order)
+        if config.dispatch is Dispatch.dropless:
+            return self._dropless(x, chosen, weights, count), routed_as(scores, chosen)
+        batch, sequence, d = x.shape
+        slots = capacity(config, sequence)
+        fits, address = _places(config, chosen, slots, count, order)
 
         tokens = jnp.broadcast_to(jnp.arange(sequence)[None, :, None], address.shape).reshape(
             batch, -1
@@ -79,8 +82,7 @@ class Mixture(nnx.Module):
         routed = constrain(routed, "expert_batch", "experts", None, None)
         gate = name(product(self.target, "becd,edf->becf", routed, self.gate[...]), "mlp")
         up = name(product(self.target, "becd,edf->becf", routed, self.up[...]), "mlp")
-        activate = jax.nn.silu if config.mlp is Mlp.swiglu else jax.nn.gelu
-        hidden = constrain(activate(gate) * up, "expert_batch", "experts", None, "mlp")
+        hidden = constrain(self.activate(gate) * up, "expert_batch", "experts", None, "mlp")
         done = constrain(
             product(self.target, "becf,efd->becd", hidden, self.down[...]),
             "expert_batch",
@@ -95,9 +97,32 @@ class Mixture(nnx.Module):
         picked = picked.reshape(batch, sequence, config.experts_per_token, d)
         out = (picked * (weights * fits)[..., None].astype(x.dtype)).sum(axis=2)
 
-        load = one_hot[:, :, 0].astype(jnp.float32).mean(axis=(0, 1))
         dropped = 1 - fits.astype(jnp.float32).mean()
-        return out, {"load": load, "score": scores.mean(axis=(0, 1)), "dropped": dropped}
+        return out, {**routed_as(scores, chosen), "dropped": dropped}
+
+    def _dropless(
+        self, x: jax.Array, chosen: jax.Array, weights: jax.Array, count: jax.Array | None
+    ) -> jax.Array:
+        if self.target.operands is not None:
+            self.target.note(
+                f"experts without slots have no {self.target.operands} matmuls: theirs stay in {self.target.dtype}"
+            )
+        if count is not None:
+            real = jnp.arange(x.shape[1]) < count[:, None]
+            chosen = jnp.where(real[:, :, None], chosen, -1)
+        matrices = (self.gate[...], self.up[...], self.down[...])
+        return dropless(self.target, self.activate, x, (chosen, weights), matrices)
+
+    @property
+    def activate(self) -> Callable[[jax.Array], jax.Array]:
+        """What the gate goes through."""
+        return jax.nn.silu if self.config.mlp is Mlp.swiglu else jax.nn.gelu
+
+
+def routed_as(scores: jax.Array, chosen: jax.Array) -> dict[str, jax.Array]:
+    """``load`` and ``score`` f32[experts] of scores f32[..., experts] and choices int32[..., k]."""
+    first = jax.nn.one_hot(chosen[..., 0], scores.shape[-1], dtype=jnp.float32)
+    return {"load": first.mean(axis=(0, 1)), "score": scores.mean(axis=(0, 1))}
 
 
 def balance(load: jax.Array, score: jax.Array) -> jax.Array:
@@ -115,12 +140,11 @@ def _places(
     slots: int,
     count: jax.Array | None,
     order: Order | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:
     """Where each choice goes, of ``chosen`` int32[batch, sequence, experts_per_token] in ``order``.
 
     Returns:
-        The choices as int32[..., experts] with a 1 at the expert; whether they found a slot; and the
-        slot's number over all experts, their number for none.
+        Whether each choice found a slot, and the slot's number over all experts, their number for none.
     """
     batch, sequence, _ = chosen.shape
     one_hot = jax.nn.one_hot(chosen, config.experts, dtype=jnp.int32)
@@ -139,4 +163,4 @@ def _places(
     fits = place < limit
     if count is not None:
         fits = fits & one_hot.any(axis=-1)
-    return one_hot, fits, jnp.where(fits, chosen * slots + place, config.experts * slots)
+    return fits, jnp.where(fits, chosen * slots + place, config.experts * slots)

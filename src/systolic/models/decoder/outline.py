@@ -4,6 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from systolic.job import Layout, Outline, Remat
+from systolic.models.decoder.config import Dispatch
 
 if TYPE_CHECKING:
     from systolic.models.decoder.config import Decoder
@@ -60,7 +61,9 @@ def outline(config: "Decoder", layout: Layout) -> Outline:
 def activations(config: "Decoder") -> tuple[dict[str, int], dict[str, int]]:
     """Elements a token and layer by name: those that the tensor axis leaves whole, and those it splits."""
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    copies = config.experts_per_token * config.capacity_factor if config.experts > 1 else 1.0
+    copies = float(config.experts_per_token) if config.experts > 1 else 1.0
+    if config.dispatch is Dispatch.slots and config.experts > 1:
+        copies *= config.capacity_factor
     hidden = config.d_ff * (2 if config.mlp.gated else 1)
     whole = {"layer_input": config.d_model, "out": config.d_model, "down": config.d_model}
     split = {

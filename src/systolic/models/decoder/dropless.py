@@ -1,0 +1,92 @@
+"""Experts without slots: the tokens of each expert lie in a row and its matmuls take as many as there are.
+
+The grouped matmuls are ``jax.lax.ragged_dot``. The partitioner can't split them, so the layer is
+wrapped in ``shard_map``: each device takes the tokens of its batch shard. Over an expert axis the tokens of
+its devices are gathered, each computes what is routed to its own experts, and the sums are scattered
+back: no token is dropped, and the memory is bounded by the tokens, but each device has rows for the
+case that all tokens choose its experts.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from systolic.job import Target
+from systolic.models.remat import name
+
+Matrices = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def dropless(
+    target: Target,
+    activate: Callable[[jax.Array], jax.Array],
+    x: jax.Array,
+    routing: tuple[jax.Array, jax.Array],
+    matrices: Matrices,
+) -> jax.Array:
+    """The weighted sum of each token's experts, [batch, sequence, d_model].
+
+    Args:
+        target: Where the program will run.
+        activate: What the gate goes through.
+        x: [batch, sequence, d_model].
+        routing: The chosen experts int32[batch, sequence, k], -1 for none, and their weights in
+            the same shape.
+        matrices: gate and up [experts, d_model, d_ff], down [experts, d_ff, d_model].
+    """
+    layout = target.layout
+    spec = PartitionSpec(*target.spec("batch", "sequence"), None)
+    (mlp,) = target.spec("mlp")
+    (experts,) = target.spec("experts")
+    inward, outward = PartitionSpec(experts, None, mlp), PartitionSpec(experts, mlp, None)
+
+    def local(x: jax.Array, chosen: jax.Array, weights: jax.Array, *matrices: jax.Array):
+        if layout.expert > 1:
+            x, chosen, weights = (
+                jax.lax.all_gather(each, "expert", axis=0, tiled=True)
+                for each in (x, chosen, weights)
+            )
+            chosen = chosen - jax.lax.axis_index("expert") * matrices[0].shape[0]
+        out = _grouped(activate, x, (chosen, weights), matrices)
+        if layout.tensor > 1:
+            out = jax.lax.psum(out, "tensor")
+        if layout.expert > 1:
+            out = jax.lax.psum_scatter(out, "expert", scatter_dimension=0, tiled=True)
+        return out
+
+    return jax.shard_map(
+        local,
+        mesh=target.mesh,
+        in_specs=(spec, spec, spec, inward, inward, outward),
+        out_specs=spec,
+        check_vma=False,
+    )(x, *routing, *matrices)
+
+
+def _grouped(
+    activate: Callable[[jax.Array], jax.Array],
+    x: jax.Array,
+    routing: tuple[jax.Array, jax.Array],
+    matrices: tuple[jax.Array, ...],
+) -> jax.Array:
+    """What these experts give to ``x``; choices outside of 0 to their number are others'."""
+    gate, up, down = matrices
+    own, (chosen, weights) = gate.shape[0], routing
+    width, each = x.shape[-1], chosen.shape[-1]
+    tokens, flat = x.reshape(-1, width), chosen.reshape(-1)
+    flat = jnp.where((flat >= 0) & (flat < own), flat, own)
+    # A token chooses an expert at most once, so that no more rows can be theirs.
+    rows = tokens.shape[0] * min(each, own)
+    order = jnp.argsort(flat, stable=True)[:rows]
+    sizes = jnp.bincount(flat, length=own + 1)[:own].astype(jnp.int32)
+    # Rows behind the last group are no one's: a kernel may leave anything there, also in gradients.
+    real = (jnp.arange(rows) < sizes.sum())[:, None]
+    routed = jnp.where(real, tokens[order // each], 0)
+
+    hidden = activate(name(jax.lax.ragged_dot(routed, gate, sizes), "mlp"))
+    hidden = hidden * name(jax.lax.ragged_dot(routed, up, sizes), "mlp")
+    done = jnp.where(real, jax.lax.ragged_dot(hidden, down, sizes), 0)
+    done = done * weights.reshape(-1)[order][:, None].astype(done.dtype)
+    return jnp.zeros_like(tokens).at[order // each].add(done).reshape(x.shape)

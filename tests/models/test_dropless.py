@@ -1,0 +1,119 @@
+"""Experts without slots: the weighted sum of each token's experts, with gradients, padding and cache."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from systolic.core.errors import LayoutError
+from systolic.job import Layout
+from systolic.models.decoder.config import Dispatch
+from systolic.models.decoder.dropless import _grouped
+from systolic.models.decoder.moe import Mixture
+from systolic.steps import flops
+from tests.models.test_decoder import arrays, module
+from tests.steps import tiny
+
+CONFIG = replace(tiny.MODEL, experts=4, experts_per_token=2, d_ff=32, dispatch=Dispatch.dropless)
+
+
+def by_hand(x: Any, chosen: Any, weights: Any, matrices: Any) -> jax.Array:
+    """Every expert on every token, then a sum over those that were chosen."""
+    gate, up, down = matrices
+    hidden = jax.nn.silu(jnp.einsum("bsd,edf->bsef", x, gate)) * jnp.einsum("bsd,edf->bsef", x, up)
+    every = jnp.einsum("bsef,efd->bsed", hidden, down)
+    share = jax.nn.one_hot(chosen, gate.shape[0]) * weights[..., None]
+    return jnp.einsum("bsed,bske->bsd", every, share)
+
+
+def given(experts: int) -> tuple[Any, ...]:
+    keys = jax.random.split(jax.random.key(0), 6)
+    x = jax.random.normal(keys[0], (2, 8, 16))
+    weights, chosen = jax.lax.top_k(jax.random.uniform(keys[1], (2, 8, experts)), 2)
+    shapes = ((experts, 16, 24), (experts, 16, 24), (experts, 24, 16))
+    return (
+        x,
+        chosen,
+        weights,
+        [jax.random.normal(k, s) / 4 for k, s in zip(keys[2:], shapes, strict=False)],
+    )
+
+
+@pytest.mark.parametrize("shift", [0, 2, -3], ids=["all", "later", "others"])
+def test_groups_are_the_sum_over_experts_and_so_are_their_gradients(shift: int) -> None:
+    """Shifted choices are those of other devices, or of no one: they add nothing."""
+    x, chosen, weights, matrices = given(4)
+    chosen = chosen + shift
+
+    def ours(x: Any, weights: Any, matrices: Any) -> jax.Array:
+        return jnp.sin(_grouped(jax.nn.silu, x, (chosen, weights), tuple(matrices))).sum()
+
+    def theirs(x: Any, weights: Any, matrices: Any) -> jax.Array:
+        return jnp.sin(by_hand(x, chosen, weights, matrices)).sum()
+
+    found = jax.value_and_grad(ours, (0, 1, 2))(x, weights, matrices)
+    wanted = jax.value_and_grad(theirs, (0, 1, 2))(x, weights, matrices)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_it_is_a_mixture_with_slots_for_all() -> None:
+    steps = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=CONFIG))
+    with nnx.use_eager_sharding(False):
+        mixture = Mixture(CONFIG, nnx.Rngs(0), steps.target)
+    x = jax.random.normal(jax.random.key(0), (2, 8, 32))
+    out, routing = mixture(x)
+    mixture.config = replace(CONFIG, dispatch=Dispatch.slots, capacity_factor=0)
+    wanted, known = mixture(x)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    for name, value in routing.items():
+        np.testing.assert_allclose(value, known[name], atol=1e-6)
+    mixture.config = CONFIG
+    padded, _ = mixture(x.at[:, 5:].set(jnp.nan), jnp.array([5, 5]))
+    np.testing.assert_allclose(padded[:, :5], out[:, :5], atol=1e-5)
+
+
+def test_a_cache_gives_the_logits_of_the_whole_text() -> None:
+    net = module(CONFIG)
+    tokens, segments, positions = arrays(8, [8])
+    whole, _ = nnx.capture(net, nnx.Intermediate)(tokens, segments, positions)
+    cache = net.empty_cache(1, 8, jnp.float32)
+    logits, cache = net.extend(tokens[:, :6], jnp.array([5]), cache)
+    np.testing.assert_allclose(logits[0, :5], whole[0, :5], atol=1e-4)
+    logits, cache = net.extend(tokens[:, 5:6], jnp.array([1]), cache)
+    np.testing.assert_allclose(logits[0, 0], whole[0, 5], atol=1e-4)
+
+
+def test_it_trains() -> None:
+    steps = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=CONFIG))
+    losses, _ = tiny.run(steps, 6)
+    slots = replace(CONFIG, dispatch=Dispatch.slots, capacity_factor=0)
+    wanted, _ = tiny.run(tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=slots)), 6)
+    assert losses == pytest.approx(wanted, rel=1e-4)
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_flops_count_each_row_once() -> None:
+    """By hand, of 32 rows in 4 groups: a product of 16 x 24, forward and both gradients."""
+    shapes = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (((32, 16), "float32"), ((4, 16, 24), "float32"), ((4,), "int32"))
+    ]
+    once = 2 * 32 * 16 * 24
+    assert flops.count(jax.lax.ragged_dot, *shapes) == once
+
+    def both(x: Any, w: Any, sizes: Any) -> Any:
+        return jax.grad(lambda x, w: jax.lax.ragged_dot(x, w, sizes).sum(), (0, 1))(x, w)
+
+    assert flops.count(both, *shapes) in (2 * once, 3 * once)  # the forward one may be left out
+
+
+def test_a_pipeline_is_refused() -> None:
+    with pytest.raises(
+        LayoutError, match=r"dropless, whose grouped matmuls do not run in a pipeline"
+    ):
+        CONFIG.check(Layout(fsdp=1, pipeline=2))
