@@ -52,7 +52,7 @@ def test_usual_layouts_agree_with_one_device() -> None:
     check(found)
     assert found["fsdp-tensor"]["shard"] == 1 / 8
     assert found["pipeline"]["shard"] == 1 / 4
-    assert found["expert-context"]["shard"] == 1 / 4
+    assert found["expert-context"]["shard"] == 1 / 8
 
 
 @pytest.mark.slow
