@@ -83,6 +83,10 @@ def test_moved_data_is_the_same(home: Path, capsys: pytest.CaptureFixture[str]):
         (("--sequence", "64"), "data.sequence is 64 and was 32 when RUN began"),
         (("--optimizer.kind", "lion"), "optimizer.kind is lion and was adamw when RUN began"),
         (
+            ("--dtypes.moments", "bf16"),
+            "dtypes.moments is bf16 and was f32 when RUN began, which a run keeps",
+        ),
+        (
             ("--steps", "2"),
             "steps is 2, but RUN has a checkpoint of step 3; give --steps 3 or more",
         ),

@@ -5,15 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from systolic.aot.program import Traced, Verb, definite
 from systolic.chips import Slice
 from systolic.core.errors import OptionError
 from systolic.job import Job
-from systolic.steps.decode import Decode, DecodeState, Sampling
+from systolic.steps.decode import Decode, Sampling
 from systolic.steps.mesh import make_mesh
-from systolic.steps.programs import jit_evaluate, jit_train
+from systolic.steps.programs import jit_decode, jit_evaluate, jit_prefill, jit_train
 from systolic.steps.steps import Steps
 from systolic.steps.target import MeshTarget
 
@@ -80,43 +79,19 @@ def described(job: Job, steps: Steps) -> dict[str, Any]:
 def _generation(steps: Steps, verb: Verb, sequence: int) -> tuple[Any, float, int]:
     """Prefill of whole rows, or one token for each row with a full cache."""
     decode = Decode(steps, Sampling(temperature=0.0))
-    state, size = steps.abstract_state, steps.batch_size
-    target = steps.target
-
-    def spread(shape: Any, *axes: str | None) -> Any:
-        where = target.sharding(target.fit(shape.shape, axes))
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where)
-
-    whole = target.sharding(PartitionSpec())
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole)
-    tokens = spread(jax.ShapeDtypeStruct((size, sequence), jnp.int32), "batch", None)
-    count = spread(jax.ShapeDtypeStruct((size,), jnp.int32), "batch")
+    steps = decode.steps
+    size, placement = steps.batch_size, decode.placement
     params = {
-        path: jax.ShapeDtypeStruct(p.shape, jnp.dtype(target.dtype), sharding=p.sharding)
-        for path, p in state.params.items()
+        path: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=placement[path])
+        for path, shape in jax.eval_shape(decode.weights, steps.abstract_state.params).items()
     }
-    if verb is Verb.prefill:
-        program = jax.jit(decode.prefill, static_argnums=5)
-        traced = program.trace(params, state.rest, tokens, count, key, sequence)
-        return traced, steps.forward_flops * size, size * sequence
-    made = jax.eval_shape(
-        lambda p, r, t, c, k: decode.prefill(p, r, t, c, k, sequence),
-        params,
-        state.rest,
-        tokens,
-        count,
-        key,
+    rest, begun = steps.abstract_state.rest, decode.abstract_state(size, sequence)
+    if verb is Verb.decode:
+        traced = jit_decode(decode, size).trace(params, rest, begun, count=1)
+        return traced, steps.forward_flops * size / sequence, size
+    where = steps.target.sharding(steps.target.fit((size, sequence), ("batch", None)))
+    tokens = jax.ShapeDtypeStruct((size, sequence), jnp.int32, sharding=where)
+    traced = jit_prefill(decode, size).trace(
+        params, rest, tokens, begun.token, begun.key, capacity=sequence
     )
-    cache = jax.tree.map(
-        lambda s: (
-            spread(s, *(None, "batch", "kv_heads", None, None)[: s.ndim])
-            if s.ndim >= 4
-            else spread(s, *("batch", None, None)[: s.ndim])
-        ),
-        made.cache,
-    )
-    begun = DecodeState(token=count, key=key, cache=cache)  # ty: ignore[invalid-argument-type]
-    program = jax.jit(decode.decode, static_argnums=3, donate_argnums=2)
-    traced = program.trace(params, state.rest, begun, 1)
-    return traced, steps.forward_flops * size / sequence, size
+    return traced, steps.forward_flops * size, size * sequence

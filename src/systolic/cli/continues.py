@@ -92,12 +92,13 @@ def _same_settings(run: Run, before: Mapping[str, Any], now: Mapping[str, Any], 
         "model": ("type", *sorted(job.model.lasting())),
         "data": ("type", *sorted(job.data.lasting())),
         "optimizer": ("kind",),
+        "dtypes": ("parameters", "moments"),
     }
     pairs = [
         (f"{part}.{name}", before[part][name], now[part].get(name))
         for part, names in kept.items()
         for name in names
-        if name in before[part]
+        if name in before.get(part, {})  # an earlier version's run has no dtypes
     ]
     pairs.append(("seed", before["seed"], now["seed"]))
     for name, old, new in pairs:

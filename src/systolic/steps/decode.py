@@ -1,10 +1,12 @@
 """Text generation as pure functions: prefill reads a prompt into the cache, decode writes tokens from it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format
+from jax.experimental.layout import Layout as Order
 
 from systolic.core.errors import RunError
 from systolic.job import Sampling
@@ -12,6 +14,10 @@ from systolic.models.decoder.cache import Cache
 from systolic.models.decoder.module import DecoderModule
 from systolic.steps.network import Arrays
 from systolic.steps.steps import Steps
+from systolic.steps.target import RULES, SERVING
+
+PROJECTIONS = (("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim"))
+"""Logical dims of weights that make heads."""
 
 
 @jax.tree_util.register_dataclass
@@ -27,13 +33,15 @@ class DecodeState:
 
 
 class Decode:
-    """The generation programs of a language model.
+    """The generation programs of a language model; its weights are those of :meth:`weights`.
 
     Raises:
         RunError: the job's model is of another kind.
     """
 
     def __init__(self, steps: Steps, sampling: Sampling) -> None:
+        if steps.target.layout.expert > 1 and steps.target.rules is RULES:
+            steps = Steps(steps.job, replace(steps.target, rules=SERVING))
         self.steps, self.sampling = steps, sampling
         module = jax.eval_shape(
             lambda: steps.network.module(*steps.network.init(jax.random.key(0)), train=False)
@@ -42,6 +50,55 @@ class Decode:
             raise RunError(
                 f"{steps.job.name} trains a {type(steps.job.model).__name__}, which does not generate text; use systolic predict"
             )
+
+    @property
+    def placement(self) -> dict[str, Any]:
+        """Where each weight lies, and on a TPU in which order of its dims.
+
+        Matmuls of the decode step read whole weights. One that makes heads contracts its second dim but one:
+        in the default order [embed, heads, head_dim] it would be copied out of the stacked array for every token.
+        """
+        placed: dict[str, Any] = dict(self.steps.shardings.params)
+        if self.steps.target.platform == "tpu":
+            for path, axes in self.steps.network.axes.items():
+                if axes is not None and axes[-3:] in PROJECTIONS:
+                    outer = range(len(axes) - 3)
+                    order = Order((*outer, *(len(outer) + dim for dim in (1, 0, 2))))
+                    placed[path] = Format(order, placed[path])
+        return placed
+
+    def weights(self, params: Arrays) -> Arrays:
+        """The weights of training in the compute dtype; jit it with ``out_shardings=self.placement``."""
+        return self.steps.network.cast(params)
+
+    def abstract_state(self, size: int, capacity: int) -> DecodeState:
+        """The state of ``size`` sequences as ShapeDtypeStructs with shardings.
+
+        The cache is split over the batch and its heads, where the mesh divides them.
+        """
+        target = self.steps.target
+
+        def begin() -> DecodeState:
+            module = self._module(*self.steps.network.init(jax.random.key(0)))
+            cache = module.empty_cache(size, capacity, jnp.dtype(target.dtype))
+            return DecodeState(token=cache.length, key=jax.random.key(0), cache=cache)
+
+        def split(array: Any, *axes: str | None) -> Any:
+            where = target.sharding(target.fit(array.shape, axes))
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
+
+        shapes = jax.eval_shape(begin)
+        rows = (None, "batch", "kv_heads", None, None)
+        return DecodeState(
+            token=split(shapes.token, "batch"),
+            key=split(shapes.key),
+            cache=Cache(
+                key=split(shapes.cache.key, *rows),
+                value=split(shapes.cache.value, *rows),
+                length=split(shapes.cache.length, "batch"),
+                recent=split(shapes.cache.recent, "batch", None),
+            ),
+        )
 
     def prefill(
         self,

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from systolic.steps.decode import Decode
 from systolic.steps.steps import Steps
 
 
@@ -21,3 +22,34 @@ def jit_train(steps: Steps) -> Any:
 def jit_evaluate(steps: Steps) -> Any:
     """The eval step, jitted: (params, rest, batch) -> sums."""
     return jax.jit(steps.evaluate, compiler_options=steps.target.compiler_options)
+
+
+def jit_weights(decode: Decode) -> Any:
+    """The weights of generation, jitted: params of training -> params of :func:`jit_prefill` and :func:`jit_decode`."""
+    return jax.jit(decode.weights, out_shardings=decode.placement)
+
+
+def jit_prefill(decode: Decode, size: int) -> Any:
+    """The prefill of ``size`` prompts, jitted: (params, rest, tokens, count, key, capacity) -> state."""
+    return jax.jit(
+        decode.prefill,
+        static_argnames="capacity",
+        out_shardings=_places(decode, size),
+        compiler_options=decode.steps.target.compiler_options,
+    )
+
+
+def jit_decode(decode: Decode, size: int) -> Any:
+    """The decode step of ``size`` sequences, jitted: (params, rest, state, count) -> (state, tokens); the state's memory is reused."""
+    return jax.jit(
+        decode.decode,
+        static_argnames="count",
+        donate_argnums=2,
+        out_shardings=(_places(decode, size), None),
+        compiler_options=decode.steps.target.compiler_options,
+    )
+
+
+def _places(decode: Decode, size: int) -> Any:
+    """Where the state lies; the same for every capacity."""
+    return jax.tree.map(lambda array: array.sharding, decode.abstract_state(size, 1))

@@ -30,6 +30,10 @@ RULES: Mapping[str, tuple[str, ...]] = {
 }
 """Logical name of a dim to the mesh axes that split it; a name that is not here is not split."""
 
+SERVING: Mapping[str, tuple[str, ...]] = {**RULES, "embed": ("fsdp", "context")}
+"""The same without a gradient: over the expert axis only experts are split. The other weights, a small part of a
+mixture, would be gathered for every token."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MeshTarget:
@@ -40,6 +44,8 @@ class MeshTarget:
     dtype: str
     mesh: AnyMesh
     operands: str | None = None
+    rules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: RULES)
+    """Logical name to mesh axes."""
     flags: tuple[str, ...] = ()
     """Compiler flags of every program that is jitted on this mesh: ``--xla_…=…``; none are XLA's defaults."""
     notes: list[str] = field(default_factory=list)
@@ -59,7 +65,7 @@ class MeshTarget:
         """The mesh axes larger than 1 that split a dim of this logical name."""
         if name is None:
             return ()
-        return tuple(axis for axis in RULES.get(name, ()) if self.mesh.shape[axis] > 1)
+        return tuple(axis for axis in self.rules.get(name, ()) if self.mesh.shape[axis] > 1)
 
     def spec(self, *axes: str | None) -> PartitionSpec:
         """See :class:`systolic.job.Target`."""

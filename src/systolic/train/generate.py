@@ -1,7 +1,6 @@
 """Streams text from a language model: one compiled loop, called for a few tokens at a time."""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ from systolic.core.errors import DataError, OptionError
 from systolic.data.text import TextData
 from systolic.job import Job, Sampling
 from systolic.steps.decode import Decode
+from systolic.steps.programs import jit_decode, jit_prefill, jit_weights
 from systolic.steps.steps import Steps
 
 CHUNK = 16
@@ -49,12 +49,12 @@ class Generator:
     """
 
     def __init__(self, steps: Steps, params: Any, rest: Any, sampling: Sampling) -> None:
-        self.job, self.params, self.rest = steps.job, params, rest
+        self.job, self.rest = steps.job, rest
         self.tokenizer = tokenizer_of(steps.job)
         programs = Decode(steps, sampling)
-        jit = partial(jax.jit, compiler_options=steps.target.compiler_options)
-        self._prefill = jit(programs.prefill, static_argnames="capacity")
-        self._decode = jit(programs.decode, static_argnames="count", donate_argnums=2)
+        # Once, not in every call: cast, and on a TPU in the order that the decode step reads.
+        self.params = jit_weights(programs)(params)
+        self._prefill, self._decode = jit_prefill(programs, 1), jit_decode(programs, 1)
 
     @property
     def context(self) -> int:

@@ -1,10 +1,14 @@
 """Keys and values of the positions seen so far, and attention over them."""
 
+import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from systolic.job import Target
 from systolic.models.attention import attend_plainly
 from systolic.models.masking import Logits, soft_cap
 
@@ -35,6 +39,54 @@ def written(cache: jax.Array, positions: jax.Array, new: jax.Array) -> jax.Array
     # Indices with a slice between them bring their dims to the front: [batch, n, ..., kv_heads, head_dim].
     moved = jnp.moveaxis(new, (-4, -3), (0, 1))
     return cache.at[..., rows, :, positions, :].set(moved.astype(cache.dtype), mode="drop")
+
+
+def appended(target: Target, cache: jax.Array, positions: jax.Array, new: jax.Array) -> jax.Array:
+    """A cache of all layers with one new row of each sequence, written where it lies.
+
+    Each device writes its own rows of a table [layers x batch x kv_heads x capacity, head_dim]: the partitioner
+    would gather the indices of a scatter, and a compiler relay the cache for one whose windows span layers.
+    A position beyond the capacity is dropped.
+
+    Args:
+        target: Its mesh splits batch and kv_heads.
+        cache: [layers, batch, kv_heads, capacity, head_dim].
+        positions: int32[batch].
+        new: [layers, batch, kv_heads, head_dim].
+    """
+
+    def local(cache: jax.Array, positions: jax.Array, new: jax.Array) -> jax.Array:
+        *outer, capacity, size = cache.shape
+        first = jnp.arange(math.prod(outer), dtype=jnp.int32).reshape(outer) * capacity
+        at = positions[None, :, None]
+        rows = jnp.where((at >= 0) & (at < capacity), first + at, math.prod(outer) * capacity)
+        table = cache.reshape(-1, size)
+        table = table.at[rows.reshape(-1)].set(
+            new.reshape(-1, size), mode="drop", unique_indices=True
+        )
+        return table.reshape(cache.shape)
+
+    new = new.astype(cache.dtype)
+    if target.layout.num_devices == 1:
+        return local(cache, positions, new)
+    mesh = target.mesh
+    batch, heads = (
+        axes if cache.shape[dim] % _ways(mesh.shape, axes) == 0 else None
+        for dim, axes in zip((1, 2), target.spec("batch", "kv_heads"), strict=True)
+    )
+    rows = PartitionSpec(None, batch, heads, None)
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(PartitionSpec(*rows, None), PartitionSpec(batch), rows),
+        out_specs=PartitionSpec(*rows, None),
+        check_vma=False,
+    )(cache, positions, new)
+
+
+def _ways(sizes: Mapping[str, int], axes: str | tuple[str, ...] | None) -> int:
+    names = (axes,) if isinstance(axes, str) else axes or ()
+    return math.prod(sizes[name] for name in names)
 
 
 class Sight(NamedTuple):
@@ -90,7 +142,10 @@ def attend_one(
     batch, _, heads, head_dim = query.shape
     kv_heads, capacity = keys.shape[1:3]
     dtype = query.dtype
-    grouped = query.reshape(batch, kv_heads, heads // kv_heads, head_dim)
+    group = heads // kv_heads
+    grouped = query.reshape(batch, kv_heads, group, head_dim)
+    if group == 1:
+        grouped = jnp.concatenate([grouped, jnp.zeros_like(grouped)], axis=2)
     scale = head_dim**-0.5 if sight.logits.scale is None else sight.logits.scale
     own_key, own_value = (jnp.swapaxes(each, 1, 2).astype(keys.dtype) for each in own)
 
@@ -116,4 +171,4 @@ def attend_one(
     attended = jnp.einsum("bkgs,bksh->bkgh", (past / total).astype(dtype), values.astype(dtype)) + (
         present / total
     ).astype(dtype) * own_value.astype(dtype)
-    return attended.reshape(batch, 1, heads, head_dim)
+    return attended[:, :, :group].reshape(batch, 1, heads, head_dim)

@@ -217,8 +217,15 @@ class Decoder(Model):
                 )
 
     def lasting(self) -> frozenset[str]:
-        """All but losses, capacity and constants."""
-        changing = {"capacity_factor", "experts_per_token", "router_loss", "rope_theta", "norm_eps"}
+        """All but losses, capacity, how tokens reach their experts, and constants."""
+        changing = {
+            "capacity_factor",
+            "dispatch",
+            "experts_per_token",
+            "router_loss",
+            "rope_theta",
+            "norm_eps",
+        }
         return frozenset(self.__dataclass_fields__) - changing
 
     def flops(self, fields: Mapping[str, Field]) -> float:

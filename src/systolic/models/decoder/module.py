@@ -10,7 +10,7 @@ from flax import nnx
 
 from systolic.job import Target
 from systolic.models.attention import attention, plain_dtype
-from systolic.models.decoder.cache import Cache, Sight, attend_all, attend_one, written
+from systolic.models.decoder.cache import Cache, Sight, appended, attend_all, attend_one, written
 from systolic.models.decoder.config import Decoder, Mlp
 from systolic.models.decoder.moe import Mixture, balance
 from systolic.models.decoder.ngrams import NGrams
@@ -376,7 +376,16 @@ class DecoderModule(nnx.Module):
             (stacked, cache.key, cache.value),
             in_place=True,
         )
-        keys, values = written(cache.key, positions, key), written(cache.value, positions, value)
+        if tokens.shape[1] == 1:
+            keys, values = (
+                appended(self.target, old, cache.length, new[:, :, 0])
+                for old, new in ((cache.key, key), (cache.value, value))
+            )
+        else:
+            keys, values = (
+                written(cache.key, positions, key),
+                written(cache.value, positions, value),
+            )
         seen = jnp.concatenate([cache.recent, tokens], axis=1)
         last = count[:, None] + jnp.arange(cache.recent.shape[1])
         recent = jnp.take_along_axis(seen, last, axis=1)

@@ -79,6 +79,8 @@ class Mixture(nnx.Module):
             batch, config.experts, slots, d
         )
 
+        # Picked where the tokens are, then sent: else the partitioner sends the indices too.
+        routed = constrain(routed, "batch", None, None, None)
         routed = constrain(routed, "expert_batch", "experts", None, None)
         gate = name(product(self.target, "becd,edf->becf", routed, self.gate[...]), "mlp")
         up = name(product(self.target, "becd,edf->becf", routed, self.up[...]), "mlp")

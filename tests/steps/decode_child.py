@@ -1,0 +1,65 @@
+"""Writes text under layouts on 8 virtual devices; prints one JSON object a layout."""
+
+import json
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from systolic.job import Layout, Sampling
+from systolic.steps.decode import Decode
+from systolic.steps.programs import jit_decode, jit_prefill, jit_weights
+from systolic.steps.steps import Steps
+from tests.steps import tiny
+from tests.steps.layouts_child import EXPERTS
+
+DENSE = replace(tiny.MODEL, layers=2)
+MIXTURE = replace(EXPERTS, layers=2, capacity_factor=0)
+LAYOUTS = {
+    "a row for all": (DENSE, Layout(data=4, fsdp=1, tensor=2), 1),
+    "data-expert-tensor": (MIXTURE, Layout(data=2, fsdp=1, expert=2, tensor=2), 8),
+}
+"""Model, layout and rows."""
+PROMPT, CAPACITY, TOKENS = 6, 12, 5
+_GATHERED = re.compile(r"= \w+\[([\d,]*)\]\S* all-gather")
+
+
+def write(steps: Steps, rows: int) -> tuple[list[list[int]], list[float], str]:
+    """New tokens of each row, the sum of the keys of each, and the compiled decode step."""
+    decode = Decode(steps, Sampling(temperature=0.0))
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.integers(0, 64, (rows, PROMPT)), jnp.int32)
+    # The longest prompt's last tokens don't fit any more: they are dropped, not written over others.
+    count = jnp.asarray(rng.integers(2, PROMPT + 1, rows), jnp.int32).at[0].set(PROMPT)
+    params = {
+        path: rng.normal(size=shape.shape).astype(np.float32) / 4
+        for path, shape in steps.network.params.items()
+    }
+    weights = jit_weights(decode)(params)
+    state = jit_prefill(decode, rows)(
+        weights, {}, tokens, count, jax.random.key(0), capacity=CAPACITY
+    )
+    step = jit_decode(decode, rows).lower(weights, {}, state, count=TOKENS).compile()
+    state, first = step(weights, {}, state)
+    state, more = step(weights, {}, state)
+    text = step.as_text()
+    keys = np.asarray(jnp.abs(state.cache.key).sum(axis=(0, 2, 3, 4)))
+    return np.concatenate([first, more], axis=1).tolist(), keys.tolist(), text
+
+
+def main() -> None:
+    for name, (model, layout, rows) in LAYOUTS.items():
+        tokens, keys, text = write(tiny.steps(tiny.job(layout=layout, model=model), 8), rows)
+        gathered = [
+            int(np.prod([int(n) for n in dims.split(",") if n])) for dims in _GATHERED.findall(text)
+        ]
+        print(
+            json.dumps({"name": name, "tokens": tokens, "keys": keys, "gathered": gathered}),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

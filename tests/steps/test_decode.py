@@ -1,0 +1,57 @@
+"""Text written over several devices is that of one, and no step gathers weights, caches or indices."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from systolic.job import Sampling
+from systolic.job.layout import Layout
+from systolic.models.decoder.config import Decoder
+from systolic.steps.decode import Decode
+from systolic.steps.steps import Steps
+from systolic.steps.target import MeshTarget
+from tests.steps import tiny
+from tests.steps.decode_child import DENSE, LAYOUTS, MIXTURE, write
+
+
+def test_layouts_write_the_text_of_one_device() -> None:
+    flags = "--xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.steps.decode_child"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {(one := json.loads(line))["name"]: one for line in done.stdout.splitlines()}
+    assert set(found) == set(LAYOUTS)
+    for name, (model, _, rows) in LAYOUTS.items():
+        alone = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=model))
+        tokens, keys, _ = write(alone, rows)
+        assert found[name]["tokens"] == tokens, name
+        np.testing.assert_allclose(found[name]["keys"], keys, rtol=1e-4)
+        # The largest is a row of logits' best ones; a layer's smallest weight has 32 x 2 x 8 elements.
+        assert max(found[name]["gathered"], default=0) < 32 * 2 * 8, name
+
+
+@pytest.mark.parametrize("model", [DENSE, MIXTURE], ids=["dense", "mixture"])
+def test_weights_lie_as_a_tpu_reads_them(model: Decoder) -> None:
+    """Heads outside of what a projection contracts, and over the expert axis experts only."""
+    layout = Layout(data=1, fsdp=1)
+    plain = tiny.steps(tiny.job(layout=layout, model=model))
+    target = MeshTarget(
+        platform="tpu", layout=layout.on(1), dtype="bfloat16", mesh=plain.target.mesh
+    )
+    placed = Decode(Steps(plain.job, target), Sampling()).placement
+    for path in ("blocks/query", "blocks/key", "blocks/value"):
+        assert placed[path].layout.major_to_minor == (0, 2, 1, 3)
+    assert placed["blocks/out"] == plain.shardings.params["blocks/out"]
+    cpu = Decode(plain, Sampling()).placement
+    assert cpu == plain.shardings.params
