@@ -1,6 +1,7 @@
 """60 layouts of a 1B decoder on v5e-16 with the compiler's and the simulation's answers.
 
-Written by benchmarks/plan/exhaustive.py; the job is that of :mod:`tests.plan.fabricated`.
+Written by benchmarks/plan/exhaustive.py; the job is that of :mod:`tests.plan.fabricated`. They hold the residual
+stream whole; ``residual.json`` has 12 of them with the tensor axis splitting it.
 """
 
 import json
@@ -9,18 +10,29 @@ from pathlib import Path
 from typing import Any
 
 from systolic.chips import slice
-from systolic.job import Layout, Precision, Remat
+from systolic.job import Layout, Precision, Remat, Residual
 from systolic.plan import Candidate
 from systolic.plan.space import NAMED
 
 ON = slice("v5e-16")
-_PATH = Path(__file__).parent.parent / "recorded" / "plan" / "layouts.json"
+_FOLDER = Path(__file__).parent.parent / "recorded" / "plan"
 
 
 @cache
 def rows() -> dict[str, dict[str, Any]]:
     """By the candidate's text."""
-    return {candidate(row).text: row for row in json.loads(_PATH.read_text())["rows"]}
+    return _read("layouts.json")
+
+
+@cache
+def split_rows() -> dict[str, dict[str, Any]]:
+    """The same of layouts that split the residual stream."""
+    return _read("residual.json")
+
+
+def _read(name: str) -> dict[str, dict[str, Any]]:
+    read = json.loads((_FOLDER / name).read_text())["rows"]
+    return {candidate(row).text: row for row in read}
 
 
 def candidate(row: dict[str, Any]) -> Candidate:
@@ -31,6 +43,7 @@ def candidate(row: dict[str, Any]) -> Candidate:
     layout = Layout(
         **{name: settings[f"layout.{name}"] for name in axes},
         remat=remat,
+        residual=Residual(settings.get("layout.residual", "whole")),
         remat_names=NAMED[0] if remat is Remat.save_names else Layout().remat_names,
     )
     return Candidate(on=ON, layout=layout, batch=256, precision=Precision.bf16)

@@ -7,7 +7,9 @@ import pytest
 
 from systolic.plan.analytic import analyse
 from tests.plan.fabricated import facts
-from tests.plan.recorded import candidate, rows
+from tests.plan.recorded import candidate, rows, split_rows
+
+ALL = [*rows().values(), *split_rows().values()]
 
 
 def test_there_are_layouts_that_fit_and_that_do_not() -> None:
@@ -16,7 +18,7 @@ def test_there_are_layouts_that_fit_and_that_do_not() -> None:
     assert not all(fits)
 
 
-@pytest.mark.parametrize("row", rows().values(), ids=lambda row: row["layout"])
+@pytest.mark.parametrize("row", ALL, ids=lambda row: row["layout"])
 def test_bounds_are_below_what_the_compiler_says(row: dict) -> None:
     found = analyse(facts(), candidate(row))
     assert found.bytes_bound <= row["peak_bytes"]
@@ -27,12 +29,11 @@ def test_bounds_are_below_what_the_compiler_says(row: dict) -> None:
 def test_estimates_are_near_enough_to_search_by() -> None:
     times = [
         math.log(row["step_seconds"] / analyse(facts(), candidate(row)).seconds_estimate)
-        for row in rows().values()
+        for row in ALL
         if row["step_seconds"] is not None
     ]
     sizes = [
-        math.log(row["peak_bytes"] / analyse(facts(), candidate(row)).bytes_estimate)
-        for row in rows().values()
+        math.log(row["peak_bytes"] / analyse(facts(), candidate(row)).bytes_estimate) for row in ALL
     ]
     # What all have in common is learned with the first compile; it is the spread that misleads.
     assert statistics.stdev(times) < 0.35

@@ -4,7 +4,7 @@ import pytest
 
 from systolic.chips import slice
 from systolic.chips.flags import shared_flags
-from systolic.job import Axis, Batch, Job, Layout, Precision, Remat
+from systolic.job import Axis, Batch, Job, Layout, Precision, Remat, Residual
 from systolic.models.decoder.config import Decoder
 from systolic.plan import Freedom
 from systolic.plan.flags import DEFAULT, SETS, joined, sets_for
@@ -92,6 +92,17 @@ def test_changes_divide_and_change_one_thing() -> None:
     both = together(base, [wanted[0], next(one for one in wanted if one.attention_block)])
     assert both.flags == found[0].flags
     assert both.layout.attention_block == 1024
+
+
+def test_the_other_splits_of_the_residual_stream_are_tried() -> None:
+    job, on = decoder_job(layout=Layout(residual=Residual.whole)), slice("v5e-16")
+    found = [one for one in candidates(job, on, Freedom()) if one.layout.tensor == 4][1:]
+    assert {one.layout.residual for one in found} == {Layout().residual}
+    for tight, others in ((True, {"embed"}), (False, {"embed", "whole"})):
+        tried = [change.on(found[0]).layout for change in changes(job, found[0], tight)]
+        assert {one.residual.value for one in tried} - {Layout().residual.value} == others
+    alone = next(one for one in candidates(job, on, Freedom()) if one.layout.tensor == 1)
+    assert {change.residual for change in changes(job, alone, False)} == {None}
 
 
 def test_the_first_of_two_changes_of_a_kind_has_its_way() -> None:

@@ -356,6 +356,21 @@ def test_a_gather_under_way_beside_a_loop_is_charged_once() -> None:
     }
 
 
+def test_a_fused_reduce_scatter_is_no_all_reduce() -> None:
+    timeline = simulated("lm-context-v5e-4")
+    (span,) = [s for s, _ in timeline.leaves() if s.name == "fusion.14"]
+    assert span.opcode == "reduce-scatter"
+    # bf16[1024,1024] over 2 x 2 chips: each sends 3/4 of it on, an all-reduce twice as much.
+    assert span.bytes == 3 / 4 * 2 * 1024 * 1024
+    assert span.seconds > span.bytes / rates_of(slice("v5e-4")).link
+    # The compiler's own name for such a fusion, in a full compile.
+    text = recorded.text("moe-2xv6e-4").splitlines()
+    named = [line.split(" = ")[0].strip("% ") for line in text if "AllReduceScatterFusion" in line]
+    spans = {s.name: s.opcode for s, _ in simulated("moe-2xv6e-4").leaves()}
+    assert named
+    assert {spans[name] for name in named} == {"reduce-scatter"}
+
+
 def test_a_collective_on_sparse_cores_occupies_links() -> None:
     timeline = simulated("decode-tpu7x-8")
     kinds = {s.opcode: s for s, _ in timeline.leaves() if s.lane == "ici"}

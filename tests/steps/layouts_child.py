@@ -1,14 +1,16 @@
 """Trains the tiny job under layouts on 8 virtual devices; prints one JSON object a layout."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 
 import jax
 
-from systolic.job import ContextOrder, Layout
+from systolic.job import ContextOrder, Layout, Residual
 from systolic.job.layout import Remat
 from systolic.models.decoder.config import Decoder, Dispatch
+from systolic.steps.steps import Steps
 from tests.steps import tiny
 
 DENSE = {
@@ -28,9 +30,23 @@ DENSE = {
     "tiles-accumulate": Layout(data=2, fsdp=2, tensor=2, accumulate=2, loss_tiles=8),
     "tiles-pipeline": Layout(pipeline=2, fsdp=2, tensor=2, loss_tiles=4, remat=Remat.full),
 }
+EMBED, WHOLE = Residual.embed, Residual.whole
+SPLITS = {
+    "tensor-whole": Layout(fsdp=4, tensor=2, residual=WHOLE, remat=Remat.full),
+    "tensor-sequence": Layout(fsdp=4, tensor=2, remat=Remat.full),
+    "tensor-embed": Layout(fsdp=4, tensor=2, residual=EMBED, remat=Remat.full),
+    "tensor-embed-kept": Layout(data=4, fsdp=1, tensor=2, residual=EMBED, remat=Remat.save_names),
+    "tensor-sequence-minimal": Layout(data=4, fsdp=1, tensor=2, remat=Remat.minimal),
+    "context-tensor-embed": Layout(context=2, tensor=2, fsdp=2, residual=EMBED, loss_tiles=4),
+    "pipeline-tensor-embed": Layout(pipeline=2, fsdp=2, tensor=2, residual=EMBED),
+    "accumulate-embed": Layout(fsdp=4, tensor=2, accumulate=2, residual=EMBED),
+}
+DENSE |= SPLITS
+SAVED = ("tensor-whole", "tensor-sequence", "tensor-embed")
 MIXTURE = {
     "expert": Layout(expert=4, fsdp=2),
     "expert-tensor": Layout(expert=2, fsdp=2, tensor=2),
+    "expert-tensor-embed": Layout(expert=2, fsdp=2, tensor=2, residual=EMBED),
     "expert-pipeline": Layout(expert=2, pipeline=2, fsdp=2),
     "tiles-expert": Layout(expert=2, fsdp=2, tensor=2, loss_tiles=4),
     "expert-context": Layout(expert=2, fsdp=2, context=2),
@@ -65,6 +81,15 @@ def model_of(name: str) -> Decoder:
     return next(model for layouts, model in MODELS if name in layouts)
 
 
+def saved_inputs(steps: Steps) -> list[str]:
+    """Shapes f32[layers, ...] of the layer inputs that a device keeps, in the program that it runs."""
+    train = jax.jit(steps.train).lower(steps.abstract_state, steps.abstract_batch()).compile()
+    layers, width = tiny.MODEL.layers, tiny.MODEL.d_model
+    ways = {width, width // 2}
+    found = re.findall(rf"f32\[{layers},(4,\d+,\d+)\]", train.as_text())
+    return sorted({dims for dims in found if int(dims.split(",")[-1]) in ways})
+
+
 def main(names: list[str]) -> None:
     # The numbers are the same, in less than half the time: each layout is compiled for 3 steps.
     jax.config.update("jax_disable_most_optimizations", True)
@@ -77,6 +102,8 @@ def main(names: list[str]) -> None:
                 {
                     "name": name,
                     "losses": losses,
+                    "gradients": tiny.gradients(steps) if name in SPLITS else None,
+                    "inputs": saved_inputs(steps) if name in SAVED else None,
                     "params": {path: str(p.sharding.spec) for path, p in state.params.items()},
                     "moments": {path: str(m.sharding.spec) for path, m in moments.items()},
                     "shard": state.params["blocks/mlp/up"].addressable_shards[0].data.size

@@ -4,19 +4,21 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from systolic.models.decoder.config import Decoder
 from tests.steps import tiny
 from tests.steps.layouts_child import LAYOUTS, model_of
 
 TOLERANCE = 2e-5
 """Relative, after three steps in float32: sums over devices are added in another order."""
 
-QUICK = ["fsdp-tensor", "pipeline", "expert-context", "ngrams-context"]
-"""Every axis once, every model once."""
+QUICK = ["tensor-sequence", "tensor-embed", "pipeline", "expert-context", "ngrams-context"]
+"""Every axis once, every model once, both splits of the residual stream."""
 
 
 def on_eight_devices(names: list[str]) -> dict[str, dict[str, Any]]:
@@ -34,6 +36,11 @@ def on_eight_devices(names: list[str]) -> dict[str, dict[str, Any]]:
     return {(one := json.loads(line))["name"]: one for line in done.stdout.splitlines()}
 
 
+@cache
+def gradients_alone(model: Decoder) -> dict[str, list[float]]:
+    return tiny.gradients(tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=model)))
+
+
 def check(found: dict[str, dict[str, Any]]) -> None:
     alone: dict[Any, list[float]] = {}
     for name in found:
@@ -42,6 +49,9 @@ def check(found: dict[str, dict[str, Any]]) -> None:
             alone[model] = tiny.run(tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=model)))[0]
     for name, one in found.items():
         assert one["losses"] == pytest.approx(alone[model_of(name)], rel=TOLERANCE), name
+        if one["gradients"] is not None:
+            for path, expected in gradients_alone(model_of(name)).items():
+                assert one["gradients"][path] == pytest.approx(expected, rel=1e-4, abs=2e-4), path
         assert one["moments"] == one["params"], (
             f"{name}: optimizer state is not sharded like its parameters"
         )
@@ -50,9 +60,12 @@ def check(found: dict[str, dict[str, Any]]) -> None:
 def test_usual_layouts_agree_with_one_device() -> None:
     found = on_eight_devices(QUICK)
     check(found)
-    assert found["fsdp-tensor"]["shard"] == 1 / 8
+    assert found["tensor-embed"]["shard"] == 1 / 8
     assert found["pipeline"]["shard"] == 1 / 4
     assert found["expert-context"]["shard"] == 1 / 8
+    # Of 16 rows x 32 tokens x 32 wide, fsdp 4 and tensor 2: what a device keeps of each layer's input.
+    assert found["tensor-sequence"]["inputs"] == ["4,16,32"]
+    assert found["tensor-embed"]["inputs"] == ["4,32,16"]
 
 
 @pytest.mark.slow
@@ -60,3 +73,4 @@ def test_all_layouts_agree_with_one_device() -> None:
     found = on_eight_devices([name for name in LAYOUTS if name not in QUICK])
     check(found)
     assert found["expert"]["shard"] == 1 / 8
+    assert found["tensor-whole"]["inputs"] == ["4,32,32"]

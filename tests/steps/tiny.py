@@ -87,4 +87,15 @@ def run(of: Steps, count: int = 3) -> tuple[list[float], Any]:
     return losses, state
 
 
+def gradients(of: Steps) -> dict[str, list[float]]:
+    """Of the first batch's loss by each parameter: sum and norm."""
+    state = jax.jit(of.init, out_shardings=of.shardings)(jax.random.key(0))
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return of.sums(params, state.rest, batch, train=True)[0]["loss"].total
+
+    found = jax.jit(jax.grad(loss), out_shardings=of.shardings.params)(state.params, batch(of, 0))
+    return {name: [float(g.sum()), float((g * g).sum() ** 0.5)] for name, g in found.items()}
+
+
 ONE_DEVICE = Layout(fsdp=1)

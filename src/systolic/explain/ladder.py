@@ -129,6 +129,8 @@ def difference(before: Layout, after: Candidate) -> str:
         old, new = getattr(before, name), getattr(layout, name)
         if old != new:
             parts.append(f"{name.replace('_', ' ')} {old} -> {new}")
+    if before.residual is not layout.residual:
+        parts.append(f"residual {before.residual.value} -> {layout.residual.value}")
     if before.placement is not layout.placement:
         parts.append(f"placement {before.placement.value} -> {layout.placement.value}")
     if after.flags is not DEFAULT:

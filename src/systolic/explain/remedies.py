@@ -178,6 +178,8 @@ def _variant(base: Candidate, one: Candidate) -> str:
         return f"flags {one.flags.name}"
     if one.layout.attention_block != base.layout.attention_block:
         return f"attention block {base.layout.attention_block} -> {one.layout.attention_block}"
+    if one.layout.residual is not base.layout.residual:
+        return f"residual {base.layout.residual.value} -> {one.layout.residual.value}"
     if one.layout.placement is not base.layout.placement:
         return f"placement {base.layout.placement.value} -> {one.layout.placement.value}"
     return f"loss tiles {base.layout.loss_tiles} -> {one.layout.loss_tiles}"
@@ -264,6 +266,9 @@ def _joined(facts: Facts, helped: Sequence[Remedy]) -> Change | None:
             case "placement":
                 layout = replace(candidate.layout, placement=other.layout.placement)
                 candidate = replace(candidate, layout=layout)
+            case "residual":
+                layout = replace(candidate.layout, residual=other.layout.residual)
+                candidate = replace(candidate, layout=layout)
             case "accumulate":
                 layout = replace(candidate.layout, accumulate=other.layout.accumulate)
                 candidate = replace(candidate, layout=layout)
@@ -278,8 +283,8 @@ def _joined(facts: Facts, helped: Sequence[Remedy]) -> Change | None:
 
 def _kind(change: Change) -> str:
     first = change.text.split()[0]
-    named = ("flags", "attention", "loss", "remat", "accumulate", "batch", "precision", "placement")
-    return first if first in named else "mesh"
+    named = ("flags", "attention", "loss", "remat", "accumulate", "batch", "precision")
+    return first if first in (*named, "placement", "residual") else "mesh"
 
 
 def _remedy(facts: Facts, base: Forecast, change: Change, outcome: Callable[[], Outcome]) -> Remedy:

@@ -6,7 +6,7 @@ build* the real thing (a Flax module, a loss, a stream of batches); nothing is b
 
 from systolic.job.data import Data, Field, OnError, Read, Reading, Split
 from systolic.job.job import Batch, Checkpoints, Evaluation, Guard, GuardRule, Job, Mode
-from systolic.job.layout import Axis, ContextOrder, Layout, Placement, Remat
+from systolic.job.layout import Axis, ContextOrder, Layout, Placement, Remat, Residual
 from systolic.job.model import Model, Outline, Target, Task
 from systolic.job.optimizer import (
     Optimizer,
@@ -43,6 +43,7 @@ __all__ = [
     "Read",
     "Reading",
     "Remat",
+    "Residual",
     "Sampling",
     "Schedule",
     "ScheduleKind",

@@ -47,6 +47,17 @@ class Remat(enum.Enum):
     """Only each layer's input is kept."""
 
 
+class Residual(enum.Enum):
+    """How the tensor axis splits the residual stream between blocks, and with it each saved layer input."""
+
+    whole = "whole"
+    """Not at all: each device of the axis holds all of it; the results of a block's matmuls are all-reduced."""
+    sequence = "sequence"
+    """By tokens: gathered before a block's matmuls, reduce-scattered after them (Korthikanti et al. 2022)."""
+    embed = "embed"
+    """By its width, which norms then sum over the axis."""
+
+
 class Placement(enum.Enum):
     """How mesh axes lie on the torus of a TPU slice."""
 
@@ -95,6 +106,8 @@ class Layout:
     """Microbatches in flight per pipeline pass; 0 means two per stage."""
     accumulate: Annotated[int, COUNT] = 1
     """Forward and backward passes per optimizer step."""
+    residual: Residual = Residual.sequence
+    """How the tensor axis splits the activations between blocks; a dim that it does not divide stays whole."""
     remat: Remat = Remat.none
     """What the backward pass computes again."""
     remat_names: tuple[str, ...] = ("query", "key", "value", "attention", "mlp")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from systolic.chips import Slice
-from systolic.job import Axis, Remat
+from systolic.job import Axis, Remat, Residual
 from systolic.plan.candidate import Candidate
 from systolic.plan.facts import Facts
 from systolic.sim.rates import rates_of
@@ -121,6 +121,19 @@ def _tokens(facts: Facts, candidate: Candidate) -> float:
     return examples * facts.units_per_example / layout.context
 
 
+def _stream_ways(facts: Facts, candidate: Candidate) -> int:
+    """Parts of the residual stream over the tensor axis; 1 where that leaves it whole."""
+    layout = candidate.layout
+    match layout.residual:
+        case Residual.whole:
+            return 1
+        case Residual.sequence:
+            dim, ways = facts.units_per_example, layout.context * layout.tensor
+        case Residual.embed:
+            dim, ways = facts.outline(layout).stream, layout.tensor
+    return 1 if dim % ways else layout.tensor
+
+
 def _memory(facts: Facts, candidate: Candidate) -> tuple[float, float]:
     layout, outline = candidate.layout, facts.outline(candidate.layout)
     parameters, tokens = _shards(facts, candidate), _tokens(facts, candidate)
@@ -130,13 +143,15 @@ def _memory(facts: Facts, candidate: Candidate) -> tuple[float, float]:
     inputs = 0.0 if offloaded else layers * tokens * outline.stream * HALF
     bound = state + inputs / layout.tensor
     whole, split = outline.kept.get(layout.remat, (outline.stream, 0))
-    kept = layers * tokens * (whole + split / layout.tensor) * HALF
+    ways = _stream_ways(facts, candidate)
+    kept = layers * tokens * (whole / ways + split / layout.tensor) * HALF
     once = outline.kept.get(Remat.none, (0, 0))
+    # What is gathered of a layer before its matmuls is whole while they run.
     working = 2.0 * tokens * (once[0] + once[1] / layout.tensor) * HALF
     summed = facts.job.dtypes.gradients.bytes if layout.accumulate > 1 else HALF
     gradients = summed * parameters
-    ways = layout.tensor * layout.pipeline * layout.expert
-    gathered = 3.0 * HALF * outline.parameters / max(outline.layers, 1) / ways
+    matrices = layout.tensor * layout.pipeline * layout.expert
+    gathered = 3.0 * HALF * outline.parameters / max(outline.layers, 1) / matrices
     tiles = layout.loss_tiles
     logits = tokens / layout.pipeline * outline.vocab / layout.tensor / tiles * LOGIT_BYTES
     return bound, state + gradients + kept + gathered + max(working, logits)
@@ -152,6 +167,7 @@ def _time(facts: Facts, candidate: Candidate, rates: Speeds) -> tuple[float, flo
     state = facts.state_bytes * _shards(facts, candidate)
     bound = max(model / best_peak, state / rates.hbm)
 
+    ways = _stream_ways(facts, candidate)
     repeated = outline.repeated.get(layout.remat, 0.0)
     fast = best_peak if operands == "int8" or "fp8" in rates.peaks else peak
     flops = model * (1 + repeated / 3)
@@ -159,7 +175,7 @@ def _time(facts: Facts, candidate: Candidate, rates: Speeds) -> tuple[float, flo
         flops += 2.0 * outline.vocab * outline.stream * _passed(facts, candidate)
     compute = flops / (EFFICIENCY * (0.5 * fast + 0.5 * peak if operands else peak))
     once = outline.kept.get(Remat.none, (0, 0))
-    elements = outline.layers * (once[0] + once[1] / layout.tensor) / layout.pipeline
+    elements = outline.layers * (once[0] / ways + once[1] / layout.tensor) / layout.pipeline
     elements += outline.vocab / layout.tensor / layout.pipeline
     touched = _tokens(facts, candidate) * layout.accumulate * elements * HALF
     compute += REREAD * (1 + repeated / 3) * touched / rates.hbm

@@ -9,7 +9,15 @@ from systolic.chips.flags import merged
 from systolic.job import Axis, Batch, Job, Layout, Placement, Precision, Remat
 from systolic.plan.flags import DEFAULT, FlagSet
 
-_POLICY = ("remat", "remat_names", "saved_names", "attention_block", "loss_tiles", "placement")
+_POLICY = (
+    "residual",
+    "remat",
+    "remat_names",
+    "saved_names",
+    "attention_block",
+    "loss_tiles",
+    "placement",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +62,8 @@ class Candidate:
         """The layout in words."""
         layout = self.layout
         parts = [f"{axis.value} {layout.size(axis)}" for axis in Axis if layout.size(axis) > 1]
+        if layout.tensor > 1 and layout.residual is not Layout().residual:
+            parts.append(f"residual {layout.residual.value}")
         parts += [f"remat {remat_text(layout)}"]
         if layout.accumulate > 1:
             parts.append(f"accumulate {layout.accumulate}")

@@ -108,6 +108,7 @@ def meshes(job: Job, on: Slice, freedom: Freedom, sequence: int | None) -> Itera
         **{axis.value: 1 for axis in Axis},
         accumulate=1,
         slices=Axis.data,
+        residual=Layout().residual,
     )
     sizes = {
         Axis.tensor: _divisors(on.num_devices, LARGEST_TENSOR),

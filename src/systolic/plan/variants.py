@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from systolic.job import Axis, Job, Placement, Remat
+from systolic.job import Axis, Job, Placement, Remat, Residual
 from systolic.plan.candidate import Candidate
 from systolic.plan.flags import DEFAULT, FlagSet, joined, sets_for
 
@@ -23,6 +23,7 @@ class Change:
     attention_block: int = 0
     loss_tiles: int = 0
     placement: Placement | None = None
+    residual: Residual | None = None
 
     def on(self, candidate: Candidate) -> Candidate:
         """The candidate with it."""
@@ -33,6 +34,8 @@ class Change:
             layout = replace(layout, loss_tiles=self.loss_tiles)
         if self.placement is not None:
             layout = replace(layout, placement=self.placement)
+        if self.residual is not None:
+            layout = replace(layout, residual=self.residual)
         return replace(candidate, layout=layout, flags=joined(candidate.flags, self.flags))
 
 
@@ -55,6 +58,7 @@ def changes(job: Job, candidate: Candidate, tight: bool = True) -> list[Change]:
         sizes = [b for b in BLOCKS if b != layout.attention_block and sequence % b == 0]
         blocks = [Change(attention_block=b) for b in sizes]
     found = [Change(placement=Placement.blocks)] if _breaks_lines(candidate) else []
+    found += [Change(residual=one) for one in _splits(job, candidate, tight)]
     for index in range(max(len(flags), len(blocks))):
         found += [*flags[index : index + 1], *blocks[index : index + 1]]
     known = job.model.outline(layout)
@@ -64,6 +68,15 @@ def changes(job: Job, candidate: Candidate, tight: bool = True) -> list[Change]:
             if tiles > 1 and tokens.shape[0] % (tiles * layout.context) == 0:
                 found.append(Change(loss_tiles=tiles))
     return found
+
+
+def _splits(job: Job, candidate: Candidate, tight: bool) -> list[Residual]:
+    """Other ways in which the tensor axis may hold the residual stream; whole only where memory is not short."""
+    layout = candidate.layout
+    if layout.tensor == 1 or job.model.outline(layout) is None:
+        return []
+    ways = [Residual.sequence, Residual.embed] + ([] if tight else [Residual.whole])
+    return [one for one in ways if one is not layout.residual]
 
 
 def _breaks_lines(candidate: Candidate) -> bool:
@@ -88,13 +101,14 @@ def together(base: Candidate, helped: Sequence[Change]) -> Candidate:
 
 
 def like(leader: Candidate, one: Candidate) -> Candidate:
-    """A candidate with the flags (where its chip takes them), attention blocks, loss tiles and placement of another."""
+    """A candidate with the flags (where its chip takes them), attention blocks, loss tiles, placement and split of the residual stream of another."""
     flags = leader.flags
     if flags is not DEFAULT and one.on.chip.name not in flags.generations:
         flags = one.flags
     layout = replace(
         one.layout,
         placement=leader.layout.placement,
+        residual=leader.layout.residual,
         attention_block=leader.layout.attention_block,
         loss_tiles=leader.layout.loss_tiles,
     )

@@ -44,6 +44,23 @@ def role_of(module: Module, fusion: Instruction) -> Role:
     return Role.none if SEMAPHORE in spaces else Role.whole
 
 
+def kind_of(held: Computation, collective: Instruction) -> str:
+    """What a collective is to the links: an all-reduce of which a fusion keeps a slice scatters what it reduces.
+
+    libtpu prints its reduce-scatters so; the emitter of such a fusion is ``AllReduceScatterFusion``.
+    """
+    kind = collective.opcode.removesuffix("-start")
+    if kind != "all-reduce":
+        return kind
+    results = {collective.name}
+    for one in held:
+        if one.opcode in ("get-tuple-element", "bitcast") and one.operands[0] in results:
+            results.add(one.name)
+    users = [one for one in held if results & set(one.operands) and one.name not in results]
+    sliced = users and all(one.opcode == "dynamic-slice" for one in users)
+    return "reduce-scatter" if sliced else kind
+
+
 def collective_in(module: Module, held: Computation) -> tuple[Instruction, Computation] | None:
     """The collective that an asynchronous computation runs, with where it is; SparseCores' lie in a call."""
     for one in held:

@@ -18,7 +18,7 @@ from systolic.hlo.groups import groups_of
 from systolic.hlo.loops import trip_count
 from systolic.hlo.origin import named
 from systolic.hlo.shape import HOST, Shape
-from systolic.sim.asynchronous import COLLECTIVES, Role, collective_in, role_of
+from systolic.sim.asynchronous import COLLECTIVES, Role, collective_in, kind_of, role_of
 from systolic.sim.calibration import Calibration, calibration_of
 from systolic.sim.layers import layer_of
 from systolic.sim.network import Network, Place, crossings, default_places
@@ -442,7 +442,7 @@ class _Order:
     def collective(
         self, instruction: Instruction, inner: Instruction, held: Computation, beside: bool
     ) -> None:
-        kind = inner.opcode.removesuffix("-start")
+        kind = kind_of(held, inner)
         operands = sum(s.bytes for s in held.operand_shapes(inner))
         result = inner.shape
         if inner.opcode.endswith("-start") and result.parts is not None:

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from systolic.chips.flags import compile_options
-from systolic.job import Layout
+from systolic.job import Layout, Residual
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -16,6 +16,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
     "expert_batch": ("data", "fsdp"),
     "sequence": ("context",),
+    "residual_sequence": ("context",),
+    "residual_embed": (),
     "stages": ("pipeline",),
     # parameters and the activations made of them
     "embed": ("fsdp", "expert", "context"),
@@ -29,6 +31,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "layers": ("pipeline",),
 }
 """Logical name of a dim to the mesh axes that split it; a name that is not here is not split."""
+SPLIT = {Residual.sequence: "residual_sequence", Residual.embed: "residual_embed"}
+"""The dim of the residual stream that ``tensor`` splits beside these, by the layout's choice."""
 
 SERVING: Mapping[str, tuple[str, ...]] = {**RULES, "embed": ("fsdp", "context")}
 """The same without a gradient: over the expert axis only experts are split. The other weights, a small part of a
@@ -65,7 +69,10 @@ class MeshTarget:
         """The mesh axes larger than 1 that split a dim of this logical name."""
         if name is None:
             return ()
-        return tuple(axis for axis in self.rules.get(name, ()) if self.mesh.shape[axis] > 1)
+        axes = self.rules.get(name, ())
+        if name == SPLIT.get(self.layout.residual):
+            axes = (*axes, "tensor")
+        return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
     def spec(self, *axes: str | None) -> PartitionSpec:
         """See :class:`systolic.job.Target`."""

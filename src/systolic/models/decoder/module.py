@@ -22,6 +22,7 @@ from systolic.models.order import Order, balanced
 from systolic.models.parameters import weight
 from systolic.models.product import product
 from systolic.models.remat import name, rematerialise
+from systolic.models.residual import STREAM, gathered
 
 TIED_GAIN = 0.5
 """Standard deviation of the first logits where the output matrix is the embedding's transpose.
@@ -82,6 +83,7 @@ class MLP(nnx.Module):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """[batch, sequence, d_model] to the same, and a router loss of 0; neither padding nor order changes anything."""
         del count, order
+        x = gathered(self.target, x)
         activate = ACTIVATIONS[self.config.mlp]
         if self.config.mlp.gated:
             gate = name(product(self.target, "bsd,df->bsf", x, self.gate[...]), "mlp")
@@ -92,7 +94,7 @@ class MLP(nnx.Module):
             hidden = activate(up)
         hidden = self.target.constrain(hidden, "batch", "sequence", "mlp")
         down = product(self.target, "bsf,fd->bsd", hidden, self.down[...])
-        return name(down, "down"), {}
+        return name(self.target.constrain(down, *STREAM), "down"), {}
 
 
 class Block(nnx.Module):
@@ -128,6 +130,7 @@ class Block(nnx.Module):
         self, x: jax.Array, positions: jax.Array, window: int = 0
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values [batch, sequence, heads or kv_heads, head_dim] of x [batch, sequence, d_model]."""
+        x = gathered(self.target, x)
         query = product(self.target, "bsd,dhe->bshe", x, self.query[...])
         key = product(self.target, "bsd,dhe->bshe", x, self.key[...])
         value = product(self.target, "bsd,dhe->bshe", x, self.value[...])
@@ -154,15 +157,12 @@ class Block(nnx.Module):
         constrain = self.target.constrain
         with jax.named_scope("attention"):
             attended = constrain(name(attended, "attention"), "batch", "sequence", "heads", None)
-            x = constrain(
-                x + name(product(self.target, "bshe,hed->bsd", attended, self.out[...]), "out"),
-                "batch",
-                "sequence",
-                None,
-            )
+            # Scattered before it is named, so that what a policy keeps of it is split too.
+            out = constrain(product(self.target, "bshe,hed->bsd", attended, self.out[...]), *STREAM)
+            x = constrain(x + name(out, "out"), *STREAM)
         with jax.named_scope("mlp"):
             update, routing = self.mlp(self.mlp_norm(x), count, order)
-            return constrain(x + update, "batch", "sequence", None), routing
+            return constrain(x + update, *STREAM), routing
 
     def __call__(
         self,
@@ -227,7 +227,7 @@ class DecoderModule(nnx.Module):
                 x = x * self.config.d_model**0.5
             if self.ngrams is not None:
                 x = x + self.ngrams(jnp.concatenate([recent, tokens], axis=1), positions, order)
-            return self.target.constrain(x, "batch", "sequence", None)
+            return self.target.constrain(x, *STREAM)
 
     def no_history(self, batch: int) -> jax.Array:
         """int32[batch, history]: no token (-1) before the first one."""
@@ -242,6 +242,7 @@ class DecoderModule(nnx.Module):
         """:meth:`hidden` [batch, sequence, d_model] to [batch, sequence, vocab]."""
         with jax.named_scope("logits"):
             matrix = self.embedding[...].T if self.config.tie_embeddings else self.unembedding[...]
+            hidden = gathered(self.target, hidden)
             logits = self.target.constrain(hidden @ matrix, "batch", "sequence", "vocab")
             return soft_cap(logits, self.config.logit_cap)
 

@@ -19,6 +19,7 @@ from systolic.models.order import Order
 from systolic.models.parameters import weight
 from systolic.models.product import product
 from systolic.models.remat import name
+from systolic.models.residual import gathered
 
 
 def capacity(config: Decoder, sequence: int) -> int:
@@ -58,6 +59,7 @@ class Mixture(nnx.Module):
         had no slot left. All are means over tokens, so that parts of a batch average exactly.
         """
         config, constrain = self.config, self.target.constrain
+        x = gathered(self.target, x)
         scores = jax.nn.softmax((x @ self.router[...]).astype(jnp.float32), axis=-1)
         weights, chosen = jax.lax.top_k(scores, config.experts_per_token)
         weights = weights / weights.sum(axis=-1, keepdims=True)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from systolic.core.errors import LayoutError
 from systolic.job import Target
+from systolic.models.residual import STREAM
 
 
 def num_microbatches(target: Target, batch: int) -> int:
@@ -47,10 +48,14 @@ def run_stages(
     stages = target.layout.pipeline
     count = num_microbatches(target, x.shape[0])
 
+    def names(ndim: int) -> tuple[str, ...]:
+        """Of the stream, or of what tokens are: segments and positions."""
+        return STREAM if ndim == len(STREAM) else ("batch", "sequence")
+
     def split(array: jax.Array) -> jax.Array:
         """[batch, ...] to [microbatches, batch / microbatches, ...], each device keeping its examples."""
         parts = array.reshape(-1, count, *array.shape[1:]).swapaxes(0, 1)
-        return target.constrain(parts, None, "batch", "sequence", *[None] * (array.ndim - 2))
+        return target.constrain(parts, None, *names(array.ndim))
 
     def stage(
         state: Any, x: jax.Array, segments: jax.Array, positions: jax.Array
@@ -68,11 +73,11 @@ def run_stages(
         def feed(slot: jax.Array, source: jax.Array) -> jax.Array:
             fresh = jax.lax.dynamic_index_in_dim(source, jnp.minimum(t, count - 1), keepdims=False)
             moved = jnp.roll(slot, 1, axis=0).at[0].set(fresh)
-            return target.constrain(moved, "stages", "batch", "sequence", *[None] * (slot.ndim - 3))
+            return target.constrain(moved, "stages", *names(slot.ndim - 1))
 
         x, segments, positions = jax.tree.map(feed, carry, inputs)
         x, said = every_stage(by_stage, x, segments, positions)
-        x = target.constrain(x, "stages", "batch", "sequence", None)
+        x = target.constrain(x, "stages", *STREAM)
         age = t - jnp.arange(stages)
         useful = ((age >= 0) & (age < count)).astype(jnp.float32)
         said = jax.tree.map(lambda value: value * useful.reshape(-1, *[1] * (value.ndim - 1)), said)
@@ -83,4 +88,4 @@ def run_stages(
     means = jax.tree.map(
         lambda value: (value.sum(axis=0) / count).reshape(-1, *value.shape[3:]), said
     )
-    return target.constrain(out, "batch", "sequence", None), means
+    return target.constrain(out, *STREAM), means

@@ -9,6 +9,7 @@ from systolic.job import Target
 from systolic.models.attention import attention
 from systolic.models.layers import Head, normalise, random, start, zeros
 from systolic.models.remat import name, rematerialise
+from systolic.models.residual import STREAM, gathered
 from systolic.models.vit.config import Pooling, Positions, ViT
 
 NORM_EPS = 1e-6
@@ -56,7 +57,8 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, tokens, d_model] to the same."""
         constrain = self.target.constrain
-        projected = jnp.einsum("bsd,dthe->tbshe", self.attention_norm(x), self.project[...])
+        normed = gathered(self.target, self.attention_norm(x))
+        projected = jnp.einsum("bsd,dthe->tbshe", normed, self.project[...])
         bias = self.project_bias[...].reshape(3, 1, 1, *projected.shape[-2:])
         query, key, value = (
             constrain(name(part, label), "batch", None, "heads", None)
@@ -65,10 +67,11 @@ class Block(nnx.Module):
         attended = name(attention(self.target, query, key, value), "attention")
         attended = constrain(attended, "batch", None, "heads", None)
         x = x + jnp.einsum("bshe,hed->bsd", attended, self.out[...]) + self.out_bias[...]
-        x = constrain(x, "batch", None, None)
-        hidden = name(self.mlp_norm(x) @ self.up[...] + self.up_bias[...], "mlp")
+        x = constrain(x, *STREAM)
+        normed = gathered(self.target, self.mlp_norm(x))
+        hidden = name(normed @ self.up[...] + self.up_bias[...], "mlp")
         hidden = constrain(jax.nn.gelu(hidden), "batch", None, "mlp")
-        return constrain(x + hidden @ self.down[...] + self.down_bias[...], "batch", None, None)
+        return constrain(x + hidden @ self.down[...] + self.down_bias[...], *STREAM)
 
 
 def sincos(side: int, d_model: int) -> np.ndarray:
@@ -119,7 +122,7 @@ class ViTModule(nnx.Module):
         if config.pooling is Pooling.token:
             token = jnp.broadcast_to(self.token[...], (batch, 1, config.d_model))
             x = jnp.concatenate([token, x], axis=1)
-        return self.target.constrain(x, "batch", None, None)
+        return self.target.constrain(x, *STREAM)
 
     def __call__(self, image: jax.Array) -> jax.Array:
         """Logits [batch, num_classes] of image uint8[batch, size, size, channels]."""
