@@ -45,6 +45,7 @@ def imported(folder: str) -> frozenset[str]:
             elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".find_spec"):
                 modules.update(a.value for a in node.args if isinstance(a, ast.Constant))
     own = {"systolic", *(path.name for path in ROOT.iterdir() if path.is_dir())}
+    own |= {path.stem for path in (ROOT / "benchmarks").rglob("*.py")}  # by name, beside each other
     outside = modules - set(sys.stdlib_module_names) - own
     home = packages_distributions()
     return frozenset(canonicalize_name(name) for module in outside for name in home[module])
