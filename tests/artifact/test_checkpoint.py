@@ -317,6 +317,39 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path, mode: Mode, kept: list
         assert fallen.step == 6
 
 
+@pytest.mark.parametrize("name", ["_leaves/manifest.ocdbt", "manifest.json"])
+def test_a_damaged_best_gives_way_to_a_checkpoint_that_was_never_ranked(tmp_path: Path, name: str):
+    want = {"w": jax.ShapeDtypeStruct((2,), "int32")}
+    with CheckpointStore(tmp_path, keep_last=3, metric="loss") as store:
+        for step, metrics in ((1, {}), (2, {}), (3, {"loss": 1.0})):
+            store.save(step, {"w": jnp.full(2, step)}, metrics=metrics)
+        store.save(4, {"w": jnp.full(2, 4)}, metrics={"loss": 0.5})
+        store.wait()
+        shutil.rmtree(tmp_path / "3")
+        flip(tmp_path / "4" / name)
+    with CheckpointStore(tmp_path, metric="loss", access=Access.read) as store:
+        if name == "manifest.json":
+            assert store.best_step() is None
+            restored = store.restore(want)
+        else:
+            restored = store.restore(want, step="best")
+        assert restored.step == 2
+        assert [step for step, _ in restored.skipped] == [4]
+        np.testing.assert_array_equal(restored.state["w"], np.full(2, 2))
+
+
+def test_a_checkpoint_whose_rank_cannot_be_read_is_named(tmp_path: Path):
+    want = {"w": jax.ShapeDtypeStruct((2,), "int32")}
+    with CheckpointStore(tmp_path, metric="loss") as store:
+        for step in (1, 2):
+            store.save(step, {"w": jnp.full(2, step)}, metrics={"loss": 1.0 / step})
+        store.wait()
+    cut(tmp_path / "2" / "manifest.json")
+    with CheckpointStore(tmp_path, metric="loss", access=Access.read) as store:
+        restored = store.restore(want, step="best")
+    assert (restored.step, restored.skipped) == (1, ((2, "manifest.json is damaged"),))
+
+
 def test_without_metrics_only_the_newest_are_kept(tmp_path: Path):
     with CheckpointStore(tmp_path, keep_last=1, metric="loss") as store:
         for step in range(1, 5):

@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from systolic.artifact import Run
+from systolic.artifact.weights import begin_with
 from systolic.cli.main import main
+from systolic.cli.own import rebuild
+from systolic.cli.trained import set_up_here
 from systolic.job import Precision, Sampling
 from systolic.models.decoder.config import Decoder
 from systolic.steps.decode import Decode
@@ -126,6 +130,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(30):
         (home / "text" / f"{number}.txt").write_text(f"def f{number}(): return {number}\n" * 5)
     args = ["train", "lm", "--path", str(home / "text"), *model(), "--steps", "3", "--json"]
+    args += ["--checkpoints.every", "2"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(home / "cache"))
         assert main([*args, "--run", str(home / "run")]) == 0
@@ -183,6 +188,29 @@ def test_a_run_is_evaluated_on_other_data(
     assert main(command) == 2
     assert "no.jsonl does not exist" in capsys.readouterr().err
     assert main([*command[:3], str(tmp_path / "like.jsonl"), "--split", "train"]) == 2
+
+
+def test_a_damaged_best_checkpoint_gives_way_to_another(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run = tmp_path / "run"
+    shutil.copytree(trained / "run", run)
+    largest = max(
+        (path for path in (run / "checkpoints" / "3" / "params").rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
+    largest.write_bytes(largest.read_bytes()[:-1])
+    assert main(["generate", str(run), "one", "--tokens", "4", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["step"] == 2
+    assert "checkpoint 3 is damaged" in err
+    assert "; using step 2" in err
+    (run / "checkpoints" / "3" / "manifest.json").write_text("")
+    with Run.open(run) as opened:
+        steps = set_up_here(rebuild(opened)[1], opened).steps
+    begun = begin_with(run, steps)
+    assert begun.step == 2
+    assert begun.skipped == ["checkpoint 3 is damaged (manifest.json is damaged)"]
 
 
 def test_training_begins_with_the_weights_of_a_run(

@@ -253,7 +253,8 @@ class CheckpointStore:
             abstract_state: a pytree of ``jax.ShapeDtypeStruct`` (or arrays) whose shardings may be
                 of any mesh; a leaf without one goes to the first device.
             step: a step, ``"best"``, or ``None`` for the newest. Where the newest or best is
-                damaged, the next one is read; a step that is asked for by number is read or refused.
+                damaged, the next one is read, unranked ones among them; a step that is asked for by
+                number is read or refused.
             only: top-level names, such as ``("params",)``; nothing else is read from disk.
 
         Raises:
@@ -366,6 +367,14 @@ class CheckpointStore:
             self._read[step] = manifests.read(self.path(step))
         return self._read[step]
 
+    def _reads(self, step: int) -> bool:
+        """Whether a step has an intact manifest."""
+        try:
+            self._manifest(step)
+        except DamagedError:
+            return False
+        return True
+
     def _score(self, step: int) -> float | None:
         if self.metric is None:
             return None
@@ -394,7 +403,11 @@ class CheckpointStore:
                 raise NotFoundError(
                     f"no checkpoint in {self.folder} has the metric {self.metric}; restore the newest or one of {_list(self.steps())}"
                 )
-            return ranked
+            # Another intact checkpoint is worth more than none. A manifest that can't be read ranks
+            # nothing, so it comes first and is named among the damaged ones.
+            others = [other for other in found[::-1] if other not in ranked]
+            unread = [other for other in others if not self._reads(other)]
+            return [*unread, *ranked, *(other for other in others if other not in unread)]
         if step not in found:
             raise NotFoundError(
                 f"there is no checkpoint of step {step} in {self.folder}; there are {_list(self.steps())}"

@@ -1,6 +1,7 @@
 """The weights of a run, without its optimizer."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from systolic.artifact import manifest as manifests
 from systolic.artifact.access import Access
 from systolic.artifact.checkpoint import CheckpointStore
-from systolic.artifact.manifest import Leaf
+from systolic.artifact.manifest import DamagedError, Leaf
 from systolic.artifact.revision import check_revision
 from systolic.artifact.run import JOB, Run
 from systolic.core.errors import NotFoundError, OptionError, RunError
@@ -34,7 +35,8 @@ def load(run: Run, steps: Steps, which: str = "best") -> Weights:
     Args:
         run: The run.
         steps: The programs of its job on any mesh.
-        which: ``best`` (the newest where none was ranked), ``last`` or a step's number.
+        which: ``best`` (the newest where none was ranked), ``last`` or a step's number. A damaged
+            best or last gives way to another intact checkpoint; ``skipped`` names it.
 
     Raises:
         NotFoundError: no such checkpoint.
@@ -89,15 +91,14 @@ def begin_with(path: Path, steps: Steps) -> Weights:
     with CheckpointStore(folder, metric=metric, mode=mode, access=Access.read) as store:
         if step is None and metric is not None and store.best_step() is not None:
             step = "best"
-        newest = store.latest_step()
-        if newest is None:
+        if store.latest_step() is None:
             raise NotFoundError(f"{path} has no checkpoint yet; train it first")
-        found = manifests.read(store.path(step if isinstance(step, int) else newest))
+        leaves = _leaves(store, [step] if isinstance(step, int) else store.steps()[::-1])
         # A moving average is what such a run is evaluated with.
-        name = "ema" if any(leaf[0] == "ema" for leaf in found.leaves) else "params"
+        name = "ema" if any(leaf[0] == "ema" for leaf in leaves) else "params"
         ours = steps.abstract_state
         held = _as_held(
-            ours.params, {path[-1]: leaf for path, leaf in found.leaves.items() if path[0] == name}
+            ours.params, {path[-1]: leaf for path, leaf in leaves.items() if path[0] == name}
         )
         try:
             restored = store.restore(
@@ -112,6 +113,14 @@ def begin_with(path: Path, steps: Steps) -> Weights:
             rest=restored.state.rest,
             skipped=[f"checkpoint {n} is damaged ({reason})" for n, reason in restored.skipped],
         )
+
+
+def _leaves(store: CheckpointStore, steps: Sequence[int]) -> Mapping[tuple[str, ...], Leaf]:
+    """The leaves of the first of some checkpoints whose manifest is intact; {} where none is."""
+    for step in steps:
+        with contextlib.suppress(DamagedError):  # restoring names it
+            return manifests.read(store.path(step)).leaves
+    return {}
 
 
 def _as_held(params: Mapping[str, Any], held: Mapping[str, Leaf]) -> dict[str, Any]:
