@@ -16,12 +16,16 @@ if TYPE_CHECKING:
     from systolic.steps.tasks.scores import Scores
 
 
+NUM_BYTES = 256
+"""Ids below it are bytes where the unit is a byte; those from it on mark documents."""
+
+
 class Unit(enum.Enum):
     """What a token is."""
 
     token = "token"
     byte = "byte"
-    """Each target is one byte, so the loss is also reported as bits per byte."""
+    """A byte, or a document's end, so the loss is also reported as bits per byte."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +54,8 @@ class LanguageModel(Task):
     ) -> "Mapping[str, jax.Array | Mean]":
         """loss (nats a token; the regularisers only while training), accuracy, and bits_per_byte for bytes.
 
+        bits_per_byte is the bits of all targets over the bytes of text among them: the end of a document
+        costs bits and is no byte.
         Of a mixture also router_loss, and dropped, the share of choices whose expert had no slot left.
         """
         import jax.numpy as jnp
@@ -76,7 +82,9 @@ class LanguageModel(Task):
         if "dropped" in sown:
             terms["dropped"] = Mean(sown["dropped"].get_value() * weight, weight)
         if self.unit is Unit.byte:
-            terms["bits_per_byte"] = Mean(entropy / math.log(2), weight)
+            text = (batch["targets"] >= 0) & (batch["targets"] < NUM_BYTES)
+            bits = entropy / math.log(2)
+            terms["bits_per_byte"] = Mean(bits, text.astype(jnp.float32).sum())
         return {"loss": Mean(loss, weight), **terms}
 
     def outputs(self, model: Any, batch: "Mapping[str, jax.Array]") -> "Mapping[str, jax.Array]":
