@@ -125,13 +125,12 @@ def test_a_cache_gives_the_logits_of_the_whole_text(config: Decoder) -> None:
     tokens, segments, positions = arrays(10, [10])
     whole = net(tokens, segments, positions)
     extend = jax.jit(lambda *given: net.extend(*given))
-    cache = net.empty_cache(1, 16, jnp.float32)
     prompt = jnp.zeros((1, 8), jnp.int32).at[:, :5].set(tokens[:, :5])
-    logits, cache = extend(prompt, jnp.array([5]), cache)
-    np.testing.assert_allclose(logits[0, :5], whole[0, :5], atol=1e-4)
+    hidden, cache = net.prefill(prompt, jnp.array([5]), 16, jnp.float32)
+    np.testing.assert_allclose(net.logits(hidden)[0, :5], whole[0, :5], atol=1e-4)
     for index in range(5, 10):
-        logits, cache = extend(tokens[:, index : index + 1], jnp.array([1]), cache)
-        np.testing.assert_allclose(logits[0, 0], whole[0, index], atol=1e-4)
+        logits, cache = extend(tokens[:, index], cache)
+        np.testing.assert_allclose(logits[0], whole[0, index], atol=1e-4)
 
 
 def test_a_window_reaches_as_far_as_its_layers() -> None:

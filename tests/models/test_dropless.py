@@ -84,11 +84,10 @@ def test_a_cache_gives_the_logits_of_the_whole_text() -> None:
     tokens, segments, positions = arrays(8, [8])
     whole, _ = nnx.capture(net, nnx.Intermediate)(tokens, segments, positions)
     extend = jax.jit(lambda *given: net.extend(*given))
-    cache = net.empty_cache(1, 8, jnp.float32)
-    logits, cache = extend(tokens[:, :6], jnp.array([5]), cache)
-    np.testing.assert_allclose(logits[0, :5], whole[0, :5], atol=1e-4)
-    logits, cache = extend(tokens[:, 5:6], jnp.array([1]), cache)
-    np.testing.assert_allclose(logits[0, 0], whole[0, 5], atol=1e-4)
+    hidden, cache = net.prefill(tokens[:, :6], jnp.array([5]), 8, jnp.float32)
+    np.testing.assert_allclose(net.logits(hidden)[0, :5], whole[0, :5], atol=1e-4)
+    logits, cache = extend(tokens[:, 5], cache)
+    np.testing.assert_allclose(logits[0], whole[0, 5], atol=1e-4)
 
 
 def test_it_trains() -> None:

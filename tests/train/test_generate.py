@@ -70,8 +70,8 @@ def test_a_mixtures_answer_does_not_depend_on_padding():
         tokens = np.full((len(rows), padded), fill, np.int32)
         for at, row in enumerate(rows):
             tokens[at, : counts[row]] = ids[row, : counts[row]]
-        cache = module.empty_cache(len(rows), 64, jnp.dtype("float32"))
-        return np.asarray(module.extend(tokens, counts[rows], cache)[0])
+        hidden, _ = module.prefill(tokens, counts[rows], 64, jnp.dtype("float32"))
+        return np.asarray(module.logits(hidden))
 
     for row, count in enumerate(counts):
         alone = logits([row], int(count), 0)[0]

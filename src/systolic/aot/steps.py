@@ -88,10 +88,10 @@ def _generation(steps: Steps, verb: Verb, sequence: int) -> tuple[Any, float, in
     rest, begun = steps.abstract_state.rest, decode.abstract_state(size, sequence)
     if verb is Verb.decode:
         traced = jit_decode(decode, size).trace(params, rest, begun, count=1)
-        return traced, steps.forward_flops * size / sequence, size
+        return traced, decode.model.decode_flops(sequence) * size, size
     where = steps.target.sharding(steps.target.fit((size, sequence), ("batch", None)))
     tokens = jax.ShapeDtypeStruct((size, sequence), jnp.int32, sharding=where)
     traced = jit_prefill(decode, size).trace(
         params, rest, tokens, begun.token, begun.key, capacity=sequence
     )
-    return traced, steps.forward_flops * size, size * sequence
+    return traced, decode.model.prefill_flops(sequence) * size, size * sequence

@@ -49,6 +49,12 @@ class Target(Protocol):
         """The partition of an array whose dims have these logical names."""
         ...
 
+    def fit(
+        self, shape: tuple[int, ...], axes: tuple[str | None, ...]
+    ) -> "jax.sharding.PartitionSpec":
+        """:meth:`spec` of an array of this shape, less the mesh axes that don't divide a dim."""
+        ...
+
     def constrain(self, array: "jax.Array", *axes: str | None) -> "jax.Array":
         """``array`` with its dims sharded as their logical names say."""
         ...

@@ -97,7 +97,10 @@ def splash_attention(
     sequence, heads = query.shape[1], query.shape[2]
     layout, order = target.layout, masking.order
     scale = query.shape[3] ** -0.5 if logits.scale is None else logits.scale
-    batch_axes, sequence_axis, head_axis = target.spec("batch", "sequence", "heads")
+    # A prompt alone is on every device.
+    batch_axes, sequence_axis, head_axis = target.fit(
+        query.shape[:3], ("batch", "sequence", "heads")
+    )
     whole = (sequence, sequence)
     mask = (
         LongCausalMask(sequence, order, masking.window)

@@ -11,6 +11,7 @@ from jax.experimental.layout import Layout as Order
 from systolic.core.errors import RunError
 from systolic.job import Sampling
 from systolic.models.decoder.cache import Cache
+from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.module import DecoderModule
 from systolic.steps.network import Arrays
 from systolic.steps.steps import Steps
@@ -50,6 +51,7 @@ class Decode:
             raise RunError(
                 f"{steps.job.name} trains a {type(steps.job.model).__name__}, which does not generate text; use systolic predict"
             )
+        self.model: Decoder = module.config
 
     @property
     def placement(self) -> dict[str, Any]:
@@ -120,11 +122,13 @@ class Decode:
             capacity: Positions the cache has room for; static.
         """
         module = self._module(params, rest)
-        cache = module.empty_cache(tokens.shape[0], capacity, jnp.dtype(self.steps.target.dtype))
-        logits, cache = module.extend(tokens, count, cache)
-        last = jnp.take_along_axis(logits, (count - 1)[:, None, None], axis=1)[:, 0]
+        hidden, cache = module.prefill(tokens, count, capacity, jnp.dtype(self.steps.target.dtype))
+        # Only the last token's logits are read; those of all would be [batch, n, vocab].
+        last = jnp.take_along_axis(hidden, (count - 1)[:, None, None], axis=1)
         key, use = jax.random.split(key)
-        return DecodeState(token=pick(last, use, self.sampling), key=key, cache=cache)
+        return DecodeState(
+            token=pick(module.logits(last)[:, 0], use, self.sampling), key=key, cache=cache
+        )
 
     def decode(
         self, params: Arrays, rest: Arrays, state: DecodeState, count: int
@@ -133,12 +137,10 @@ class Decode:
 
         def one(state: DecodeState, _: None) -> tuple[DecodeState, jax.Array]:
             module = self._module(params, rest)
-            logits, cache = module.extend(
-                state.token[:, None], jnp.ones_like(state.token), state.cache
-            )
+            logits, cache = module.extend(state.token, state.cache)
             key, use = jax.random.split(state.key)
             return DecodeState(
-                token=pick(logits[:, 0], use, self.sampling), key=key, cache=cache
+                token=pick(logits, use, self.sampling), key=key, cache=cache
             ), state.token
 
         state, tokens = jax.lax.scan(one, state, None, length=count)

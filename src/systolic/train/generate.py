@@ -16,8 +16,8 @@ from systolic.steps.steps import Steps
 
 CHUNK = 16
 """Tokens per call of the compiled loop: long enough to hide the call, short enough to feel live."""
-SMALLEST_PROMPT = 64
-"""Tokens that a prompt is padded to at least; above it to powers of two, so that few programs are compiled."""
+SMALLEST_PROMPT = 128
+"""Tokens that a prompt is padded to at least, as a TPU's attention takes them; above it to powers of two, so that few programs are compiled."""
 SMALLEST_CACHE = 256
 
 

@@ -1,7 +1,6 @@
 """Keys and values of the positions seen so far, and attention over them."""
 
 import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from systolic.job import Target
-from systolic.models.attention import attend_plainly
 from systolic.models.masking import Logits, soft_cap
 
 
@@ -27,18 +25,14 @@ class Cache(NamedTuple):
     """int32[batch, n - 1]: the last tokens, for n-gram lookups; [batch, 0] without them."""
 
 
-def written(cache: jax.Array, positions: jax.Array, new: jax.Array) -> jax.Array:
-    """A cache with new rows; positions beyond its capacity are dropped.
+def stored(target: Target, new: jax.Array, capacity: int, dtype: jnp.dtype) -> jax.Array:
+    """A layer's cache [batch, kv_heads, capacity, head_dim] that starts with new rows [batch, n, kv_heads, head_dim].
 
-    Args:
-        cache: [..., batch, kv_heads, capacity, head_dim].
-        positions: int32[batch, n].
-        new: [..., batch, n, kv_heads, head_dim].
+    Rows beyond the capacity are dropped.
     """
-    rows = jnp.arange(positions.shape[0])[:, None]
-    # Indices with a slice between them bring their dims to the front: [batch, n, ..., kv_heads, head_dim].
-    moved = jnp.moveaxis(new, (-4, -3), (0, 1))
-    return cache.at[..., rows, :, positions, :].set(moved.astype(cache.dtype), mode="drop")
+    rows = jnp.swapaxes(new[:, :capacity], 1, 2).astype(dtype)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, capacity - rows.shape[2]), (0, 0)))
+    return target.constrain(rows, "batch", "kv_heads", None, None)
 
 
 def appended(target: Target, cache: jax.Array, positions: jax.Array, new: jax.Array) -> jax.Array:
@@ -69,24 +63,15 @@ def appended(target: Target, cache: jax.Array, positions: jax.Array, new: jax.Ar
     new = new.astype(cache.dtype)
     if target.layout.num_devices == 1:
         return local(cache, positions, new)
-    mesh = target.mesh
-    batch, heads = (
-        axes if cache.shape[dim] % _ways(mesh.shape, axes) == 0 else None
-        for dim, axes in zip((1, 2), target.spec("batch", "kv_heads"), strict=True)
-    )
+    batch, heads = target.fit(cache.shape[1:3], ("batch", "kv_heads"))
     rows = PartitionSpec(None, batch, heads, None)
     return jax.shard_map(
         local,
-        mesh=mesh,
+        mesh=target.mesh,
         in_specs=(PartitionSpec(*rows, None), PartitionSpec(batch), rows),
         out_specs=PartitionSpec(*rows, None),
         check_vma=False,
     )(cache, positions, new)
-
-
-def _ways(sizes: Mapping[str, int], axes: str | tuple[str, ...] | None) -> int:
-    names = (axes,) if isinstance(axes, str) else axes or ()
-    return math.prod(sizes[name] for name in names)
 
 
 class Sight(NamedTuple):
@@ -103,22 +88,6 @@ class Sight(NamedTuple):
         """bool[batch, n, capacity]."""
         back = self.positions[:, :, None] - jnp.arange(capacity)
         return (back >= 0) & (back < (self.window or capacity))
-
-
-def attend_all(query: jax.Array, keys: jax.Array, values: jax.Array, sight: Sight) -> jax.Array:
-    """Attention of new tokens over a cache that holds them: [batch, n, heads, head_dim].
-
-    Args:
-        query: [batch, n, heads, head_dim].
-        keys: [batch, kv_heads, capacity, head_dim]; values alike.
-        values: See keys.
-        sight: What the queries see.
-    """
-    visible = sight.visible(keys.shape[2])[:, None]
-    keys, values = (jnp.swapaxes(each, 1, 2).astype(query.dtype) for each in (keys, values))
-    if not sight.logits.plain:
-        return attend_plainly(query, keys, values, visible, sight.logits)
-    return jax.nn.dot_product_attention(query, keys, values, mask=visible, scale=sight.logits.scale)
 
 
 def attend_one(

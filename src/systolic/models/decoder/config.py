@@ -231,15 +231,27 @@ class Decoder(Model):
     def flops(self, fields: Mapping[str, Field]) -> float:
         """Matmul FLOPs of the forward pass of one sequence; attention counts what the causal mask or window leaves."""
         sequence = fields["tokens"].shape[0]
+        token, logits, pair = self._flops()
+        return sequence * (token + logits) + pair * self._pairs(sequence)
+
+    def prefill_flops(self, sequence: int) -> float:
+        """Matmul FLOPs of reading a prompt of so many tokens: logits of the last one only."""
+        token, logits, pair = self._flops()
+        return sequence * token + logits + pair * self._pairs(sequence)
+
+    def decode_flops(self, sequence: int) -> float:
+        """Matmul FLOPs of the last token of so many, the others in a cache."""
+        token, logits, pair = self._flops()
+        return token + logits + pair * (self._pairs(sequence) - self._pairs(sequence - 1))
+
+    def _flops(self) -> tuple[int, int, int]:
+        """Matmul FLOPs of a token in all layers but for its attention, of its logits, and of a pair of tokens in a layer."""
         projections = 2 * self.d_model * self.head_dim * 2 * (self.heads + self.kv_heads)
-        scores = 2 * 2 * self.heads * self.head_dim * self._pairs(sequence)
         active = self.experts_per_token if self.experts > 1 else 1
         mlp = 2 * self._mlp_matrices * self.d_model * self.d_ff * active
         router = 2 * self.d_model * self.experts if self.experts > 1 else 0
-        return (
-            sequence * (self.layers * (projections + mlp + router) + 2 * self.d_model * self.vocab)
-            + scores
-        )
+        token = self.layers * (projections + mlp + router)
+        return token, 2 * self.d_model * self.vocab, 2 * 2 * self.heads * self.head_dim
 
     def _pairs(self, sequence: int) -> float:
         """Pairs of a token and one that it sees, over all layers."""

@@ -10,7 +10,7 @@ from flax import nnx
 
 from systolic.job import Target
 from systolic.models.attention import attention, plain_dtype
-from systolic.models.decoder.cache import Cache, Sight, appended, attend_all, attend_one, written
+from systolic.models.decoder.cache import Cache, Sight, appended, attend_one, stored
 from systolic.models.decoder.config import Decoder, Mlp
 from systolic.models.decoder.moe import Mixture, balance
 from systolic.models.decoder.ngrams import NGrams
@@ -174,16 +174,23 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """x [batch, sequence, d_model], segments and positions int32[batch, sequence], all in ``order``; its own ``window``."""
         x = name(x, "layer_input")
+        masking = Masking(segments=segments, causal=True, window=window, order=order)
+        attended, _, _ = self.attend(x, positions, masking)
+        return self.merge(x, attended, order=order)
+
+    def attend(
+        self, x: jax.Array, positions: jax.Array, masking: Masking
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What the heads read, [batch, sequence, heads, head_dim], and the keys and values of x [batch, sequence, d_model]."""
         with jax.named_scope("attention"):
-            query, key, value = self.project(self.attention_norm(x), positions, window)
+            query, key, value = self.project(self.attention_norm(x), positions, masking.window)
             constrain = self.target.constrain
             query = constrain(query, "batch", "sequence", "heads", None)
             key, value = (
                 constrain(part, "batch", "sequence", "kv_heads", None) for part in (key, value)
             )
-            masking = Masking(segments=segments, causal=True, window=window, order=order)
             attended = attention(self.target, query, key, value, masking, self.attention_logits)
-        return self.merge(x, attended, order=order)
+            return attended, key, value
 
 
 class DecoderModule(nnx.Module):
@@ -342,19 +349,56 @@ class DecoderModule(nnx.Module):
             self.no_history(batch),
         )
 
-    def extend(self, tokens: jax.Array, count: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """Runs the next tokens of each sequence.
+    def prefill(
+        self, tokens: jax.Array, count: jax.Array, capacity: int, dtype: jnp.dtype
+    ) -> tuple[jax.Array, Cache]:
+        """Runs the start of each sequence, with the attention of training.
 
         Args:
-            tokens: int32[batch, n].
-            count: int32[batch]: how many of the n are real; the rest is padding.
+            tokens: int32[batch, n], padded at the end: no token sees what comes after it.
+            count: int32[batch]: how many of the n are real.
+            capacity: Positions that the cache has room for; keys and values beyond are dropped.
+            dtype: Of the cache.
+
+        Returns:
+            What the output matrix takes, [batch, n, d_model], and the cache.
+        """
+        graph, stacked = nnx.split(self.blocks)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+        def step(
+            x: jax.Array, state: nnx.State, window: int
+        ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            block = nnx.merge(graph, state)
+            masking = Masking(causal=True, window=window)
+            attended, key, value = block.attend(x, positions, masking)
+            kept = (
+                stored(self.target, key, capacity, dtype),
+                stored(self.target, value, capacity, dtype),
+            )
+            return block.merge(x, attended, count)[0], kept
+
+        none = self.no_history(tokens.shape[0])
+        x, (keys, values) = run_layers(
+            [partial(step, window=window) for window in self.config.windows],
+            self.embed(tokens, positions, none),
+            stacked,
+            in_place=True,
+        )
+        return self.normed(x), Cache(keys, values, count, _latest(none, tokens, count))
+
+    def extend(self, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Runs the next token of each sequence.
+
+        Args:
+            tokens: int32[batch].
             cache: What came before.
 
         Returns:
-            Logits [batch, n, vocab] and the cache with the real tokens in it.
+            Logits [batch, vocab] and the cache with the tokens in it.
         """
         graph, stacked = nnx.split(self.blocks)
-        positions = cache.length[:, None] + jnp.arange(tokens.shape[1])
+        positions, tokens = cache.length[:, None], tokens[:, None]
 
         def step(
             x: jax.Array, state: tuple[nnx.State, jax.Array, jax.Array], window: int
@@ -364,30 +408,27 @@ class DecoderModule(nnx.Module):
             query, key, value = block.project(block.attention_norm(x), positions, window)
             wide = query.astype(plain_dtype(self.target, query.dtype))
             sight = Sight(positions=positions, window=window, logits=block.attention_logits)
-            if tokens.shape[1] == 1:
-                attended = attend_one(wide, (key, value), keys, values, sight)
-            else:
-                keys, values = written(keys, positions, key), written(values, positions, value)
-                attended = attend_all(wide, keys, values, sight)
-            return block.merge(x, attended.astype(x.dtype), count)[0], (key, value)
+            attended = attend_one(wide, (key, value), keys, values, sight)
+            return block.merge(x, attended.astype(x.dtype))[0], (key, value)
 
-        x, (key, value) = run_layers(
+        x, new = run_layers(
             [partial(step, window=window) for window in self.config.windows],
             self.embed(tokens, positions, cache.recent),
             (stacked, cache.key, cache.value),
             in_place=True,
         )
-        if tokens.shape[1] == 1:
-            keys, values = (
-                appended(self.target, old, cache.length, new[:, :, 0])
-                for old, new in ((cache.key, key), (cache.value, value))
-            )
-        else:
-            keys, values = (
-                written(cache.key, positions, key),
-                written(cache.value, positions, value),
-            )
-        seen = jnp.concatenate([cache.recent, tokens], axis=1)
-        last = count[:, None] + jnp.arange(cache.recent.shape[1])
-        recent = jnp.take_along_axis(seen, last, axis=1)
-        return self.logits(self.normed(x)), Cache(keys, values, cache.length + count, recent)
+        keys, values = (
+            appended(self.target, old, cache.length, rows[:, :, 0])
+            for old, rows in zip((cache.key, cache.value), new, strict=True)
+        )
+        count = jnp.ones_like(cache.length)
+        recent = _latest(cache.recent, tokens, count)
+        logits = self.logits(self.normed(x))[:, 0]
+        return logits, Cache(keys, values, cache.length + count, recent)
+
+
+def _latest(recent: jax.Array, tokens: jax.Array, count: jax.Array) -> jax.Array:
+    """The last tokens int32[batch, history] after ``count`` int32[batch] of tokens int32[batch, n] more."""
+    seen = jnp.concatenate([recent, tokens], axis=1)
+    last = count[:, None] + jnp.arange(recent.shape[1])
+    return jnp.take_along_axis(seen, last, axis=1)
