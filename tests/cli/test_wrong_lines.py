@@ -59,6 +59,7 @@ def test_a_wrong_command_line_is_refused_in_one_line(
     args, why = lines[index]
     code = main(list(args))
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("systolic:")]
-    assert code == 2, f"{code}: systolic {' '.join(args)} ({why})"
+    # 2 for the line itself, 1 for what a file of it holds or a place to write to.
+    assert code in (1, 2), f"{code}: systolic {' '.join(args)} ({why})"
     assert len(told) == 1, f"systolic {' '.join(args)} ({why}): {told}"
     assert not list(tmp_path.iterdir()), f"left something: systolic {' '.join(args)} ({why})"

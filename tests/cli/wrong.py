@@ -54,6 +54,9 @@ WORDS = {
 }
 """Text that an option does not take, by the last part of its name."""
 
+WITHOUT_EVALUATION = ("forecast", "explain", "plan")
+"""Verbs that compile the train step alone."""
+
 
 def commands(run: Path, text: Path) -> Iterator[Command]:
     """Each verb with a target that exists.
@@ -98,6 +101,8 @@ def wrong_lines(run: Path, text: Path, number: int, seed: int) -> list[Wrong]:
             Wrong((*command.args, *words), f"{option.name}: {why}")
             for option in command.options
             for words, why in _mistakes(option, missing, below)
+            # What does not evaluate takes a metric of any name.
+            if command.args[0] not in WITHOUT_EVALUATION or not option.name.endswith("metric")
         ]
         rng.shuffle(lines)
         by_command.append(lines)

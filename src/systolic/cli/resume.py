@@ -62,6 +62,7 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
         asked = replace(asked, options=paths.absolute(dict(asked.options)))
         changed = {name for name, value in asked.options.items() if value != saved.get(name)}
         asked = replace(asked, chosen=resumed(plan_of(record), changed))
+        flags = kept(record, asked.chosen, asked.verb["flags"])
         summary = finished(directory, asked.job, changed=asked.options != saved)
         if summary is not None:
             if asked.verb["json"]:
@@ -73,7 +74,6 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
             )
             return 0
         data = agreed(lambda: continues(directory, record, asked.job))
-        flags = kept(record, asked.chosen, asked.verb["flags"])
         job, description = continued(asked, record, saved, flags)
         if "tokenizer" not in changed:
             job = replace(job, data=own.with_tokenizer(directory, job.data))
