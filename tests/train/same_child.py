@@ -6,6 +6,7 @@
 import json
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from systolic.job import Data, Layout, Read, Split
 from systolic.train import hosts
 from systolic.train.evaluate import evaluate
 from systolic.train.feed import training
-from systolic.train.same import SameBatches, require_same_data
+from systolic.train.same import SameBatches, require_same_data, require_same_job
 from systolic.train.setup import set_up
 from tests.steps import tiny
 from tests.train.hosts_child import DATA, EXAMPLES, tokens
@@ -82,6 +83,16 @@ def told(folder: Path) -> dict[str, Any]:
     setup = set_up(tiny.job(layout=Layout(tensor=2, fsdp=1), data=Untold(Split.validation)))
     training_job = replace(setup.job, data=Untold(Split.train))
     seen = []
+    process, job = jax.process_index(), setup.job
+    others = {
+        "same job": setup,
+        "seed": replace(setup, job=replace(job, seed=process)),
+        "optimizer.learning_rate": replace(
+            setup,
+            job=replace(job, optimizer=replace(job.optimizer, learning_rate=(1 + process) / 10)),
+        ),
+        "flags": set_up(job, flags=["--xla_cpu_enable_fast_math=true"] * process),
+    }
 
     def train() -> None:
         same = SameBatches(every=4)
@@ -95,7 +106,7 @@ def told(folder: Path) -> dict[str, Any]:
 
     lines = Skipped()
     lines.note(["both", f"process {jax.process_index()}"])
-    return {
+    return {name: refusal(partial(require_same_job, one)) for name, one in others.items()} | {
         "text": refusal(lambda: require_same_data(Documents(path=mine / "text.txt"))),
         "same text": refusal(lambda: require_same_data(Documents(path=folder / "0" / "text.txt"))),
         "gone": refusal(

@@ -67,6 +67,19 @@ def test_files_that_any_process_left_out_are_named(answers: list[dict[str, Any]]
         assert answers[process]["again"] == []
 
 
+def test_settings_are_compared_before_the_first_step(answers: list[dict[str, Any]]):
+    told = answers[0]
+    assert told["same job"] == ""
+    for name, values in (("seed", (0, 1)), ("optimizer.learning_rate", (0.1, 0.2))):
+        assert told[name] == (
+            f"processes 0 and 1 were given different settings: {name} is {values[0]!r} in process 0 and {values[1]!r} in process 1; start every process with the same options and versions"
+        )
+    assert (
+        "flags is '' in process 0 and '--xla_cpu_enable_fast_math=true' in process 1"
+        in told["flags"]
+    )
+
+
 @pytest.mark.slow
 def test_a_process_whose_data_changed_is_found_at_a_resume(tmp_path: Path):
     texts = [tmp_path / name / "text.txt" for name in "01"]

@@ -1,18 +1,62 @@
-"""Whether the processes of a job read the same data: before the first step, and of batches while it runs."""
+"""Whether the processes of a job do the same: settings and data before the first step, batches while it runs."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from systolic.core.errors import DataError, SystolicError
+from systolic.core.errors import DataError, RunError, SystolicError
 from systolic.data.contents import contents_of, difference
 from systolic.job import Data, Split
 from systolic.job.data import Contents
 from systolic.train import hosts
 
+if TYPE_CHECKING:
+    from systolic.train.setup import Setup
+
 EVERY = 100
 """Batches from one that is compared to the next; comparing copies a process's part of it to the host."""
+
+
+def require_same_job(setup: "Setup") -> None:
+    """Refuses to begin where processes were given different settings: each would apply its own to its part.
+
+    Every process calls it at the same point. It covers all fields of the job but where its data lies, the
+    compiler's flags, and the versions of what computes; not the code of a recipe's file.
+
+    Raises:
+        RunError: they were; names the first setting that differs, both values and the processes.
+    """
+    if not hosts.several():
+        return
+    answers = [json.loads(text) for text in hosts.exchange(json.dumps(_settings(setup)))]
+    first = answers[0]
+    for process, answer in enumerate(answers):
+        for name in sorted(first.keys() | answer.keys()):
+            if first.get(name) != answer.get(name):
+                raise RunError(
+                    f"processes 0 and {process} were given different settings: {name} is {first.get(name)!r} in process 0 and {answer.get(name)!r} in process {process}; start every process with the same options and versions"
+                )
+
+
+def _settings(setup: "Setup") -> dict[str, Any]:
+    import jax
+    import jaxlib
+
+    found: dict[str, Any] = {
+        "flags": " ".join(setup.flags),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+    }
+    todo: list[tuple[str, Any]] = [("", setup.job.to_json())]
+    while todo:
+        name, value = todo.pop()
+        if isinstance(value, Mapping):
+            todo += [(f"{name}.{key}".lstrip("."), part) for key, part in value.items()]
+        elif not (name.startswith("data.") and isinstance(value, str | list)):
+            # Each process may find its data elsewhere; what it holds is compared by contents.
+            found[name] = value
+    return found
 
 
 def require_same_data(data: Data) -> None:

@@ -29,7 +29,7 @@ from systolic.train.probe import Probe
 from systolic.train.profile import DATA, FOLDER, METRICS, Profile, part
 from systolic.train.programs import Program
 from systolic.train.progress import Progress
-from systolic.train.same import SameBatches, require_same_data
+from systolic.train.same import SameBatches, require_same_data, require_same_job
 from systolic.train.setup import Setup
 from systolic.train.watch import Watcher
 
@@ -141,13 +141,15 @@ class Trainer:
         """Runs to the job's last step, an early stop or an interruption; returns the summary.
 
         Raises:
-            RunError: the loss went bad under the guard's rule, or a checkpoint could not be written.
+            RunError: the loss went bad under the guard's rule, a checkpoint could not be written, or
+                processes were given different settings.
             OptionError: the task does not report the evaluation's metric, or the run to resume has
                 more steps than the job.
             DataError: the run to resume was trained on other data, or processes have different data.
         """
         self.setup.check_metric()
         FILES.clear()
+        require_same_job(self.setup)
         require_same_data(self.job.data)
         with Interrupt() as interrupt:
             feed = training(self.job, self.steps, self.workers)
