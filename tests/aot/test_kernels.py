@@ -62,6 +62,15 @@ def test_a_kernel_without_an_estimate_takes_what_its_body_does() -> None:
     assert span.seconds == pytest.approx(75.7e-6, rel=0.25)
 
 
+def test_an_estimate_does_not_make_less_of_what_a_body_does() -> None:
+    told, alone = hlo.module("kernel_told-v6e-1"), hlo.module("kernel-v6e-1")
+    (call,) = [
+        i for i in told.entry if i.opcode == "custom-call" and "custom_call_config" in i.config
+    ]
+    assert call.config["custom_call_config"]["cost_estimate"]["flops"] in (1, "1")
+    assert simulate(told, slice("v6e-1")).seconds == simulate(alone, slice("v6e-1")).seconds
+
+
 class _Searched(MetaPathFinder):
     """Counts the modules that are looked for on the disk."""
 

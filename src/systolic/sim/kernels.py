@@ -1,6 +1,6 @@
 """Pallas calls priced from their block structure.
 
-A kernel's cost estimate counts when it has one, else what its body was counted to do. Attention kernels
+A kernel's cost estimate counts when it has one, or what its body was counted to do where that is more. Attention kernels
 are known by their own name: each step of their grid takes the matrix units, with head dims filled up to the array's width, or the vector units
 for the softmax, whichever is longer, and a fixed time beside it, which is why large blocks are faster.
 """
@@ -45,22 +45,28 @@ def kernel_cost(
     module: Module, computation: Computation, call: Instruction, rates: Rates
 ) -> KernelCost | None:
     """Seconds of a Pallas call; None when nothing is known but its bytes."""
-    estimate = call.config.get("custom_call_config", {}).get("cost_estimate")
-    if estimate:
-        flops = float(estimate.get("flops", 0))
-        moved = float(estimate.get("bytes_accessed", 0))
-        exps = float(estimate.get("transcendentals", 0))
-        if flops or moved:
-            seconds = max(
-                flops / rates.peak("bf16") + 4 * exps / vector_rate(rates), moved / rates.hbm
-            )
-            return KernelCost(seconds, flops)
+    config = call.config.get("custom_call_config", {})
+    known = None
     if any(_NAME.match(name) for name in (call.name, call.op_name.rpartition("/")[2])):
-        cost = _attention(module, computation, call, rates)
-        if cost is not None:
-            return cost
-    counted = call.config.get("custom_call_config", {}).get("counted")
-    return None if counted is None else _counted(computation, call, rates, counted)
+        known = _attention(module, computation, call, rates)
+    if known is None and (counted := config.get("counted")) is not None:
+        known = _counted(computation, call, rates, counted)
+    said = _estimated(rates, config.get("cost_estimate") or {})
+    if said is None or (known is not None and known.seconds > said.seconds):
+        # An estimate is its author's word to the scheduler: it can't make less of what the body does.
+        return known
+    return said
+
+
+def _estimated(rates: Rates, estimate: Mapping[str, Any]) -> KernelCost | None:
+    """Seconds by a call's own cost estimate; None without one."""
+    flops = float(estimate.get("flops", 0))
+    moved = float(estimate.get("bytes_accessed", 0))
+    exps = float(estimate.get("transcendentals", 0))
+    if not (flops or moved):
+        return None
+    compute = flops / rates.peak("bf16") + 4 * exps / vector_rate(rates)
+    return KernelCost(max(compute, moved / rates.hbm), flops)
 
 
 F32_PASSES = 6.0
