@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import DataError, RunError, SystolicError
@@ -40,14 +41,8 @@ def require_same_job(setup: "Setup") -> None:
 
 
 def _settings(setup: "Setup") -> dict[str, Any]:
-    import jax
-    import jaxlib
-
-    found: dict[str, Any] = {
-        "flags": " ".join(setup.flags),
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-    }
+    found: dict[str, Any] = {name: version(name) for name in ("systolic", "jax", "jaxlib")}
+    found["flags"] = " ".join(setup.flags)
     todo: list[tuple[str, Any]] = [("", setup.job.to_json())]
     while todo:
         name, value = todo.pop()
