@@ -22,6 +22,7 @@ from systolic.recipes.digits import DigitsModel, digits
 from systolic.recipes.fashion import CLASSES, FashionModel, fashion
 from systolic.recipes.image import ImageModel, image, network
 from systolic.steps.mesh import make_mesh
+from systolic.steps.optimizer import schedule
 from systolic.steps.steps import Steps
 from systolic.steps.target import MeshTarget
 
@@ -150,6 +151,24 @@ def test_a_short_run_warms_up_for_a_tenth_of_its_steps_unless_told_otherwise() -
     assert digits(steps=100).schedule.warmup == 10
     assert digits(steps=100, schedule=Schedule(warmup=40)).schedule.warmup == 40
     assert digits().schedule.warmup == 30
+
+
+@pytest.mark.parametrize("name", ["lm", "bytes"])
+def test_a_short_language_model_run_warms_up_for_a_tenth_and_decays(name: str) -> None:
+    recipe = recipes.find(name)
+    job = recipe({"steps": 40})
+    assert job.schedule.warmup == 4
+    note = job.schedule.note(40)
+    assert note is not None
+    assert "the job has 40 steps, so it is shortened to 4" in note
+    rate = schedule(job.schedule, 40, 1.0)
+    assert [float(rate(step)) for step in range(4)] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    # A decay to its last share, but for the step that would follow.
+    assert float(rate(39)) < job.schedule.final + 0.05
+    given = recipe({"steps": 40, "schedule": Schedule(warmup=39)}).schedule
+    assert (given.warmup, given.note(40)) == (39, None)
+    assert [recipe({"steps": n}).schedule.warmup for n in (1, 2, 9)] == [0, 1, 1]
+    assert recipe({}).schedule.note(1000) is None
 
 
 def test_what_does_not_fit_is_one_line(tmp_path: Path) -> None:

@@ -193,12 +193,21 @@ def test_results_seen_together_are_no_spike_of_throughput():
     assert all(0.9 < seconds < 1.6 for seconds in seen[19:]), seen[19:]
 
 
-@pytest.mark.parametrize(("warmup", "told"), [(100, True), (2, True), (1, False)])
-def test_a_warm_up_that_is_shortened_is_told(tmp_path: Path, warmup: int, told: bool):
-    job = replace(tiny.job(steps=2, evaluation=Evaluation()), schedule=Schedule(warmup=warmup))
+def test_a_warm_up_that_is_shortened_is_told(tmp_path: Path):
+    own = Schedule(warmup=100)
+    job = replace(tiny.job(steps=4, evaluation=Evaluation()), schedule=own.shortened(own, 4))
     train(job, tmp_path)
-    line = f"schedule.warmup is {warmup} steps and the job has 2, so it is shortened to 1; give --schedule.warmup, or more --steps"
-    assert events(tmp_path, "schedule") == ([line] if told else [])
+    line = "schedule.warmup is 100 by default and the job has 4 steps, so it is shortened to 1, a tenth of them; give another --schedule.warmup, or more --steps"
+    assert events(tmp_path, "schedule") == [line]
+
+
+def test_a_warm_up_that_takes_all_steps_is_refused():
+    job = tiny.job(steps=20)
+    assert set_up(replace(job, schedule=Schedule(warmup=19))).job.schedule.warmup == 19
+    with pytest.raises(
+        OptionError, match=r"schedule\.warmup is 20 and the job has 20 steps; .* 2 "
+    ):
+        set_up(replace(job, schedule=Schedule(warmup=20)))
 
 
 def test_start_up_has_a_name(tmp_path: Path):

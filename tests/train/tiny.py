@@ -170,7 +170,7 @@ def job(
         steps=steps,
         batch=Batch(total=batch),
         optimizer=Optimizer(learning_rate=learning_rate, ema=ema),
-        schedule=Schedule(warmup=2),
+        schedule=Schedule(warmup=min(2, steps - 1)),
         precision=precision,
         dtypes=dtypes,
         layout=layout,

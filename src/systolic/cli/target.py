@@ -35,7 +35,13 @@ def under_plan(job: Job, chosen: Chosen | None) -> Job:
     if chosen is None:
         return job
     job = chosen.applied(job)
-    return replace(job, steps=chosen.steps) if chosen.steps else job
+    if not chosen.steps:
+        return job
+    schedule = job.schedule
+    if schedule.warmup >= chosen.steps:
+        # The recipe fitted it to its own steps.
+        schedule = schedule.shortened(schedule, chosen.steps)
+    return replace(job, steps=chosen.steps, schedule=schedule)
 
 
 def first(args: Sequence[str], verb: str, what: str) -> tuple[str, list[str]]:

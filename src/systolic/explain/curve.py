@@ -55,7 +55,7 @@ def diverged(history: History) -> Cause | None:
     settings = history.settings
     lower = [
         settings.learning_rate(history.peak_rate / 3),
-        settings.change("schedule.warmup", value=max(100, 2 * (_warmup(history) or 0))),
+        settings.change("schedule.warmup", value=_longer_warmup(history)),
         settings.change("optimizer.clip", value=1.0),
     ]
     bad = [e for e in history.events if e["name"] in ("bad_step", "skip")]
@@ -294,9 +294,12 @@ def _around(history: History, step: int) -> list[str]:
     ]
 
 
-def _warmup(history: History) -> int | None:
+def _longer_warmup(history: History) -> int:
+    """Twice the warm-up and at least 100 steps, as far as that is half of the job."""
     job: Record = history.job.get("job") or {}
-    return (job.get("schedule") or {}).get("warmup")
+    warmup = (job.get("schedule") or {}).get("warmup") or 0
+    longer = max(100, 2 * warmup)
+    return min(longer, max(job["steps"] // 2, 1)) if job.get("steps") else longer
 
 
 def _tokens(history: History) -> float | None:

@@ -4,6 +4,7 @@ import enum
 from dataclasses import dataclass, replace
 from typing import Annotated
 
+from systolic.core.errors import OptionError
 from systolic.core.ranges import NOT_NEGATIVE, POSITIVE, SHARE, Range, check
 
 
@@ -130,12 +131,45 @@ class Schedule:
 
     def note(self, steps: int) -> str | None:
         """What a job of ``steps`` makes of the schedule otherwise than it says, worth a line; ``None``: nothing."""
-        if self.warms(steps) == self.warmup:
-            return None
-        return f"schedule.warmup is {self.warmup} steps and the job has {steps}, so it is shortened to {self.warms(steps)}; give --schedule.warmup, or more --steps"
+        del steps
+        return None
+
+    def check_steps(self, steps: int) -> None:
+        """Whether the warm-up ends before the job does, so that some step follows the schedule's shape.
+
+        Raises:
+            OptionError: it does not.
+        """
+        if self.warmup and self.warmup >= steps:
+            raise OptionError(
+                f"schedule.warmup is {self.warmup} and the job has {steps} steps; it must be less than the steps, {_tenth(steps)} for example"
+            )
 
     def shortened(self, own: "Schedule", steps: int) -> "Schedule":
         """For short runs: the recipe's ``own`` warm-up takes at most a tenth of ``steps``; another one stays."""
-        if self.warmup != own.warmup:
+        if self.warmup != own.warmup or self.warmup <= _tenth(steps):
             return self
-        return replace(self, warmup=min(self.warmup, max(steps, 0) // 10))
+        return Shortened(
+            kind=self.kind,
+            warmup=_tenth(steps),
+            decay=self.decay,
+            final=self.final,
+            own=self.warmup,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shortened(Schedule):
+    """A recipe's schedule whose warm-up is cut for a short run, so that the learning rate still decays."""
+
+    own: Annotated[int, NOT_NEGATIVE]
+    """Steps of warm-up before that."""
+
+    def note(self, steps: int) -> str | None:
+        """See :meth:`Schedule.note`."""
+        return f"schedule.warmup is {self.own} by default and the job has {steps} steps, so it is shortened to {self.warmup}, a tenth of them; give another --schedule.warmup, or more --steps"
+
+
+def _tenth(steps: int) -> int:
+    """A tenth of the steps, at least 1 where another follows."""
+    return min(max(steps // 10, 1), max(steps - 1, 0))

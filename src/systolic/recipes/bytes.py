@@ -69,7 +69,7 @@ def bytes(
         batch_per_device: Rows per device and pass, instead of batch.
         sequence: Bytes per row.
         optimizer: The update rule.
-        schedule: The learning rate over the steps.
+        schedule: The learning rate over the steps; its own warm-up is at most a tenth of them.
         precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
         dtypes: What weights, gradients and optimizer state are kept in.
         layout: How to spread it over devices.
@@ -86,7 +86,7 @@ def bytes(
         steps=steps,
         batch=Batch.given(batch, batch_per_device, BATCH),
         optimizer=optimizer,
-        schedule=schedule,
+        schedule=schedule.shortened(SCHEDULE, steps),
         precision=precision,
         dtypes=dtypes,
         layout=layout,

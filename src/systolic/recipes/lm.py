@@ -25,6 +25,7 @@ from systolic.models.decoder.config import Decoder
 from systolic.steps.tasks.language import LanguageModel, Unit
 
 BATCH = Batch(per_device=8)
+SCHEDULE = Schedule(warmup=100)
 VOCAB_MULTIPLE = 128
 """Vocabularies are rounded up to it: the matrix units' lane count, and even to split."""
 
@@ -41,7 +42,7 @@ def lm(
     batch: int | None = None,
     steps: int = 1000,
     optimizer: Optimizer = Optimizer(),
-    schedule: Schedule = Schedule(warmup=100),
+    schedule: Schedule = SCHEDULE,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     precision: Precision = Precision.auto,
@@ -67,7 +68,7 @@ def lm(
         batch: Rows per optimizer step, instead of batch-per-device.
         steps: Optimizer steps.
         optimizer: The update rule.
-        schedule: The learning rate over the steps.
+        schedule: The learning rate over the steps; its own warm-up is at most a tenth of them.
         z_loss: Weight of the squared log normaliser.
         label_smoothing: Share of the probability spread evenly over the vocabulary.
         precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
@@ -115,7 +116,7 @@ def lm(
         steps=steps,
         batch=Batch.given(batch, batch_per_device, BATCH),
         optimizer=optimizer,
-        schedule=schedule,
+        schedule=schedule.shortened(SCHEDULE, steps),
         precision=precision,
         dtypes=dtypes,
         layout=layout,

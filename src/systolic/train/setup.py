@@ -151,6 +151,8 @@ def set_up(
     job.model.check(job.layout)
     job.batch.resolve(job.layout)
     precision = job.precision.resolve(machine.platform)
+    if reads:
+        job.schedule.check_steps(job.steps)
     if reads and job.data.size(Split.train) == 0:
         raise DataError(f"the training split of {job.name} is empty; give the recipe other data")
     target = MeshTarget(
