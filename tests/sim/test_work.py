@@ -6,8 +6,11 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from systolic.chips import slice
 from systolic.hlo import parse
+from systolic.sim import simulate
 from systolic.sim.work import Work, work_of
+from tests.recorded import hlo as recorded
 
 
 def work(body: str, more: str = "") -> Work:
@@ -140,3 +143,25 @@ def test_a_slice_reads_what_it_takes(start: int, end: int) -> None:
   %x = f32[64,128]{{1,0:T(8,128)}} parameter(0)
   ROOT %it = f32[{end - start},128]{{1,0:T(1,128)}} slice(%x), slice={{[{start}:{end}], [0:128]}}""")
     assert found.bytes == 2 * (end - start) * 128 * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "by_hand"),
+    [
+        # A device's fourth of all weights (its table is tied, norms are none) for 32 rows, queries and weights of
+        # 8 heads over 8,192 positions, and on the vector units queries over each token's own key.
+        (
+            "lm-decode-v5e-4",
+            2 * 32 * (7_504_924_672 - 65 * 4096) // 4
+            + 32 * 32 * 8 * (2 * 2 * 8192 * 128 + 2 * 128),
+        ),
+        # 16 rows, 4 heads, 2,048 positions that hold the token's own; no matmul on the vector units.
+        (
+            "decode-tpu7x-8",
+            2 * 16 * (1_241_581_568 - 33 * 2048) // 4 + 16 * 16 * 4 * 2 * 2 * 2048 * 128,
+        ),
+    ],
+)
+def test_executed_flops_of_a_decode_step_are_those_by_hand(name: str, by_hand: int) -> None:
+    timeline = simulate(recorded.module(name), slice(name.partition("decode-")[2]))
+    assert timeline.executed_flops == by_hand

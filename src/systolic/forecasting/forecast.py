@@ -31,7 +31,7 @@ class Forecast:
     """What a program will do on a slice.
 
     Times in seconds, memory in bytes of one device. MFU counts model FLOPs (no rematerialisation)
-    against the bf16 peak of all chips, HFU the FLOPs that the matrix units execute.
+    against the bf16 peak of all chips, HFU those of the matmuls that are executed.
     """
 
     recipe: str

@@ -64,7 +64,7 @@ def forecast_host(outcome: Compiled, name: str, on: Slice, seconds: float) -> Fo
         model_flops=facts.get("model_flops"),
         unit=facts.get("unit", "calls"),
         units=facts.get("units", 1),
-        hardware_flops=_flops(timeline),
+        hardware_flops=timeline.executed_flops if timeline is not None else 0.0,
         bill=bill_of(on),
         compiler={
             **report["versions"],
@@ -139,12 +139,6 @@ def _origin(built: Built, timeline: Timeline | None, fits: bool) -> Origin:
     if built is Built.stand_in:
         return Origin.assumed
     return Origin.simulated if timeline is not None and fits else Origin.compiled
-
-
-def _flops(timeline: Timeline | None) -> float:
-    if timeline is None:
-        return 0.0
-    return sum(span.flops * times for span, times in timeline.leaves())
 
 
 def _notes(

@@ -149,7 +149,7 @@ def assemble(
         model_flops=facts.get("model_flops"),
         unit=facts.get("unit", "calls"),
         units=facts.get("units", 1),
-        hardware_flops=sum(span.flops * times for span, times in timeline.leaves()),
+        hardware_flops=timeline.executed_flops,
         bill=bill_of(on),
         compiler=compiler,
         layout=facts.get("layout", {}),

@@ -1,7 +1,7 @@
 """Seconds of one op on a TensorCore, and the unit that bounds it."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.calibration import Calibration
@@ -10,7 +10,7 @@ from systolic.sim.kernels import kernel_cost, vector_rate
 from systolic.sim.ragged import ragged_cost
 from systolic.sim.rates import Rates
 from systolic.sim.timeline import Resource
-from systolic.sim.work import work_of
+from systolic.sim.work import Work, work_of
 
 FREE = frozenset(
     (
@@ -59,6 +59,8 @@ class Price:
     bytes: float = 0.0
     note: str = ""
     """What was assumed."""
+    vector_flops: float = 0.0
+    """Of matmuls on the vector units, besides ``flops``."""
 
 
 def price(
@@ -77,6 +79,18 @@ def price(
         if root.target in FREE_TARGETS:
             return None
     work = work_of(module, computation, instruction)
+    paid = _price(module, computation, instruction, work, (rates, calibration))
+    return replace(paid, vector_flops=work.vector_flops) if work.vector_flops else paid
+
+
+def _price(
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    work: Work,
+    on: tuple[Rates, Calibration],
+) -> Price:
+    opcode, (rates, calibration) = instruction.opcode, on
     matrix = matrix_seconds(work, rates)
     memory = work.bytes / rates.hbm
     if instruction.target == "tpu_custom_call":

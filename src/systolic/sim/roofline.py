@@ -244,7 +244,13 @@ class _Walk:
         if max(matrix, memory) < longest:
             resource = Resource.vpu if vector >= longest else Resource.host
         span = self.span(computation, instruction, longest, resource)
-        return replace(span, flops=work.flops, bytes=work.bytes, priced_by=by)
+        return replace(
+            span,
+            flops=work.flops,
+            vector_flops=work.vector_flops,
+            bytes=work.bytes,
+            priced_by=by,
+        )
 
     def collective(self, computation: Computation, instruction: Instruction) -> Span | None:
         kind = instruction.opcode.removesuffix("-start")

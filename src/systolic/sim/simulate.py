@@ -201,6 +201,7 @@ class _Order:
             paid.seconds,
             paid.resource,
             flops=paid.flops,
+            vector_flops=paid.vector_flops,
             bytes=paid.bytes,
             priced_by=paid.by,
         )

@@ -43,6 +43,8 @@ class Span:
     """``file:line``."""
     flops: float = 0.0
     """FLOPs of matrix units."""
+    vector_flops: float = 0.0
+    """FLOPs of matmuls that the compiler gave to the vector units."""
     bytes: float = 0.0
     """HBM bytes, or bytes on the links."""
     priced_by: str = ""
@@ -62,6 +64,11 @@ class Timeline:
     spans: Sequence[Span]
     notes: Sequence[str] = field(default=())
     """What was assumed on the way."""
+
+    @property
+    def executed_flops(self) -> float:
+        """FLOPs of all matmuls of the step, on whatever unit, padding of operands included."""
+        return sum((span.flops + span.vector_flops) * times for span, times in self.leaves())
 
     def leaves(self) -> "Iterator[tuple[Span, int]]":
         """Every op that is no loop, with how often it runs."""

@@ -1,4 +1,4 @@
-"""What an instruction has to do: FLOPs of the matrix units, bytes of device memory."""
+"""What an instruction has to do: FLOPs of products, bytes of device memory."""
 
 import math
 import re
@@ -17,6 +17,7 @@ class Work:
     """Of one instruction."""
 
     flops: float = 0.0
+    """On the matrix units."""
     bytes: float = 0.0
     """HBM bytes read and written."""
     dtype: str = "bf16"
@@ -27,6 +28,9 @@ class Work:
 
     passes: float = 1.0
     """Most passes of a matmul in it: f32 operands at ``high`` and ``highest`` precision are split into bf16 parts."""
+
+    vector_flops: float = 0.0
+    """Of matmuls that the compiler made products and sums of the vector units."""
 
     def matrix(self, width: int) -> float:
         """FLOPs that matrix units of that width are busy for; ``flops`` where nothing else is known."""
@@ -47,7 +51,8 @@ def work_of(module: Module, computation: Computation, instruction: Instruction) 
         shapes = computation.operand_shapes(instruction)
         moved = plain_bytes(module, computation, instruction)
         return replace(_matmul(instruction, shapes), bytes=moved)
-    return Work(0.0, plain_bytes(module, computation, instruction))
+    moved = plain_bytes(module, computation, instruction)
+    return Work(bytes=moved, vector_flops=_summed(computation, instruction))
 
 
 _PASSES = {"highest": 6.0, "high": 3.0}
@@ -115,15 +120,32 @@ def _matmuls(module: Module, computation: Computation) -> Work:
             held = "calls" if instruction.opcode == "fusion" else "to_apply"
             more = _matmuls(module, module.callee(instruction, held))
         else:
-            continue
-        if more.flops:
+            more = Work(vector_flops=_summed(computation, instruction))
+        if more.flops or more.vector_flops:
             total = Work(
                 total.flops + more.flops,
-                dtype=more.dtype,
+                dtype=more.dtype if more.flops else total.dtype,
                 issued=(total.issued[0] + more.issued[0], total.issued[1] + more.issued[1]),
                 passes=max(total.passes, more.passes),
+                vector_flops=total.vector_flops + more.vector_flops,
             )
     return total
+
+
+_RELAYED = frozenset(("bitcast", "convert", "copy", "reshape", "transpose"))
+
+
+def _summed(computation: Computation, instruction: Instruction) -> float:
+    """FLOPs of a sum that was a matmul in the program: of few rows a compiler makes it a product and a reduction.
+
+    The sum keeps the matmul's name. One whose factors lie in another instruction is none.
+    """
+    if instruction.opcode != "reduce" or not instruction.op_name.endswith("/dot_general"):
+        return 0.0
+    made = computation.index.get(instruction.operands[0])
+    while made is not None and made.opcode in _RELAYED:
+        made = computation.index.get(made.operands[0])
+    return 0.0 if made is None or made.opcode != "multiply" else 2.0 * made.shape.elements
 
 
 def _multiply(instruction: Instruction, operands: list[Shape]) -> float:
