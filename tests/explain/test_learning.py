@@ -10,7 +10,9 @@ import pytest
 
 from systolic import recipes
 from systolic.artifact import Run
+from systolic.artifact.access import Access
 from systolic.cli.main import main
+from systolic.cli.resume import finished
 from systolic.core.errors import RunError
 from systolic.explain import layers
 from systolic.explain.cause import Cause
@@ -344,6 +346,56 @@ def test_an_accelerator_that_waits_for_the_host_is_seen(tmp_path: Path):
     names = [cause.name for cause in speed(fabricated(tmp_path / "a", time, device_wait=0.01))]
     assert sorted(names) == ["host-synchronisation", "recompilation"]
     assert [cause.name for cause in speed(fabricated(tmp_path / "b", time))] == ["recompilation"]
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_steps_before_a_resume_are_no_time_of_the_session_after_it(tmp_path: Path, counted: bool):
+    """Records of 40 slow steps, a kill, a resume from step 400, of which nothing was on record."""
+    figures = {"loss": 1.0, "data_wait": 0.0, "device_wait": 0.9}
+    more = {"num_steps": 1} if counted else {}
+    with Run.create(tmp_path / "run", {"job": {"name": "made"}}) as run:
+        run.append({"kind": "start", "step": 0, "time": 0.0, "resumed_from": None})
+        for step in range(1, 41):
+            train = {"kind": "train", "step": step, "time": step, "step_seconds": 5.0}
+            run.append(train | figures | more)
+        run.append({"kind": "start", "step": 400, "time": 900.0, "resumed_from": 400})
+        for step in range(401, 421):
+            seconds = 0.157 if step == 401 else 0.0107
+            train = {"kind": "train", "step": step, "time": step + 500, "step_seconds": seconds}
+            run.append(train | figures | more)
+        for kind, time in (("killed", None), ("ended", {"step": 0.4, "compile": 2.6})):
+            if time is not None:
+                rest = dict.fromkeys(("data_wait", "eval", "checkpoint"), 0.0)
+                run.write_summary({"steps": 420, "time": time | rest})
+            found = {cause.name: cause for cause in speed(run)}
+            if kind == "killed":
+                # 0.157 s of 0.157 + 19 * 0.0107 s, less a usual step.
+                assert found["stalls"].seconds == pytest.approx(0.157 - 0.0107)
+                assert found["stalls"].share == pytest.approx(0.1463 / 0.3603)
+            else:
+                assert "stalls" not in found
+            assert all((cause.share or 0.0) <= 1.0 for cause in found.values())
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]"])
+def test_a_damaged_summary_is_named_and_the_rest_is_read(
+    tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
+):
+    time = {"compile": 10.0, "step": 50.0, "data_wait": 20.0, "eval": 15.0, "checkpoint": 5.0}
+    run = fabricated(tmp_path / "run", time, data_wait=0.3)
+    with Run.open(run.path, access=Access.write) as opened:
+        opened.append({"kind": "end", "step": 40, "time": time, "steps": 40})
+    whole = speed(run)
+    (run.path / "summary.json").write_text(content)
+    assert speed(run) == whole
+    assert main(["explain", str(run.path), "--quick", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert "summary.json is damaged" in shown["notes"][0]
+    lines = (run.path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run.path / "metrics.jsonl").write_text("".join(lines[:-1]))
+    # 9 s of compiling again and the 40 steps of a second.
+    assert {c.name: c.share for c in speed(run)}["recompilation"] == pytest.approx(9 / 49)
+    assert finished(run, planted.job(), changed=False) is None, "a resume writes it anew"
 
 
 def test_the_screen_holds_many_causes_and_begins_with_the_verdict():

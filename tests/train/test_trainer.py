@@ -180,17 +180,44 @@ def test_a_dropped_step_is_not_in_the_mean(tmp_path: Path):
     assert three[0]["loss"] == pytest.approx((each[0]["loss"] + each[1]["loss"]) / 2)
 
 
-def test_results_seen_together_are_no_spike_of_throughput():
-    """By a clock of the test's own: one result a second, but the host sees the last four at once."""
+def test_a_record_is_of_its_own_steps_whenever_the_host_sees_them():
+    """By a clock of the test's own: a slow first step, a step a second, and results seen together at the end."""
     now = [0.0]
     meter = Meter(set_up(tiny.job(steps=100)), Ledger(lambda: now[0]), 0)
     seen = []
-    for second in [*range(1, 20), 23, 23, 23, 23]:
-        now[0] = second + (0.001 * len(seen) if second == 23 else 0.0)
+
+    def see() -> None:
         meter.done()
-        seen.append(meter.read()["step_seconds"])
-    assert seen[:19] == pytest.approx([1.0] * 19)
-    assert all(0.9 < seconds < 1.6 for seconds in seen[19:]), seen[19:]
+        seen.append(meter.read())
+
+    for second in range(10, 30):  # the host waits for each
+        now[0] = second
+        see()
+    for pending in (1, 2, 3):  # the host is ahead: it notices that they end and reads them later
+        now[0] += 1.0
+        meter.notice(pending)
+    now[0] += 5.0
+    for _ in range(3):
+        see()
+    now[0] += 1.0
+    meter.notice(2)  # both ended in the last six seconds
+    see()
+    see()
+    measured = [record["step_seconds"] for record in seen]
+    assert measured == pytest.approx([10.0] + [1.0] * 19 + [1.0] * 3 + [3.0] * 2)
+    assert [record["num_steps"] for record in seen] == [1] * 25
+    # 75 steps left, by the mean of the last eight: 3 + 3 + 6 * 1 seconds.
+    assert seen[-1]["eta_seconds"] == pytest.approx(75 * 12 / 8)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_the_times_on_record_add_up_to_those_of_the_steps(tmp_path: Path, every: int):
+    evaluation = Evaluation(every=5)
+    summary = train(tiny.job(steps=17, evaluation=evaluation), tmp_path, log_every=every)
+    steps = [(r["num_steps"], r["step_seconds"]) for r in records(tmp_path, "train")]
+    assert sum(count for count, _ in steps) == 17
+    loop = summary["time"]["step"] + summary["time"]["data_wait"]
+    assert 0 < sum(count * seconds for count, seconds in steps) < loop + 0.01
 
 
 def test_a_warm_up_that_is_shortened_is_told(tmp_path: Path):

@@ -116,7 +116,7 @@ def explain_run(target: str, args: Sequence[str]) -> int:
         causes = [*learning.learning(directory, looks), *speed.speed(directory)]
         known = Settings(directory.read_job().get("options") or {})
     causes = known.named(causes)
-    figures, notes = learning.vitals(history), [*notes, *learning.unknown(history)]
+    figures, notes = learning.vitals(history), [*history.notes, *notes, *learning.unknown(history)]
     if verb["json"]:
         show_json(target, Kind.run, causes, figures=figures, notes=notes)
         return 0

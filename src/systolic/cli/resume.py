@@ -17,7 +17,7 @@ from systolic.cli.output import print_json
 from systolic.cli.planned import expected, resumed
 from systolic.cli.session import INIT, begun, describe, join, load, session
 from systolic.cli.target import Request, plan_of, request_for
-from systolic.core.errors import NotFoundError
+from systolic.core.errors import NotFoundError, RunError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.job import Batch, Job
 from systolic.train.ledger import Ledger
@@ -137,10 +137,15 @@ def continued(
 
 
 def finished(directory: Run, job: Job, *, changed: bool) -> dict[str, Any] | None:
-    """The summary of a run that has nothing left to do; ``None`` for one that has."""
+    """The summary of a run that has nothing left to do; ``None`` for one that has.
+
+    A run whose summary is damaged goes on from its checkpoint, which writes the summary anew.
+    """
     try:
         summary = directory.read_summary()
-    except NotFoundError:
+    except (NotFoundError, RunError):
+        return None
+    if not {"steps", "stopped", "interrupted"} <= set(summary):
         return None
     early = bool(summary["stopped"]) and not changed
     done = summary["steps"] >= job.steps or early

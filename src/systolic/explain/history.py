@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from systolic.artifact.run import Run
-from systolic.core.errors import NotFoundError
+from systolic.artifact.run import METRICS, SUMMARY, Run
+from systolic.core.errors import NotFoundError, RunError
 from systolic.explain.settings import Settings
 
 Record = Mapping[str, Any]
@@ -29,6 +29,13 @@ class History:
     """Of the last session; ``None`` for a run that has not ended."""
     looks: Sequence[Record]
     """Looks at gradients by layer, recorded or made afterwards."""
+    notes: Sequence[str] = ()
+    """Files of the run that are damaged, and what was read instead."""
+
+    @property
+    def resumed_from(self) -> int:
+        """Steps done before the last session."""
+        return self.start.get("resumed_from") or 0
 
     @property
     def settings(self) -> Settings:
@@ -93,12 +100,25 @@ def read(run: Run, looks: Sequence[Record] = ()) -> History:
     Raises:
         RunError: a line of its records is damaged.
     """
+    return _history(run, list(run.records()), list(run.diagnoses()) or looks)
+
+
+def read_session(run: Run) -> History:
+    """As :func:`read`, of the last session only: what its summary's times are about.
+
+    Raises:
+        RunError: a line of its records is damaged.
+    """
     records = list(run.records())
+    begun = max((n for n, record in enumerate(records) if record["kind"] == "start"), default=0)
+    session = records[begun:]
+    before = (session[0].get("resumed_from") or 0) if session else 0
+    return _history(run, session, [look for look in run.diagnoses() if look["step"] > before])
+
+
+def _history(run: Run, records: Sequence[Record], looks: Sequence[Record]) -> History:
     starts = [record for record in records if record["kind"] == "start"]
-    try:
-        summary = run.read_summary()
-    except NotFoundError:
-        summary = None
+    summary, notes = _summary(run, records)
     return History(
         path=str(run.path),
         job=run.read_job(),
@@ -107,7 +127,27 @@ def read(run: Run, looks: Sequence[Record] = ()) -> History:
         evals=[record for record in records if record["kind"] == "eval"],
         events=[record for record in records if record["kind"] == "event"],
         summary=summary,
-        looks=list(run.diagnoses()) or list(looks),
+        looks=list(looks),
+        notes=notes,
+    )
+
+
+def _summary(run: Run, records: Sequence[Record]) -> tuple[Record | None, list[str]]:
+    """The summary, or what the records say in its place where the file is damaged, with a note."""
+    try:
+        summary = run.read_summary()
+        if {"steps", "time"} <= set(summary):
+            return summary, []
+    except NotFoundError:
+        return None, []
+    except RunError:
+        pass
+    # The trainer writes the same values there, and removes them where the run goes on.
+    ended = [record for record in records if record["kind"] == "end"]
+    what = "the figures of the run's end" if ended else "its records"
+    return (
+        ended[-1] if ended else None,
+        [f"{run.path / SUMMARY} is damaged; {what} in {METRICS} count instead"],
     )
 
 

@@ -9,7 +9,7 @@ from systolic.artifact import spent as records
 from systolic.artifact.run import Run
 from systolic.core.units import duration
 from systolic.explain.cause import Cause
-from systolic.explain.history import History, read
+from systolic.explain.history import History, read_session
 
 WAIT = 0.05
 """Share of the wall time, waiting for data, that is worth a line."""
@@ -31,11 +31,11 @@ def speed(run: Run) -> list[Cause]:
     Raises:
         RunError: a line of its records is damaged.
     """
-    return causes(read(run))
+    return causes(read_session(run))
 
 
 def causes(history: History) -> list[Cause]:
-    """As :func:`speed`, of a run that was read."""
+    """As :func:`speed`, of a session that was read."""
     spent = seconds_by_kind(history)
     total = sum(spent.values())
     if not history.train or not total:
@@ -59,7 +59,7 @@ def seconds_by_kind(history: History) -> dict[str, float]:
     """The summary's ``time``; of a run without one what its records add up to, which leaves out the start."""
     if history.summary is not None:
         return dict(history.summary["time"])
-    return records.spent(history.train, history.evals, history.events)
+    return records.spent(history.train, history.evals, history.events, history.resumed_from)
 
 
 def input_wait(history: History, spent: Mapping[str, float], total: float) -> Cause | None:
@@ -117,11 +117,11 @@ def stalls(history: History, spent: Mapping[str, float], total: float) -> Cause 
     if len(history.train) < 12:
         return None
     usual = statistics.median(record["step_seconds"] for record in history.train)
-    lost, slow, before = 0.0, [], 0
-    for record in history.train:
-        steps, before = record["step"] - before, record["step"]
-        if record["step_seconds"] > SLOW * usual and steps > 0:
-            lost += (record["step_seconds"] * (1 - record["data_wait"]) - usual) * steps
+    lost, slow = 0.0, []
+    for record, steps in records.steps_of(history.train, history.resumed_from):
+        own = record["step_seconds"] * (1 - record["data_wait"])
+        if own > SLOW * usual and steps > 0:
+            lost += (own - usual) * steps
             slow.append(record)
     if lost < STALL * total:
         return None

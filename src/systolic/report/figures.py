@@ -23,6 +23,7 @@ _OWN_KEYS = frozenset(
         *(
             "tokens_per_second",
             "examples_per_second",
+            "num_steps",
             "step_seconds",
             "mfu",
             "data_wait",

@@ -1,4 +1,4 @@
-"""Throughput over the last steps."""
+"""Time and throughput of the steps between two records."""
 
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,18 +10,26 @@ if TYPE_CHECKING:
 
 
 SPAN = 8
-"""Steps that a reading covers at least. The host sees results late and several at once after a wait,
-so the time between two of them says little about a step."""
+"""Steps that the forecast of the time left is a mean of, at least."""
 
 
 class _Mark(NamedTuple):
-    """What had been counted at a reading."""
+    """What had been counted when a step finished."""
 
-    steps: int
+    steps: float
     clock: float
     claimed: float
     waited: float
     device_waited: float
+
+    def to(self, later: "_Mark", share: float) -> "_Mark":
+        """The point at a share of the way to a later mark."""
+        return _Mark(*(a + (b - a) * share for a, b in zip(self, later, strict=True)))
+
+    def busy(self, since: "_Mark") -> float:
+        """Seconds since an earlier mark, waiting for data included, without other work."""
+        others = (self.claimed - since.claimed) - (self.waited - since.waited)
+        return max(self.clock - since.clock - others, 1e-9)
 
 
 class Meter:
@@ -39,11 +47,27 @@ class Meter:
         """Steps whose results have been seen."""
         self.session_steps = 0
         self._device_waited = 0.0
-        self._marks = deque([self._mark()])
+        self._last = self._mark(finished)
+        """Of the last step whose results have been seen."""
+        self._unseen: deque[_Mark] = deque()
+        """Steps after it that have finished, oldest first."""
+        self._marks = deque([self._last])
         """Readings, oldest first: the last one at least :data:`SPAN` steps ago, and those after it."""
 
+    def notice(self, count: int) -> None:
+        """So many steps have finished whose results have not been seen, in their order.
+
+        The host sees results some steps later, and several at once after a wait, so a step ends when
+        it is noticed. Steps that are noticed together share the time evenly.
+        """
+        new = count - len(self._unseen)
+        before, now = (self._unseen or [self._last])[-1], self._mark(self.finished + count)
+        self._unseen.extend(before.to(now, (n + 1) / new) for n in range(new))
+
     def done(self) -> None:
-        """One more step has finished."""
+        """The results of one more step have been seen."""
+        self.notice(max(1, len(self._unseen)))
+        self._last = self._unseen.popleft()
         self.finished += 1
         self.session_steps += 1
 
@@ -57,31 +81,32 @@ class Meter:
         return self.ledger.clock() - self._marks[-1].clock
 
     def read(self) -> dict[str, Any]:
-        """Figures since the last reading, and over the last :data:`SPAN` steps at least where there are so many.
+        """Figures of the steps since the last reading, and the time left by the last :data:`SPAN` steps at least.
 
-        Throughput, step time, MFU, the shares of the time spent waiting for data and for the devices.
+        The number of those steps, their mean time and throughput, MFU, the shares of their time that
+        were spent waiting for data and for the devices.
         """
-        now = self._mark()
+        now, since = self._last, self._marks[-1]
         while len(self._marks) > 1 and now.steps - self._marks[1].steps >= SPAN:
             self._marks.popleft()
-        since = self._marks[0]
+        lately = now.busy(self._marks[0]) / max(now.steps - self._marks[0].steps, 1)
         self._marks.append(now)
         waited = now.waited - since.waited
-        others = now.claimed - since.claimed - waited
         device_waited = now.device_waited - since.device_waited
-        busy = max(now.clock - since.clock - others, 1e-9)
-        step_seconds = busy / max(now.steps - since.steps, 1)
+        busy, num_steps = now.busy(since), round(now.steps - since.steps)
+        step_seconds = busy / max(num_steps, 1)
         left = self.setup.job.steps - self.finished
         expected = self.setup.expected
         return {
             f"{self.setup.unit}_per_second": self.setup.units_per_step / step_seconds,
+            "num_steps": num_steps,
             "step_seconds": step_seconds,
             **(expected.beside(step_seconds) if expected is not None else {}),
             "mfu": self.setup.mfu(step_seconds),
             "data_wait": min(waited / busy, 1.0),
             "device_wait": min(device_waited / busy, 1.0),
             "memory_bytes": self.setup.machine.memory_bytes(),
-            "eta_seconds": left * step_seconds,
+            "eta_seconds": left * lately,
         }
 
     def step_seconds(self) -> float | None:
@@ -96,9 +121,9 @@ class Meter:
             return None, None
         return self.setup.units_per_step / each, self.setup.mfu(each)
 
-    def _mark(self) -> _Mark:
+    def _mark(self, steps: float) -> _Mark:
         return _Mark(
-            steps=self.finished,
+            steps=steps,
             clock=self.ledger.clock(),
             claimed=self.ledger.claimed,
             waited=self.ledger.spent("data_wait"),

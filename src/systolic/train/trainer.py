@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import jax
@@ -59,6 +60,10 @@ class Pending(NamedTuple):
     step: int
     metrics: dict[str, jax.Array]
     batch: dict[str, jax.Array]
+
+    def is_ready(self) -> bool:
+        """Whether the devices are done with it."""
+        return all(value.is_ready() for value in self.metrics.values())  # ty: ignore[missing-attribute]
 
 
 @dataclass(kw_only=True)
@@ -275,6 +280,7 @@ class Trainer:
                 self._notes()
                 progress.step += 1
                 pending.append(Pending(progress.step, metrics, batch))
+                self._notice(pending)
                 while len(pending) > LAG:
                     self._check(pending.popleft())
             self.trace.done(metrics)
@@ -313,7 +319,13 @@ class Trainer:
 
     def _drain(self, pending: deque[Pending]) -> None:
         while pending:
+            self._notice(pending)
             self._check(pending.popleft())
+
+    def _notice(self, pending: deque[Pending]) -> None:
+        """Which steps the devices have finished, without waiting for any."""
+        finished = takewhile(Pending.is_ready, pending)
+        self.meter.notice(sum(1 for _ in finished))
 
     def _check(self, done: Pending) -> None:
         """Looks at a finished step: is it bad, is it time for a record?"""
