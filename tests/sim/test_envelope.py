@@ -39,6 +39,10 @@ def test_recorded_schedules_keep_the_rules(family: str) -> None:
     assert found == []
     assert checked["answer"] == checked["floor"] == cases.FAMILY
     assert checked["layers"] == checked["batch"] == checked["sequence"] == 1
+    assert checked["split"] + checked["slices"] == 1
+    decoding = [case for case in map(cases.case_of, records) if case.verb == "decode"]
+    rows = [case.batch / case.ways("data", "fsdp", "expert") for case in decoding]
+    assert checked["decode"] == sum(number >= 8 for number in rows)
 
 
 def test_the_sample_covers_what_is_computed() -> None:
@@ -48,6 +52,8 @@ def test_the_sample_covers_what_is_computed() -> None:
     assert any(case.member == "slices" for case in found)
     assert any(case.experts > 1 for case in found)
     assert len(found) == 25
+    decoding = [case for case in found if case.verb == "decode"]
+    assert any(case.batch / case.ways("data", "fsdp", "expert") >= 8 for case in decoding)
 
 
 def test_jobs_are_the_same_for_the_same_seed() -> None:
