@@ -453,8 +453,12 @@ def test_text_mistakes_are_one_line(tmp_path, tokenizer_file):
         with pytest.raises(kind, match=message) as raised:
             data.open(read())
         assert "\n" not in str(raised.value)
-    with pytest.raises(DataError, match="byte 14 is not JSON"):
-        list(Documents(path=tmp_path / "bad.jsonl", validation_share=0).open(read()))
+    bad = Documents(path=tmp_path / "bad.jsonl", validation_share=0)
+    with pytest.raises(DataError, match=r"bad\.jsonl line 2 is not JSON"):
+        bad.size(Split.train)  # which is asked before a model is built
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n\n\n{"txt": "b"}\n')
+    with pytest.raises(DataError, match=r"bad\.jsonl line 4 has no text field 'text'"):
+        bad.size(Split.train)
     (empty / "b.jsonl").write_text('{"text": ""}\n' * 5)
     with pytest.raises(DataError, match="are empty"):
         next(Documents(path=empty / "b.jsonl").open(read(epochs=None)))

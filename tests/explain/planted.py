@@ -153,7 +153,7 @@ def job(
         steps=steps,
         batch=Batch(total=batch),
         optimizer=optimizer,
-        schedule=Schedule(warmup=10),
+        schedule=Schedule(warmup=min(10, steps - 1)),
         evaluation=evaluation,
         guard=Guard(rule=rule),
     )

@@ -7,11 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from systolic.core.errors import OptionError
 from systolic.job import Precision
+from systolic.models.cnn.config import CNN
+from systolic.models.decoder.config import Decoder
 from systolic.models.product import product
 from systolic.steps.mesh import make_mesh
 from systolic.steps.steps import Steps
 from systolic.steps.target import MeshTarget
+from systolic.train.setup import check_operands, computed_in
 from tests.steps import tiny
 
 
@@ -75,3 +79,11 @@ def test_precisions_say_their_operands() -> None:
     assert Precision.int8.resolve("cpu").operands == "int8"
     assert Precision.fp8.dtype == "bfloat16"
     assert replace(tiny.job(), precision=Precision.bf16).precision.operands is None
+
+
+def test_what_is_computed_in_is_said_and_what_no_matmul_follows_is_refused() -> None:
+    assert computed_in(target("fp8")) == "float32, fp8 operands (emulated on a CPU)"
+    assert computed_in(target(None)) == target(None).dtype
+    check_operands(Decoder(), Precision.fp8)
+    with pytest.raises(OptionError, match="precision is fp8, which CNN has no matmuls for"):
+        check_operands(CNN(), Precision.fp8)

@@ -36,7 +36,10 @@ def test_eval_and_predict_agree_on_a_documents_bits_per_byte(tmp_path: Path):
     text.write_text("ab")
     data = Documents(path=lines, validation=lines, sequence=30)
     setup, weights, found = measured(data)
-    ((_, answer),) = predictions(setup, weights, [text])
+    binary = tmp_path / "bin.txt"
+    binary.write_bytes(b"words \x00\x01\xff" * 100)
+    (_, answer), (_, refused) = predictions(setup, weights, [text, binary])
+    assert "bin.txt is binary, not text (a zero byte at 6)" in refused["error"]
     # Three targets, two of which are bytes: a, b and the document's end.
     assert answer["tokens"] == 3
     assert found["bits_per_byte"] == pytest.approx(found["loss"] * 3 / 2 / math.log(2), rel=1e-5)

@@ -14,6 +14,9 @@ from systolic.core.errors import DataError, MissingExtraError, nearest
 from systolic.data.shuffle import mix
 from systolic.data.sorted import sorted_by
 
+CHECKED_BYTES = 1 << 24
+"""Of each JSONL file, whose lines are checked when it is opened; those after it when they are read."""
+
 
 class Corpus(ABC):
     """Documents in a fixed order. Picklable; read from several threads at once."""
@@ -87,8 +90,10 @@ class Lines(Corpus):
         self._names = [_name(root, file) for file in files]
         self._lines = [_line_bounds(file) for file in files]
         self._starts = np.concatenate([[0], np.cumsum([len(lines) for lines in self._lines])])
-        if len(self):
-            self.read(np.array([0]))
+        # What is wrong near the start of a file is said before a model is compiled.
+        for first, lines in zip(self._starts, self._lines, strict=False):
+            near = int(np.count_nonzero(lines[:, 1] <= CHECKED_BYTES))
+            self.read(first + np.arange(min(max(near, 1), len(lines))))
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -120,7 +125,7 @@ class Lines(Corpus):
             row = msgspec.json.decode(line)
         except ValueError as error:
             raise DataError(
-                f"{self.files[file]} at byte {start} is not JSON ({error}); each line must be one JSON object"
+                f"{self._place(file, start)} is not JSON ({error}); each line must be one JSON object"
             ) from error
         if not isinstance(row, dict) or not isinstance(row.get(self._field), str):
             known = (
@@ -128,8 +133,17 @@ class Lines(Corpus):
                 if isinstance(row, dict)
                 else []
             )
-            raise DataError(_no_field(f"{self.files[file]} at byte {start}", self._field, known))
+            raise DataError(_no_field(self._place(file, start), self._field, known))
         return row[self._field].encode()
+
+    def _place(self, file: int, start: int) -> str:
+        """``corpus.jsonl line 3``, counted from 1 with the empty lines, as editors do."""
+        number = 1
+        with self.files[file].open("rb") as opened:
+            while start and (chunk := opened.read(min(start, 1 << 24))):
+                number += chunk.count(b"\n")
+                start -= len(chunk)
+        return f"{self.files[file]} line {number}"
 
 
 class Parquet(Corpus):

@@ -125,11 +125,11 @@ def _plain(path: Path, root: Path, found: list[Path], piece_bytes: int) -> Corpu
             f"{path} holds no text; Systolic reads .txt, .md, code, .jsonl, .parquet, .array_record and datasets folders"
         )
     if path.is_file():
-        _check_text(path)
+        check_text(path)
     return Files(root, texts, piece_bytes)
 
 
-def _check_text(file: Path) -> None:
+def check_text(file: Path) -> None:
     """A file that its name does not show to be text has none of the bytes that text never has.
 
     Raises:

@@ -108,8 +108,10 @@ class Runner:
 
 def _score(run: Runner, data: TextData, file: Path) -> dict[str, Any]:
     """How well the model predicts a text."""
+    from systolic.data.listing import check_text
     from systolic.data.rows import cut, lay
 
+    check_text(file)
     text = file.read_bytes()
     documents = data.get_tokenizer().documents([text])
     sequence = data.fields()["tokens"].shape[0]

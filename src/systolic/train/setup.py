@@ -14,7 +14,7 @@ from systolic.aot.steps import described
 from systolic.artifact.weights import Weights
 from systolic.chips.flags import compile_options, name_of, resolved
 from systolic.core.errors import DataError, OptionError, nearest
-from systolic.job import Job, Split
+from systolic.job import Job, Model, Precision, Split, Target
 from systolic.steps.mesh import make_mesh, slice_of
 from systolic.steps.programs import jit_evaluate, jit_train
 from systolic.steps.steps import Steps, wide_copy
@@ -153,6 +153,7 @@ def set_up(
     precision = job.precision.resolve(machine.platform)
     if reads:
         job.schedule.check_steps(job.steps)
+        check_operands(job.model, precision)
     if reads and job.data.size(Split.train) == 0:
         raise DataError(f"the training split of {job.name} is empty; give the recipe other data")
     target = MeshTarget(
@@ -164,6 +165,26 @@ def set_up(
         mesh=make_mesh(job.layout, machine.devices),
     )
     return Setup(job=job, machine=machine, steps=Steps(job, target))
+
+
+def check_operands(model: Model, precision: Precision) -> None:
+    """Whether a model's matmuls can round to what the precision asks of them.
+
+    Raises:
+        OptionError: they can't, so that it would compute in bfloat16 alone.
+    """
+    if precision.operands is not None and precision.operands not in model.operands():
+        raise OptionError(
+            f"precision is {precision.value}, which {type(model).__name__} has no matmuls for; use bf16 or f32"
+        )
+
+
+def computed_in(target: Target) -> str:
+    """``bfloat16, fp8 operands (emulated on a CPU)``: what a target computes in, for people."""
+    if target.operands is None:
+        return target.dtype
+    emulated = " (emulated on a CPU)" if target.platform == "cpu" else ""
+    return f"{target.dtype}, {target.operands} operands{emulated}"
 
 
 def check_flags(flags: Sequence[str], platform: str) -> None:

@@ -31,7 +31,7 @@ from systolic.train.profile import DATA, FOLDER, METRICS, Profile, part
 from systolic.train.programs import Program
 from systolic.train.progress import Progress
 from systolic.train.same import SameBatches, require_same_data, require_same_job
-from systolic.train.setup import Setup
+from systolic.train.setup import Setup, computed_in
 from systolic.train.watch import Watcher
 
 LAG = 3
@@ -198,7 +198,7 @@ class Trainer:
             unit=self.setup.unit,
             num_parameters=steps.network.num_parameters,
             devices=self.setup.machine.name,
-            precision=steps.target.dtype,
+            precision=computed_in(steps.target),
             flags=list(self.setup.flags),
             batch=steps.batch_size,
             examples=self.examples,
