@@ -116,13 +116,14 @@ def explain_run(target: str, args: Sequence[str]) -> int:
         causes = [*learning.learning(directory, looks), *speed.speed(directory)]
         known = Settings(directory.read_job().get("options") or {})
     causes = known.named(causes)
-    figures, notes = learning.vitals(history), [*history.notes, *notes, *learning.unknown(history)]
+    figures, notes = learning.vitals(history), [*notes, *learning.unknown(history)]
     if verb["json"]:
+        notes = [*history.notes, *notes]
         show_json(target, Kind.run, causes, figures=figures, notes=notes)
         return 0
     from systolic.report.explain.text import print_causes
 
-    lines = remarks(figures, history.unit)
+    lines = [*remarks(figures, history.unit), *history.notes]
     if is_profile(path / "profile"):
         lines.append(f"its steps were traced: systolic explain {path / 'profile'}")
     print_causes(target, causes, remarks=lines, notes=notes)
