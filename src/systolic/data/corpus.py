@@ -14,8 +14,8 @@ from systolic.core.errors import DataError, MissingExtraError, nearest
 from systolic.data.shuffle import mix
 from systolic.data.sorted import sorted_by
 
-CHECKED_BYTES = 1 << 24
-"""Of each JSONL file, whose lines are checked when it is opened; those after it when they are read."""
+CHECKED_BYTES = 1 << 20
+"""Of the first JSONL file, whose lines are checked when it is opened; all others when they are read."""
 
 
 class Corpus(ABC):
@@ -90,10 +90,11 @@ class Lines(Corpus):
         self._names = [_name(root, file) for file in files]
         self._lines = [_line_bounds(file) for file in files]
         self._starts = np.concatenate([[0], np.cumsum([len(lines) for lines in self._lines])])
-        # What is wrong near the start of a file is said before a model is compiled.
-        for first, lines in zip(self._starts, self._lines, strict=False):
+        # What is wrong near the start is said before a model is compiled.
+        if len(self):
+            lines = next(lines for lines in self._lines if len(lines))
             near = int(np.count_nonzero(lines[:, 1] <= CHECKED_BYTES))
-            self.read(first + np.arange(min(max(near, 1), len(lines))))
+            self.read(np.arange(max(near, 1)))
 
     def __len__(self) -> int:
         return int(self._starts[-1])
