@@ -10,6 +10,7 @@ from systolic import recipes
 from systolic.artifact import paths
 from systolic.artifact.access import Access
 from systolic.artifact.run import Run
+from systolic.chips.flags import resolved
 from systolic.cli import own
 from systolic.cli.continues import DATA, agreed, continues
 from systolic.cli.flags import kept
@@ -62,7 +63,7 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
         asked = replace(asked, options=paths.absolute(dict(asked.options)))
         changed = {name for name, value in asked.options.items() if value != saved.get(name)}
         asked = replace(asked, chosen=resumed(plan_of(record), changed))
-        flags = kept(record, asked.chosen, asked.verb["flags"])
+        resolved(asked.verb["flags"] or "", None)
         summary = finished(directory, asked.job, changed=asked.options != saved)
         if summary is not None:
             if asked.verb["json"]:
@@ -74,6 +75,7 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
             )
             return 0
         data = agreed(lambda: continues(directory, record, asked.job))
+        flags = kept(record, asked.chosen, asked.verb["flags"])
         job, description = continued(asked, record, saved, flags)
         if "tokenizer" not in changed:
             job = replace(job, data=own.with_tokenizer(directory, job.data))
