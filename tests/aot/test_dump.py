@@ -2,6 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from systolic.aot import dump
+from tests.recorded import hlo
 
 PROGRAM = """
 import os, sys, threading
@@ -26,3 +33,34 @@ def test_the_compile_behind_a_schedule_leaves_the_processor_to_its_reader() -> N
     if not sys.platform.startswith("linux"):
         return
     subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=60)
+
+
+class Lowered:
+    """Compiles at once: the compiler has ended before its dump is looked at, as a busy machine can have it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def compile(self, compiler_options: dict[str, Any]) -> None:
+        path = Path(compiler_options["xla_dump_to"]) / f"module_0001.f.{dump.SCHEDULED}"
+        path.write_text(self.text)
+
+
+class Ended:
+    """A thread that has ended when it is started."""
+
+    def __init__(self, target: Any, daemon: bool) -> None:
+        self.start = target
+
+    def is_alive(self) -> bool:
+        return False
+
+
+def test_a_compiler_that_ended_between_two_looks_has_written_it_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dump.threading, "Thread", Ended)
+    text = hlo.text("scatter-v5e-1")
+    assert dump.schedule(Lowered(text), {}, tmp_path) == text
+    with pytest.raises(RuntimeError, match="a part of the schedule only"):
+        dump.schedule(Lowered(text[:-200]), {}, tmp_path)

@@ -63,14 +63,15 @@ def schedule(lowered: Any, options: Mapping[str, Any], folder: Path) -> str:
         path = _written(folder, SCHEDULED)
         if path is not None:
             now = path.stat().st_size
+            settled = now == size or (ended and not failed)
             # Complete when it grows no more and ends as a module does.
-            if now == size and now and (text := path.read_text()).rstrip().endswith("}"):
+            if settled and now and (text := path.read_text()).rstrip().endswith("}"):
                 step_back()
                 return text
             size = now
         if ended and failed:
             raise failed[0]
-        if ended and (path is None or path.stat().st_size == size):
+        if ended:
             # XLA goes on when it can't write: a full disk, a limit on the size of files.
             what = "no schedule" if path is None else "a part of the schedule only"
             raise RuntimeError(f"the compiler ended and wrote {what} into {folder}")
