@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from systolic.artifact.beside import is_beside, modules
-from systolic.artifact.reads import Reads
+from systolic.artifact.recipe_files import Reads
 from systolic.core.errors import NotFoundError, OptionError, RunError, nearest
 from systolic.core.ranges import check_arguments
 from systolic.job import Job
