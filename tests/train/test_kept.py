@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from systolic.artifact import Run, reads
+from systolic.artifact import Run, recipe_files
 from systolic.cli.main import main
 from systolic.core.errors import RunError
 from tests.train import tiny
@@ -229,7 +229,7 @@ def test_files_that_a_recipe_reads_by_its_own_place_are_kept(
     assert json.loads(capsys.readouterr().out)["step"] == 2
     assert main(["train", "--resume", str(run), "--steps", "3", "--json"]) == 0
     # A data set is none of that.
-    monkeypatch.setattr(reads, "KEPT_BYTES", 100)
+    monkeypatch.setattr(recipe_files, "KEPT_BYTES", 100)
     shutil.copytree(tmp_path / "moved", tmp_path / "home", dirs_exist_ok=True)
     capsys.readouterr()
     large = ["train", str(home / "mine.py"), *given, "--run", str(tmp_path / "small")]
