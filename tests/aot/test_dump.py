@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,39 @@ class Lowered:
         self.text = text
 
     def compile(self, compiler_options: dict[str, Any]) -> None:
-        path = Path(compiler_options["xla_dump_to"]) / f"module_0001.f.{dump.SCHEDULED}"
+        path = Path(compiler_options["xla_dump_to"]) / f"module_0001.f{dump.SCHEDULED}"
         path.write_text(self.text)
+
+
+class Behind(Lowered):
+    """Writes its schedule and goes on with code, as on TPU7x, where programs of SparseCores come before
+    ``after_buffer_assignment``."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.ended = threading.Event()
+
+    def compile(self, compiler_options: dict[str, Any]) -> None:
+        super().compile(compiler_options)
+        folder = Path(compiler_options["xla_dump_to"])
+        for ending in (dump.USAGE, dump.PROTO, dump.LAST):
+            (folder / f"module_0001.f.{ending}").write_text("")
+        self.ended.wait(60)
+        (folder / "module_0001.f.after_optimizations_after_buffer_assignment.txt").write_text("")
+
+
+def test_the_schedule_is_read_before_the_code_of_sparse_cores(tmp_path: Path) -> None:
+    text, result = hlo.text("scatter-v5e-1"), list[str]()
+    lowered = Behind(text)
+    reader = threading.Thread(
+        target=lambda: result.append(dump.schedule(lowered, {}, tmp_path)), daemon=True
+    )
+    reader.start()
+    reader.join(30)
+    waited = reader.is_alive()
+    lowered.ended.set()
+    assert not waited
+    assert result == [text]
 
 
 class Ended:

@@ -15,7 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-SCHEDULED = "after_optimizations_after_buffer_assignment.txt"
+SCHEDULED = ".after_optimizations.txt"
+"""Written once buffers are assigned. XLA writes the same text again, ``…_after_buffer_assignment.txt``, when it
+has compiled what runs on SparseCores: minutes later for a large model on TPU7x."""
+LAST = "after_optimizations-memory-usage-report.pb"
+"""The last of the files that XLA writes with the schedule, after :data:`PROTO` and :data:`USAGE`."""
 FOR_CPU = "cpu_after_optimizations.txt"
 REFUSED = "oom_intermediate_module.txt"
 PROTO = "after_optimizations.hlo.pb"
@@ -60,7 +64,7 @@ def schedule(lowered: Any, options: Mapping[str, Any], folder: Path) -> str:
     size = -1
     while True:
         ended = not worker.is_alive()
-        path = _written(folder, SCHEDULED)
+        path = _written(folder, SCHEDULED) if ended or _written(folder, LAST) else None
         if path is not None:
             now = path.stat().st_size
             settled = now == size or (ended and not failed)

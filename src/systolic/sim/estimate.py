@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from systolic.hlo import Computation, Instruction, Module, Shape
+from systolic.hlo.shape import HBM
 from systolic.sim.kernels import cores, vector_rate
 from systolic.sim.rates import Rates
 from systolic.sim.traffic import UPDATES, update_of
@@ -55,8 +56,9 @@ _NONE = frozenset(
 
 
 F32_OPERANDS = 1.2
-"""Further slowdown of a matmul at the default precision whose operands are f32: they are twice as many
-registers, and rounded on their way to the matrix units. The backward pass of losses on TPU7x."""
+"""Further slowdown of a matmul at the default precision with an f32 operand that comes from HBM: it is fetched
+and rounded again for each window of columns. The backward pass of losses on TPU7x. One that lies in VMEM costs nothing
+more: the logits of v6e with f32 activations take 1.0 to 1.08 of the matrix units' time, as with bf16."""
 LANE_CYCLES = 1.6
 """Of the cross-lane units for each register that is reduced over its lanes, or filled with one value a row:
 normalizations over 128 lanes on TPU7x, at 2.2 to 2.6 cycles with all other work in them."""
@@ -101,7 +103,7 @@ class Parts:
     vector: float
     """Vector and cross-lane units."""
     f32: bool = False
-    """Whether it is a matmul of f32 operands in one pass."""
+    """Whether it is a matmul in one pass with an f32 operand that comes from HBM."""
 
 
 def taken(parts: Parts, slow: Slowdown) -> float:
@@ -146,7 +148,16 @@ def parts_of(
         matrix=matrix_seconds(work, rates),
         memory=work.bytes / rates.hbm,
         vector=operations / vector_rate(rates) + crossing,
-        f32=work.dtype == "f32" and work.passes == 1,
+        f32=work.dtype == "f32" and work.passes == 1 and _fetches_f32(computation, instruction),
+    )
+
+
+def _fetches_f32(computation: Computation, instruction: Instruction) -> bool:
+    """Whether an op reads an f32 matrix from HBM."""
+    return any(
+        array.dtype == "f32" and len(array.dims) > 1 and array.bytes_in(HBM)
+        for shape in computation.operand_shapes(instruction)
+        for array in shape.arrays()
     )
 
 
