@@ -34,7 +34,8 @@ def require_same_job(setup: "Setup") -> None:
     first = answers[0]
     for process, answer in enumerate(answers):
         for name in sorted(first.keys() | answer.keys()):
-            if first.get(name) != answer.get(name):
+            # As text: NaN is not equal to itself.
+            if json.dumps(first.get(name)) != json.dumps(answer.get(name)):
                 raise RunError(
                     f"processes 0 and {process} were given different settings: {name} is {first.get(name)!r} in process 0 and {answer.get(name)!r} in process {process}; start every process with the same options and versions"
                 )
