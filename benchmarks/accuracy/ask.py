@@ -16,14 +16,18 @@ from systolic.sim.timeline import Resource, Timeline
 
 
 def forecast(
-    options: Mapping[str, Any], flags: Sequence[str], on_slice: str, compiler: Compiler
+    options: Mapping[str, Any],
+    flags: Sequence[str],
+    on_slice: str,
+    compiler: Compiler,
+    name: str = "lm",
 ) -> dict[str, Any]:
-    """The ``lm`` recipe with these options: ``forecast_seconds`` and where they go, or ``problem``.
+    """A recipe with these options: ``forecast_seconds`` and where they go, or ``problem``.
 
     Flags that this libtpu does not know are left out and listed as ``dropped``.
     """
     on = slice(on_slice)
-    recipe = recipes.find("lm")
+    recipe = recipes.find(name)
     left, dropped = tuple(flags), []
     try:
         job = recipe(recipes.typed(recipe, dict(options)))
@@ -46,7 +50,7 @@ def forecast(
         case Failed(reason=reason):
             return found | {"problem": reason}
         case Compiled():
-            made = of_outcome(outcome, "lm", on, 0.0)
+            made = of_outcome(outcome, name, on, 0.0)
             assert made.step_seconds is not None
             return found | {
                 "forecast_seconds": made.step_seconds,

@@ -62,9 +62,12 @@ MESHES: Mapping[tuple[str, str], Mapping[str, int]] = {
     ("fuji", "v5e"): {"data": -1, "fsdp": 16},
     ("fuji", "v5p"): {"data": -1, "fsdp": 8},
     ("maxtext 128b", "v5e"): {"fsdp": 16, "tensor": 16},
+    ("200b parameter dense", "v4"): {"fsdp": 64, "tensor": 16},
+    ("480b parameter dense", "v4"): {"fsdp": 256, "tensor": 8},
 }
 """Meshes by model and chip: apple/axlearn, experiments/text/gpt/fuji.py, as it was when the times were put
-there; MaxText's README of 2024 for its 128B on v5e-256."""
+there; MaxText's README of 2024 for its 128B on v5e-256; the meshes (data, model) that the records of MLPerf's
+open division state, over both of which Lingvo splits weights."""
 
 ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
     "decoder_layer_input": ("layer_input",),
@@ -100,6 +103,10 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
         "remat_names": ["query", "key", "value", "attention"],
     },
     r"save_qkv(_proj)?\b": {"remat": "save-names", "remat_names": ["query", "key", "value"]},
+    r"save_dot_for_mlperf_200b": {
+        "remat": "save-names",
+        "remat_names": ["query", "key", "value", "attention", "out"],
+    },
     r"save_out_proj": {"remat": "save-names", "remat_names": ["out"]},
     r"save_dot_except|save_dot_with_context": {"remat": "save-names", "remat_names": [*DOTS]},
     r"minimal_offloaded": {

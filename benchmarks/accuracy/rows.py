@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import known
+import others
 import xla_flags
 
 from systolic.chips import slice
@@ -39,16 +40,16 @@ AXES = {
 }
 """Published axes that the layout has, by their published name."""
 KINDS = {
-    "vision_cnn": "no convolutional network here has the record's input pipeline and batch norm groups",
     "vision_vit": "the record's student, teacher or patch sizes are no recipe here",
     "vision_detection": "no detection model here",
     "vision_3d": "no volumetric model here",
-    "encoder_lm": "no bidirectional encoder with masked tokens here",
     "diffusion": "no diffusion model here",
     "diffusion_image": "no diffusion model here",
     "diffusion_video": "no diffusion model here",
 }
 """Categories that no recipe covers, with the reason."""
+OTHERS = {"encoder_lm": ("mlm", "encoder"), "vision_cnn": ("image", "convolutional")}
+"""Categories of other recipes than ``lm``, and their kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class Row:
     generation: str
     slice: str
     kind: str
-    """``dense`` or ``mixture``."""
+    """``dense``, ``mixture``, ``encoder`` or ``convolutional``."""
     published_seconds: float
     recipe: str
     options: Mapping[str, Any]
@@ -105,7 +106,7 @@ def row_of(record: Mapping[str, Any]) -> Row | Skipped:
 
 def _row(record: Mapping[str, Any]) -> Row:
     category = record.get("category") or "dense_llm"
-    if category not in ("dense_llm", "moe_llm"):
+    if category not in ("dense_llm", "moe_llm", *OTHERS):
         raise _SkipError(KINDS.get(category, f"no recipe for {category}"))
     if record.get("usable_for_validation") is False:
         raise _SkipError("the record says that it is not fit for validation")
@@ -114,11 +115,13 @@ def _row(record: Mapping[str, Any]) -> Row:
     if generation is None:
         raise _SkipError(f"generation {record['generation']!r} is not in the catalogue")
     for key in ("step_time_best_s", "seq_len", "num_chips"):
-        if not record.get(key):
+        if not record.get(key) and (key, category) != ("seq_len", "vision_cnn"):
             raise _SkipError(f"{key} is not stated")
     departures: list[str] = []
     on = _slice(generation, record)
     layout = _layout(record, generation, on, departures)
+    if category in OTHERS:
+        return _other(record, generation, on, layout, departures)
     model = _model(record, departures)
     return Row(
         id=record["id"],
@@ -137,6 +140,46 @@ def _row(record: Mapping[str, Any]) -> Row:
             **narrow(record.get("weight_dtype"), departures),
         },
         flags=xla_flags.stated(record.get("xla_flags") or "", departures),
+        departures=tuple(departures),
+    )
+
+
+def _other(
+    record: Mapping[str, Any],
+    generation: str,
+    on: str,
+    layout: dict[str, Any],
+    departures: list[str],
+) -> Row:
+    """A record of another recipe than ``lm``."""
+    recipe, kind = OTHERS[record["category"]]
+    batch, other = _batch(record, on), record.get("other_settings") or {}
+    if recipe == "mlm":
+        options = others.encoder(record, departures)
+        if not options["model"]["vocab"]:
+            raise _SkipError("the vocabulary is not stated")
+    else:
+        options = others.residual(record, batch, departures)
+    if not record.get("remat") and not known.mesh_of(str(record.get("model")), generation):
+        # A trainer that states no policy of a model that fits without one has none.
+        layout = {**layout, "remat": "none"}
+        departures[:] = [d for d in departures if not d.startswith("rematerialisation")]
+    if other.get("use_bfloat16_all_reduce"):
+        options["dtypes"] = {"gradients": "bf16"}
+    return Row(
+        id=record["id"],
+        generation=generation,
+        slice=on,
+        kind=kind,
+        published_seconds=record["step_time_best_s"],
+        recipe=recipe,
+        options={
+            **options,
+            "batch": batch,
+            "layout": layout,
+            "precision": _precision(record, departures),
+            **_optimizer(record),
+        },
         departures=tuple(departures),
     )
 
@@ -228,7 +271,7 @@ def _precision(record: Mapping[str, Any], departures: list[str]) -> str:
 
 def _optimizer(record: Mapping[str, Any]) -> dict[str, Any]:
     """Where it is not AdamW, or something that keeps as much."""
-    rules = ("adafactor", "lion", "sgd", "muon", "lamb")
+    rules = ("adafactor", "lion", "sgd", "muon", "lamb", "lars")
     text = str(record.get("optimizer") or "").lower()
     kind = next((name for name in rules if text.startswith(name)), None)
     return {} if kind is None else {"optimizer": {"kind": kind}}
@@ -332,10 +375,14 @@ def _mesh(
             raise _SkipError(f"axis {axis!r} across slices is not in the layout")
         layout[axis] = layout.get(axis, 1) * size
         layout["slices"] = axis
-    sizes = [size for size in layout.values() if isinstance(size, int)]
-    devices = slice(on).num_devices
-    if -1 not in sizes and math.prod(sizes) != devices:
-        raise _SkipError(f"the stated mesh has {math.prod(sizes)} devices, {on} has {devices}")
+    devices, sizes = slice(on).num_devices, [n for n in layout.values() if isinstance(n, int)]
+    ways = math.prod(sizes)
+    if ways == 2 * devices and not layout.get("data", 1) % 2:
+        layout["data"] //= 2
+        ways = devices
+        departures.append("a replica for each of a chip's two cores there, one for both here")
+    if -1 not in sizes and ways != devices:
+        raise _SkipError(f"the stated mesh has {ways} devices, {on} has {devices}")
     return layout
 
 

@@ -29,7 +29,7 @@ LARGE = 0.15
 def answer(row: published.Row, compiler: Compiler, mode: str) -> dict[str, Any]:
     """One row of the table; ``problem`` where there is no forecast."""
     start = time.perf_counter()
-    made = forecast(row.options, row.flags, row.slice, compiler)
+    made = forecast(row.options, row.flags, row.slice, compiler, row.recipe)
     departures = list(row.departures)
     if dropped := made.pop("dropped", None):
         departures.append(f"flags unknown to this libtpu: {' '.join(dropped)}")

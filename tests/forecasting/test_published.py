@@ -56,8 +56,8 @@ def test_every_record_is_a_job_or_has_a_reason() -> None:
 
 
 def test_every_row_is_a_job_on_its_slice() -> None:
-    recipe = recipes.find("lm")
     for row in rows.rows():
+        recipe = recipes.find(row.recipe)
         job = recipe(recipes.typed(recipe, dict(row.options)))
         on = slice(row.slice)
         job.layout.on(on.num_devices, on.num_slices)

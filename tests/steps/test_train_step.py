@@ -42,7 +42,8 @@ def test_rematerialisation_changes_no_number(remat: Remat) -> None:
 
 @pytest.mark.parametrize("kind", list(OptimizerKind))
 def test_every_optimizer_finds_a_minimum_and_decays_matrices_only(kind: OptimizerKind) -> None:
-    rate = 0.01 if kind is OptimizerKind.lamb else 0.05
+    # LARS takes a thousandth of a matrix's norm, so its usual rates are above 1.
+    rate = {OptimizerKind.lamb: 0.01, OptimizerKind.lars: 3.0}.get(kind, 0.05)
     value = Optimizer(kind=kind, learning_rate=rate, weight_decay=0.0)
     axes = {"matrix": ("embed", "mlp"), "stacked": ("layers", "embed", "mlp"), "bias": ("mlp",)}
     params = {
@@ -73,10 +74,43 @@ def test_every_optimizer_finds_a_minimum_and_decays_matrices_only(kind: Optimize
         replace(value, weight_decay=0.1), params, lambda p: jax.tree.map(lambda a: a * 1e-30, p)
     )
     decayed = {name: not np.allclose(still[name], params[name], atol=1e-3) for name in params}
-    if kind not in (OptimizerKind.lamb, OptimizerKind.lion):  # these move by sign or by norm alone
+    if kind not in (
+        OptimizerKind.lamb,
+        OptimizerKind.lars,
+        OptimizerKind.lion,
+    ):  # these move by sign or by norm alone
         assert decayed["matrix"]
         assert decayed["stacked"]
         assert not decayed["bias"] or kind in (OptimizerKind.adafactor,)
+
+
+def test_layers_are_scaled_to_their_norms_by_hand() -> None:
+    """LAMB and LARS: of each layer's own matrix, whatever stacks it, and of no vector."""
+    rng = np.random.default_rng(0)
+    axes = {"blocks": ("layers", "embed", "mlp"), "bias": ("layers", "mlp")}
+    shapes = {"blocks": (2, 3, 4), "bias": (2, 4)}
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    params["blocks"][1] *= 10.0
+    slopes = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    rate, decay = 0.5, 0.1
+
+    def first(kind: OptimizerKind):
+        value = Optimizer(kind=kind, learning_rate=rate, weight_decay=decay)
+        optimizer = build(value, lambda step: jnp.asarray(rate), axes)
+        return optimizer.update(slopes, optimizer.init(params), params)[0]
+
+    lamb, lars = first(OptimizerKind.lamb), first(OptimizerKind.lars)
+    for layer in range(2):
+        weights, slope = params["blocks"][layer], slopes["blocks"][layer]
+        # The first step of Adam is the sign of the gradient.
+        for found, step, share in (
+            (lamb, slope / (np.abs(slope) + 1e-6) + decay * weights, 1.0),
+            (lars, slope + decay * weights, 0.001),
+        ):
+            trust = share * np.linalg.norm(weights) / np.linalg.norm(step)
+            np.testing.assert_allclose(found["blocks"][layer], -rate * trust * step, rtol=1e-3)
+    np.testing.assert_allclose(lamb["bias"], -rate * np.sign(slopes["bias"]), rtol=1e-3)
+    np.testing.assert_allclose(lars["bias"], -rate * slopes["bias"], rtol=1e-4)
 
 
 @pytest.mark.parametrize("rule", [GuardRule.stop, GuardRule.skip])

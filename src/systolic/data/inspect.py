@@ -54,7 +54,7 @@ def inspect(data: Data, split: Split, examples: int, seed: int = 0) -> dict[str,
             if array.size
         },
     }
-    if isinstance(data, TextData):
+    if isinstance(data, TextData) and "targets" in fields:
         record["text"] = _text(sample, data.get_tokenizer())
     elif "label" in sample and sample["label"].ndim == 1:
         record["label_counts"] = _labels(sample["label"], data.labels())

@@ -23,9 +23,19 @@ SMALLEST_VOCAB = 258
 CONFIG = "tokenizer_config.json"
 """Beside a ``tokenizer.json``: says which tokens start and end a document."""
 
-_BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|bos|>", "[BOS]")
-_EOS_NAMES = ("</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>", "<|eos|>", "[EOS]", "<|im_end|>")
-"""What published tokenizers call these two, for a ``tokenizer.json`` without a config beside it."""
+_BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|bos|>", "[BOS]", "[CLS]")
+_EOS_NAMES = (
+    "</s>",
+    "<eos>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<|eos|>",
+    "[EOS]",
+    "<|im_end|>",
+    "[SEP]",
+)
+_MASK_NAMES = ("[MASK]", "<mask>", "<|mask|>")
+"""What published tokenizers call these, for a ``tokenizer.json`` without a config beside it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +69,11 @@ class Tokenizer:
     def end(self) -> int | None:
         """The id after each document, if the tokenizer has one."""
         return BYTES_START if self.path is None else _load(self).end
+
+    @property
+    def mask(self) -> int | None:
+        """The id that stands for a hidden token, if the tokenizer has one."""
+        return None if self.path is None else _load(self).mask
 
     def digest(self) -> str:
         """16 hex digits that name the tokenizer's file; ``bytes`` for bytes."""
@@ -189,6 +204,7 @@ class _Loaded:
     vocab_size: int
     start: int | None
     end: int | None
+    mask: int | None
     digest: str
 
 
@@ -222,6 +238,7 @@ def _load(tokenizer: Tokenizer) -> _Loaded:
         vocab_size=max(vocab.values(), default=-1) + 1,
         start=_special(tokenizer.bos, config, "bos", _BOS_NAMES, added, vocab, file),
         end=_special(tokenizer.eos, config, "eos", _EOS_NAMES, added, vocab, file),
+        mask=_special(None, config, "mask", _MASK_NAMES, added, vocab, file),
         digest=_digest(raw),
     )
 

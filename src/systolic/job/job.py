@@ -197,7 +197,7 @@ class Job:
                 f"layout.remat is {layout.remat.value}, which {type(self.model).__name__} does not follow; it takes {known}"
             )
         self.model.check(layout)
-        self.batch.resolve(layout)
+        self.model.check_batch(self.batch.resolve(layout) // layout.accumulate)
         return replace(self, layout=layout)
 
     def to_json(self) -> dict[str, Any]:

@@ -100,6 +100,10 @@ class Model(ABC):
         """Raises LayoutError where the layout's axes don't divide this model; before any compile."""
         del layout
 
+    def check_batch(self, examples: int) -> None:
+        """Raises OptionError where a pass of so many examples can't be trained on; before any compile."""
+        del examples
+
     def lasting(self) -> frozenset[str]:
         """Names of the fields that a run keeps to its end: with another value its weights would not fit, or mean something else."""
         return frozenset()

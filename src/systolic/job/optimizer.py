@@ -17,6 +17,9 @@ class OptimizerKind(enum.Enum):
     lion = "lion"
     adafactor = "adafactor"
     lamb = "lamb"
+    """AdamW with each matrix's update scaled to the matrix's norm (You et al. 2020); vectors take it as it is."""
+    lars = "lars"
+    """SGD with momentum ``b1``, each matrix's gradient scaled to a thousandth of the matrix's norm (You et al. 2017)."""
     muon = "muon"
     """Orthogonalised momentum for matrices, AdamW for embeddings, heads, norms and biases."""
 

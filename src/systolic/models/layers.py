@@ -1,4 +1,6 @@
-"""Layers that the image models share."""
+"""Layers that the image models and the encoder share."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,11 +57,77 @@ def normalise(image: jax.Array, pixels: Pixels, dtype: jnp.dtype) -> jax.Array:
     return ((image.astype(jnp.float32) - mean) * scale).astype(dtype)
 
 
+class LayerNorm(nnx.Module):
+    """Layer norm over the last dim, in float32, with a learned scale and bias."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        self.scale = nnx.Param(jnp.ones((size,), jnp.float32), out_sharding=("norm",))
+        self.bias = zeros((size,), ("norm",))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., size], same dtype."""
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        scale, bias = self.scale[...].astype(jnp.float32), self.bias[...].astype(jnp.float32)
+        return (wide * scale + bias).astype(x.dtype)
+
+
+def convolve(x: jax.Array, kernel: jax.Array, stride: int, padding: tuple[int, int]) -> jax.Array:
+    """x [batch, height, width, conv_in] with kernel [taps, taps, conv_in, conv_out], padded before and after both."""
+    return jax.lax.conv_general_dilated(
+        x,
+        kernel,
+        (stride, stride),
+        [padding, padding],
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+
+
+class GroupedBatchNorm(nnx.BatchNorm):
+    """Batch norm whose statistics are of ``examples`` consecutive examples of a training batch; 0: of all.
+
+    The batch dim is cut into groups by a reshape: where the devices of a batch axis hold whole groups
+    nothing is sent, and where a group lies on several devices XLA reduces among these alone. So the
+    result does not depend on the number of devices. Running statistics are means over the groups.
+    """
+
+    def __init__(self, features: int, *, examples: int, rngs: nnx.Rngs, **more: Any) -> None:
+        super().__init__(features, rngs=rngs, **more)
+        self.examples = examples
+
+    def __call__(
+        self,
+        x: jax.Array,
+        use_running_average: bool | None = None,
+        *,
+        mask: jax.Array | None = None,
+    ) -> jax.Array:
+        """[batch, height, width, features] to the same, float32."""
+        running = self.use_running_average if use_running_average is None else use_running_average
+        if running or self.examples in (0, x.shape[0]):
+            return super().__call__(x, use_running_average, mask=mask)
+        assert mask is None
+        assert self.scale is not None
+        assert self.bias is not None
+        wide = x.astype(jnp.float32).reshape(-1, self.examples, *x.shape[1:])
+        mean = jnp.mean(wide, axis=(1, 2, 3), keepdims=True)
+        square = jnp.mean(wide * wide, axis=(1, 2, 3), keepdims=True)
+        variance = jnp.maximum(square - mean * mean, 0.0)
+        for kept, now in ((self.mean, mean), (self.var, variance)):
+            of_groups = now.reshape(-1, now.shape[-1]).mean(axis=0)
+            kept[...] = self.momentum * kept[...] + (1 - self.momentum) * of_groups
+        scale = jax.lax.rsqrt(variance + self.epsilon) * self.scale[...].astype(jnp.float32)
+        normed = (wide - mean) * scale + self.bias[...].astype(jnp.float32)
+        return normed.reshape(x.shape)
+
+
 class ConvNorm(nnx.Module):
     """Convolution without bias, then batch norm.
 
     The kernel starts with variance 2 / fan_out (He et al. 2015). Batch statistics and the running
-    ones are float32 whatever the compute dtype; under a mesh they cover the whole batch.
+    ones are float32 whatever the compute dtype; under a mesh they cover the whole batch, or groups of it.
     """
 
     def __init__(
@@ -72,15 +140,20 @@ class ConvNorm(nnx.Module):
         *,
         stride: int = 1,
         gain: float = 1.0,
+        examples: int = 0,
     ) -> None:
-        """``gain`` is the first scale of the norm: 0 makes a residual branch start as nothing."""
+        """``gain`` is the first scale of the norm: 0 makes a residual branch start as nothing.
+
+        ``examples``: see :class:`GroupedBatchNorm`.
+        """
         self.kernel = random(
             (kernel, kernel, conv_in, conv_out),
             (None, None, "conv_in", "conv_out"),
             (2.0 / (kernel * kernel * conv_out)) ** 0.5,
         )
-        self.norm = nnx.BatchNorm(
+        self.norm = GroupedBatchNorm(
             conv_out,
+            examples=examples,
             momentum=BATCH_NORM_MOMENTUM,
             scale_init=nnx.initializers.constant(gain),
             scale_metadata={"out_sharding": ("norm",)},
@@ -92,13 +165,27 @@ class ConvNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, height, width, conv_in] to [batch, height / stride, width / stride, conv_out]."""
         half = (self.kernel.shape[0] - 1) // 2
-        x = jax.lax.conv_general_dilated(
-            x,
-            self.kernel[...],
-            (self.stride, self.stride),
-            [(half, half), (half, half)],
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )
+        return self.normed(convolve(x, self.kernel[...], self.stride, (half, half)))
+
+    def by_pairs(self, x: jax.Array) -> jax.Array:
+        """A call of stride 2 and an odd kernel as one of stride 1 on blocks of 2 x 2 pixels: four times the channels.
+
+        The images of three channels that a stem reads leave most of a matrix unit's rows empty; the same
+        sum over twelve is a quarter of the positions (MLPerf's submissions on TPUs from v0.7 on).
+        """
+        kernel = self.kernel[...]
+        # A row and a column of zeros before the first, so that pairs of taps lie on pairs of pixels.
+        kernel = jnp.pad(kernel, ((1, 0), (1, 0), (0, 0), (0, 0)))
+        taps, channels, conv_out = kernel.shape[0] // 2, kernel.shape[2], kernel.shape[3]
+        kernel = kernel.reshape(taps, 2, taps, 2, channels, conv_out).transpose(0, 2, 1, 3, 4, 5)
+        kernel = kernel.reshape(taps, taps, 4 * channels, conv_out)
+        batch, height, width, _ = x.shape
+        x = x.reshape(batch, height // 2, 2, width // 2, 2, channels).transpose(0, 1, 3, 2, 4, 5)
+        x = x.reshape(batch, height // 2, width // 2, 4 * channels)
+        return self.normed(convolve(x, kernel, 1, (taps // 2, taps // 2 - 1)))
+
+    def normed(self, x: jax.Array) -> jax.Array:
+        """Batch norm of [batch, height, width, conv_out], same shape and dtype."""
         # The norm's statistics are float32, so it computes in float32 and its result is cast back.
         return self.target.constrain(self.norm(x).astype(x.dtype), "batch", None, None, None)
 

@@ -10,6 +10,7 @@ _MOMENTS: Mapping[OptimizerKind, int] = {
     OptimizerKind.adamw: 2,
     OptimizerKind.lamb: 2,
     OptimizerKind.sgd: 1,
+    OptimizerKind.lars: 1,
     OptimizerKind.lion: 1,
     OptimizerKind.muon: 1,
     OptimizerKind.adafactor: 0,

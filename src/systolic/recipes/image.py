@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from systolic.core.errors import OptionError
-from systolic.core.ranges import COUNT
+from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.data.augmentation import Augmentation
 from systolic.data.images import Images
 from systolic.job import (
@@ -61,6 +61,8 @@ SGD = Optimizer(kind=OptimizerKind.sgd, learning_rate=0.1, b1=0.9, weight_decay=
 """Of residual networks, at REFERENCE_BATCH (He et al. 2016; Goyal et al. 2017)."""
 ADAMW = Optimizer(learning_rate=2.5e-4, b2=0.999, weight_decay=0.1, clip=1.0)
 """Of vision transformers, at REFERENCE_BATCH (Beyer, Zhai, Kolesnikov 2022: 1e-3 at 1024)."""
+LARS = Optimizer(kind=OptimizerKind.lars, learning_rate=0.8, b1=0.9, weight_decay=2e-4, clip=0.0)
+"""For large batches of residual networks, at REFERENCE_BATCH (Google's MLPerf v0.7 submission on v3-32: 13 at 4096)."""
 REFERENCE_BATCH = 256
 """Default learning rates are per so many images and grow with the batch."""
 SCHEDULE = Schedule(warmup=500, final=0.0)
@@ -73,6 +75,8 @@ def image(
     model: ImageModel = ImageModel.resnet50,
     size: int = 224,
     patch: Annotated[int, COUNT] = 16,
+    stem: Stem | None = None,
+    norm_examples: Annotated[int, NOT_NEGATIVE] = 0,
     classes: Annotated[int | None, COUNT] = None,
     steps: int = 10_000,
     batch: int | None = None,
@@ -97,6 +101,8 @@ def image(
         model: The network.
         size: Height and width of the crops that the network sees.
         patch: vit: pixels on a side of a patch.
+        stem: resnet: what comes before the stages; by default imagenet, and small for sizes up to 64.
+        norm_examples: resnet: examples that share batch norm's statistics, a divisor of the batch of a pass: 32 with 32 examples a device takes each device's own; 0 takes all.
         classes: Number of classes; by default the class folders are counted.
         steps: Optimizer steps.
         batch: Images per optimizer step; by default 256.
@@ -119,7 +125,7 @@ def image(
     size_of_batch = Batch.given(batch, batch_per_device, Batch(total=REFERENCE_BATCH))
     return Job(
         name="image",
-        model=network(model, size, patch, num_classes),
+        model=network(model, size, patch, num_classes, stem, norm_examples),
         task=Classification(label_smoothing=label_smoothing),
         data=images,
         steps=steps,
@@ -142,7 +148,7 @@ def update_rule(model: ImageModel, change: OptimizerChange, batch: Batch) -> Opt
     Raises:
         OptionError: there is neither a learning rate nor a batch that is known before the devices are.
     """
-    rules = (SGD, ADAMW) if model in DEPTHS else (ADAMW, SGD)
+    rules = (SGD, ADAMW, LARS) if model in DEPTHS else (ADAMW, SGD, LARS)
     chosen = change.of(*rules)
     if change.learning_rate is not None:
         return chosen
@@ -153,16 +159,33 @@ def update_rule(model: ImageModel, change: OptimizerChange, batch: Batch) -> Opt
     return replace(chosen, learning_rate=chosen.learning_rate * batch.total / REFERENCE_BATCH)
 
 
-def network(model: ImageModel, size: int, patch: int, num_classes: int) -> Model:
+def network(
+    model: ImageModel,
+    size: int,
+    patch: int,
+    num_classes: int,
+    stem: Stem | None = None,
+    norm_examples: int = 0,
+) -> Model:
     """The network for crops of ``size`` pixels.
 
     Raises:
-        OptionError: no class, or a patch that does not divide the size.
+        OptionError: no class, a patch that does not divide the size, or an option of the other kind of network.
     """
     pixels = Pixels(size=size)
     if model in DEPTHS:
-        stem = Stem.small if size <= SMALL_SIZE else Stem.imagenet
-        return ResNet(depth=DEPTHS[model], stem=stem, num_classes=num_classes, pixels=pixels)
+        usual = Stem.small if size <= SMALL_SIZE else Stem.imagenet
+        return ResNet(
+            depth=DEPTHS[model],
+            stem=stem or usual,
+            norm_examples=norm_examples,
+            num_classes=num_classes,
+            pixels=pixels,
+        )
+    if stem is not None or norm_examples:
+        raise OptionError(
+            f"--stem and --norm-examples are of residual networks, and the model is {model.value}; leave them out"
+        )
     if size % patch:
         raise OptionError(f"--patch {patch} does not divide --size {size}; change one")
     return ViT.preset(PRESETS[model], patch=patch, num_classes=num_classes, pixels=pixels)

@@ -80,32 +80,12 @@ def lm(
         seed: Of the initial weights and the order of the data.
         prompt: What the sample at the end of training continues.
     """
-    data: TextData
-    if path is None:
-        for name, value in (("tokenizer", tokenizer), ("validation", validation)):
-            if value is not None:
-                raise OptionError(
-                    f"{name} is {value} but there is no path, and the built-in text is bytes; give --path with your text"
-                )
-        data = StandardLibrary(sequence=sequence)
-    else:
-        data = Documents(
-            path=path,
-            tokenizer=tokenizer,
-            sequence=sequence,
-            field=field,
-            validation=validation,
-            shuffle_windows=shuffle_windows,
-        )
-    vocab = data.vocab_size()
-    if model.vocab and model.vocab < vocab:
-        raise OptionError(
-            f"model.vocab is {model.vocab} but the tokenizer has {vocab} tokens; leave model.vocab out, or raise it to {_round_up(vocab)}"
-        )
+    data = rows_of(path, tokenizer, validation, field, shuffle_windows, sequence)
+    vocab = wide_enough(model.vocab, data.vocab_size())
     whole = data.get_tokenizer().path is None
     return Job(
         name="lm",
-        model=model if model.vocab else replace(model, vocab=_round_up(vocab)),
+        model=replace(model, vocab=vocab),
         task=LanguageModel(
             unit=Unit.byte if whole else Unit.token,
             label_smoothing=label_smoothing,
@@ -126,6 +106,49 @@ def lm(
         seed=seed,
         sample=prompt,
     )
+
+
+def rows_of(
+    path: Path | None,
+    tokenizer: Path | None,
+    validation: Path | None,
+    field: str,
+    shuffle_windows: int,
+    sequence: int,
+) -> TextData:
+    """The text of a recipe's options: that at ``path``, or the Python standard library in bytes.
+
+    Raises:
+        OptionError: a tokenizer or validation text without a path.
+    """
+    if path is not None:
+        return Documents(
+            path=path,
+            tokenizer=tokenizer,
+            sequence=sequence,
+            field=field,
+            validation=validation,
+            shuffle_windows=shuffle_windows,
+        )
+    for name, value in (("tokenizer", tokenizer), ("validation", validation)):
+        if value is not None:
+            raise OptionError(
+                f"{name} is {value} but there is no path, and the built-in text is bytes; give --path with your text"
+            )
+    return StandardLibrary(sequence=sequence)
+
+
+def wide_enough(given: int, ids: int) -> int:
+    """A model's vocabulary: the one given, or what ``ids`` token ids need, rounded up.
+
+    Raises:
+        OptionError: fewer are given than there are.
+    """
+    if given and given < ids:
+        raise OptionError(
+            f"model.vocab is {given} but the tokenizer has {ids} tokens; leave model.vocab out, or raise it to {_round_up(ids)}"
+        )
+    return given or _round_up(ids)
 
 
 def _round_up(vocab: int) -> int:

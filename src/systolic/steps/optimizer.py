@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from systolic.job import Optimizer, OptimizerKind, Schedule, ScheduleKind
@@ -13,6 +14,9 @@ STACKED = ("layers", "experts", "stages")
 
 SCHEDULED = optax.ScaleByScheduleState
 """The part of every rule's state that counts for the learning rate."""
+
+LARS = 0.001
+"""The trust coefficient of LARS (You et al. 2017)."""
 
 Axes = Mapping[str, tuple[str | None, ...]]
 """Parameter name to the logical names of its dims; unnamed dims are ``None``."""
@@ -90,14 +94,42 @@ def build(
             return optax.chain(optax.scale_by_lion(b1, b2), decay, descend)
         case OptimizerKind.lamb:
             return optax.chain(
-                optax.scale_by_adam(b1, b2, 1e-6), decay, optax.scale_by_trust_ratio(), descend
+                optax.scale_by_adam(b1, b2, 1e-6), decay, scale_to_norms(axes, 1.0), descend
             )
+        case OptimizerKind.lars:
+            # The rate is in the momentum, so that a change of it does not move what was summed before.
+            return optax.chain(decay, scale_to_norms(axes, LARS), descend, optax.trace(b1))
         case OptimizerKind.adafactor:
             return optax.chain(
                 optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), decay, descend
             )
         case OptimizerKind.muon:
             return _muon(value, (b1, b2), learning_rate, axes)
+
+
+def scale_to_norms(axes: Axes, share: float) -> optax.GradientTransformation:
+    """Each matrix's update times ``share`` x the norm of the matrix / the norm of the update.
+
+    The norms are of each layer's own matrix where a parameter stacks several. Biases, norms and other
+    vectors keep their update, as in the reference code of LARS and LAMB. So do zeros.
+    """
+
+    def scaled(name: str, update: jax.Array, parameter: jax.Array) -> jax.Array:
+        if not is_matrix(axes[name]):
+            return update
+        dims = tuple(own_dims(axes[name]))
+
+        def norm(array: jax.Array) -> jax.Array:
+            return jnp.sqrt(jnp.sum(jnp.square(array), axis=dims, keepdims=True))
+
+        has, moves = norm(parameter), norm(update)
+        known = (has > 0) & (moves > 0)
+        return update * jnp.where(known, share * has / jnp.where(known, moves, 1.0), 1.0)
+
+    def apply(updates: Any, params: Any) -> Any:
+        return {name: scaled(name, update, params[name]) for name, update in updates.items()}
+
+    return optax.stateless(apply)
 
 
 def _muon(

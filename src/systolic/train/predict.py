@@ -30,7 +30,7 @@ def predictions(
     """
     run = Runner(setup, weights)
     data = setup.job.data
-    if isinstance(data, TextData):
+    if isinstance(data, TextData) and "targets" in data.fields():
         for file in files:
             try:
                 yield file, _score(run, data, file)

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated
 
-from systolic.core.ranges import Range, check
+from systolic.core.errors import OptionError
+from systolic.core.ranges import NOT_NEGATIVE, Range, check
 from systolic.job import Axis, Field, Layout, Model, Remat, Target
 from systolic.models.vision import (
     Pixels,
@@ -54,6 +55,8 @@ class Stem(enum.Enum):
 
     imagenet = "imagenet"
     """7x7 convolution of stride 2 and 3x3 max pooling of stride 2: a quarter of the resolution is left."""
+    paired = "paired"
+    """The same network, its first convolution of stride 2 computed as one of stride 1 on blocks of 2x2 pixels (space to depth)."""
     half = "half"
     """3x3 convolution of stride 2."""
     small = "small"
@@ -72,11 +75,17 @@ class ResNet(Model):
     width: Annotated[int, Range(least=1, most=2**16)] = 64
     """Channels of the first stage; each later stage has twice as many."""
     stem: Stem = Stem.imagenet
+    norm_examples: Annotated[int, NOT_NEGATIVE] = 0
+    """Consecutive examples of a batch that share batch norm's statistics, a divisor of a pass's batch; 0: all."""
     num_classes: Annotated[int, Range(least=1, most=2**24)] = 1000
     pixels: Pixels = field(default_factory=Pixels)
 
     def __post_init__(self) -> None:
         check(self, "model")
+        if self.stem is Stem.paired and self.pixels.size % 2:
+            raise OptionError(
+                f"model.stem is paired and the image size {self.pixels.size} is odd; use an even size, or the stem imagenet"
+            )
 
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
         """A :class:`~systolic.models.resnet.module.ResNetModule` in float32."""
@@ -88,9 +97,16 @@ class ResNet(Model):
         """Only the batch and the parameters split."""
         refuse_axes(layout, "a ResNet", Axis.tensor, Axis.context, Axis.expert, Axis.pipeline)
 
+    def check_batch(self, examples: int) -> None:
+        """Groups of batch norm must divide the examples of a pass."""
+        if self.norm_examples and examples % self.norm_examples:
+            raise OptionError(
+                f"model.norm-examples {self.norm_examples} does not divide the {examples} examples of a pass; use a divisor of {examples}, or change the batch"
+            )
+
     def lasting(self) -> frozenset[str]:
-        """All but how pixels are scaled."""
-        return frozenset(self.__dataclass_fields__) - {"pixels"}
+        """All but how pixels are scaled and which examples share statistics."""
+        return frozenset(self.__dataclass_fields__) - {"pixels", "norm_examples"}
 
     def policies(self) -> frozenset[Remat]:
         """Each block can be run again; nothing in it has a name."""
@@ -99,11 +115,12 @@ class ResNet(Model):
     def flops(self, fields: Mapping[str, Field]) -> float:
         """FLOPs of the convolutions and the head for one image."""
         size = image_size(fields, self.pixels)
-        kernel = 7 if self.stem is Stem.imagenet else 3
+        large = self.stem in (Stem.imagenet, Stem.paired)
+        kernel = 7 if large else 3
         if self.stem is not Stem.small:
             size = strided(size, 2)
         total = conv_flops(size, kernel, self.pixels.channels, self.width)
-        if self.stem is Stem.imagenet:
+        if large:
             size = strided(size, 2)
         conv_in = self.width
         for stage, num_blocks in enumerate(self.depth.blocks):

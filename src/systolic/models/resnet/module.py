@@ -1,5 +1,7 @@
 """The residual network as a Flax NNX module."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -14,25 +16,25 @@ class Block(nnx.Module):
     """Two 3x3 convolutions, or a bottleneck of 1x1, 3x3 and 1x1, added to the (projected) input."""
 
     def __init__(
-        self, conv_in: int, inner: int, expansion: int, stride: int, rngs: nnx.Rngs, target: Target
+        self, conv_in: int, inner: int, stride: int, config: ResNet, rngs: nnx.Rngs, target: Target
     ) -> None:
+        expansion, examples = config.depth.expansion, config.norm_examples
         conv_out = inner * expansion
+        make = partial(ConvNorm, rngs=rngs, target=target, examples=examples)
         if expansion > 1:
             convs = [
-                ConvNorm(conv_in, inner, 1, rngs, target),
-                ConvNorm(inner, inner, 3, rngs, target, stride=stride),
-                ConvNorm(inner, conv_out, 1, rngs, target, gain=0.0),
+                make(conv_in, inner, 1),
+                make(inner, inner, 3, stride=stride),
+                make(inner, conv_out, 1, gain=0.0),
             ]
         else:
             convs = [
-                ConvNorm(conv_in, inner, 3, rngs, target, stride=stride),
-                ConvNorm(inner, conv_out, 3, rngs, target, gain=0.0),
+                make(conv_in, inner, 3, stride=stride),
+                make(inner, conv_out, 3, gain=0.0),
             ]
         self.convs = nnx.List(convs)
         self.shortcut = (
-            ConvNorm(conv_in, conv_out, 1, rngs, target, stride=stride)
-            if stride > 1 or conv_in != conv_out
-            else None
+            make(conv_in, conv_out, 1, stride=stride) if stride > 1 or conv_in != conv_out else None
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -48,19 +50,26 @@ class ResNetModule(nnx.Module):
     """Images to logits."""
 
     def __init__(self, config: ResNet, rngs: nnx.Rngs, target: Target) -> None:
-        kernel = 7 if config.stem is Stem.imagenet else 3
+        self.large = config.stem in (Stem.imagenet, Stem.paired)
+        kernel = 7 if self.large else 3
         stride = 1 if config.stem is Stem.small else 2
         self.stem = ConvNorm(
-            config.pixels.channels, config.width, kernel, rngs, target, stride=stride
+            config.pixels.channels,
+            config.width,
+            kernel,
+            rngs,
+            target,
+            stride=stride,
+            examples=config.norm_examples,
         )
         blocks = []
-        expansion, conv_in = config.depth.expansion, config.width
+        conv_in = config.width
         for stage, num_blocks in enumerate(config.depth.blocks):
             inner = config.width * 2**stage
             for index in range(num_blocks):
                 stride = 2 if stage and not index else 1
-                blocks.append(Block(conv_in, inner, expansion, stride, rngs, target))
-                conv_in = inner * expansion
+                blocks.append(Block(conv_in, inner, stride, config, rngs, target))
+                conv_in = inner * config.depth.expansion
         self.blocks = nnx.List(blocks)
         # A small head keeps the first loss near log(num_classes) (Goyal et al. 2017).
         self.head = Head(conv_in, config.num_classes, target, deviation=0.01)
@@ -84,8 +93,9 @@ class ResNetModule(nnx.Module):
     def __call__(self, image: jax.Array) -> jax.Array:
         """Logits [batch, num_classes] of image uint8[batch, height, width, channels]."""
         x = normalise(image, self.config.pixels, self.stem.kernel.dtype)
-        x = jax.nn.relu(self.stem(self.target.constrain(x, "batch", None, None, None)))
-        if self.config.stem is Stem.imagenet:
+        first = self.stem.by_pairs if self.config.stem is Stem.paired else self.stem
+        x = jax.nn.relu(first(self.target.constrain(x, "batch", None, None, None)))
+        if self.large:
             x = nnx.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
         for block in self.blocks:
             x = self.run(block, x)

@@ -7,7 +7,7 @@ from flax import nnx
 
 from systolic.job import Target
 from systolic.models.attention import attention
-from systolic.models.layers import Head, normalise, random, start, zeros
+from systolic.models.layers import Head, LayerNorm, normalise, random, start, zeros
 from systolic.models.remat import name, rematerialise
 from systolic.models.residual import STREAM, gathered
 from systolic.models.vit.config import Pooling, Positions, ViT
@@ -20,34 +20,18 @@ UNROLLED_LAYERS = 6
 """On a CPU up to this many layers are traced one by one: a loop keeps XLA from fusing across them."""
 
 
-class LayerNorm(nnx.Module):
-    """Layer norm over the last dim, in float32, with a learned scale and bias."""
-
-    def __init__(self, size: int) -> None:
-        self.scale = nnx.Param(jnp.ones((size,), jnp.float32), out_sharding=("norm",))
-        self.bias = zeros((size,), ("norm",))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., size], same dtype."""
-        wide = x.astype(jnp.float32)
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + NORM_EPS)
-        scale, bias = self.scale[...].astype(jnp.float32), self.bias[...].astype(jnp.float32)
-        return (wide * scale + bias).astype(x.dtype)
-
-
 class Block(nnx.Module):
     """Attention and a GELU MLP, each behind a norm and added to the residual stream."""
 
     def __init__(self, config: ViT, target: Target) -> None:
         d, f, h, e = config.d_model, config.d_ff, config.heads, config.head_dim
-        self.attention_norm = LayerNorm(d)
+        self.attention_norm = LayerNorm(d, NORM_EPS)
         # One matmul makes queries, keys and values; heads stay a dim of their own to be split.
         self.project = random((d, 3, h, e), ("embed", None, "heads", "head_dim"), d**-0.5)
         self.project_bias = zeros((3 * d,), ("norm",))
         self.out = random((h, e, d), ("heads", "head_dim", "embed"), d**-0.5)
         self.out_bias = zeros((d,), ("norm",))
-        self.mlp_norm = LayerNorm(d)
+        self.mlp_norm = LayerNorm(d, NORM_EPS)
         self.up = random((d, f), ("embed", "mlp"), d**-0.5)
         self.up_bias = zeros((f,), ("mlp",))
         self.down = random((f, d), ("mlp", "embed"), f**-0.5)
@@ -100,7 +84,7 @@ class ViTModule(nnx.Module):
         if config.pooling is Pooling.token:
             self.token = random((d,), ("norm",), TOKEN_DEVIATION)
         self.blocks = blocks()
-        self.norm = LayerNorm(d)
+        self.norm = LayerNorm(d, NORM_EPS)
         self.head = Head(d, config.num_classes, target, deviation=0.0)
         self.config, self.target = config, target
         start(self, rngs)

@@ -1,0 +1,1 @@
+"""Bidirectional transformers over tokens (Devlin et al. 2019)."""

@@ -1,0 +1,104 @@
+"""A bidirectional encoder (BERT) on any text, by masked tokens."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+from systolic.core.errors import OptionError
+from systolic.core.ranges import COUNT, Range
+from systolic.data.masked import Masked
+from systolic.job import (
+    Batch,
+    Checkpoints,
+    Dtypes,
+    Evaluation,
+    Guard,
+    Job,
+    Layout,
+    Optimizer,
+    Precision,
+    Schedule,
+    ScheduleKind,
+)
+from systolic.models.encoder.config import Encoder
+from systolic.recipes.lm import rows_of, wide_enough
+from systolic.steps.tasks.masked import MaskedTokens
+
+BATCH = Batch(per_device=8)
+OPTIMIZER = Optimizer(learning_rate=1e-4, b2=0.999, weight_decay=0.01)
+"""Of BERT (Devlin et al. 2019)."""
+SCHEDULE = Schedule(kind=ScheduleKind.linear, warmup=100, final=0.0)
+
+
+def mlm(
+    path: Path | None = None,
+    tokenizer: Path | None = None,
+    validation: Path | None = None,
+    field: str = "text",
+    shuffle_windows: Annotated[int, COUNT] = 16,
+    model: Encoder = Encoder(),
+    sequence: int = 512,
+    mask_share: Annotated[float, Range(above=0, most=1)] = 0.15,
+    predictions: Annotated[int | None, COUNT] = None,
+    batch_per_device: float | None = None,
+    batch: int | None = None,
+    steps: int = 1000,
+    optimizer: Optimizer = OPTIMIZER,
+    schedule: Schedule = SCHEDULE,
+    precision: Precision = Precision.auto,
+    dtypes: Dtypes = Dtypes(),
+    layout: Layout = Layout(),
+    evaluation: Evaluation = Evaluation(every=250, batches=32),
+    checkpoints: Checkpoints = Checkpoints(every=250),
+    guard: Guard = Guard(),
+    seed: int = 0,
+) -> Job:
+    """Trains a bidirectional encoder (BERT: learned positions, norms after sums, GELU) on any text, by masked tokens.
+
+    Args:
+        path: Text, JSONL, Parquet or ArrayRecord files, a datasets folder, or what systolic data pack wrote; by default the Python standard library.
+        tokenizer: A tokenizer.json or its folder; by default bytes, or what packed data was made with.
+        validation: Validation text; by default a share of the documents.
+        field: The JSONL field or the column that holds the text.
+        shuffle_windows: Windows of text, of about 256 rows each, whose rows are mixed; more take memory and mix longer documents.
+        model: The encoder's sizes.
+        sequence: Tokens per row; documents are packed into rows and don't see each other.
+        mask_share: Share of a row's tokens that are predicted: of these 80 % are masked, 10 % replaced, 10 % left.
+        predictions: The most tokens that are predicted in a row; by default mask-share of the sequence, rounded down.
+        batch_per_device: Rows per device and pass, by default 8; may be a fraction when an axis splits a row over devices.
+        batch: Rows per optimizer step, instead of batch-per-device.
+        steps: Optimizer steps.
+        optimizer: The update rule.
+        schedule: The learning rate over the steps; its own warm-up is at most a tenth of them.
+        precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
+        dtypes: What weights, gradients and optimizer state are kept in.
+        layout: How to spread it over devices.
+        evaluation: When, and what early stopping looks at.
+        checkpoints: Which are written and kept.
+        guard: What to do about a loss that is not a number or jumps.
+        seed: Of the initial weights, the order of the data and its masks.
+    """
+    text = rows_of(path, tokenizer, validation, field, shuffle_windows, sequence)
+    if sequence > model.positions:
+        raise OptionError(
+            f"sequence is {sequence} and model.positions {model.positions}; lower the sequence, or give --model.positions {sequence}"
+        )
+    chosen = max(int(mask_share * sequence), 1) if predictions is None else predictions
+    data = Masked(text=text, share=mask_share, predictions=chosen)
+    return Job(
+        name="mlm",
+        model=replace(model, vocab=wide_enough(model.vocab, data.vocab_size())),
+        task=MaskedTokens(),
+        data=data,
+        steps=steps,
+        batch=Batch.given(batch, batch_per_device, BATCH),
+        optimizer=optimizer,
+        schedule=schedule.shortened(SCHEDULE, steps),
+        precision=precision,
+        dtypes=dtypes,
+        layout=layout,
+        evaluation=evaluation,
+        checkpoints=checkpoints,
+        guard=guard,
+        seed=seed,
+    )
