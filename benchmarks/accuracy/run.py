@@ -116,23 +116,6 @@ def reasons(records: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines + [f"- {reason}: {', '.join(ids)}" for reason, ids in by_reason.items()]
 
 
-LEAST = 0.03
-"""Of an interval, each way: four results on one side of the truth do not promise the fifth there."""
-
-
-def intervals(records: Sequence[Mapping[str, Any]]) -> str:
-    """``forecasting/errors.toml``: rows, smallest and largest error by generation and of all."""
-    lines = []
-    found = [r for r in records if r.get("error") is not None]
-    generations = dict.fromkeys(r["generation"] for r in found)
-    for name in [*generations, "all"]:
-        errors = [r["error"] for r in found if name in (r["generation"], "all")]
-        low, high = min(-LEAST, *errors), max(LEAST, *errors)
-        lines += [f"[{name}]", f"rows = {len(errors)}"]
-        lines += [f"smallest = {low:.3f}", f"largest = {high:.3f}", ""]
-    return "\n".join(lines)
-
-
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--published", type=Path, default=published.PUBLISHED, help="records")
@@ -144,15 +127,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="schedules only, cycles estimated")
     parser.add_argument("--list", action="store_true", help="what can be expressed, no compile")
     parser.add_argument("--table", type=Path, help="print the table of an earlier run's lines")
-    parser.add_argument("--intervals", type=Path, help="print the errors.toml of a run's lines")
     return parser.parse_args()
 
 
 def main() -> None:
     asked = parsed()
-    if asked.intervals:
-        print(intervals(lines(asked.intervals)))
-        return
     if asked.table:
         print(table(lines(asked.table)))
         return

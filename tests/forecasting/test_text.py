@@ -5,7 +5,6 @@ import pytest
 from systolic.chips import slice
 from systolic.core.errors import DataError, OptionError
 from systolic.forecasting import forecast_text
-from systolic.forecasting.interval import interval_of
 from tests.recorded import hlo as recorded
 
 
@@ -73,13 +72,6 @@ def test_what_is_no_dump_for_the_slice_is_one_line(
 def test_other_platforms_are_told(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="only TPU slices"):
         forecast_text(tmp_path / "dump.txt", slice("h100"))
-
-
-def test_an_interval_holds_the_forecast() -> None:
-    for generation in ("v5e", "v6e", "no such chip"):
-        low, high, text = interval_of(generation, 2.0)
-        assert low < 2.0 < high
-        assert text
 
 
 def test_a_cpu_s_schedule_is_not_forecast_for_a_tpu(tmp_path: Path) -> None:

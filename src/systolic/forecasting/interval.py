@@ -1,35 +1,45 @@
-"""How far a forecast may be off: the spread of errors of its generation in the accuracy table."""
+"""Range of a forecast: errors that programs of its kind had against chips (``benchmarks/accuracy/intervals.py``)."""
 
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from systolic.hlo import Module
 
 ALL = "all"
 """The row of all generations together."""
-FEW = 3
-"""Results below which a generation's own spread says little: the spread of all is taken."""
+SHARE = "80 %"
+"""Of measured results, held by the ranges of ``errors.toml``."""
 
 
 @cache
-def _table() -> dict[str, dict[str, float]]:
+def _table() -> Mapping[str, Any]:
     return tomllib.loads((Path(__file__).parent / "errors.toml").read_text())
 
 
-def interval_of(generation: str, seconds: float, unit: str = "tokens") -> tuple[float, float, str]:
+def mode_of(module: Module) -> str:
+    """``full`` for a schedule with the compiler's cycles, ``quick`` for one without."""
+    cycles = (op.cycles for held in module.computations.values() for op in held)
+    return "quick" if all(count is None for count in cycles) else "full"
+
+
+def interval_of(
+    generation: str, seconds: float, facts: Mapping[str, Any], mode: str
+) -> tuple[float, float, str]:
     """Low and high seconds, and where they come from.
 
-    The errors of the table are (forecast - published) / published, so a published time lies between
-    forecast / (1 + largest) and forecast / (1 + smallest). All published results that were rebuilt
-    are of language models: for what counts no tokens the spread is only the best guess there is.
+    An error of the table is (forecast - measured) / measured, so a measured time lies between
+    forecast / (1 + high) and forecast / (1 + low). Functions (``unit`` ``calls``) take the errors of single operations,
+    jobs those of train steps; a generation with few results takes those of all.
     """
-    table = _table()
-    row = table.get(generation)
-    if row is None or row["rows"] < FEW:
-        here = int(row["rows"]) if row is not None else 0
-        row, told = table[ALL], f"all generations, {here or 'none'} of them on {generation}"
-        text = f"spread of {int(row['rows'])} published results on {told}"
-    else:
-        text = f"spread of {int(row['rows'])} published results on {generation}"
-    if unit != "tokens":
-        text += ", language models"
-    return seconds / (1 + row["largest"]), seconds / (1 + row["smallest"]), text
+    kind = "operation" if facts.get("unit", "calls") == "calls" else "step"
+    modes = _table()[kind]
+    by_generation = modes.get(mode) or modes["quick"]
+    row = by_generation.get(generation)
+    where = generation if row is not None else f"all generations, too few on {generation}"
+    row = row if row is not None else by_generation[ALL]
+    what = "operations" if kind == "operation" else "train steps"
+    text = f"{SHARE} of {row['rows']} measured {what} on {where}"
+    return seconds / (1 + row["high"]), seconds / (1 + row["low"]), text
