@@ -83,12 +83,12 @@ def interval(rows: Sequence[Row]) -> Interval | None:
     beyond = math.floor((1 - SHARE) / 2 * (len(sizes) + 1) + 1e-9)
 
     def end(ordered: Iterable[tuple[float, float]]) -> float:
-        total, error = 0.0, 0.0
+        total = 0.0
         for error, weight in ordered:
             total += weight
             if total >= beyond - 1e-9:
-                break
-        return math.expm1(error)
+                return math.expm1(error)
+        raise AssertionError("ranks end within the families")
 
     return Interval(
         low=min(end(weighed), -LEAST),
