@@ -69,6 +69,19 @@ MESHES: Mapping[tuple[str, str], Mapping[str, int]] = {
 there; MaxText's README of 2024 for its 128B on v5e-256; the meshes (data, model) that the records of MLPerf's
 open division state, over both of which Lingvo splits weights."""
 
+ROUTERS: Mapping[str, Mapping[str, Any]] = {
+    r"deepseek-?v?3": {
+        "score": "sigmoid",
+        "groups": 8,
+        "top_groups": 4,
+        "bias": True,
+        "scale": 2.5,
+    },
+    r"deepseek-?v?2": {"normalise": False},
+    r"llama-?4": {"score": "sigmoid", "normalise": False},
+}
+"""Routers by model: config.json of deepseek-ai/DeepSeek-V3 and DeepSeek-V2-Lite, and of meta-llama/Llama-4-Scout-17B-16E."""
+
 ACTIVATIONS: Mapping[str, tuple[str, ...]] = {
     "decoder_layer_input": ("layer_input",),
     "layer input": ("layer_input",),
@@ -128,6 +141,12 @@ def sizes_of(name: str) -> Mapping[str, Any] | None:
     """Sizes of the model that a text names."""
     text = name.lower()
     return next((sizes for pattern, sizes in MODELS.items() if re.search(pattern, text)), None)
+
+
+def router_of(name: str) -> Mapping[str, Any] | None:
+    """Switches of the router of the model that a text names."""
+    text = name.lower()
+    return next((router for pattern, router in ROUTERS.items() if re.search(pattern, text)), None)
 
 
 def name_of(text: str) -> str:

@@ -198,14 +198,6 @@ def _model(record: Mapping[str, Any], departures: list[str]) -> dict[str, Any]:
     arch |= stated
     if not arch.get("layers"):
         raise _SkipError(f"the sizes of {record.get('model')} are neither stated nor known by name")
-    if "MLA" in str(arch.get("attention_type") or ""):
-        raise _SkipError("latent attention (MLA) is not in the decoder")
-    for key, what in (
-        ("shared_experts", "shared experts are not in the decoder"),
-        ("first_dense_layers", "dense layers before mixtures are not in the decoder"),
-    ):
-        if arch.get(key):
-            raise _SkipError(what)
     if (arch.get("moe_layer_step") or 1) > 1:
         raise _SkipError("mixtures in every other layer are not in the decoder")
     experts = arch.get("experts") or 1
@@ -226,15 +218,54 @@ def _model(record: Mapping[str, Any], departures: list[str]) -> dict[str, Any]:
     }
     if experts > 1:
         model["capacity_factor"] = _capacity(record, arch, departures)
+        model |= _beside(record, arch, departures)
     if "parallel attention" in activation:
         departures.append("attention and MLP one after the other here, side by side there")
     return model | _attention(arch, departures)
+
+
+def _beside(
+    record: Mapping[str, Any], arch: Mapping[str, Any], departures: list[str]
+) -> dict[str, Any]:
+    """Shared experts, dense first layers and the router of a mixture."""
+    found: dict[str, Any] = {}
+    width = arch.get("moe_d_ff") or arch["d_ff"]
+    if shared := arch.get("shared_experts"):
+        # Without dense layers d_ff is the width of the part that all tokens share (Gemma 4, Llama 4).
+        if not arch.get("first_dense_layers"):
+            if arch["d_ff"] % width:
+                raise _SkipError("a shared expert of another width than several routed ones")
+            shared = arch["d_ff"] // width
+        found["shared_experts"] = int(shared)
+    if dense := arch.get("first_dense_layers"):
+        found |= {"dense_layers": int(dense), "dense_d_ff": arch["d_ff"]}
+    if (router := known.router_of(str(record.get("model")))) is not None:
+        found["router"] = dict(router)
+    other = record.get("other_settings") or {}
+    for setting, what in (
+        ("use_random_routing", "tokens routed evenly by chance there, by the router here"),
+        ("fsdp_shard_on_exp", "experts split over fsdp by number there, by width here"),
+        ("grad_dtype", "gradients in bf16 there, f32 here"),
+        ("mu_dtype", "first moments in bf16 there, f32 here"),
+    ):
+        if other.get(setting):
+            departures.append(what)
+    return found
+
+
+def _latent(text: str) -> dict[str, Any]:
+    """Latent attention in words: ``MLA: q_lora_rank 1536, kv_lora_rank 512, qk_nope 128, ...``."""
+    names = {"qk_nope": "qk_nope_head_dim", "qk_rope": "qk_rope_head_dim"}
+    sizes = {names.get(n, n): int(size) for n, size in re.findall(r"(\w+) (\d+)", text)}
+    return {"latent": sizes}
 
 
 def _attention(arch: Mapping[str, Any], departures: list[str]) -> dict[str, Any]:
     """Windows and caps, where this version's decoder has them."""
     ours = {one.name for one in fields(Decoder)}
     text = f"{arch.get('attention_pattern') or ''} {arch.get('attention_type') or ''}"
+    if "MLA" in text:
+        return _latent(str(arch["attention_type"]))
     window = arch.get("sliding_window") or _number(r"window (\d+)", text)
     found: dict[str, Any] = {}
     if window and "window" in ours:
@@ -246,6 +277,12 @@ def _attention(arch: Mapping[str, Any], departures: list[str]) -> dict[str, Any]
         found["logit_cap"] = float(cap)
     elif cap:
         departures.append("no cap on logits here")
+    if wide := arch.get("global_head_dim"):
+        departures.append(
+            f"layers that see everything have heads of {wide} there and share keys and values, here all have the same heads"
+        )
+    if "NoPE" in text:
+        departures.append("every fourth layer without rotary embeddings there, all with here")
     return found
 
 

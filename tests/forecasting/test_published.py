@@ -92,7 +92,7 @@ def _record(**changes: Any) -> dict[str, Any]:
         ({"parallelism": {"ici": {"ulysses": 8}}}, "'ulysses' is not in the layout"),
         ({"quantization": "int4 weights"}, "int4"),
         ({"arch": None, "model": "unheard-of-9b"}, "neither stated nor known"),
-        ({"arch": {"attention_type": "MLA: q_lora_rank 0"}}, "MLA"),
+        ({"arch": {"moe_layer_step": 2}}, "mixtures in every other layer"),
         ({"usable_for_validation": False}, "not fit for validation"),
     ],
 )
@@ -100,6 +100,22 @@ def test_what_a_job_can_not_say_has_its_reason(changes: dict[str, Any], reason: 
     found = rows.row_of(_record(**changes))
     assert isinstance(found, rows.Skipped)
     assert reason in found.reason
+
+
+def test_latent_attention_and_shared_experts_by_hand() -> None:
+    """DeepSeek V3's and Gemma 4's records; FLOPs are those that their trainer counted, less what is a departure."""
+    found = {row.id: row for row in rows.rows()}
+    record = {one["id"]: one for one in RECORDS}
+    deepseek = found["tpurecipes-tpu7x-deepseek-v3-128chips-S4096-bf16"].options["model"]
+    names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank")
+    assert [deepseek["latent"][name] for name in names] == [128, 64, 128, 512, 1536]
+    assert (deepseek["d_ff"], deepseek["dense_d_ff"], deepseek["dense_layers"]) == (2048, 18_432, 3)
+    assert deepseek["shared_experts"] == 1
+    assert deepseek["router"]["groups"] == 8
+    gemma = found["tpurecipes-tpu7x-gemma4-26b-64chips-S4096-bf16"]
+    assert gemma.options["model"]["shared_experts"] == 3, "2112 of 704"
+    assert any("heads of 512" in departure for departure in gemma.departures)
+    assert record[gemma.id]["arch"]["d_ff"] == 2112
 
 
 def test_sizes_come_from_the_models_name() -> None:

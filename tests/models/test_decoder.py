@@ -11,7 +11,8 @@ from flax import nnx
 from systolic.core.errors import LayoutError, OptionError
 from systolic.job import Layout
 from systolic.models.decoder.config import Decoder
-from systolic.models.decoder.moe import Mixture, balance
+from systolic.models.decoder.moe import Mixture
+from systolic.models.decoder.router import balance
 from systolic.steps import flops
 from tests.steps import tiny
 

@@ -13,13 +13,15 @@ from systolic.steps.decode import Decode
 from systolic.steps.programs import jit_decode, jit_prefill, jit_weights
 from systolic.steps.steps import Steps
 from tests.steps import tiny
-from tests.steps.layouts_child import EXPERTS
+from tests.steps.layouts_child import EXPERTS, LATENT
 
 DENSE = replace(tiny.MODEL, layers=2)
 MIXTURE = replace(EXPERTS, layers=2, capacity_factor=0)
+LATENTS = replace(LATENT, capacity_factor=0)
 LAYOUTS = {
     "a row for all": (DENSE, Layout(data=4, fsdp=1, tensor=2), 1),
     "data-expert-tensor": (MIXTURE, Layout(data=2, fsdp=1, expert=2, tensor=2), 8),
+    "latents": (LATENTS, Layout(data=2, fsdp=1, expert=2, tensor=2), 8),
 }
 """Model, layout and rows."""
 PROMPT, CAPACITY, TOKENS = 6, 12, 5
@@ -38,12 +40,13 @@ def write(steps: Steps, rows: int) -> tuple[list[list[int]], list[float], str]:
         for path, shape in steps.network.params.items()
     }
     weights = jit_weights(decode)(params)
+    rest = {path: jnp.zeros(shape.shape) for path, shape in steps.network.rest.items()}
     state = jit_prefill(decode, rows)(
-        weights, {}, tokens, count, jax.random.key(0), capacity=CAPACITY
+        weights, rest, tokens, count, jax.random.key(0), capacity=CAPACITY
     )
-    step = jit_decode(decode, rows).lower(weights, {}, state, count=TOKENS).compile()
-    state, first = step(weights, {}, state)
-    state, more = step(weights, {}, state)
+    step = jit_decode(decode, rows).lower(weights, rest, state, count=TOKENS).compile()
+    state, first = step(weights, rest, state)
+    state, more = step(weights, rest, state)
     text = step.as_text()
     keys = np.asarray(jnp.abs(state.cache.key).sum(axis=(0, 2, 3, 4)))
     return np.concatenate([first, more], axis=1).tolist(), keys.tolist(), text

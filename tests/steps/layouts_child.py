@@ -10,6 +10,7 @@ import jax
 from systolic.job import ContextOrder, Layout, Residual
 from systolic.job.layout import Remat
 from systolic.models.decoder.config import Decoder, Dispatch
+from systolic.models.decoder.switches import Latent, Router, Score
 from systolic.steps.steps import Steps
 from tests.steps import tiny
 
@@ -60,18 +61,37 @@ DROPLESS = {
     "dropless-expert-tensor": Layout(expert=2, fsdp=2, tensor=2),
     "dropless-expert-context": Layout(expert=4, context=2, fsdp=1),
 }
+LATENTS = {
+    "latent-expert-tensor": Layout(expert=2, fsdp=2, tensor=2),
+    "latent-context-tensor-embed": Layout(fsdp=2, context=2, tensor=2, residual=EMBED),
+    "latent-pipeline": Layout(data=2, fsdp=1, pipeline=2, tensor=2),
+}
 EXPERTS = replace(tiny.MODEL, experts=4, d_ff=32)
 LOOKUPS = replace(tiny.MODEL, ngrams=3, ngram_rows=64, ngram_dim=8)
 SWITCHES = replace(
     tiny.MODEL, window=5, global_every=2, attention_cap=2.0, logit_cap=3.0, sinks=True
 )
 UNBOUNDED = replace(EXPERTS, dispatch=Dispatch.dropless)
+LATENT = replace(
+    UNBOUNDED,
+    layers=3,
+    kv_heads=4,
+    dispatch=Dispatch.slots,
+    dense_layers=1,
+    dense_d_ff=48,
+    shared_experts=2,
+    latent=Latent(
+        kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6
+    ),
+    router=Router(score=Score.sigmoid, groups=2, top_groups=1, bias=True),
+)
 MODELS = (
     (DENSE, tiny.MODEL),
     (MIXTURE, EXPERTS),
     (NGRAMS, LOOKUPS),
     (SWITCHED, SWITCHES),
     (DROPLESS, UNBOUNDED),
+    (LATENTS, LATENT),
 )
 LAYOUTS = {name: layout for layouts, _ in MODELS for name, layout in layouts.items()}
 

@@ -17,7 +17,14 @@ from tests.steps.layouts_child import LAYOUTS, model_of
 TOLERANCE = 2e-5
 """Relative, after three steps in float32: sums over devices are added in another order."""
 
-QUICK = ["tensor-sequence", "tensor-embed", "pipeline", "expert-context", "ngrams-context"]
+QUICK = [
+    "tensor-sequence",
+    "tensor-embed",
+    "pipeline",
+    "expert-context",
+    "ngrams-context",
+    "latent-expert-tensor",
+]
 """Every axis once, every model once, both splits of the residual stream."""
 
 

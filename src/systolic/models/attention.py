@@ -20,6 +20,9 @@ EVERYTHING, AS_THEY_ARE = Masking(), Logits()
 CUDNN_PLAIN = "cuDNN attention has neither soft caps nor sinks: using plain attention, whose memory grows with the square of the sequence"
 """Why a decoder with either has the slower kernel on a GPU."""
 
+CUDNN_UNEVEN = "cuDNN attention takes values as wide as queries and keys only: using plain attention, whose memory grows with the square of the sequence"
+"""Why latent attention has the slower kernel on a GPU."""
+
 
 class Kernel(enum.Enum):
     """An implementation of scaled dot product attention."""
@@ -68,20 +71,21 @@ def attention(
         target: Where the program will run.
         query: [batch, sequence, heads, head_dim].
         key: [batch, sequence, kv_heads, head_dim]; heads is a multiple of kv_heads.
-        value: Like key.
+        value: [batch, sequence, kv_heads, size]; with latent attention of another size than keys.
         masking: What a position sees.
         logits: What the products of queries and keys go through.
 
     Returns:
-        [batch, sequence, heads, head_dim] in the dtype of ``query``.
+        [batch, sequence, heads, size] in the dtype of ``query``.
     """
     if logits.scale is None:
         logits = replace(logits, scale=query.shape[-1] ** -0.5)
     kernel, reason = choose_kernel(
         target.platform, query.shape[1], key.shape[1], query.shape[-1], target.layout.context
     )
-    if kernel is Kernel.cudnn and not logits.plain:
-        kernel, reason = Kernel.xla, CUDNN_PLAIN
+    by_hand = query.shape[-1] != value.shape[-1] or not logits.plain
+    if kernel is Kernel.cudnn and by_hand:
+        kernel, reason = Kernel.xla, CUDNN_UNEVEN if logits.plain else CUDNN_PLAIN
     if reason:
         target.note(reason)
     if kernel is Kernel.splash:
@@ -89,7 +93,7 @@ def attention(
 
         return splash_attention(target, query, key, value, masking, logits)
     key, value = (target.constrain(part, "batch", None, "kv_heads", None) for part in (key, value))
-    mask, causal, window = _mask(masking, query.shape[1], whole=not logits.plain)
+    mask, causal, window = _mask(masking, query.shape[1], whole=by_hand)
     attend = partial(
         jax.nn.dot_product_attention,
         mask=mask,
@@ -110,7 +114,7 @@ def attention(
             )
     wide = plain_dtype(target, query.dtype)
     plain = (query.astype(wide), key.astype(wide), value.astype(wide))
-    if not logits.plain:
+    if by_hand:
         return attend_plainly(*plain, mask, logits).astype(query.dtype)
     return attend(*plain, implementation="xla").astype(query.dtype)
 

@@ -54,7 +54,7 @@ def lm(
     seed: int = 0,
     prompt: str = "",
 ) -> Job:
-    """Trains a decoder (RMSNorm, RoPE, grouped queries, SwiGLU, dense or mixture of experts) on any text.
+    """Trains a decoder (RMSNorm, RoPE, grouped queries or latents, SwiGLU, dense or mixture of experts) on any text.
 
     Args:
         path: Text, JSONL, Parquet or ArrayRecord files, a datasets folder, or what systolic data pack wrote; by default the Python standard library.

@@ -1,6 +1,7 @@
 """Keys and values of the positions seen so far, and attention over them."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,9 +17,10 @@ class Cache(NamedTuple):
 
     key: jax.Array
     """[layers, batch, kv_heads, capacity, head_dim]: heads outside, as the matmuls of attention read them,
-    so that a TPU reads a layer of it where it lies."""
+    so that a TPU reads a layer of it where it lies. With latent attention the rotated key of all heads,
+    [layers, batch, 1, capacity, qk_rope_head_dim]."""
     value: jax.Array
-    """Like key."""
+    """Like key; with latent attention the latents, [layers, batch, 1, capacity, kv_lora_rank]."""
     length: jax.Array
     """int32[batch]: positions filled."""
     recent: jax.Array
@@ -90,44 +92,59 @@ class Sight(NamedTuple):
         return (back >= 0) & (back < (self.window or capacity))
 
 
+class Part(NamedTuple):
+    """Some of the dims that queries and keys are compared in; the products of several parts add up."""
+
+    query: jax.Array
+    """[batch, 1, heads, size]."""
+    own: jax.Array
+    """Keys of the new token, [batch, 1, kv_heads, size]."""
+    keys: jax.Array
+    """Those of the cache, [batch, kv_heads, capacity, size]."""
+
+
 def attend_one(
-    query: jax.Array,
-    own: tuple[jax.Array, jax.Array],
-    keys: jax.Array,
-    values: jax.Array,
-    sight: Sight,
+    parts: Sequence[Part], own_value: jax.Array, values: jax.Array, sight: Sight
 ) -> jax.Array:
-    """Attention of one new token over a cache that does not hold it yet: [batch, 1, heads, head_dim].
+    """Attention of one new token over a cache that does not hold it yet: [batch, 1, heads, size of a value].
 
     The cache is only read, so that a compiler needs no copy of it: rows are written once, after all layers.
 
     Args:
-        query: [batch, 1, heads, head_dim].
-        own: Key and value of the token, [batch, 1, kv_heads, head_dim].
-        keys: [batch, kv_heads, capacity, head_dim]; values alike.
-        values: See keys.
-        sight: What the token sees; of the cache the positions before its own.
+        parts: Queries and keys; the queries' dtype is that of the products.
+        own_value: Of the token, [batch, 1, kv_heads, size].
+        values: [batch, kv_heads, capacity, size].
+        sight: What the token sees, with a scale; of the cache the positions before its own.
     """
-    batch, _, heads, head_dim = query.shape
-    kv_heads, capacity = keys.shape[1:3]
-    dtype = query.dtype
+    batch, _, heads, _ = parts[0].query.shape
+    kv_heads, capacity = values.shape[1:3]
+    dtype = parts[0].query.dtype
     group = heads // kv_heads
-    grouped = query.reshape(batch, kv_heads, group, head_dim)
-    if group == 1:
-        grouped = jnp.concatenate([grouped, jnp.zeros_like(grouped)], axis=2)
-    scale = head_dim**-0.5 if sight.logits.scale is None else sight.logits.scale
-    own_key, own_value = (jnp.swapaxes(each, 1, 2).astype(keys.dtype) for each in own)
 
-    def logits(key: jax.Array) -> jax.Array:
-        product = jnp.einsum(
-            "bkgh,bksh->bkgs", grouped, key.astype(dtype), preferred_element_type=jnp.float32
-        )
-        return soft_cap(product * scale, sight.logits.cap)
+    def grouped(query: jax.Array) -> jax.Array:
+        split = query.reshape(batch, kv_heads, group, -1)
+        return split if group > 1 else jnp.concatenate([split, jnp.zeros_like(split)], axis=2)
+
+    def stored(own: jax.Array) -> jax.Array:
+        return jnp.swapaxes(own, 1, 2).astype(values.dtype)
+
+    queries = [grouped(part.query) for part in parts]
+    own_value = stored(own_value)
+
+    def logits(keys: Sequence[jax.Array]) -> jax.Array:
+        products = [
+            jnp.einsum(
+                "bkgh,bksh->bkgs", query, key.astype(dtype), preferred_element_type=jnp.float32
+            )
+            for query, key in zip(queries, keys, strict=True)
+        ]
+        assert sight.logits.scale is not None
+        return soft_cap(sum(products[1:], products[0]) * sight.logits.scale, sight.logits.cap)
 
     own_place = jnp.arange(capacity)[None, None, :] == sight.positions[:, :, None]
     before = (sight.visible(capacity) & ~own_place)[:, None]
-    past = jnp.where(before, logits(keys), -jnp.inf)
-    present = logits(own_key)
+    past = jnp.where(before, logits([part.keys for part in parts]), -jnp.inf)
+    present = logits([stored(part.own) for part in parts])
     largest = jnp.maximum(jnp.max(past, axis=-1, keepdims=True), present)
     sinks = None
     if sight.logits.sinks is not None:
@@ -140,4 +157,4 @@ def attend_one(
     attended = jnp.einsum("bkgs,bksh->bkgh", (past / total).astype(dtype), values.astype(dtype)) + (
         present / total
     ).astype(dtype) * own_value.astype(dtype)
-    return attended[:, :, :group].reshape(batch, 1, heads, head_dim)
+    return attended[:, :, :group].reshape(batch, 1, heads, -1)

@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 from systolic.core.errors import LayoutError, OptionError, nearest
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check
 from systolic.job import Axis, Field, Layout, Model, Outline, Remat, Target
+from systolic.models.decoder import count
+from systolic.models.decoder.switches import Latent, Router, Score
 
 if TYPE_CHECKING:
     from flax import nnx
 
 
-ACTIVATIONS = ("layer_input", "query", "key", "value", "attention", "out", "mlp", "down")
+ACTIVATIONS = ("layer_input", "latent", "query", "key", "value", "attention", "out", "mlp", "down")
 """Names of a layer's activations, which rematerialisation policies may keep."""
 MOST_PARAMETERS = 10**14
 """Far above any published model; sizes beyond it are slips of the hand that the compiler would take hours over."""
+BEST, PLAIN = Router(), Latent()
 
 
 class Mlp(enum.Enum):
@@ -79,8 +82,20 @@ class Decoder(Model):
     """Mixture: how tokens reach their experts; slots are bounded, dropless takes as many as come."""
     capacity_factor: Annotated[float, NOT_NEGATIVE] = 1.25
     """Mixture: slots per expert over the mean load; a token without a slot skips its expert. 0 never drops."""
+    shared_experts: Annotated[int, NOT_NEGATIVE] = 0
+    """Mixture: experts that every token visits beside its own, as one gated MLP of so many times d-ff (n_shared_experts)."""
+    dense_layers: Annotated[int, NOT_NEGATIVE] = 0
+    """Mixture: the first layers, whose feed-forward part is dense (first_k_dense_replace)."""
+    dense_d_ff: Annotated[int, Range(least=0, most=2**22)] = 0
+    """Mixture: hidden units of the dense layers; 0 takes d-ff."""
+    router: Router = BEST
+    """Mixture: how experts are chosen and weighted."""
     router_loss: Annotated[float, NOT_NEGATIVE] = 0.01
     """Mixture: weight of the load balancing loss."""
+    router_bias_rate: Annotated[float, NOT_NEGATIVE] = 0.001
+    """Mixture with router.bias: what a step adds to the bias of each expert with less than the mean load, and takes from the others."""
+    latent: Latent = PLAIN
+    """Multi-head latent attention (MLA, DeepSeek-V2); head-dim and kv-heads then say nothing."""
     rope_theta: Annotated[float, POSITIVE] = 10_000.0
     """Base of the rotary embeddings' wavelengths."""
     norm_eps: Annotated[float, POSITIVE] = 1e-6
@@ -112,7 +127,7 @@ class Decoder(Model):
             raise OptionError(
                 f"the model's sizes make {self.num_parameters:.3g} parameters; it takes up to {MOST_PARAMETERS:.0e}, lower one of layers, d-model, d-ff and experts"
             )
-        if self.heads % self.kv_heads:
+        if not self.latent and self.heads % self.kv_heads:
             raise OptionError(
                 f"model.heads {self.heads} is not a multiple of model.kv-heads {self.kv_heads}; change one"
             )
@@ -128,36 +143,77 @@ class Decoder(Model):
             raise OptionError(
                 f"model.ngram-rows {self.ngram_rows} is not a power of two; rows are picked by the low bits of a hash"
             )
-        if self.experts > 1 and not self.mlp.gated:
+        self._check_mixture()
+        if self.latent and self.qk_norm:
+            raise OptionError(
+                "model.qk-norm is for plain attention, model.latent has norms on its latents; leave qk-norm out"
+            )
+
+    def _check_mixture(self) -> None:
+        if self.experts == 1:
+            wanted = {
+                "shared-experts": self.shared_experts,
+                "dense-layers": self.dense_layers,
+                "dense-d-ff": self.dense_d_ff,
+                "router.bias": self.router.bias,
+            }
+            for name, value in wanted.items():
+                if value:
+                    raise OptionError(
+                        f"model.{name} is {value} but the model is dense; leave it out, or set model.experts"
+                    )
+            return
+        if not self.mlp.gated:
             raise OptionError(
                 f"model.mlp {self.mlp.value} has no mixture of experts; use swiglu or geglu"
             )
-        if self.experts > 1 and self.experts_per_token > self.experts:
+        if self.dense_layers >= self.layers:
             raise OptionError(
-                f"model.experts-per-token {self.experts_per_token} is more than its {self.experts} experts; lower one or raise the other"
+                f"model.dense-layers {self.dense_layers} leaves no mixture of model.layers {self.layers}; lower it"
+            )
+        groups = self.router.groups
+        least = 2 if self.router.score is Score.sigmoid and self.router.top_groups < groups else 1
+        if self.experts % groups or self.experts // groups < least:
+            raise OptionError(
+                f"model.router.groups {groups} does not make equal groups of {least} or more of model.experts {self.experts}; change one"
+            )
+        choice = self.experts // groups * self.router.top_groups
+        if self.experts_per_token > choice:
+            of = "its" if choice == self.experts else "the"
+            inside = "" if choice == self.experts else " of its router.top-groups"
+            raise OptionError(
+                f"model.experts-per-token {self.experts_per_token} is more than {of} {choice} experts{inside}; lower one or raise the other"
             )
 
     @property
-    def _mlp_matrices(self) -> int:
+    def mlp_matrices(self) -> int:
+        """Matrices of a feed-forward part."""
         return 3 if self.mlp.gated else 2
+
+    @property
+    def mixtures(self) -> int:
+        """Layers with a mixture."""
+        return self.layers - self.dense_layers if self.experts > 1 else 0
+
+    @property
+    def dense_width(self) -> int:
+        """Hidden units of a dense layer."""
+        return self.dense_d_ff or self.d_ff
+
+    @property
+    def query_dim(self) -> int:
+        """Width of a head's query and key."""
+        return self.latent.query_dim if self.latent else self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's value."""
+        return self.latent.v_head_dim if self.latent else self.head_dim
 
     @property
     def num_parameters(self) -> int:
         """Parameters, embeddings included."""
-        attention = self.d_model * self.head_dim * 2 * (self.heads + self.kv_heads)
-        attention += self.heads if self.sinks else 0
-        norms = 2 * self.d_model + (2 * self.head_dim if self.qk_norm else 0)
-        router = self.d_model * self.experts if self.experts > 1 else 0
-        layer = (
-            attention
-            + norms
-            + router
-            + self._mlp_matrices * self.d_model * self.d_ff * self.experts
-        )
-        embeddings = self.vocab * self.d_model * (1 if self.tie_embeddings else 2)
-        orders = max(self.ngrams - 1, 0)
-        ngrams = orders * self.ngram_dim * (self.ngram_rows + self.d_model)
-        return self.layers * layer + embeddings + ngrams + self.d_model
+        return count.parameters(self)
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -184,12 +240,17 @@ class Decoder(Model):
         """Each axis must divide what it splits."""
         divides = [
             ("tensor", layout.tensor, "heads", self.heads),
-            ("tensor", layout.tensor, "kv-heads", self.kv_heads),
             ("tensor", layout.tensor, "d-ff", self.d_ff),
             ("tensor", layout.tensor, "vocab", self.vocab),
-            ("pipeline", layout.pipeline, "layers", self.layers),
             ("fsdp", layout.fsdp, "d-model", self.d_model),
         ]
+        if not self.latent:
+            divides.append(("tensor", layout.tensor, "kv-heads", self.kv_heads))
+        piped = self.layers - self.dense_layers
+        less = f" less dense-layers {self.dense_layers}" if self.dense_layers else ""
+        divides.append(("pipeline", layout.pipeline, f"layers{less}", piped))
+        if self.dense_layers:
+            divides.append(("tensor", layout.tensor, "dense-d-ff", self.dense_width))
         if self.experts > 1:
             divides.append(("expert", layout.expert, "experts", self.experts))
             if self.dispatch is Dispatch.dropless and layout.pipeline > 1:
@@ -206,9 +267,9 @@ class Decoder(Model):
                     raise LayoutError(
                         f"layout.remat-names has {name!r}{nearest(name, ACTIVATIONS)}; a decoder names {', '.join(ACTIVATIONS)}"
                     )
-        if (self.layers // layout.pipeline) % len(self.windows) and layout.pipeline > 1:
+        if (piped // layout.pipeline) % len(self.windows) and layout.pipeline > 1:
             raise LayoutError(
-                f"layout.pipeline {layout.pipeline} makes stages of {self.layers // layout.pipeline} layers, which model.global-every {self.global_every} does not divide; each stage repeats the whole pattern of windows"
+                f"layout.pipeline {layout.pipeline} makes stages of {piped // layout.pipeline} layers, which model.global-every {self.global_every} does not divide; each stage repeats the whole pattern of windows"
             )
         for axis, ways, dim, size in divides:
             if size % ways:
@@ -223,6 +284,7 @@ class Decoder(Model):
             "dispatch",
             "experts_per_token",
             "router_loss",
+            "router_bias_rate",
             "rope_theta",
             "norm_eps",
         }
@@ -230,38 +292,19 @@ class Decoder(Model):
 
     def flops(self, fields: Mapping[str, Field]) -> float:
         """Matmul FLOPs of the forward pass of one sequence; attention counts what the causal mask or window leaves."""
-        sequence = fields["tokens"].shape[0]
-        token, logits, pair = self._flops()
-        return sequence * (token + logits) + pair * self._pairs(sequence)
+        sequence, work = fields["tokens"].shape[0], count.work(self)
+        return sequence * (work.token + work.logits) + work.pair * count.pairs(self, sequence)
 
     def prefill_flops(self, sequence: int) -> float:
         """Matmul FLOPs of reading a prompt of so many tokens: logits of the last one only."""
-        token, logits, pair = self._flops()
-        return sequence * token + logits + pair * self._pairs(sequence)
+        work = count.work(self)
+        return sequence * work.token + work.logits + work.pair * count.pairs(self, sequence)
 
     def decode_flops(self, sequence: int) -> float:
         """Matmul FLOPs of the last token of so many, the others in a cache."""
-        token, logits, pair = self._flops()
-        return token + logits + pair * (self._pairs(sequence) - self._pairs(sequence - 1))
-
-    def _flops(self) -> tuple[int, int, int]:
-        """Matmul FLOPs of a token in all layers but for its attention, of its logits, and of a pair of tokens in a layer."""
-        projections = 2 * self.d_model * self.head_dim * 2 * (self.heads + self.kv_heads)
-        active = self.experts_per_token if self.experts > 1 else 1
-        mlp = 2 * self._mlp_matrices * self.d_model * self.d_ff * active
-        router = 2 * self.d_model * self.experts if self.experts > 1 else 0
-        token = self.layers * (projections + mlp + router)
-        return token, 2 * self.d_model * self.vocab, 2 * 2 * self.heads * self.head_dim
-
-    def _pairs(self, sequence: int) -> float:
-        """Pairs of a token and one that it sees, over all layers."""
-        windows = self.windows
-
-        def seen(window: int) -> float:
-            reach = min(window or sequence, sequence)
-            return reach * (reach + 1) / 2 + (sequence - reach) * reach
-
-        return sum(seen(windows[layer % len(windows)]) for layer in range(self.layers))
+        work = count.work(self)
+        seen = count.pairs(self, sequence) - count.pairs(self, sequence - 1)
+        return work.token + work.logits + work.cached * seen
 
     def axes(self) -> frozenset[Axis]:
         """All of them; the expert axis only in a mixture."""
@@ -283,18 +326,29 @@ class Decoder(Model):
 
     def shrink(self, layout: Layout) -> "Decoder":
         """Two layers a stage and a few heads a tensor shard, with this model's ratios of heads and experts."""
-        groups = self.heads // self.kv_heads
+        groups = 1 if self.latent else self.heads // self.kv_heads
         kv_heads = max(layout.tensor, 1)
         width = 16 * layout.fsdp * layout.expert * layout.context
+        dense, hidden = min(self.dense_layers, 1), 32 * layout.tensor
+        grouped = self.router.groups > 1
+        every = self.router.top_groups == self.router.groups
+        router = replace(
+            self.router, groups=2 if grouped else 1, top_groups=2 if grouped and every else 1
+        )
+        experts = max(2 * layout.expert, 4) if grouped else 2 * layout.expert
         return replace(
             self,
-            layers=min(self.layers, max(2, len(self.windows)) * layout.pipeline),
+            layers=dense + min(self.layers - dense, max(2, len(self.windows)) * layout.pipeline),
             d_model=width,
-            d_ff=32 * layout.tensor,
+            d_ff=hidden,
+            dense_layers=dense,
+            dense_d_ff=hidden if self.dense_d_ff else 0,
+            latent=self.latent.shrunk(),
             ngram_rows=64 * layout.tensor if self.ngrams else self.ngram_rows,
             heads=kv_heads * min(groups, 4),
             kv_heads=kv_heads,
             head_dim=16,
-            experts=min(self.experts, 2 * layout.expert) if self.experts > 1 else 1,
+            router=router,
+            experts=min(self.experts, experts) if self.experts > 1 else 1,
             experts_per_token=min(self.experts_per_token, 2),
         )

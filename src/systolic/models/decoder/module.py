@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,15 @@ from flax import nnx
 
 from systolic.job import Target
 from systolic.models.attention import attention, plain_dtype
-from systolic.models.decoder.cache import Cache, Sight, appended, attend_one, stored
-from systolic.models.decoder.config import Decoder, Mlp
-from systolic.models.decoder.moe import Mixture, balance
+from systolic.models.decoder.cache import Cache, Part, Sight, appended, attend_one, stored
+from systolic.models.decoder.config import Decoder
+from systolic.models.decoder.latent import LatentAttention
+from systolic.models.decoder.moe import Mixture
 from systolic.models.decoder.ngrams import NGrams
+from systolic.models.decoder.parts import MLP, RMSNorm, rope
 from systolic.models.decoder.pipeline import run_stages
-from systolic.models.decoder.stack import run_layers
+from systolic.models.decoder.router import balance, moved
+from systolic.models.decoder.stack import at, run_layers
 from systolic.models.decoder.tiles import score_tiles
 from systolic.models.masking import Logits, Masking, soft_cap
 from systolic.models.order import Order, balanced
@@ -33,81 +36,24 @@ be that token again, at a loss of about the root of the width.
 """
 
 
-class RMSNorm(nnx.Module):
-    """Root mean square norm over the last dim, in float32, with a learned scale."""
-
-    def __init__(self, size: int, eps: float, axis: str) -> None:
-        self.scale = nnx.Param(jnp.ones((size,)), out_sharding=(axis,))
-        self.eps = eps
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., size], same dtype."""
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
-
-
-def rope(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """Rotary position embedding (Su et al. 2021): x [batch, sequence, heads, head_dim], positions int32[batch, sequence]."""
-    half = x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions[:, :, None, None].astype(jnp.float32) * frequency
-    sin, cos = jnp.sin(angle), jnp.cos(angle)
-    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(
-        x.dtype
-    )
-
-
-ACTIVATIONS = {
-    Mlp.swiglu: jax.nn.silu,
-    Mlp.geglu: jax.nn.gelu,
-    Mlp.gelu: jax.nn.gelu,
-    Mlp.relu: jax.nn.relu,
-}
-
-
-class MLP(nnx.Module):
-    """The feed-forward part, gated or not."""
-
-    def __init__(self, config: Decoder, rngs: nnx.Rngs, target: Target) -> None:
-        d, f = config.d_model, config.d_ff
-        if config.mlp.gated:
-            self.gate = weight(rngs, (d, f), ("embed", "mlp"), d)
-        self.up = weight(rngs, (d, f), ("embed", "mlp"), d)
-        self.down = weight(rngs, (f, d), ("mlp", "embed"), f, (2 * config.layers) ** -0.5)
-        self.config, self.target = config, target
-
-    def __call__(
-        self, x: jax.Array, count: jax.Array | None = None, order: Order | None = None
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """[batch, sequence, d_model] to the same, and a router loss of 0; neither padding nor order changes anything."""
-        del count, order
-        x = gathered(self.target, x)
-        activate = ACTIVATIONS[self.config.mlp]
-        if self.config.mlp.gated:
-            gate = name(product(self.target, "bsd,df->bsf", x, self.gate[...]), "mlp")
-            up = name(product(self.target, "bsd,df->bsf", x, self.up[...]), "mlp")
-            hidden = activate(gate) * up
-        else:
-            up = name(product(self.target, "bsd,df->bsf", x, self.up[...]), "mlp")
-            hidden = activate(up)
-        hidden = self.target.constrain(hidden, "batch", "sequence", "mlp")
-        down = product(self.target, "bsf,fd->bsd", hidden, self.down[...])
-        return name(self.target.constrain(down, *STREAM), "down"), {}
-
-
 class Block(nnx.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and a feed-forward part, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: Decoder, rngs: nnx.Rngs, target: Target) -> None:
+    def __init__(self, config: Decoder, mixture: bool, rngs: nnx.Rngs, target: Target) -> None:
         d, h, k, e = config.d_model, config.heads, config.kv_heads, config.head_dim
         self.attention_norm = RMSNorm(d, config.norm_eps, "norm")
-        self.query = weight(rngs, (d, h, e), ("embed", "heads", "head_dim"), d)
-        self.key = weight(rngs, (d, k, e), ("embed", "kv_heads", "head_dim"), d)
-        self.value = weight(rngs, (d, k, e), ("embed", "kv_heads", "head_dim"), d)
+        self.latent = LatentAttention(config, rngs, target) if config.latent else None
+        if self.latent is None:
+            self.query = weight(rngs, (d, h, e), ("embed", "heads", "head_dim"), d)
+            self.key = weight(rngs, (d, k, e), ("embed", "kv_heads", "head_dim"), d)
+            self.value = weight(rngs, (d, k, e), ("embed", "kv_heads", "head_dim"), d)
+        read = config.value_dim
         self.out = weight(
-            rngs, (h, e, d), ("heads", "head_dim", "embed"), h * e, (2 * config.layers) ** -0.5
+            rngs,
+            (h, read, d),
+            ("heads", "head_dim", "embed"),
+            h * read,
+            (2 * config.layers) ** -0.5,
         )
         if config.qk_norm:
             self.query_norm = RMSNorm(e, config.norm_eps, "norm")
@@ -116,7 +62,9 @@ class Block(nnx.Module):
             self.sinks = nnx.Param(jnp.zeros((h,)), out_sharding=("heads",))
         self.mlp_norm = RMSNorm(d, config.norm_eps, "norm")
         self.mlp = (
-            Mixture(config, rngs, target) if config.experts > 1 else MLP(config, rngs, target)
+            Mixture(config, rngs, target)
+            if mixture
+            else MLP(config, config.dense_width, rngs, target)
         )
         self.config, self.target = config, target
 
@@ -124,12 +72,12 @@ class Block(nnx.Module):
     def attention_logits(self) -> Logits:
         """What the products of queries and keys go through."""
         sinks = self.sinks[...] if self.config.sinks else None
-        return Logits(scale=self.config.head_dim**-0.5, cap=self.config.attention_cap, sinks=sinks)
+        return Logits(scale=self.config.query_dim**-0.5, cap=self.config.attention_cap, sinks=sinks)
 
     def project(
         self, x: jax.Array, positions: jax.Array, window: int = 0
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values [batch, sequence, heads or kv_heads, head_dim] of x [batch, sequence, d_model]."""
+        """Queries, keys and values [batch, sequence, heads or kv_heads, head_dim] of x [batch, sequence, d_model], without latents."""
         x = gathered(self.target, x)
         query = product(self.target, "bsd,dhe->bshe", x, self.query[...])
         key = product(self.target, "bsd,dhe->bshe", x, self.key[...])
@@ -175,43 +123,96 @@ class Block(nnx.Module):
         """x [batch, sequence, d_model], segments and positions int32[batch, sequence], all in ``order``; its own ``window``."""
         x = name(x, "layer_input")
         masking = Masking(segments=segments, causal=True, window=window, order=order)
-        attended, _, _ = self.attend(x, positions, masking)
+        attended, _ = self.attend(x, positions, masking)
         return self.merge(x, attended, order=order)
 
     def attend(
         self, x: jax.Array, positions: jax.Array, masking: Masking
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """What the heads read, [batch, sequence, heads, head_dim], and the keys and values of x [batch, sequence, d_model]."""
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """What the heads read, [batch, sequence, heads, size of a value], of x [batch, sequence, d_model], and what a cache keeps.
+
+        Kept are [batch, sequence, kv_heads, head_dim] each: keys and values, or a key for all heads and the latents.
+        """
         with jax.named_scope("attention"):
-            query, key, value = self.project(self.attention_norm(x), positions, masking.window)
+            given = self.attention_norm(x)
+            if self.latent is None:
+                query, key, value = self.project(given, positions, masking.window)
+                kept = (key, value)
+            else:
+                theta = self.config.theta(masking.window)
+                query, key, value, kept = self.latent.project(given, positions, theta)
             constrain = self.target.constrain
             query = constrain(query, "batch", "sequence", "heads", None)
             key, value = (
                 constrain(part, "batch", "sequence", "kv_heads", None) for part in (key, value)
             )
+            if self.latent is None:
+                kept = (key, value)
             attended = attention(self.target, query, key, value, masking, self.attention_logits)
-            return attended, key, value
+            return attended, kept
+
+    def attend_next(
+        self, x: jax.Array, positions: jax.Array, cached: tuple[jax.Array, jax.Array], window: int
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """:meth:`attend` for one new token x [batch, 1, d_model] over a layer of the cache, which keeps what came before."""
+        given = self.attention_norm(x)
+        sight = Sight(positions=positions, window=window, logits=self.attention_logits)
+        dtype = plain_dtype(self.target, x.dtype)
+        if self.latent is not None:
+            return self.latent.read(given, self.config.theta(window), cached, sight, dtype)
+        query, key, value = self.project(given, positions, window)
+        part = Part(query.astype(dtype), key, cached[0])
+        return attend_one([part], value, cached[1], sight).astype(x.dtype), (key, value)
+
+
+class Stretch(NamedTuple):
+    """Layers of one kind that follow each other."""
+
+    blocks: Block
+    """Stacked: its arrays are [layers, ...]."""
+    first: int
+    """The number of the first one."""
+    layers: int
+    windows: tuple[int, ...]
+    """Of a period of its layers."""
 
 
 class DecoderModule(nnx.Module):
     """Tokens to logits."""
 
     def __init__(self, config: Decoder, rngs: nnx.Rngs, target: Target) -> None:
-        @nnx.split_rngs(splits=config.layers)
-        @nnx.vmap(axis_size=config.layers, transform_metadata={nnx.PARTITION_NAME: "layers"})
-        def blocks(rngs: nnx.Rngs) -> Block:
-            return Block(config, rngs, target)
+        def blocks(layers: int, mixture: bool) -> Block:
+            @nnx.split_rngs(splits=layers)
+            @nnx.vmap(axis_size=layers, transform_metadata={nnx.PARTITION_NAME: "layers"})
+            def stacked(rngs: nnx.Rngs) -> Block:
+                return Block(config, mixture, rngs, target)
+
+            return stacked(rngs)
 
         shape, gain = (config.vocab, config.d_model), TIED_GAIN if config.tie_embeddings else 1.0
         self.embedding = weight(rngs, shape, ("vocab", "embed"), config.d_model, gain)
         self.ngrams = NGrams(config, rngs, target) if config.ngrams else None
-        self.blocks = blocks(rngs)
+        dense = config.dense_layers
+        self.dense_blocks = blocks(dense, mixture=False) if dense else None
+        self.blocks = blocks(config.layers - dense, mixture=config.experts > 1)
         self.norm = RMSNorm(config.d_model, config.norm_eps, "norm")
         if not config.tie_embeddings:
             # Zero: the first prediction is uniform, whatever the trunk says.
             shape = (config.d_model, config.vocab)
             self.unembedding = nnx.Param(jnp.zeros(shape), out_sharding=("embed", "vocab"))
         self.config, self.target = config, target
+        self.deterministic = False  # Flax sets it in evaluation, where router biases stay.
+
+    @property
+    def stretches(self) -> list[Stretch]:
+        """All layers, in order: the dense ones before mixtures, then the others."""
+        dense, windows = self.config.dense_layers, self.config.windows
+        turn = dense % len(windows)
+        rest = self.config.layers - dense
+        last = Stretch(self.blocks, dense, rest, windows[turn:] + windows[:turn])
+        if self.dense_blocks is None:
+            return [last]
+        return [Stretch(self.dense_blocks, 0, dense, windows), last]
 
     def embed(
         self,
@@ -304,7 +305,25 @@ class DecoderModule(nnx.Module):
         self, tokens: jax.Array, segments: jax.Array, positions: jax.Array, order: Order | None
     ) -> jax.Array:
         """:meth:`hidden` of naturally ordered arguments, its result in ``order``."""
-        graph, stacked = nnx.split(self.blocks)
+        x = self.embed(tokens, positions, self.no_history(tokens.shape[0]), order)
+        if order is not None:
+            segments, positions = order.arrange(segments), order.arrange(positions)
+        *before, last = self.stretches
+        for stretch in before:  # Beside a pipeline: each of its devices runs them.
+            run, stacked = self._runner(stretch, order)
+            x, _ = run(x, stacked, segments, positions)
+        run, stacked = self._runner(last, order)
+        if self.target.layout.pipeline > 1:
+            x, routing = run_stages(run, stacked, x, segments, positions, self.target)
+        else:
+            x, routing = run(x, stacked, segments, positions)
+        if self.config.experts > 1:
+            self._routed(routing)
+        return self.normed(x)
+
+    def _runner(self, stretch: Stretch, order: Order | None) -> tuple[Callable[..., Any], Any]:
+        """``run(x, stacked, segments, positions)`` of some of a stretch's layers, and the arrays of all of them."""
+        graph, stacked = nnx.split(stretch.blocks)
 
         def layer(window: int) -> Callable[..., Any]:
             def plain(
@@ -314,37 +333,44 @@ class DecoderModule(nnx.Module):
 
             return rematerialise(plain, self.target.layout)
 
-        layers = [layer(window) for window in self.config.windows]
+        layers = [layer(window) for window in stretch.windows]
 
         def run(x: jax.Array, state: nnx.State, *where: jax.Array) -> tuple[jax.Array, Any]:
             period = [lambda x, one, layer=layer: layer(x, one, *where) for layer in layers]
             return run_layers(period, x, state)
 
-        x = self.embed(tokens, positions, self.no_history(tokens.shape[0]), order)
-        if order is not None:
-            segments, positions = order.arrange(segments), order.arrange(positions)
-        if self.target.layout.pipeline > 1:
-            x, routing = run_stages(run, stacked, x, segments, positions, self.target)
-        else:
-            x, routing = run(x, stacked, segments, positions)
-        if self.config.experts > 1:
-            routing["router_loss"] = balance(routing.pop("load"), routing.pop("score"))
-            for what, by_layer in routing.items():
-                self.sow(
-                    nnx.Intermediate,
-                    what,
-                    jnp.mean(by_layer),
-                    reduce_fn=lambda _, new: new,
-                    init_fn=lambda: None,
-                )
-        return self.normed(x)
+        return run, stacked
+
+    def _routed(self, routing: dict[str, jax.Array]) -> None:
+        """Sows what routing [layers, ...] means for the loss, and moves the biases of experts while training."""
+        if self.config.router.bias:
+            mixture, chosen = self.blocks.mlp, routing.pop("chosen")
+            assert isinstance(mixture, Mixture)
+            if not self.deterministic:
+                # Each pass of an accumulated step moves its part.
+                rate = self.config.router_bias_rate / self.target.layout.accumulate
+                bias, shares = mixture.bias[...], jax.lax.stop_gradient(chosen)
+                mixture.bias.set_value(moved(bias, shares, rate))
+        routing["router_loss"] = balance(routing.pop("load"), routing.pop("score"))
+        for what, by_layer in routing.items():
+            self.sow(
+                nnx.Intermediate,
+                what,
+                jnp.mean(by_layer),
+                reduce_fn=lambda _, new: new,
+                init_fn=lambda: None,
+            )
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
         """Room for ``capacity`` positions of ``batch`` sequences."""
-        shape = (self.config.layers, batch, self.config.kv_heads, capacity, self.config.head_dim)
+        config, latent = self.config, self.config.latent
+        heads, key, value = config.kv_heads, config.head_dim, config.head_dim
+        if latent:
+            heads, key, value = 1, latent.qk_rope_head_dim, latent.kv_lora_rank
+        shape = (config.layers, batch, heads, capacity)
         return Cache(
-            jnp.zeros(shape, dtype),
-            jnp.zeros(shape, dtype),
+            jnp.zeros((*shape, key), dtype),
+            jnp.zeros((*shape, value), dtype),
             jnp.zeros((batch,), jnp.int32),
             self.no_history(batch),
         )
@@ -363,28 +389,25 @@ class DecoderModule(nnx.Module):
         Returns:
             What the output matrix takes, [batch, n, d_model], and the cache.
         """
-        graph, stacked = nnx.split(self.blocks)
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-
-        def step(
-            x: jax.Array, state: nnx.State, window: int
-        ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            block = nnx.merge(graph, state)
-            masking = Masking(causal=True, window=window)
-            attended, key, value = block.attend(x, positions, masking)
-            kept = (
-                stored(self.target, key, capacity, dtype),
-                stored(self.target, value, capacity, dtype),
-            )
-            return block.merge(x, attended, count)[0], kept
-
         none = self.no_history(tokens.shape[0])
-        x, (keys, values) = run_layers(
-            [partial(step, window=window) for window in self.config.windows],
-            self.embed(tokens, positions, none),
-            stacked,
-            in_place=True,
-        )
+        x, parts = self.embed(tokens, positions, none), []
+        for stretch in self.stretches:
+            graph, stacked = nnx.split(stretch.blocks)
+
+            def step(
+                x: jax.Array, state: nnx.State, window: int, graph: Any = graph
+            ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+                block = nnx.merge(graph, state)
+                masking = Masking(causal=True, window=window)
+                attended, kept = block.attend(x, positions, masking)
+                rows = tuple(stored(self.target, each, capacity, dtype) for each in kept)
+                return block.merge(x, attended, count)[0], rows
+
+            period = [partial(step, window=window) for window in stretch.windows]
+            x, rows = run_layers(period, x, stacked, in_place=True)
+            parts.append(rows)
+        keys, values = _joined(parts)
         return self.normed(x), Cache(keys, values, count, _latest(none, tokens, count))
 
     def extend(self, tokens: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
@@ -397,29 +420,30 @@ class DecoderModule(nnx.Module):
         Returns:
             Logits [batch, vocab] and the cache with the tokens in it.
         """
-        graph, stacked = nnx.split(self.blocks)
         positions, tokens = cache.length[:, None], tokens[:, None]
+        x, parts = self.embed(tokens, positions, cache.recent), []
+        rows = (cache.key, cache.value)
+        alone = self.dense_blocks is None
+        for stretch in self.stretches:
+            graph, stacked = nnx.split(stretch.blocks)
 
-        def step(
-            x: jax.Array, state: tuple[nnx.State, jax.Array, jax.Array], window: int
-        ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            layer, keys, values = state
-            block = nnx.merge(graph, layer)
-            query, key, value = block.project(block.attention_norm(x), positions, window)
-            wide = query.astype(plain_dtype(self.target, query.dtype))
-            sight = Sight(positions=positions, window=window, logits=block.attention_logits)
-            attended = attend_one(wide, (key, value), keys, values, sight)
-            return block.merge(x, attended.astype(x.dtype))[0], (key, value)
+            def step(
+                x: jax.Array, given: Any, window: int, graph: Any = graph
+            ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+                layer, own = given
+                block = nnx.merge(graph, layer)
+                cached = own if alone else at(rows, own)
+                attended, new = block.attend_next(x, positions, cached, window)
+                return block.merge(x, attended)[0], new
 
-        x, new = run_layers(
-            [partial(step, window=window) for window in self.config.windows],
-            self.embed(tokens, positions, cache.recent),
-            (stacked, cache.key, cache.value),
-            in_place=True,
-        )
+            period = [partial(step, window=window) for window in stretch.windows]
+            # Of several stretches each reads its layers by number: a part of the cache would be a copy.
+            own = rows if alone else stretch.first + jnp.arange(stretch.layers)
+            x, new = run_layers(period, x, (stacked, own), in_place=True)
+            parts.append(new)
         keys, values = (
             appended(self.target, old, cache.length, rows[:, :, 0])
-            for old, rows in zip((cache.key, cache.value), new, strict=True)
+            for old, rows in zip((cache.key, cache.value), _joined(parts), strict=True)
         )
         count = jnp.ones_like(cache.length)
         recent = _latest(cache.recent, tokens, count)
@@ -432,3 +456,10 @@ def _latest(recent: jax.Array, tokens: jax.Array, count: jax.Array) -> jax.Array
     seen = jnp.concatenate([recent, tokens], axis=1)
     last = count[:, None] + jnp.arange(recent.shape[1])
     return jnp.take_along_axis(seen, last, axis=1)
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Trees of arrays [layers, ...] of one stretch after the other as one."""
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *each: jnp.concatenate(each), *parts)

@@ -15,6 +15,8 @@ from flax import nnx
 from systolic.job import Target
 from systolic.models.decoder.config import Decoder, Dispatch, Mlp
 from systolic.models.decoder.dropless import dropless
+from systolic.models.decoder.parts import MLP
+from systolic.models.decoder.router import RouterBias, choose, routed_as
 from systolic.models.order import Order
 from systolic.models.parameters import weight
 from systolic.models.product import product
@@ -33,7 +35,7 @@ def capacity(config: Decoder, sequence: int) -> int:
 
 
 class Mixture(nnx.Module):
-    """Top-k routing over gated experts (GShard, Lepikhin et al. 2020; Mixtral's normalised top-k weights)."""
+    """Top-k routing over gated experts (GShard, Lepikhin et al. 2020), and beside them those that all tokens share (DeepSeekMoE, Dai et al. 2024)."""
 
     def __init__(self, config: Decoder, rngs: nnx.Rngs, target: Target) -> None:
         e, d, f = config.experts, config.d_model, config.d_ff
@@ -44,6 +46,10 @@ class Mixture(nnx.Module):
         self.down = weight(
             rngs, (e, f, d), ("experts", "mlp", "expert_embed"), f, (2 * config.layers) ** -0.5
         )
+        if config.router.bias:
+            self.bias = RouterBias(jnp.zeros((e,), jnp.float32), out_sharding=(None,))
+        shared = config.shared_experts
+        self.shared = MLP(config, shared * f, rngs, target) if shared else None
         self.config, self.target = config, target
 
     def __call__(
@@ -55,20 +61,31 @@ class Mixture(nnx.Module):
         slot, and the slots are those of a row of so many tokens. Without it all are real.
 
         ``load`` f32[experts] is the share of first choices of each expert and ``score`` f32[experts] its
-        mean probability, see :func:`balance`; ``dropped`` f32[] is the share of choices whose expert
+        mean probability, see :func:`~systolic.models.decoder.router.balance`; ``dropped`` f32[] is the share of choices whose expert
         had no slot left. All are means over tokens, so that parts of a batch average exactly.
         """
-        config, constrain = self.config, self.target.constrain
-        x = gathered(self.target, x)
-        scores = jax.nn.softmax((x @ self.router[...]).astype(jnp.float32), axis=-1)
-        weights, chosen = jax.lax.top_k(scores, config.experts_per_token)
-        weights = weights / weights.sum(axis=-1, keepdims=True)
+        config = self.config
+        given = gathered(self.target, x)
+        bias = self.bias[...] if config.router.bias else None
+        logits = (given @ self.router[...]).astype(jnp.float32)
+        scores, weights, chosen = choose(config.router, config.experts_per_token, logits, bias)
+        routing = routed_as(config.router, scores, chosen)
         if config.dispatch is Dispatch.dropless:
-            return self._dropless(x, chosen, weights, count), routed_as(scores, chosen)
+            out = self._dropless(given, chosen, weights, count)
+        else:
+            places = _places(config, chosen, capacity(config, x.shape[1]), count, order)
+            out = self._slots(given, weights, *places)
+            routing["dropped"] = 1 - places[0].astype(jnp.float32).mean()
+        if self.shared is not None:
+            out = out + self.shared(x)[0]
+        return out, routing
+
+    def _slots(
+        self, x: jax.Array, weights: jax.Array, fits: jax.Array, address: jax.Array
+    ) -> jax.Array:
+        config, constrain = self.config, self.target.constrain
         batch, sequence, d = x.shape
         slots = capacity(config, sequence)
-        fits, address = _places(config, chosen, slots, count, order)
-
         tokens = jnp.broadcast_to(jnp.arange(sequence)[None, :, None], address.shape).reshape(
             batch, -1
         )
@@ -99,10 +116,7 @@ class Mixture(nnx.Module):
         done = jnp.concatenate([done, jnp.zeros((batch, 1, d), done.dtype)], axis=1)
         picked = jnp.take_along_axis(done, address.reshape(batch, -1)[:, :, None], axis=1)
         picked = picked.reshape(batch, sequence, config.experts_per_token, d)
-        out = (picked * (weights * fits)[..., None].astype(x.dtype)).sum(axis=2)
-
-        dropped = 1 - fits.astype(jnp.float32).mean()
-        return out, {**routed_as(scores, chosen), "dropped": dropped}
+        return (picked * (weights * fits)[..., None].astype(x.dtype)).sum(axis=2)
 
     def _dropless(
         self, x: jax.Array, chosen: jax.Array, weights: jax.Array, count: jax.Array | None
@@ -121,21 +135,6 @@ class Mixture(nnx.Module):
     def activate(self) -> Callable[[jax.Array], jax.Array]:
         """What the gate goes through."""
         return jax.nn.silu if self.config.mlp is Mlp.swiglu else jax.nn.gelu
-
-
-def routed_as(scores: jax.Array, chosen: jax.Array) -> dict[str, jax.Array]:
-    """``load`` and ``score`` f32[experts] of scores f32[..., experts] and choices int32[..., k]."""
-    first = jax.nn.one_hot(chosen[..., 0], scores.shape[-1], dtype=jnp.float32)
-    return {"load": first.mean(axis=(0, 1)), "score": scores.mean(axis=(0, 1))}
-
-
-def balance(load: jax.Array, score: jax.Array) -> jax.Array:
-    """The load balancing loss f32[...] of ``load`` and ``score`` f32[..., experts] (Switch, Fedus et al. 2021).
-
-    1 where experts are chosen evenly, their number where one gets all. It is a product of means, so
-    these are averaged over a pipeline's microbatches before it is taken.
-    """
-    return load.shape[-1] * jnp.sum(load * score, axis=-1)
 
 
 def _places(

@@ -4,6 +4,7 @@ import math
 from typing import TYPE_CHECKING
 
 from systolic.job import Layout, Outline, Remat
+from systolic.models.decoder import count
 from systolic.models.decoder.config import Dispatch
 
 if TYPE_CHECKING:
@@ -16,8 +17,8 @@ ATTENTION = 0.05
 def outline(config: "Decoder", layout: Layout) -> Outline:
     """Elements that each policy keeps, by the names that the blocks give their activations."""
     whole, split = activations(config)
-    queries = config.heads * config.head_dim
-    matmuls = ("query", "key", "value", "out", "mlp", "down")
+    queries = config.heads * config.query_dim
+    matmuls = ("latent", "query", "key", "value", "out", "mlp", "down")
     named = set(layout.remat_names)
     stays = set(layout.saved_names)
 
@@ -34,7 +35,7 @@ def outline(config: "Decoder", layout: Layout) -> Outline:
         expert_parameters=_expert_parameters(config),
         layers=config.layers,
         stream=config.d_model,
-        keys=2 * config.kv_heads * config.head_dim,
+        keys=_key_heads(config) * (config.query_dim + config.value_dim),
         routed=config.experts_per_token if config.experts > 1 else 0,
         vocab=config.vocab,
         kept={
@@ -60,46 +61,50 @@ def outline(config: "Decoder", layout: Layout) -> Outline:
 
 def activations(config: "Decoder") -> tuple[dict[str, int], dict[str, int]]:
     """Elements a token and layer by name: those that the tensor axis leaves whole, and those it splits."""
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    heads, key_heads = config.heads, _key_heads(config)
     copies = float(config.experts_per_token) if config.experts > 1 else 1.0
     if config.dispatch is Dispatch.slots and config.experts > 1:
         copies *= config.capacity_factor
-    hidden = config.d_ff * (2 if config.mlp.gated else 1)
+    width = config.d_ff * (max(copies, 1.0) + config.shared_experts)
+    if config.dense_layers or config.experts == 1:
+        width += (config.dense_width - width) * (1 - config.mixtures / config.layers)
     whole = {"layer_input": config.d_model, "out": config.d_model, "down": config.d_model}
+    if latent := config.latent:
+        whole["latent"] = latent.q_lora_rank + latent.kv_lora_rank + latent.qk_rope_head_dim
     split = {
-        "query": queries,
-        "key": keys,
-        "value": keys,
-        "attention": queries,
-        "mlp": math.ceil(hidden * max(copies, 1.0)),
+        "query": heads * config.query_dim,
+        "key": key_heads * config.query_dim,
+        "value": key_heads * config.value_dim,
+        "attention": heads * config.value_dim,
+        "mlp": math.ceil(width * (2 if config.mlp.gated else 1)),
     }
     return whole, split
 
 
+def _key_heads(config: "Decoder") -> int:
+    return config.heads if config.latent else config.kv_heads
+
+
 def _expert_parameters(config: "Decoder") -> int:
-    if config.experts == 1:
-        return 0
-    return (
-        (3 if config.mlp.gated else 2)
-        * config.layers
-        * config.d_model
-        * config.d_ff
-        * config.experts
-    )
+    return config.mixtures * config.experts * count.expert(config)
 
 
 def _costs(config: "Decoder") -> dict[str, float]:
-    """Parameters of the matmul that makes each activation: its share of a layer's FLOPs."""
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    active = config.experts_per_token if config.experts > 1 else 1
-    return {
-        "query": config.d_model * queries,
-        "key": config.d_model * keys,
-        "value": config.d_model * keys,
-        "out": config.d_model * queries,
-        "mlp": (2 if config.mlp.gated else 1) * config.d_model * config.d_ff * active,
-        "down": config.d_model * config.d_ff * active,
-    }
+    """Parameters of the matmul that makes each activation: its share of the FLOPs of a mean layer."""
+    d, keys = config.d_model, config.kv_heads * config.head_dim
+    hidden = count.feed_forward(config, config.experts_per_token) / config.layers
+    router = d * config.experts * config.mixtures / config.layers
+    down = (hidden - router) / config.mlp_matrices
+    ends = {"out": count.out(config), "mlp": hidden - router - down, "down": down}
+    if latent := config.latent:
+        q, r = latent.q_lora_rank, latent.kv_lora_rank
+        return ends | {
+            "latent": d * (q + r + latent.qk_rope_head_dim),
+            "query": (q or d) * config.heads * config.query_dim,
+            "key": r * config.heads * latent.qk_nope_head_dim,
+            "value": r * config.heads * latent.v_head_dim,
+        }
+    return ends | {"query": d * config.heads * config.head_dim, "key": d * keys, "value": d * keys}
 
 
 def _repeated(config: "Decoder", names: set[str]) -> float:

@@ -14,6 +14,11 @@ Layer = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 """The residual stream and one layer's arrays to the stream after it and a tree of arrays."""
 
 
+def at(stacked: Any, number: Any) -> Any:
+    """Layer ``number`` int32[] of arrays [layers, ...], read where it lies."""
+    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, number, keepdims=False), stacked)
+
+
 def run_layers(
     period: Sequence[Layer], x: jax.Array, stacked: Any, *, in_place: bool = False
 ) -> tuple[jax.Array, Any]:
@@ -32,16 +37,11 @@ def run_layers(
     groups, left = divmod(layers, len(period))
     inside = groups * len(period)
 
-    def at(number: Any) -> Any:
-        return jax.tree.map(
-            lambda a: jax.lax.dynamic_index_in_dim(a, number, keepdims=False), stacked
-        )
-
     def group(x: jax.Array, given: Any) -> tuple[jax.Array, Any]:
         said = []
         for number, layer in enumerate(period):
             if in_place:
-                own = at(given * len(period) + number)
+                own = at(stacked, given * len(period) + number)
             else:
                 own = jax.tree.map(lambda a, number=number: a[number], given)
             x, told = layer(x, own)

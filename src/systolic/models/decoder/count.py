@@ -1,0 +1,90 @@
+"""Parameters and matmul FLOPs of a decoder, from its sizes; imports without jax."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from systolic.models.decoder.config import Decoder
+
+
+class Work(NamedTuple):
+    """Matmul FLOPs of the forward pass."""
+
+    token: int
+    """Of a token in all layers, but for what attention compares."""
+    logits: int
+    """Of a token's logits."""
+    pair: int
+    """Of a token and one that it sees, in a layer, where keys and values are made for each token."""
+    cached: int
+    """The same where a cache is read: latents are compared as they are kept."""
+
+
+def attention(config: "Decoder") -> int:
+    """Elements of the matrices of a layer's attention."""
+    latent, d, heads = config.latent, config.d_model, config.heads
+    if not latent:
+        return d * config.head_dim * 2 * (heads + config.kv_heads)
+    q, r = latent.q_lora_rank, latent.kv_lora_rank
+    query = (d * q + q * heads * latent.query_dim) if q else d * heads * latent.query_dim
+    narrow = d * (r + latent.qk_rope_head_dim)
+    return query + narrow + r * heads * (latent.qk_nope_head_dim + latent.v_head_dim) + out(config)
+
+
+def out(config: "Decoder") -> int:
+    """Elements of the matrix that attention ends in."""
+    return config.heads * config.value_dim * config.d_model
+
+
+def dense(config: "Decoder") -> int:
+    """Elements of the feed-forward part of a dense layer beside mixtures, or of a dense model."""
+    return config.mlp_matrices * config.d_model * config.dense_width
+
+
+def expert(config: "Decoder") -> int:
+    """Elements of one expert."""
+    return config.mlp_matrices * config.d_model * config.d_ff
+
+
+def mixture(config: "Decoder", experts: int) -> int:
+    """Elements of the feed-forward part of a mixture of which so many routed experts are counted."""
+    return (experts + config.shared_experts) * expert(config) + config.d_model * config.experts
+
+
+def feed_forward(config: "Decoder", experts: int) -> int:
+    """Elements of the feed-forward parts of all layers; of mixtures so many routed experts."""
+    if config.experts == 1:
+        return config.layers * dense(config)
+    return config.dense_layers * dense(config) + config.mixtures * mixture(config, experts)
+
+
+def parameters(config: "Decoder") -> int:
+    """Parameters, embeddings included; a router's biases are none."""
+    norms = 2 * config.d_model + (2 * config.head_dim if config.qk_norm else 0)
+    norms += config.latent.q_lora_rank + config.latent.kv_lora_rank
+    layer = attention(config) + norms + (config.heads if config.sinks else 0)
+    embeddings = config.vocab * config.d_model * (1 if config.tie_embeddings else 2)
+    orders = max(config.ngrams - 1, 0)
+    ngrams = orders * config.ngram_dim * (config.ngram_rows + config.d_model)
+    total = config.layers * layer + feed_forward(config, config.experts)
+    return total + embeddings + ngrams + config.d_model
+
+
+def work(config: "Decoder") -> Work:
+    """FLOPs by what they depend on; of a mixture those of the experts that a token visits."""
+    matrices = config.layers * attention(config) + feed_forward(config, config.experts_per_token)
+    pair = 2 * config.heads * (config.query_dim + config.value_dim)
+    latent = config.latent
+    read = 2 * latent.kv_lora_rank + latent.qk_rope_head_dim
+    cached = 2 * config.heads * read if latent else pair
+    return Work(2 * matrices, 2 * config.d_model * config.vocab, pair, cached)
+
+
+def pairs(config: "Decoder", sequence: int) -> float:
+    """Pairs of a token and one that it sees, over all layers."""
+    windows = config.windows
+
+    def seen(window: int) -> float:
+        reach = min(window or sequence, sequence)
+        return reach * (reach + 1) / 2 + (sequence - reach) * reach
+
+    return sum(seen(windows[layer % len(windows)]) for layer in range(config.layers))

@@ -1,0 +1,98 @@
+"""Groups of a decoder's switches: latent attention, and the router of a mixture; imports without jax."""
+
+import enum
+from dataclasses import dataclass
+from typing import Annotated
+
+from systolic.core.errors import OptionError
+from systolic.core.ranges import COUNT, POSITIVE, Range, check
+
+WIDTH = Range(least=0, most=2**20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Sizes of multi-head latent attention (MLA; DeepSeek-V2, section 2.1), by their names on Hugging Face.
+
+    Raises:
+        OptionError: a size outside its range, or sizes that contradict each other.
+    """
+
+    kv_lora_rank: Annotated[int, WIDTH] = 0
+    """Width of the latent that keys and values are made of, and that the cache keeps; 0 has plain attention."""
+    q_lora_rank: Annotated[int, WIDTH] = 0
+    """Width of the latent that queries are made of; 0 makes them of the residual stream."""
+    qk_nope_head_dim: Annotated[int, Range(least=1, most=2**14)] = 128
+    """Width of a head's query and key without position."""
+    qk_rope_head_dim: Annotated[int, Range(least=2, most=2**14)] = 64
+    """Width of the part with rotary embeddings, an even number; its key is one for all heads."""
+    v_head_dim: Annotated[int, Range(least=1, most=2**14)] = 128
+    """Width of a head's value."""
+
+    def __post_init__(self) -> None:
+        check(self, "model.latent")
+        if self.qk_rope_head_dim % 2:
+            raise OptionError(
+                f"model.latent.qk-rope-head-dim {self.qk_rope_head_dim} is odd; rotary embeddings turn pairs of dims, use an even one"
+            )
+        if self.q_lora_rank and not self.kv_lora_rank:
+            raise OptionError(
+                f"model.latent.q-lora-rank is {self.q_lora_rank} but model.latent.kv-lora-rank is 0, so that attention is plain; give kv-lora-rank"
+            )
+
+    def __bool__(self) -> bool:
+        """Whether attention is latent."""
+        return self.kv_lora_rank > 0
+
+    @property
+    def query_dim(self) -> int:
+        """Width of a head's query and key."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def shrunk(self) -> "Latent":
+        """Small sizes with the same switches on, for rehearsals."""
+        return Latent(
+            kv_lora_rank=min(self.kv_lora_rank, 32),
+            q_lora_rank=min(self.q_lora_rank, 48),
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+        )
+
+
+class Score(enum.Enum):
+    """From a router's logits to the scores of experts."""
+
+    softmax = "softmax"
+    """Scores of a token add up to 1."""
+    sigmoid = "sigmoid"
+    """Each expert by itself (DeepSeek-V3)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """How the experts of a token are chosen and weighted.
+
+    Raises:
+        OptionError: a number outside its range, or more groups chosen than there are.
+    """
+
+    score: Score = Score.softmax
+    """What scores are."""
+    normalise: bool = True
+    """Whether the weights of a token's experts are divided by their sum (Hugging Face: norm_topk_prob)."""
+    scale: Annotated[float, POSITIVE] = 1.0
+    """Factor of the weights (routed_scaling_factor)."""
+    groups: Annotated[int, COUNT] = 1
+    """Equal groups of neighbouring experts (n_group)."""
+    top_groups: Annotated[int, COUNT] = 1
+    """Groups whose experts a token may choose (topk_group): softmax ranks groups by their best expert (DeepSeek-V2), sigmoid by the sum of their best two (DeepSeek-V3)."""
+    bias: bool = False
+    """A bias of each expert that counts for its choice and not for its weight (e_score_correction_bias), moved by router-bias-rate."""
+
+    def __post_init__(self) -> None:
+        check(self, "model.router")
+        if self.top_groups > self.groups:
+            raise OptionError(
+                f"model.router.top-groups {self.top_groups} is more than its {self.groups} groups; lower one or raise the other"
+            )
