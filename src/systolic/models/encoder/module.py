@@ -1,5 +1,6 @@
 """The encoder as a Flax NNX module: blocks stacked along a leading ``layers`` dim and run by a scan."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -24,6 +25,15 @@ UNROLLED_LAYERS = 6
 def matrix(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
     """A weight of standard deviation :data:`DEVIATION`."""
     return weight(rngs, shape, axes, 1, DEVIATION)
+
+
+def again(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """An elementwise function or a norm whose backward pass computes it once more from what it took.
+
+    That costs next to nothing, fused into what takes its gradient; kept, its inner values in float32 are
+    near half of all activations (BERT-large, 14 rows of 512 a device: 19.4 GiB with them, 12.2 without).
+    """
+    return jax.checkpoint(function, prevent_cse=False)
 
 
 class Block(nnx.Module):
@@ -56,11 +66,19 @@ class Block(nnx.Module):
             attended = self.attend(gathered(self.target, x), segments)
             out = jnp.einsum("bshe,hed->bsd", attended, self.out[...])
             out = name(constrain(out, *STREAM), "out")
-            x = self.attention_norm(constrain(x + out + self.out_bias[...], *STREAM))
+            x = self.summed(self.attention_norm, x, out, self.out_bias[...])
         with jax.named_scope("mlp"):
             hidden = self.hidden(gathered(self.target, x))
             down = name(constrain(hidden @ self.down[...], *STREAM), "down")
-            return self.mlp_norm(constrain(x + down + self.down_bias[...], *STREAM))
+            return self.summed(self.mlp_norm, x, down, self.down_bias[...])
+
+    def summed(self, norm: LayerNorm, x: jax.Array, more: jax.Array, bias: jax.Array) -> jax.Array:
+        """The norm of x + more + bias, the first two [batch, sequence, d_model]."""
+
+        def make(x: jax.Array, more: jax.Array, bias: jax.Array) -> jax.Array:
+            return norm(self.target.constrain(x + more + bias, *STREAM))
+
+        return again(make)(x, more, bias)
 
     def attend(self, x: jax.Array, segments: jax.Array) -> jax.Array:
         """What the heads read, [batch, sequence, heads, head_dim]: a place sees all of its own segment."""
@@ -80,9 +98,10 @@ class Block(nnx.Module):
         """The MLP's hidden units [batch, sequence, d_ff]."""
         hidden = name(x @ self.up[...] + self.up_bias[...], "mlp")
         if self.config.mlp.gated:
-            hidden = hidden * jax.nn.silu(name(x @ self.gate[...] + self.gate_bias[...], "mlp"))
+            gate = name(x @ self.gate[...] + self.gate_bias[...], "mlp")
+            hidden = again(lambda hidden, gate: hidden * jax.nn.silu(gate))(hidden, gate)
         else:
-            hidden = activated(self.config, hidden)
+            hidden = again(partial(activated, self.config))(hidden)
         return self.target.constrain(hidden, "batch", "sequence", "mlp")
 
 
