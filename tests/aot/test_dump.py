@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from systolic.aot import dump
+from systolic.chips.flags import compile_options
 from tests.recorded import hlo
 
 PROGRAM = """
@@ -96,3 +97,13 @@ def test_a_compiler_that_ended_between_two_looks_has_written_it_all(
     assert dump.schedule(Lowered(text), {}, tmp_path) == text
     with pytest.raises(RuntimeError, match="a part of the schedule only"):
         dump.schedule(Lowered(text[:-200]), {}, tmp_path)
+
+
+def test_only_the_search_that_a_schedule_alone_does_not_need_is_left_out() -> None:
+    (flag,) = dump.shorter_search("tpu7x-16")
+    own = f"{flag.partition('=')[0]}=true"
+    # What a user asks for comes later, and counts.
+    assert set(compile_options([flag, own], "tpu").values()) == {"true"}
+    assert not any(
+        dump.shorter_search(on) for on in ("v4-8", "v5e-16", "v5p-8", "v6e-8", "2xv6e-4")
+    )

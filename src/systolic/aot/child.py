@@ -30,6 +30,7 @@ from systolic.aot.dump import (
     proto,
     refused_schedule,
     schedule,
+    shorter_search,
 )
 from systolic.aot.host import Built
 from systolic.aot.kernels import counted
@@ -166,7 +167,8 @@ def _answer(lowered: Any, request: Mapping[str, Any], report: dict[str, Any], de
     options = {k: v for k, v in request["options"].items() if k != SCHEDULE_ONLY}
     if slice(request["slice"]).platform == "tpu":  # others take flags from the environment
         own = [flag for flag in request["flags"] if flag not in request["runtime"]]
-        options = {**compile_options(own, "tpu"), **options}
+        shorter = shorter_search(request["slice"]) if SCHEDULE_ONLY in request["options"] else ()
+        options = {**compile_options([*shorter, *own], "tpu"), **options}
     folder, clock = desk.folder, desk.clock
     compiled = None
     try:
