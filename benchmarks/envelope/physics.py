@@ -79,7 +79,9 @@ def _links(case: Case, rates: Any, parameters: float, rows: float) -> tuple[floa
     sums = case.layers / case.ways("pipeline") * (4 if training else 2)
     # A layer's partial sums over the tensor axis: reduced and spread again.
     moved += sums * 2 * (tensor - 1) / tensor * tokens * case.d_model * 2
-    seconds = moved / (2 * rates.axes * rates.link)
+    # As documented: a bound is by what links can carry, not by what was measured on them.
+    link = rates.chip.ici_bytes_per_second_per_link
+    seconds = moved / (2 * rates.axes * link)
     if on.num_slices > 1:
         # Gradients are summed over the slices once, each device of a slice with its part of them.
         n, devices = on.num_slices, on.devices_per_slice

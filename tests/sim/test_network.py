@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from systolic.chips import slice
 from systolic.hlo import Groups
-from systolic.sim.network import Network
+from systolic.sim.network import PERMUTE_SECONDS, Network
 from systolic.sim.rates import rates_of
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
@@ -108,17 +108,49 @@ def ring(of: Network, step: int) -> Groups:
 def test_a_permute_of_neighbours_is_one_hop() -> None:
     of = network("v5e-256")
     cost = of.collective("collective-permute", ring(of, 1), 1e6, 1e6)
-    assert cost.seconds == pytest.approx(1e6 / of.rates.link + of.rates.hop_seconds)
-    assert cost.lanes == ("x",)
+    by_hand = 1e6 / of.rates.link + of.rates.hop_seconds + PERMUTE_SECONDS
+    assert cost.seconds == pytest.approx(by_hand)
+    assert cost.lanes == ("x+",)
     # The other way round uses the links' other direction.
-    assert of.collective("collective-permute", ring(of, 15), 1e6, 1e6).seconds == cost.seconds
+    back = of.collective("collective-permute", ring(of, 15), 1e6, 1e6)
+    assert (back.seconds, back.lanes) == (cost.seconds, ("x-",))
 
 
 @pytest.mark.parametrize("step", [2, 3, 7])
 def test_a_farther_permute_shares_each_link(step: int) -> None:
     of = network("v5e-256")
     cost = of.collective("collective-permute", ring(of, step), 1e6, 1e6)
-    assert cost.seconds == pytest.approx(step * (1e6 / of.rates.link + of.rates.hop_seconds))
+    hops = step * (1e6 / of.rates.link + of.rates.hop_seconds)
+    assert cost.seconds == pytest.approx(hops + PERMUTE_SECONDS)
+
+
+# Measured on chips, slopes over repeat counts (marin-community/marin, issue 6736): the rows of the half that is fitted.
+@pytest.mark.parametrize(
+    ("name", "size", "measured"),
+    [("v5p-8", 1024, 4.5e-6), ("v5p-8", 67108864, 781.98e-6), ("v6e-8", 1024, 5.6e-6)],
+)
+def test_a_permute_over_one_hop_takes_what_chips_took(
+    name: str, size: int, measured: float
+) -> None:
+    of = network(name)
+    pairs = Groups(((0, 1), (1, 0)), pairs=True)
+    cost = of.collective("collective-permute", pairs, size, size)
+    assert cost.seconds == pytest.approx(measured, rel=0.15)
+
+
+def test_an_all_reduce_over_two_rings_takes_what_chips_took() -> None:
+    of = network("v6e-256")
+    everyone = Groups((tuple(range(256)),))
+    # psum of 0.6 GB over v6e-256: 235.8 GB/s, counted as 2 (n - 1) / n of the array (accelerator-microbenchmarks).
+    moved = 2 * 255 / 256 * 0.6e9
+    assert seconds(of, "all-reduce", everyone, 0.6e9) == pytest.approx(moved / 235.8e9, rel=0.02)
+
+
+def test_a_gather_over_a_ring_takes_what_chips_took() -> None:
+    of = network("v5e-256")
+    # 95 % of 45 GB/s a way from 10 MB on, over a ring of 16 (How to Scale Your Model, sharding.md).
+    by_hand = 15 / 16 * 100e6 / (2 * 0.95 * 45e9)
+    assert seconds(of, "all-gather", line(of, 16), 100e6) == pytest.approx(by_hand, rel=0.02)
 
 
 def test_a_permute_to_itself_is_free() -> None:

@@ -71,3 +71,21 @@ def collective_in(module: Module, held: Computation) -> tuple[Instruction, Compu
             if found is not None:
                 return found
     return None
+
+
+CARRIED = 0.5
+"""Of a gather that compute carries, at least; see :func:`edge_seconds`."""
+
+
+def edge_seconds(seconds: float, steps: int) -> float:
+    """What the fusion that begins a gather, and the one that ends it, take at the least: a step of the ring each.
+
+    Compute carries the steps between. Chips spend in these fusions what does not shrink when compute grows: Qwen3 8B
+    on 2 x 4 v6e chips 67 ms a step with 8,192 tokens a chip, of gathers that take the links 150 ms in four steps
+    (vlasenkoalexey/tpu_performance_autoresearch_wiki, "custom fusion").
+
+    Args:
+        seconds: The gather alone.
+        steps: Of its ring, one after the other.
+    """
+    return min(seconds / steps, seconds * (1 - CARRIED) / 2)

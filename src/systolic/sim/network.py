@@ -15,6 +15,13 @@ from systolic.chips import Slice
 from systolic.hlo import Crossing, Groups, Instruction, crossing_of
 from systolic.sim.rates import Rates
 
+PERMUTE_SECONDS = 4e-6
+"""Fixed cost of a permute: with one hop 5 us, between 4.5 us on v5p and 5.6 us on v6e, measured for 1 KiB
+(marin-community/marin, issue 6736)."""
+ALL_REDUCE_OVER_RINGS = 0.68
+"""Of both directions of all axes, what an all-reduce over two rings reaches: 235.8 GB/s were measured on the 16 x 16
+chips of v6e-256 (accelerator-microbenchmarks), where four directions of 86.8 GB/s come together."""
+
 Place = tuple[int, ...]
 """(x, y, z, core, slice) of a device."""
 
@@ -68,8 +75,11 @@ class Cost:
 
     seconds: float
     lanes: tuple[str, ...]
+    """One way of a torus axis (``x+``), or a network."""
     bytes: float
     """On the links, one device's."""
+    steps: int = 1
+    """One after the other, each to the next chip."""
 
 
 class Network:
@@ -176,7 +186,7 @@ class Network:
         costs = [self._cost(kind, extent, whole) for extent in self._extents[groups]]
         lanes = dict.fromkeys(lane for cost in costs for lane in cost.lanes)
         slowest = max(costs, key=lambda cost: cost.seconds)
-        return Cost(slowest.seconds, tuple(lanes), slowest.bytes)
+        return Cost(slowest.seconds, tuple(lanes), slowest.bytes, slowest.steps)
 
     def _cost(self, kind: str, extent: Extent, whole: float) -> Cost:
         seconds, moved = 0.0, 0.0
@@ -185,7 +195,7 @@ class Network:
             here = whole if kind == "all-reduce" or extent.slices == 1 else whole / extent.slices
             part, moved = self._within(kind, extent, here)
             seconds += part
-        names = tuple(span.name for span in extent.spans)
+        names = tuple(f"{span.name}{way}" for span in extent.spans for way in "+-")
         lanes = names or (("die",) if extent.cores > 1 else ())
         if extent.slices > 1:
             share = whole / max(within, 1) if kind != "all-to-all" else whole
@@ -194,7 +204,8 @@ class Network:
             seconds += over / self.rates.dcn
             moved += over
             lanes = (*lanes, "dcn")
-        return Cost(seconds + self.rates.collective_seconds, lanes, moved)
+        steps = sum(span.hops for span in extent.spans)
+        return Cost(seconds + self.rates.collective_seconds, lanes, moved, max(steps, 1))
 
     def _within(self, kind: str, extent: Extent, whole: float) -> tuple[float, float]:
         """Seconds and bytes inside a slice; ``whole`` is the gathered array on one device."""
@@ -219,6 +230,8 @@ class Network:
             # axis and direction. On a v6e-8 of 2 x 4 two programs took 0.143 and 0.146 s for the gradients of
             # 6.9 B parameters in bf16, 12.15 GB: 84 GB/s, a link's one way.
             rate /= 2
+        if kind == "all-reduce" and sum(span.ring for span in extent.spans) > 1:
+            rate *= ALL_REDUCE_OVER_RINGS
         return rounds * (moved / rate + latency), rounds * moved
 
     def _permute(self, groups: Groups, bytes_: float) -> Cost:
@@ -249,7 +262,9 @@ class Network:
             most_hops = max(most_hops, hops)
         busiest = max(load.values(), default=0)
         seconds = busiest * bytes_ / self.rates.link + most_hops * self.rates.hop_seconds
-        names = tuple(sorted({"xyz"[key[4]] for key in load}))
+        if busiest:
+            seconds += PERMUTE_SECONDS
+        names = tuple(sorted({f"{'xyz'[key[4]]}{'+' if key[5] > 0 else '-'}" for key in load}))
         if crossing:
             seconds = max(seconds, bytes_ / self.rates.dcn)
             names = (*names, "dcn")

@@ -18,14 +18,21 @@ from systolic.hlo.groups import groups_of
 from systolic.hlo.loops import trip_count
 from systolic.hlo.origin import named
 from systolic.hlo.shape import HOST, Shape
-from systolic.sim.asynchronous import COLLECTIVES, Role, collective_in, kind_of, role_of
+from systolic.sim.asynchronous import (
+    COLLECTIVES,
+    Role,
+    collective_in,
+    edge_seconds,
+    kind_of,
+    role_of,
+)
 from systolic.sim.calibration import Calibration, calibration_of
 from systolic.sim.layers import layer_of
 from systolic.sim.network import Network, Place, crossings, default_places
 from systolic.sim.price import price
 from systolic.sim.rates import Rates, rates_of
 from systolic.sim.timeline import Resource, Span, Timeline
-from systolic.sim.waits import wait_for_slices
+from systolic.sim.waits import slowest_slice, wait_for_slices
 
 DMA_SECONDS = 1e-6
 """Latency of a copy between memories: 0.6 to 1.9 us were measured on v4 (tpu-v4-latency-numbers)."""
@@ -75,7 +82,7 @@ def simulate(
     spans, seconds = step.spans, step.seconds
     if any(lane.startswith("dcn") for lane in step.used):
         waited = wait_for_slices(seconds, on.num_slices)
-        spans = (*spans, _slowest_slice(seconds, waited))
+        spans = (*spans, slowest_slice(seconds, waited))
         seconds += waited
         run.notes[
             f"{waited / seconds:.1%} of the step is an allowance for waiting for the slowest of {on.num_slices} slices, as published steps grew"
@@ -88,23 +95,13 @@ def simulate(
     return made
 
 
-def _slowest_slice(start: float, seconds: float) -> Span:
-    """What a step waits for at its end."""
-    return Span(
-        name="slowest-slice",
-        opcode="wait slices",
-        start=start,
-        seconds=seconds,
-        resource=Resource.dcn,
-        priced_by="allowance",
-    )
-
-
 @dataclass
 class _Transfer:
     span: Span
     finish: float
     lanes: Sequence[str]
+    edge: float = 0.0
+    """Seconds that its end takes of the core, whenever it comes."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +175,7 @@ class _Order:
             if role is Role.end or inner is None:
                 self.done(instruction)
             else:
-                self.collective(instruction, inner, held, beside=role is Role.begin)
+                self.collective(instruction, inner, held, beside=role is Role.begin, carried=True)
         else:
             self.op(instruction)
 
@@ -289,21 +286,24 @@ class _Order:
         return transfer
 
     def wait(self, transfer: _Transfer) -> None:
-        left = transfer.finish - self.now
-        if left > 0:
+        self.expose(transfer, max(transfer.finish - self.now, transfer.edge))
+
+    def expose(self, transfer: _Transfer, seconds: float) -> None:
+        """The core waits for a transfer."""
+        if seconds > 0:
             of = transfer.span
             self.spans.append(
                 replace(
                     of,
                     opcode=f"wait {of.opcode}",
                     start=self.now,
-                    seconds=left,
+                    seconds=seconds,
                     lane="core",
                     flops=0.0,
                     bytes=0.0,
                 )
             )
-            self.now = transfer.finish
+            self.now += seconds
 
     def done(self, instruction: Instruction) -> None:
         for name in instruction.operands:
@@ -382,7 +382,7 @@ class _Order:
         span = self.span(
             instruction, self.now, seconds, resource, lane, bytes=float(moved), priced_by="bytes"
         )
-        self.put(instruction, span, [lane])
+        self.move(instruction, span, into=root.shape)
 
     def copy(self, instruction: Instruction, shape: Shape) -> None:
         # (destination, source, context) for copies, ((sources), result, context) for slices.
@@ -407,7 +407,13 @@ class _Order:
         span = self.span(
             instruction, self.now, seconds, resource, lane, bytes=float(moved), priced_by="bytes"
         )
-        self.put(instruction, span, [lane])
+        self.move(instruction, span, into=arrays[0])
+
+    def move(self, instruction: Instruction, span: Span, into: Shape) -> None:
+        """A copy after those of its lane; the link to the host has both directions."""
+        out = any(shape.space == HOST for shape in into.arrays())
+        way = f"host {'out' if out else 'in'}"
+        self.put(instruction, span, [way if span.lane == "host" else span.lane])
 
     def way(self, spaces: set[int]) -> tuple[str, Resource, float]:
         """Lane, resource and rate of a copy between memory spaces."""
@@ -441,7 +447,12 @@ class _Order:
         self.put(instruction, span, [f"{lane} {instruction.opcode}"])
 
     def collective(
-        self, instruction: Instruction, inner: Instruction, held: Computation, beside: bool
+        self,
+        instruction: Instruction,
+        inner: Instruction,
+        held: Computation,
+        beside: bool,
+        carried: bool = False,
     ) -> None:
         kind = kind_of(held, inner)
         operands = sum(s.bytes for s in held.operand_shapes(inner))
@@ -467,11 +478,19 @@ class _Order:
             span = replace(span, layer=layer_of(inner.op_name))
         span = replace(span, opcode=kind)
         if beside:
-            self.put(instruction, span, cost.lanes)
+            transfer = self.put(instruction, span, cost.lanes)
+            if carried:
+                transfer.edge = edge_seconds(seconds, cost.steps)
+                self.expose(transfer, transfer.edge)
         else:
-            start = max([self.now, *(self.busy[axis] for axis in cost.lanes)])
-            self.spans.append(replace(span, start=self.now, seconds=start - self.now + seconds))
-            self.now = start + seconds
-            for axis in cost.lanes:
-                self.busy[axis] = self.now
-                self.used[axis] += seconds
+            # Links are shared: one that waits for none but itself takes turns with what is under way.
+            left = max([0.0, *(self.busy[lane] - self.now for lane in cost.lanes)])
+            taken = seconds + min(left, seconds)
+            for transfer in self.pending.values():
+                if set(cost.lanes) & set(transfer.lanes):
+                    transfer.finish += min(max(transfer.finish - self.now, 0.0), seconds)
+            self.spans.append(replace(span, start=self.now, seconds=taken))
+            for lane in cost.lanes:
+                self.busy[lane] = max(self.busy[lane], self.now) + seconds
+                self.used[lane] += seconds
+            self.now += taken

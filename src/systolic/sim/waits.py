@@ -6,6 +6,8 @@ step ends when the slowest slice has ended. The growth is about as much for each
 
 import math
 
+from systolic.sim.timeline import Resource, Span
+
 SHARE_PER_DOUBLING = 0.021
 """Of the step, for each doubling of the slices. Fitted to half of the published series of growth (MaxText 16B on 1
 to 32 slices of v5e-256 and 22B on 1 to 4 of v4-128), judged on the other half (32B on v5e, 12B on v6e): a mean error
@@ -15,3 +17,15 @@ of 2.6 % with it and 7.4 % without. Series and fit: benchmarks/accuracy/slices.p
 def wait_for_slices(seconds: float, num_slices: int) -> float:
     """Seconds that a step of ``seconds`` waits for the slowest of the slices that it exchanges with."""
     return SHARE_PER_DOUBLING * math.log2(num_slices) * seconds
+
+
+def slowest_slice(start: float, seconds: float) -> Span:
+    """The wait for the slowest slice, at the end of a step."""
+    return Span(
+        name="slowest-slice",
+        opcode="wait slices",
+        start=start,
+        seconds=seconds,
+        resource=Resource.dcn,
+        priced_by="allowance",
+    )
