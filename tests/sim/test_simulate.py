@@ -228,6 +228,26 @@ def test_copies_share_the_rate_not_the_latency() -> None:
     assert moved < timeline.seconds < 1.2 * moved + 2e-6
 
 
+def test_the_link_to_the_host_has_both_directions() -> None:
+    there = f"{BIG[:-1]}S(5)}}"
+
+    def copied(*ways: tuple[str, str]) -> float:
+        starts = "\n".join(
+            f"  %s{n} = ({to}, {at}, u32[]{{:S(2)}}) copy-start(%{'h' if at == there else 'x'})"
+            for n, (to, at) in enumerate(ways)
+        )
+        ends = "\n".join(f"  %d{n} = {to} copy-done(%s{n})" for n, (to, _) in enumerate(ways))
+        return run(
+            f"  %x = {BIG} parameter(0)\n  %h = {there} parameter(1)\n{starts}\n{ends}"
+        ).seconds
+
+    out, back = (there, BIG), (BIG, there)
+    alone = 2**22 / (slice("v5e-4").chip.pcie_bytes_per_second_per_chip or 0)
+    assert copied(out) == pytest.approx(alone, rel=0.02)
+    assert copied(out, back) == pytest.approx(copied(out))
+    assert copied(out, out) == pytest.approx(2 * copied(out), rel=0.02)
+
+
 LOOP = f"""\
 %body (s: (s32[], f32[1024,1024])) -> (s32[], f32[1024,1024]) {{
   %s = (s32[], {BIG}) parameter(0)
