@@ -50,10 +50,10 @@ def test_slots_of_experts_are_counted_where_the_model_is_known(tmp_path) -> None
     assert slots(None) == 0
     assert slots(Decoder(vocab=64)) == 0
     assert slots(Decoder(vocab=64, experts=4, capacity_factor=1.0)) == 0
-    third = slots(Decoder(vocab=64, experts=4, capacity_factor=1.5))
+    half = slots(Decoder(vocab=64, experts=4, capacity_factor=2.0))
     most = slots(Decoder(vocab=64, experts=4, capacity_factor=3.0))
-    assert 0 < third < most < (forecast.step_seconds or 0)
-    assert most == pytest.approx(third * (2 / 3) / (1 / 3))
+    assert 0 < half < most < (forecast.step_seconds or 0)
+    assert most == pytest.approx(half * (2 / 3) / (1 / 2))
 
 
 def test_a_forecast_that_does_not_fit_has_no_causes_of_time(tmp_path) -> None:
