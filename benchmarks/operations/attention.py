@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import flash
 import jax
 import jax.numpy as jnp
 from arrays import array, like
@@ -141,6 +142,8 @@ def _rows(arrays: Mapping[str, jax.Array], mask: jax.Array | None, size: int, at
 
 def program(row: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]] | None:
     """Function and abstract arguments of an attention row; None where it is not expressed."""
+    if row["implementation"] == "pallas":
+        return flash.program(row)
     shapes = row["shapes"]
     if shapes.get("soft_cap"):
         return None

@@ -81,8 +81,14 @@ def _compile(row: measured.Row, devices: dict[str, Any]) -> dict[str, Any]:
     how = Spread() if spread is None else Spread(mesh=spread[0], in_specs=spread[1])
     if on.name not in devices:
         devices[on.name] = topology(on)
-    program = trace_function(function_program(function, args, {}, on, how), on, devices[on.name])
-    lowered = program.traced.lower(lowering_platforms=("tpu",))
+    if measured.is_kernel(row):
+        lowered, where = _on_one_device(function, args, devices[on.name]), []
+    else:
+        program = trace_function(
+            function_program(function, args, {}, on, how), on, devices[on.name]
+        )
+        lowered = program.traced.lower(lowering_platforms=("tpu",))
+        where = places(program.mesh, on)
     folder = folder_of(row)
     with tempfile.TemporaryDirectory() as dumped:
         try:
@@ -97,11 +103,23 @@ def _compile(row: measured.Row, devices: dict[str, Any]) -> dict[str, Any]:
     memory = answer.memory_analysis()
     return {
         "slice": on.name,
-        "places": places(program.mesh, on),
+        "places": where,
         "temp_bytes": memory.temp_size_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
     }
+
+
+def _on_one_device(function: Any, args: Any, topology: Any) -> Any:
+    """The lowered program on one device of the slice: XLA partitions no kernel. A mesh tells kernels the chip."""
+    import jax
+
+    device = topology[0]
+    mesh = jax.sharding.Mesh([device], ("all",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=everywhere) for a in args]
+    with jax.set_mesh(mesh):
+        return jax.jit(function).trace(*placed).lower(lowering_platforms=("tpu",))
 
 
 def main() -> None:

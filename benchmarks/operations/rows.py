@@ -19,6 +19,8 @@ LEAST_SECONDS = 30e-6
 SLICES = {"v4": "v4-8", "v5e": "v5e-1", "v5p": "v5p-8", "v6e": "v6e-1", "tpu7x": "tpu7x-2"}
 """The smallest slice of a generation; a program without a mesh runs whole on each device of it."""
 PLAIN = ("xla", "xla_chunked", None)
+KERNELS = ("attention", "attention_vjp")
+"""What has programs of Pallas kernels here, too."""
 _MAKERS = {
     "attention": attention.program,
     "attention_vjp": attention.program,
@@ -54,16 +56,21 @@ def judged(row: Row) -> bool:
         seconds is not None
         and seconds >= LEAST_SECONDS
         and row.get("generation") in SLICES
-        and row.get("implementation") in PLAIN
+        and (row.get("implementation") in PLAIN or is_kernel(row))
         and row.get("confidence", "A") in ("A", "B", "C")
     )
+
+
+def is_kernel(row: Row) -> bool:
+    """Whether a row is of a Pallas kernel that has a program here."""
+    return row.get("implementation") == "pallas" and row["what"] in KERNELS
 
 
 def kind_of(row: Row) -> str:
     """What a row is, with how it was made where that is not plain."""
     made = row.get("implementation")
     text = row["what"].split(" (")[0]
-    return f"{text} chunked" if made == "xla_chunked" else text
+    return {"xla_chunked": f"{text} chunked", "pallas": f"{text} kernel"}.get(made, text)
 
 
 def half_of(row: Row) -> str:

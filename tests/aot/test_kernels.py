@@ -36,8 +36,10 @@ def test_a_body_is_counted_as_by_hand() -> None:
     assert json.loads(found[1]) == {
         "grid": [4, 4, 2],
         "steps": 32,
+        "parallel": [],
         "flops": {"f32": 2 * 2048 * 1024 * 2048},
         "vector": 2048 * 2048 * 2,  # each product is added to the total
+        "tanh": 0,
         # A block of a megabyte for each of 32 steps from both sides, and 16 of the result.
         "bytes": (32 + 32 + 16) * 2**20,
         "whole": True,

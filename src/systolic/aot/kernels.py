@@ -46,8 +46,8 @@ _SPACE = re.compile(r"#tpu\.memory_space<(\w+)>")
 def counted(text: str) -> str:
     """A module's text with a ``counted`` object before each kernel's body that could be read.
 
-    The object has ``grid`` and ``steps``; over the whole call ``flops`` by the dtype of the matmuls' operands
-    (``f32x6`` for f32 at full precision), ``vector`` operations, ``bytes`` of device memory that its windows and
+    The object has ``grid`` and ``steps``, and ``parallel``, the dims of the grid that cores may share; over the whole call ``flops`` by the dtype of the matmuls' operands
+    (``f32x6`` for f32 at full precision), ``vector`` operations, elements of ``tanh``, ``bytes`` of device memory that its windows and
     transfers move, and ``whole``: false where a loop or a branch depends on data, so that it may do more.
     """
     known: dict[str, str | None] = {}
@@ -102,6 +102,7 @@ def _short(operation: Any) -> str:
 class _Totals:
     flops: dict[str, float] = field(default_factory=dict)
     vector: float = 0.0
+    tanh: float = 0.0
     bytes: float = 0.0
 
 
@@ -143,6 +144,14 @@ class _Kernel:
         """Of the grid."""
         return math.prod(self.grid)
 
+    @property
+    def parallel(self) -> list[int]:
+        """Dims of the grid whose steps may run in any order, so that cores share them."""
+        if "dimension_semantics" not in self.entry.attributes:
+            return []
+        said = re.findall(r"semantics<(\w+)>", str(self.entry.attributes["dimension_semantics"]))
+        return [n for n, how in zip(self.grid, said, strict=False) if how == "parallel"]
+
     def count(self) -> dict[str, Any]:
         """The counts of a whole call."""
         totals = _Totals()
@@ -151,8 +160,10 @@ class _Kernel:
         return {
             "grid": list(self.grid),
             "steps": self.steps,
+            "parallel": self.parallel,
             "flops": totals.flops,
             "vector": totals.vector,
+            "tanh": totals.tanh,
             "bytes": totals.bytes,
             "whole": self.whole,
         }
@@ -175,7 +186,9 @@ class _Kernel:
             elif name == "enqueue_dma":
                 totals.bytes += times * _transferred(operation)
             else:
-                totals.vector += times * _vector(operation)
+                operations = _vector(operation)
+                totals.vector += times * operations
+                totals.tanh += times * operations / _WEIGHTS["tanh"] if name == "tanh" else 0.0
                 for region in operation.regions:
                     for inner in region.blocks:
                         self.block(inner, times, totals)

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from systolic.hlo import Computation, Instruction, Module, Shape
 from systolic.hlo.shape import HBM
-from systolic.sim.kernels import cores, vector_rate
-from systolic.sim.rates import Rates
+from systolic.sim.rates import Rates, cores, vector_rate
 from systolic.sim.traffic import UPDATES, update_of
 from systolic.sim.work import WIDTHS, Work
 

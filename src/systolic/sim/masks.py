@@ -5,10 +5,11 @@ each block (0 empty, 1 partly masked, 2 full), and which partial mask to take. X
 few elements. Where it doesn't, their shapes tell a window (the grid is shrunk to it) from the rest.
 """
 
+import itertools
 import re
 from dataclasses import dataclass
 
-from systolic.hlo import Computation, Instruction, Module
+from systolic.hlo import Computation, Instruction, Module, Shape
 
 _INTEGERS = ("s8", "u8", "s16", "s32")
 _NUMBER = re.compile(r"-?\d+")
@@ -43,6 +44,8 @@ def block_share(module: Module, computation: Computation, call: Instruction, gri
     if said is not None:
         return Share(value=int(said[1]) / int(said[2]))
     kinds = _kinds(computation, call)
+    if kinds is None and call.name.startswith("splash") and not _integers(computation, call):
+        return Share(value=1.0)  # without a mask these kernels take no arrays of blocks
     if kinds is None:
         # No arrays of blocks: a kernel that is not block sparse, such as flash attention.
         if grid.rows == grid.columns or _is_square(computation, call):
@@ -67,6 +70,27 @@ def block_share(module: Module, computation: Computation, call: Instruction, gri
             assumed=f"attention taken as causal in a window of {width} blocks",
         )
     return Share(value=_causal(grid), assumed="attention taken as causal")
+
+
+def listed_blocks(computation: Computation, call: Instruction) -> int | None:
+    """Blocks of a head that a grid runs over where the call lists them, one after the other; else None.
+
+    tokamax's kernels take such lists, 1-D arrays of the same length, before their float operands.
+    """
+    lengths = [shape.dims[0] for shape in _integers(computation, call) if len(shape.dims) == 1]
+    return max(lengths) if len(lengths) > 1 and max(lengths) > 1 else None
+
+
+def compares_positions(computation: Computation, call: Instruction) -> bool:
+    """Whether the mask is computed in the kernel: the positions of the queries are an operand, one for the whole batch."""
+    shapes = computation.operand_shapes(call)[len(_integers(computation, call)) :]
+    return any(shape.dtype in _INTEGERS and len(shape.dims) == 2 for shape in shapes)
+
+
+def _integers(computation: Computation, call: Instruction) -> list[Shape]:
+    """Operands before the first one of floats."""
+    shapes = computation.operand_shapes(call)
+    return list(itertools.takewhile(lambda shape: shape.dtype in _INTEGERS, shapes))
 
 
 def _kinds(computation: Computation, call: Instruction) -> Instruction | None:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.calibration import Calibration
 from systolic.sim.estimate import matrix_seconds, parts_of, slowdown_of, taken, told
-from systolic.sim.kernels import kernel_cost, vector_rate
+from systolic.sim.kernels import kernel_cost
 from systolic.sim.ragged import ragged_cost
-from systolic.sim.rates import Rates
+from systolic.sim.rates import Rates, vector_rate
 from systolic.sim.timeline import Resource
 from systolic.sim.work import Work, work_of
 

@@ -38,6 +38,27 @@ class Rates:
         return self.peaks.get(_NARROW.get(dtype, "bf16"), self.peaks["bf16"])
 
 
+def vector_rate(rates: Rates) -> float:
+    """f32 operations per second of a device's vector units: lanes x ALUs x clock."""
+    chip = rates.chip
+    rows, lanes = chip.vpu_shape or (8, 128)
+    return rows * lanes * (chip.vpu_alus_per_lane or 4) * cores(rates) * rates.clock_hz
+
+
+def cores(rates: Rates) -> int:
+    """TensorCores of a device: two with megacore."""
+    return max((rates.chip.num_cores or 1) // (rates.chip.devices_per_chip or 1), 1)
+
+
+def cores_used(parallel: Sequence[int], rates: Rates) -> float:
+    """TensorCores at work on a kernel whose grid has these dims that cores may share.
+
+    One with none of them or of size one; with an odd one the cores wait for each other at its end.
+    """
+    largest = max([1, *parallel])
+    return largest / -(-largest // cores(rates))
+
+
 HOP_SECONDS = 1e-6
 """Latency of one ICI hop: about 1 us (How to Scale Your Model, sharding.md)."""
 

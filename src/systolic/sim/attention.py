@@ -1,0 +1,223 @@
+"""Seconds of an attention kernel by what the steps of its grid do.
+
+A step computes one block of scores: matmuls on the matrix units, with head dims filled up to their width; the softmax
+and the sums of the matmuls' passes on the vector units. It takes the longer of both, and a part of the shorter one,
+since the softmax waits for the scores and the second matmul for the softmax. Steps that the mask empties cost their
+fixed time, and each row of blocks the start and the end of its sums.
+
+Vector operations were counted in the bundles that libtpu's own scheduler makes of JAX's kernels (v4 to TPU7x, head dims 64
+to 256; benchmarks/results); the part that is not hidden is fitted to measured kernels (benchmarks/operations).
+"""
+
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from systolic.hlo import Computation, Instruction, Module, Shape
+from systolic.sim.masks import Grid, block_share, compares_positions, listed_blocks
+from systolic.sim.rates import Rates, cores, cores_used, vector_rate
+
+_NUMBER = re.compile(r'\\?"((?:block|[qkv])_\w+)\\?":\s*(\d+)')
+_CAP = re.compile(r'\\?"attn_logits_soft_cap\\?":\s*[\d.]')
+
+FORWARD, DKV, DQ, DKV_FUSED = "forward", "dkv", "dq", "dkv_fused"
+_MATMULS = {FORWARD: 2, DKV: 4, DQ: 3, DKV_FUSED: 5}
+"""Of block x block x head_dim each: S and PV; S, dV, dP, dK; S, dP, dQ; all five."""
+_VECTOR_OPS = {FORWARD: 6.5, DKV: 5.5, DQ: 4.5, DKV_FUSED: 6.0}
+"""A score, without what follows: subtract, multiply by log2(e), maximum, sum, round; backward there is no maximum,
+and two more subtract and multiply."""
+_CAUSAL, _SEGMENTS, _SOFT_CAP = 1.0, 1.0, 3.0
+"""Further ones: comparing positions, comparing segments, scaling into and out of tanh."""
+_SEQUENCE_MINOR = 2
+"""Layout of an operand whose last dim is the sequence, as the kernels number it."""
+_LANES = 128
+_REGISTER = 1024
+_FLOATS = ("bf16", "f16", "f32")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """How a generation runs the bodies of attention kernels; fitted where not said otherwise."""
+
+    forward: float
+    """Part of the shorter of matrix and vector time that the longer one does not hide, in JAX's kernels with two or
+    three matmuls a block; read from the compiler's bundles."""
+    backward: float
+    """The same with four or five, which leave the scheduler more to choose from."""
+    staged_forward: float
+    """In tokamax's kernels, whose softmax takes powers of two over parts of a block; fitted."""
+    staged_backward: float
+    step_seconds: float
+    """Of one step of the grid: its scalar work, and the ends of its transfers; fitted."""
+    row_seconds: float
+    """Of beginning and ending the sums of a row of blocks, and of waiting for the row's own operand; fitted."""
+
+    def unhidden(self, attention: "Attention") -> float:
+        """The part that stands for a call."""
+        if attention.kind in (FORWARD, DQ):
+            return self.staged_forward if attention.staged else self.forward
+        return self.staged_backward if attention.staged else self.backward
+
+
+@cache
+def _fitted() -> dict[str, Pace]:
+    table = tomllib.loads((Path(__file__).parent / "attention.toml").read_text())
+    return {name: Pace(**{**table["all"], **row}) for name, row in table.items()}
+
+
+def pace_of(generation: str) -> Pace:
+    """Fitted for a generation, or what stands for all others."""
+    fitted = _fitted()
+    return fitted.get(generation, fitted["all"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    """One call: what its operands, its metadata and its mask say."""
+
+    kind: str
+    copies: int
+    """Batch x query heads."""
+    grid: Grid
+    share: float
+    """Of the grid's blocks that are computed."""
+    steps: float
+    """Of the whole grid, with those that the mask empties."""
+    block_q: int
+    block_kv: int
+    head_dims: tuple[int, int]
+    """Of queries and keys, and of values."""
+    vector_ops: float
+    """A score, without the sums of the matmuls' passes."""
+    parallel: tuple[int, ...]
+    """Dims of the grid that cores may share."""
+    staged: bool
+    """Whether it is tokamax's kernel."""
+    assumed: str
+
+    @property
+    def blocks(self) -> float:
+        """Blocks that are computed."""
+        return self.copies * self.grid.rows * self.grid.columns * self.share
+
+    @property
+    def scores(self) -> float:
+        """Scores that are computed, masked ones within a block too."""
+        return self.blocks * self.block_q * self.block_kv
+
+    def depths(self, width: int) -> float:
+        """Sum over the matmuls of a head dim filled up to ``width``."""
+        first, second = (-(-dim // width) * width for dim in self.head_dims)
+        of_values = 1 if self.kind == FORWARD else 2 if self.kind in (DKV, DKV_FUSED) else 1
+        return (_MATMULS[self.kind] - of_values) * first + of_values * second
+
+    @property
+    def fetched_bytes(self) -> float:
+        """The two arrays of bf16 that the inner dim of the grid runs over, once a block."""
+        length = self.block_q if self.kind in (DKV, DKV_FUSED) else self.block_kv
+        return self.blocks * length * sum(self.head_dims) * 2.0
+
+
+def seconds_of(attention: Attention, rates: Rates, own_bytes: float) -> float:
+    """Seconds of a call; ``own_bytes`` are its operands and results, each once."""
+    pace = pace_of(rates.chip.name)
+    width = (rates.chip.mxu_shape or (_LANES, _LANES))[0]
+    used = cores_used(attention.parallel, rates)
+    part = used / cores(rates)
+    depths = attention.depths(width)
+    matrix = 2.0 * attention.scores * depths / (rates.peak("bf16") * part)
+    # Each pass over a width of the contraction is added to the ones before it.
+    operations = attention.vector_ops + depths / width
+    vector = attention.scores * operations / (vector_rate(rates) * part)
+    compute = max(matrix, vector) + pace.unhidden(attention) * min(matrix, vector)
+    moving = max(attention.fetched_bytes, own_bytes) / rates.hbm
+    transposed = attention.grid.transposed
+    rows = attention.copies * (attention.grid.columns if transposed else attention.grid.rows)
+    fixed = attention.steps * pace.step_seconds + rows * pace.row_seconds
+    return max(compute, moving) + fixed / used
+
+
+def flops_of(attention: Attention) -> float:
+    """FLOPs of the blocks that are computed."""
+    return 2.0 * attention.scores * attention.depths(1)
+
+
+def attention_of(
+    module: Module, computation: Computation, call: Instruction, counted: Mapping[str, object]
+) -> Attention | None:
+    """What a call does; None where its operands are not those of attention."""
+    arrays = [s for s in computation.operand_shapes(call) if s.dtype in _FLOATS]
+    arrays = [s for s in arrays if len(s.dims) >= 3]
+    if len(arrays) < 3:
+        return None
+    numbers = {name: int(size) for name, size in _NUMBER.findall(call.rest)}
+    kind = _kind(call, len(arrays[0].dims))
+    sides = [_sides(s, numbers.get(f"{n}_layout", 1)) for n, s in zip("qkv", arrays, strict=False)]
+    (queries, head_dim), (keys, _), (_, value_dim) = sides
+    suffix = {FORWARD: "", DKV: "_dkv", DKV_FUSED: "_dkv", DQ: "_dq"}[kind]
+    block_q = min(numbers.get(f"block_q{suffix}", 512) or 512, queries)
+    block_kv = min(numbers.get(f"block_kv{suffix}", 512) or 512, keys)
+    grid = Grid(
+        rows=-(-queries // block_q),
+        columns=-(-keys // block_kv),
+        transposed=kind in (DKV, DKV_FUSED),
+    )
+    copies = math.prod(arrays[0].dims[:-2])
+    listed = listed_blocks(computation, call)
+    if listed is not None:  # the grid itself runs over the blocks that are left
+        share, assumed = min(listed / (grid.rows * grid.columns), 1.0), ""
+    else:
+        found = block_share(module, computation, call, grid)
+        share, assumed = found.value, found.assumed
+    made = counted.get("grid")
+    whole = list(made) if isinstance(made, list) else []
+    blocks = copies * grid.rows * grid.columns * share
+    operations = _VECTOR_OPS[kind]
+    operations += _CAUSAL * compares_positions(computation, call)
+    operations += _SEGMENTS * ("_segmented" in call.name)
+    operations += _SOFT_CAP * (bool(_CAP.search(call.rest)) or bool(counted.get("tanh")))
+    return Attention(
+        kind=kind,
+        copies=copies,
+        grid=grid,
+        share=share,
+        steps=math.prod(whole) if whole else blocks,
+        block_q=block_q,
+        block_kv=block_kv,
+        head_dims=(head_dim, value_dim),
+        vector_ops=operations,
+        parallel=_parallel(kind, arrays[0], whole, counted.get("parallel")),
+        staged="use_base2_exp" in call.rest or "use_experimental_scheduler" in call.rest,
+        assumed=assumed,
+    )
+
+
+def _kind(call: Instruction, rank: int) -> str:
+    text = f"{call.name} {call.op_name}"
+    if "dkv" in text:
+        # The fused kernel returns a part of dQ for each block of keys: a dim more than queries have.
+        parts = any(len(shape.dims) == rank + 1 for shape in call.shape.arrays())
+        return DKV_FUSED if parts else DKV
+    return DQ if "dq" in text else FORWARD
+
+
+def _sides(shape: Shape, layout: int) -> tuple[int, int]:
+    """Sequence and head dim of an operand."""
+    one, other = shape.dims[-2:]
+    return (other, one) if layout == _SEQUENCE_MINOR else (one, other)
+
+
+def _parallel(kind: str, query: Shape, grid: Sequence[int], told: object) -> tuple[int, ...]:
+    """Dims of the grid that cores may share: as the body says, or as JAX's own kernels have it.
+
+    There ``vmap`` adds such a dim, and the forward pass has its heads; all others are in order.
+    """
+    if isinstance(told, list):
+        return tuple(told)
+    added = grid[: max(len(grid) - 3, 0)] if grid else query.dims[:-3]
+    heads = query.dims[-3] if kind == FORWARD and len(query.dims) >= 3 else 1
+    return (heads, *added)

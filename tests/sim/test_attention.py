@@ -1,0 +1,77 @@
+"""Attention kernels against chips, against floors, and by what their grid lets the cores share."""
+
+import re
+
+import pytest
+
+from systolic.chips import slice
+from systolic.hlo import parse
+from systolic.sim import simulate
+from tests.recorded import hlo
+
+MEASURED = {"fwd": 9.41e-3, "dkv": 13.87e-3}
+"""Seconds a call on v6e (vlasenkoalexey/tpu_performance_autoresearch_wiki, commit 6dbda52: MaxText, Qwen3 8B, jax 0.6.1)."""
+
+
+def kernels(text: str, on: str) -> dict[str, tuple[float, float]]:
+    """Seconds and FLOPs of the kernels by the name of their part."""
+    return {
+        found[1]: (span.seconds, span.flops)
+        for span, _ in simulate(parse(text), slice(on)).leaves()
+        if (found := re.match(r"splash_mha_(\w+?)_", span.name))
+    }
+
+
+def test_a_layer_s_attention_takes_what_a_chip_took() -> None:
+    found = kernels(hlo.text("splash_layer-v6e-1"), "v6e-1")
+    blocks = 3 * 32 * 10  # of 4 x 4 blocks the mask leaves 10
+    for name, matmuls in (("fwd", 2), ("dkv", 5)):
+        seconds, flops = found[name]
+        assert flops == 2 * matmuls * blocks * 2048 * 2048 * 128
+        # Arrays are 256 wide: a head dim of 128 fills half of them.
+        assert seconds > 2 * flops / 918e12
+        assert seconds == pytest.approx(MEASURED[name], rel=0.06)
+
+
+def test_steps_in_order_run_on_one_core() -> None:
+    """JAX's backward kernels let no two steps of their grid run at once; without a batch one of two cores works."""
+    found = kernels(hlo.text("splash_causal-v5e-1"), "v5p-8")
+    for name in ("dkv", "dq"):
+        seconds, flops = found[name]
+        assert flops / (459e12 / 2) < seconds < 1.6 * flops / (459e12 / 2)
+    seconds, flops = found["fwd"]
+    assert flops / 459e12 < seconds < 2 * flops / 459e12
+
+
+def test_a_grid_that_says_so_runs_on_both_cores() -> None:
+    text = hlo.text("splash_causal-v5e-1")
+    alone = kernels(text, "v5p-8")
+    said = text.replace(
+        '"custom_call_config":{', '"custom_call_config":{"counted":{"parallel":[2],"grid":[]},'
+    )
+    assert said != text
+    assert kernels(said, "v5p-8")["dkv"][0] == pytest.approx(alone["dkv"][0] / 2, rel=1e-6)
+    odd = said.replace('"parallel":[2]', '"parallel":[3]')
+    assert kernels(odd, "v5p-8")["dkv"][0] == pytest.approx(alone["dkv"][0] * 2 / 3, rel=1e-6)
+
+
+def test_a_soft_cap_costs_vector_time() -> None:
+    text = hlo.text("splash_causal-v5e-1")
+    capped = text.replace(
+        '"custom_call_config":{', '"custom_call_config":{"counted":{"tanh":1.0,"grid":[]},'
+    )
+    plain, more = kernels(text, "v6e-1"), kernels(capped, "v6e-1")
+    for name, (seconds, _) in plain.items():
+        assert seconds < more[name][0] < 1.4 * seconds
+
+
+def test_blocks_that_the_mask_empties_cost_their_step() -> None:
+    """The grid visits them all: 256 steps a head, of which 136 compute."""
+    text = hlo.text("splash_causal-v5e-1")
+    whole = text.replace(
+        '"custom_call_config":{', '"custom_call_config":{"counted":{"grid":[8,16,16]},'
+    )
+    # A grid with as many steps as the mask leaves blocks.
+    shrunk = whole.replace('"grid":[8,16,16]', '"grid":[8,8,17]')
+    more = kernels(whole, "v5e-1")["fwd"][0] - kernels(shrunk, "v5e-1")["fwd"][0]
+    assert more == pytest.approx(8 * (256 - 136) * 3.5e-7, rel=0.01)
