@@ -122,9 +122,11 @@ class Attention:
         return self.blocks * length * sum(self.head_dims) * 2.0
 
 
-def seconds_of(attention: Attention, rates: Rates, own_bytes: float) -> float:
-    """Seconds of a call; ``own_bytes`` are its operands and results, each once."""
-    pace = pace_of(rates.chip.name)
+def seconds_of(
+    attention: Attention, rates: Rates, own_bytes: float, pace: Pace | None = None
+) -> float:
+    """Seconds of a call; ``own_bytes`` are its operands and results, each once. ``pace`` is the generation's own for None."""
+    pace = pace_of(rates.chip.name) if pace is None else pace
     width = (rates.chip.mxu_shape or (_LANES, _LANES))[0]
     used = cores_used(attention.parallel, rates)
     part = used / cores(rates)
