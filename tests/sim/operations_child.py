@@ -63,11 +63,20 @@ def of_rows(rows: Any) -> dict[str, Any]:
     }
     halves = [rows.half_of(row | {"shapes": {**row["shapes"], "n": n}}) for n in range(64)]
     narrow = {name: text.replace("bf16", "f16") for name, text in row["shapes"].items()}
-    variants = ({}, {"measured_seconds": 2e-5}, {"implementation": "pallas"})
+    kernel = {"implementation": "pallas"}
+    variants = (
+        {},
+        {"measured_seconds": 2e-5},
+        kernel,
+        kernel | {"measured_seconds": 2e-5},
+        kernel | {"what": "grouped_matmul"},
+        kernel | {"what": "linear_softmax_cross_entropy"},
+    )
     many = [row | {"id": f"{g}-{n}", "generation": g} for n in range(3) for g in ("v6e", "v5p")]
     return {
         "halves": halves.count("fit"),
         "same_half": rows.half_of(row | {"shapes": narrow}) == rows.half_of(row),
+        "kernel": rows.kind_of(row | kernel),
         "judged": [rows.judged(row | more) for more in variants],
         "sample": [one["generation"] for one in rows.sample(many, 2)],
     }

@@ -27,8 +27,12 @@ def test_halves_are_by_program(found: dict[str, Any]) -> None:
     assert found["same_half"]
 
 
-def test_what_is_short_or_a_kernel_is_not_judged(found: dict[str, Any]) -> None:
-    assert found["judged"] == [True, False, False]
+def test_what_is_short_or_a_kernel_without_a_program_is_not_judged(found: dict[str, Any]) -> None:
+    assert found["judged"] == [True, False, True, False, False, False]
+
+
+def test_kernels_are_a_kind_of_their_own(found: dict[str, Any]) -> None:
+    assert found["kernel"] == "attention kernel"
 
 
 def test_a_sample_takes_each_generation_alike(found: dict[str, Any]) -> None:
