@@ -183,6 +183,9 @@ def _layout(text: str, on: str, departures: list[str]) -> dict[str, Any]:
     if "no load balancing" in text:
         layout["context_order"] = "natural"
     layout["attention_block"] = _block(text)
+    layout["attention_backward"] = (
+        "fused"  # of MaxText's recipes of these models, and tokamax's default
+    )
     if not text.startswith("MaxText") and "MaxText CE" not in text:
         layout["loss_tiles"] = 8
         departures.append("a loss in chunks: here 8 of them")
@@ -293,6 +296,10 @@ def _blocks(base: Setting, found: re.Match[str]) -> tuple[Setting, Setting]:
     return one, replace(one, layout={**base.layout, "attention_block": new})
 
 
+def _unfused(base: Setting, _: re.Match[str]) -> tuple[Setting, Setting]:
+    return base, replace(base, layout={**base.layout, "attention_backward": "split"})
+
+
 def _tensor(base: Setting, found: re.Match[str]) -> tuple[Setting, Setting]:
     words = found[0].partition("instead of")[0].partition(" at ")[0]
     numbers = {name.lower(): int(n) for name, n in re.findall(r"(\w+?)=?(\d+)", words)}
@@ -342,6 +349,7 @@ _CHANGES: tuple[tuple[str, Callable[[Setting, re.Match[str]], tuple[Setting, Set
         _skip("the kernel's output with its normalisers is not a name that can be saved here"),
     ),
     (r"splash (?:q block|bkv|bq) (?:\d+ -> )?\d+.*", _blocks),
+    (r"unfused splash backward", _unfused),
     (r"(?:fsdp ?\d+ x tp ?\d+|TP=\d+ with FSDP=\d+).*", _tensor),
     (
         r"context strategy (?:ring|USP)",

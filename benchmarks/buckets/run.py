@@ -71,7 +71,7 @@ def options_of(key: Key) -> dict[str, Any]:
     sequence, rows, scanned = key
     sizes = known.sizes_of("qwen3-8b") or {}
     names = ("layers", "d_model", "d_ff", "heads", "kv_heads", "head_dim", "vocab", "qk_norm")
-    layout = {"fsdp": 8, "remat": "full", "attention_block": 1024}
+    layout = {"fsdp": 8, "remat": "full", "attention_block": 1024, "attention_backward": "fused"}
     return {
         "model": {name: sizes[name] for name in names} | {"tie_embeddings": False},
         "sequence": sequence,

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as mask_lib
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info_lib
 
-from systolic.job import ContextOrder, Layout
+from systolic.job import AttentionBackward, ContextOrder, Layout
 from systolic.models.attention import Kernel, attention, choose_kernel
 from systolic.models.masking import Logits, Masking
 from systolic.models.order import Order, balanced
@@ -21,6 +22,7 @@ from systolic.models.splash import (
     LongCausalMask,
     active_blocks,
     block_size,
+    is_fused,
     splash_attention,
 )
 from systolic.steps.mesh import make_mesh
@@ -70,6 +72,38 @@ def test_splash_attention_is_softmax_attention() -> None:
     found = splash_attention(where, query, key, value, masking, Logits(scale=scale), interpret=True)
     plain = attention(target("cpu"), query, key, value, Masking(segments=segments, causal=True))
     np.testing.assert_allclose(found, plain, atol=2e-5)
+
+
+@pytest.mark.parametrize("backward", [AttentionBackward.fused, AttentionBackward.split])
+def test_both_backward_kernels_give_the_gradients_of_plain_attention(
+    backward: AttentionBackward,
+) -> None:
+    query, key, value, segments = inputs(256, 64)
+    layout = Layout(attention_block=128, attention_backward=backward).on(1)
+    where = replace(target("tpu"), layout=layout)
+    masking = Masking(segments=segments, causal=True)
+
+    def splash(*arrays: jax.Array) -> jax.Array:
+        return (splash_attention(where, *arrays, masking, Logits(), interpret=True) ** 2).sum()
+
+    def plain(*arrays: jax.Array) -> jax.Array:
+        return (attention(target("cpu"), *arrays, masking) ** 2).sum()
+
+    found = jax.grad(splash, argnums=(0, 1, 2))(query, key, value)
+    wanted = jax.grad(plain, argnums=(0, 1, 2))(query, key, value)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-4)
+    traced = str(jax.make_jaxpr(jax.grad(splash, argnums=(0, 1, 2)))(query, key, value))
+    assert ("dq_no_residuals" in traced or "splash_mha_dq" in traced) == (
+        backward is AttentionBackward.split
+    )
+
+
+def test_the_fused_backward_kernel_is_the_default_for_few_blocks_of_keys() -> None:
+    assert is_fused(AttentionBackward.auto, 4)
+    assert not is_fused(AttentionBackward.auto, 5)
+    assert is_fused(AttentionBackward.fused, 64)
+    assert not is_fused(AttentionBackward.split, 1)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ def changed(settings: Mapping[str, Any]) -> dict[str, Any]:
         defaults[f"layout.{name}"] = getattr(plain, name)
     defaults["layout.remat"] = plain.remat.value
     defaults["layout.residual"] = plain.residual.value
+    defaults["layout.attention_backward"] = plain.attention_backward.value
     defaults["layout.placement"] = plain.placement.value
     defaults["layout.fsdp"] = None  # its default is what is left, not 1
     defaults["layout.slices"] = plain.slices.value

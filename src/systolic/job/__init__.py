@@ -6,7 +6,15 @@ build* the real thing (a Flax module, a loss, a stream of batches); nothing is b
 
 from systolic.job.data import Data, Field, OnError, Read, Reading, Split
 from systolic.job.job import Batch, Checkpoints, Evaluation, Guard, GuardRule, Job, Mode
-from systolic.job.layout import Axis, ContextOrder, Layout, Placement, Remat, Residual
+from systolic.job.layout import (
+    AttentionBackward,
+    Axis,
+    ContextOrder,
+    Layout,
+    Placement,
+    Remat,
+    Residual,
+)
 from systolic.job.model import Model, Outline, Target, Task
 from systolic.job.optimizer import (
     Optimizer,
@@ -19,6 +27,7 @@ from systolic.job.precision import Dtypes, Precision, Stored
 from systolic.job.sampling import Sampling
 
 __all__ = [
+    "AttentionBackward",
     "Axis",
     "Batch",
     "Checkpoints",

@@ -58,6 +58,17 @@ class Residual(enum.Enum):
     """By its width, which norms then sum over the axis."""
 
 
+class AttentionBackward(enum.Enum):
+    """Which kernels compute the gradients of the TPU attention kernel."""
+
+    auto = "auto"
+    """``fused`` where keys have up to four blocks, else ``split``."""
+    fused = "fused"
+    """One kernel with five matmuls a block of scores; each block of keys leaves a sum for the queries' gradient in device memory."""
+    split = "split"
+    """One for keys and values and one for queries, seven matmuls a block of scores and no sums in device memory."""
+
+
 class Placement(enum.Enum):
     """How mesh axes lie on the torus of a TPU slice."""
 
@@ -118,6 +129,8 @@ class Layout:
     """A language model's loss: parts of the sequence whose logits exist one at a time. More hold less memory; with more than 1 the logits are computed twice."""
     attention_block: Annotated[int, Range(least=128)] = 512
     """Tokens of a block side of the TPU attention kernel, a multiple of 128; larger ones are faster where they fit VMEM."""
+    attention_backward: AttentionBackward = AttentionBackward.auto
+    """Kernels of attention's gradients on TPUs: fused does 5 matmuls for 7 and holds one more array of queries for each block of keys."""
 
     def __post_init__(self) -> None:
         check(self, "layout", LayoutError)

@@ -16,9 +16,20 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as mask_lib
 from jax.sharding import NamedSharding, PartitionSpec
 
-from systolic.job import Target
+from systolic.job import AttentionBackward, Target
 from systolic.models.masking import Logits, Masking
 from systolic.models.order import Order
+
+
+FUSED_BLOCKS = 4
+"""Blocks of keys up to which the fused backward kernel is the default: each holds an array of queries."""
+
+
+def is_fused(backward: AttentionBackward, blocks: int) -> bool:
+    """Whether one kernel computes all gradients, of keys in so many blocks."""
+    if backward is AttentionBackward.auto:
+        return blocks <= FUSED_BLOCKS
+    return backward is AttentionBackward.fused
 
 
 def block_size(sequence: int, largest: int) -> int:
@@ -111,6 +122,7 @@ def splash_attention(
     chunk = sequence // (layout.context if order is None else len(order.chunks))
     block_q = block_size(chunk, largest)
     block_kv = block_size(sequence, largest)
+    fused = is_fused(layout.attention_backward, sequence // block_kv)
     sizes = kernel_lib.BlockSizes(
         block_q=block_q,
         block_kv=block_kv,
@@ -118,8 +130,9 @@ def splash_attention(
         block_q_dkv=block_q,
         block_kv_dkv=block_kv,
         block_kv_dkv_compute=block_kv,
-        block_q_dq=block_q,
-        block_kv_dq=block_kv,
+        block_q_dq=None if fused else block_q,
+        block_kv_dq=None if fused else block_kv,
+        use_fused_bwd_kernel=fused,
     )
     kernel = kernel_lib.make_splash_mha(
         mask=mask_lib.MultiHeadMask([mask] * heads),

@@ -15,6 +15,7 @@ _POLICY = (
     "remat_names",
     "saved_names",
     "attention_block",
+    "attention_backward",
     "loss_tiles",
     "placement",
 )
@@ -69,6 +70,8 @@ class Candidate:
             parts.append(f"accumulate {layout.accumulate}")
         if layout.attention_block != 512:
             parts.append(f"attention block {layout.attention_block}")
+        if layout.attention_backward is not Layout().attention_backward:
+            parts.append(f"attention backward {layout.attention_backward.value}")
         if layout.loss_tiles > 1:
             parts.append(f"loss tiles {layout.loss_tiles}")
         if layout.placement is not Placement.lines:
