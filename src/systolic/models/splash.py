@@ -20,7 +20,6 @@ from systolic.job import AttentionBackward, Target
 from systolic.models.masking import Logits, Masking
 from systolic.models.order import Order
 
-
 FUSED_BLOCKS = 4
 """Blocks of keys up to which the fused backward kernel is the default: each holds an array of queries."""
 
