@@ -55,6 +55,16 @@ def test_a_grid_that_says_so_runs_on_both_cores() -> None:
     assert kernels(odd, "v5p-8")["dkv"][0] == pytest.approx(alone["dkv"][0] * 2 / 3, rel=1e-6)
 
 
+def test_f32_operands_take_the_matrix_units_their_passes() -> None:
+    """Tiles of 8 x 128 in an array of 256 x 256: an eighth of the rate, which is above the softmax's time."""
+    text = hlo.text("splash_causal-v5e-1")
+    wide = re.sub(r"bf16(\[8,8192,128\]\{2,1,0:T\(8,128\))\(2,1\)", r"f32\1", text)
+    plain, more = kernels(text, "v6e-1"), kernels(wide, "v6e-1")
+    for name, (seconds, flops) in plain.items():
+        assert more[name][0] > 8 * flops / 918e12
+        assert more[name][0] > 1.5 * seconds
+
+
 def test_a_soft_cap_costs_vector_time() -> None:
     text = hlo.text("splash_causal-v5e-1")
     capped = text.replace(

@@ -94,6 +94,25 @@ def test_a_reduce_scatter_over_several_axes_takes_one_ring() -> None:
         assert both / 2 <= seconds(of, "reduce-scatter", everyone, 1e9) <= both
 
 
+def test_a_ring_through_three_axes_has_a_third_of_their_links() -> None:
+    of = network("v5p-512")
+    everyone = Groups((tuple(range(len(of.places))),))
+    gathered = seconds(of, "all-gather", everyone, 1e10)
+    scattered = seconds(of, "reduce-scatter", everyone, 1e10)
+    assert 2.5 * gathered < scattered <= seconds(of, "all-reduce", everyone, 1e10)
+
+
+@pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter"])
+def test_bytes_of_other_slices_pass_the_links_of_this_one_too(kind: str) -> None:
+    """Every device takes in nearly the whole array, over its own links, however many slices hold it."""
+    took = []
+    for name in ("v5e-256", "2xv5e-256", "4xv5e-256"):
+        of = network(name)
+        took.append(seconds(of, kind, Groups((tuple(range(len(of.places))),)), 1e9))
+        assert took[-1] > 1e9 * 255 / 256 / (4 * of.rates.link)
+    assert took == sorted(took)
+
+
 def test_one_device_has_nobody_to_wait_for() -> None:
     of = network("v5e-4")
     assert of.collective("all-gather", Groups(((0,), (1,))), 1e6, 1e6).seconds == 0.0

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from systolic.hlo import Computation, Instruction, Module, Shape
 from systolic.sim.masks import Grid, block_share, compares_positions, listed_blocks
-from systolic.sim.rates import Rates, cores, cores_used, vector_rate
+from systolic.sim.rates import Rates, cores, cores_used, f32_passes, vector_rate
 
 _NUMBER = re.compile(r'\\?"((?:block|[qkv])_\w+)\\?":\s*(\d+)')
 _CAP = re.compile(r'\\?"attn_logits_soft_cap\\?":\s*[\d.]')
@@ -52,7 +52,7 @@ class Pace:
     """In tokamax's kernels, whose softmax takes powers of two over parts of a block; fitted."""
     staged_backward: float
     step_seconds: float
-    """Of one step of the grid: its scalar work, and the ends of its transfers; fitted."""
+    """Of one step of the grid: its scalar work, and the ends of its transfers; set by hand on the fit half."""
     row_seconds: float
     """Of beginning and ending the sums of a row of blocks, and of waiting for the row's own operand; fitted."""
 
@@ -95,6 +95,8 @@ class Attention:
     """A score, without the sums of the matmuls' passes."""
     parallel: tuple[int, ...]
     """Dims of the grid that cores may share."""
+    dtype: str
+    """Of queries, keys and values."""
     staged: bool
     """Whether it is tokamax's kernel."""
     assumed: str
@@ -117,9 +119,9 @@ class Attention:
 
     @property
     def fetched_bytes(self) -> float:
-        """The two arrays of bf16 that the inner dim of the grid runs over, once a block."""
+        """The two arrays that the inner dim of the grid runs over, once a block."""
         length = self.block_q if self.kind in (DKV, DKV_FUSED) else self.block_kv
-        return self.blocks * length * sum(self.head_dims) * 2.0
+        return self.blocks * length * sum(self.head_dims) * (4.0 if self.dtype == "f32" else 2.0)
 
 
 def seconds_of(
@@ -131,7 +133,8 @@ def seconds_of(
     used = cores_used(attention.parallel, rates)
     part = used / cores(rates)
     depths = attention.depths(width)
-    matrix = 2.0 * attention.scores * depths / (rates.peak("bf16") * part)
+    passes = f32_passes(rates) if attention.dtype == "f32" else 1.0
+    matrix = passes * 2.0 * attention.scores * depths / (rates.peak("bf16") * part)
     # Each pass over a width of the contraction is added to the ones before it.
     operations = attention.vector_ops + depths / width
     vector = attention.scores * operations / (vector_rate(rates) * part)
@@ -193,6 +196,7 @@ def attention_of(
         head_dims=(head_dim, value_dim),
         vector_ops=operations,
         parallel=_parallel(kind, arrays[0], whole, counted.get("parallel")),
+        dtype=arrays[0].dtype,
         staged="use_base2_exp" in call.rest or "use_experimental_scheduler" in call.rest,
         assumed=assumed,
     )

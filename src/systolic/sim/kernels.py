@@ -12,7 +12,7 @@ from typing import Any
 
 from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.attention import attention_of, flops_of, seconds_of
-from systolic.sim.rates import Rates, cores, cores_used, vector_rate
+from systolic.sim.rates import Rates, cores, cores_used, f32_passes, vector_rate
 
 _NAME = re.compile(r"(splash_mha|splash_mqa|flash_attention|flash_mha)")
 """How the names of attention kernels begin. A scope around another kernel may hold the same letters."""
@@ -65,19 +65,13 @@ def _estimated(rates: Rates, estimate: Mapping[str, Any]) -> KernelCost | None:
 
 F32_PASSES = 6.0
 """bf16 products of an f32 matmul at full precision."""
-_SYSTOLIC_WIDTH = 128
-"""Of the tiles that a kernel's f32 matmuls feed the matrix units with."""
 
 
 def _counted(
     computation: Computation, call: Instruction, rates: Rates, counted: Mapping[str, Any]
 ) -> KernelCost:
     """Seconds of a kernel by what its body was counted to do (:mod:`systolic.aot.kernels`)."""
-    width = (rates.chip.mxu_shape or (128, 128))[0]
-    # f32 operands go to the matrix units in tiles of 8 x 128, half as many rows as bf16 ones have, and fill
-    # a corner of a wider array. On v6e (256 wide) that is 1/8 of the bf16 rate; 8.1 was measured there on a
-    # Pallas matmul (vlasenkoalexey/xprof-cli, tests/fixtures). Assumed for other generations.
-    narrow = 2.0 * (width / _SYSTOLIC_WIDTH) ** 2
+    narrow = f32_passes(rates)
     passes = {"f32": narrow, "f32x6": max(narrow, F32_PASSES)}
     flops = {name: float(number) for name, number in counted["flops"].items()}
     matrix = sum(

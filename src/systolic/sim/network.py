@@ -192,7 +192,8 @@ class Network:
         seconds, moved = 0.0, 0.0
         within = extent.members
         if within > 1:
-            here = whole if kind == "all-reduce" or extent.slices == 1 else whole / extent.slices
+            # What came over DCN goes through the links of the slice too; only an exchange leaves the rest out.
+            here = whole / extent.slices if kind == "all-to-all" else whole
             part, moved = self._within(kind, extent, here)
             seconds += part
         names = tuple(f"{span.name}{way}" for span in extent.spans for way in "+-")
@@ -225,13 +226,15 @@ class Network:
         # one chip share its links, and so do groups that lie in one place.
         rate = sum(self.rates.link * span.ways / span.share for span in extent.spans)
         moved = whole * (n - 1) / n
+        colors = ALL_REDUCE_OVER_RINGS if sum(span.ring for span in extent.spans) > 1 else 1.0
         if kind == "reduce-scatter" and len(extent.spans) > 1:
             # One ring through all members ("StrategyRing", 1 color), where an all-reduce has a color for each
             # axis and direction. On a v6e-8 of 2 x 4 two programs took 0.143 and 0.146 s for the gradients of
             # 6.9 B parameters in bf16, 12.15 GB: 84 GB/s, a link's one way.
-            rate /= 2
-        if kind == "all-reduce" and sum(span.ring for span in extent.spans) > 1:
-            rate *= ALL_REDUCE_OVER_RINGS
+            # Never above an all-reduce, which has both of its halves to do.
+            rate *= max(1 / len(extent.spans), colors / 2)
+        if kind == "all-reduce":
+            rate *= colors
         return rounds * (moved / rate + latency), rounds * moved
 
     def _permute(self, groups: Groups, bytes_: float) -> Cost:

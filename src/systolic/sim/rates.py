@@ -38,6 +38,21 @@ class Rates:
         return self.peaks.get(_NARROW.get(dtype, "bf16"), self.peaks["bf16"])
 
 
+_TILE_LANES = 128
+"""Of the tiles that a kernel's f32 matmuls feed the matrix units with."""
+
+
+def f32_passes(rates: "Rates") -> float:
+    """Times that a kernel's matmul of f32 operands takes of one of bf16 operands, at the default precision.
+
+    f32 operands go to the matrix units in tiles of 8 x 128, half as many rows as bf16 ones have, and fill a corner of a
+    wider array. On v6e (256 wide) that is 1/8 of the bf16 rate; 8.1 was measured there on a Pallas matmul
+    (vlasenkoalexey/xprof-cli, tests/fixtures). Assumed for other generations.
+    """
+    width = (rates.chip.mxu_shape or (_TILE_LANES, _TILE_LANES))[0]
+    return 2.0 * (width / _TILE_LANES) ** 2
+
+
 def vector_rate(rates: Rates) -> float:
     """f32 operations per second of a device's vector units: lanes x ALUs x clock."""
     chip = rates.chip
