@@ -363,8 +363,8 @@ def _layout(
     text = str(record.get("attention_kernel") or "")
     if block := other.get("sa_block_q") or _number(r"(?:bq|blocks) (\d+)", text):
         layout["attention_block"] = int(block)
-    if other.get("sa_use_fused_bwd_kernel") or "fused backward" in text:
-        layout["attention_backward"] = "fused"
+    if other.get("sa_use_fused_bwd_kernel") or "fused backward" in text or "tokamax" in text:
+        layout["attention_backward"] = "fused"  # tokamax's kernel has no other
     elif "splash" in text or text.startswith("flash"):
         layout["attention_backward"] = "split"  # what MaxText and torch_xla do unless told
     if strategy := re.search(r"strategy (ring|usp\w*)", text):

@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from systolic.aot import Compiled, Compiler, Failed, Outcome, Rejected, compile
+from systolic import recipes
+from systolic.aot import Compiled, Compiler, Failed, JobProgram, Outcome, Rejected, compile
 from systolic.aot.compile import Pool
 from systolic.chips import slice
 from systolic.core.errors import LayoutError
@@ -102,9 +103,11 @@ def test_a_killed_child_is_a_readable_failure(root: Path) -> None:
     assert left_behind(root) == []
 
 
-def test_out_of_memory_is_an_answer_with_names(root: Path) -> None:
-    on = slice("v5e-1")
-    answer = compile(functions.large(30_000), on, Compiler(root=root))
+@pytest.mark.parametrize("quick", [False, True])
+def test_out_of_memory_is_an_answer_with_names(root: Path, quick: bool) -> None:
+    on, compiler = slice("v5e-1"), Compiler(root=root)
+    compiler = compiler.quick() if quick else compiler
+    answer = compile(functions.large(30_000), on, compiler)
     assert isinstance(answer, Rejected)
     assert answer.space == "hbm"
     assert answer.have_bytes == 15.75 * WHOLE_GIB
@@ -122,10 +125,23 @@ def test_out_of_memory_is_an_answer_with_names(root: Path) -> None:
     assert made["shape"].startswith(("bf16[30000,", "(bf16[30000,"))
     assert made["op"].startswith("jit(outer)/")
     assert "functions.py:" in made["source"]
-    again = compile(functions.large(30_000), on, Compiler(root=root))
+    again = compile(functions.large(30_000), on, compiler)
     assert isinstance(again, Rejected)
     assert again.cached
     assert again.need_bytes == answer.need_bytes
+
+
+def test_a_train_step_above_the_memory_is_refused_from_its_schedule(root: Path) -> None:
+    """XLA writes such a schedule whole, and compares its memory afterwards."""
+    recipe = recipes.find("lm")
+    sizes = {"layers": 2, "d_model": 256, "d_ff": 512, "heads": 2, "kv_heads": 2, "head_dim": 128}
+    options = {"model": sizes, "sequence": 2048, "batch": 2048, "path": __file__}
+    program = JobProgram(job=recipe(recipes.typed(recipe, options)))
+    answer = compile(program, slice("v5e-1"), Compiler(root=root).quick())
+    assert isinstance(answer, Rejected)
+    assert answer.need_bytes > answer.have_bytes == 15.75 * WHOLE_GIB
+    kept = 2048 * 2048 * 256 * 2  # of each layer's input, in bf16
+    assert answer.need_bytes > 2 * kept
 
 
 INTERRUPTED = """\

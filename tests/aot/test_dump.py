@@ -69,7 +69,7 @@ def test_the_schedule_is_read_before_the_code_of_sparse_cores(tmp_path: Path) ->
     text, result = hlo.text("scatter-v5e-1"), list[str]()
     lowered = Behind(text)
     reader = threading.Thread(
-        target=lambda: result.append(dump.schedule(lowered, {}, tmp_path)), daemon=True
+        target=lambda: result.append(dump.schedule(lowered, {}, tmp_path, 2**34)), daemon=True
     )
     reader.start()
     reader.join(30)
@@ -94,9 +94,9 @@ def test_a_compiler_that_ended_between_two_looks_has_written_it_all(
 ) -> None:
     monkeypatch.setattr(dump.threading, "Thread", Ended)
     text = hlo.text("scatter-v5e-1")
-    assert dump.schedule(Lowered(text), {}, tmp_path) == text
+    assert dump.schedule(Lowered(text), {}, tmp_path, 2**34) == text
     with pytest.raises(RuntimeError, match="a part of the schedule only"):
-        dump.schedule(Lowered(text[:-200]), {}, tmp_path)
+        dump.schedule(Lowered(text[:-200]), {}, tmp_path, 2**34)
 
 
 def test_only_the_search_that_a_schedule_alone_does_not_need_is_left_out() -> None:

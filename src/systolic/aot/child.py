@@ -175,7 +175,8 @@ def _answer(lowered: Any, request: Mapping[str, Any], report: dict[str, Any], de
         if report["built"] == Built.stand_in.value:
             text = host.schedule(lowered, desk.dumped)
         elif SCHEDULE_ONLY in request["options"]:
-            text = schedule(lowered, options, desk.dumped)
+            limit = slice(request["slice"]).program_bytes
+            text = schedule(lowered, options, desk.dumped, limit)
         else:
             compiled = lowered.compile(compiler_options={**options, **dump_options(desk.dumped)})
             text = compiled.as_text()

@@ -57,10 +57,11 @@ def shorter_search(on: str) -> tuple[str, ...]:
     return ("--xla_tpu_override_scavenge_vmem_for_fusions=false",)
 
 
-def schedule(lowered: Any, options: Mapping[str, Any], folder: Path) -> str:
+def schedule(lowered: Any, options: Mapping[str, Any], folder: Path, limit_bytes: int) -> str:
     """The scheduled module of ``lowered``, without cycle estimates; the compile goes on behind.
 
-    The caller ends the process: a compile can't be stopped otherwise.
+    The caller ends the process: a compile can't be stopped otherwise. XLA writes the schedule before it compares
+    its memory with the device's: of one above ``limit_bytes`` the compiler's own verdict is waited for.
 
     Raises:
         Exception: what the compiler raises before it has a schedule, out of memory among it.
@@ -84,7 +85,12 @@ def schedule(lowered: Any, options: Mapping[str, Any], folder: Path) -> str:
             settled = now == size or (ended and not failed)
             # Complete when it grows no more and ends as a module does.
             if settled and now and (text := path.read_text()).rstrip().endswith("}"):
-                step_back()
+                if not _verdict_is_near(folder, limit_bytes):
+                    step_back()
+                    return text
+                worker.join()
+                if failed:
+                    raise failed[0]
                 return text
             size = now
         if ended and failed:
@@ -94,6 +100,12 @@ def schedule(lowered: Any, options: Mapping[str, Any], folder: Path) -> str:
             what = "no schedule" if path is None else "a part of the schedule only"
             raise RuntimeError(f"the compiler ended and wrote {what} into {folder}")
         time.sleep(POLL_SECONDS)
+
+
+def _verdict_is_near(folder: Path, limit_bytes: int) -> bool:
+    """Whether the schedule needs more memory than a program may use; XLA refuses it next."""
+    used = peak_bytes(folder)
+    return used is not None and used > limit_bytes
 
 
 def step_back() -> None:

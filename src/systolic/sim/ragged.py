@@ -44,5 +44,5 @@ def ragged_cost(computation: Computation, call: Instruction, rates: Rates) -> Ke
     flops = 2.0 * visits * rows * right.dims[1] * right.dims[2]
     seconds = slowdown_of(rates.chip.name).matrix * flops / rates.peak(left.dtype)
     useful = 2.0 * left.dims[0] * right.dims[1] * right.dims[2]
-    note = f"kernel {call.name}: every group is taken to begin inside a tile of {rows} rows"
+    note = f"kernel {call.name}: every group is taken to begin inside a tile of {rows} rows, and all {left.dims[0]} rows to hold tokens"
     return KernelCost(max(seconds, seconds_moving), useful, note)
