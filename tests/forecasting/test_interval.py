@@ -46,7 +46,7 @@ def test_the_table_is_what_the_stored_results_make() -> None:
 
 def test_intervals_hold_the_share_of_results_that_they_were_not_made_of() -> None:
     found = intervals.checks(ROWS)
-    # No price is fitted to steps: each half judges the other. Prices of operations are fitted on one half.
+    # Each half of steps, drawn by family, judges the other. Prices of operations are fitted on one half.
     judged = {
         "steps": [found["step", "quick", half]["all"] for half in ("fit", "judge")],
         "operations by schedule": [found["operation", "quick", "judge"]["all"]],
