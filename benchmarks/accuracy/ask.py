@@ -115,12 +115,13 @@ def lines(path: Path) -> list[dict[str, Any]]:
     """Records of a file of JSON lines; none where it is not there, and a cut last line is left out."""
     if not path.exists():
         return []
-    found = []
-    for line in path.read_text().splitlines():
+    found, texts = [], path.read_text().splitlines()
+    for number, line in enumerate(texts, 1):
         try:
             found.append(json.loads(line))
         except ValueError:
-            continue
+            if number < len(texts):
+                raise SystemExit(f"{path}: line {number} is not JSON; mend or remove it") from None
     return found
 
 

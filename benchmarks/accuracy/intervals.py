@@ -80,6 +80,9 @@ def half(row: Row) -> str:
 
 def read(steps: Path, operations: Path) -> list[Row]:
     """Rows with a forecast; ``group`` is ``step`` or ``operation``."""
+    for path in (steps, operations):
+        if not path.is_file():
+            raise SystemExit(f"{path} is no file; give lines that run.py wrote with --out")
     found = [row | {"group": "step"} for row in lines(steps)]
     found += [
         row | {"group": "operation"}
@@ -87,6 +90,11 @@ def read(steps: Path, operations: Path) -> list[Row]:
         if row["kind"] not in OTHER and row["generation"] not in UNJUDGED
     ]
     found = [row for row in found if row.get("error") is not None]
+    for row in found:
+        if not row["error"] > -1 or row["error"] == math.inf:
+            raise SystemExit(
+                f"{row['id']} has an error of {row['error']}; it is finite and above -1"
+            )
     return [row | {"half": half(row)} for row in found]
 
 
@@ -192,6 +200,13 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="writes forecasting/errors.toml")
     asked = parser.parse_args()
     rows = read(asked.steps, asked.operations)
+    for name, given in (("steps", asked.steps), ("operations", asked.operations)):
+        for half in ("fit", "judge"):
+            mine = [r for r in rows if r["group"] == name.rstrip("s") and r["half"] == half]
+            if len({family(row) for row in mine}) < FEW:
+                raise SystemExit(
+                    f"{given} has fewer than {FEW} families of {name} in the {half} half"
+                )
     print(coverage(rows))
     if asked.write:
         TABLE.write_text(table(rows))

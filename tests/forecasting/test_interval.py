@@ -98,6 +98,27 @@ def test_a_range_says_what_it_rests_on() -> None:
         assert ("all generations" in text) == (used == "all")
 
 
+def test_a_range_says_where_its_results_are_of_another_kind() -> None:
+    of_decode = interval_of("v6e", 2.0, {"unit": "tokens", "verb": "decode"}, "quick")[2]
+    assert of_decode.endswith("train steps on v6e; no decode step among them")
+    compiled = interval_of("v6e", 2.0, {"unit": "tokens", "verb": "train"}, "full")[2]
+    assert compiled.endswith("v6e, forecast from schedules (full compiles agree within 3 %)")
+
+
+def test_a_table_is_not_written_from_nothing(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="is no file"):
+        intervals.read(tmp_path / "none.jsonl", intervals.OPERATIONS)
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(
+        '{"id": "one", "mode": "quick", "generation": "v6e", "error": NaN, "half": "fit"}\n'
+    )
+    with pytest.raises(SystemExit, match="one has an error of nan"):
+        intervals.read(bad, intervals.OPERATIONS)
+    bad.write_text('{"id": "o\n{"id": "two", "error": null}\n')
+    with pytest.raises(SystemExit, match="line 1 is not JSON"):
+        intervals.read(bad, intervals.OPERATIONS)
+
+
 def test_a_schedule_is_told_from_a_full_compile_by_its_cycles() -> None:
     for mode in ("full", "quick"):
         assert mode_of(operations.module("gated-v5p", mode)) == mode

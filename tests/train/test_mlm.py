@@ -52,7 +52,7 @@ def test_an_encoder_learns_hidden_letters_and_resumes(
     measured = systolic(capsys, "eval", tmp_path / "whole", "--path", texts / "a.txt")
     assert measured["metrics"][str(texts / "a.txt")]["loss"] > 0
     assert main(["predict", str(tmp_path / "whole"), str(texts / "a.txt")]) != 0
-    assert "Masked data is read as a whole only; use systolic eval" in capsys.readouterr().err
+    assert "is read as a whole only; use systolic eval RUN --path" in capsys.readouterr().err
     assert main(["generate", str(tmp_path / "whole"), "abc"]) != 0
     assert len(capsys.readouterr().err.splitlines()) == 1
 

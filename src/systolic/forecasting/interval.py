@@ -32,7 +32,8 @@ def interval_of(
 
     An error of the table is (forecast - measured) / measured, so a measured time lies between
     forecast / (1 + high) and forecast / (1 + low). Functions (``unit`` ``calls``) take the errors of single operations,
-    jobs those of train steps; a generation with few results takes those of all.
+    jobs those of train steps; a generation with few results takes those of all. The text says where a program is of
+    another kind or mode than what was measured.
     """
     kind = "operation" if facts.get("unit", "calls") == "calls" else "step"
     modes = _table()[kind]
@@ -42,4 +43,9 @@ def interval_of(
     row = row if row is not None else by_generation[ALL]
     what = "operations" if kind == "operation" else "train steps"
     text = f"{SHARE} of {row['rows']} measured {what} on {where}"
+    if mode not in modes:
+        text += ", forecast from schedules (full compiles agree within 3 %)"
+    verb = facts.get("verb", "train")
+    if kind == "step" and verb != "train":
+        text += f"; no {verb} step among them"
     return seconds / (1 + row["high"]), seconds / (1 + row["low"]), text

@@ -171,7 +171,7 @@ class Data(ABC):
             DataError: this kind of data has no single-file form.
         """
         raise DataError(
-            f"{path} is a single file, and {type(self).__name__} data is read as a whole only; use systolic eval"
+            f"{path} is a single file, and the data of this recipe is read as a whole only; use systolic eval RUN --path {path}"
         )
 
     def at(self, path: Path) -> "Data":

@@ -49,7 +49,7 @@ class Decode:
         )
         if not isinstance(module, DecoderModule):
             raise RunError(
-                f"{steps.job.name} trains a {type(steps.job.model).__name__}, which does not generate text; use systolic predict"
+                f"{steps.job.name} trains a model that does not generate text; use systolic eval, or systolic predict where its data has single files"
             )
         self.model: Decoder = module.config
 
