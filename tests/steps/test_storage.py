@@ -85,7 +85,8 @@ def test_bytes_a_parameter(dtypes: Dtypes, expected: int) -> None:
     assert facts_of(job).update_bytes == 2 * expected + dtypes.gradients.bytes
 
 
-RATES = {OptimizerKind.sgd: 0.3, OptimizerKind.lion: 1e-3}
+# LARS scales its rate by the ratio of norms times a thousandth.
+RATES = {OptimizerKind.sgd: 0.3, OptimizerKind.lion: 1e-3, OptimizerKind.lars: 10.0}
 SMALL = replace(tiny.MODEL, layers=1, heads=2, kv_heads=1)
 
 
