@@ -174,7 +174,9 @@ def table(rows: Sequence[Row]) -> str:
     for (group, mode), mine in groups(rows).items():
         used = [row for row in mine if row["half"] in HALVES[group]]
         for name, made in intervals(used).items():
-            text += [f"[{group}.{mode}.{name}]", f"rows = {made.rows}"]
+            here = [row for row in used if name in ("all", row["generation"])]
+            inside = sum(made.holds(row) for row in here)
+            text += [f"[{group}.{mode}.{name}]", f"rows = {made.rows}", f"held = {inside}"]
             text += [f"low = {made.low:.3f}", f"high = {made.high:.3f}", ""]
     return "\n".join(text).rstrip() + "\n"
 
@@ -200,12 +202,12 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="writes forecasting/errors.toml")
     asked = parser.parse_args()
     rows = read(asked.steps, asked.operations)
-    for name, given in (("steps", asked.steps), ("operations", asked.operations)):
-        for half in ("fit", "judge"):
-            mine = [r for r in rows if r["group"] == name.rstrip("s") and r["half"] == half]
-            if len({family(row) for row in mine}) < FEW:
+    for group, given in {"step": asked.steps, "operation": asked.operations}.items():
+        for part in ("fit", "judge"):
+            mine = {family(r) for r in rows if r["group"] == group and r["half"] == part}
+            if len(mine) < FEW:
                 raise SystemExit(
-                    f"{given} has fewer than {FEW} families of {name} in the {half} half"
+                    f"{given} has {len(mine)} families of {group}s in the {part} half; {FEW} are needed"
                 )
     print(coverage(rows))
     if asked.write:

@@ -85,7 +85,7 @@ def schedule(lowered: Any, options: Mapping[str, Any], folder: Path, limit_bytes
             settled = now == size or (ended and not failed)
             # Complete when it grows no more and ends as a module does.
             if settled and now and (text := path.read_text()).rstrip().endswith("}"):
-                if not _verdict_is_near(folder, limit_bytes):
+                if not _is_above(folder, limit_bytes):
                     step_back()
                     return text
                 worker.join()
@@ -102,7 +102,7 @@ def schedule(lowered: Any, options: Mapping[str, Any], folder: Path, limit_bytes
         time.sleep(POLL_SECONDS)
 
 
-def _verdict_is_near(folder: Path, limit_bytes: int) -> bool:
+def _is_above(folder: Path, limit_bytes: int) -> bool:
     """Whether the schedule needs more memory than a program may use; XLA refuses it next."""
     used = peak_bytes(folder)
     return used is not None and used > limit_bytes

@@ -10,8 +10,6 @@ from systolic.hlo import Module
 
 ALL = "all"
 """The row of all generations together."""
-SHARE = "80 %"
-"""Of measured results, held by the ranges of ``errors.toml``."""
 
 
 @cache
@@ -32,8 +30,8 @@ def interval_of(
 
     An error of the table is (forecast - measured) / measured, so a measured time lies between
     forecast / (1 + high) and forecast / (1 + low). Functions (``unit`` ``calls``) take the errors of single operations,
-    jobs those of train steps; a generation with few results takes those of all. The text says where a program is of
-    another kind or mode than what was measured.
+    jobs those of train steps; a generation with few results takes those of all. Made to hold 80 %, where each family
+    of results counts once; the text says how many of them lie inside, and where a program is of another kind or mode.
     """
     kind = "operation" if facts.get("unit", "calls") == "calls" else "step"
     modes = _table()[kind]
@@ -42,9 +40,9 @@ def interval_of(
     where = generation if row is not None else f"all generations, too few on {generation}"
     row = row if row is not None else by_generation[ALL]
     what = "operations" if kind == "operation" else "train steps"
-    text = f"{SHARE} of {row['rows']} measured {what} on {where}"
+    text = f"{row['held']} of {row['rows']} measured {what} on {where}"
     if mode not in modes:
-        text += ", forecast from schedules (full compiles agree within 3 %)"
+        text += ", forecast from schedules"
     verb = facts.get("verb", "train")
     if kind == "step" and verb != "train":
         text += f"; no {verb} step among them"
