@@ -15,9 +15,9 @@ from systolic.aot import Compiler, JobProgram
 from systolic.aot import compile as compile_program
 from systolic.chips import slice
 from systolic.core.files import write_json
-from systolic.explain.ladder import climb
 from systolic.forecasting.run import of_outcome
 from systolic.plan import facts_of
+from systolic.plan.ladder import climb
 from systolic.plan.search import shared
 
 SMALL = {

@@ -4,11 +4,13 @@ import pytest
 
 from systolic.chips import slice
 from systolic.explain.axes import axes_of
-from systolic.explain.causes import causes_of
+from systolic.explain.causes import causes_of_forecast, causes_of_profile
 from systolic.forecasting import Forecast, forecast_text
 from systolic.hlo import parse
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder
+from systolic.profile import open_profile
+from systolic.report.forecast.xprof import write_xprof
 from tests.recorded import hlo
 
 NAMES = {"lm-v5e-4": "v5e-4", "moe-2xv6e-4": "2xv6e-4"}
@@ -23,7 +25,7 @@ def made(name: str, tmp_path) -> Forecast:
 @pytest.mark.parametrize("name", NAMES)
 def test_causes_account_for_the_step(name: str, tmp_path) -> None:
     forecast = made(name, tmp_path)
-    found = causes_of(forecast, hlo.module(name))
+    found = causes_of_forecast(forecast, hlo.module(name))
     assert found
     shares = [cause.share or 0.0 for cause in found]
     assert shares == sorted(shares, reverse=True)
@@ -38,12 +40,25 @@ def test_causes_account_for_the_step(name: str, tmp_path) -> None:
     assert waited <= forecast.time_by_resource["ici"] * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_simulated_step_and_its_profile_have_the_same_causes(name: str, tmp_path) -> None:
+    forecast = made(name, tmp_path)
+    write_xprof(forecast, tmp_path)
+    simulated = {c.name: c.share for c in causes_of_forecast(forecast, hlo.module(name))}
+    measured = {c.name: c.share for c in causes_of_profile(open_profile(tmp_path))}
+    # The profile has no names of JAX's transformations: what hangs on them is not told from it.
+    both = [n for n in simulated if n.startswith(("exposed-collectives", "dcn", "attention"))]
+    assert len(both) >= 2
+    for cause in both:
+        assert measured[cause] == pytest.approx(simulated[cause], rel=1e-3)
+
+
 def test_slots_of_experts_are_counted_where_the_model_is_known(tmp_path) -> None:
     name = "moe-2xv6e-4"
     forecast, module = made(name, tmp_path), hlo.module(name)
 
     def slots(model: Model | None) -> float:
-        causes = {c.name: c for c in causes_of(forecast, module, model)}
+        causes = {c.name: c for c in causes_of_forecast(forecast, module, model)}
         found = causes.get("empty-expert-slots")
         return (found.seconds or 0.0) if found else 0.0
 
@@ -60,7 +75,7 @@ def test_a_forecast_that_does_not_fit_has_no_causes_of_time(tmp_path) -> None:
     from dataclasses import replace
 
     forecast = replace(made("lm-v5e-4", tmp_path), timeline=None, step_seconds=None)
-    assert causes_of(forecast, hlo.module("lm-v5e-4")) == []
+    assert causes_of_forecast(forecast, hlo.module("lm-v5e-4")) == []
 
 
 GROUPS = {

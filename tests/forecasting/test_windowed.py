@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from systolic.chips import slice
-from systolic.explain.causes import causes_of
+from systolic.explain.causes import causes_of_forecast
 from systolic.forecasting import forecast_text
 from systolic.forecasting.windowed import OFF, names, windowed
 from systolic.sim import simulate
@@ -40,7 +40,7 @@ def test_a_forecast_and_its_explanation_name_them(tmp_path: Path) -> None:
     assert re.fullmatch(r"7 windowed einsums take [\d.]+ ms \(\d\d%\); off with (.*)", warning)
     assert warning.endswith(OFF)
     assert made.to_json()["notes"][0] == warning
-    causes = {cause.name: cause for cause in causes_of(made, hlo.module("lm-v5e-4"))}
+    causes = {cause.name: cause for cause in causes_of_forecast(made, hlo.module("lm-v5e-4"))}
     (advice,) = causes["windowed-einsums"].advice
     assert "--flags=--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000" in advice
 
@@ -50,5 +50,5 @@ def test_what_is_off_is_not_advised(tmp_path: Path) -> None:
     path.write_text(hlo.text("moe-2xv6e-4"))
     made = forecast_text(path, slice("2xv6e-4"))
     assert not made.warnings
-    for cause in causes_of(made, hlo.module("moe-2xv6e-4")):
+    for cause in causes_of_forecast(made, hlo.module("moe-2xv6e-4")):
         assert not any("windowed" in text for text in cause.advice)

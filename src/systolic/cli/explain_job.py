@@ -26,8 +26,8 @@ from systolic.forecasting import Forecast
 from systolic.job import Job
 
 if TYPE_CHECKING:
-    from systolic.explain.ladder import Rung
     from systolic.plan import Candidate
+    from systolic.plan.ladder import Rung
 
 OWN = ("on", "flags", "remedies", "workers", "json", "against")
 """The verb's options, which no recipe takes."""
@@ -84,7 +84,7 @@ class Explanation:
 
     def run(self, known: Settings) -> int:
         """Forecasts the step, then explains it with advice in options that are ``known``; returns the exit code."""
-        from systolic.explain.causes import causes_of
+        from systolic.explain.causes import causes_of_forecast
         from systolic.forecasting.run import of_outcome
         from systolic.hlo import parse
         from systolic.report.forecast.progress import Progress
@@ -98,7 +98,7 @@ class Explanation:
         if not made.fits:
             return self.out_of_memory(made)
         assert isinstance(outcome, Compiled)
-        causes = causes_of(made, parse(outcome.hlo), self.job.model)
+        causes = causes_of_forecast(made, parse(outcome.hlo), self.job.model)
         return self.slow(made, known.named(causes))
 
     def flags(self, on: Slice) -> tuple[str, ...]:
@@ -153,8 +153,8 @@ class Explanation:
 
     def remedies(self, made: Forecast) -> dict[str, Any]:
         """Changes with what each gains, told as they come, and the command of the best that trains the same."""
-        from systolic.explain.remedies import base_of, changes, try_all
         from systolic.plan import facts_of
+        from systolic.plan.remedies import base_of, changes, try_all
         from systolic.report.forecast.progress import Progress
 
         if self.verb["remedies"] < 1:
@@ -193,8 +193,8 @@ class Explanation:
 
     def out_of_memory(self, made: Forecast) -> int:
         """What holds the memory, then other layouts and slices until one fits; exit code 1 when none does."""
-        from systolic.explain.ladder import climb, difference
         from systolic.plan import facts_of
+        from systolic.plan.ladder import climb, difference
         from systolic.plan.plan import reason_of
         from systolic.report.forecast.progress import Progress
         from systolic.report.forecast.text import print_forecast

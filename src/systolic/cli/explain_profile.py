@@ -19,7 +19,7 @@ from systolic.core.units import duration
 
 def is_profile(path: Path) -> bool:
     """Whether it is an ``xplane.pb`` or a directory with one; a directory of runs has theirs, none of its own."""
-    from systolic.explain.xplane import SUFFIX
+    from systolic.profile.xplane import SUFFIX
 
     if not path.is_dir():
         return path.name.endswith(SUFFIX) and path.is_file()
@@ -48,8 +48,9 @@ def options(
 
 def explain_profile(target: str, args: Sequence[str]) -> int:
     """Causes of the median step of a profile, and what changes of its run's settings gain."""
-    from systolic.explain.profile import open_profile
-    from systolic.explain.profile_causes import causes_of_profile, figures, unjudged
+    from systolic.explain.causes import causes_of_profile
+    from systolic.explain.figures import figures, unjudged
+    from systolic.profile import open_profile
 
     verb = arguments(options, args, "systolic explain PROFILE")
     path = Path(target)

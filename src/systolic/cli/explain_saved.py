@@ -214,7 +214,7 @@ def compare(one: Named, two: Named, as_json: bool) -> int:
 
 
 def _causes(target: str, args: Sequence[str]) -> tuple[Forecast, list[Cause]]:
-    from systolic.explain.causes import causes_of
+    from systolic.explain.causes import causes_of_forecast
     from systolic.forecasting.run import of_outcome
     from systolic.hlo import parse
 
@@ -225,4 +225,4 @@ def _causes(target: str, args: Sequence[str]) -> tuple[Forecast, list[Cause]]:
     made = of_outcome(outcome, asked.job.name, on, 0.0)
     if not isinstance(outcome, Compiled):
         return made, []
-    return made, causes_of(made, parse(outcome.hlo), asked.job.model)
+    return made, causes_of_forecast(made, parse(outcome.hlo), asked.job.model)

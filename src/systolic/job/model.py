@@ -133,6 +133,10 @@ class Model(ABC):
         del layout
         return None
 
+    def slots_per_token(self) -> float:
+        """Slots that a mixture's experts have for each one that an even choice fills; 1 in a model without slots."""
+        return 1.0
+
     def shrink(self, layout: Layout) -> "Model":
         """A small model of the same structure that the same layout divides, for rehearsals."""
         del layout

@@ -324,6 +324,12 @@ class Decoder(Model):
 
         return outline(self, layout)
 
+    def slots_per_token(self) -> float:
+        """Capacity factor of a mixture with slots; without a factor each expert has a slot for every token."""
+        if self.experts <= 1 or self.dispatch is Dispatch.dropless:
+            return 1.0
+        return self.capacity_factor or self.experts / self.experts_per_token
+
     def shrink(self, layout: Layout) -> "Decoder":
         """Two layers a stage and a few heads a tensor shard, with this model's ratios of heads and experts."""
         groups = 1 if self.latent else self.heads // self.kv_heads

@@ -17,14 +17,13 @@ from pathlib import Path
 
 from systolic.core.errors import DataError
 from systolic.core.origin import Origin
-from systolic.explain.xplane import Backend, DeviceOp, Mark, Trace, load
 from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.origin import named
+from systolic.profile.intervals import Interval, exclusive, missing, union
+from systolic.profile.xplane import Backend, DeviceOp, Mark, Trace, load
 from systolic.sim.layers import layer_of
 from systolic.sim.timeline import Resource, Span, Timeline
 from systolic.sim.work import work_of
-
-Interval = tuple[float, float]
 
 CONTAINERS = ("while", "conditional", "call")
 COLLECTIVES = (
@@ -314,72 +313,3 @@ def _rank(op: Op) -> int:
     if op.opcode in CONTAINERS or op.raw.category in CONTAINERS:
         return 2
     return 1 if op.resource in _LINKS else 0
-
-
-# Intervals
-
-
-def exclusive(intervals: Sequence[Interval], ranks: Sequence[int]) -> list[float]:
-    """Of each interval the time that is its own: an instant is shared by those of the lowest rank in it."""
-    points = sorted(
-        [(start, 1, number) for number, (start, _) in enumerate(intervals)]
-        + [(end, 0, number) for number, (_, end) in enumerate(intervals)]
-    )
-    own = [0.0] * len(intervals)
-    active: dict[int, set[int]] = defaultdict(set)
-    before = points[0][0] if points else 0.0
-    for at, begins, number in points:
-        now = next((active[rank] for rank in sorted(active) if active[rank]), None)
-        if now and at > before:
-            for one in now:
-                own[one] += (at - before) / len(now)
-        before = at
-        if begins:
-            active[ranks[number]].add(number)
-        else:
-            active[ranks[number]].discard(number)
-    return own
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Without overlaps, in order."""
-    found: list[Interval] = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((start, end))
-    return found
-
-
-def missing(busy: Sequence[Interval], within: Interval) -> list[Interval]:
-    """What ordered intervals leave of ``within``."""
-    low, high = within
-    found = []
-    for start, end in busy:
-        if start > low:
-            found.append((low, min(start, high)))
-        low = max(low, end)
-        if low >= high:
-            break
-    if low < high:
-        found.append((low, high))
-    return [gap for gap in found if gap[1] > gap[0]]
-
-
-def common(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """What two ordered lists of intervals share."""
-    found, at = [], 0
-    for start, end in first:
-        while at < len(second) and second[at][1] <= start:
-            at += 1
-        number = at
-        while number < len(second) and second[number][0] < end:
-            found.append((max(start, second[number][0]), min(end, second[number][1])))
-            number += 1
-    return found
-
-
-def total(intervals: Iterable[Interval]) -> float:
-    """Seconds of all of them."""
-    return sum(end - start for start, end in intervals)

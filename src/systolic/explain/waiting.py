@@ -3,17 +3,17 @@
 import bisect
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from systolic.chips.catalogue import by_device_kind
 from systolic.core.units import duration
 from systolic.explain.cause import Cause
-from systolic.explain.causes import LEAST, SHOWN
-from systolic.explain.profile import Interval, Profile, common, missing, total, union
-from systolic.explain.xplane import Event
+from systolic.explain.step import LEAST, SHOWN
+from systolic.profile import Profile
+from systolic.profile.intervals import Interval, common, missing, total, union
+from systolic.profile.xplane import Event
 
 SHORT = 2e-6
 """A shorter gap between ops says nothing."""
@@ -33,24 +33,14 @@ _JIT_MODULE = re.compile(r"\((jit_\w+)\)")
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """A profile as the rules look at it."""
+    """What host and device did in the trace, by the host's thread that runs the loop."""
 
     profile: Profile
-    mesh: Mapping[str, int]
 
     @property
     def seconds(self) -> float:
         """Of the median step."""
         return self.profile.seconds
-
-    @cached_property
-    def peak_flops(self) -> float | None:
-        """Of the matrix units: as the profile says, else as the catalogue says of such a device."""
-        trace = self.profile.trace
-        chip = by_device_kind(trace.kind) if trace.kind and trace.peak_flops is None else None
-        if chip is None or chip.peak_bf16_flops_per_second is None:
-            return trace.peak_flops
-        return chip.peak_bf16_flops_per_second / (chip.devices_per_chip or 1)
 
     @cached_property
     def compiling(self) -> list[Interval]:
@@ -86,6 +76,13 @@ class View:
         """Seconds of the trace without what was spent on compiling."""
         low, high = self.profile.span
         return max(high - low - total(self.idle["compile"]), 1e-12)
+
+
+def causes(profile: Profile) -> Iterable[Cause]:
+    """Waiting for input, for the host, for the compiler, and between ops, over all that was traced."""
+    view = View(profile=profile)
+    for rule in (input_wait, host, recompilation, between):
+        yield from rule(view)
 
 
 def input_wait(view: View) -> Iterable[Cause]:

@@ -1,7 +1,7 @@
 """What XLA's profiler recorded, as plain values: a device's ops and runs, the host's threads, the modules.
 
 One ``xplane.pb`` holds the planes of one host. ``jax.profiler.ProfileData`` reads lines and events,
-:mod:`systolic.explain.xspace` the metadata of events.
+:mod:`systolic.profile.xspace` the metadata of events.
 
 - TPU: ``/device:TPU:n`` with the lines Steps, XLA Modules, XLA Ops and Async XLA Ops. An op's event is
   named by its whole HLO text, with stats hlo_category, flops, bytes_accessed, tf_op and source.
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from systolic.core.errors import DataError, NotFoundError
-from systolic.explain import xspace
 from systolic.hlo import Module, parse
+from systolic.profile import xspace
 
 SUFFIX = ".xplane.pb"
 HOST = "/host:CPU"

@@ -14,17 +14,19 @@ from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.core.origin import Origin
 from systolic.explain.cause import Cause
-from systolic.explain.profile import common, exclusive, missing, open_profile, read_profile, union
-from systolic.explain.profile_causes import causes_of_profile, figures, unjudged
-from systolic.explain.xplane import Backend, load
+from systolic.explain.causes import causes_of_profile
+from systolic.explain.figures import figures, unjudged
 from systolic.job import Evaluation
+from systolic.profile import open_profile, read_profile
+from systolic.profile.intervals import union
+from systolic.profile.xplane import Backend, load
 from systolic.report.forecast.xprof import STEPS, write_xprof
 from systolic.sim.timeline import Resource
 from systolic.train.profile import WARM_UP, Profile
 from systolic.train.setup import set_up
 from systolic.train.trainer import Trainer
 from tests.explain import planted
-from tests.explain.traces import Event, Plane, write
+from tests.profile.traces import Event, Plane, write
 from tests.report.forecast.recorded import small
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "profile"
@@ -288,16 +290,6 @@ def test_what_is_no_profile_is_refused(tmp_path: Path, recorded: Path):
     host = Plane("/host:CPU", {"python": [Event("train", 0, 1, {"step_num": 0})]})
     with pytest.raises(DataError, match="nothing runs on a device"):
         load(write(bad, host))
-
-
-# Intervals
-
-
-def test_instants_belong_to_the_lowest_rank():
-    assert exclusive([(0, 4), (1, 3), (2, 6)], [0, 0, 1]) == [3, 1, 2]
-    assert missing([(1, 2), (3, 4)], (0, 5)) == [(0, 1), (2, 3), (4, 5)]
-    assert common([(0, 2), (3, 6)], [(1, 4), (5, 9)]) == [(1, 2), (3, 4), (5, 6)]
-    assert union([(3, 4), (0, 1), (0.5, 2)]) == [(0, 2), (3, 4)]
 
 
 # The command

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-import systolic.explain.remedies as module
+import systolic.plan.remedies as module
 from systolic.aot import Compiler
 from systolic.chips import slice
 from systolic.chips.flags import merged, name_of, resolved
 from systolic.cli.command import changed, command
 from systolic.core.errors import RunError
-from systolic.explain.ladder import difference
-from systolic.explain.remedies import Change, Remedy, base_of, changes, try_all
 from systolic.job import Layout, Remat
 from systolic.plan import facts_of
 from systolic.plan.flags import SETS, FlagSet, joined
+from systolic.plan.ladder import difference
+from systolic.plan.remedies import Change, Remedy, base_of, changes, try_all
 from systolic.plan.space import check
 from tests.plan import fabricated
 from tests.plan.jobs import decoder_job
