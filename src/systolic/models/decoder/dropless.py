@@ -1,12 +1,13 @@
 """Experts without slots: the tokens of each expert lie in a row and its matmuls take as many as there are.
 
-The grouped matmuls are ``jax.lax.ragged_dot``. The partitioner can't split them, so the layer is
-wrapped in ``shard_map``: each device takes the tokens of its batch shard. Over an expert axis the tokens of
-its devices are gathered, each computes what is routed to its own experts, and the sums are scattered
-back: no token is dropped, and the memory is bounded by the tokens, but each device has rows for the
-case that all tokens choose its experts.
+The partitioner can't split grouped matmuls, so the layer is wrapped in ``shard_map``: each device takes
+the tokens of its batch shard. Over an expert axis the tokens of its devices are gathered, each computes
+what is routed to its own experts, and the sums are scattered back: no token is dropped, and the memory is
+bounded by the tokens, but each device has rows for the case that all tokens choose its experts. The
+matmuls skip the rows that stay empty; picking, activation and sum take all of them.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from systolic.job import Target
+from systolic.models.grouped import grouped_product
 from systolic.models.remat import name
 
 Matrices = tuple[jax.Array, jax.Array, jax.Array]
@@ -49,7 +51,7 @@ def dropless(
                 for each in (x, chosen, weights)
             )
             chosen = chosen - jax.lax.axis_index("expert") * matrices[0].shape[0]
-        out = _grouped(activate, x, (chosen, weights), matrices)
+        out = _grouped(target, activate, x, (chosen, weights), matrices)
         if layout.tensor > 1:
             out = jax.lax.psum(out, "tensor")
         if layout.expert > 1:
@@ -66,6 +68,7 @@ def dropless(
 
 
 def _grouped(
+    target: Target,
     activate: Callable[[jax.Array], jax.Array],
     x: jax.Array,
     routing: tuple[jax.Array, jax.Array],
@@ -85,8 +88,12 @@ def _grouped(
     real = (jnp.arange(rows) < sizes.sum())[:, None]
     routed = jnp.where(real, tokens[order // each], 0)
 
-    hidden = activate(name(jax.lax.ragged_dot(routed, gate, sizes), "mlp"))
-    hidden = hidden * name(jax.lax.ragged_dot(routed, up, sizes), "mlp")
-    done = jnp.where(real, jax.lax.ragged_dot(hidden, down, sizes), 0)
+    expected = min(rows, math.ceil(flat.shape[0] / target.layout.expert))
+
+    def product(x: jax.Array, matrices: jax.Array) -> jax.Array:
+        return grouped_product(target, x, matrices, sizes, expected)
+
+    hidden = activate(name(product(routed, gate), "mlp")) * name(product(routed, up), "mlp")
+    done = jnp.where(real, product(hidden, down), 0)
     done = done * weights.reshape(-1)[order][:, None].astype(done.dtype)
     return jnp.zeros_like(tokens).at[order // each].add(done).reshape(x.shape)

@@ -125,12 +125,6 @@ class Mixture(nnx.Module):
             self.target.note(
                 f"experts without slots have no {self.target.operands} matmuls: theirs stay in {self.target.dtype}"
             )
-        local = self.config.experts // self.target.layout.expert
-        if self.target.platform == "tpu" and local > 1:
-            # XLA has no ragged kernel for them: a dense product of each expert with the tokens of all.
-            self.target.note(
-                f"gradients of experts without slots are compiled as dense products over the {local} experts of a device, {local} times the FLOPs that they need; training with --model.dispatch slots avoids it"
-            )
         if count is not None:
             real = jnp.arange(x.shape[1]) < count[:, None]
             chosen = jnp.where(real[:, :, None], chosen, -1)

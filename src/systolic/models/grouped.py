@@ -1,0 +1,175 @@
+"""Grouped matmuls: rows that lie by group, each multiplied with the matrix of its group.
+
+``jax.lax.ragged_dot`` everywhere but on TPUs. There XLA has a kernel for it and none for its gradient with
+respect to the matrices, which becomes a dense product of all rows for each group; so TPUs run JAX's own
+Pallas kernels (megablox), forward and for both gradients. They visit the tiles of rows that belong to a
+group, and no others.
+"""
+
+import functools
+import math
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from systolic.job import Target
+
+ROWS = (128, 256, 512)
+"""Heights of a tile of rows."""
+ARRAY_ROWS = 256
+"""Rows that a matrix unit of v6e and TPU7x takes while the next weights are loaded: fewer cost as many."""
+VMEM_BYTES = 12 * 2**20
+"""Of a kernel's windows and sums: the 16 MiB that v4 to v5p give a kernel, less what the compiler adds."""
+FLOPS_PER_BYTE = 300.0
+"""Between v5p's 166 and v6e's 560 (peak over HBM rate): what a byte that is fetched again counts."""
+STEP_FLOPS = 1.5e8
+"""What a step of the grid counts beside its work: a third of a microsecond at v5p's peak."""
+
+
+def grouped_product(
+    target: Target, x: jax.Array, matrices: jax.Array, sizes: jax.Array, expected: int
+) -> jax.Array:
+    """Each row of ``x`` times the matrix of its group, [rows, columns] in the dtype of ``x``.
+
+    Args:
+        target: Where the program will run.
+        x: [rows, depth], the rows of group 0 first, then those of group 1, and so on.
+        matrices: [groups, depth, columns].
+        sizes: int32[groups]: rows of each group. Those behind the last group are no one's: what is
+            computed of them is undefined, in gradients too.
+        expected: Rows that belong to a group when routing is balanced; a forecast reads it from the name.
+    """
+    if target.platform != "tpu":
+        return jax.lax.ragged_dot(x, matrices, sizes)
+    with jax.named_scope(f"rows_{expected}_of_{x.shape[0]}"):
+        return pallas_product(x, matrices, sizes, expected)
+
+
+def pallas_product(
+    x: jax.Array, matrices: jax.Array, sizes: jax.Array, expected: int, *, interpret: bool = False
+) -> jax.Array:
+    """:func:`grouped_product` by the Pallas kernels; ``interpret`` runs them without a TPU."""
+    rows = x.shape[0]
+    padded = jnp.pad(x, ((0, -rows % ROWS[0]), (0, 0)))
+    return _product(padded, matrices, sizes, expected, interpret)[:rows]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _product(
+    x: jax.Array, matrices: jax.Array, sizes: jax.Array, expected: int, interpret: bool
+) -> jax.Array:
+    return _forward(x, matrices, sizes, expected, interpret)[0]
+
+
+def _forward(
+    x: jax.Array, matrices: jax.Array, sizes: jax.Array, expected: int, interpret: bool
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+    tiles = tiles_of(work_of(x, matrices, expected))
+    out = gmm(x, matrices, sizes, x.dtype, tiles, interpret=interpret)
+    return out, (x, matrices, sizes)
+
+
+def _backward(
+    expected: int,
+    interpret: bool,
+    kept: tuple[jax.Array, jax.Array, jax.Array],
+    gradient: jax.Array,
+) -> tuple[jax.Array, jax.Array, None]:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+
+    x, matrices, sizes = kept
+    work = work_of(x, matrices, expected)
+    tiles = tiles_of(replace(work, depth=work.columns, columns=work.depth))
+    to_x = gmm(gradient, matrices, sizes, x.dtype, tiles, transpose_rhs=True, interpret=interpret)
+    tiles = tiles_of(work, transposed=True)
+    to_matrices = tgmm(x.T, gradient, sizes, matrices.dtype, tiles, interpret=interpret)
+    return to_x, to_matrices, None
+
+
+_product.defvjp(_forward, _backward)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What a kernel has to do: [rows, depth] x [groups, depth, columns]."""
+
+    rows: int
+    """A multiple of 128."""
+    expected: int
+    """Of the rows, those that belong to a group."""
+    groups: int
+    depth: int
+    columns: int
+    element_bytes: int
+    """Of operands and result."""
+
+
+def work_of(x: jax.Array, matrices: jax.Array, expected: int) -> Work:
+    """That of x [rows, depth] and matrices [groups, depth, columns]."""
+    return Work(
+        rows=x.shape[0],
+        expected=expected,
+        groups=matrices.shape[0],
+        depth=matrices.shape[1],
+        columns=matrices.shape[2],
+        element_bytes=x.dtype.itemsize,
+    )
+
+
+def tiles_of(work: Work, *, transposed: bool = False) -> tuple[int, int, int]:
+    """Tiles of rows, depth and columns that are estimated to be fastest.
+
+    ``transposed``: rows are what is summed over, for the gradient of the matrices [groups, depth, columns].
+    """
+    choices = [
+        (tall, deep, wide)
+        for tall in ROWS
+        if work.rows % tall == 0
+        for deep in _tiles(work.depth, 1)
+        for wide in _tiles(work.columns, 2)
+    ]
+    held = [tiles for tiles in choices if _vmem(tiles, work, transposed) <= VMEM_BYTES]
+    return min(held or choices[:1], key=lambda tiles: (_cost(tiles, work, transposed), tiles))
+
+
+def _tiles(size: int, least: int) -> list[int]:
+    """Tiles of a dim, narrowest first: the whole of a narrow one, else multiples of 128 that fill it evenly.
+
+    ``least`` of them where it is wide enough: on v4 and v5p the two cores share the tiles of columns.
+    """
+    if size < 128 * max(least, 2):
+        return [size] if size <= 128 or size % 128 == 0 else [128, size]
+    parts = range(least, size // 128 + 1)
+    return sorted({-(-size // (128 * count)) * 128 for count in parts})
+
+
+def _vmem(tiles: tuple[int, int, int], work: Work, transposed: bool) -> int:
+    """Bytes of two buffers of each window, and of the sums in f32."""
+    tall, deep, wide = tiles
+    windows = tall * deep + deep * wide + tall * wide
+    sums = deep * wide if transposed else tall * wide
+    return 2 * work.element_bytes * windows + 4 * sums
+
+
+def _cost(tiles: tuple[int, int, int], work: Work, transposed: bool) -> float:
+    """Time in FLOPs: of the tiles visited or of the bytes fetched, whichever is longer, and of the grid's steps.
+
+    Every group but the first is taken to begin inside a tile of rows, which is visited once more for it.
+    """
+    tall, deep, wide = tiles
+    visits = math.ceil(work.expected / tall) + work.groups - 1
+    along, across = math.ceil(work.depth / deep), math.ceil(work.columns / wide)
+    matrices = work.groups * work.depth * work.columns
+    left, right = work.expected * work.depth, work.expected * work.columns
+    if transposed:
+        fetched = left * across + right * along + matrices
+    elif along == 1:
+        fetched = left * across + matrices + right
+    else:  # No window stays from one visit to the next.
+        fetched = visits * work.depth * (tall * across + work.columns) + right
+    flops = 2.0 * visits * max(tall, ARRAY_ROWS) * along * deep * across * wide
+    moved = FLOPS_PER_BYTE * work.element_bytes * fetched
+    return max(flops, moved) + visits * along * across * STEP_FLOPS
