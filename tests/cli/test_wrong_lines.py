@@ -63,3 +63,30 @@ def test_a_wrong_command_line_is_refused_in_one_line(
     assert code in (1, 2), f"{code}: systolic {' '.join(args)} ({why})"
     assert len(told) == 1, f"systolic {' '.join(args)} ({why}): {told}"
     assert not list(tmp_path.iterdir()), f"left something: systolic {' '.join(args)} ({why})"
+
+
+MISUSED = [
+    (("train", "lm", "--path", "TEXT", "--run", "RUN"), "RUN already holds a run; continue it"),
+    (("train", "lm", "--path", "TEXT", "--run", "TEXT"), "TEXT is not empty and not a run; choose"),
+    (("eval", "RUN", "--split", "test"), "lm has no test data; choose --split train"),
+    (("predict", "RUN", "nowhere.txt"), "nowhere.txt"),
+]
+"""Lines that a person wrote, each wrong whatever the files hold; RUN and TEXT stand for those of the fixture."""
+
+
+@pytest.mark.parametrize(("args", "said"), MISUSED, ids=[" ".join(args) for args, _ in MISUSED])
+def test_a_misused_line_is_refused_with_2(
+    run: Path, args: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"RUN": str(run), "TEXT": str(run.parent / "text file.txt")}
+
+    def placed(text: str) -> str:
+        for name, path in places.items():
+            text = text.replace(name, path)
+        return text
+
+    capsys.readouterr()
+    code = main([placed(word) for word in args])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"systolic: {placed(said)}")
+    assert code == 2

@@ -1,7 +1,10 @@
+import dataclasses
+import json
+
 import pytest
 
 from systolic.core.errors import LayoutError
-from systolic.job import Axis, Layout
+from systolic.job import Axis, Layout, Residual
 
 
 @pytest.mark.parametrize(
@@ -47,3 +50,11 @@ def test_a_layout_that_leaves_no_place_for_the_slices_says_which_axis_crosses() 
     made = Layout(fsdp=32).on(32, 2)
     with pytest.raises(LayoutError, match=r"layout.data 1 is not a multiple of the 2 slices"):
         made.check_slices(2)
+
+
+def test_the_record_of_a_layout_has_every_field() -> None:
+    made = Layout(tensor=2, residual=Residual.embed, saved_names=("out",)).to_json()
+    assert set(made) == {field.name for field in dataclasses.fields(Layout)}
+    assert list(made)[:6] == [axis.value for axis in Axis]
+    assert (made["tensor"], made["residual"], made["saved_names"]) == (2, "embed", ["out"])
+    assert json.loads(json.dumps(made)) == made

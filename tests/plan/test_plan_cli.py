@@ -1,5 +1,6 @@
 """``systolic plan`` as a person types it; one tiny program is compiled, the rest is numbers."""
 
+import dataclasses
 import json
 import re
 from dataclasses import replace
@@ -13,7 +14,7 @@ from systolic.chips import slice
 from systolic.cli import plan as cli
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError
-from systolic.job import Batch
+from systolic.job import Batch, Layout
 from systolic.plan import Freedom, Goal, Objective, Price, Search
 from systolic.plan.search import Progress
 from tests.plan import fabricated
@@ -225,6 +226,7 @@ def test_a_real_search_of_a_tiny_job(capsys: pytest.CaptureFixture[str], tmp_pat
     assert told["searched"] > 10
     best = told["best"]
     assert best["slice"] == "v5e-4"
+    assert set(best["layout"]) == {field.name for field in dataclasses.fields(Layout)}
     assert best["compile"] == "schedule"
     assert best["hbm"]["peak_bytes"] > 0
     assert best["total"]["steps"] == 5

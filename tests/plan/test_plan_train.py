@@ -207,7 +207,9 @@ def test_settings_that_this_version_does_not_know(settings: dict[str, Any]) -> N
     [
         (None, NotFoundError),
         ("{", DataError),
-        ('{"slice": "v5e-4"}', DataError),
+        ("", DataError),
+        ('{"slice": "v5e-4"}', OptionError),
+        ("# a recipe", OptionError),
         ('{"format": 99, "best": null, "goal": {}, "candidates": []}', DataError),
         ('{"format": 1, "best": null, "goal": {}, "candidates": []}', DataError),
     ],

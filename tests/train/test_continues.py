@@ -78,13 +78,15 @@ def test_moved_data_is_the_same(home: Path, capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (("--seed", "7"), "seed is 7 and was 0 when RUN began, which a run keeps"),
-        (("--model.layers", "2"), "model.layers is 2 and was 1 when RUN began"),
-        (("--sequence", "64"), "data.sequence is 64 and was 32 when RUN began"),
-        (("--optimizer.kind", "lion"), "optimizer.kind is lion and was adamw when RUN began"),
+        (("--seed", "7"), "--seed 7 (was 0) can't change in RUN, which keeps what it began with;"),
+        (("--model.layers", "2"), "--model.layers 2 (was 1) can't change in RUN"),
+        (("--sequence", "64"), "--sequence 64 (was 32) can't change in RUN"),
+        (("--model.qk-norm",), "--model.qk-norm (was no) can't change in RUN"),
+        (("--optimizer.kind", "lion"), "--optimizer.kind lion (was adamw) can't change in RUN"),
+        (("--dtypes.moments", "bf16"), "--dtypes.moments bf16 (was f32) can't change in RUN"),
         (
-            ("--dtypes.moments", "bf16"),
-            "dtypes.moments is bf16 and was f32 when RUN began, which a run keeps",
+            ("--model.latent.kv-lora-rank", "8", "--model.latent.v-head-dim", "16"),
+            "--model.latent.kv-lora-rank 8 (was 0), --model.latent.v-head-dim 16 (was 128) can't change in RUN, which keeps what it began with; leave these options out, or train a new run",
         ),
         (
             ("--steps", "2"),
@@ -148,3 +150,23 @@ def test_weights_of_another_kind_of_model_begin_nothing(
     assert line.endswith(
         "is a file; it takes a run (a directory that systolic train made) or one of its checkpoints, RUN/checkpoints/STEP, and no other format such as safetensors"
     )
+
+
+def records(run: Path) -> list[int]:
+    """Steps of the training records."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return [one["step"] for one in found if one.get("kind") == "train"]
+
+
+def test_how_often_a_run_is_recorded_is_kept(home: Path, capsys: pytest.CaptureFixture[str]):
+    run, text = home / "sparse", ["--path", str(home / "text")]
+    words = ["--run", str(run), "--log-every", "2", "--diagnose", "0", "--json"]
+    assert main(["train", "lm", *text, *SIZES, "--steps", "4", *words]) == 0
+    assert records(run) == [2, 4]
+    assert main(["train", "--resume", str(run), "--steps", "8", "--json"]) == 0
+    assert records(run) == [2, 4, 6, 8]
+    assert main(["train", "--resume", str(run), "--steps", "10", "--log-every", "1", "--json"]) == 0
+    assert records(run) == [2, 4, 6, 8, 9, 10]
+    assert json.loads((run / "job.json").read_text())["log_every"] == 1
+    assert not (run / "diagnoses.jsonl").exists()

@@ -249,6 +249,8 @@ def check(path: Path, report: Mapping[str, Any], here: Stamp, facts: Mapping[str
     for name, value in facts.items():
         saved = report["program"].get(name)
         if saved != value:
+            if isinstance(saved, Mapping) and isinstance(value, Mapping):
+                saved, value = _differing(saved, value)
             raise RunError(
                 f"{path} is another program: its {name} is {_text(saved)}, here it is {_text(value)}; give the recipe and the options that it was forecast with"
             )
@@ -287,6 +289,14 @@ def _differences(saved: Stamp, here: Stamp) -> Iterator[tuple[str, str, str, str
         for index, (one, other) in enumerate(pairs):
             if one != other:
                 yield f"device {index} by {what}", _text(one), _text(other), again
+
+
+def _differing(
+    one: Mapping[str, Any], other: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The entries of the first that the second has otherwise, and what it has for them."""
+    names = [name for name in one if name not in other or one[name] != other[name]]
+    return {n: one[n] for n in names}, {n: other[n] for n in names if n in other}
 
 
 def _text(value: Any) -> str:

@@ -67,12 +67,7 @@ def described(job: Job, steps: Steps) -> dict[str, Any]:
         "batch_size": steps.batch_size,
         "parameters": steps.network.num_parameters,
         "precision": job.precision.value,
-        "layout": {
-            **job.layout.mesh_shape,
-            "remat": job.layout.remat.value,
-            "accumulate": job.layout.accumulate,
-            "slices": job.layout.slices.value,
-        },
+        "layout": job.layout.to_json(),
     }
 
 

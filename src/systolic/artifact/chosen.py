@@ -1,6 +1,5 @@
 """One candidate of a plan as a run takes it: from plan.json, and kept in the run's job.json."""
 
-import json
 import math
 import typing
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from systolic.core.errors import DataError, NotFoundError, OptionError
+from systolic.core.errors import DataError, OptionError
+from systolic.core.files import read_given
 from systolic.job import Batch, Job, Layout, Precision
 
 FORMAT = 1
@@ -95,20 +95,12 @@ def load(path: Path) -> Saved:
 
     Raises:
         NotFoundError: there is no such file.
-        DataError: it is no plan, it is damaged (names the field), or nothing in it fits.
+        OptionError: it is no plan.
+        DataError: it is damaged (names the field), or nothing in it fits.
     """
-    try:
-        plain = json.loads(path.read_text())
-    except OSError as error:
-        raise NotFoundError(
-            f"{path} cannot be read ({error.strerror}); systolic plan RECIPE --on SLICES writes a plan"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path} is not JSON ({error}); it may be cut short: systolic plan writes it anew"
-        ) from error
+    plain = read_given(path, "systolic plan RECIPE --on SLICES writes a plan")
     if not is_plan(plain):
-        raise DataError(
+        raise OptionError(
             f"{path} is JSON but not a plan; systolic plan RECIPE --on SLICES writes one"
         )
     if plain.get("format") != FORMAT:
@@ -135,8 +127,8 @@ def read(path: Path, number: int = 1) -> Chosen:
 
     Raises:
         NotFoundError: there is no such file.
-        DataError: it is no plan, it is damaged, or nothing in it fits.
-        OptionError: it has fewer candidates.
+        DataError: it is damaged, or nothing in it fits.
+        OptionError: it is no plan, or has fewer candidates.
     """
     saved = load(path)
     found = saved.candidates

@@ -23,7 +23,7 @@ from systolic.artifact import metrics
 from systolic.artifact.access import LOCK, Access, Lock
 from systolic.artifact.environment import environment
 from systolic.artifact.paths import DIRECTORY
-from systolic.core.errors import NotFoundError, RunError, nearest
+from systolic.core.errors import NotFoundError, RunError, TakenError, nearest
 from systolic.core.files import write_atomically, write_json
 
 JOB = "job.json"
@@ -80,12 +80,13 @@ class Run:
             now: the time in the name, by default the present.
 
         Raises:
-            RunError: the directory is not empty or not writable.
+            TakenError: the directory is not empty.
+            RunError: it is not writable.
         """
         folder = _fresh(description, now) if path is None else Path(path)
         try:
             if folder.exists() and (not folder.is_dir() or _content(folder)):
-                raise RunError(_occupied(folder))
+                raise TakenError(_occupied(folder))
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(
@@ -94,7 +95,7 @@ class Run:
         run = cls(folder, Access.write)
         if _content(folder):  # Another process was faster, and is done already.
             run.close()
-            raise RunError(_occupied(folder))
+            raise TakenError(_occupied(folder))
         try:
             _remove(folder)
             for name, content in files.items():

@@ -53,6 +53,22 @@ def changed(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if defaults.get(name, ...) != value}
 
 
+def typed(name: str, value: Any) -> str:
+    """An option as it is typed: ``--layout.remat-names query key``, ``--model.no-qk-norm``."""
+    part, dot, last = _dashed(name).rpartition(".")
+    if isinstance(value, bool):
+        return f"--{part}{dot}{'' if value else 'no-'}{last}"
+    words = plain_words(value)
+    return f"--{part}{dot}{last}{words and ' '}{words}"
+
+
+def plain_words(value: Any) -> str:
+    """A value of an option as it is typed; of a switch yes or no."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return shlex.join(_words(value))
+
+
 def _dashed(name: str) -> str:
     return name.replace("_", "-")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from systolic.artifact import manifest
 from systolic.artifact.run import Run
+from systolic.cli.command import plain_words, typed
 from systolic.core.errors import DataError, OptionError, SystolicError
 from systolic.data.contents import contents_of, difference
 from systolic.job import Job, Split
@@ -25,13 +26,16 @@ def told(job: Job) -> dict[str, dict[str, Any]]:
     return {split: asdict(one) for split, one in contents_of(job.data).items()}
 
 
-def continues(run: Run, record: Mapping[str, Any], job: Job) -> dict[str, dict[str, Any]]:
+def continues(
+    run: Run, record: Mapping[str, Any], job: Job, options: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
     """Refuses what can't go on; returns what job.json is to say about the data.
 
     Args:
         run: The run.
         record: Its job.json.
         job: What it is to go on with.
+        options: The recipe's options that made the job, as plain values.
 
     Raises:
         OptionError: an option that a run keeps has changed, or it has more steps than the job.
@@ -39,7 +43,7 @@ def continues(run: Run, record: Mapping[str, Any], job: Job) -> dict[str, dict[s
     """
     plain = json.loads(json.dumps(job.to_json()))
     before = record["job"]
-    _same_settings(run, before, plain, job)
+    _same_settings(run, before, plain, job, flat(options))
     newest = max((int(path.name) for path in _checkpoints(run)), default=0)
     if newest > job.steps:
         raise OptionError(too_few(job.steps, run, newest))
@@ -87,25 +91,53 @@ def agreed(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _same_settings(run: Run, before: Mapping[str, Any], now: Mapping[str, Any], job: Job) -> None:
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested options by their dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else None
+        found |= {f"{prefix}{name}": value} if inner is None else inner
+    return found
+
+
+def _same_settings(
+    run: Run,
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    job: Job,
+    options: Mapping[str, Any],
+) -> None:
     kept = {
         "model": ("type", *sorted(job.model.lasting())),
         "data": ("type", *sorted(job.data.lasting())),
         "optimizer": ("kind",),
         "dtypes": ("parameters", "moments"),
     }
-    pairs = [
-        (f"{part}.{name}", before[part][name], now[part].get(name))
-        for part, names in kept.items()
-        for name in names
-        if name in before.get(part, {})  # an earlier version's run has no dtypes
+    old = {"seed": before["seed"]}
+    for part, names in kept.items():
+        # An earlier version's run lacks parts and fields.
+        known = {name: before[part][name] for name in names if name in before.get(part, {})}
+        old |= flat(known, f"{part}.")
+    new = flat(now)
+    changed = [
+        f"{_option(name, new.get(name), options)} (was {plain_words(value)})"
+        for name, value in old.items()
+        if value != new.get(name)
     ]
-    pairs.append(("seed", before["seed"], now["seed"]))
-    for name, old, new in pairs:
-        if old != new:
-            raise OptionError(
-                f"{name.replace('_', '-')} is {new} and was {old} when {run.path} began, which a run keeps; leave that option out, or train a new run"
-            )
+    if changed:
+        them = "that option" if len(changed) == 1 else "these options"
+        raise OptionError(
+            f"{', '.join(changed)} can't change in {run.path}, which keeps what it began with; leave {them} out, or train a new run"
+        )
+
+
+def _option(name: str, value: Any, options: Mapping[str, Any]) -> str:
+    """A setting of a job as the option that sets it, where a recipe has one of its name; else the setting's own name."""
+    last = name.rpartition(".")[2]
+    for option in (name, last):
+        if option in options and options[option] == value:
+            return typed(option, value)
+    return f"{name.replace('_', '-')} {plain_words(value)}"
 
 
 def _checkpoints(run: Run) -> list[Any]:

@@ -136,7 +136,7 @@ def _pack_text(
             )
         except DataError as error:
             if _holds_pictures(path):
-                raise DataError(f"{path} holds pictures, not text; add --images") from error
+                raise OptionError(f"{path} holds pictures, not text; add --images") from error
             raise
 
 

@@ -11,7 +11,7 @@ import tyro
 from systolic.cli.output import print_json
 from systolic.cli.parse import parse
 from systolic.cli.target import existing
-from systolic.core.errors import DataError, NotFoundError, OptionError
+from systolic.core.errors import NotFoundError, OptionError
 from systolic.core.ranges import NOT_NEGATIVE
 from systolic.job import Job, Split
 
@@ -95,7 +95,7 @@ def other(job: Job, path: Path | None) -> Job:
 
     Raises:
         NotFoundError: nothing is there.
-        DataError: the job's kind of data can't be read from elsewhere.
+        OptionError: the job's kind of data can't be read from elsewhere.
     """
     if path is None:
         return job
@@ -106,11 +106,14 @@ def splits(job: Job, asked: Split | None) -> list[Split]:
     """The splits to evaluate: the one asked for, else all that are held out and not empty.
 
     Raises:
-        DataError: there is none.
+        OptionError: there is none, or the one asked for is empty.
     """
     held_out = [one for one in (Split.validation, Split.test) if job.data.size(one) != 0]
     if asked is None and not held_out:
-        raise DataError(
+        raise OptionError(
             f"{job.name} has no held-out data; choose --split train, or give the recipe data for validation"
         )
+    if asked is not None and job.data.size(asked) == 0:
+        others = " or ".join(one.value for one in (*held_out, Split.train) if one is not asked)
+        raise OptionError(f"{job.name} has no {asked.value} data; choose --split {others}")
     return held_out if asked is None else [asked]

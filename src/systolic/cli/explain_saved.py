@@ -1,6 +1,5 @@
 """``systolic explain FORECAST.json``: a saved forecast, or the best of a plan, explained, or told apart from another."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from systolic.cli.explain_job import explain_recipe, options
 from systolic.cli.output import print_json
 from systolic.cli.target import request
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
+from systolic.core.files import read_given
 from systolic.core.units import duration
 from systolic.explain.cause import Cause
 from systolic.forecasting import Forecast
@@ -31,17 +31,13 @@ def saved_forecast(path: Path) -> tuple[str, list[str]] | None:
 
     Raises:
         RunError: it does not say what it was made of.
-        DataError: it is cut short or damaged, or nothing in the plan fits.
+        OptionError: it is no JSON.
+        DataError: it is damaged, or nothing in the plan fits.
         NotFoundError: its slice is unknown.
     """
     if path.suffix != ".json" or not path.is_file():
         return None
-    try:
-        record = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path} is not JSON ({error}); it may be cut short: write it again"
-        ) from error
+    record = read_given(path, "write it again")
     if is_plan(record):
         return _planned(path)
     if not isinstance(record, dict) or not {"step_seconds", "slice"} <= set(record):
@@ -103,7 +99,7 @@ def explain_saved(target: str, args: Sequence[str]) -> int:
         raise NotFoundError(f"{other} is no file; write one with systolic forecast … --json")
     second = saved_forecast(other)
     if second is None:
-        raise RunError(f"{other} is not a forecast; write one with systolic forecast … --json")
+        raise OptionError(f"{other} is not a forecast; write one with systolic forecast … --json")
     require_own(second[0], str(other))
     return compare((target, *found), (str(other), *second), "--json" in rest)
 

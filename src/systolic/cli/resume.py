@@ -12,11 +12,12 @@ from systolic.artifact.access import Access
 from systolic.artifact.run import Run
 from systolic.chips.flags import resolved
 from systolic.cli import own
-from systolic.cli.continues import DATA, agreed, continues
+from systolic.cli.command import plain_words, typed
+from systolic.cli.continues import DATA, agreed, continues, flat
 from systolic.cli.flags import kept
 from systolic.cli.output import print_json
 from systolic.cli.planned import expected, resumed
-from systolic.cli.session import INIT, begun, describe, join, load, session
+from systolic.cli.session import INIT, RECORDED, begun, describe, join, load, session
 from systolic.cli.target import Request, plan_of, request_for
 from systolic.core.errors import NotFoundError, RunError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
@@ -42,9 +43,9 @@ def resume_options(
         executable: The compiled train step that systolic forecast --save kept, instead of compiling it.
         flags: Of the compiler, in place of those that the run was started with; none for XLA's defaults.
         workers: Processes that read and transform data; 0 uses threads.
-        diagnose: Steps between looks at gradients by layer, for systolic explain; 0 never looks, by default as often as 1 % of the time allows.
+        diagnose: Steps between looks at gradients by layer, for systolic explain; 0 never looks, by default as the run was started.
         profile: Steps to trace with XLA's profiler after warm-up, into RUN/profile, for systolic explain RUN/profile.
-        log_every: Steps between records, each the mean of its steps; by default a 400th of the job.
+        log_every: Steps between records, each the mean of its steps; by default as the run was started.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         json: Print the summary as one JSON object on stdout.
     """
@@ -74,7 +75,9 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
                 file=sys.stderr,
             )
             return 0
-        data = agreed(lambda: continues(directory, record, asked.job))
+        asked = replace(asked, verb=as_recorded(asked.verb, record))
+        plain = recipes.plain(asked.options)
+        data = agreed(lambda: continues(directory, record, asked.job, plain))
         flags = kept(record, asked.chosen, asked.verb["flags"])
         job, description = continued(asked, record, saved, flags)
         if "tokenizer" not in changed:
@@ -93,7 +96,8 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
             if told := ", ".join(changes(asked.options, saved)):
                 print(f"systolic: {path} continues with {told}", file=sys.stderr)
             directory.drop_summary()
-            if asked.options != saved or flags != record.get("flags") or data != record.get(DATA):
+            same = ("flags", DATA, *RECORDED)
+            if asked.options != saved or any(description[n] != record.get(n) for n in same):
                 directory.write_job(description)
 
         return session(
@@ -101,23 +105,22 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
         )
 
 
+def as_recorded(verb: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """The verb's options, with those that job.json keeps where they are not given anew."""
+    return {
+        name: record.get(name) if value is None and name in RECORDED else value
+        for name, value in verb.items()
+    }
+
+
 def changes(options: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """The options that differ from a run's own, as ``--steps 20 (was 10)``."""
     after, before = flat(recipes.plain(options)), flat(recipes.plain(saved))
     return [
-        f"--{name.replace('_', '-')} {value} (was {before[name]})"
+        f"{typed(name, value)} (was {plain_words(before[name])})"
         for name, value in after.items()
         if name in before and str(value) != str(before[name])  # a NaN is one as before
     ]
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested options by their dotted names."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        inner = flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else None
-        found |= {f"{prefix}{name}": value} if inner is None else inner
-    return found
 
 
 def continued(

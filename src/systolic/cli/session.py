@@ -22,6 +22,8 @@ from systolic.train.ledger import Ledger
 
 INIT = "init_from"
 """The entry of job.json with the checkpoint whose weights a run began with."""
+RECORDED = ("log_every", "diagnose")
+"""Options of ``train`` that job.json keeps under their names, so that a run that goes on is recorded as before."""
 
 
 def begun(setup: Any, source: Path | str | None) -> tuple[Any, str | None]:
@@ -158,5 +160,6 @@ def describe(
         "plan": None if asked.chosen is None else asked.chosen.to_json(),
         "layout": job.layout.mesh_shape,
         "flags": dict(flags),
+        **{name: asked.verb[name] for name in RECORDED},
         "digest": digest(plain),
     }

@@ -12,11 +12,13 @@ class SystolicError(Exception):
     """Base of all errors that a user can cause or mend. ``str(error)`` is one line."""
 
     exit_code = 1
-    """2 where the command line is wrong, whatever the machine and the files hold; else 1."""
+    """2 where the command line is wrong: an option, its value, a path that leads nowhere, to something of another
+    kind or to a place that is taken. 1 where the line is right: what files hold is damaged or does not fit
+    together, or the machine, the compiler or the training failed."""
 
 
 class OptionError(SystolicError):
-    """A command line option or argument that does not exist or does not parse."""
+    """A command line option or argument that does not exist, does not parse, or asks for what can't be."""
 
     exit_code = 2
 
@@ -39,6 +41,12 @@ class LayoutError(SystolicError):
 
 class RunError(SystolicError):
     """A run that cannot go on: damaged, diverged, or failed to save."""
+
+
+class TakenError(RunError):
+    """A folder for a new run that holds something already."""
+
+    exit_code = 2
 
 
 class MissingExtraError(SystolicError):

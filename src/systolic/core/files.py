@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from systolic.core.errors import RunError
+from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
 
 
 def _mode() -> int:
@@ -48,13 +48,14 @@ def check_writable(path: Path) -> None:
     """Whether a file can be written there, before hours go into what will be in it.
 
     Raises:
-        RunError: it is a directory, or the folder it would be in is none or may not be written to.
+        OptionError: it is a directory, or the folder it would be in is none.
+        RunError: that folder may not be written to.
     """
     if path.is_dir():
-        raise RunError(f"{path} is a directory; name a file in it, such as {path / 'result'}")
+        raise OptionError(f"{path} is a directory; name a file in it, such as {path / 'result'}")
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir():
-        raise RunError(f"{folder} is a file, so {path} can't be below it; choose another folder")
+        raise OptionError(f"{folder} is a file, so {path} can't be below it; choose another folder")
     if not os.access(folder, os.W_OK):
         raise RunError(f"{folder} may not be written to; choose another folder for {path.name}")
 
@@ -62,3 +63,31 @@ def check_writable(path: Path) -> None:
 def write_json(path: Path, value: Any) -> None:
     """``value`` as indented JSON, atomically."""
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_given(path: Path, again: str) -> Any:
+    """The JSON value in a file that the user named.
+
+    Args:
+        path: The file.
+        again: How such a file is made, for the message.
+
+    Raises:
+        NotFoundError: it can't be read.
+        OptionError: it is of another kind.
+        DataError: it begins as JSON of ours and is cut short or damaged.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise NotFoundError(f"{path} cannot be read ({error.strerror}); {again}") from error
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{path} is not JSON but binary; {again}") from error
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if text.lstrip()[:1] in ("", "{"):
+            raise DataError(
+                f"{path} is not JSON ({error}); it may be cut short: {again}"
+            ) from error
+        raise OptionError(f"{path} is not JSON ({error}); {again}") from error

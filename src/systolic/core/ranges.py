@@ -124,6 +124,8 @@ def complaint(name: str, ranged: Ranged, value: Any) -> str | None:
             )
         if ranged.whole and not isinstance(one, int):
             return f"{name} is {value!r}; it takes a whole number"
+        if not math.isfinite(one):
+            return f"{name} is {value}, not a finite number; it must be {ranged.range}"
         if one not in ranged.range:
             return f"{name} is {value}; it must be {ranged.range}"
         if ranged.whole and one > LARGEST_INT:

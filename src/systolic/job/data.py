@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from systolic.core.errors import DataError
+from systolic.core.errors import DataError, OptionError
 from systolic.job.layout import Layout
 
 if TYPE_CHECKING:
@@ -168,9 +168,9 @@ class Data(ABC):
         """One file as an example (without labels) for ``predict``.
 
         Raises:
-            DataError: this kind of data has no single-file form.
+            OptionError: this kind of data has no single-file form.
         """
-        raise DataError(
+        raise OptionError(
             f"{path} is a single file, and the data of this recipe is read as a whole only; use systolic eval RUN --path {path}"
         )
 
@@ -178,9 +178,9 @@ class Data(ABC):
         """Other data read in the same way, all of which is in the validation split.
 
         Raises:
-            DataError: this kind of data can't be read from another path.
+            OptionError: this kind of data can't be read from another path.
         """
-        raise DataError(
+        raise OptionError(
             f"--path is {path}, but {type(self).__name__} data can't be read from elsewhere; leave --path out"
         )
 

@@ -6,7 +6,7 @@ The mesh has six named axes. A size of 1 leaves an axis out; ``fsdp = -1`` takes
 import enum
 import math
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from systolic.core.errors import LayoutError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, Range, check
@@ -211,6 +211,11 @@ class Layout:
         """Axis name to size, outermost first."""
         return {axis.value: self.size(axis) for axis in Axis}
 
+    def to_json(self) -> dict[str, Any]:
+        """All fields as plain values: the axes, outermost first, then the others in their order."""
+        rest = [name for name in self.__dataclass_fields__ if name not in self.mesh_shape]
+        return self.mesh_shape | {name: _plain(getattr(self, name)) for name in rest}
+
     @property
     def num_devices(self) -> int:
         """Product of the axes of a definite layout."""
@@ -220,3 +225,9 @@ class Layout:
     def batch_ways(self) -> int:
         """Into how many parts the batch is split."""
         return self.data * self.fsdp * self.expert
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    return list(value) if isinstance(value, tuple) else value

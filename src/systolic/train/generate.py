@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from systolic.core.errors import DataError, OptionError
+from systolic.core.errors import OptionError
 from systolic.data.text import TextData
 from systolic.job import Job, Sampling
 from systolic.steps.decode import Decode
@@ -25,10 +25,10 @@ def tokenizer_of(job: Job) -> Any:
     """The tokenizer of a text job.
 
     Raises:
-        DataError: the job is not about text.
+        OptionError: the job is not about text.
     """
     if not isinstance(job.data, TextData):
-        raise DataError(
+        raise OptionError(
             f"systolic generate continues text, which {job.name} was not trained on; use systolic predict RUN FILES"
         )
     return job.data.get_tokenizer()
@@ -44,7 +44,7 @@ class Generator:
         sampling: How tokens are picked.
 
     Raises:
-        DataError: the job is not about text.
+        OptionError: the job is not about text.
         RunError: its model does not generate.
     """
 

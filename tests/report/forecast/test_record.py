@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from systolic.core.errors import DataError
+from systolic.core.errors import SystolicError
 from systolic.report.forecast import record, text
 from systolic.report.forecast.progress import Progress
 from tests.report.forecast.recorded import fitting, refused, small
@@ -31,7 +31,7 @@ def test_json_survives_a_file(tmp_path: Path) -> None:
 def test_another_file_is_no_forecast(tmp_path: Path, content: str) -> None:
     path = tmp_path / "a.json"
     path.write_text(content)
-    with pytest.raises(DataError, match="forecast"):
+    with pytest.raises(SystolicError, match="forecast"):
         record.read(path)
 
 

@@ -1,12 +1,12 @@
 """What changed between the JSON of two forecasts."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from systolic.core.errors import DataError
+from systolic.core.errors import OptionError
+from systolic.core.files import read_given
 from systolic.core.units import duration, gibibytes
 from systolic.forecasting.costs import roll_up
 from systolic.report import figures
@@ -21,20 +21,16 @@ def read(path: Path) -> dict[str, Any]:
     """The JSON of another forecast.
 
     Raises:
-        DataError: the file is not there, or holds something else.
+        NotFoundError: the file can't be read.
+        OptionError: it holds something else.
+        DataError: it is cut short.
     """
-    try:
-        record = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{path} is not a forecast ({error}); write one with systolic forecast … --json > {path.name}"
-        ) from error
+    again = "write one with systolic forecast … --json > forecast.json"
+    record = read_given(path, again)
     if not isinstance(record, dict) or not {"slice", "fits", "hbm", "time_by_resource"} <= set(
         record
     ):
-        raise DataError(
-            f"{path} is JSON but not of a forecast; write one with systolic forecast … --json > {path.name}"
-        )
+        raise OptionError(f"{path} is JSON but not of a forecast; {again}")
     return record
 
 
