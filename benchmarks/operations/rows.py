@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import attention
+import grouped
 import layers
 import losses
 import products
+from arrays import array
 
 from systolic.chips import slice
 
@@ -19,7 +21,7 @@ LEAST_SECONDS = 30e-6
 SLICES = {"v4": "v4-8", "v5e": "v5e-1", "v5p": "v5p-8", "v6e": "v6e-1", "tpu7x": "tpu7x-2"}
 """The smallest slice of a generation; a program without a mesh runs whole on each device of it."""
 PLAIN = ("xla", "xla_chunked", None)
-KERNELS = ("attention", "attention_vjp")
+KERNELS = ("attention", "attention_vjp", "grouped_matmul")
 """What has programs of Pallas kernels here, too."""
 _MAKERS = {
     "attention": attention.program,
@@ -64,6 +66,19 @@ def judged(row: Row) -> bool:
 def is_kernel(row: Row) -> bool:
     """Whether a row is of a Pallas kernel that has a program here."""
     return row.get("implementation") == "pallas" and row["what"] in KERNELS
+
+
+def ran_dense(row: Row) -> bool:
+    """Whether a grouped matmul took as long as one of every row with every group's weights, at the chip's peak."""
+    if row["what"] != "grouped_matmul":
+        return False
+    (rows, depth), (*_, columns) = (array(row["shapes"][name]).shape for name in ("lhs", "rhs"))
+    if row["shapes"]["mode"] == grouped.TRANSPOSED:
+        columns = array(row["shapes"]["rhs"]).shape[1]
+    on = slice(slice_of(row)).chip
+    peak = (on.peak_bf16_flops_per_second or 0.0) / (on.devices_per_chip or 1)
+    flops = 2.0 * rows * depth * columns * row["shapes"]["groups"]["num_groups"]
+    return row["measured_seconds"] * peak >= flops
 
 
 def kind_of(row: Row) -> str:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.calibration import Calibration
 from systolic.sim.estimate import matrix_seconds, parts_of, slowdown_of, taken, told
+from systolic.sim.grouped import grouped_cost
 from systolic.sim.kernels import kernel_cost
-from systolic.sim.ragged import ragged_cost
+from systolic.sim.masked import masked_seconds, masked_share
 from systolic.sim.rates import Rates, vector_rate
 from systolic.sim.timeline import Resource
 from systolic.sim.work import Work, work_of
@@ -94,13 +95,18 @@ def _price(
     matrix = matrix_seconds(work, rates)
     memory = work.bytes / rates.hbm
     if instruction.target == "tpu_custom_call":
-        cost = ragged_cost(computation, instruction, rates) or kernel_cost(
+        cost = grouped_cost(computation, instruction, rates) or kernel_cost(
             module, computation, instruction, rates
         )
         if cost is not None:
             seconds = cost.seconds * calibration.factor("kernel")
             return Price(seconds, Resource.mxu, "kernel", cost.flops, work.bytes, cost.note)
         return Price(memory, Resource.hbm, "nothing", 0.0, work.bytes)
+    masked = masked_seconds(instruction, rates)
+    if masked is not None:
+        flops = work.flops * (masked_share(instruction) or 1.0)
+        note = f"product {instruction.name}: groups of equal size"
+        return Price(masked, Resource.mxu, "cycles", flops, work.bytes, note)
     cycles = instruction.cycles
     in_order = streams(module, instruction)
     if cycles is not None and not in_order:

@@ -1,0 +1,195 @@
+"""Seconds of grouped matmul kernels by the steps of their grids.
+
+XLA's kernel of a ragged matmul, JAX's megablox and tokamax's kernels visit each tile of rows once for every group in it:
+``[rows, depth] x [groups, depth, columns]`` for each tile of columns, or, for the gradient of the weights, the rows of both
+operands for each tile of the result. A step multiplies one tile while the windows of the next are fetched, each only
+where its place changes: a group's weights at the group's first visit where their tile holds the whole depth, at each
+step otherwise; no rows at that visit, since the group begins inside a tile whose rows are there. So a step takes the
+longer of both, and the ends of its transfers and the scalar work of the grid beside it.
+
+The sizes of the groups are data. Every group is taken to have the same number of rows and to begin inside a tile of them.
+"""
+
+import math
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from systolic.hlo import Computation, Instruction
+from systolic.sim.kernels import KernelCost
+from systolic.sim.rates import Rates, cores, cores_used, vector_rate
+
+_XLA = re.compile(r'ragged_dot_tiling="(\d+),(\d+),(\d+)"')
+_TOKAMAX = re.compile(r'tile_m\\*": (\d+), \\*"tile_k\\*": (\d+), \\*"tile_n\\*": (\d+)')
+_LANES = 128
+_REGISTER = (8, 128)
+_MASK_OPS = 3.0
+"""An element of both operands' tiles where the last one reaches beyond the depth: index, comparison, selection."""
+_NARROW = ("bf16", "f16", "f32", "s8", "u8", "s4", "u4", "f8")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """What a generation's steps take beside multiplying and moving; fitted (benchmarks/operations)."""
+
+    step_seconds: float
+    """Of a step that waits for the matrix units: its scalar work, and filling and draining them."""
+    wait_seconds: float
+    """Of a step that waits for its windows: the latency of a transfer."""
+    unhidden: float
+    """Part of storing a tile's sums, a register a cycle, that the matrix units do not hide."""
+    share: float
+    """Of the catalogue's HBM rate at which windows come."""
+
+
+@cache
+def _fitted() -> dict[str, Pace]:
+    table = tomllib.loads((Path(__file__).parent / "grouped.toml").read_text())
+    return {name: Pace(**{**table["all"], **row}) for name, row in table.items()}
+
+
+def pace_of(generation: str) -> Pace:
+    """Fitted for a generation, or what stands for all others."""
+    fitted = _fitted()
+    return fitted.get(generation, fitted["all"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grouped:
+    """One call: what its operands and its tiles say."""
+
+    rows: int
+    depth: int
+    columns: int
+    groups: int
+    tile: tuple[int, int, int]
+    """Of rows, depth and columns."""
+    transposed: bool
+    """Whether the rows are contracted: the gradient of the weights, ``[groups, depth, columns]``."""
+    dtypes: tuple[str, str, str]
+    """Of the operands and the result."""
+    item_bytes: tuple[float, float, float]
+    parallel: tuple[int, ...]
+    """Dims of the grid that cores may share."""
+
+    @property
+    def visits(self) -> float:
+        """Visits of tiles of rows in one pass over all rows."""
+        return -(-self.rows // self.tile[0]) + self.groups - 1
+
+    @property
+    def passes(self) -> tuple[int, int]:
+        """Tiles of the depth and of the columns."""
+        return -(-self.depth // self.tile[1]), -(-self.columns // self.tile[2])
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of all rows, each once."""
+        return 2.0 * self.rows * self.depth * self.columns
+
+
+def seconds_of(grouped: Grouped, rates: Rates, pace: Pace | None = None) -> float:
+    """Seconds of a call. ``pace`` is the generation's own for None."""
+    pace = pace_of(rates.chip.name) if pace is None else pace
+    used = cores_used(grouped.parallel, rates)
+    rows, *narrow = grouped.tile
+    width = (rates.chip.mxu_shape or (_LANES, _LANES))[0]
+    depth, columns = (-(-size // width) * width for size in narrow)
+    rate = rates.peak(grouped.dtypes[0]) / cores(rates)
+    matrix = 2.0 * rows * depth * columns / rate
+    sums = (depth if grouped.transposed else rows) * columns
+    storing = sums / math.prod(rates.chip.vpu_shape or _REGISTER) / rates.clock_hz
+    matrix += pace.unhidden * min(matrix, storing) + pace.step_seconds
+    moving = pace.share * rates.hbm / min(used, cores(rates))
+
+    def steps(number: float, moved_bytes: float) -> float:
+        return number * max(matrix, moved_bytes / moving + pace.wait_seconds)
+
+    along, across = grouped.passes
+    # A last tile that the arrays do not fill is multiplied whole and moved in part.
+    depth, columns = grouped.depth / along, grouped.columns / across
+    left, right, out = grouped.item_bytes
+    visits, tiles = grouped.visits, -(-grouped.rows // rows)
+    if grouped.transposed:
+        fetched = rows * (left * depth + right * columns)
+        one = steps(visits - tiles, out * depth * columns) + steps(tiles, fetched)
+        return along * across * one / used
+    rows_of, weights, written = (
+        left * rows * depth,
+        right * depth * columns,
+        out * rows * columns,
+    )
+    if grouped.depth % grouped.tile[1]:
+        masked = _MASK_OPS * grouped.tile[1] * (rows + grouped.tile[2])
+        matrix += masked / along * cores(rates) / vector_rate(rates)
+    if along == 1:
+        one = steps(grouped.groups, weights) + steps(visits - grouped.groups, rows_of + written)
+    else:
+        one = steps(visits * along - tiles, rows_of + weights)
+        one += steps(tiles, rows_of + weights + written)
+    return across * one / used
+
+
+def grouped_of(
+    computation: Computation, call: Instruction, counted: Mapping[str, object]
+) -> Grouped | None:
+    """What a call does; None where it is no grouped matmul."""
+    arrays = [s for s in computation.operand_shapes(call) if len(s.dims) > 1]
+    arrays = [s for s in arrays if s.dtype.startswith(_NARROW)]
+    result = call.shape
+    if len(arrays) < 2 or result.is_tuple:
+        return None
+    left, right = arrays[:2]
+    ranks = (len(left.dims), len(right.dims), len(result.dims))
+    tiles = _tiles(call, ranks, counted)
+    if tiles is None or ranks not in ((2, 3, 2), (2, 2, 3)):
+        return None
+    transposed = ranks[2] == 3
+    columns = result.dims[-1]
+    across = -(-columns // tiles[2])
+    groups = result.dims[0] if transposed else right.dims[0]
+    return Grouped(
+        rows=left.dims[0],
+        depth=left.dims[1],
+        columns=columns,
+        groups=groups,
+        tile=tiles,
+        transposed=transposed,
+        dtypes=(left.dtype, right.dtype, result.dtype),
+        item_bytes=(left.bits / 8, right.bits / 8, result.bits / 8),
+        # tokamax's kernels run their grid in a pipeline within one step, on one core.
+        parallel=() if _TOKAMAX.search(call.rest) else (across,),
+    )
+
+
+def _tiles(
+    call: Instruction, ranks: Sequence[int], counted: Mapping[str, object]
+) -> tuple[int, int, int] | None:
+    """Tiles of rows, depth and columns: as XLA or tokamax write them beside the call, or from its windows."""
+    found = _XLA.search(call.rest) or _TOKAMAX.search(call.rest)
+    if found is not None:
+        rows, depth, columns = (int(size) for size in found.groups())
+        return rows, depth, columns
+    windows = counted.get("windows")
+    if not isinstance(windows, list) or len(windows) < 3:
+        return None
+    left, right, out = windows[0], windows[1], windows[-1]
+    if (len(left), len(right), len(out)) != tuple(ranks):
+        return None
+    return left[0], left[1], out[-1]
+
+
+def grouped_cost(computation: Computation, call: Instruction, rates: Rates) -> KernelCost | None:
+    """Seconds of a grouped matmul's call; None where it is none."""
+    counted = call.config.get("custom_call_config", {}).get("counted") or {}
+    grouped = grouped_of(computation, call, counted)
+    if grouped is None:
+        return None
+    note = (
+        f"kernel {call.name}: {grouped.groups} groups of equal size, each begun inside a tile of "
+        f"{grouped.tile[0]} rows, and all {grouped.rows} rows to hold tokens"
+    )
+    return KernelCost(seconds_of(grouped, rates), grouped.flops, note)
