@@ -49,9 +49,9 @@ class Sample:
 def sample(row: measured.Row) -> Sample | None:
     """A compiled row; None where it holds no kernel, or ran another program."""
     module, report = run.module_of(row, "quick"), compiling.report_of(row) or {}
-    empty = row["shapes"]["groups"].get("zeros", 0)
-    if run.other_program(row, module) or empty * 2 > row["shapes"]["groups"]["num_groups"]:
+    if run.other_program(row, module):
         return None
+    empty = row["shapes"]["groups"].get("zeros", 0)
     for computation in module.computations.values():
         for op in computation:
             counted = op.config.get("custom_call_config", {}).get("counted") or {}
@@ -64,7 +64,8 @@ def sample(row: measured.Row) -> Sample | None:
                     kind=measured.kind_of(row),
                     measured_seconds=row["measured_seconds"],
                     other_seconds=timeline.seconds - seconds_of(found, rates),
-                    grouped=replace(found, groups=found.groups - empty),
+                    # What is fitted knows the empty groups, where a forecast takes all to have rows.
+                    grouped=replace(found, groups=found.groups - (0 if found.known else empty)),
                     rates=rates,
                 )
     return None

@@ -7,6 +7,7 @@ from importlib.abc import MetaPathFinder
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
@@ -45,6 +46,20 @@ def test_a_body_is_counted_as_by_hand() -> None:
         "whole": True,
     }
     assert counted(text) == text
+
+
+def test_a_grid_whose_bounds_are_data_has_its_windows() -> None:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+    def product(x: Any, matrices: Any, sizes: Any) -> Any:
+        return gmm(x, matrices, sizes, jnp.bfloat16, (256, 512, 1024))
+
+    of = jax.ShapeDtypeStruct
+    x, matrices = of((4096, 1024), jnp.bfloat16), of((8, 1024, 2048), jnp.bfloat16)
+    text = counted(lowered(product, (x, matrices, of((8,), jnp.int32))))
+    found = re.search(r'"counted":(\{.*?\}),"body"', text)
+    assert found is not None
+    assert json.loads(found[1]) == {"windows": [[256, 512], [1, 512, 1024], [256, 1024]]}
 
 
 def test_what_is_no_kernel_or_can_t_be_read_stays() -> None:

@@ -39,6 +39,7 @@ _WEIGHTS = {
 }
 """Vector operations an element, 1 for what is not here; as :mod:`systolic.sim.estimate` counts fusions."""
 _FREE = frozenset(("constant", "index_cast", "bitcast"))
+_BOUNDS = re.compile(r"window_bounds = array<i64: ([\d, ]+)>")
 _HBM = ("#tpu.memory_space<any>", "#tpu.memory_space<hbm>")
 _SPACE = re.compile(r"#tpu\.memory_space<(\w+)>")
 
@@ -48,7 +49,8 @@ def counted(text: str) -> str:
 
     The object has ``grid`` and ``steps``, and ``parallel``, the dims of the grid that cores may share; over the whole call ``flops`` by the dtype of the matmuls' operands
     (``f32x6`` for f32 at full precision), ``vector`` operations, elements of ``tanh``, ``bytes`` of device memory that its windows and
-    transfers move, and ``whole``: false where a loop or a branch depends on data, so that it may do more.
+    transfers move, and ``whole``: false where a loop or a branch depends on data, so that it may do more. Of a grid
+    whose bounds are data it has ``windows`` alone, the sizes of the blocks of each operand and result.
     """
     known: dict[str, str | None] = {}
 
@@ -88,7 +90,10 @@ def _count(body: str) -> str | None:
             context.load_all_available_dialects()
             module = ir.Module.parse(base64.b64decode(body))
             kernel = _Kernel.of(module)
-            return None if kernel is None else json.dumps(kernel.count(), separators=(",", ":"))
+            if kernel is None:
+                return None
+            made = {"windows": kernel.blocks()} if kernel.dynamic else kernel.count()
+            return json.dumps(made, separators=(",", ":"))
     except (ir.MLIRError, ValueError):
         return None  # written by a version whose code this one can't read
 
@@ -123,7 +128,7 @@ class _Kernel:
 
     @staticmethod
     def of(module: Any) -> "_Kernel | None":
-        """The first function is the kernel; None where there is none, or its grid is not known."""
+        """The first function is the kernel; None where there is none."""
         functions = {}
         for operation in module.body.operations:
             inner = operation.operation
@@ -135,9 +140,19 @@ class _Kernel:
         grid: list[int] = []
         if "iteration_bounds" in entry.attributes:
             grid = [int(n) for n in entry.attributes["iteration_bounds"]]
-        if any(n == _DYNAMIC or n < 0 for n in grid):
-            return None
         return _Kernel(entry, functions, grid)
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether data decides how many steps the grid has."""
+        return any(n == _DYNAMIC or n < 0 for n in self.grid)
+
+    def blocks(self) -> list[list[int]]:
+        """Sizes of the blocks of operands and results, as the grid's windows have them."""
+        if "window_params" not in self.entry.attributes:
+            return []
+        bounds = [_BOUNDS.search(str(one)) for one in self.entry.attributes["window_params"]]
+        return [[int(n) for n in found[1].split(",")] for found in bounds if found]
 
     @property
     def steps(self) -> int:

@@ -7,9 +7,12 @@ where its place changes: a group's weights at the group's first visit where thei
 step otherwise; no rows at that visit, since the group begins inside a tile whose rows are there. So a step takes the
 longer of both, and the ends of its transfers and the scalar work of the grid beside it.
 
-The sizes of the groups are data. Every group is taken to have the same number of rows and to begin inside a tile of them.
+The sizes of the groups are data. Unless the program holds them, every group is taken to have the same number of rows and
+to begin inside a tile of them. Rows behind the last group are not visited; how many balanced routing fills is in the
+call's scope, ``rows_EXPECTED_of_ROWS``.
 """
 
+import itertools
 import math
 import re
 import tomllib
@@ -24,6 +27,11 @@ from systolic.sim.rates import Rates, cores, cores_used, vector_rate
 
 _XLA = re.compile(r'ragged_dot_tiling="(\d+),(\d+),(\d+)"')
 _TOKAMAX = re.compile(r'tile_m\\*": (\d+), \\*"tile_k\\*": (\d+), \\*"tile_n\\*": (\d+)')
+_EXPECTED = re.compile(r"rows_(\d+)_of_(\d+)")
+_INTEGER = re.compile(r"-?\d+")
+_THROUGH = ("copy", "copy-start", "copy-done", "bitcast", "get-tuple-element", "reshape")
+_METADATA = "ragged-dot-metadata"
+"""XLA's kernel that makes the lists of visits from the groups' sizes."""
 _LANES = 128
 _REGISTER = (8, 128)
 _MASK_OPS = 3.0
@@ -61,10 +69,12 @@ def pace_of(generation: str) -> Pace:
 class Grouped:
     """One call: what its operands and its tiles say."""
 
-    rows: int
+    rows: float
+    """That hold tokens."""
     depth: int
     columns: int
     groups: int
+    """That have rows."""
     tile: tuple[int, int, int]
     """Of rows, depth and columns."""
     transposed: bool
@@ -74,11 +84,18 @@ class Grouped:
     item_bytes: tuple[float, float, float]
     parallel: tuple[int, ...]
     """Dims of the grid that cores may share."""
+    known: bool = False
+    """Whether the program holds the groups' sizes."""
 
     @property
-    def visits(self) -> float:
+    def visits(self) -> int:
         """Visits of tiles of rows in one pass over all rows."""
-        return -(-self.rows // self.tile[0]) + self.groups - 1
+        return self.tiles + self.groups - 1
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of rows that hold tokens."""
+        return math.ceil(self.rows / self.tile[0])
 
     @property
     def passes(self) -> tuple[int, int]:
@@ -112,7 +129,7 @@ def seconds_of(grouped: Grouped, rates: Rates, pace: Pace | None = None) -> floa
     # A last tile that the arrays do not fill is multiplied whole and moved in part.
     depth, columns = grouped.depth / along, grouped.columns / across
     left, right, out = grouped.item_bytes
-    visits, tiles = grouped.visits, -(-grouped.rows // rows)
+    visits, tiles = grouped.visits, grouped.tiles
     if grouped.transposed:
         fetched = rows * (left * depth + right * columns)
         one = steps(visits - tiles, out * depth * columns) + steps(tiles, fetched)
@@ -151,11 +168,15 @@ def grouped_of(
     columns = result.dims[-1]
     across = -(-columns // tiles[2])
     groups = result.dims[0] if transposed else right.dims[0]
+    sizes = _sizes(computation, call, groups)
+    expected = _EXPECTED.search(call.op_name)
+    rows = left.dims[0] * (int(expected[1]) / int(expected[2]) if expected else 1.0)
     return Grouped(
-        rows=left.dims[0],
+        rows=sum(sizes) if sizes else min(rows, left.dims[0]),
         depth=left.dims[1],
         columns=columns,
-        groups=groups,
+        groups=sum(size > 0 for size in sizes) if sizes else groups,
+        known=bool(sizes),
         tile=tiles,
         transposed=transposed,
         dtypes=(left.dtype, right.dtype, result.dtype),
@@ -182,14 +203,41 @@ def _tiles(
     return left[0], left[1], out[-1]
 
 
+def _sizes(computation: Computation, call: Instruction, groups: int) -> list[int]:
+    """Rows of each group where a constant has them, or where each group begins; else empty."""
+    for name in call.operands:
+        made = computation.index.get(name)
+        while made is not None and made.opcode != "constant":
+            through = made.opcode in _THROUGH or made.name.startswith(_METADATA)
+            made = computation.index.get(made.operands[0]) if through and made.operands else None
+        if made is None or made.shape.dtype != "s32" or len(made.shape.dims) != 1:
+            continue
+        numbers = [int(number) for number in _INTEGER.findall(made.operands[0])]
+        if len(numbers) == groups + 1 and numbers[0] == 0:
+            return [after - before for before, after in itertools.pairwise(numbers)]
+        if len(numbers) == groups and sum(numbers) > 0:
+            return numbers
+    return []
+
+
 def grouped_cost(computation: Computation, call: Instruction, rates: Rates) -> KernelCost | None:
     """Seconds of a grouped matmul's call; None where it is none."""
     counted = call.config.get("custom_call_config", {}).get("counted") or {}
     grouped = grouped_of(computation, call, counted)
     if grouped is None:
         return None
-    note = (
-        f"kernel {call.name}: {grouped.groups} groups of equal size, each begun inside a tile of "
-        f"{grouped.tile[0]} rows, and all {grouped.rows} rows to hold tokens"
+    seconds = seconds_of(grouped, rates)
+    return KernelCost(seconds, grouped.flops, "" if grouped.known else _note(call, grouped))
+
+
+def _note(call: Instruction, grouped: Grouped) -> str:
+    """What is assumed of the data."""
+    found = _EXPECTED.search(call.op_name)
+    expected, held = (int(number) for number in found.groups()) if found else (1, 1)
+    more = (
+        f" of {held}, all would take {held / expected:.3g} times as long" if held > expected else ""
     )
-    return KernelCost(seconds_of(grouped, rates), grouped.flops, note)
+    return (
+        f"kernel {call.name}: balanced routing, {grouped.groups} groups of equal size, each begun inside a tile of "
+        f"{grouped.tile[0]} rows; {grouped.rows:.0f} rows hold tokens{more}"
+    )

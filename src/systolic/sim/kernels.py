@@ -43,7 +43,7 @@ def kernel_cost(
             own_bytes = computation_bytes(computation, call)
             seconds = seconds_of(found, rates, own_bytes)
             return KernelCost(seconds, flops_of(found), found.assumed)
-    if known is None and (counted := config.get("counted")) is not None:
+    if known is None and "flops" in (counted := config.get("counted") or {}):
         known = _counted(computation, call, rates, counted)
     said = _estimated(rates, config.get("cost_estimate") or {})
     if said is None or (known is not None and known.seconds > said.seconds):

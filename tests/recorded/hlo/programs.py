@@ -177,6 +177,21 @@ def layer() -> None:
     compiled("splash_layer-v6e-1", jax.grad(loss, (0, 1, 2)), query, key, key, rows)
 
 
+def grouped() -> None:
+    """Two tiles' rows of eight groups in a buffer of twice as many, times [8, 1024, 2048], and both gradients."""
+    from systolic.models.grouped import pallas_product
+
+    def loss(x: jax.Array, matrices: jax.Array, sizes: jax.Array) -> jax.Array:
+        with jax.named_scope("rows_4096_of_8192"):
+            made = pallas_product(x, matrices, sizes, 4096)
+        return made.astype(jnp.float32).sum()
+
+    x = jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16)
+    matrices = jax.ShapeDtypeStruct((8, 1024, 2048), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
+    compiled("grouped-v5e-1", jax.grad(loss, (0, 1)), x, matrices, sizes)
+
+
 def decode() -> None:
     """A token for each of 32 sequences of 8,192 by a dense decoder of 8 billion parameters, schedule only."""
     options = {
@@ -228,6 +243,7 @@ PROGRAMS: Mapping[str, Callable[[], None]] = {
     "kernel": kernel,
     "splash": splash,
     "layer": layer,
+    "grouped": grouped,
     "decode": decode,
     "balanced": balanced,
 }
