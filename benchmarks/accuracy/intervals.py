@@ -6,7 +6,6 @@
 """
 
 import argparse
-import hashlib
 import json
 import math
 from collections import Counter
@@ -16,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import rows as published
 from ask import lines
 
 HERE = Path(__file__).parent
@@ -64,18 +64,14 @@ def family(row: Row) -> str:
     """What shares its error: one trainer's runs of one model on one generation; a kind of operation."""
     if row["group"] == "operation":
         return f"{row['generation']} {row['kind']}"
-    model = _models().get(row["id"], row["id"])
-    words = row["id"].split("-")
-    trainer = "-".join(words[:2]) if words[0] == "wiki" else words[0]
-    return f"{row['generation']} {trainer} {model}"
+    return published.family(row["id"], row["generation"], _models().get(row["id"], row["id"]))
 
 
 def half(row: Row) -> str:
     """Of the rows, so that no family of steps lies in both; operations keep the halves that prices were fitted by."""
     if row["group"] == "operation":
         return row["half"]
-    digit = hashlib.sha256(family(row).encode()).hexdigest()[0]
-    return "judge" if int(digit, 16) % 2 else "fit"
+    return published.half(family(row))
 
 
 def read(steps: Path, operations: Path) -> list[Row]:

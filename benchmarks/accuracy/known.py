@@ -5,8 +5,11 @@ Sizes are those of the models' published configurations (``config.json`` on Hugg
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import xla_flags
 
 _GATED = "silu gated (3 matrices)"
 
@@ -68,6 +71,36 @@ MESHES: Mapping[tuple[str, str], Mapping[str, int]] = {
 """Meshes by model and chip: apple/axlearn, experiments/text/gpt/fuji.py, as it was when the times were put
 there; MaxText's README of 2024 for its 128B on v5e-256; the meshes (data, model) that the records of MLPerf's
 open division state, over both of which Lingvo splits weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """What the script of a published run sets, where its record does not."""
+
+    flags: Sequence[str]
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the layout."""
+    rounded: str | None = None
+    """``model.rounding.backward``."""
+    departures: Sequence[str] = ()
+
+
+SCRIPTS: Mapping[tuple[str, str], Script] = {
+    (r"gpt-?3[- ]175b", "v5p"): Script(
+        flags=xla_flags.GPT3_V5P,
+        departures=(
+            "xla_tpu_decompose_all_gather_einsum left out: today's compiler takes gathers of weights over fsdp apart with it",
+            "one matmul for queries, keys and values there, three here",
+        ),
+    ),
+    (r"gpt-?3[- ]175b", "v6e"): Script(
+        flags=xla_flags.GPT3_V6E, layout={"attention_block": 1024}, rounded="heads"
+    ),
+}
+"""Scripts of runs in int8 by model and chip: mlcommons/training_results_v4.0 and v4.1, Google/benchmarks/gpt3/implementations
+(v5p-3072.sh; cloud-tpu-v5p/v5p-4096.sh; cloud-tpu-trillium/trillium-512.sh and maxtext_fork/MaxText/layers/gpt3.py, which
+rounds the MLP and the attention's output in the forward pass only). All of a chip set the same flags, and so does MaxText's
+configs/v5p/gpt3_175b, which AI-Hypercomputer/tpu-recipes runs."""
 
 ROUTERS: Mapping[str, Mapping[str, Any]] = {
     r"deepseek-?v?3": {
@@ -161,6 +194,17 @@ def policy_of(text: str) -> Mapping[str, Any] | None:
     lower = text.lower()
     return next(
         (dict(what) for pattern, what in POLICIES.items() if re.search(pattern, lower)), None
+    )
+
+
+def script_of(record: Mapping[str, Any]) -> Script | None:
+    """What the script of a record sets; None for records that state their flags, and where no script is known."""
+    if record.get("xla_flags") or not str(record.get("quantization") or "").startswith("int8"):
+        return None
+    name, chip = str(record.get("model")).lower(), str(record["generation"]).lower()
+    return next(
+        (s for (model, on), s in SCRIPTS.items() if re.search(model, name) and chip.startswith(on)),
+        None,
     )
 
 

@@ -59,6 +59,8 @@ class Row:
     id: str
     generation: str
     slice: str
+    family: str
+    """See :func:`family`."""
     kind: str
     """``dense``, ``mixture``, ``encoder`` or ``convolutional``."""
     published_seconds: float
@@ -74,6 +76,7 @@ class Skipped:
     """A record that no recipe can say."""
 
     id: str
+    family: str
     reason: str
 
 
@@ -81,9 +84,19 @@ class _SkipError(Exception):
     pass
 
 
-def half(name: str) -> str:
-    """``fit`` or ``judge``: by the first digit of the SHA-256 of a record's id; causes are looked for in ``fit`` only."""
-    return "fit" if int(hashlib.sha256(name.encode()).hexdigest()[0], 16) % 2 == 0 else "judge"
+def half(text: str) -> str:
+    """``fit`` or ``judge``: by the first digit of the SHA-256 of a text; causes are looked for in ``fit`` only.
+
+    Of a whole step that text is its :func:`family`, so that no model of a trainer lies in both.
+    """
+    return "fit" if int(hashlib.sha256(text.encode()).hexdigest()[0], 16) % 2 == 0 else "judge"
+
+
+def family(name: str, generation: str, model: str) -> str:
+    """What shares its error: one trainer's runs of one model on one generation of chips."""
+    words = name.split("-")
+    trainer = "-".join(words[:2]) if words[0] == "wiki" else words[0]
+    return f"{generation} {trainer} {model}"
 
 
 def expressed(path: Path = PUBLISHED) -> list[Row | Skipped]:
@@ -101,7 +114,13 @@ def row_of(record: Mapping[str, Any]) -> Row | Skipped:
     try:
         return _row(record)
     except _SkipError as reason:
-        return Skipped(id=record["id"], reason=str(reason))
+        of = family(record["id"], _generation(record) or "", str(record.get("model")))
+        return Skipped(id=record["id"], family=of, reason=str(reason))
+
+
+def _generation(record: Mapping[str, Any]) -> str | None:
+    name = str(record["generation"]).lower()
+    return next((g for g in GENERATIONS if name.startswith(g)), None)
 
 
 def _row(record: Mapping[str, Any]) -> Row:
@@ -110,8 +129,7 @@ def _row(record: Mapping[str, Any]) -> Row:
         raise _SkipError(KINDS.get(category, f"no recipe for {category}"))
     if record.get("usable_for_validation") is False:
         raise _SkipError("the record says that it is not fit for validation")
-    name = str(record["generation"]).lower()
-    generation = next((g for g in GENERATIONS if name.startswith(g)), None)
+    generation = _generation(record)
     if generation is None:
         raise _SkipError(f"generation {record['generation']!r} is not in the catalogue")
     for key in ("step_time_best_s", "seq_len", "num_chips"):
@@ -122,11 +140,15 @@ def _row(record: Mapping[str, Any]) -> Row:
     layout = _layout(record, generation, on, departures)
     if category in OTHERS:
         return _other(record, generation, on, layout, departures)
-    model = _model(record, departures)
+    model = _model(record, departures) | _rounding(record, departures)
+    if (script := known.script_of(record)) is not None:
+        departures += script.departures
+        layout |= script.layout
     return Row(
         id=record["id"],
         generation=generation,
         slice=on,
+        family=family(record["id"], generation, str(record.get("model"))),
         kind="mixture" if model["experts"] > 1 else "dense",
         published_seconds=record["step_time_best_s"],
         recipe="lm",
@@ -139,7 +161,9 @@ def _row(record: Mapping[str, Any]) -> Row:
             **_optimizer(record),
             **narrow(record.get("weight_dtype"), departures),
         },
-        flags=xla_flags.stated(record.get("xla_flags") or "", departures),
+        flags=script.flags
+        if script is not None
+        else xla_flags.stated(record.get("xla_flags") or "", departures),
         departures=tuple(departures),
     )
 
@@ -170,6 +194,7 @@ def _other(
         id=record["id"],
         generation=generation,
         slice=on,
+        family=family(record["id"], generation, str(record.get("model"))),
         kind=kind,
         published_seconds=record["step_time_best_s"],
         recipe=recipe,
@@ -304,6 +329,26 @@ def _precision(record: Mapping[str, Any], departures: list[str]) -> str:
     if found is None:
         raise _SkipError(f"precision {rounded!r} is not a precision here")
     return found
+
+
+def _rounding(record: Mapping[str, Any], departures: list[str]) -> dict[str, Any]:
+    """How int8 and fp8 matmuls round, where a record or its script says more than the precision."""
+    other, found = record.get("other_settings") or {}, dict[str, Any]()
+    limits = {
+        _number(r"^fixed,-(\d+),\1$", str(other.get(f"{what}_quantization_calibration_method")))
+        for what in ("weight", "act")
+    }
+    if limits != {None}:
+        (limit,) = limits if len(limits) == 1 else (None,)
+        if limit is None:
+            departures.append(
+                "weights and activations with ranges of their own: each measured here"
+            )
+        else:
+            found["largest"] = float(limit)
+    if (script := known.script_of(record)) is not None and script.rounded:
+        found["backward"] = script.rounded
+    return {"rounding": found} if found else {}
 
 
 def _optimizer(record: Mapping[str, Any]) -> dict[str, Any]:

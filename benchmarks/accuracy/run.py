@@ -39,7 +39,7 @@ def answer(row: published.Row, compiler: Compiler, mode: str) -> dict[str, Any]:
         "measured_seconds": row.published_seconds,
         "forecast_seconds": seconds,
         "error": None if seconds is None else seconds / row.published_seconds - 1,
-        "half": published.half(row.id),
+        "half": published.half(row.family),
         "generation": row.generation,
         "kind": row.kind,
         "slice": row.slice,
@@ -54,7 +54,7 @@ def answer(row: published.Row, compiler: Compiler, mode: str) -> dict[str, Any]:
 def skipped(row: published.Skipped, mode: str) -> dict[str, Any]:
     """The line of a record that no recipe can say."""
     empty = {"measured_seconds": None, "forecast_seconds": None, "error": None}
-    return {"id": row.id, **empty, "half": published.half(row.id), "mode": mode} | {
+    return {"id": row.id, **empty, "half": published.half(row.family), "mode": mode} | {
         "reason": row.reason
     }
 
@@ -139,7 +139,7 @@ def main() -> None:
         row
         for row in published.expressed(asked.published)
         if (not asked.only or any(part in row.id for part in asked.only))
-        and asked.half in (None, published.half(row.id))
+        and asked.half in (None, published.half(row.family))
     ]
     if asked.list:
         for row in chosen:

@@ -70,6 +70,50 @@ RECIPE = (
 README = "DENSE_VMEM_LIMIT_FLAG CF_FOR_ALL_GATHER ENABLE_SPARSECORE_OFFLOADING_FOR_ALL_REDUCE"
 """The flags of torchprime's README, as groups."""
 
+GPT3_V5P = (
+    "--xla_tpu_enable_experimental_fusion_cost_model=false",
+    "--xla_tpu_dot_dot_fusion_duplicated=false",
+    "--xla_tpu_dot_dot_fusion=false",
+    "--xla_jf_conv_input_fusion=true",
+    "--xla_jf_conv_output_fusion=false",
+    "--xla_tpu_rwb_fusion=false",
+    "--xla_tpu_copy_fusion_pad_unpad_ratio=300",
+    "--xla_tpu_enable_aggressive_loop_fusion_layout_opt=false",
+    "--xla_tpu_enable_copy_fusion=false",
+    "--xla_tpu_reduce_loop_fusion_dup_with_unfusable_user=false",
+    "--xla_tpu_scavenge_vmem_for_fusions=false",
+    "--xla_tpu_vector_load_fusion_window=256",
+    "--xla_tpu_vector_store_fusion_window=64",
+    "--xla_tpu_enable_async_collective_fusion=true",
+    "--xla_tpu_enable_async_collective_fusion_multiple_steps=true",
+    "--xla_tpu_spmd_rng_bit_generator_unsafe=true",
+    "--xla_tpu_enable_megacore_fusion=true",
+    "--xla_enable_async_all_gather=true",
+    "--xla_enable_async_collective_permute=true",
+    "--xla_always_enable_all_gather_2d_asymmetric=true",
+    "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
+    "--xla_tpu_overlap_compute_collective_tc=true",
+    "--xla_tpu_dcn_max_overlap_estimation=32",
+)
+"""LIBTPU_INIT_ARGS of MLPerf's GPT-3 175B on v5p without ``xla_tpu_decompose_all_gather_einsum``, which their libtpu may have
+kept to the tensor axis: today's makes 64 partial sums of a matmul whose weights are split over fsdp."""
+GPT3_V6E = (
+    "--xla_tpu_use_megascale_host_reduction=false",
+    "--xla_tpu_spmd_rng_bit_generator_unsafe=true",
+    "--xla_tpu_scoped_vmem_limit_kib=98304",
+    "--xla_tpu_use_minor_sharding_for_major_trivial_input=true",
+    "--xla_tpu_relayout_group_size_threshold_for_reduce_scatter=1",
+    "--xla_tpu_enable_data_parallel_all_reduce_opt=true",
+    "--xla_tpu_data_parallel_opt_different_sized_ops=true",
+    "--xla_tpu_enable_async_collective_fusion=true",
+    "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
+    "--xla_tpu_enable_async_collective_fusion_multiple_steps=true",
+    "--xla_tpu_overlap_compute_collective_tc=true",
+    "--xla_enable_async_all_gather=true",
+    "--xla_tpu_use_bundle_aware_cost_model_for_fusions=false",
+)
+"""LIBTPU_INIT_ARGS of MLPerf's GPT-3 175B on v6e (Trillium)."""
+
 _COLLECTIVES = {
     "all_gather": r"all[- ]gather|\bAG\b",
     "reduce_scatter": r"reduce[- ]scatter|\bRS\b",

@@ -311,3 +311,29 @@ def test_profiles_are_programs() -> None:
     )
     assert (8192, 4, True) in found
     assert (8192, 4, False) in found
+
+
+def test_no_model_of_a_trainer_lies_in_both_halves() -> None:
+    records = {record["id"]: record for record in RECORDS}
+    halves: dict[tuple[str, str, str], set[str]] = {}
+    for row in rows.rows():
+        trainer = row.id.split("-")[0]
+        of = (row.generation, trainer, str(records[row.id]["model"]))
+        halves.setdefault(of, set()).add(rows.half(row.family))
+    split = [of for of, found in halves.items() if len(found) > 1 and of[1] != "wiki"]
+    assert not split
+    assert {half for found in halves.values() for half in found} == {"fit", "judge"}
+
+
+def test_a_script_sets_what_its_record_leaves_out() -> None:
+    """MLPerf 4.1's trillium-512.sh: flags, blocks of 1,024, gradients of the MLP and the output in bf16."""
+    by_id = {row.id: row for row in rows.rows()}
+    row = by_id["mlperf-v4.1-gpt3-175b-int8-trillium-512-maxtext"]
+    assert row.options["model"]["rounding"] == {"backward": "heads"}
+    assert row.options["layout"]["attention_block"] == 1024
+    assert "--xla_tpu_enable_async_collective_fusion=true" in row.flags
+    stated = by_id["tpurecipes-v6e-gpt3-175b-bf16-1xv6e-256"]
+    assert "rounding" not in stated.options["model"]
+    assert stated.flags != row.flags
+    fixed = by_id["tpurecipes-tpu7x-llama3.1-70b-64chips-S8192-fp8_full"]
+    assert fixed.options["model"]["rounding"] == {"largest": 224.0}

@@ -1,6 +1,8 @@
 """int8 and fp8 operands: the program rounds what it says, and still learns."""
 
+import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 from systolic.core.errors import OptionError
-from systolic.job import Precision
+from systolic.job import Precision, RoundedBackward, Rounding
 from systolic.models.cnn.config import CNN
 from systolic.models.decoder.config import Decoder
 from systolic.models.product import product
@@ -87,3 +89,46 @@ def test_what_is_computed_in_is_said_and_what_no_matmul_follows_is_refused() -> 
     check_operands(Decoder(), Precision.fp8)
     with pytest.raises(OptionError, match="precision is fp8, which CNN has no matmuls for"):
         check_operands(CNN(), Precision.fp8)
+
+
+def test_gradients_of_matmuls_that_do_not_round_them_are_exact_beside_rounded_operands() -> None:
+    x = jax.random.normal(jax.random.key(0), (2, 8, 64))
+    weights = jax.random.normal(jax.random.key(1), (64, 32))
+
+    def loss(weights: jax.Array, rounding: Rounding, heads: bool) -> jax.Array:
+        given = product(target("int8"), "bsd,df->bsf", x, weights, rounding, heads=heads)
+        return jnp.sum(given)
+
+    some = Rounding(backward=RoundedBackward.heads)
+    exact = jnp.broadcast_to(x.sum((0, 1))[:, None], weights.shape)
+    of = {heads: jax.grad(loss)(weights, some, heads) for heads in (False, True)}
+    np.testing.assert_allclose(of[False], exact, rtol=1e-4, atol=1e-4)
+    assert not np.allclose(of[True], exact, rtol=1e-4, atol=1e-4)
+    assert not Rounding(backward=RoundedBackward.none).gradients(heads=True)
+
+
+def test_a_fixed_range_cuts_off_what_is_larger_and_measures_nothing() -> None:
+    rounding = Rounding(largest=2.0)
+    x = jnp.asarray([[[1.0, 4.0]]])
+    made = product(target("fp8"), "bsd,df->bsf", x, jnp.eye(2), rounding)
+    np.testing.assert_allclose(made, [[[1.0, 2.0]]], rtol=1e-6)
+    text = jax.jit(partial(product, target("fp8"), "bsd,df->bsf", rounding=rounding)).lower(
+        x, jnp.eye(2)
+    )
+    assert "stablehlo.abs" not in text.as_text()
+    with pytest.raises(OptionError, match="largest"):
+        Rounding(largest=-1.0)
+
+
+def test_the_model_says_which_matmuls_round_their_gradients() -> None:
+    def narrow(backward: RoundedBackward) -> int:
+        job = tiny.job(layout=tiny.ONE_DEVICE)
+        model = replace(job.model, rounding=Rounding(backward=backward))
+        of = Steps(replace(job, model=model), target("int8"))
+        text = jax.jit(of.train).lower(of.abstract_state, of.abstract_batch()).as_text()
+        return len(re.findall(r"dot_general.*xi8>.*xi8>", text))
+
+    # Seven matmuls a layer, three of them of heads; two more of each in the backward pass.
+    assert narrow(RoundedBackward.none) == 7
+    assert narrow(RoundedBackward.heads) == 7 + 2 * 3
+    assert narrow(RoundedBackward.all) == 7 * 3

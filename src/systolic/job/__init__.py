@@ -23,7 +23,7 @@ from systolic.job.optimizer import (
     Schedule,
     ScheduleKind,
 )
-from systolic.job.precision import Dtypes, Precision, Stored
+from systolic.job.precision import Dtypes, Precision, RoundedBackward, Rounding, Stored
 from systolic.job.sampling import Sampling
 
 __all__ = [
@@ -53,6 +53,8 @@ __all__ = [
     "Reading",
     "Remat",
     "Residual",
+    "RoundedBackward",
+    "Rounding",
     "Sampling",
     "Schedule",
     "ScheduleKind",

@@ -2,6 +2,9 @@
 
 import enum
 from dataclasses import dataclass
+from typing import Annotated
+
+from systolic.core.ranges import NOT_NEGATIVE, check
 
 
 class Precision(enum.Enum):
@@ -33,6 +36,39 @@ class Precision(enum.Enum):
     def operands(self) -> str | None:
         """``int8`` or ``fp8`` where weight matmuls have narrower operands than the dtype."""
         return self.value if self in (Precision.int8, Precision.fp8) else None
+
+
+class RoundedBackward(enum.Enum):
+    """Which layers' weight matmuls round their gradients too, with int8 or fp8 operands."""
+
+    all = "all"
+    heads = "heads"
+    """Those that make queries, keys and values; the others have gradients in the compute dtype."""
+    none = "none"
+    """None: operands are rounded in the forward pass only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """How weight matmuls with int8 or fp8 operands round; other precisions ignore it.
+
+    Raises:
+        OptionError: a negative range.
+    """
+
+    backward: RoundedBackward = RoundedBackward.all
+    """Matmuls whose gradients are rounded too; a matmul without it reads its own operands again, not the rounded ones."""
+    largest: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Largest magnitude of weights and activations that is not cut off, fixed beforehand (MaxText's fp8_full: 224); one scale for each array then. 0 takes each channel's own in each step."""
+
+    def __post_init__(self) -> None:
+        check(self, "model.rounding")
+
+    def gradients(self, *, heads: bool) -> bool:
+        """Whether a matmul's gradients are rounded; ``heads`` where it makes queries, keys or values."""
+        return self.backward is RoundedBackward.all or (
+            heads and self.backward is RoundedBackward.heads
+        )
 
 
 class Stored(enum.Enum):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from systolic.core.errors import LayoutError, OptionError, nearest
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check
-from systolic.job import Axis, Field, Layout, Model, Outline, Remat, Target
+from systolic.job import Axis, Field, Layout, Model, Outline, Remat, Rounding, Target
 from systolic.models.decoder import count
 from systolic.models.decoder.switches import Latent, Router, Score
 
@@ -19,7 +19,7 @@ ACTIVATIONS = ("layer_input", "latent", "query", "key", "value", "attention", "o
 """Names of a layer's activations, which rematerialisation policies may keep."""
 MOST_PARAMETERS = 10**14
 """Far above any published model; sizes beyond it are slips of the hand that the compiler would take hours over."""
-BEST, PLAIN = Router(), Latent()
+BEST, PLAIN, PER_CHANNEL = Router(), Latent(), Rounding()
 
 
 class Mlp(enum.Enum):
@@ -120,6 +120,8 @@ class Decoder(Model):
     """Rows of each n-gram table, a power of two."""
     ngram_dim: Annotated[int, Range(least=1, most=2**16)] = 32
     """Width of an n-gram's embedding."""
+    rounding: Rounding = PER_CHANNEL
+    """With precision int8 or fp8: how weight matmuls round."""
 
     def __post_init__(self) -> None:
         check(self, "model")
@@ -278,7 +280,7 @@ class Decoder(Model):
                 )
 
     def lasting(self) -> frozenset[str]:
-        """All but losses, capacity, how tokens reach their experts, and constants."""
+        """All but losses, capacity, how tokens reach their experts, rounding, and constants."""
         changing = {
             "capacity_factor",
             "dispatch",
@@ -287,6 +289,7 @@ class Decoder(Model):
             "router_bias_rate",
             "rope_theta",
             "norm_eps",
+            "rounding",
         }
         return frozenset(self.__dataclass_fields__) - changing
 

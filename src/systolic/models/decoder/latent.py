@@ -44,8 +44,12 @@ class LatentAttention(nnx.Module):
         """Queries and keys [batch, sequence, heads, nope + rope], values [batch, sequence, heads, v_head_dim], and what the cache keeps, of x [batch, sequence, d_model]."""
         plain, turned = self._queries(x, positions, theta)
         shared, latent = self._latents(x, positions, theta)
-        key = product(self.target, "bsr,rhe->bshe", latent, self.key[...])
-        value = product(self.target, "bsr,rhe->bshe", latent, self.value[...])
+        key = product(
+            self.target, "bsr,rhe->bshe", latent, self.key[...], self.config.rounding, heads=True
+        )
+        value = product(
+            self.target, "bsr,rhe->bshe", latent, self.value[...], self.config.rounding, heads=True
+        )
         every = jnp.broadcast_to(shared[:, :, None], (*key.shape[:3], shared.shape[-1]))
         return (
             name(jnp.concatenate([plain, turned], axis=-1), "query"),
@@ -73,24 +77,37 @@ class LatentAttention(nnx.Module):
         """
         plain, turned = self._queries(x, sight.positions, theta)
         shared, latent = (row[:, :, None] for row in self._latents(x, sight.positions, theta))
-        narrow = product(self.target, "bshe,rhe->bshr", plain, self.key[...])
+        narrow = product(
+            self.target, "bshe,rhe->bshr", plain, self.key[...], self.config.rounding, heads=True
+        )
         parts = (
             Part(narrow.astype(dtype), latent, cached[1]),
             Part(turned.astype(dtype), shared, cached[0]),
         )
         found = attend_one(parts, latent, cached[1], sight).astype(x.dtype)
-        return product(self.target, "bshr,rhe->bshe", found, self.value[...]), (shared, latent)
+        return product(
+            self.target, "bshr,rhe->bshe", found, self.value[...], self.config.rounding, heads=True
+        ), (shared, latent)
 
     def _queries(
         self, x: jax.Array, positions: jax.Array, theta: float
     ) -> tuple[jax.Array, jax.Array]:
         """The parts [batch, sequence, heads, nope] and, rotated, [batch, sequence, heads, rope] of queries."""
         if self.config.latent.q_lora_rank:
-            narrow = product(self.target, "bsd,dr->bsr", x, self.query_down[...])
+            narrow = product(
+                self.target,
+                "bsd,dr->bsr",
+                x,
+                self.query_down[...],
+                self.config.rounding,
+                heads=True,
+            )
             given = self._whole(self.query_norm(self._parted(narrow)))
         else:
             given = gathered(self.target, x)
-        query = product(self.target, "bsr,rhe->bshe", given, self.query[...])
+        query = product(
+            self.target, "bsr,rhe->bshe", given, self.query[...], self.config.rounding, heads=True
+        )
         plain, turned = jnp.split(query, [self.config.latent.qk_nope_head_dim], axis=-1)
         return plain, rope(turned, positions, theta)
 
@@ -98,7 +115,9 @@ class LatentAttention(nnx.Module):
         self, x: jax.Array, positions: jax.Array, theta: float
     ) -> tuple[jax.Array, jax.Array]:
         """The key of all heads, rotated, [batch, sequence, rope], and the latent [batch, sequence, kv_lora_rank]."""
-        made = self._parted(product(self.target, "bsd,dr->bsr", x, self.down[...]))
+        made = self._parted(
+            product(self.target, "bsd,dr->bsr", x, self.down[...], self.config.rounding, heads=True)
+        )
         latent, shared = jnp.split(made, [self.config.latent.kv_lora_rank], axis=-1)
         both = self._whole(jnp.concatenate([self.norm(latent), shared], axis=-1))
         latent, shared = jnp.split(both, [self.config.latent.kv_lora_rank], axis=-1)

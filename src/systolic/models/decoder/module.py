@@ -79,9 +79,15 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values [batch, sequence, heads or kv_heads, head_dim] of x [batch, sequence, d_model], without latents."""
         x = gathered(self.target, x)
-        query = product(self.target, "bsd,dhe->bshe", x, self.query[...])
-        key = product(self.target, "bsd,dhe->bshe", x, self.key[...])
-        value = product(self.target, "bsd,dhe->bshe", x, self.value[...])
+        query = product(
+            self.target, "bsd,dhe->bshe", x, self.query[...], self.config.rounding, heads=True
+        )
+        key = product(
+            self.target, "bsd,dhe->bshe", x, self.key[...], self.config.rounding, heads=True
+        )
+        value = product(
+            self.target, "bsd,dhe->bshe", x, self.value[...], self.config.rounding, heads=True
+        )
         if self.config.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         theta = self.config.theta(window)
@@ -106,7 +112,12 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             attended = constrain(name(attended, "attention"), "batch", "sequence", "heads", None)
             # Scattered before it is named, so that what a policy keeps of it is split too.
-            out = constrain(product(self.target, "bshe,hed->bsd", attended, self.out[...]), *STREAM)
+            out = constrain(
+                product(
+                    self.target, "bshe,hed->bsd", attended, self.out[...], self.config.rounding
+                ),
+                *STREAM,
+            )
             x = constrain(x + name(out, "out"), *STREAM)
         with jax.named_scope("mlp"):
             update, routing = self.mlp(self.mlp_norm(x), count, order)

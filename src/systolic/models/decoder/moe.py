@@ -101,11 +101,17 @@ class Mixture(nnx.Module):
         # Picked where the tokens are, then sent: else the partitioner sends the indices too.
         routed = constrain(routed, "batch", None, None, None)
         routed = constrain(routed, "expert_batch", "experts", None, None)
-        gate = name(product(self.target, "becd,edf->becf", routed, self.gate[...]), "mlp")
-        up = name(product(self.target, "becd,edf->becf", routed, self.up[...]), "mlp")
+        gate = name(
+            product(self.target, "becd,edf->becf", routed, self.gate[...], self.config.rounding),
+            "mlp",
+        )
+        up = name(
+            product(self.target, "becd,edf->becf", routed, self.up[...], self.config.rounding),
+            "mlp",
+        )
         hidden = constrain(self.activate(gate) * up, "expert_batch", "experts", None, "mlp")
         done = constrain(
-            product(self.target, "becf,efd->becd", hidden, self.down[...]),
+            product(self.target, "becf,efd->becd", hidden, self.down[...], self.config.rounding),
             "expert_batch",
             "experts",
             None,

@@ -66,12 +66,18 @@ class MLP(nnx.Module):
         x = gathered(self.target, x)
         activate = ACTIVATIONS[self.config.mlp]
         if self.config.mlp.gated:
-            gate = name(product(self.target, "bsd,df->bsf", x, self.gate[...]), "mlp")
-            up = name(product(self.target, "bsd,df->bsf", x, self.up[...]), "mlp")
+            gate = name(
+                product(self.target, "bsd,df->bsf", x, self.gate[...], self.config.rounding), "mlp"
+            )
+            up = name(
+                product(self.target, "bsd,df->bsf", x, self.up[...], self.config.rounding), "mlp"
+            )
             hidden = activate(gate) * up
         else:
-            up = name(product(self.target, "bsd,df->bsf", x, self.up[...]), "mlp")
+            up = name(
+                product(self.target, "bsd,df->bsf", x, self.up[...], self.config.rounding), "mlp"
+            )
             hidden = activate(up)
         hidden = self.target.constrain(hidden, "batch", "sequence", "mlp")
-        down = product(self.target, "bsf,fd->bsd", hidden, self.down[...])
+        down = product(self.target, "bsf,fd->bsd", hidden, self.down[...], self.config.rounding)
         return name(self.target.constrain(down, *STREAM), "down"), {}
