@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,17 @@ class Pair:
     before: Setting
     after: Setting
 
+    def to_json(self) -> dict[str, Any]:
+        """Both sides as options of the recipe, with what differs from the record."""
+        return {
+            "id": self.id,
+            "measured_delta": self.measured_delta,
+            "slice": self.before.slice,
+            "before": self.before.options() | {"flags": list(self.before.flags)},
+            "after": self.after.options() | {"flags": list(self.after.flags)},
+            "departures": list(self.after.departures),
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
@@ -76,6 +87,10 @@ class Skipped:
     id: str
     measured_delta: float | None
     reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        return asdict(self)
 
 
 class SkipError(Exception):

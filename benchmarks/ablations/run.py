@@ -18,10 +18,10 @@ from ask import (
     append,
     fitting,
     forecast,
-    lines,
     settled,
     tiled,
 )  # of benchmarks/accuracy, whose folder pairs adds
+from records import Kind, lines, records, used
 from rows import half
 
 from systolic.aot import Compiler
@@ -29,6 +29,12 @@ from systolic.aot import Compiler
 HERE = Path(__file__).parent
 LEAST = 0.015
 """Differences below it are not judged: chips themselves differ by 0.7 to 1.2 % from node to node."""
+NEEDED = dict.fromkeys(("id", "generation", "base", "change"), Kind.text) | {"chips": Kind.any}
+OTHER = {
+    "kind": Kind.text,
+    **dict.fromkeys(("step_before_s", "step_after_s", "delta_pct"), Kind.number),
+}
+"""Fields of a record and their kinds."""
 FEWEST = 3
 """Pairs of a family that make a ranking."""
 
@@ -149,20 +155,20 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="print the table of an earlier run's lines")
     asked = parser.parse_args()
     if asked.table:
-        print(table(lines(asked.table)))
+        print(table(lines(asked.table, "id", "measured_delta", "half")))
         return
     mode = "quick" if asked.quick else "full"
     done = settled(asked.out, mode)
     compiler = Compiler().quick() if asked.quick else Compiler()
     shown = []
-    for entry in json.loads(asked.pairs.read_text()):
+    for entry in records(asked.pairs, NEEDED, OTHER):
         if asked.only and not any(part in entry["id"] for part in asked.only):
             continue
         if asked.half not in (None, half(entry["id"])):
             continue
-        pair = published.pair_of(entry)
+        pair = used(asked.pairs, entry, published.pair_of)
         if asked.list:
-            print(pair)
+            print(json.dumps(pair.to_json()))
             continue
         if pair.id not in done:
             if isinstance(pair, published.Skipped):

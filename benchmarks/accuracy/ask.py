@@ -1,10 +1,14 @@
 """One compile and forecast of a benchmark's row, and the lines that it is kept in."""
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from records import lines
 
 from systolic import recipes
 from systolic.aot import Compiled, Compiler, Failed, JobProgram, Rejected
@@ -111,23 +115,10 @@ def unknown_flag(outcome: Any, flags: Sequence[str]) -> str | None:
     return next((f for f in flags if f.partition("=")[0].lstrip("-") in text), None)
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    """Records of a file of JSON lines; none where it is not there, and a cut last line is left out."""
-    if not path.exists():
-        return []
-    found, texts = [], path.read_text().splitlines()
-    for number, line in enumerate(texts, 1):
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            if number < len(texts):
-                raise SystemExit(f"{path}: line {number} is not JSON; mend or remove it") from None
-    return found
-
-
 def settled(path: Path | None, mode: str) -> dict[str, dict[str, Any]]:
     """Lines of an earlier run in this mode by id, the last of each; a compile that broke off is tried again."""
-    found = {r["id"]: r for r in lines(path) if r["mode"] == mode} if path else {}
+    written = lines(path, "id", "mode") if path and path.exists() else []
+    found = {r["id"]: r for r in written if r["mode"] == mode}
     again = [n for n, r in found.items() if "problem" in r and not final(r["problem"])]
     return {name: record for name, record in found.items() if name not in again}
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import rows as published
-from ask import append, forecast, lines, settled
+from ask import append, forecast, settled
+from records import count, lines
 
 from systolic.aot import Compiler
 from systolic.core.store import cache_home
@@ -122,7 +123,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=None, help="JSON lines; an earlier run goes on")
     parser.add_argument("--only", nargs="*", default=[], help="parts of row names")
     parser.add_argument("--half", choices=("fit", "judge"), help="rows of one half only")
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--workers", type=count, default=1)
     parser.add_argument("--fresh", action="store_true", help="with an empty store")
     parser.add_argument("--quick", action="store_true", help="schedules only, cycles estimated")
     parser.add_argument("--list", action="store_true", help="what can be expressed, no compile")
@@ -133,7 +134,7 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     asked = parsed()
     if asked.table:
-        print(table(lines(asked.table)))
+        print(table(lines(asked.table, "id", "measured_seconds", "half")))
         return
     chosen = [
         row

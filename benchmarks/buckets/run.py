@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "accuracy"))
 import known
 import xla_flags
 from ask import append, fitting, settled
+from records import Kind, Record, records, refuse
 from rows import narrow
 
 from systolic.aot import Compiler
@@ -34,6 +35,30 @@ COVERED = 97.0
 
 Key = tuple[int, int, bool]
 """Sequence, rows per device, layers scanned."""
+
+
+NEEDED = {
+    **dict.fromkeys(("id", "model"), Kind.text),
+    **dict.fromkeys(("seq_len", "batch_per_chip", "step_ms"), Kind.number),
+    **{"buckets_ms_per_chip_step": Kind.object, "named_buckets_cover_pct": Kind.number},
+}
+"""Fields of a profile and their kinds."""
+MODEL = "qwen3-8b"
+"""The model whose profiles are compared."""
+
+
+def profiles(path: Path) -> list[Record]:
+    """The profiles of :data:`MODEL` in a file."""
+    found = [record for record in records(path, NEEDED, {}) if record["model"] == MODEL]
+    for record in found:
+        for name, ms in record["buckets_ms_per_chip_step"].items():
+            if not Kind.number.takes(ms):
+                refuse(
+                    f"{path}: {record['id']}: buckets_ms_per_chip_step.{name} is {json.dumps(ms)}; it takes {Kind.number.value}"
+                )
+    if not found:
+        refuse(f"{path} has no profile whose model is {MODEL}; others are not compared here")
+    return found
 
 
 def key_of(record: Mapping[str, Any]) -> Key:
@@ -92,8 +117,7 @@ def main() -> None:
     compiler = Compiler().quick() if asked.quick else Compiler()
     flags = merged(xla_flags.recipe(), xla_flags.offloaded(("reduce_scatter", "all_reduce")))
     done = settled(asked.out, mode)
-    records = json.loads(asked.buckets.read_text())
-    for key, chips in measured([r for r in records if r.get("model") == "qwen3-8b"]).items():
+    for key, chips in measured(profiles(asked.buckets)).items():
         name = f"qwen3-8b-v6e8-s{key[0]}-bs{key[1]}{'-scan' if key[2] else ''}"
         if name not in done:
             made = fitting(options_of(key), flags, "v6e:2x4", compiler)

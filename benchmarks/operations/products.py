@@ -14,6 +14,10 @@ Spread = tuple[Mapping[str, int], Any]
 """A mesh and the partitions of the arguments."""
 
 
+KINDS = ("matmul", "grouped_matmul", "HBM copy", "all-gather", "all-reduce", "collective-permute")
+"""What a row's ``what`` begins with, where its program is here."""
+
+
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     return a @ b
 
@@ -91,7 +95,7 @@ def program(row: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]] | None:
         if "pallas" in str(shapes.get("implementation", "")):
             return None
         if not str(shapes.get("dtype")).startswith("bf16"):
-            return None
+            raise ValueError(f"dtype {shapes.get('dtype')!r} is not bf16")
         a = like((shapes["m"], shapes["k"]), jnp.bfloat16)
         b = like((shapes["k"], shapes["n"]), jnp.bfloat16)
         return matmul_relu if "relu" in what else matmul, (a, b)

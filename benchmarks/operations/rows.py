@@ -2,17 +2,21 @@
 
 import hashlib
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
 import attention
 import grouped
 import layers
 import losses
 import products
+import records
 from arrays import array
+from records import Kind
 
 from systolic.chips import slice
 
@@ -40,15 +44,45 @@ _COLLECTIVES = {
     ("collective-permute (one hop)", "v6e"): "v6e-8",
 }
 
+NEEDED = {
+    **dict.fromkeys(("id", "generation", "what"), Kind.text),
+    "shapes": Kind.object,
+}
+OTHER = {
+    **dict.fromkeys(("implementation", "notes", "confidence"), Kind.text),
+    **{"config": Kind.object, "measured_seconds": Kind.number},
+}
+"""Fields of a row and their kinds."""
+SURE = ("A", "B", "C")
+"""Confidence in a measurement that is judged."""
+
 Row = Mapping[str, Any]
 
 
 def read(path: Path) -> list[Row]:
     """Rows of a JSON list, or of JSON lines."""
-    text = path.read_text()
-    if text.lstrip().startswith("["):
-        return json.loads(text)
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
+    return list(records.records(path, NEEDED, OTHER))
+
+
+def why_not(row: Row) -> str | None:
+    """Why a row can't be judged here; None where it can."""
+    seconds, made = row.get("measured_seconds"), row.get("implementation")
+    if row["generation"] not in SLICES:
+        return f"generation {row['generation']} is none of {', '.join(SLICES)}"
+    if seconds is None:
+        return "no measured_seconds"
+    if seconds < LEAST_SECONDS:
+        return f"shorter than {LEAST_SECONDS * 1e6:.0f} us"
+    if row.get("confidence", "A") not in SURE:
+        return f"confidence {row['confidence']} is none of {', '.join(SURE)}"
+    if made not in PLAIN and not is_kernel(row):
+        return f"implementation {made} of {row['what']} has no program here"
+    if not row["what"].startswith((*_MAKERS, *products.KINDS)):
+        return "no program here for this kind of operation"
+    if is_kernel(row) and not attention.flash.available():
+        return "its kernel needs tokamax (README.md)"
+    program = program_or_reason(row, slice(slice_of(row)).num_devices)
+    return program if isinstance(program, str) else None
 
 
 def judged(row: Row) -> bool:
@@ -100,15 +134,23 @@ def half_of(row: Row) -> str:
 
 def program_of(row: Row, num_devices: int) -> tuple[Any, tuple[Any, ...], Any] | None:
     """Function, abstract arguments, and mesh with partitions or None; None where it is not expressed."""
+    made = program_or_reason(row, num_devices)
+    return None if isinstance(made, str) else made
+
+
+def program_or_reason(row: Row, num_devices: int) -> tuple[Any, tuple[Any, ...], Any] | str:
+    """As :func:`program_of`, or why it is not expressed."""
     complete = {"notes": "", "implementation": None, "config": None} | dict(row)
     try:
         spread = products.spread(complete, num_devices)
         if spread is not None:
             return spread
         made = _MAKERS.get(row["what"], products.program)(complete)
-    except (KeyError, ValueError, TypeError):
-        return None
-    return None if made is None else (*made, None)
+    except KeyError as error:
+        return f"shapes or config of {row['what']} lack {error}"
+    except (ValueError, TypeError) as error:
+        return f"shapes of {row['what']} can't be read: {error}"
+    return f"{row['what']} of these shapes has no program here" if made is None else (*made, None)
 
 
 def expressed(row: Row) -> bool:

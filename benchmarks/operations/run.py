@@ -8,6 +8,8 @@ seconds. ``table.py`` prints what it wrote.
 import argparse
 import gzip
 import json
+import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import compiling
 import rows as measured
 import table
+from records import count, lines
 
 from systolic.chips import slice
 from systolic.core.errors import SystolicError
@@ -22,6 +25,8 @@ from systolic.hlo import Module, parse
 from systolic.sim import simulate
 from systolic.sim.timeline import Timeline
 
+SHOWN = 3
+"""Ids of rows that are left out, named for each reason; --left-out names all."""
 MODES = ("full", "quick")
 """With the compiler's cycles, and from the schedule before code generation."""
 
@@ -91,16 +96,35 @@ def written(path: Path | None) -> list[dict[str, Any]]:
     """What the output has."""
     if path is None or not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return lines(path, "id", "mode", "error")
 
 
 def chosen(asked: argparse.Namespace) -> list[measured.Row]:
-    """Rows that are asked for and have a program here."""
-    rows = [row for row in measured.unique(measured.read(asked.measured)) if measured.judged(row)]
+    """Rows that are asked for and have a program here; the others are listed on stderr, by reason."""
+    read = measured.read(asked.measured)
+    rows, left = measured.unique(read), defaultdict(list)
     if asked.half:
         rows = [row for row in rows if measured.half_of(row) == asked.half]
-    rows = [row for row in rows if asked.match in f"{measured.kind_of(row)} {row['id']}"]
-    rows = [row for row in rows if measured.expressed(row)]
+    why = {row["id"]: measured.why_not(row) for row in rows}
+    # What is no program may lack what tells its kind.
+    kinds = {r["id"]: r["what"] if why[r["id"]] else measured.kind_of(r) for r in rows}
+    rows = [row for row in rows if asked.match in f"{kinds[row['id']]} {row['id']}"]
+    for row in rows:
+        if reason := why[row["id"]]:
+            left[reason].append(row["id"])
+    apart = {name for names in left.values() for name in names}
+    if asked.left_out:
+        for reason, names in left.items():
+            print(json.dumps({"reason": reason, "rows": len(names), "ids": names}))
+    told = [f"{len(read)} rows"]
+    if len(read) > len(measured.unique(read)):
+        told.append(f"{len(read) - len(measured.unique(read))} have the id of another")
+    told.append(f"{len(rows)} asked for, {len(apart)} of them left out:")
+    print(", ".join(told), file=sys.stderr)
+    for reason, names in sorted(left.items(), key=lambda one: -len(one[1])):
+        shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+        print(f"  {len(names):5} {reason}: {shown}", file=sys.stderr)
+    rows = [row for row in rows if row["id"] not in apart]
     return measured.sample(rows, asked.sample) if asked.sample else rows
 
 
@@ -125,12 +149,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measured", type=Path, required=True, help="rows as ops.json has them")
     parser.add_argument("--out", type=Path, help="JSON lines; what is there is not made again")
-    parser.add_argument("--sample", type=int, help="so many rows, spread over kind and generation")
+    parser.add_argument(
+        "--sample", type=count, help="so many rows, spread over kind and generation"
+    )
     parser.add_argument("--half", choices=("fit", "judge"))
     parser.add_argument("--match", default="", help="only rows with this text in kind or id")
     parser.add_argument("--again", action="store_true", help="only rows compiled before")
+    parser.add_argument(
+        "--left-out", action="store_true", help="print the rows that can't be used, a line a reason"
+    )
     asked = parser.parse_args()
     rows = chosen(asked)
+    if asked.left_out:
+        return
     if asked.again:
         rows = [row for row in rows if compiling.report_of(row) is not None]
     print(table.text(run(rows, asked.out, batch=len(rows) if asked.again else 24)))

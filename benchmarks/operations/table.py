@@ -3,13 +3,15 @@
 ``python benchmarks/operations/table.py rows.jsonl``
 """
 
-import json
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from records import lines, refuse
 
 
 def line(row: Mapping[str, Any]) -> str:
@@ -57,10 +59,10 @@ def text(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    rows = [
-        json.loads(part) for path in sys.argv[1:] for part in Path(path).read_text().splitlines()
-    ]
-    print(text(rows))
+    if len(sys.argv) < 2:
+        refuse("table.py needs files that run.py --out wrote: table.py rows.jsonl")
+    fields = ("mode", "half", "generation", "kind", "error")
+    print(text(row for path in sys.argv[1:] for row in lines(Path(path), *fields)))
 
 
 if __name__ == "__main__":

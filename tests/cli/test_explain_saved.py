@@ -13,6 +13,7 @@ from systolic.cli import explain_saved as module
 from systolic.cli.main import main
 from systolic.plan.flags import SETS
 
+TINY = f"{Path(__file__).with_name('tiny.py')}:job"
 ON = slice("v6e-8")
 SHARED = resolved("", ON.chip)
 TUNED = merged(SHARED, next(one.flags for one in SETS if one.name == "v6e-dense"))
@@ -67,3 +68,21 @@ def test_flags_of_a_forecast_are_those_of_its_compile(tmp_path: Path) -> None:
     found = module.saved_forecast(path)
     assert found is not None
     assert resolved(module.flags_in(found[1]) or "", ON.chip) == ("--xla_tpu_y=1",)
+
+
+def test_a_forecast_of_another_step_is_explained_as_that_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [TINY, "--on", "v5e-4", "--step", "decode"]
+    assert main(["forecast", *words, "--quick", "--json"]) == 0
+    text = capsys.readouterr().out
+    path = tmp_path / "decode.json"
+    path.write_text(text)
+    for target in (words, [str(path)]):
+        assert main(["explain", *target, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["step_seconds"] == json.loads(text)["step_seconds"]
+        assert told["remedies"] == []
+    assert main(["explain", str(path), "--against", str(path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["step_seconds"] == told["against_step_seconds"] == json.loads(text)["step_seconds"]

@@ -38,6 +38,7 @@ input, for the host and for other devices, recompilation, and the ops that are s
 TPUs also what changes of its settings gain, each forecast for its slice.
 
   --on SLICE       explain a recipe there: v5e-16, v5p-128, 2xv5e-256
+  --step STEP      of a recipe: train (default), eval, prefill or decode, the last three without changes to try
   --remedies N     changes to try (default 10, of a run's profile 4); 0 names causes only
   --quick          of a run: judge by what the run has recorded only. Otherwise a run whose layers were never
                    looked at is looked at now, at its newest checkpoint, where this machine can

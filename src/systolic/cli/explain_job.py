@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from systolic import recipes
-from systolic.aot import Compiled, Compiler, JobProgram
+from systolic.aot import Compiled, Compiler, JobProgram, Verb
 from systolic.aot import compile as compile_program
 from systolic.chips import Slice, slice
 from systolic.chips.flags import described, resolved, spoken
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from systolic.plan import Candidate
     from systolic.plan.ladder import Rung
 
-OWN = ("on", "flags", "remedies", "workers", "json", "against")
+OWN = ("on", "step", "flags", "remedies", "workers", "json", "against")
 """The verb's options, which no recipe takes."""
 
 
 def options(
     on: str,
+    step: Verb = Verb.train,
     flags: str = "",
     remedies: Annotated[int, NOT_NEGATIVE] = 10,
     workers: Annotated[int, NOT_NEGATIVE] = 0,
@@ -44,6 +45,7 @@ def options(
 
     Args:
         on: The slice: v5e-16, v5p-128, tpu7x-8, 2xv5e-256.
+        step: Which of the job's steps: train, eval, prefill or decode; changes of settings are tried for train steps only.
         flags: Of the compiler, on top of the set that all jobs on the chip share (systolic chips v5e lists it); none leaves that set out.
         remedies: Changes of settings to compile and forecast again where the step fits; 0 names causes only.
         workers: Compiles at once; 0 takes what cores and memory allow.
@@ -61,7 +63,10 @@ def explain_recipe(target: str, args: Sequence[str]) -> int:
             f"{on.name} is a {on.platform}: a schedule to explain comes from the TPU compiler; systolic forecast shows the roofline of others"
         )
     known = Settings(recipes.plain(asked.options))
-    return Explanation(asked.job, on, target, list(args), asked.verb).run(known)
+    verb = dict(asked.verb)
+    if verb["step"] is not Verb.train:
+        verb["remedies"] = 0
+    return Explanation(asked.job, on, target, list(args), verb).run(known)
 
 
 class Explanation:
@@ -89,12 +94,18 @@ class Explanation:
         from systolic.hlo import parse
         from systolic.report.forecast.progress import Progress
 
-        name, began = self.job.name, time.monotonic()
+        name, began, step = self.job.name, time.monotonic(), self.verb["step"]
         with Progress(sys.stderr, f"{name} for {self.on.name}") as progress:
             outcome = compile_program(
-                JobProgram(job=self.job), self.on, self.compiler.quick(), progress.say
+                JobProgram(job=self.job, verb=step), self.on, self.compiler.quick(), progress.say
             )
         made = of_outcome(outcome, name, self.on, time.monotonic() - began)
+        if not made.fits and step is not Verb.train:
+            if not self.json:
+                from systolic.report.forecast.text import print_forecast
+
+                print_forecast(made)
+            return self.show_rungs(made, [], sys.stderr)
         if not made.fits:
             return self.out_of_memory(made)
         assert isinstance(outcome, Compiled)
@@ -227,10 +238,10 @@ class Explanation:
 
     def show_rungs(self, made: Forecast, rungs: "Sequence[Rung]", stream: TextIO) -> int:
         """The command of what fits at last, or that nothing does."""
-        last = rungs[-1]
-        found = last.best
+        last = rungs[-1] if rungs else None
+        found = None if last is None else last.best
         typed = None
-        if found is not None:
+        if last is not None and found is not None:
             settings = found.candidate.settings(self.job)
             if not last.same_result:
                 settings["optimizer.kind"] = last.facts.job.optimizer.kind.value
@@ -257,7 +268,7 @@ class Explanation:
                 f"\nthe fastest that fits: {found.candidate.name}, {gibibytes(peak)} of "
                 f"{gibibytes(found.forecast.capacity_bytes)}, {step(found.forecast.step_seconds or 0.0)} a step"
             )
-            if not last.same_result:
+            if last is not None and not last.same_result:
                 print("it changes the optimizer, and with it the result of training")
             print(f"  {typed}")
         else:

@@ -217,7 +217,7 @@ def _causes(target: str, args: Sequence[str]) -> tuple[Forecast, list[Cause]]:
     asked = request(target, args, "explain", options)
     on = slice(asked.verb["on"])
     compiler = Compiler(flags=resolved(asked.verb["flags"], on.chip)).quick()
-    outcome = compile_program(JobProgram(job=asked.job), on, compiler)
+    outcome = compile_program(JobProgram(job=asked.job, verb=asked.verb["step"]), on, compiler)
     made = of_outcome(outcome, asked.job.name, on, 0.0)
     if not isinstance(outcome, Compiled):
         return made, []

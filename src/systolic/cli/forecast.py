@@ -156,7 +156,7 @@ def _remade(args: Sequence[str]) -> list[str]:
     """The arguments that say what was forecast, less those that say where it goes."""
     from systolic.cli.command import without
 
-    return without(args, {"html", "perfetto", "xprof", "against", "json", "save", "quick", "step"})
+    return without(args, {"html", "perfetto", "xprof", "against", "json", "save", "quick"})
 
 
 def show(

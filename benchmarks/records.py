@@ -1,0 +1,162 @@
+"""Files that a user names: records to judge, and lines that an earlier run wrote.
+
+What can't be read ends the benchmark with one line on stderr, which names the place, and exit code 2.
+"""
+
+import argparse
+import enum
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
+
+
+class Kind(enum.Enum):
+    """What a field holds, in words; null is an absent field."""
+
+    number = "a finite number"
+    text = "text"
+    object = "an object"
+    any = "any value"
+
+    def takes(self, value: Any) -> bool:
+        """Whether a value is of this kind."""
+        match self:
+            case Kind.number:
+                plain = isinstance(value, int | float) and not isinstance(value, bool)
+                return plain and math.isfinite(value)
+            case Kind.text:
+                return isinstance(value, str)
+            case Kind.object:
+                return isinstance(value, dict)
+            case Kind.any:
+                return True
+
+
+class Record(dict[str, Any]):
+    """A record that knows which of its fields was read last."""
+
+    last = ""
+
+    def __getitem__(self, name: str) -> Any:
+        self.last = name
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As a dict has it."""
+        self.last = name
+        return super().get(name, default)
+
+
+def refuse(text: str) -> NoReturn:
+    """Ends the process with one line and exit code 2."""
+    print(" ".join(text.split()), file=sys.stderr)
+    raise SystemExit(2)
+
+
+def records(path: Path, needed: Mapping[str, Kind], other: Mapping[str, Kind]) -> list[Record]:
+    """The records of a file: a JSON list of objects, or JSON lines.
+
+    Args:
+        path: The file.
+        needed: Fields that each record has, by kind.
+        other: Fields that a record may lack, by kind.
+    """
+    found = []
+    for number, value in enumerate(_values(path), 1):
+        if not isinstance(value, dict):
+            refuse(f"{path}: record {number} is {_shown(value)}, not an object with fields")
+        record = Record(value)
+        place = (
+            f"{path}: record {number} ({record['id']})"
+            if "id" in value
+            else f"{path}: record {number}"
+        )
+        for name, kind in (needed | other).items():
+            if value.get(name) is None:
+                if name in needed:
+                    refuse(f"{place} has no field {name!r}; it takes {kind.value}")
+            elif not kind.takes(value[name]):
+                refuse(f"{place}: {name} is {_shown(value[name])}; it takes {kind.value}")
+        found.append(record)
+    if not found:
+        refuse(f"{path} has no record; give a JSON list of objects, or JSON lines")
+    return found
+
+
+def used(path: Path, record: Record, rule: Callable[[Record], T]) -> T:
+    """What a rule makes of a record; one that it can't read is named with the field that was read last."""
+    try:
+        return rule(record)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        name = record.last
+        refuse(
+            f"{path}: {record['id']}: {name} is {_shown(dict.get(record, name))}, which can't be read ({type(error).__name__}: {error})"
+        )
+
+
+def lines(path: Path, *fields: str) -> list[dict[str, Any]]:
+    """Lines that an earlier run wrote, each with ``fields``; a cut last one is left out."""
+    found, texts = [], _text(path).splitlines()
+    for number, line in enumerate(texts, 1):
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            if number < len(texts):
+                refuse(f"{path}: line {number} is not JSON ({error}); correct or remove it")
+            continue
+        lacking = [name for name in fields if not isinstance(value, dict) or name not in value]
+        if lacking:
+            refuse(
+                f"{path}: line {number} has no {lacking[0]!r}, so that no run of this benchmark wrote it; name another file"
+            )
+        found.append(value)
+    return found
+
+
+def count(text: str) -> int:
+    """The type of an option that takes 1 or more."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        refuse(f"{path} cannot be read ({error.strerror}); check the path")
+    except UnicodeDecodeError as error:
+        refuse(f"{path} is not text ({error.reason} at byte {error.start})")
+
+
+def _values(path: Path) -> list[Any]:
+    text = _text(path)
+    if not text.lstrip().startswith("["):
+        return [
+            _value(path, line, number)
+            for number, line in enumerate(text.splitlines(), 1)
+            if line.strip()
+        ]
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        refuse(f"{path} is not JSON ({error}); it may be cut short")
+
+
+def _value(path: Path, line: str, number: int) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        refuse(
+            f"{path}: line {number} is not JSON ({error}); give a JSON list of objects, or one object a line"
+        )
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
