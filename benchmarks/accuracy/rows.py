@@ -8,17 +8,15 @@ import hashlib
 import inspect
 import math
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import known
 import others
 import xla_flags
-from records import Kind, records, used
+from fields import each
 
 from systolic.chips import slice
 from systolic.core.errors import SystolicError
@@ -52,15 +50,6 @@ KINDS = {
 """Categories that no recipe covers, with the reason."""
 OTHERS = {"encoder_lm": ("mlm", "encoder"), "vision_cnn": ("image", "convolutional")}
 """Categories of other recipes than ``lm``, and their kind."""
-
-NEEDED = {"id": Kind.text, "generation": Kind.text}
-OTHER = {
-    **dict.fromkeys(("category", "model", "topology", "optimizer", "xla_flags"), Kind.text),
-    **dict.fromkeys(("num_chips", "num_slices", "seq_len", "grad_accum"), Kind.number),
-    **dict.fromkeys(("step_time_best_s", "global_batch", "per_device_batch"), Kind.number),
-    **dict.fromkeys(("arch", "parallelism", "remat", "other_settings"), Kind.object),
-}
-"""Fields of a record and their kinds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +101,7 @@ def family(name: str, generation: str, model: str) -> str:
 
 def expressed(path: Path = PUBLISHED) -> list[Row | Skipped]:
     """Every record of a file, in its order."""
-    return [used(path, record, row_of) for record in records(path, NEEDED, OTHER)]
+    return each(path, row_of)
 
 
 def rows(path: Path = PUBLISHED) -> list[Row]:
