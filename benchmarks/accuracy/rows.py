@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import known
+import mixtures
 import others
 import xla_flags
 from fields import each
@@ -159,7 +160,7 @@ def _row(record: Mapping[str, Any]) -> Row:
             "layout": layout,
             "precision": _precision(record, departures),
             **_optimizer(record),
-            **narrow(record.get("weight_dtype"), departures),
+            **_stored(record, departures),
         },
         flags=script.flags
         if script is not None
@@ -223,8 +224,6 @@ def _model(record: Mapping[str, Any], departures: list[str]) -> dict[str, Any]:
     arch |= stated
     if not arch.get("layers"):
         raise _SkipError(f"the sizes of {record.get('model')} are neither stated nor known by name")
-    if (arch.get("moe_layer_step") or 1) > 1:
-        raise _SkipError("mixtures in every other layer are not in the decoder")
     experts = arch.get("experts") or 1
     activation = str(arch.get("activation") or "silu gated")
     model = {
@@ -242,8 +241,7 @@ def _model(record: Mapping[str, Any], departures: list[str]) -> dict[str, Any]:
         "experts_per_token": arch.get("top_k") or 2,
     }
     if experts > 1:
-        model["capacity_factor"] = _capacity(record, arch, departures)
-        model |= _beside(record, arch, departures)
+        model |= mixtures.dispatch(record, arch, departures) | _beside(record, arch, departures)
     if "parallel attention" in activation:
         departures.append("attention and MLP one after the other here, side by side there")
     return model | _attention(arch, departures)
@@ -254,23 +252,24 @@ def _beside(
 ) -> dict[str, Any]:
     """Shared experts, dense first layers and the router of a mixture."""
     found: dict[str, Any] = {}
-    width = arch.get("moe_d_ff") or arch["d_ff"]
+    width, every = arch.get("moe_d_ff") or arch["d_ff"], arch.get("moe_layer_step") or 1
     if shared := arch.get("shared_experts"):
-        # Without dense layers d_ff is the width of the part that all tokens share (Gemma 4, Llama 4).
-        if not arch.get("first_dense_layers"):
+        # Without dense layers d_ff is the width of the part that all tokens share (Gemma 4, Llama 4 Scout).
+        if not arch.get("first_dense_layers") and every == 1:
             if arch["d_ff"] % width:
                 raise _SkipError("a shared expert of another width than several routed ones")
             shared = arch["d_ff"] // width
         found["shared_experts"] = int(shared)
     if dense := arch.get("first_dense_layers"):
         found |= {"dense_layers": int(dense), "dense_d_ff": arch["d_ff"]}
+    if every > 1:
+        found |= {"mixture_every": int(every), "dense_d_ff": arch["d_ff"]}
     if (router := known.router_of(str(record.get("model")))) is not None:
         found["router"] = dict(router)
     other = record.get("other_settings") or {}
     for setting, what in (
         ("use_random_routing", "tokens routed evenly by chance there, by the router here"),
         ("fsdp_shard_on_exp", "experts split over fsdp by number there, by width here"),
-        ("grad_dtype", "gradients in bf16 there, f32 here"),
         ("mu_dtype", "first moments in bf16 there, f32 here"),
     ):
         if other.get(setting):
@@ -311,15 +310,6 @@ def _attention(arch: Mapping[str, Any], departures: list[str]) -> dict[str, Any]
     return found
 
 
-def _capacity(record: Mapping[str, Any], arch: Mapping[str, Any], departures: list[str]) -> float:
-    other = record.get("other_settings") or {}
-    factor = arch.get("capacity_factor") or other.get("capacity_factor")
-    if isinstance(factor, int | float) and factor > 0:
-        return float(factor)
-    departures.append("dropless experts there; slots for the mean load here")
-    return 1.0
-
-
 def _precision(record: Mapping[str, Any], departures: list[str]) -> str:
     rounded = str(record.get("quantization") or "")
     if not rounded:
@@ -357,6 +347,16 @@ def _optimizer(record: Mapping[str, Any]) -> dict[str, Any]:
     text = str(record.get("optimizer") or "").lower()
     kind = next((name for name in rules if text.startswith(name)), None)
     return {} if kind is None else {"optimizer": {"kind": kind}}
+
+
+def _stored(record: Mapping[str, Any], departures: list[str]) -> dict[str, Any]:
+    """What weights, gradients and optimizer state are kept in, where it is not f32."""
+    other = record.get("other_settings") or {}
+    if other.get("grad_dtype") == "bfloat16" and not str(record.get("weight_dtype")).startswith(
+        "bfloat16"
+    ):
+        return {"dtypes": {"gradients": "bf16"}}
+    return narrow(record.get("weight_dtype"), departures)
 
 
 def narrow(dtype: str | None, departures: list[str]) -> dict[str, Any]:

@@ -93,7 +93,6 @@ def _record(**changes: Any) -> dict[str, Any]:
         ({"parallelism": {"ici": {"ulysses": 8}}}, "'ulysses' is not in the layout"),
         ({"quantization": "int4 weights"}, "int4"),
         ({"arch": None, "model": "unheard-of-9b"}, "neither stated nor known"),
-        ({"arch": {"moe_layer_step": 2}}, "mixtures in every other layer"),
         ({"usable_for_validation": False}, "not fit for validation"),
     ],
 )
@@ -113,6 +112,18 @@ def test_latent_attention_and_shared_experts_by_hand() -> None:
     assert (deepseek["d_ff"], deepseek["dense_d_ff"], deepseek["dense_layers"]) == (2048, 18_432, 3)
     assert deepseek["shared_experts"] == 1
     assert deepseek["router"]["groups"] == 8
+    # No capacity is stated: none is dropped. A stated one is a bound.
+    assert deepseek["dispatch"] == "dropless"
+    bounded = found["tpurecipes-v6e-mixtral-8x7b-1xv6e-256"].options["model"]
+    assert bounded["capacity_factor"] == 1.25
+    assert "dispatch" not in bounded
+    maverick = found["tpurecipes-v5p-llama4-maverick-v5p-256"].options["model"]
+    assert (maverick["mixture_every"], maverick["d_ff"], maverick["dense_d_ff"]) == (
+        2,
+        8192,
+        16_384,
+    )
+    assert maverick["shared_experts"] == 1
     gemma = found["tpurecipes-tpu7x-gemma4-26b-64chips-S4096-bf16"]
     assert gemma.options["model"]["shared_experts"] == 3, "2112 of 704"
     assert any("heads of 512" in departure for departure in gemma.departures)

@@ -66,6 +66,10 @@ LATENTS = {
     "latent-context-tensor-embed": Layout(fsdp=2, context=2, tensor=2, residual=EMBED),
     "latent-pipeline": Layout(data=2, fsdp=1, pipeline=2, tensor=2),
 }
+INTERLEAVED = {
+    "interleaved-expert-tensor": Layout(expert=2, fsdp=2, tensor=2, remat=Remat.full),
+    "interleaved-pipeline": Layout(expert=2, fsdp=1, pipeline=2, tensor=2),
+}
 EXPERTS = replace(tiny.MODEL, experts=4, d_ff=32)
 LOOKUPS = replace(tiny.MODEL, ngrams=3, ngram_rows=64, ngram_dim=8)
 SWITCHES = replace(
@@ -85,6 +89,7 @@ LATENT = replace(
     ),
     router=Router(score=Score.sigmoid, groups=2, top_groups=1, bias=True),
 )
+EVERY_OTHER = replace(EXPERTS, mixture_every=2, dense_d_ff=48, shared_experts=1)
 MODELS = (
     (DENSE, tiny.MODEL),
     (MIXTURE, EXPERTS),
@@ -92,6 +97,7 @@ MODELS = (
     (SWITCHED, SWITCHES),
     (DROPLESS, UNBOUNDED),
     (LATENTS, LATENT),
+    (INTERLEAVED, EVERY_OTHER),
 )
 LAYOUTS = {name: layout for layouts, _ in MODELS for name, layout in layouts.items()}
 

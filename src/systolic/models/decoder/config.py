@@ -1,6 +1,7 @@
 """The sizes of a decoder; imports without jax."""
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
@@ -86,6 +87,8 @@ class Decoder(Model):
     """Mixture: experts that every token visits beside its own, as one gated MLP of so many times d-ff (n_shared_experts)."""
     dense_layers: Annotated[int, NOT_NEGATIVE] = 0
     """Mixture: the first layers, whose feed-forward part is dense (first_k_dense_replace)."""
+    mixture_every: Annotated[int, COUNT] = 1
+    """Mixture: each so many'th layer has one, the others are dense (interleave_moe_layer_step; Llama 4 Maverick: 2)."""
     dense_d_ff: Annotated[int, Range(least=0, most=2**22)] = 0
     """Mixture: hidden units of the dense layers; 0 takes d-ff."""
     router: Router = BEST
@@ -157,6 +160,7 @@ class Decoder(Model):
                 "shared-experts": self.shared_experts,
                 "dense-layers": self.dense_layers,
                 "dense-d-ff": self.dense_d_ff,
+                "mixture-every": self.mixture_every > 1 and self.mixture_every,
                 "router.bias": self.router.bias,
             }
             for name, value in wanted.items():
@@ -172,6 +176,14 @@ class Decoder(Model):
         if self.dense_layers >= self.layers:
             raise OptionError(
                 f"model.dense-layers {self.dense_layers} leaves no mixture of model.layers {self.layers}; lower it"
+            )
+        if self.mixture_every > 1 and (self.dense_layers or self.layers % self.mixture_every):
+            if self.dense_layers:
+                raise OptionError(
+                    f"model.mixture-every {self.mixture_every} and model.dense-layers {self.dense_layers} both say which layers are dense; leave one out"
+                )
+            raise OptionError(
+                f"model.mixture-every {self.mixture_every} does not divide model.layers {self.layers}; the last layer of each so many has the mixture, change one"
             )
         groups = self.router.groups
         least = 2 if self.router.score is Score.sigmoid and self.router.top_groups < groups else 1
@@ -195,7 +207,9 @@ class Decoder(Model):
     @property
     def mixtures(self) -> int:
         """Layers with a mixture."""
-        return self.layers - self.dense_layers if self.experts > 1 else 0
+        if self.experts == 1:
+            return 0
+        return (self.layers - self.dense_layers) // self.mixture_every
 
     @property
     def dense_width(self) -> int:
@@ -251,7 +265,7 @@ class Decoder(Model):
         piped = self.layers - self.dense_layers
         less = f" less dense-layers {self.dense_layers}" if self.dense_layers else ""
         divides.append(("pipeline", layout.pipeline, f"layers{less}", piped))
-        if self.dense_layers:
+        if self.experts > 1 and self.mixtures < self.layers:
             divides.append(("tensor", layout.tensor, "dense-d-ff", self.dense_width))
         if self.experts > 1:
             divides.append(("expert", layout.expert, "experts", self.experts))
@@ -269,7 +283,13 @@ class Decoder(Model):
                     raise LayoutError(
                         f"layout.remat-names has {name!r}{nearest(name, ACTIVATIONS)}; a decoder names {', '.join(ACTIVATIONS)}"
                     )
-        if (piped // layout.pipeline) % len(self.windows) and layout.pipeline > 1:
+        if (piped // layout.pipeline) % self.mixture_every and layout.pipeline > 1:
+            raise LayoutError(
+                f"layout.pipeline {layout.pipeline} makes stages of {piped // layout.pipeline} layers, which model.mixture-every {self.mixture_every} does not divide; each stage repeats the whole pattern of mixtures"
+            )
+        if (piped // layout.pipeline) % math.lcm(
+            self.mixture_every, len(self.windows)
+        ) and layout.pipeline > 1:
             raise LayoutError(
                 f"layout.pipeline {layout.pipeline} makes stages of {piped // layout.pipeline} layers, which model.global-every {self.global_every} does not divide; each stage repeats the whole pattern of windows"
             )
@@ -339,6 +359,7 @@ class Decoder(Model):
         kv_heads = max(layout.tensor, 1)
         width = 16 * layout.fsdp * layout.expert * layout.context
         dense, hidden = min(self.dense_layers, 1), 32 * layout.tensor
+        unit = math.lcm(len(self.windows), self.mixture_every)
         grouped = self.router.groups > 1
         every = self.router.top_groups == self.router.groups
         router = replace(
@@ -347,7 +368,7 @@ class Decoder(Model):
         experts = max(2 * layout.expert, 4) if grouped else 2 * layout.expert
         return replace(
             self,
-            layers=dense + min(self.layers - dense, max(2, len(self.windows)) * layout.pipeline),
+            layers=dense + min(self.layers - dense, max(2, unit) * layout.pipeline),
             d_model=width,
             d_ff=hidden,
             dense_layers=dense,

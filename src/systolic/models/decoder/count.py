@@ -54,7 +54,9 @@ def feed_forward(config: "Decoder", experts: int) -> int:
     """Elements of the feed-forward parts of all layers; of mixtures so many routed experts."""
     if config.experts == 1:
         return config.layers * dense(config)
-    return config.dense_layers * dense(config) + config.mixtures * mixture(config, experts)
+    return (config.layers - config.mixtures) * dense(config) + config.mixtures * mixture(
+        config, experts
+    )
 
 
 def parameters(config: "Decoder") -> int:

@@ -1,8 +1,7 @@
 """The decoder as a Flax NNX module: blocks stacked along a leading ``layers`` dim and run by a scan."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,8 @@ from systolic.models.decoder.ngrams import NGrams
 from systolic.models.decoder.parts import MLP, RMSNorm, rope
 from systolic.models.decoder.pipeline import run_stages
 from systolic.models.decoder.router import balance, moved
-from systolic.models.decoder.stack import at, run_layers
+from systolic.models.decoder.stack import at, run_layers, stack
+from systolic.models.decoder.stretch import Step, Stretch
 from systolic.models.decoder.tiles import score_tiles
 from systolic.models.masking import Logits, Masking, soft_cap
 from systolic.models.order import Order, balanced
@@ -176,18 +176,6 @@ class Block(nnx.Module):
         return attend_one([part], value, cached[1], sight).astype(x.dtype), (key, value)
 
 
-class Stretch(NamedTuple):
-    """Layers of one kind that follow each other."""
-
-    blocks: Block
-    """Stacked: its arrays are [layers, ...]."""
-    first: int
-    """The number of the first one."""
-    layers: int
-    windows: tuple[int, ...]
-    """Of a period of its layers."""
-
-
 class DecoderModule(nnx.Module):
     """Tokens to logits."""
 
@@ -203,9 +191,10 @@ class DecoderModule(nnx.Module):
         shape, gain = (config.vocab, config.d_model), TIED_GAIN if config.tie_embeddings else 1.0
         self.embedding = weight(rngs, shape, ("vocab", "embed"), config.d_model, gain)
         self.ngrams = NGrams(config, rngs, target) if config.ngrams else None
-        dense = config.dense_layers
+        mixtures = config.mixtures or config.layers
+        dense = config.layers - mixtures
         self.dense_blocks = blocks(dense, mixture=False) if dense else None
-        self.blocks = blocks(config.layers - dense, mixture=config.experts > 1)
+        self.blocks = blocks(mixtures, mixture=config.experts > 1)
         self.norm = RMSNorm(config.d_model, config.norm_eps, "norm")
         if not config.tie_embeddings:
             # Zero: the first prediction is uniform, whatever the trunk says.
@@ -218,12 +207,14 @@ class DecoderModule(nnx.Module):
     def stretches(self) -> list[Stretch]:
         """All layers, in order: the dense ones before mixtures, then the others."""
         dense, windows = self.config.dense_layers, self.config.windows
-        turn = dense % len(windows)
-        rest = self.config.layers - dense
-        last = Stretch(self.blocks, dense, rest, windows[turn:] + windows[:turn])
         if self.dense_blocks is None:
-            return [last]
-        return [Stretch(self.dense_blocks, 0, dense, windows), last]
+            return [Stretch(((self.blocks, 1),), 0, self.config.layers, windows)]
+        if (every := self.config.mixture_every) > 1:
+            kinds = ((self.dense_blocks, every - 1), (self.blocks, 1))
+            return [Stretch(kinds, 0, self.config.mixtures, windows)]
+        turn, rest = dense % len(windows), self.config.layers - dense
+        last = Stretch(((self.blocks, 1),), dense, rest, windows[turn:] + windows[:turn])
+        return [Stretch(((self.dense_blocks, 1),), 0, dense, windows), last]
 
     def embed(
         self,
@@ -334,21 +325,20 @@ class DecoderModule(nnx.Module):
 
     def _runner(self, stretch: Stretch, order: Order | None) -> tuple[Callable[..., Any], Any]:
         """``run(x, stacked, segments, positions)`` of some of a stretch's layers, and the arrays of all of them."""
-        graph, stacked = nnx.split(stretch.blocks)
+        graphs, stacked = stretch.split()
 
-        def layer(window: int) -> Callable[..., Any]:
-            def plain(
-                x: jax.Array, state: nnx.State, segments: jax.Array, positions: jax.Array
-            ) -> tuple[jax.Array, dict[str, jax.Array]]:
-                return nnx.merge(graph, state)(x, segments, positions, order, window)
+        def run(x: jax.Array, states: Any, *where: jax.Array) -> tuple[jax.Array, Any]:
+            def step(graph: Any, window: int) -> Step:
+                def plain(
+                    x: jax.Array, state: nnx.State, segments: jax.Array, positions: jax.Array
+                ) -> tuple[jax.Array, dict[str, jax.Array]]:
+                    return nnx.merge(graph, state)(x, segments, positions, order, window)
 
-            return rematerialise(plain, self.target.layout)
+                again = rematerialise(plain, self.target.layout)
+                return lambda x, state, _=None: again(x, state, *where)
 
-        layers = [layer(window) for window in stretch.windows]
-
-        def run(x: jax.Array, state: nnx.State, *where: jax.Array) -> tuple[jax.Array, Any]:
-            period = [lambda x, one, layer=layer: layer(x, one, *where) for layer in layers]
-            return run_layers(period, x, state)
+            # Of a unit only the last layer, a mixture, says how it routed.
+            return run_layers(stretch.period(graphs, step, lambda said: said[-1]), x, states)
 
         return run, stacked
 
@@ -403,21 +393,21 @@ class DecoderModule(nnx.Module):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         none = self.no_history(tokens.shape[0])
         x, parts = self.embed(tokens, positions, none), []
-        for stretch in self.stretches:
-            graph, stacked = nnx.split(stretch.blocks)
 
-            def step(
-                x: jax.Array, state: nnx.State, window: int, graph: Any = graph
-            ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        def step(graph: Any, window: int) -> Step:
+            def layer(x: jax.Array, state: nnx.State, _: Any = None) -> tuple[jax.Array, Any]:
                 block = nnx.merge(graph, state)
                 masking = Masking(causal=True, window=window)
                 attended, kept = block.attend(x, positions, masking)
                 rows = tuple(stored(self.target, each, capacity, dtype) for each in kept)
                 return block.merge(x, attended, count)[0], rows
 
-            period = [partial(step, window=window) for window in stretch.windows]
-            x, rows = run_layers(period, x, stacked, in_place=True)
-            parts.append(rows)
+            return layer
+
+        for stretch in self.stretches:
+            graphs, stacked = stretch.split()
+            x, rows = run_layers(stretch.period(graphs, step, stack), x, stacked, in_place=True)
+            parts.append(stretch.flat(rows))
         keys, values = _joined(parts)
         return self.normed(x), Cache(keys, values, count, _latest(none, tokens, count))
 
@@ -435,23 +425,26 @@ class DecoderModule(nnx.Module):
         x, parts = self.embed(tokens, positions, cache.recent), []
         rows = (cache.key, cache.value)
         alone = self.dense_blocks is None
-        for stretch in self.stretches:
-            graph, stacked = nnx.split(stretch.blocks)
 
-            def step(
-                x: jax.Array, given: Any, window: int, graph: Any = graph
-            ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-                layer, own = given
-                block = nnx.merge(graph, layer)
+        def step(graph: Any, window: int) -> Step:
+            def layer(x: jax.Array, state: nnx.State, own: Any) -> tuple[jax.Array, Any]:
+                block = nnx.merge(graph, state)
                 cached = own if alone else at(rows, own)
                 attended, new = block.attend_next(x, positions, cached, window)
                 return block.merge(x, attended)[0], new
 
-            period = [partial(step, window=window) for window in stretch.windows]
-            # Of several stretches each reads its layers by number: a part of the cache would be a copy.
-            own = rows if alone else stretch.first + jnp.arange(stretch.layers)
+            return layer
+
+        for stretch in self.stretches:
+            graphs, stacked = stretch.split()
+            # Beside another kind each layer is read by its number: a part of the cache would be a copy.
+            own = rows if alone else stretch.numbers
+            period = [
+                lambda x, given, unit=unit: unit(x, *given)
+                for unit in stretch.period(graphs, step, stack)
+            ]
             x, new = run_layers(period, x, (stacked, own), in_place=True)
-            parts.append(new)
+            parts.append(stretch.flat(new))
         keys, values = (
             appended(self.target, old, cache.length, rows[:, :, 0])
             for old, rows in zip((cache.key, cache.value), _joined(parts), strict=True)

@@ -66,7 +66,7 @@ def activations(config: "Decoder") -> tuple[dict[str, int], dict[str, int]]:
     if config.dispatch is Dispatch.slots and config.experts > 1:
         copies *= config.capacity_factor
     width = config.d_ff * (max(copies, 1.0) + config.shared_experts)
-    if config.dense_layers or config.experts == 1:
+    if config.mixtures < config.layers:
         width += (config.dense_width - width) * (1 - config.mixtures / config.layers)
     whole = {"layer_input": config.d_model, "out": config.d_model, "down": config.d_model}
     if latent := config.latent:

@@ -19,6 +19,11 @@ def at(stacked: Any, number: Any) -> Any:
     return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, number, keepdims=False), stacked)
 
 
+def stack(said: Sequence[Any]) -> Any:
+    """Trees of arrays as one of arrays with a leading dim."""
+    return jax.tree.map(lambda *each: jnp.stack(each), *said)
+
+
 def run_layers(
     period: Sequence[Layer], x: jax.Array, stacked: Any, *, in_place: bool = False
 ) -> tuple[jax.Array, Any]:
@@ -46,7 +51,7 @@ def run_layers(
                 own = jax.tree.map(lambda a, number=number: a[number], given)
             x, told = layer(x, own)
             said.append(told)
-        return x, jax.tree.map(lambda *each: jnp.stack(each), *said)
+        return x, stack(said)
 
     found = []
     if groups:

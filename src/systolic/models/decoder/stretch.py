@@ -1,0 +1,96 @@
+"""Stretches of layers that repeat one unit: a layer, or dense ones and then a mixture."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Step = Callable[..., tuple[jax.Array, Any]]
+"""``step(x, state, given)`` of one layer: its arrays, and what else it is given, to the stream and what it says."""
+
+
+class Stretch(NamedTuple):
+    """Units of layers that follow each other."""
+
+    kinds: tuple[tuple[nnx.Module, int], ...]
+    """Blocks, stacked [layers of the kind, ...], and how many layers of each a unit has, in order."""
+    first: int
+    """The number of the first layer."""
+    units: int
+    windows: tuple[int, ...]
+    """Of a period of its layers."""
+
+    @property
+    def size(self) -> int:
+        """Layers of a unit."""
+        return sum(count for _, count in self.kinds)
+
+    @property
+    def numbers(self) -> jax.Array:
+        """Those of the layers, int32[units] or [units, layers of a unit], as :meth:`period` takes them."""
+        numbers = self.first + jnp.arange(self.units * self.size)
+        return numbers if self.size == 1 else numbers.reshape(-1, self.size)
+
+    def flat(self, said: Any) -> Any:
+        """What units say of their layers, [units, layers of a unit, ...], as [layers, ...]."""
+        if self.size == 1:
+            return said
+        return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), said)
+
+    def split(self) -> tuple[list[Any], Any]:
+        """The graph of each kind, and arrays [units, ...] of all, as :meth:`period` takes them."""
+        graphs, states = [], []
+        for blocks, count in self.kinds:
+            graph, state = nnx.split(blocks)
+            if count > 1:
+                state = jax.tree.map(lambda a, n=count: a.reshape(-1, n, *a.shape[1:]), state)
+            graphs.append(graph)
+            states.append(state)
+        return graphs, states[0] if self.size == 1 else tuple(states)
+
+    def period(
+        self,
+        graphs: list[Any],
+        step: Callable[[Any, int], Step],
+        join: Callable[[list[Any]], Any],
+    ) -> list[Step]:
+        """Functions of the units after which kinds and windows repeat: ``unit(x, states, given)``.
+
+        Args:
+            graphs: Of each kind.
+            step: The function of a layer, by graph and window.
+            join: What a unit says, of what its layers say; a unit of one layer says what that says.
+        """
+        length = len(self.windows) // math.gcd(self.size, len(self.windows))
+        return [self._unit(graphs, step, join, number * self.size) for number in range(length)]
+
+    def _unit(
+        self,
+        graphs: list[Any],
+        step: Callable[[Any, int], Step],
+        join: Callable[[list[Any]], Any],
+        first: int,
+    ) -> Step:
+        counts = [count for _, count in self.kinds]
+        kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
+        steps = [
+            step(graphs[kind], self.windows[(first + place) % len(self.windows)])
+            for place, kind in enumerate(kinds)
+        ]
+        if self.size == 1:
+            return steps[0]
+
+        def unit(x: jax.Array, states: Any, given: Any = None) -> tuple[jax.Array, Any]:
+            said = []
+            for place, (kind, one) in enumerate(zip(kinds, steps, strict=True)):
+                own, before = states[kind], sum(counts[:kind])
+                if counts[kind] > 1:
+                    own = jax.tree.map(lambda a, n=place - before: a[n], own)
+                x, told = one(x, own, jax.tree.map(lambda a, n=place: a[n], given))
+                said.append(told)
+            return x, join(said)
+
+        return unit
