@@ -82,6 +82,31 @@ def of_rows(rows: Any) -> dict[str, Any]:
     }
 
 
+def of_grouped(rows: Any, grouped: Any) -> dict[str, Any]:
+    """Rows that took as long as a product with every group, the sizes that a program holds, and the residual's copy."""
+    sizes = {"num_groups": 128, "total_size": 131072}
+    shapes = {"lhs": "bf16[131072,2048]", "rhs": "bf16[128,2048,768]", "groups": sizes}
+    row = {
+        "id": "g",
+        "generation": "v5p",
+        "what": "grouped_matmul",
+        "shapes": shapes | {"mode": "lhs[m,k] x rhs[g,k,n]"},
+    }
+    # 2 x 131072 x 2048 x 768 x 128 groups at 459 TFLOP/s are 115 ms.
+    swapped = shapes | {"rhs": "bf16[128,768,2048]", "mode": grouped.TRANSPOSED}
+    one = shapes | {"groups": {"num_groups": 128, "max": 131072, "total": 131072, "zeros": 127}}
+    return {
+        "dense": [
+            rows.ran_dense(row | {"measured_seconds": 0.4}),
+            rows.ran_dense(row | {"measured_seconds": 0.11}),
+            rows.ran_dense(row | {"measured_seconds": 0.116, "shapes": swapped}),
+            rows.ran_dense(row | {"measured_seconds": 0.11, "shapes": swapped}),
+        ],
+        "arguments": [len(grouped.with_sizes(None, some)[1]) for some in (shapes, one)],
+        "twice": grouped.twice(lambda x: x + 1)(1),
+    }
+
+
 def main() -> None:
     sys.path.insert(0, str(HERE))
     row = {"mode": "full", "half": "fit", "generation": "v6e", "kind": "k"}
@@ -90,6 +115,7 @@ def main() -> None:
         **of_attention(import_module("attention")),
         **of_losses(import_module("losses")),
         **of_rows(import_module("rows")),
+        **of_grouped(import_module("rows"), import_module("grouped")),
         "table": table.splitlines()[-1],
     }
     print(json.dumps(found))

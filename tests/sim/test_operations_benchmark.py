@@ -28,11 +28,20 @@ def test_halves_are_by_program(found: dict[str, Any]) -> None:
 
 
 def test_what_is_short_or_a_kernel_without_a_program_is_not_judged(found: dict[str, Any]) -> None:
-    assert found["judged"] == [True, False, True, False, False, False]
+    assert found["judged"] == [True, False, True, False, True, False]
 
 
 def test_kernels_are_a_kind_of_their_own(found: dict[str, Any]) -> None:
     assert found["kernel"] == "attention kernel"
+
+
+def test_rows_that_took_a_product_with_every_group_are_known(found: dict[str, Any]) -> None:
+    assert found["dense"] == [True, False, True, False]
+
+
+def test_a_group_that_has_all_rows_is_in_the_program(found: dict[str, Any]) -> None:
+    assert found["arguments"] == [3, 2]
+    assert found["twice"] == [2, 2]
 
 
 def test_a_sample_takes_each_generation_alike(found: dict[str, Any]) -> None:
