@@ -20,6 +20,7 @@ from systolic.hlo.origin import named
 from systolic.sim.asynchronous import COLLECTIVES
 from systolic.sim.estimate import vector_operations
 from systolic.sim.layers import layer_of
+from systolic.sim.notes import merged
 from systolic.sim.price import FREE
 from systolic.sim.reads import Reads
 from systolic.sim.switched import Switched, switched
@@ -126,7 +127,7 @@ def roofline(module: Module, peaks: Peaks, num_devices: int, program: Program) -
     )
     seconds, spans = walk.computation(module.entry)
     origin = Origin.simulated if program is Program.compiled else Origin.assumed
-    return Timeline(origin=origin, seconds=seconds, spans=spans, notes=tuple(walk.notes))
+    return Timeline(origin=origin, seconds=seconds, spans=spans, notes=merged(walk.notes))
 
 
 @dataclass

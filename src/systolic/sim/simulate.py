@@ -29,6 +29,7 @@ from systolic.sim.asynchronous import (
 from systolic.sim.calibration import Calibration, calibration_of
 from systolic.sim.layers import layer_of
 from systolic.sim.network import Network, Place, crossings, default_places
+from systolic.sim.notes import merged
 from systolic.sim.price import price
 from systolic.sim.rates import Rates, rates_of
 from systolic.sim.timeline import Resource, Span, Timeline
@@ -87,7 +88,7 @@ def simulate(
         run.notes[
             f"{waited / seconds:.1%} of the step is an allowance for waiting for the slowest of {on.num_slices} slices, as published steps grew"
         ] = None
-    made = Timeline(origin=Origin.simulated, seconds=seconds, spans=spans, notes=tuple(run.notes))
+    made = Timeline(origin=Origin.simulated, seconds=seconds, spans=spans, notes=merged(run.notes))
     estimated = sum(s.seconds * n for s, n in made.leaves() if s.priced_by == "estimate")
     if estimated > MUCH * seconds:
         note = f"{estimated / seconds:.0%} of the time is of ops without the compiler's cycles, priced by slowdowns fitted to other programs"

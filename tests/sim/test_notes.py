@@ -1,0 +1,56 @@
+"""One note of a kind, in recorded programs and by hand."""
+
+import pytest
+
+from systolic.chips import slice
+from systolic.hlo import parse
+from systolic.sim import simulate
+from systolic.sim.notes import merged
+
+KERNEL = (
+    "kernel {}: balanced routing, {} groups of equal size, each begun inside a tile of 128 rows"
+)
+
+
+def test_notes_that_differ_in_names_and_numbers_are_one() -> None:
+    notes = [
+        KERNEL.format("ragged-dot.3", 8),
+        "no rule prices custom-call Odd",
+        KERNEL.format("ragged-dot.17.cloned", 64),
+        "no rule prices custom-call Even",
+        KERNEL.format("jvp.transpose.5", 8),
+    ]
+    assert merged(notes) == (
+        f"{notes[0]} (and 2 more like it)",
+        "no rule prices custom-call Odd",
+        "no rule prices custom-call Even",
+    )
+    assert merged([]) == ()
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_loops_of_unknown_length_make_one_note(count: int) -> None:
+    loops = "\n".join(
+        f"  %while.{n} = (s32[], f32[8]) while(%start), condition=%go, body=%turn"
+        for n in range(count)
+    )
+    module = parse(f"""HloModule m, is_scheduled=true
+
+%turn (p: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  ROOT %p = (s32[], f32[8]) parameter(0)
+}}
+
+%go (q: (s32[], f32[8])) -> pred[] {{
+  %q = (s32[], f32[8]) parameter(0)
+  ROOT %odd = pred[] custom-call(%q), custom_call_target="Odd"
+}}
+
+ENTRY %main (start: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %start = (s32[], f32[8]) parameter(0)
+{loops}
+  ROOT %end = (s32[], f32[8]) copy(%while.0)
+}}
+""")
+    (note,) = [n for n in simulate(module, slice("v5e-1")).notes if "no trip count" in n]
+    assert note.startswith("loop while.0 has no trip count")
+    assert note.endswith(f"(and {count - 1} more like it)" if count > 1 else "taken once")
