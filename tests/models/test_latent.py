@@ -96,7 +96,7 @@ def of_hugging_face(name: str) -> Decoder:
         dense_layers=known["first_k_dense_replace"],
         dense_d_ff=known["intermediate_size"],
         dispatch=Dispatch.dropless if third else Dispatch.slots,
-        capacity_factor=0.0,
+        capacity_factor=1.25 if third else 0.0,
         latent=Latent(
             kv_lora_rank=known["kv_lora_rank"],
             q_lora_rank=known["q_lora_rank"] or 0,
@@ -287,7 +287,7 @@ def test_the_program_has_what_is_counted() -> None:
     steps = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=LATENT))
     assert steps.network.num_parameters == LATENT.num_parameters
     assert steps.network.rest["blocks/mlp/bias"].shape == (2, 4)
-    dropless = replace(LATENT, dispatch=Dispatch.dropless)
+    dropless = replace(LATENT, dispatch=Dispatch.dropless, capacity_factor=1.25)
     steps = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=dropless))
     batch = steps.abstract_batch(1)
     counted = flops.count(
@@ -385,7 +385,7 @@ def test_the_kernel_takes_values_of_another_width() -> None:
         ({"dense_layers": 3}, "leaves no mixture of model.layers 3"),
         ({"router": Router(groups=3)}, "groups 3 does not make equal groups"),
         ({"experts_per_token": 3}, "more than the 2 experts of its router.top-groups"),
-        ({"experts": 1}, "shared-experts is 2 but the model is dense"),
+        ({"experts": 1}, "but the model is dense, so that it has no effect"),
     ],
 )
 def test_what_contradicts_itself_is_refused(change: dict[str, Any], words: str) -> None:

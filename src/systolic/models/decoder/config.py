@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from systolic.core.errors import LayoutError, OptionError, nearest
+from systolic.core.needs import Needs, check_needs
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check
 from systolic.job import Axis, Field, Layout, Model, Outline, Remat, Rounding, Target
 from systolic.models.decoder import count
@@ -21,6 +22,20 @@ ACTIVATIONS = ("layer_input", "latent", "query", "key", "value", "attention", "o
 MOST_PARAMETERS = 10**14
 """Far above any published model; sizes beyond it are slips of the hand that the compiler would take hours over."""
 BEST, PLAIN, PER_CHANNEL = Router(), Latent(), Rounding()
+MIXTURE = Needs("model.experts", "the model is dense", lambda model: model.experts > 1)
+SLOTS = Needs(
+    "model.dispatch slots",
+    "model.dispatch is dropless",
+    lambda model: model.dispatch is Dispatch.slots,
+)
+DENSE = Needs(
+    "model.dense-layers",
+    "no layer of the mixture is dense",
+    lambda model: model.dense_layers or model.mixture_every > 1,
+)
+BIAS = Needs("model.router.bias", "model.router.bias is off", lambda model: model.router.bias)
+WINDOW = Needs("model.window", "model.window is 0", lambda model: model.window)
+NGRAMS = Needs("model.ngrams", "model.ngrams is 0", lambda model: model.ngrams)
 
 
 class Mlp(enum.Enum):
@@ -77,25 +92,25 @@ class Decoder(Model):
     """Whether the output matrix is the embedding's transpose."""
     experts: Annotated[int, Range(least=1, most=2**14)] = 1
     """Experts per layer; 1 is a dense model."""
-    experts_per_token: Annotated[int, COUNT] = 2
+    experts_per_token: Annotated[int, COUNT, MIXTURE] = 2
     """Mixture: experts that each token visits."""
-    dispatch: Dispatch = Dispatch.slots
+    dispatch: Annotated[Dispatch, MIXTURE] = Dispatch.slots
     """Mixture: how tokens reach their experts; slots are bounded, dropless takes as many as come."""
-    capacity_factor: Annotated[float, NOT_NEGATIVE] = 1.25
+    capacity_factor: Annotated[float, NOT_NEGATIVE, MIXTURE, SLOTS] = 1.25
     """Mixture: slots per expert over the mean load; a token without a slot skips its expert. 0 never drops."""
-    shared_experts: Annotated[int, NOT_NEGATIVE] = 0
+    shared_experts: Annotated[int, NOT_NEGATIVE, MIXTURE] = 0
     """Mixture: experts that every token visits beside its own, as one gated MLP of so many times d-ff (n_shared_experts)."""
-    dense_layers: Annotated[int, NOT_NEGATIVE] = 0
+    dense_layers: Annotated[int, NOT_NEGATIVE, MIXTURE] = 0
     """Mixture: the first layers, whose feed-forward part is dense (first_k_dense_replace)."""
-    mixture_every: Annotated[int, COUNT] = 1
+    mixture_every: Annotated[int, COUNT, MIXTURE] = 1
     """Mixture: each so many'th layer has one, the others are dense (interleave_moe_layer_step; Llama 4 Maverick: 2)."""
-    dense_d_ff: Annotated[int, Range(least=0, most=2**22)] = 0
+    dense_d_ff: Annotated[int, Range(least=0, most=2**22), MIXTURE, DENSE] = 0
     """Mixture: hidden units of the dense layers; 0 takes d-ff."""
-    router: Router = BEST
+    router: Annotated[Router, MIXTURE] = BEST
     """Mixture: how experts are chosen and weighted."""
-    router_loss: Annotated[float, NOT_NEGATIVE] = 0.01
+    router_loss: Annotated[float, NOT_NEGATIVE, MIXTURE] = 0.01
     """Mixture: weight of the load balancing loss."""
-    router_bias_rate: Annotated[float, NOT_NEGATIVE] = 0.001
+    router_bias_rate: Annotated[float, NOT_NEGATIVE, MIXTURE, BIAS] = 0.001
     """Mixture with router.bias: what a step adds to the bias of each expert with less than the mean load, and takes from the others."""
     latent: Latent = PLAIN
     """Multi-head latent attention (MLA, DeepSeek-V2); head-dim and kv-heads then say nothing."""
@@ -107,9 +122,9 @@ class Decoder(Model):
     """RMSNorm on queries and keys."""
     window: Annotated[int, NOT_NEGATIVE] = 0
     """Sliding window: a token sees itself and the window - 1 tokens before it; 0 sees all before it."""
-    global_every: Annotated[int, NOT_NEGATIVE] = 0
+    global_every: Annotated[int, Range(least=2, only=(0,)), WINDOW] = 0
     """With a window: each so many'th layer sees all before it (Gemma 3: 6, gpt-oss and Gemma 2: 2); 0 for none."""
-    local_rope_theta: Annotated[float | None, POSITIVE] = None
+    local_rope_theta: Annotated[float | None, POSITIVE, WINDOW] = None
     """rope-theta of the layers with a window, where it is another one (Gemma 3: 10,000 beside 1,000,000)."""
     attention_cap: Annotated[float, NOT_NEGATIVE] = 0.0
     """Soft cap of the attention's logits, cap * tanh(logit / cap) (Gemma 2: 50); 0 for none."""
@@ -119,15 +134,16 @@ class Decoder(Model):
     """Attention sinks: a learned logit for each head that takes its share of the softmax (gpt-oss)."""
     ngrams: Annotated[int, Range(least=2, most=64, only=(0,))] = 0
     """The longest n-gram with a hashed embedding of its own, 2 or more; 0 has none."""
-    ngram_rows: Annotated[int, Range(least=1, most=2**30)] = 2**15
+    ngram_rows: Annotated[int, Range(least=1, most=2**30), NGRAMS] = 2**15
     """Rows of each n-gram table, a power of two."""
-    ngram_dim: Annotated[int, Range(least=1, most=2**16)] = 32
+    ngram_dim: Annotated[int, Range(least=1, most=2**16), NGRAMS] = 32
     """Width of an n-gram's embedding."""
     rounding: Rounding = PER_CHANNEL
     """With precision int8 or fp8: how weight matmuls round."""
 
     def __post_init__(self) -> None:
         check(self, "model")
+        check_needs(self, "model")
         if self.num_parameters > MOST_PARAMETERS:
             raise OptionError(
                 f"the model's sizes make {self.num_parameters:.3g} parameters; it takes up to {MOST_PARAMETERS:.0e}, lower one of layers, d-model, d-ff and experts"
@@ -139,10 +155,6 @@ class Decoder(Model):
         if self.head_dim % 2:
             raise OptionError(
                 f"model.head-dim {self.head_dim} is odd; rotary embeddings turn pairs of dims, use an even one"
-            )
-        if self.global_every and not self.window:
-            raise OptionError(
-                f"model.global-every is {self.global_every} but model.window is 0, so that every layer sees everything; give a window"
             )
         if self.ngrams and self.ngram_rows & (self.ngram_rows - 1):
             raise OptionError(
@@ -156,18 +168,6 @@ class Decoder(Model):
 
     def _check_mixture(self) -> None:
         if self.experts == 1:
-            wanted = {
-                "shared-experts": self.shared_experts,
-                "dense-layers": self.dense_layers,
-                "dense-d-ff": self.dense_d_ff,
-                "mixture-every": self.mixture_every > 1 and self.mixture_every,
-                "router.bias": self.router.bias,
-            }
-            for name, value in wanted.items():
-                if value:
-                    raise OptionError(
-                        f"model.{name} is {value} but the model is dense; leave it out, or set model.experts"
-                    )
             return
         if not self.mlp.gated:
             raise OptionError(

@@ -5,8 +5,14 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from systolic.core.errors import OptionError
+from systolic.core.needs import Needs, check_needs
 from systolic.core.ranges import COUNT, POSITIVE, Range, check
 
+LATENT = Needs(
+    "model.latent.kv-lora-rank",
+    "model.latent.kv-lora-rank is 0",
+    lambda latent: latent.kv_lora_rank,
+)
 WIDTH = Range(least=0, most=2**20)
 
 
@@ -20,24 +26,21 @@ class Latent:
 
     kv_lora_rank: Annotated[int, WIDTH] = 0
     """Width of the latent that keys and values are made of, and that the cache keeps; 0 has plain attention."""
-    q_lora_rank: Annotated[int, WIDTH] = 0
+    q_lora_rank: Annotated[int, WIDTH, LATENT] = 0
     """Width of the latent that queries are made of; 0 makes them of the residual stream."""
-    qk_nope_head_dim: Annotated[int, Range(least=1, most=2**14)] = 128
+    qk_nope_head_dim: Annotated[int, Range(least=1, most=2**14), LATENT] = 128
     """Width of a head's query and key without position."""
-    qk_rope_head_dim: Annotated[int, Range(least=2, most=2**14)] = 64
+    qk_rope_head_dim: Annotated[int, Range(least=2, most=2**14), LATENT] = 64
     """Width of the part with rotary embeddings, an even number; its key is one for all heads."""
-    v_head_dim: Annotated[int, Range(least=1, most=2**14)] = 128
+    v_head_dim: Annotated[int, Range(least=1, most=2**14), LATENT] = 128
     """Width of a head's value."""
 
     def __post_init__(self) -> None:
         check(self, "model.latent")
+        check_needs(self, "model.latent")
         if self.qk_rope_head_dim % 2:
             raise OptionError(
                 f"model.latent.qk-rope-head-dim {self.qk_rope_head_dim} is odd; rotary embeddings turn pairs of dims, use an even one"
-            )
-        if self.q_lora_rank and not self.kv_lora_rank:
-            raise OptionError(
-                f"model.latent.q-lora-rank is {self.q_lora_rank} but model.latent.kv-lora-rank is 0, so that attention is plain; give kv-lora-rank"
             )
 
     def __bool__(self) -> bool:
@@ -51,6 +54,8 @@ class Latent:
 
     def shrunk(self) -> "Latent":
         """Small sizes with the same switches on, for rehearsals."""
+        if not self:
+            return self
         return Latent(
             kv_lora_rank=min(self.kv_lora_rank, 32),
             q_lora_rank=min(self.q_lora_rank, 48),
