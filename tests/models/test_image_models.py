@@ -278,3 +278,29 @@ def test_stems_differ_in_resolution() -> None:
     ]
     assert costs[0] < costs[1] / 3
     assert costs[1] < costs[2] / 3
+
+
+def test_flops_of_resnet_50_are_those_by_hand() -> None:
+    # Multiply-adds at 224 x 224, output side by side: the stem, then each stage's first block with its
+    # projection and stride (in the 3x3 convolution), then its other blocks, then the head.
+    macs = 112**2 * 7 * 7 * 3 * 64
+    inner, width, side = 64, 64, 56
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        before, side = side, side if stage == 0 else side // 2
+        out = 4 * inner
+        macs += before**2 * width * inner + side**2 * (9 * inner**2 + inner * out + width * out)
+        macs += (blocks - 1) * side**2 * (out * inner + 9 * inner**2 + inner * out)
+        width, inner = out, 2 * inner
+    macs += 2048 * 1000
+    assert macs == 4_089_184_256
+    of = steps(ResNet())
+    field = {
+        "image": Field(shape=(224, 224, 3), dtype="uint8", axes=("height", "width", "channel"))
+    }
+    assert ResNet().flops(field) == 2 * macs
+    # Training: twice that again for gradients, less the one of the pixels, which nothing needs.
+    stem = 112**2 * 7 * 7 * 3 * 64
+    assert ResNet().input_flops(field) == 2 * stem
+    mine = of.job.data.fields()
+    model = of.job.model
+    assert of.step_flops == of.batch_size * (3 * model.flops(mine) - model.input_flops(mine))

@@ -165,3 +165,40 @@ def test_a_slice_reads_what_it_takes(start: int, end: int) -> None:
 def test_executed_flops_of_a_decode_step_are_those_by_hand(name: str, by_hand: int) -> None:
     timeline = simulate(recorded.module(name), slice(name.partition("decode-")[2]))
     assert timeline.executed_flops == by_hand
+
+
+FORWARD = "size=7x7 stride=2x2 pad=3_3x3_3"
+# What XLA makes of the gradients of a 3x3 convolution with stride 2 from 8 x 8 to 4 x 4, padding (0, 1).
+OF_INPUT = "size=3x3 pad=2_1x2_1 lhs_dilate=2x2 rhs_reversal=1x1"
+OF_KERNEL = "size=4x4 pad=0_1x0_1 rhs_dilate=2x2"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "window", "taps"),
+    [
+        ((16, 7, 8), FORWARD, 8 * 7),
+        ((4, 3, 8), OF_INPUT, 4 * 3),
+        ((8, 4, 3), OF_KERNEL, 4 * 3),
+        ((6, 3, 4), "size=3x3", 4 * 3),
+        ((1, 4, 4), "size=4x4 pad=3_3x3_3 rhs_reversal=1x1", 4),
+    ],
+    ids=["forward", "input", "kernel", "no padding", "heads"],
+)
+def test_taps_on_the_padding_are_those_of_the_forward_convolution(
+    sizes: tuple[int, int, int], window: str, taps: int
+) -> None:
+    given, kernel, out = sizes
+    found = work(f"""\
+  %x = bf16[2,{given},{given},4] parameter(0)
+  %k = bf16[{kernel},{kernel},4,8] parameter(1)
+  ROOT %it = bf16[2,{out},{out},8] convolution(%x, %k), window={{{window}}}, dim_labels=b01f_01io->b01f""")
+    assert found.flops + found.padding_flops == 2 * 2 * 4 * 8 * taps**2
+    assert found.flops <= found.flops + found.padding_flops
+
+
+@pytest.mark.parametrize("name", ["lm-v5e-4", "moe-2xv6e-4", "lm-decode-v5e-4"])
+def test_no_matmul_of_a_language_model_has_taps_on_padding(name: str) -> None:
+    timeline = simulate(
+        recorded.module(name), slice(name.partition("-")[2].removeprefix("decode-"))
+    )
+    assert not sum(span.padding_flops for span, _ in timeline.leaves())

@@ -113,6 +113,11 @@ class Model(ABC):
         del fields
         return None
 
+    def input_flops(self, fields: Mapping[str, Field]) -> float:
+        """Those of :meth:`flops` whose operand is the input itself, so that no gradient of it is computed."""
+        del fields
+        return 0.0
+
     def axes(self) -> frozenset[Axis]:
         """The mesh axes that can split it; any model can be copied and have its parameters sharded."""
         return frozenset((Axis.data, Axis.fsdp))

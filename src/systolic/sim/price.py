@@ -62,6 +62,8 @@ class Price:
     """What was assumed."""
     vector_flops: float = 0.0
     """Of matmuls on the vector units, besides ``flops``."""
+    padding_flops: float = 0.0
+    """Of a convolution's taps on the padding, besides ``flops``."""
 
 
 def price(
@@ -81,7 +83,9 @@ def price(
             return None
     work = work_of(module, computation, instruction)
     paid = _price(module, computation, instruction, work, (rates, calibration))
-    return replace(paid, vector_flops=work.vector_flops) if work.vector_flops else paid
+    if not (work.vector_flops or work.padding_flops):
+        return paid
+    return replace(paid, vector_flops=work.vector_flops, padding_flops=work.padding_flops)
 
 
 def _price(

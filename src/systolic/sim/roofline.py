@@ -249,6 +249,7 @@ class _Walk:
             span,
             flops=work.flops,
             vector_flops=work.vector_flops,
+            padding_flops=work.padding_flops,
             bytes=work.bytes,
             priced_by=by,
         )

@@ -200,6 +200,7 @@ class _Order:
             paid.resource,
             flops=paid.flops,
             vector_flops=paid.vector_flops,
+            padding_flops=paid.padding_flops,
             bytes=paid.bytes,
             priced_by=paid.by,
         )

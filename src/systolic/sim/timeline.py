@@ -45,6 +45,8 @@ class Span:
     """FLOPs of matrix units."""
     vector_flops: float = 0.0
     """FLOPs of matmuls that the compiler gave to the vector units."""
+    padding_flops: float = 0.0
+    """FLOPs of a convolution's taps on the padding."""
     bytes: float = 0.0
     """HBM bytes, or bytes on the links."""
     priced_by: str = ""
@@ -67,8 +69,14 @@ class Timeline:
 
     @property
     def executed_flops(self) -> float:
-        """FLOPs of all matmuls of the step, on whatever unit, padding of operands included."""
-        return sum((span.flops + span.vector_flops) * times for span, times in self.leaves())
+        """FLOPs of all matmuls of the step, on whatever unit, padding of operands included.
+
+        Taps of convolutions that lie on the padding count, as in the model's own FLOPs (``models/vision.py``).
+        """
+        return sum(
+            (span.flops + span.vector_flops + span.padding_flops) * times
+            for span, times in self.leaves()
+        )
 
     def leaves(self) -> "Iterator[tuple[Span, int]]":
         """Every op that is no loop, with how often it runs."""

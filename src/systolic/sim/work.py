@@ -32,6 +32,9 @@ class Work:
     vector_flops: float = 0.0
     """Of matmuls that the compiler made products and sums of the vector units."""
 
+    padding_flops: float = 0.0
+    """Of a convolution's taps that lie on the padding, beside ``flops``: published counts of models have them."""
+
     def matrix(self, width: int) -> float:
         """FLOPs that matrix units of that width are busy for; ``flops`` where nothing else is known."""
         return max(self.issued[1 if width > WIDTHS[0] else 0], self.flops)
@@ -76,7 +79,13 @@ def _matmul(instruction: Instruction, operands: list[Shape]) -> Work:
     narrow, wide = (
         flops * passes * _filled(depth, width) * _filled(columns, width) for width in WIDTHS
     )
-    return Work(flops, dtype=operands[0].dtype, issued=(narrow, wide), passes=passes)
+    return Work(
+        flops,
+        dtype=operands[0].dtype,
+        issued=(narrow, wide),
+        passes=passes,
+        padding_flops=_multiply(instruction, operands, padded=True) - flops,
+    )
 
 
 def _filled(size: int, width: int) -> float:
@@ -128,6 +137,7 @@ def _matmuls(module: Module, computation: Computation) -> Work:
                 issued=(total.issued[0] + more.issued[0], total.issued[1] + more.issued[1]),
                 passes=max(total.passes, more.passes),
                 vector_flops=total.vector_flops + more.vector_flops,
+                padding_flops=total.padding_flops + more.padding_flops,
             )
     return total
 
@@ -148,8 +158,8 @@ def _summed(computation: Computation, instruction: Instruction) -> float:
     return 0.0 if made is None or made.opcode != "multiply" else 2.0 * made.shape.elements
 
 
-def _multiply(instruction: Instruction, operands: list[Shape]) -> float:
-    """FLOPs of a convolution or dot, 2 a multiply-add, padding not counted."""
+def _multiply(instruction: Instruction, operands: list[Shape], *, padded: bool = False) -> float:
+    """FLOPs of a convolution or dot, 2 a multiply-add; taps on the padding count where ``padded`` says so."""
     out = instruction.shape
     if instruction.opcode == "dot":
         dims = instruction.attribute("lhs_contracting_dims") or "{}"
@@ -173,6 +183,10 @@ def _multiply(instruction: Instruction, operands: list[Shape]) -> float:
     for axis in range(count):
         input_size = operands[0].dims[left_text.index(str(axis))]
         out_size = out.dims[out_text.index(str(axis))]
+        if padded and max(pads[axis]) > 0:
+            # Of a forward convolution each output, of its input's gradient each input meets the whole window.
+            valid *= min(input_size, out_size) * size[axis]
+            continue
         valid *= _positions(
             input_size,
             out_size,

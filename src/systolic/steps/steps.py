@@ -130,8 +130,12 @@ class Steps:
 
     @property
     def step_flops(self) -> float:
-        """Model FLOPs of a train step: the backward pass counts twice the forward one, rematerialisation not at all."""
-        return 3 * self.forward_flops * self.batch_size
+        """Model FLOPs of a train step: the backward pass counts twice the forward one, less the gradient of the input.
+
+        Rematerialisation does not count.
+        """
+        unused = self.job.model.input_flops(self.job.data.fields())
+        return (3 * self.forward_flops - unused) * self.batch_size
 
     # What it does
 

@@ -64,6 +64,11 @@ class CNN(Model):
             size, conv_in = strided(size, 2), conv_out
         return float(total + 2 * self.features * self.num_classes)
 
+    def input_flops(self, fields: Mapping[str, Field]) -> float:
+        """The first convolution."""
+        size = image_size(fields, self.pixels)
+        return float(conv_flops(size, 3, self.pixels.channels, self.channels[0]))
+
     def shrink(self, layout: Layout) -> "CNN":
         """The same stages, at most 8 channels (or one per fsdp shard) each."""
         widest = max(8, layout.fsdp)

@@ -114,13 +114,8 @@ class ResNet(Model):
 
     def flops(self, fields: Mapping[str, Field]) -> float:
         """FLOPs of the convolutions and the head for one image."""
-        size = image_size(fields, self.pixels)
-        large = self.stem in (Stem.imagenet, Stem.paired)
-        kernel = 7 if large else 3
-        if self.stem is not Stem.small:
-            size = strided(size, 2)
-        total = conv_flops(size, kernel, self.pixels.channels, self.width)
-        if large:
+        size, total = self._stem(fields)
+        if self.stem in (Stem.imagenet, Stem.paired):
             size = strided(size, 2)
         conv_in = self.width
         for stage, num_blocks in enumerate(self.depth.blocks):
@@ -140,6 +135,18 @@ class ResNet(Model):
                     total += conv_flops(out, 1, conv_in, conv_out)
                 size, conv_in = out, conv_out
         return float(total + 2 * conv_in * self.num_classes)
+
+    def input_flops(self, fields: Mapping[str, Field]) -> float:
+        """The first convolution."""
+        return float(self._stem(fields)[1])
+
+    def _stem(self, fields: Mapping[str, Field]) -> tuple[tuple[int, int], int]:
+        """Height and width after the first convolution, and its FLOPs."""
+        size = image_size(fields, self.pixels)
+        if self.stem is not Stem.small:
+            size = strided(size, 2)
+        kernel = 7 if self.stem in (Stem.imagenet, Stem.paired) else 3
+        return size, conv_flops(size, kernel, self.pixels.channels, self.width)
 
     def shrink(self, layout: Layout) -> "ResNet":
         """The same blocks, 8 channels (or one per fsdp shard) wide at first."""

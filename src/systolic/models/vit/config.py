@@ -138,10 +138,16 @@ class ViT(Model):
         patches = (height // self.patch) * (width // self.patch)
         tokens = patches + (self.pooling is Pooling.token)
         d = self.d_model
-        embed = patches * 2 * self.patch**2 * self.pixels.channels * d
+        embed = self.input_flops(fields)
         projections = tokens * 2 * d * (4 * d + 2 * self.d_ff)
         scores = 2 * 2 * tokens * tokens * d
         return float(embed + self.layers * (projections + scores) + 2 * d * self.num_classes)
+
+    def input_flops(self, fields: Mapping[str, Field]) -> float:
+        """The embedding of patches."""
+        height, width = image_size(fields, self.pixels)
+        patches = (height // self.patch) * (width // self.patch)
+        return float(patches * 2 * self.patch**2 * self.pixels.channels * self.d_model)
 
     def shrink(self, layout: Layout) -> "ViT":
         """Two layers of one 16 wide head per tensor shard."""
