@@ -1,7 +1,6 @@
 """Changes that are tried: each divides, differs from what there is, and says when training would notice."""
 
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +13,10 @@ from systolic.cli.command import changed, command
 from systolic.core.errors import RunError
 from systolic.job import Layout, Remat
 from systolic.plan import facts_of
-from systolic.plan.flags import SETS, FlagSet, joined
+from systolic.plan.change import Change, Part, compatible, layout_change, together
+from systolic.plan.flags import SETS, joined
 from systolic.plan.ladder import difference
-from systolic.plan.remedies import Change, Remedy, base_of, changes, try_all
+from systolic.plan.remedies import Remedy, base_of, changes, try_all
 from systolic.plan.space import check
 from tests.plan import fabricated
 from tests.plan.jobs import decoder_job
@@ -30,13 +30,14 @@ def test_changes_divide_and_differ(on: str, experts: int) -> None:
     facts = facts_of(job)
     base = base_of(facts, slice(on))
     found = changes(facts, base)
-    texts = [change.text for change in found]
+    texts = [change.text(base) for change in found]
     assert len(set(texts)) == len(texts)
-    assert len({change.candidate for change in found}) == len(found)
-    for change in found:
-        assert change.candidate != base
-        assert check(job, change.candidate) is None
-        same = change.candidate.batch == base.batch and change.candidate.precision is base.precision
+    made = {change: change.on(base) for change in found}
+    assert len(set(made.values())) == len(found)
+    for change, candidate in made.items():
+        assert candidate != base
+        assert check(job, candidate) is None
+        same = candidate.batch == base.batch and candidate.precision is base.precision
         assert change.same_result == same
     for start in ("remat full", "accumulate 2 -> 1", "fsdp", "flags", "batch", "attention block"):
         assert any(text.startswith(start) for text in texts), start
@@ -55,11 +56,10 @@ def test_changes_add_to_the_flags_that_are_set(given: str) -> None:
     names = {name_of(flag) for flag in base.compiler_flags}
     found = changes(facts, base)
     for change in found:
-        flags = change.candidate.compiler_flags
+        candidate = change.on(base)
+        flags = candidate.compiler_flags
         assert names <= {name_of(flag) for flag in flags}
-        assert change.candidate.flags is base.flags or set(flags) != set(base.compiler_flags)
-        if given == V6E and change.text.startswith("flags w"):
-            pytest.fail(f"{change.text} is another value of what the user has set")
+        assert candidate.flags is base.flags or set(flags) != set(base.compiler_flags)
 
 
 def test_what_a_plan_has_tuned_is_not_advised_again() -> None:
@@ -67,7 +67,7 @@ def test_what_a_plan_has_tuned_is_not_advised_again() -> None:
     facts = facts_of(decoder_job())
     tuned = joined(*(one for one in SETS if one.name in ("v6e-dense", "whole-gathers")))
     base = base_of(facts, on, merged(resolved("", on.chip), tuned.flags))
-    assert not [change for change in changes(facts, base) if change.text.startswith("flags")]
+    assert not [one for one in changes(facts, base) if Part.flags in one.touches]
 
 
 def test_what_is_compiled_has_the_flags_that_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_what_is_compiled_has_the_flags_that_are_shown(monkeypatch: pytest.Monke
     wanted = changes(facts, base)
     fabricated_forecast = fabricated.tried(fabricated.candidate("v6e-8", fsdp=8), 1.0, 8.0).forecast
     assert fabricated_forecast is not None
-    made = try_all(facts, fabricated_forecast, wanted, Compiler(), 1)
+    made = try_all(facts, fabricated_forecast, base, wanted, Compiler(), 1)
     assert {tuple(one.to_json({})["flags"]) for one in made} == set(asked)
     shared = set(resolved("", on.chip))
     assert all({name_of(f) for f in shared} <= {name_of(f) for f in flags} for flags in asked)
@@ -99,31 +99,30 @@ def test_sets_that_help_add_up() -> None:
     base = base_of(facts, on, resolved("", on.chip))
     sets = [one for one in SETS if one.name in ("async-gather", "host-overlap")]
 
-    def helped(one: FlagSet, gain: float) -> Remedy:
-        change = Change(text=f"flags {one.name}", candidate=replace(base, flags=one))
-        return Remedy(
-            change=change,
-            step_seconds=1.0,
-            units_per_second=1.0,
-            need_bytes=0,
-            have_bytes=0,
-            gain=gain,
-        )
-
-    together = module._joined(facts, [helped(sets[0], 0.1), helped(sets[1], 0.05)])
-    assert together is not None
+    found = compatible([Change(flags=one) for one in sets])
+    assert len(found) == 2
     wanted = {*base.base, *sets[0].flags, *sets[1].flags}
-    assert set(together.candidate.compiler_flags) == wanted
+    assert set(together(base, found).compiler_flags) == wanted
+
+
+def test_of_two_changes_of_a_kind_only_the_first_is_kept() -> None:
+    first, second = layout_change(remat=Remat.full), layout_change(remat=Remat.minimal)
+    assert compatible([first, layout_change(accumulate=2), second]) == [
+        first,
+        layout_change(accumulate=2),
+    ]
+    meshes = layout_change(fsdp=8, tensor=2), layout_change(data=2, fsdp=8)
+    assert compatible(meshes) == [meshes[0]]
 
 
 def test_a_remedy_says_what_became_of_it() -> None:
     facts = facts_of(decoder_job())
     base = base_of(facts, slice("v5e-16"))
-    change = Change(text="x", candidate=base)
 
     def remedy(gain: float | None, problem: str = "") -> str:
         return Remedy(
-            change=change,
+            text="x",
+            candidate=base,
             step_seconds=1.0,
             units_per_second=1.0,
             need_bytes=14 * 2**30,

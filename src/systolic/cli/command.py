@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from systolic.job import Axis, Layout
+from systolic.job import Layout
 
 
 def command(
@@ -40,16 +40,7 @@ def words(args: Sequence[str], settings: Mapping[str, Any], drop: Sequence[str] 
 
 def changed(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that are not what an option has when it is left out."""
-    defaults: dict[str, Any] = {f"layout.{axis.value}": 1 for axis in Axis}
-    plain = Layout()
-    for name in ("accumulate", "attention_block", "loss_tiles", "remat_names", "saved_names"):
-        defaults[f"layout.{name}"] = getattr(plain, name)
-    defaults["layout.remat"] = plain.remat.value
-    defaults["layout.residual"] = plain.residual.value
-    defaults["layout.attention_backward"] = plain.attention_backward.value
-    defaults["layout.placement"] = plain.placement.value
-    defaults["layout.fsdp"] = None  # its default is what is left, not 1
-    defaults["layout.slices"] = plain.slices.value
+    defaults = {f"layout.{name}": value for name, value in Layout().settings().items()}
     return {name: value for name, value in settings.items() if defaults.get(name, ...) != value}
 
 

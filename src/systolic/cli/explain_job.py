@@ -177,24 +177,24 @@ class Explanation:
         with Progress(sys.stderr, "changes") as progress:
 
             def told(one: Any, done: int, of: int) -> None:
-                mark = "" if one.change.same_result else "  [trains otherwise]"
-                text = f"  {one.verdict:<42}  {one.change.text}{mark}"
+                mark = "" if one.same_result else "  [trains otherwise]"
+                text = f"  {one.verdict:<42}  {one.text}{mark}"
                 progress.told(text, stream, f"{done} of {of} compiled")
 
             count = f"{len(wanted)} changes" if len(wanted) != 1 else "1 change"
             title = f"\n{count}, each compiled and forecast again, and what helps together:"
             progress.told(title, stream, f"0 of {len(wanted)} compiled")
-            found = try_all(facts, made, wanted, self.compiler, self.workers, told)
-        better = [one for one in found if (one.gain or 0) > 0.005 and one.change.same_result]
+            found = try_all(facts, made, base, wanted, self.compiler, self.workers, told)
+        better = [one for one in found if (one.gain or 0) > 0.005 and one.same_result]
         typed = None
         if better:
-            chosen = better[0].change.candidate
+            chosen = better[0].candidate
             typed = self.applied(chosen.settings(self.job), chosen, self.shows)
-            text = f"the best that trains the same: {better[0].change.text}, {better[0].verdict}"
+            text = f"the best that trains the same: {better[0].text}, {better[0].verdict}"
             print(f"\n{text}\n  {typed}", file=stream)
         elif found:
             print("\nno change that trains the same is faster", file=stream)
-        settings = [one.change.candidate.settings(self.job) for one in found]
+        settings = [one.candidate.settings(self.job) for one in found]
         return {
             "remedies": [one.to_json(how) for one, how in zip(found, settings, strict=True)],
             "command": typed,

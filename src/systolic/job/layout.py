@@ -5,8 +5,9 @@ The mesh has six named axes. A size of 1 leaves an axis out; ``fsdp = -1`` takes
 
 import enum
 import math
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Annotated, Any, get_type_hints
 
 from systolic.core.errors import LayoutError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, Range, check
@@ -87,49 +88,67 @@ class ContextOrder(enum.Enum):
     """One piece after the other: the device with the end of the sequence does nearly twice the mean work of attention."""
 
 
+class Group(enum.Enum):
+    """Fields of a layout that are chosen together: of two changes of one group, only one can hold."""
+
+    mesh = "mesh"
+    placement = "placement"
+    passes = "passes"
+    residual = "residual"
+    remat = "remat"
+    loss = "loss"
+    attention = "attention"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Mesh axes and memory policies.
+    """Mesh axes and memory policies. Each field names its :class:`Group`; whatever shows, compares or searches layouts goes by the fields.
 
     Raises:
         LayoutError: a number outside its range, or more than one axis at -1.
     """
 
-    data: Annotated[int, AXIS] = 1
+    data: Annotated[int, AXIS, Group.mesh] = 1
     """Replicas of the model; across slices this axis crosses the data-centre network."""
-    fsdp: Annotated[int, AXIS] = -1
+    fsdp: Annotated[int, AXIS, Group.mesh] = -1
     """Ways to shard parameters; -1 takes all devices left."""
-    tensor: Annotated[int, AXIS] = 1
+    tensor: Annotated[int, AXIS, Group.mesh] = 1
     """Ways to split heads, hidden units and vocabulary."""
-    context: Annotated[int, AXIS] = 1
+    context: Annotated[int, AXIS, Group.mesh] = 1
     """Ways to split the sequence."""
-    expert: Annotated[int, AXIS] = 1
+    expert: Annotated[int, AXIS, Group.mesh] = 1
     """Ways to split the experts of a mixture."""
-    pipeline: Annotated[int, AXIS] = 1
+    pipeline: Annotated[int, AXIS, Group.mesh] = 1
     """Stages of consecutive layers."""
-    slices: Axis = Axis.data
+    slices: Annotated[Axis, Group.mesh] = Axis.data
     """The axis that crosses slices when there are several (data, pipeline or fsdp)."""
-    placement: Placement = Placement.lines
+    placement: Annotated[Placement, Group.placement] = Placement.lines
     """Where the axes lie on a TPU's torus."""
-    context_order: ContextOrder = ContextOrder.balanced
+    context_order: Annotated[ContextOrder, Group.attention] = ContextOrder.balanced
     """Which tokens the devices of the context axis hold."""
-    microbatches: Annotated[int, NOT_NEGATIVE] = 0
+    microbatches: Annotated[int, NOT_NEGATIVE, Group.passes] = 0
     """Microbatches in flight per pipeline pass; 0 means two per stage."""
-    accumulate: Annotated[int, COUNT] = 1
+    accumulate: Annotated[int, COUNT, Group.passes] = 1
     """Forward and backward passes per optimizer step."""
-    residual: Residual = Residual.sequence
+    residual: Annotated[Residual, Group.residual] = Residual.sequence
     """How the tensor axis splits the activations between blocks; a dim that it does not divide stays whole."""
-    remat: Remat = Remat.none
+    remat: Annotated[Remat, Group.remat] = Remat.none
     """What the backward pass computes again."""
-    remat_names: tuple[str, ...] = ("query", "key", "value", "attention", "mlp")
+    remat_names: Annotated[tuple[str, ...], Group.remat] = (
+        "query",
+        "key",
+        "value",
+        "attention",
+        "mlp",
+    )
     """For save-names and offload: which activations; a decoder also names layer_input, out and down."""
-    saved_names: tuple[str, ...] = ()
+    saved_names: Annotated[tuple[str, ...], Group.remat] = ()
     """For offload: activations that stay in device memory beside the offloaded ones."""
-    loss_tiles: Annotated[int, COUNT] = 1
+    loss_tiles: Annotated[int, COUNT, Group.loss] = 1
     """A language model's loss: parts of the sequence whose logits exist one at a time. More hold less memory; with more than 1 the logits are computed twice."""
-    attention_block: Annotated[int, Range(least=128)] = 512
+    attention_block: Annotated[int, Range(least=128), Group.attention] = 512
     """Tokens of a block side of the TPU attention kernel, a multiple of 128; larger ones are faster where they fit VMEM."""
-    attention_backward: AttentionBackward = AttentionBackward.auto
+    attention_backward: Annotated[AttentionBackward, Group.attention] = AttentionBackward.auto
     """Kernels of attention's gradients on TPUs: fused does 5 matmuls for 7 and holds one more array of queries for each block of keys."""
 
     def __post_init__(self) -> None:
@@ -146,14 +165,8 @@ class Layout:
 
     def size(self, axis: Axis) -> int:
         """The size of one axis, -1 when it takes the rest."""
-        return {
-            Axis.data: self.data,
-            Axis.pipeline: self.pipeline,
-            Axis.fsdp: self.fsdp,
-            Axis.expert: self.expert,
-            Axis.context: self.context,
-            Axis.tensor: self.tensor,
-        }[axis]
+        found: int = getattr(self, axis.value)
+        return found
 
     def on(self, num_devices: int, num_slices: int = 1) -> "Layout":
         """The same layout with every axis definite for ``num_devices`` in ``num_slices`` slices.
@@ -206,6 +219,55 @@ class Layout:
                 f"layout.{self.slices.value} {ways} is not a multiple of the {num_slices} slices it crosses; change it, or layout.slices"
             )
 
+    def take(self, other: "Layout", *groups: Group) -> "Layout":
+        """This layout with the fields of some groups as another has them."""
+        return replace(
+            self,
+            **{name: getattr(other, name) for group in groups for name in fields_of(group)},
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """Field to value as it is typed or saved: an enum by its value."""
+        return {
+            field.name: value.value if isinstance(value, enum.Enum) else value
+            for field in fields(self)
+            for value in (getattr(self, field.name),)
+        }
+
+    def words(self) -> dict[str, str]:
+        """What is shown of a setting to its text: ``attention block`` to ``1024``. Axes come first, outermost first."""
+        found = {axis.value: str(self.size(axis)) for axis in Axis}
+        found["remat"] = self.policy
+        for name, value in self.settings().items():
+            if name not in _SPOKEN:
+                found.setdefault(name.replace("_", " "), str(value))
+        return found
+
+    @property
+    def text(self) -> str:
+        """Axes larger than 1, rematerialisation, and what is not its default: ``data 2 fsdp 8 remat full``."""
+        plain = _PLAIN.words() | {axis.value: "1" for axis in Axis} | {"remat": ""}
+        if self.tensor == 1:
+            plain["residual"] = str(self.residual.value)
+        return " ".join(
+            f"{name} {text}" for name, text in self.words().items() if plain[name] != text
+        )
+
+    def difference(self, other: "Layout") -> list[str]:
+        """What another layout has otherwise: ``fsdp 16 -> 8``."""
+        now, then = self.words(), other.words()
+        return [f"{name} {now[name]} -> {then[name]}" for name in now if now[name] != then[name]]
+
+    @property
+    def policy(self) -> str:
+        """Rematerialisation with the names it keeps or moves."""
+        if self.remat is Remat.save_names:
+            return f"save {'+'.join(self.remat_names)}"
+        if self.remat is Remat.offload:
+            kept = f" keep {'+'.join(self.saved_names)}" if self.saved_names else ""
+            return f"offload {'+'.join(self.remat_names)}{kept}"
+        return self.remat.value
+
     @property
     def mesh_shape(self) -> dict[str, int]:
         """Axis name to size, outermost first."""
@@ -213,8 +275,10 @@ class Layout:
 
     def to_json(self) -> dict[str, Any]:
         """All fields as plain values: the axes, outermost first, then the others in their order."""
-        rest = [name for name in self.__dataclass_fields__ if name not in self.mesh_shape]
-        return self.mesh_shape | {name: _plain(getattr(self, name)) for name in rest}
+        plain = {
+            name: list(v) if isinstance(v, tuple) else v for name, v in self.settings().items()
+        }
+        return self.mesh_shape | plain
 
     @property
     def num_devices(self) -> int:
@@ -227,7 +291,19 @@ class Layout:
         return self.data * self.fsdp * self.expert
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, enum.Enum):
-        return value.value
-    return list(value) if isinstance(value, tuple) else value
+_SPOKEN = (*(axis.value for axis in Axis), "remat", "remat_names", "saved_names")
+"""Fields that are shown in their own words."""
+_PLAIN = Layout()
+
+
+@cache
+def fields_of(group: Group) -> tuple[str, ...]:
+    """Names of a group's fields."""
+    hints = get_type_hints(Layout, include_extras=True)
+    return tuple(name for name, hint in hints.items() if group in hint.__metadata__)
+
+
+@cache
+def group_of(name: str) -> Group:
+    """The group of a field."""
+    return next(group for group in Group if name in fields_of(group))

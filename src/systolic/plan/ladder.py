@@ -6,8 +6,8 @@ from typing import Any
 
 from systolic.chips import Slice
 from systolic.chips.slices import named_slices
-from systolic.job import Axis, Batch, Layout, OptimizerKind
-from systolic.plan.candidate import Candidate, remat_text
+from systolic.job import Batch, Layout, OptimizerKind
+from systolic.plan.candidate import Candidate
 from systolic.plan.facts import Facts
 from systolic.plan.flags import DEFAULT
 from systolic.plan.goal import Goal, Objective
@@ -117,22 +117,7 @@ def _larger(on: Slice) -> list[Slice]:
 
 def difference(before: Layout, after: Candidate) -> str:
     """What changed of a layout, in words."""
-    layout = after.layout
-    parts = [
-        f"{axis.value} {before.size(axis)} -> {layout.size(axis)}"
-        for axis in Axis
-        if before.size(axis) != layout.size(axis)
-    ]
-    if remat_text(before) != remat_text(layout):
-        parts.append(f"remat {remat_text(before)} -> {remat_text(layout)}")
-    for name in ("accumulate", "attention_block", "loss_tiles"):
-        old, new = getattr(before, name), getattr(layout, name)
-        if old != new:
-            parts.append(f"{name.replace('_', ' ')} {old} -> {new}")
-    if before.residual is not layout.residual:
-        parts.append(f"residual {before.residual.value} -> {layout.residual.value}")
-    if before.placement is not layout.placement:
-        parts.append(f"placement {before.placement.value} -> {layout.placement.value}")
+    parts = before.difference(after.layout)
     if after.flags is not DEFAULT:
         parts.append(f"flags {after.flags.name}")
     return ", ".join(parts) or "the same layout"

@@ -21,15 +21,17 @@ from systolic.core.errors import MissingExtraError, SystolicError
 from systolic.core.machine import bounded
 from systolic.core.units import gibibytes
 from systolic.forecasting.run import of_outcome
+from systolic.job.layout import Group
 from systolic.plan.analytic import Analysis, analyse, capacity
 from systolic.plan.candidate import Candidate
+from systolic.plan.change import together
 from systolic.plan.facts import Facts
 from systolic.plan.goal import Goal, days
 from systolic.plan.judge import Judge, Ranked
 from systolic.plan.plan import Plan, Tried, ranking
 from systolic.plan.space import Freedom, Refused, check
 from systolic.plan.survey import Survey
-from systolic.plan.variants import changes, like, together
+from systolic.plan.variants import changes, like
 
 WORKER_BYTES = 4 * 2**30
 """Memory that a compile of a large program takes."""
@@ -243,13 +245,7 @@ class Search:
                 continue
             if candidate.compiler_flags != other.compiler_flags:
                 continue
-            same = replace(
-                candidate.layout,
-                remat=other.layout.remat,
-                remat_names=other.layout.remat_names,
-                saved_names=other.layout.saved_names,
-                accumulate=other.layout.accumulate,
-            )
+            same = candidate.layout.take(other.layout, Group.remat, Group.passes)
             if same != other.layout or candidate.batch != other.batch or candidate.on != other.on:
                 continue
             if candidate.layout.accumulate > other.layout.accumulate:

@@ -2,41 +2,18 @@
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from systolic.job import Axis, Job, Placement, Remat, Residual
+from systolic.job.layout import Group
 from systolic.plan.candidate import Candidate
-from systolic.plan.flags import DEFAULT, FlagSet, joined, sets_for
+from systolic.plan.change import Change, layout_change
+from systolic.plan.flags import DEFAULT, sets_for
 
 BLOCKS = (1024, 2048)
 TILES = (4, 8)
 WIDE_VOCAB = 65536
 """A vocabulary whose logits are worth cutting."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
-    """One setting of any candidate; flags come on top of those that it has."""
-
-    flags: FlagSet = DEFAULT
-    attention_block: int = 0
-    loss_tiles: int = 0
-    placement: Placement | None = None
-    residual: Residual | None = None
-
-    def on(self, candidate: Candidate) -> Candidate:
-        """The candidate with it."""
-        layout = candidate.layout
-        if self.attention_block:
-            layout = replace(layout, attention_block=self.attention_block)
-        if self.loss_tiles:
-            layout = replace(layout, loss_tiles=self.loss_tiles)
-        if self.placement is not None:
-            layout = replace(layout, placement=self.placement)
-        if self.residual is not None:
-            layout = replace(layout, residual=self.residual)
-        return replace(candidate, layout=layout, flags=joined(candidate.flags, self.flags))
 
 
 def changes(job: Job, candidate: Candidate, tight: bool = True) -> list[Change]:
@@ -56,9 +33,9 @@ def changes(job: Job, candidate: Candidate, tight: bool = True) -> list[Change]:
     if candidate.on.platform == "tpu" and tokens is not None and Axis.context in job.model.axes():
         sequence = tokens.shape[0]
         sizes = [b for b in BLOCKS if b != layout.attention_block and sequence % b == 0]
-        blocks = [Change(attention_block=b) for b in sizes]
-    found = [Change(placement=Placement.blocks)] if _breaks_lines(candidate) else []
-    found += [Change(residual=one) for one in _splits(job, candidate, tight)]
+        blocks = [layout_change(attention_block=b) for b in sizes]
+    found = [layout_change(placement=Placement.blocks)] if _breaks_lines(candidate) else []
+    found += [layout_change(residual=one) for one in _splits(job, candidate, tight)]
     for index in range(max(len(flags), len(blocks))):
         found += [*flags[index : index + 1], *blocks[index : index + 1]]
     known = job.model.outline(layout)
@@ -66,7 +43,7 @@ def changes(job: Job, candidate: Candidate, tight: bool = True) -> list[Change]:
         now = layout.loss_tiles
         for tiles in TILES if now == 1 else (2 * now, now // 2):
             if tiles > 1 and tokens.shape[0] % (tiles * layout.context) == 0:
-                found.append(Change(loss_tiles=tiles))
+                found.append(layout_change(loss_tiles=tiles))
     return found
 
 
@@ -93,23 +70,12 @@ def _breaks_lines(candidate: Candidate) -> bool:
     return ways >= 4 and ways not in whole
 
 
-def together(base: Candidate, helped: Sequence[Change]) -> Candidate:
-    """A base with everything that helped it by itself; of a kind, the first in ``helped`` has its way."""
-    for one in reversed(helped):
-        base = one.on(base)
-    return base
-
-
 def like(leader: Candidate, one: Candidate) -> Candidate:
     """A candidate with the flags (where its chip takes them), attention blocks, loss tiles, placement and split of the residual stream of another."""
     flags = leader.flags
     if flags is not DEFAULT and one.on.chip.name not in flags.generations:
         flags = one.flags
-    layout = replace(
-        one.layout,
-        placement=leader.layout.placement,
-        residual=leader.layout.residual,
-        attention_block=leader.layout.attention_block,
-        loss_tiles=leader.layout.loss_tiles,
+    layout = one.layout.take(
+        leader.layout, Group.placement, Group.residual, Group.attention, Group.loss
     )
     return replace(one, layout=layout, flags=flags)
