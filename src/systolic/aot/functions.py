@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from systolic.aot.program import FunctionProgram, Traced, is_filtered, name_of
 from systolic.chips import Slice
 from systolic.core.errors import OptionError
-from systolic.steps.mesh import slice_of
+from systolic.steps.mesh import place, slices_of
 
 
 def trace_function(program: FunctionProgram, on: Slice, devices: Sequence[Any]) -> Traced:
@@ -82,20 +81,8 @@ def _is_abstract(leaf: Any) -> bool:
 
 
 def _mesh(axes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
-    from jax.experimental import mesh_utils
-
     names, sizes = tuple(axes), tuple(axes.values())
-    num_slices = len({slice_of(device) for device in devices if device.platform == "tpu"})
-    if num_slices > 1:
-        outer = _across(axes, num_slices)
-        inner = [size // ways for size, ways in zip(sizes, outer, strict=True)]
-        grid = mesh_utils.create_hybrid_device_mesh(
-            inner, outer, devices, allow_split_physical_axes=True
-        )
-    elif devices[0].platform == "tpu" and len(devices) > 1:
-        grid = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
-    else:
-        grid = np.array(list(devices)).reshape(sizes)
+    grid = place(sizes, _across(axes, slices_of(devices)), devices)
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Protocol
 
 from systolic.chips import Prices, Slice
-from systolic.core.errors import LayoutError, SystolicError
+from systolic.core.errors import SystolicError
 from systolic.job import Job
 
 _KNOWN = ("systolic", "builtins")
@@ -144,15 +144,3 @@ def is_filtered(function: Callable[..., Any]) -> bool:
     """Whether ``equinox.filter_jit`` made it: arrays are traced, all else in its arguments is static."""
     equinox = sys.modules.get("equinox")  # loaded, where a function is of it
     return equinox is not None and isinstance(function, type(equinox.filter_jit(name_of)))
-
-
-def definite(job: Job, on: Slice) -> Job:
-    """The job with its layout and precision settled for a slice.
-
-    Raises:
-        LayoutError: the layout does not divide it.
-    """
-    made = job.on(on.num_devices, on.num_slices)
-    if on.platform == "cpu" and on.num_slices > 1:
-        raise LayoutError(f"{on.name} has several slices; a CPU has one")
-    return replace(made, precision=made.precision.resolve(on.platform))

@@ -6,12 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from systolic.aot.program import Traced, Verb, definite
+from systolic.aot.program import Traced, Verb
 from systolic.chips import Slice
 from systolic.core.errors import OptionError
 from systolic.job import Job
 from systolic.steps.decode import Decode, Sampling
-from systolic.steps.mesh import make_mesh
 from systolic.steps.programs import jit_decode, jit_evaluate, jit_prefill, jit_train
 from systolic.steps.steps import Steps
 from systolic.steps.target import MeshTarget
@@ -19,14 +18,8 @@ from systolic.steps.target import MeshTarget
 
 def trace_job(job: Job, verb: Verb, on: Slice, devices: Sequence[Any]) -> Traced:
     """The step of ``job`` that ``verb`` names, on a mesh of ``devices``."""
-    job = definite(job, on)
-    target = MeshTarget(
-        platform=on.platform,
-        layout=job.layout,
-        dtype=job.precision.dtype,
-        operands=job.precision.operands,
-        mesh=make_mesh(job.layout, devices),
-    )
+    job = job.settle(on)
+    target = MeshTarget.of(job, on.platform, devices)
     steps = Steps(job, target)
     fields = job.data.fields()
     unit = "tokens" if "tokens" in fields else "examples"

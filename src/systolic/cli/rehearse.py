@@ -51,7 +51,7 @@ def rehearse(asked: Request) -> int:
         raise OptionError(
             f"{on.name} has {on.num_devices} devices and a rehearsal runs up to {MOST_DEVICES} on this CPU; rehearse a smaller slice of that chip"
         )
-    asked.job.on(on.num_devices, on.num_slices)
+    asked.job.settle(on)
     if on.num_devices > MANY_DEVICES:
         print(f"{on.num_devices} virtual devices: this may take minutes", file=sys.stderr)
     message = {

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from systolic.hlo import Computation, Instruction, Module
+from systolic.hlo.collectives import COLLECTIVES
 from systolic.hlo.groups import groups_of
 
 
@@ -28,21 +29,11 @@ def axes_of(
     return tuple(name for name, apart in zip(mesh, differ, strict=True) if apart)
 
 
-_KINDS = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-    "ragged-all-to-all",
-)
-
-
 def _collective(
     module: Module, computation: Computation, instruction: Instruction
 ) -> Instruction | None:
     """The instruction that names the groups: itself, or the one that an async op or a fusion holds."""
-    if instruction.opcode.removesuffix("-start").removesuffix("-done") in _KINDS:
+    if instruction.opcode.removesuffix("-start").removesuffix("-done") in COLLECTIVES:
         if instruction.opcode.endswith("-done"):
             begun = computation.index.get(instruction.operands[0])
             return None if begun is None else _collective(module, computation, begun)
@@ -52,6 +43,6 @@ def _collective(
         return None
     held = module.computations[name]
     return next(
-        (one for one in held if one.opcode.removesuffix("-start") in _KINDS),
+        (one for one in held if one.opcode.removesuffix("-start") in COLLECTIVES),
         None,
     )

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from systolic.chips import Slice
 from systolic.core.errors import LayoutError, OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check, complaint, ranges_of
 from systolic.job.data import Data
@@ -199,6 +200,17 @@ class Job:
         self.model.check(layout)
         self.model.check_batch(self.batch.resolve(layout) // layout.accumulate)
         return replace(self, layout=layout)
+
+    def settle(self, on: Slice) -> "Job":
+        """The same job with layout and precision definite for a slice.
+
+        Raises:
+            LayoutError: as :meth:`on`, or several slices of a CPU.
+        """
+        if on.platform == "cpu" and on.num_slices > 1:
+            raise LayoutError(f"{on.name} has several slices; a CPU has one")
+        made = self.on(on.num_devices, on.num_slices)
+        return replace(made, precision=made.precision.resolve(on.platform))
 
     def to_json(self) -> dict[str, Any]:
         """The job as plain values; parts that are chosen by class carry it as ``type``."""

@@ -229,11 +229,11 @@ def base_of(facts: Facts, on: Slice, flags: tuple[str, ...] = ()) -> Candidate:
     Raises:
         LayoutError: it does not divide the slice, the model or the batch.
     """
-    job = facts.job.on(on.num_devices, on.num_slices)
+    job = facts.job.settle(on)
     return Candidate(
         on=on,
         layout=job.layout,
         batch=job.batch.resolve(job.layout),
-        precision=job.precision.resolve(on.platform),
+        precision=job.precision,
         base=flags,
     )

@@ -81,7 +81,7 @@ def candidates(job: Job, on: Slice, freedom: Freedom) -> Iterator[Candidate]:
 def check(job: Job, candidate: Candidate) -> str | None:
     """Why a candidate's layout does not divide, None when it does."""
     try:
-        candidate.job(job).on(candidate.on.num_devices, candidate.on.num_slices)
+        candidate.job(job).settle(candidate.on)
     except SystolicError as error:
         return str(error)
     return None

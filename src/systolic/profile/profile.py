@@ -18,6 +18,7 @@ from pathlib import Path
 from systolic.core.errors import DataError
 from systolic.core.origin import Origin
 from systolic.hlo import Computation, Instruction, Module
+from systolic.hlo.collectives import COLLECTIVES
 from systolic.hlo.origin import named
 from systolic.profile.intervals import Interval, exclusive, missing, union
 from systolic.profile.xplane import Backend, DeviceOp, Mark, Trace, load
@@ -26,14 +27,6 @@ from systolic.sim.timeline import Resource, Span, Timeline
 from systolic.sim.work import work_of
 
 CONTAINERS = ("while", "conditional", "call")
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
 COPIES = ("copy", "transpose", "reshape")
 KERNELS = ("nccl", "rccl")
 """Beginnings of the names of kernels that move data between GPUs."""

@@ -3,17 +3,8 @@
 import enum
 
 from systolic.hlo import Computation, Instruction, Module
+from systolic.hlo.collectives import COLLECTIVES
 from systolic.hlo.shape import SEMAPHORE
-
-COLLECTIVES = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-    "ragged-all-to-all",
-    "collective-broadcast",
-)
 
 
 class Role(enum.Enum):

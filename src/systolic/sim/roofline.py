@@ -14,10 +14,10 @@ from systolic.chips import Slice
 from systolic.core.errors import NotFoundError
 from systolic.core.origin import Origin
 from systolic.hlo import Computation, Instruction, Module
+from systolic.hlo.collectives import COLLECTIVES
 from systolic.hlo.groups import groups_of
 from systolic.hlo.loops import trip_count
 from systolic.hlo.origin import named
-from systolic.sim.asynchronous import COLLECTIVES
 from systolic.sim.estimate import vector_operations
 from systolic.sim.layers import layer_of
 from systolic.sim.notes import merged

@@ -14,12 +14,12 @@ from systolic.chips import Slice
 from systolic.core.origin import Origin
 from systolic.hlo import Computation, Instruction, Module, crosses
 from systolic.hlo.aliases import aliased_operand
+from systolic.hlo.collectives import COLLECTIVES
 from systolic.hlo.groups import groups_of
 from systolic.hlo.loops import trip_count
 from systolic.hlo.origin import named
 from systolic.hlo.shape import HOST, Shape
 from systolic.sim.asynchronous import (
-    COLLECTIVES,
     Role,
     collective_in,
     edge_seconds,

@@ -12,15 +12,13 @@ from dataclasses import dataclass, field
 
 from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.aliases import shared_operand
+from systolic.hlo.collectives import COLLECTIVES
 from systolic.hlo.shape import HBM
 
 UPDATES = frozenset(("dynamic-update-slice", "scatter"))
 """Ops whose result takes the memory of the buffer that they update; XLA copies it before where it can't."""
 _SLICES = frozenset(("dynamic-slice", "slice", "gather"))
 _RENAMES = frozenset(("bitcast", "copy", "reshape"))
-_ON_LINKS = frozenset(
-    ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-)
 _PASSING = ("AsyncCollectiveStart", "AsyncCollectiveDone")
 _LANES, _WORD_BITS = 128, 32
 """An array's rows lie in memory as words of 32 bits, 128 to a row of a tile."""
@@ -168,7 +166,7 @@ def _reading(
                 more, passed = _nested(module, use, at.name, size)
                 found.bytes += more
                 todo.extend((use, n if use.shape.is_tuple else None) for n in passed)
-            elif use.opcode not in _ON_LINKS and use.target not in _PASSING:
+            elif use.opcode not in COLLECTIVES and use.target not in _PASSING:
                 found.bytes += size
     return found
 
@@ -222,7 +220,7 @@ def _stays(
 ) -> float | None:
     """Bytes that updates write into a result which keeps an operand's memory; None where it has its own."""
     operand = shared_operand(fusion, part)
-    if made is not None and (made.opcode in _ON_LINKS or made.target in _PASSING):
+    if made is not None and (made.opcode in COLLECTIVES or made.target in _PASSING):
         return None if operand is None else 0.0  # the collective's own transfer fills it
     origin, moved, updated = _origin(module, inner, made)
     if origin is None or (updated is None and operand is None):

@@ -21,29 +21,45 @@ def make_mesh(layout: Layout, devices: Sequence[Any]) -> Mesh:
     Raises:
         LayoutError: the slices don't divide that axis.
     """
-    shape = list(layout.mesh_shape.values())
-    names = tuple(layout.mesh_shape)
-    tpu = devices[0].platform == "tpu"
-    slices = sorted({slice_of(device) for device in devices if tpu})
-    if len(slices) > 1:
-        layout.check_slices(len(slices))
-        crossing = names.index(layout.slices.value)
-        outer = [len(slices) if axis == crossing else 1 for axis in range(len(shape))]
-        inner = [size // outside for size, outside in zip(shape, outer, strict=True)]
-        if layout.placement is Placement.blocks:
-            parts = [blocks(inner, [d for d in devices if slice_of(d) == one]) for one in slices]
-            grid = np.concatenate(parts, axis=crossing)
-        else:
-            grid = mesh_utils.create_hybrid_device_mesh(
-                inner, outer, devices, allow_split_physical_axes=True
-            )
-    elif tpu and len(devices) > 1 and layout.placement is Placement.blocks:
-        grid = blocks(shape, devices)
-    elif tpu and len(devices) > 1:
-        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    else:
-        grid = np.array(list(devices)[: math.prod(shape)]).reshape(shape)
+    names, sizes = tuple(layout.mesh_shape), list(layout.mesh_shape.values())
+    layout.check_slices(num_slices := slices_of(devices))
+    outer = [num_slices if name == layout.slices.value else 1 for name in names]
+    grid = place(sizes, outer, devices, layout.placement)
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def slices_of(devices: Sequence[Any]) -> int:
+    """Number of TPU slices that devices lie in; 1 of other platforms."""
+    return max(len({slice_of(device) for device in devices if device.platform == "tpu"}), 1)
+
+
+def place(
+    sizes: Sequence[int],
+    outer: Sequence[int],
+    devices: Sequence[Any],
+    placement: Placement = Placement.lines,
+) -> np.ndarray:
+    """Devices by mesh axes [*sizes].
+
+    Args:
+        sizes: Of the axes; their product is the number of devices.
+        outer: How many slices each axis crosses.
+        devices: Of one platform.
+        placement: How axes lie on the torus of a slice of TPUs.
+    """
+    if devices[0].platform != "tpu" or len(devices) == 1:
+        return np.array(list(devices)[: math.prod(sizes)]).reshape(sizes)
+    inner = [size // ways for size, ways in zip(sizes, outer, strict=True)]
+    if placement is Placement.blocks:
+        slices = sorted({slice_of(device) for device in devices})
+        parts = [blocks(inner, [d for d in devices if slice_of(d) == one]) for one in slices]
+        crossing = max(range(len(outer)), key=lambda axis: outer[axis])
+        return np.concatenate(parts, axis=crossing)
+    if math.prod(outer) > 1:
+        return mesh_utils.create_hybrid_device_mesh(
+            inner, outer, devices, allow_split_physical_axes=True
+        )
+    return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 
 def blocks(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:

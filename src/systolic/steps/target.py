@@ -1,13 +1,15 @@
 """A mesh of devices, real or not, and what a program may know about it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from systolic.chips.flags import compile_options
-from systolic.job import Layout, Residual
+from systolic.job import Job, Layout, Residual
+from systolic.steps.mesh import make_mesh
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -54,6 +56,28 @@ class MeshTarget:
     """Compiler flags of every program that is jitted on this mesh: ``--xla_…=…``; none are XLA's defaults."""
     notes: list[str] = field(default_factory=list)
     """What :meth:`note` was told while tracing, in order."""
+
+    @classmethod
+    def of(
+        cls, job: Job, platform: str, devices: Sequence[Any], flags: Sequence[str] = ()
+    ) -> "MeshTarget":
+        """The target of a job whose layout is definite, on these devices.
+
+        Args:
+            job: Its layout has as many devices; ``auto`` precision is resolved for the platform.
+            platform: ``tpu``, ``gpu`` or ``cpu``: what is traced for.
+            devices: Real, virtual or described.
+            flags: Compiler flags of every program.
+        """
+        precision = job.precision.resolve(platform)
+        return cls(
+            platform=platform,
+            layout=job.layout,
+            dtype=precision.dtype,
+            operands=precision.operands,
+            flags=tuple(flags),
+            mesh=make_mesh(job.layout, devices),
+        )
 
     @property
     def compiler_options(self) -> dict[str, str] | None:

@@ -21,7 +21,6 @@ from systolic.core.errors import LayoutError, RunError
 from systolic.core.units import duration, gibibytes
 from systolic.job import Batch, Job, Split
 from systolic.models.decoder.pipeline import num_microbatches
-from systolic.steps.mesh import make_mesh
 from systolic.steps.programs import jit_evaluate, jit_train
 from systolic.steps.steps import Steps
 from systolic.steps.target import MeshTarget
@@ -89,15 +88,16 @@ def rehearse(job: Job, on: Slice, say: Say, workers: int = 0) -> dict[str, Any]:
         name=f"{on.num_devices} x virtual cpu",
         peak_bf16_flops_per_second=None,
     )
-    job = job.on(on.num_devices, on.num_slices)
-    job = replace(job, precision=job.precision.resolve(on.platform))
+    job = job.settle(on)
     shape = " x ".join(f"{name} {size}" for name, size in job.layout.mesh_shape.items() if size > 1)
     crossing = f", {job.layout.slices.value} across {on.num_slices} slices"
     say(
         "layout",
         f"{shape or 'one device'}{crossing if on.num_slices > 1 else ''}; batch {job.batch.resolve(job.layout)} divides",
     )
-    steps = Steps(job, _target(job, on.platform, machine))
+    # cuDNN cannot be traced without a GPU.
+    platform = "cpu" if on.platform == "gpu" else on.platform
+    steps = Steps(job, MeshTarget.of(job, platform, machine.devices))
     spread = spread_of(steps)
     _check_memory(spread, on)
     say(
@@ -261,17 +261,6 @@ def _raw(array: Any) -> bytes:
     if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     return np.asarray(array).tobytes()
-
-
-def _target(job: Job, platform: str, machine: Machine) -> MeshTarget:
-    """Where the real job will run, on virtual devices; cuDNN cannot be traced without a GPU."""
-    return MeshTarget(
-        platform="cpu" if platform == "gpu" else platform,
-        layout=job.layout,
-        dtype=job.precision.dtype,
-        operands=job.precision.operands,
-        mesh=make_mesh(job.layout, machine.devices),
-    )
 
 
 def _check_memory(spread: Spread, on: Slice) -> None:

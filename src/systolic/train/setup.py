@@ -15,7 +15,7 @@ from systolic.artifact.weights import Weights
 from systolic.chips.flags import compile_options, name_of, resolved
 from systolic.core.errors import DataError, OptionError, nearest
 from systolic.job import Job, Model, Precision, Split, Target
-from systolic.steps.mesh import make_mesh, slice_of
+from systolic.steps.mesh import slices_of
 from systolic.steps.programs import jit_evaluate, jit_train
 from systolic.steps.steps import Steps, wide_copy
 from systolic.steps.target import MeshTarget
@@ -145,8 +145,7 @@ def set_up(
     named = {name_of(flag) for flag in flags_of(os.environ, machine.platform)}
     own = tuple(flag for flag in flags if name_of(flag) not in named)
     check_flags(own, machine.platform)
-    on_tpu = machine.platform == "tpu"
-    num_slices = len({slice_of(device) for device in machine.devices}) if on_tpu else 1
+    num_slices = slices_of(machine.devices)
     job = replace(job, layout=job.layout.on(len(machine.devices), num_slices))
     job.model.check(job.layout)
     job.batch.resolve(job.layout)
@@ -156,14 +155,7 @@ def set_up(
         check_operands(job.model, precision)
     if reads and job.data.size(Split.train) == 0:
         raise DataError(f"the training split of {job.name} is empty; give the recipe other data")
-    target = MeshTarget(
-        platform=machine.platform,
-        layout=job.layout,
-        dtype=precision.dtype,
-        operands=precision.operands,
-        flags=own,
-        mesh=make_mesh(job.layout, machine.devices),
-    )
+    target = MeshTarget.of(job, machine.platform, machine.devices, own)
     return Setup(job=job, machine=machine, steps=Steps(job, target))
 
 
