@@ -16,6 +16,7 @@ from systolic.aot import compile as compile_program
 from systolic.chips import slice
 from systolic.core.errors import SystolicError
 from systolic.forecasting.run import of_outcome
+from systolic.hlo import Computation, Instruction, Module, parse
 from systolic.sim.timeline import Resource, Timeline
 
 
@@ -63,6 +64,9 @@ def forecast(
                 "peak_gib": made.memory.peak_bytes / 2**30 if made.memory else None,
                 "time_by_resource": made.time_by_resource,
                 "buckets": buckets(made.timeline) if made.timeline is not None else {},
+                "formatting_seconds": formatting(made.timeline, parse(outcome.hlo))
+                if made.timeline
+                else 0.0,
                 "recomputed_seconds": recomputed(made.timeline) if made.timeline else 0.0,
                 "program": outcome.digest,
                 "cached": outcome.cached,
@@ -97,6 +101,42 @@ def buckets(timeline: Timeline) -> dict[str, float]:
         matmul = "matmul" if span.flops else "elementwise"
         found["attention" if span.priced_by == "kernel" else matmul] += span.seconds * times
     return found | {"collective": timeline.seconds - sum(found.values())}
+
+
+MOVES = frozenset(
+    ("copy", "transpose", "reshape", "slice", "pad", "concatenate", "dynamic-slice", "bitcast")
+)
+"""Ops that only move data."""
+BESIDE = frozenset(
+    ("parameter", "constant", "iota", "tuple", "get-tuple-element", "convert", "broadcast")
+)
+"""What a fusion that only moves data may hold as well."""
+
+
+def formatting(timeline: Timeline, module: Module) -> float:
+    """Seconds of a step's elementwise work that only moves data: XProf's category ``data formatting``."""
+    index = {one.name: one for held in module.computations.values() for one in held}
+    return sum(
+        span.seconds * times
+        for span, times in timeline.leaves()
+        if span.lane == "core" and span.name in index and moves(module, index[span.name])
+    )
+
+
+def moves(module: Module, instruction: Instruction) -> bool:
+    """Whether an op, or all that a fusion holds, computes nothing."""
+    if instruction.opcode != "fusion":
+        return instruction.opcode in MOVES
+
+    def every(held: Computation) -> bool:
+        return all(
+            one.opcode in MOVES | BESIDE
+            or one.opcode in ("dynamic-update-slice", "bitcast-convert")
+            or (one.opcode == "fusion" and every(module.callee(one, "calls")))
+            for one in held
+        )
+
+    return every(module.callee(instruction, "calls"))
 
 
 def recomputed(timeline: Timeline) -> float:

@@ -60,6 +60,9 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 }
 """Patterns of a model's name, lower case, to its sizes."""
 
+NORMS: Mapping[str, Any] = {"qk_norm": True, "post_norms": True}
+"""Of Gemma 3 and 4: norms on queries and keys, and after attention and MLP (MaxText, models/gemma3.py and gemma4.py)."""
+
 MESHES: Mapping[tuple[str, str], Mapping[str, int]] = {
     ("fuji", "v4"): {"data": -1, "fsdp": 16},
     ("fuji", "v5e"): {"data": -1, "fsdp": 16},
@@ -173,7 +176,8 @@ POLICIES: Mapping[str, Mapping[str, Any]] = {
 def sizes_of(name: str) -> Mapping[str, Any] | None:
     """Sizes of the model that a text names."""
     text = name.lower()
-    return next((sizes for pattern, sizes in MODELS.items() if re.search(pattern, text)), None)
+    found = next((sizes for pattern, sizes in MODELS.items() if re.search(pattern, text)), None)
+    return {**(found or {}), **NORMS} if re.search(r"gemma-?[34]", text) else found
 
 
 def router_of(name: str) -> Mapping[str, Any] | None:
@@ -206,6 +210,20 @@ def script_of(record: Mapping[str, Any]) -> Script | None:
         (s for (model, on), s in SCRIPTS.items() if re.search(model, name) and chip.startswith(on)),
         None,
     )
+
+
+def rounding_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's options of how int8 and fp8 matmuls round, where a record or its script says more than the precision."""
+    other, found = record.get("other_settings") or {}, dict[str, Any]()
+    ranges = [
+        str(other.get(f"{what}_quantization_calibration_method")) for what in ("weight", "act")
+    ]
+    fixed = re.fullmatch(r"fixed,-(\d+),(\d+)", ranges[0])
+    if fixed and fixed[1] == fixed[2] and ranges[0] == ranges[1]:
+        found["largest"] = float(fixed[1])
+    if (script := script_of(record)) is not None and script.rounded:
+        found["backward"] = script.rounded
+    return {"rounding": found} if found else {}
 
 
 def mesh_of(model: str, generation: str) -> Mapping[str, int] | None:

@@ -115,8 +115,11 @@ def row_of(record: Mapping[str, Any]) -> Row | Skipped:
     try:
         return _row(record)
     except _SkipError as reason:
-        of = family(record["id"], _generation(record) or "", str(record.get("model")))
-        return Skipped(id=record["id"], family=of, reason=str(reason))
+        return Skipped(id=record["id"], family=_family(record), reason=str(reason))
+
+
+def _family(record: Mapping[str, Any]) -> str:
+    return family(record["id"], _generation(record) or "", str(record.get("model")))
 
 
 def _generation(record: Mapping[str, Any]) -> str | None:
@@ -141,7 +144,7 @@ def _row(record: Mapping[str, Any]) -> Row:
     layout = _layout(record, generation, on, departures)
     if category in OTHERS:
         return _other(record, generation, on, layout, departures)
-    model = _model(record, departures) | _rounding(record, departures)
+    model = _model(record, departures) | known.rounding_of(record)
     if (script := known.script_of(record)) is not None:
         departures += script.departures
         layout |= script.layout
@@ -149,7 +152,7 @@ def _row(record: Mapping[str, Any]) -> Row:
         id=record["id"],
         generation=generation,
         slice=on,
-        family=family(record["id"], generation, str(record.get("model"))),
+        family=_family(record),
         kind="mixture" if model["experts"] > 1 else "dense",
         published_seconds=record["step_time_best_s"],
         recipe="lm",
@@ -195,7 +198,7 @@ def _other(
         id=record["id"],
         generation=generation,
         slice=on,
-        family=family(record["id"], generation, str(record.get("model"))),
+        family=_family(record),
         kind=kind,
         published_seconds=record["step_time_best_s"],
         recipe=recipe,
@@ -305,6 +308,8 @@ def _attention(arch: Mapping[str, Any], departures: list[str]) -> dict[str, Any]
         departures.append(
             f"layers that see everything have heads of {wide} there and share keys and values, here all have the same heads"
         )
+    if arch.get("post_norms"):
+        departures.append("norms after attention and MLP there, before them only here")
     if "NoPE" in text:
         departures.append("every fourth layer without rotary embeddings there, all with here")
     return found
@@ -319,26 +324,6 @@ def _precision(record: Mapping[str, Any], departures: list[str]) -> str:
     if found is None:
         raise _SkipError(f"precision {rounded!r} is not a precision here")
     return found
-
-
-def _rounding(record: Mapping[str, Any], departures: list[str]) -> dict[str, Any]:
-    """How int8 and fp8 matmuls round, where a record or its script says more than the precision."""
-    other, found = record.get("other_settings") or {}, dict[str, Any]()
-    limits = {
-        _number(r"^fixed,-(\d+),\1$", str(other.get(f"{what}_quantization_calibration_method")))
-        for what in ("weight", "act")
-    }
-    if limits != {None}:
-        (limit,) = limits if len(limits) == 1 else (None,)
-        if limit is None:
-            departures.append(
-                "weights and activations with ranges of their own: each measured here"
-            )
-        else:
-            found["largest"] = float(limit)
-    if (script := known.script_of(record)) is not None and script.rounded:
-        found["backward"] = script.rounded
-    return {"rounding": found} if found else {}
 
 
 def _optimizer(record: Mapping[str, Any]) -> dict[str, Any]:

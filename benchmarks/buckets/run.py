@@ -30,6 +30,8 @@ CATEGORIES: Mapping[str, Sequence[str]] = {
     "elementwise": ("loop fusion", "data formatting"),
 }
 """XProf's categories of each bucket; a profile has the bucket where it names all of them."""
+PARTS: Mapping[str, str] = {"loops": "loop fusion", "formatting": "data formatting"}
+"""Of elementwise work: what computes, and copies, transposes and slices by themselves."""
 COVERED = 97.0
 """Per cent of a step that a profile's categories cover, from which on the rest counts as collectives."""
 
@@ -83,6 +85,7 @@ def measured(records: Sequence[Mapping[str, Any]]) -> dict[Key, dict[str, float]
         }
         if len(parts) == len(CATEGORIES) and record["named_buckets_cover_pct"] >= COVERED:
             parts["collective"] = record["step_ms"] - sum(parts.values())
+        parts |= {name: ms[one] for name, one in PARTS.items() if one in ms}
         for name, value in parts.items():
             at[name].append(value)
     return {
@@ -131,7 +134,10 @@ def show(record: Mapping[str, Any]) -> None:
     if "problem" in record:
         print(f"| {record['id']} | {record['problem'].splitlines()[0]} |", flush=True)
         return
+    formatting = record["formatting_seconds"]
+    loops = record["buckets"]["elementwise"] - formatting
     ours = {"step": record["forecast_seconds"], **record["buckets"]}
+    ours |= {"loops": loops, "formatting": formatting}
     cells = [
         f"{name} {chip:.3f} s, {ours[name]:.3f} s, {ours[name] / chip - 1:+.0%}"
         for name, chip in record["measured"].items()

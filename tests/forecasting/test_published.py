@@ -13,6 +13,7 @@ from systolic import recipes
 from systolic.chips import slice
 from systolic.core.origin import Origin
 from systolic.sim.timeline import Resource, Span, Timeline
+from tests.recorded import hlo
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ACCURACY = str(BENCHMARKS / "accuracy")
@@ -307,6 +308,20 @@ def test_what_xla_recomputes_by_hand() -> None:
     assert ask.recomputed(Timeline(Origin.simulated, 1.0, spans)) == 0.25
 
 
+def test_copies_and_slices_of_a_recorded_schedule_are_formatting() -> None:
+    module = hlo.module("lm-v5e-4")
+    of = {one.name: one for held in module.computations.values() for one in held}
+    assert ask.moves(module, of["copy.290"])
+    assert ask.moves(module, of["constant_dynamic-slice_fusion.26"])
+    assert not ask.moves(module, of["multiply_power_fusion.1"])
+    copy, power = (
+        Span(name, of[name].opcode, 0.0, 1.0, Resource.hbm)
+        for name in ("copy.290", "multiply_power_fusion.1")
+    )
+    made = Timeline(Origin.simulated, 2.0, (copy, power))
+    assert ask.formatting(made, module) == 1.0
+
+
 def test_profiles_are_programs() -> None:
     records = json.loads((BENCHMARKS / "buckets" / "published.json").read_text())
     found = buckets.measured(records)
@@ -317,6 +332,8 @@ def test_profiles_are_programs() -> None:
             "attention": 0.12529,
             "elementwise": 0.16209,
             "collective": 0.09354,
+            "loops": 0.12386,
+            "formatting": 0.0375,
         },
         rel=1e-2,
     )
