@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import encoders_and_vision
 import known
 import mixtures
-import others
 import xla_flags
 from fields import each
 
@@ -49,8 +49,8 @@ KINDS = {
     "diffusion_video": "no diffusion model here",
 }
 """Categories that no recipe covers, with the reason."""
-OTHERS = {"encoder_lm": ("mlm", "encoder"), "vision_cnn": ("image", "convolutional")}
-"""Categories of other recipes than ``lm``, and their kind."""
+BESIDE_LM = {"encoder_lm": ("mlm", "encoder"), "vision_cnn": ("image", "convolutional")}
+"""Categories of the recipes ``mlm`` and ``image``, and their kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def _generation(record: Mapping[str, Any]) -> str | None:
 
 def _row(record: Mapping[str, Any]) -> Row:
     category = record.get("category") or "dense_llm"
-    if category not in ("dense_llm", "moe_llm", *OTHERS):
+    if category not in ("dense_llm", "moe_llm", *BESIDE_LM):
         raise _SkipError(KINDS.get(category, f"no recipe for {category}"))
     if record.get("usable_for_validation") is False:
         raise _SkipError("the record says that it is not fit for validation")
@@ -142,8 +142,8 @@ def _row(record: Mapping[str, Any]) -> Row:
     departures: list[str] = []
     on = _slice(generation, record)
     layout = _layout(record, generation, on, departures)
-    if category in OTHERS:
-        return _other(record, generation, on, layout, departures)
+    if category in BESIDE_LM:
+        return _encoder_or_vision(record, generation, on, layout, departures)
     model = _model(record, departures) | known.rounding_of(record)
     if (script := known.script_of(record)) is not None:
         departures += script.departures
@@ -172,22 +172,22 @@ def _row(record: Mapping[str, Any]) -> Row:
     )
 
 
-def _other(
+def _encoder_or_vision(
     record: Mapping[str, Any],
     generation: str,
     on: str,
     layout: dict[str, Any],
     departures: list[str],
 ) -> Row:
-    """A record of another recipe than ``lm``."""
-    recipe, kind = OTHERS[record["category"]]
+    """A record of the recipes ``mlm`` and ``image``."""
+    recipe, kind = BESIDE_LM[record["category"]]
     batch, other = _batch(record, on), record.get("other_settings") or {}
     if recipe == "mlm":
-        options = others.encoder(record, departures)
+        options = encoders_and_vision.encoder(record, departures)
         if not options["model"]["vocab"]:
             raise _SkipError("the vocabulary is not stated")
     else:
-        options = others.residual(record, batch, departures)
+        options = encoders_and_vision.residual(record, batch, departures)
     if not record.get("remat") and not known.mesh_of(str(record.get("model")), generation):
         # A trainer that states no policy of a model that fits without one has none.
         layout = {**layout, "remat": "none"}

@@ -1,5 +1,7 @@
 """What is searched: every candidate divides, none twice, and the job's own numbers stay."""
 
+from dataclasses import replace
+
 import pytest
 
 from systolic.chips import slice
@@ -82,7 +84,7 @@ def test_changes_divide_and_change_one_thing() -> None:
     base = next(candidates(job, slice("v6e-4"), Freedom()))
     wanted = changes(job, base)
     found = [change.on(base) for change in wanted]
-    elsewhere = {"data-parallel-overlap", "host-overlap"}
+    elsewhere = {"data-parallel-overlap", "host-overlap", "v6e-mixture"}
     assert {one.flags.name for one in found} == {"default"} | {
         s.name for s in SETS if "v6e" in s.generations
     } - elsewhere
@@ -158,3 +160,26 @@ def test_no_set_gives_fusions_another_share_of_vmem_than_chips_were_fastest_with
         shared = {flag.text for flag in shared_flags(slice(name).chip)}
         tried = [flag for one in sets_for(slice(name), offloads=True) for flag in one.flags]
         assert {flag for flag in tried if flag.startswith(limit)} <= shared
+
+
+def test_fewer_tiles_and_passes_are_tried_where_memory_allows() -> None:
+    job = decoder_job(model=Decoder(layers=2, d_model=256, vocab=131072, heads=4, kv_heads=4))
+    job = replace(job, layout=Layout(fsdp=4, loss_tiles=8, accumulate=4))
+    base = next(candidates(job, slice("v6e-4"), Freedom()))
+    made = [change.on(base).layout for change in changes(job, base, tight=False)]
+    assert {one.loss_tiles for one in made} == {2, 4, 8}
+    assert {one.accumulate for one in made} == {2, 4}
+    tight = [change.on(base).layout for change in changes(job, base, tight=True)]
+    assert {one.loss_tiles for one in tight} == {2, 4, 8, 16}
+    assert {one.accumulate for one in tight} == {4}
+    last = replace(base, layout=replace(base.layout, loss_tiles=2, accumulate=1))
+    made = [change.on(last).layout for change in changes(job, last, tight=False)]
+    assert {one.loss_tiles for one in made} == {1, 2}
+
+
+def test_flags_of_mixtures_are_for_mixtures() -> None:
+    for experts, expected in ((1, False), (8, True)):
+        job = decoder_job(experts=experts)
+        base = next(candidates(job, slice("v6e-4"), Freedom()))
+        names = {change.flags.name for change in changes(job, base)}
+        assert ("v6e-mixture" in names) is expected

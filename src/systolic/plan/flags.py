@@ -16,6 +16,8 @@ class FlagSet:
     why: str
     generations: tuple[str, ...]
     """The chips that it is for."""
+    mixtures: bool = False
+    """Of models with experts only."""
     most_chips: int = 10**6
     """Of a slice; on larger ones the other sets are tried first."""
 
@@ -64,6 +66,13 @@ SETS: Sequence[FlagSet] = (
         generations=("v6e",),
     ),
     FlagSet(
+        name="v6e-mixture",
+        flags=("--xla_tpu_scoped_vmem_limit_kib=81920", *_SUMS, *_ASYNC),
+        why="what the published v6e recipes for mixtures share: less of VMEM for a fusion than dense models take, and no flags for host transfers",
+        generations=("v6e",),
+        mixtures=True,
+    ),
+    FlagSet(
         name="whole-gathers",
         flags=("--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000",),
         why="weights are gathered whole instead of in a loop of permutes and partial matmuls, which for small weights leaves the matrix units half empty",
@@ -96,7 +105,11 @@ def _names(flags: Sequence[str]) -> set[str]:
 
 
 def sets_for(
-    on: Slice, offloads: bool = False, base: FlagSet = DEFAULT, have: Sequence[str] = ()
+    on: Slice,
+    offloads: bool = False,
+    base: FlagSet = DEFAULT,
+    have: Sequence[str] = (),
+    mixture: bool = False,
 ) -> list[FlagSet]:
     """Those worth a compile on a slice, besides the default; the likeliest to help first.
 
@@ -106,6 +119,7 @@ def sets_for(
         base: What they come on top of; another value for all that a part of it sets is not worth a try.
         have: Flags that are set already. A set that changes none of them is left out, and so is one
             that only gives other values to what somebody has set beside the shared set.
+        mixture: Whether the model has experts.
     """
     parts = base.name.split(_PLUS)
     chosen = [_names(one.flags) for one in SETS if one.name in parts]
@@ -116,6 +130,7 @@ def sets_for(
         for one in SETS
         if on.chip.name in one.generations
         and on.num_chips > 1
+        and (mixture or not one.mixtures)
         and (one.name != "data-parallel-overlap" or on.num_slices > 1)
         and (one.name != "host-overlap" or offloads)
         and _names(one.flags) not in chosen

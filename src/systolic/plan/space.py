@@ -19,6 +19,8 @@ LONG = 16384
 LARGEST_ACCUMULATE = 64
 MOST_LOGITS = 0.1
 """Share of the memory above which logits are worth cutting into tiles."""
+LARGEST_LOGITS = 1.0
+"""Share above which they are only cut: the compiler holds fewer bytes a logit than the estimate counts."""
 NAMED: Sequence[tuple[str, ...]] = (
     ("query", "key", "value", "attention", "out"),
     ("query", "key", "value", "attention", "mlp"),
@@ -27,6 +29,7 @@ NAMED: Sequence[tuple[str, ...]] = (
 OFFLOADED: Sequence[tuple[tuple[str, ...], tuple[str, ...]]] = (
     (("layer_input",), ()),
     (("layer_input", "query", "key", "value"), ("attention",)),
+    (("layer_input", "query", "key", "value"), ()),
     (("layer_input", "query", "key", "value", "out"), ()),
 )
 """(moved to the host, kept on the device) of the offload policy."""
@@ -185,7 +188,7 @@ def _tiled(
     if layout.loss_tiles > 1 or share <= MOST_LOGITS:
         yield layout
         return
-    if share <= 5 * MOST_LOGITS:
+    if share <= LARGEST_LOGITS:
         yield layout
     assert sequence is not None
     for power in range(1, 7):

@@ -19,14 +19,19 @@ WIDE_VOCAB = 65536
 def changes(job: Job, candidate: Candidate, tight: bool = True) -> list[Change]:
     """What is worth trying on a candidate, the likeliest gains first.
 
-    ``tight`` says that memory is short: loss tiles save it and cost time.
+    ``tight`` says that memory is short: loss tiles save it and cost time, and so do passes.
     """
     tokens = job.data.fields().get("tokens")
     layout = candidate.layout
+    known = job.model.outline(layout)
     flags = [
         Change(flags=one)
         for one in sets_for(
-            candidate.on, layout.remat is Remat.offload, candidate.flags, candidate.base
+            candidate.on,
+            layout.remat is Remat.offload,
+            candidate.flags,
+            candidate.base,
+            known is not None and known.routed > 0,
         )
     ]
     blocks: list[Change] = []
@@ -36,15 +41,32 @@ def changes(job: Job, candidate: Candidate, tight: bool = True) -> list[Change]:
         blocks = [layout_change(attention_block=b) for b in sizes]
     found = [layout_change(placement=Placement.blocks)] if _breaks_lines(candidate) else []
     found += [layout_change(residual=one) for one in _splits(job, candidate, tight)]
+    if not tight and (fewer := _fewer_passes(candidate)):
+        found.append(layout_change(accumulate=fewer))
     for index in range(max(len(flags), len(blocks))):
         found += [*flags[index : index + 1], *blocks[index : index + 1]]
-    known = job.model.outline(layout)
-    if tight and tokens is not None and known is not None and known.vocab >= WIDE_VOCAB:
-        now = layout.loss_tiles
-        for tiles in TILES if now == 1 else (2 * now, now // 2):
-            if tiles > 1 and tokens.shape[0] % (tiles * layout.context) == 0:
+    if tokens is not None and known is not None and known.vocab >= WIDE_VOCAB:
+        for tiles in _tiles(layout.loss_tiles, tight):
+            if tokens.shape[0] % (tiles * layout.context) == 0:
                 found.append(layout_change(loss_tiles=tiles))
     return found
+
+
+def _tiles(now: int, tight: bool) -> list[int]:
+    """Other numbers of loss tiles: fewer, which make fewer logits twice, and where memory is short more."""
+    if now == 1:
+        return list(TILES) if tight else []
+    fewer = list(dict.fromkeys((max(now // 2, 1), max(now // 4, 1))))
+    return [*fewer, 2 * now] if tight else fewer
+
+
+def _fewer_passes(candidate: Candidate) -> int:
+    """The next smaller number of passes that leaves each device whole examples; 0 where there is none."""
+    layout = candidate.layout
+    if layout.accumulate == 1 or candidate.batch % layout.batch_ways:
+        return 0
+    rows = candidate.batch // layout.batch_ways
+    return next(n for n in range(layout.accumulate - 1, 0, -1) if rows % n == 0)
 
 
 def _splits(job: Job, candidate: Candidate, tight: bool) -> list[Residual]:

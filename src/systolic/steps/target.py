@@ -21,6 +21,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "residual_sequence": ("context",),
     "residual_embed": (),
     "stages": ("pipeline",),
+    "routed": ("expert",),
     # parameters and the activations made of them
     "embed": ("fsdp", "expert", "context"),
     "expert_embed": ("fsdp", "context"),
@@ -29,14 +30,20 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
-    "experts": ("expert",),
+    # Whole experts where fsdp divides them: they are gathered and their gradients scattered along the major dim.
+    # Slivers of each matrix, narrower than a tile, are copied, and on TPU7x summed whole on every device.
+    "experts": ("expert", "fsdp"),
     "layers": ("pipeline",),
 }
 """Logical name of a dim to the mesh axes that split it; a name that is not here is not split."""
 SPLIT = {Residual.sequence: "residual_sequence", Residual.embed: "residual_embed"}
 """The dim of the residual stream that ``tensor`` splits beside these, by the layout's choice."""
 
-SERVING: Mapping[str, tuple[str, ...]] = {**RULES, "embed": ("fsdp", "context")}
+SERVING: Mapping[str, tuple[str, ...]] = {
+    **RULES,
+    "embed": ("fsdp", "context"),
+    "experts": ("expert",),
+}
 """The same without a gradient: over the expert axis only experts are split. The other weights, a small part of a
 mixture, would be gathered for every token."""
 

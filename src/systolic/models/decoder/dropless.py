@@ -41,7 +41,7 @@ def dropless(
     layout = target.layout
     spec = PartitionSpec(*target.spec("batch", "sequence"), None)
     (mlp,) = target.spec("mlp")
-    (experts,) = target.spec("experts")
+    (experts,) = target.spec("routed")
     inward, outward = PartitionSpec(experts, None, mlp), PartitionSpec(experts, mlp, None)
 
     def local(x: jax.Array, chosen: jax.Array, weights: jax.Array, *matrices: jax.Array):

@@ -100,7 +100,7 @@ class Mixture(nnx.Module):
 
         # Picked where the tokens are, then sent: else the partitioner sends the indices too.
         routed = constrain(routed, "batch", None, None, None)
-        routed = constrain(routed, "expert_batch", "experts", None, None)
+        routed = constrain(routed, "expert_batch", "routed", None, None)
         gate = name(
             product(self.target, "becd,edf->becf", routed, self.gate[...], self.config.rounding),
             "mlp",
@@ -109,11 +109,11 @@ class Mixture(nnx.Module):
             product(self.target, "becd,edf->becf", routed, self.up[...], self.config.rounding),
             "mlp",
         )
-        hidden = constrain(self.activate(gate) * up, "expert_batch", "experts", None, "mlp")
+        hidden = constrain(self.activate(gate) * up, "expert_batch", "routed", None, "mlp")
         done = constrain(
             product(self.target, "becf,efd->becd", hidden, self.down[...], self.config.rounding),
             "expert_batch",
-            "experts",
+            "routed",
             None,
             None,
         )
