@@ -8,6 +8,7 @@ chips (three axes). The rule agrees with every row of MaxText's table of slices.
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 Shape = tuple[int, ...]
@@ -62,20 +63,9 @@ class SliceRule:
     note: str = ""
     sources: tuple[str, ...] = ()
 
-    def named_chips(self) -> list[int]:
+    def named_chips(self) -> tuple[int, ...]:
         """The numbers of chips that have a name, ascending."""
-        if self.sizes is Sizes.listed:
-            return sorted(self.listed_chips)
-        if self.sizes is Sizes.powers_of_two:
-            exponents = range(self.largest_chips.bit_length())
-            return [
-                2**k
-                for k in exponents
-                if 2**k >= self.smallest_chips and 2**k not in self.without_chips
-            ]
-        parts = [n for n in _PARTS_OF_A_CUBE if n >= self.smallest_chips]
-        cubes = [64 * k for k in range(1, self.largest_cubes + 1)]
-        return sorted({*parts, *filter(self._factors, cubes), *self.extra_chips})
+        return _named_chips(self)
 
     def shape(self, chips: int) -> Shape:
         """The shape of a named number of chips, axes ascending (one host is 2x2x1)."""
@@ -115,6 +105,20 @@ class SliceRule:
         if self.wrap_cube is not None:
             return (all(axis % self.wrap_cube == 0 for axis in shape),) * len(shape)
         return tuple(axis == self.wrap_full_axis for axis in shape)
+
+
+@cache
+def _named_chips(rule: SliceRule) -> tuple[int, ...]:
+    """Those of a rule, once: every name that is looked up is compared with them."""
+    if rule.sizes is Sizes.listed:
+        return tuple(sorted(rule.listed_chips))
+    if rule.sizes is Sizes.powers_of_two:
+        powers = (2**k for k in range(rule.largest_chips.bit_length()))
+        return tuple(n for n in powers if n >= rule.smallest_chips and n not in rule.without_chips)
+    parts = [n for n in _PARTS_OF_A_CUBE if n >= rule.smallest_chips]
+    cubes = (64 * k for k in range(1, rule.largest_cubes + 1))
+    whole = (n for n in cubes if rule.shape(n))
+    return tuple(sorted({*parts, *whole, *rule.extra_chips}))
 
 
 def factorisations(number: int, parts: int, least: int = 1) -> Iterator[Shape]:
