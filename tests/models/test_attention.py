@@ -253,6 +253,10 @@ def test_which_sequences_are_balanced() -> None:
     assert balanced(over(2, "gpu"), 512) is None
     assert balanced(over(1, "tpu"), 512) is None
     assert balanced(over(2, "tpu", ContextOrder.natural), 512) is None
+    auto = ContextOrder.auto
+    assert balanced(over(4, "tpu", auto), 2048) is None, "natural is 6 % faster by schedule"
+    assert balanced(over(4, "tpu", auto), 4096) == Order(4)
+    assert balanced(over(2, "cpu", auto), 32) == Order(2)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])

@@ -113,7 +113,7 @@ def test_it_trains() -> None:
     [
         ({"mixture_every": 4}, "mixture-every 4 does not divide model.layers 6"),
         ({"dense_layers": 2}, "mixture-every 2 and model.dense-layers 2 both say"),
-        ({"experts": 1, "dense_d_ff": 0}, "mixture-every is 2 but the model is dense"),
+        ({"experts": 1, "dense_d_ff": 0}, "but the model is dense, so that it has no effect"),
     ],
 )
 def test_what_contradicts_itself_is_refused(change: dict[str, Any], words: str) -> None:
