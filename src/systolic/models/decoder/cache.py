@@ -18,11 +18,12 @@ class Cache(NamedTuple):
     key: jax.Array
     """[layers, batch, kv_heads, capacity, head_dim]: heads outside, as the matmuls of attention read them,
     so that a TPU reads a layer of it where it lies. With latent attention the rotated key of all heads,
-    [layers, batch, 1, capacity, qk_rope_head_dim]."""
+    [layers, batch, 1, capacity, qk_rope_head_dim]. Where every layer has a window the capacity is at most that, and
+    position p lies in row p modulo it."""
     value: jax.Array
     """Like key; with latent attention the latents, [layers, batch, 1, capacity, kv_lora_rank]."""
     length: jax.Array
-    """int32[batch]: positions filled."""
+    """int32[batch]: positions seen."""
     recent: jax.Array
     """int32[batch, n - 1]: the last tokens, for n-gram lookups; [batch, 0] without them."""
 
@@ -35,6 +36,16 @@ def stored(target: Target, new: jax.Array, capacity: int, dtype: jnp.dtype) -> j
     rows = jnp.swapaxes(new[:, :capacity], 1, 2).astype(dtype)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, capacity - rows.shape[2]), (0, 0)))
     return target.constrain(rows, "batch", "kv_heads", None, None)
+
+
+def latest(new: jax.Array, count: jax.Array, capacity: int) -> jax.Array:
+    """The last ``capacity`` of ``count`` int32[batch] rows of each sequence, position p in row p modulo the capacity.
+
+    new [batch, n, kv_heads, head_dim] to [batch, capacity, kv_heads, head_dim]; rows of no position hold anything.
+    """
+    last = (count - 1)[:, None]
+    positions = last - (last - jnp.arange(capacity)) % capacity
+    return jnp.take_along_axis(new, jnp.maximum(positions, 0)[:, :, None, None], axis=1)
 
 
 def appended(target: Target, cache: jax.Array, positions: jax.Array, new: jax.Array) -> jax.Array:
@@ -85,6 +96,16 @@ class Sight(NamedTuple):
     """Of those, as many of the latest; 0 for all."""
     logits: Logits
     """What the products with the keys go through, with a scale."""
+    rolling: bool = False
+    """Whether a position lies in the row of its number modulo the capacity, which is at most the window."""
+
+    def before(self, capacity: int) -> jax.Array:
+        """bool[batch, n, capacity]: rows that hold positions before the token's own, of those that it sees."""
+        rows, own = jnp.arange(capacity)[None, None, :], self.positions[:, :, None]
+        if self.rolling:
+            # The row that the token will take holds one that has just left the window, or nothing.
+            return (rows < own) & (rows != own % capacity)
+        return self.visible(capacity) & ~(rows == own)
 
     def visible(self, capacity: int) -> jax.Array:
         """bool[batch, n, capacity]."""
@@ -141,8 +162,7 @@ def attend_one(
         assert sight.logits.scale is not None
         return soft_cap(sum(products[1:], products[0]) * sight.logits.scale, sight.logits.cap)
 
-    own_place = jnp.arange(capacity)[None, None, :] == sight.positions[:, :, None]
-    before = (sight.visible(capacity) & ~own_place)[:, None]
+    before = sight.before(capacity)[:, None]
     past = jnp.where(before, logits([part.keys for part in parts]), -jnp.inf)
     present = logits([stored(part.own) for part in parts])
     largest = jnp.maximum(jnp.max(past, axis=-1, keepdims=True), present)

@@ -238,6 +238,11 @@ class Decoder(Model):
             return (self.window,)
         return (self.window,) * (self.global_every - 1) + (0,)
 
+    @property
+    def rolling(self) -> bool:
+        """Whether a cache keeps no more positions than the window, which every layer has."""
+        return all(self.windows)
+
     def theta(self, window: int) -> float:
         """The base of the rotary wavelengths of a layer with this window."""
         return self.local_rope_theta if window and self.local_rope_theta else self.rope_theta

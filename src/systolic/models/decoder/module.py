@@ -9,7 +9,7 @@ from flax import nnx
 
 from systolic.job import Target
 from systolic.models.attention import attention, plain_dtype
-from systolic.models.decoder.cache import Cache, Part, Sight, appended, attend_one, stored
+from systolic.models.decoder.cache import Cache, Part, Sight, appended, attend_one, latest, stored
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.latent import LatentAttention
 from systolic.models.decoder.moe import Mixture
@@ -167,7 +167,7 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """:meth:`attend` for one new token x [batch, 1, d_model] over a layer of the cache, which keeps what came before."""
         given = self.attention_norm(x)
-        sight = Sight(positions=positions, window=window, logits=self.attention_logits)
+        sight = Sight(positions, window, self.attention_logits, self.config.rolling)
         dtype = plain_dtype(self.target, x.dtype)
         if self.latent is not None:
             return self.latent.read(given, self.config.theta(window), cached, sight, dtype)
@@ -363,18 +363,22 @@ class DecoderModule(nnx.Module):
             )
 
     def empty_cache(self, batch: int, capacity: int, dtype: jnp.dtype) -> Cache:
-        """Room for ``capacity`` positions of ``batch`` sequences."""
+        """Room for ``capacity`` positions of ``batch`` sequences, or for a window of them."""
         config, latent = self.config, self.config.latent
         heads, key, value = config.kv_heads, config.head_dim, config.head_dim
         if latent:
             heads, key, value = 1, latent.qk_rope_head_dim, latent.kv_lora_rank
-        shape = (config.layers, batch, heads, capacity)
+        shape = (config.layers, batch, heads, self._rows(capacity))
         return Cache(
             jnp.zeros((*shape, key), dtype),
             jnp.zeros((*shape, value), dtype),
             jnp.zeros((batch,), jnp.int32),
             self.no_history(batch),
         )
+
+    def _rows(self, capacity: int) -> int:
+        """Of a cache for so many positions."""
+        return min(capacity, self.config.window) if self.config.rolling else capacity
 
     def prefill(
         self, tokens: jax.Array, count: jax.Array, capacity: int, dtype: jnp.dtype
@@ -384,7 +388,8 @@ class DecoderModule(nnx.Module):
         Args:
             tokens: int32[batch, n], padded at the end: no token sees what comes after it.
             count: int32[batch]: how many of the n are real.
-            capacity: Positions that the cache has room for; keys and values beyond are dropped.
+            capacity: Positions that the cache has room for; keys and values beyond are dropped, or before the
+                window where every layer has one.
             dtype: Of the cache.
 
         Returns:
@@ -393,12 +398,16 @@ class DecoderModule(nnx.Module):
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         none = self.no_history(tokens.shape[0])
         x, parts = self.embed(tokens, positions, none), []
+        capacity = self._rows(capacity)
+        cut = self.config.rolling and tokens.shape[1] > capacity
 
         def step(graph: Any, window: int) -> Step:
             def layer(x: jax.Array, state: nnx.State, _: Any = None) -> tuple[jax.Array, Any]:
                 block = nnx.merge(graph, state)
                 masking = Masking(causal=True, window=window)
                 attended, kept = block.attend(x, positions, masking)
+                if cut:
+                    kept = tuple(latest(each, count, capacity) for each in kept)
                 rows = tuple(stored(self.target, each, capacity, dtype) for each in kept)
                 return block.merge(x, attended, count)[0], rows
 
@@ -445,8 +454,15 @@ class DecoderModule(nnx.Module):
             ]
             x, new = run_layers(period, x, (stacked, own), in_place=True)
             parts.append(stretch.flat(new))
+        capacity, places = cache.key.shape[3], cache.length
+        if self.config.rolling:
+            places = places % capacity
+        elif 0 < self.config.window < capacity:
+            self.target.note(
+                f"layers with a window of {self.config.window} keep and read all {capacity} positions of the cache, as those without one do: where windows differ by layer they save nothing in decode"
+            )
         keys, values = (
-            appended(self.target, old, cache.length, rows[:, :, 0])
+            appended(self.target, old, places, rows[:, :, 0])
             for old, rows in zip((cache.key, cache.value), _joined(parts), strict=True)
         )
         count = jnp.ones_like(cache.length)
