@@ -165,9 +165,7 @@ def _row(record: Mapping[str, Any]) -> Row:
             **_optimizer(record),
             **_stored(record, departures),
         },
-        flags=script.flags
-        if script is not None
-        else xla_flags.stated(record.get("xla_flags") or "", departures),
+        flags=script.flags if script is not None else xla_flags.of_record(record, departures),
         departures=tuple(departures),
     )
 

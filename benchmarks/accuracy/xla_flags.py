@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 VMEM = "--xla_tpu_scoped_vmem_limit_kib"
 WINDOWED = "--xla_jf_spmd_threshold_for_windowed_einsum_mib"
@@ -69,6 +70,8 @@ RECIPE = (
 """What MaxText's recipes of Llama 3.1 8B and Qwen3 8B on v6e name, without SparseCores."""
 README = "DENSE_VMEM_LIMIT_FLAG CF_FOR_ALL_GATHER ENABLE_SPARSECORE_OFFLOADING_FOR_ALL_REDUCE"
 """The flags of torchprime's README, as groups."""
+IMAGE = "DENSE_VMEM_LIMIT_FLAG CF_FOR_ALL_GATHER"
+"""LIBTPU_INIT_ARGS of torchprime's image (torchprime/launcher/Dockerfile), in which its runs and those of its CI start."""
 
 GPT3_V5P = (
     "--xla_tpu_enable_experimental_fusion_cost_model=false",
@@ -125,6 +128,14 @@ _OFF = r"\b(?:off|disabled?|without|no)\b"
 def recipe() -> tuple[str, ...]:
     """The flags of :data:`RECIPE`."""
     return tuple(flag for name in RECIPE for flag in GROUPS[name])
+
+
+def of_record(record: Mapping[str, Any], unknown: list[str]) -> list[str]:
+    """The flags that a record states; those of its trainer's image where it states none."""
+    text = record.get("xla_flags") or ""
+    if not text and str(record["id"]).startswith("torchprime"):
+        text = IMAGE
+    return stated(text, unknown)
 
 
 def stated(text: str, unknown: list[str]) -> list[str]:

@@ -56,6 +56,14 @@ def test_every_record_is_a_job_or_has_a_reason() -> None:
             assert "\n" not in one.reason
 
 
+def test_rows_of_torchprime_have_the_flags_of_its_image() -> None:
+    silent = [r["id"] for r in RECORDS if r["id"].startswith("torchprime") and not r["xla_flags"]]
+    found = {row.id: set(row.flags) for row in rows.rows()}
+    wanted = {"--xla_tpu_scoped_vmem_limit_kib=98304", "--xla_enable_async_all_gather=true"}
+    assert len(silent) >= 5
+    assert all(wanted <= found[name] for name in silent)
+
+
 def test_every_row_is_a_job_on_its_slice() -> None:
     for row in rows.rows():
         recipe = recipes.find(row.recipe)
