@@ -114,7 +114,9 @@ def test_a_range_says_where_its_results_are_of_another_kind() -> None:
     assert compiled.endswith("v6e, forecast from schedules")
 
 
-def test_a_table_is_not_written_from_nothing(tmp_path: Path) -> None:
+def test_a_table_is_not_written_from_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="is no file"):
         intervals.read(tmp_path / "none.jsonl", intervals.OPERATIONS)
     bad = tmp_path / "bad.jsonl"
@@ -124,8 +126,9 @@ def test_a_table_is_not_written_from_nothing(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="one has an error of nan"):
         intervals.read(bad, intervals.OPERATIONS)
     bad.write_text('{"id": "o\n{"id": "two", "error": null}\n')
-    with pytest.raises(SystemExit, match="line 1 is not JSON"):
+    with pytest.raises(SystemExit, match="2"):
         intervals.read(bad, intervals.OPERATIONS)
+    assert f"{bad}: line 1 is not JSON" in capsys.readouterr().err
 
 
 def test_a_schedule_is_told_from_a_full_compile_by_its_cycles() -> None:
