@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from systolic.core.errors import SystolicError
+from systolic.core.errors import DataError, OptionError, SystolicError
 from systolic.report.forecast import record, text
 from systolic.report.forecast.progress import Progress
 from tests.report.forecast.recorded import fitting, refused, small
@@ -27,12 +27,17 @@ def test_json_survives_a_file(tmp_path: Path) -> None:
     assert record.read(path) == made
 
 
-@pytest.mark.parametrize("content", ["", "[1, 2]", '{"run": "x"}'])
-def test_another_file_is_no_forecast(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "kind"), [("", DataError), ("[1, 2]", OptionError), ('{"run": "x"}', OptionError)]
+)
+def test_another_file_is_no_forecast(
+    tmp_path: Path, content: str, kind: type[SystolicError]
+) -> None:
     path = tmp_path / "a.json"
     path.write_text(content)
-    with pytest.raises(SystolicError, match="forecast"):
+    with pytest.raises(kind, match="forecast") as refused_by:
         record.read(path)
+    assert type(refused_by.value) is kind
 
 
 def test_a_forecast_does_not_differ_from_itself() -> None:
