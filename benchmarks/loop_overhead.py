@@ -20,8 +20,8 @@ import jax
 from systolic import recipes
 from systolic.artifact import Run
 from systolic.job import Checkpoints
-from systolic.report.live import Live
-from systolic.report.tensorboard import TensorBoard
+from systolic.report.run.live import Live
+from systolic.report.run.tensorboard import TensorBoard
 from systolic.steps.programs import jit_train
 from systolic.train.feed import training
 from systolic.train.interrupt import Interrupt

@@ -19,10 +19,10 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from systolic.artifact import metrics
-from systolic.report.run import load_run
-from systolic.report.screen import Screen
-from systolic.report.summary import print_panel
-from systolic.report.verdict import SAME, commands
+from systolic.report.run.record import load_run
+from systolic.report.run.screen import Screen
+from systolic.report.run.summary import print_panel
+from systolic.report.run.verdict import SAME, commands
 
 COLUMNS = 100
 SEEN = 0.85

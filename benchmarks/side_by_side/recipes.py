@@ -24,8 +24,8 @@ from systolic.job import (
 from systolic.models.attention import attention
 from systolic.models.dense import dense
 from systolic.models.masking import Masking
-from systolic.models.resnet.config import Depth, ResNet, Stem
-from systolic.models.vision import Pixels
+from systolic.models.vision.pixels import Pixels
+from systolic.models.vision.resnet.config import Depth, ResNet, Stem
 from systolic.steps.tasks.classification import Classification
 from systolic.steps.tasks.language import LanguageModel
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from systolic.data.bytes import StandardLibrary
+from systolic.data.text.bytes import StandardLibrary
 from systolic.job import Batch, Evaluation, Job, Layout
 from systolic.models.decoder.config import Decoder
 from systolic.steps.tasks.language import LanguageModel, Unit

@@ -12,8 +12,8 @@ from systolic.core.errors import DataError
 from systolic.data import contents
 from systolic.data.arrays import Arrays
 from systolic.data.contents import contents_of, difference, of_files
-from systolic.data.documents import Documents
-from systolic.data.images import Images
+from systolic.data.image.images import Images
+from systolic.data.text.documents import Documents
 from systolic.job import Split
 from systolic.job.data import Contents
 

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from systolic.data.bytes import StandardLibrary
-from systolic.data.masked import Masked, hide
+from systolic.data.text.bytes import StandardLibrary
+from systolic.data.text.masked import Masked, hide
 from systolic.job import Batch, Job, Layout, Optimizer
 from systolic.job.data import MASK
 from systolic.models.encoder.config import Encoder

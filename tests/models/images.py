@@ -9,10 +9,10 @@ import numpy as np
 from systolic.data.arrays import Arrays
 from systolic.job import Batch, Job, Layout, Model, Optimizer, Remat
 from systolic.job.data import MASK
-from systolic.models.cnn.config import CNN
-from systolic.models.resnet.config import Depth, ResNet, Stem
-from systolic.models.vision import Pixels
-from systolic.models.vit.config import Pooling, Positions, ViT
+from systolic.models.vision.cnn.config import CNN
+from systolic.models.vision.pixels import Pixels
+from systolic.models.vision.resnet.config import Depth, ResNet, Stem
+from systolic.models.vision.vit.config import Pooling, Positions, ViT
 from systolic.steps.mesh import make_mesh
 from systolic.steps.steps import Steps
 from systolic.steps.target import MeshTarget

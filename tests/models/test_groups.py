@@ -17,8 +17,8 @@ from flax import nnx
 from systolic.core.errors import OptionError
 from systolic.job import Batch, Layout
 from systolic.models.layers import ConvNorm, start
-from systolic.models.resnet.config import ResNet, Stem
-from systolic.models.vision import Pixels
+from systolic.models.vision.pixels import Pixels
+from systolic.models.vision.resnet.config import ResNet, Stem
 from systolic.recipes.image import ImageModel, image
 from tests.models import encoders, images
 from tests.models.groups_child import GROUPS, encoder, example, grouped

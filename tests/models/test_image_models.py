@@ -10,11 +10,11 @@ import pytest
 
 from systolic.core.errors import LayoutError, OptionError
 from systolic.job import Field, Layout, Model, Remat
-from systolic.models.cnn.config import CNN
-from systolic.models.resnet.config import Depth, ResNet, Stem
-from systolic.models.vision import Pixels
-from systolic.models.vit.config import Preset, ViT
-from systolic.models.vit.module import sincos
+from systolic.models.vision.cnn.config import CNN
+from systolic.models.vision.pixels import Pixels
+from systolic.models.vision.resnet.config import Depth, ResNet, Stem
+from systolic.models.vision.vit.config import Preset, ViT
+from systolic.models.vision.vit.module import sincos
 from systolic.steps import flops
 from tests.models.images import CLASSES, COLOURED, MODELS, batch, noisy, steps
 

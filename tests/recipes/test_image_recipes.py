@@ -13,11 +13,11 @@ from systolic import recipes
 from systolic.artifact import Run
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError
-from systolic.data.digits import Digits
-from systolic.data.idx import DEBIAN
+from systolic.data.image.digits import Digits
+from systolic.data.image.idx import DEBIAN
 from systolic.job import Layout, OptimizerChange, Read, Schedule, Split
 from systolic.job.data import MASK
-from systolic.models.resnet.config import Stem
+from systolic.models.vision.resnet.config import Stem
 from systolic.recipes.digits import DigitsModel, digits
 from systolic.recipes.fashion import CLASSES, FashionModel, fashion
 from systolic.recipes.image import ImageModel, image, network

@@ -11,9 +11,9 @@ import pytest
 
 from systolic.core.errors import OptionError
 from systolic.job import Precision, RoundedBackward, Rounding
-from systolic.models.cnn.config import CNN
 from systolic.models.decoder.config import Decoder
 from systolic.models.product import product
+from systolic.models.vision.cnn.config import CNN
 from systolic.steps.mesh import make_mesh
 from systolic.steps.steps import Steps
 from systolic.steps.target import MeshTarget

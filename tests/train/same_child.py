@@ -15,8 +15,8 @@ import numpy as np
 
 from systolic.core.errors import SystolicError
 from systolic.data.arrays import Arrays
-from systolic.data.documents import Documents
 from systolic.data.skipped import Skipped
+from systolic.data.text.documents import Documents
 from systolic.job import Data, Layout, Read, Split
 from systolic.train import hosts
 from systolic.train.evaluate import evaluate

@@ -9,9 +9,9 @@ import jax
 import pytest
 
 from systolic.artifact.weights import Weights
-from systolic.data.bytes import StandardLibrary
-from systolic.data.documents import Documents
-from systolic.data.text import TextData
+from systolic.data.text.bytes import StandardLibrary
+from systolic.data.text.documents import Documents
+from systolic.data.text.fields import TextData
 from systolic.job import Split
 from systolic.models.decoder.config import Decoder
 from systolic.train.evaluate import evaluate

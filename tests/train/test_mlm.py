@@ -10,7 +10,7 @@ import pytest
 
 from systolic import recipes
 from systolic.cli.main import main
-from systolic.report.live import Quiet
+from systolic.report.run.live import Quiet
 from tests.train.sessions import losses
 
 SIZES = ("--model.layers", "1", "--model.d-model", "16", "--model.d-ff", "32", "--model.heads", "2")

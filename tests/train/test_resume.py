@@ -15,7 +15,7 @@ import pytest
 
 from systolic.artifact import CheckpointStore, Run
 from systolic.core.errors import RunError, SystolicError
-from systolic.data.documents import Documents
+from systolic.data.text.documents import Documents
 from systolic.job import Batch, Checkpoints, Dtypes, Evaluation, Job, Layout, Optimizer, Stored
 from systolic.models.decoder.config import Decoder
 from systolic.steps.tasks.language import LanguageModel, Unit

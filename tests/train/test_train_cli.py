@@ -15,7 +15,7 @@ from systolic.cli.main import main
 from systolic.cli.resume import continued, resume_options
 from systolic.cli.target import request_for
 from systolic.job import Layout
-from systolic.report.live import Quiet
+from systolic.report.run.live import Quiet
 from tests.train.sessions import events, losses, records
 
 RECIPE = f"{Path(__file__).with_name('tiny.py')}:job"

@@ -14,7 +14,7 @@ from systolic.cli.parse import parse
 from systolic.core.errors import DataError, NotFoundError, OptionError, nearest
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, SHARE, Range
 from systolic.core.units import gibibytes
-from systolic.data.tokenizer import SMALLEST_VOCAB
+from systolic.data.text.tokenizer import SMALLEST_VOCAB
 from systolic.job import Data, Split
 
 WIDTH = 100
@@ -121,8 +121,8 @@ def _pack_text(
     shard_mib: int,
     quiet: bool,
 ) -> dict[str, Any]:
-    from systolic.data.documents import Documents
-    from systolic.data.pack import pack_text
+    from systolic.data.text.documents import Documents
+    from systolic.data.text.pack import pack_text
 
     if shard_mib < 1:
         raise OptionError(f"--shard-mib {shard_mib}; a file holds 1 MiB or more")
@@ -141,9 +141,9 @@ def _pack_text(
 
 
 def _pack_images(path: Path, to: Path, share: float, quiet: bool) -> dict[str, Any]:
-    from systolic.data.images import Images
-    from systolic.data.images import pack as pack_pictures
-    from systolic.data.pack import fresh_folder
+    from systolic.data.image.images import Images
+    from systolic.data.image.images import pack as pack_pictures
+    from systolic.data.text.pack import fresh_folder
 
     images = Images(path=path, held_out=share)
     with _progress(quiet) as tell, fresh_folder(to) as scratch:
@@ -177,8 +177,8 @@ def tokenizer(
         documents: Learn from only so many, spread over the text; 0 is all.
         json: Print one JSON object.
     """
-    from systolic.data.documents import Documents
-    from systolic.data.learned import train
+    from systolic.data.text.documents import Documents
+    from systolic.data.text.learned import train
 
     data = Documents(path=path, field=field)
     with _progress(json) as tell:
@@ -297,8 +297,8 @@ def _is_path(target: str) -> bool:
 
 def _data(path: Path, tokenizer: Path | None, sequence: int, field: str) -> Data:
     """The data that lies at a path."""
-    from systolic.data.documents import Documents
-    from systolic.data.images import INDEX, Images
+    from systolic.data.image.images import INDEX, Images
+    from systolic.data.text.documents import Documents
 
     if not path.exists():
         from systolic import recipes
@@ -313,7 +313,7 @@ def _data(path: Path, tokenizer: Path | None, sequence: int, field: str) -> Data
 
 def _holds_pictures(path: Path) -> bool:
     """Whether a folder has class folders of pictures, itself or below a split's folder."""
-    from systolic.data.images import SUFFIXES
+    from systolic.data.image.images import SUFFIXES
 
     depths = ("*/*", "*/*/*") if path.is_dir() else ()
     return any(file.suffix.lower() in SUFFIXES for depth in depths for file in path.glob(depth))

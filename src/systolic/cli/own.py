@@ -11,7 +11,7 @@ from systolic.artifact.revision import check_revision
 from systolic.artifact.run import MODULES, RECIPE, TOKENIZER, Run
 from systolic.cli.target import Request, plan_of, under_plan
 from systolic.core.errors import NotFoundError, RunError
-from systolic.data.text import TextData
+from systolic.data.text.fields import TextData
 from systolic.job import Data, Job
 from systolic.recipes import Recipe
 
@@ -114,7 +114,7 @@ def with_tokenizer(run: Run, data: Data) -> Data:
     """
     if not isinstance(data, TextData) or not run.tokenizer.is_dir():
         return data
-    from systolic.data.tokenizer import Tokenizer
+    from systolic.data.text.tokenizer import Tokenizer
 
     data = data.with_tokenizer(run.tokenizer)
     kept, now = Tokenizer(path=run.tokenizer).digest(), data.get_tokenizer().digest()

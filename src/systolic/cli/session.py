@@ -74,9 +74,9 @@ def session(
 
     A run that can't go on so is left as it was: ``accept`` and all else that writes comes after the checks.
     """
-    from systolic.report.live import Live, Quiet
-    from systolic.report.summary import print_summary
-    from systolic.report.tensorboard import TensorBoard
+    from systolic.report.run.live import Live, Quiet
+    from systolic.report.run.summary import print_summary
+    from systolic.report.run.tensorboard import TensorBoard
     from systolic.train.programs import compiler_cache
     from systolic.train.trainer import Trainer
 
@@ -124,7 +124,7 @@ def session(
 
 def report(directory: Run) -> None:
     """Writes the page; that it can't be written must not hide how the run ended."""
-    from systolic.report.run_html import write_report
+    from systolic.report.run.page import write_report
 
     try:
         write_report(directory.path)

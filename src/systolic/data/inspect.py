@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from systolic.core.errors import DataError
-from systolic.data.documents import Documents
-from systolic.data.text import TextData
-from systolic.data.tokenizer import Tokenizer
+from systolic.data.text.documents import Documents
+from systolic.data.text.fields import TextData
+from systolic.data.text.tokenizer import Tokenizer
 from systolic.job.data import MASK, Data, Read, Split
 
 _BATCH = 16

@@ -8,7 +8,7 @@ from flax import nnx
 
 from systolic.job import Target
 from systolic.models.parameters import TRUNCATED_DEVIATION
-from systolic.models.vision import Pixels
+from systolic.models.vision.pixels import Pixels
 
 BATCH_NORM_MOMENTUM = 0.9
 """Share of the old running statistics kept per step (He et al. 2016)."""

@@ -1,6 +1,6 @@
 """A byte-level language model on the Python standard library, in about three minutes on two cores."""
 
-from systolic.data.bytes import StandardLibrary
+from systolic.data.text.bytes import StandardLibrary
 from systolic.job import (
     Batch,
     Checkpoints,

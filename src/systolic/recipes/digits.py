@@ -2,7 +2,7 @@
 
 import enum
 
-from systolic.data.digits import SIZE, Digits
+from systolic.data.image.digits import SIZE, Digits
 from systolic.job import (
     Batch,
     Checkpoints,
@@ -18,9 +18,9 @@ from systolic.job import (
     Precision,
     Schedule,
 )
-from systolic.models.cnn.config import CNN
-from systolic.models.vision import Pixels
-from systolic.models.vit.config import ViT
+from systolic.models.vision.cnn.config import CNN
+from systolic.models.vision.pixels import Pixels
+from systolic.models.vision.vit.config import ViT
 from systolic.steps.tasks.classification import Classification
 
 

@@ -3,7 +3,7 @@
 import enum
 from pathlib import Path
 
-from systolic.data.idx import DEBIAN, Idx
+from systolic.data.image.idx import DEBIAN, Idx
 from systolic.job import (
     Batch,
     Checkpoints,
@@ -18,9 +18,9 @@ from systolic.job import (
     Precision,
     Schedule,
 )
-from systolic.models.resnet.config import Depth, ResNet, Stem
-from systolic.models.vision import Pixels
-from systolic.models.vit.config import ViT
+from systolic.models.vision.pixels import Pixels
+from systolic.models.vision.resnet.config import Depth, ResNet, Stem
+from systolic.models.vision.vit.config import ViT
 from systolic.steps.tasks.classification import Classification
 
 

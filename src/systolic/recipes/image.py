@@ -7,8 +7,8 @@ from typing import Annotated
 
 from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
-from systolic.data.augmentation import Augmentation
-from systolic.data.images import Images
+from systolic.data.image.augmentation import Augmentation
+from systolic.data.image.images import Images
 from systolic.job import (
     Batch,
     Checkpoints,
@@ -26,9 +26,9 @@ from systolic.job import (
     Reading,
     Schedule,
 )
-from systolic.models.resnet.config import Depth, ResNet, Stem
-from systolic.models.vision import Pixels
-from systolic.models.vit.config import Preset, ViT
+from systolic.models.vision.pixels import Pixels
+from systolic.models.vision.resnet.config import Depth, ResNet, Stem
+from systolic.models.vision.vit.config import Preset, ViT
 from systolic.steps.tasks.classification import Classification
 
 

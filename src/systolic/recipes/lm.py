@@ -6,9 +6,9 @@ from typing import Annotated
 
 from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT
-from systolic.data.bytes import StandardLibrary
-from systolic.data.documents import Documents
-from systolic.data.text import TextData
+from systolic.data.text.bytes import StandardLibrary
+from systolic.data.text.documents import Documents
+from systolic.data.text.fields import TextData
 from systolic.job import (
     Batch,
     Checkpoints,

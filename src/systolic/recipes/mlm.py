@@ -6,7 +6,7 @@ from typing import Annotated
 
 from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, Range
-from systolic.data.masked import Masked
+from systolic.data.text.masked import Masked
 from systolic.job import (
     Batch,
     Checkpoints,

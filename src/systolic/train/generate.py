@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from systolic.core.errors import OptionError
-from systolic.data.text import TextData
+from systolic.data.text.fields import TextData
 from systolic.job import Job, Sampling
 from systolic.steps.decode import Decode
 from systolic.steps.programs import jit_decode, jit_prefill, jit_weights

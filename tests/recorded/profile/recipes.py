@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-
 from systolic.data.digits import Digits
-from systolic.job import Data, Field, Job, Read, Split
 from systolic.models.cnn.config import CNN
+
+from systolic.job import Data, Field, Job, Read, Split
 from systolic.recipes.digits import PIXELS, digits
 
 

@@ -10,7 +10,7 @@ from systolic.report.forecast import tree as trees
 from systolic.report.forecast.page import render
 from systolic.report.forecast.roofline import roofline
 from tests.report.forecast.recorded import dumped, fitting, refused, small
-from tests.report.test_page import Page
+from tests.report.run.test_page import Page
 
 LARGEST = 3_000_000
 

@@ -19,9 +19,9 @@ from systolic.report.plan.page import chart, places, render
 from systolic.report.plan.progress import View
 from systolic.report.plan.text import lines
 from systolic.report.plan.torus import COLOURS, torus
-from systolic.report.verdict import Tone
+from systolic.report.run.verdict import Tone
 from tests.plan.fabricated import GOAL, candidate, plan, tried
-from tests.report.test_page import Page
+from tests.report.run.test_page import Page
 
 PATH = Path("plan.json")
 LARGEST = 600_000

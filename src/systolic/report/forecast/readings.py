@@ -7,7 +7,7 @@ from systolic.core.origin import Origin
 from systolic.core.units import duration, gibibytes, si
 from systolic.forecasting import Forecast
 from systolic.report import figures
-from systolic.report.verdict import Tone, Verdict
+from systolic.report.run.verdict import Tone, Verdict
 
 SCALES = {"tokens": ("billion tokens", 1e9), "examples": ("million examples", 1e6)}
 CLOSE = 0.9

@@ -18,7 +18,7 @@ from systolic.forecasting.costs import by_place
 from systolic.report import figures, terminal
 from systolic.report.forecast import readings
 from systolic.report.forecast.readings import Part
-from systolic.report.verdict import Tone
+from systolic.report.run.verdict import Tone
 
 HEIGHT = 23
 """Lines of a screen that leave one for the prompt."""

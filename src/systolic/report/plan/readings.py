@@ -14,7 +14,7 @@ from systolic.plan.plan import reason_of
 from systolic.plan.space import Refused
 from systolic.report import figures
 from systolic.report.forecast import readings
-from systolic.report.verdict import Tone, Verdict
+from systolic.report.run.verdict import Tone, Verdict
 
 _COUNT = re.compile(r"([\d,]+) layouts?")
 PLAN = "plan.json"

@@ -16,7 +16,7 @@ from systolic.report import figures, terminal
 from systolic.report.forecast.text import plain
 from systolic.report.plan import readings
 from systolic.report.plan.readings import Row
-from systolic.report.verdict import Tone
+from systolic.report.run.verdict import Tone
 
 MAX_WIDTH = 120
 ROWS = 8

@@ -1,0 +1,1 @@
+"""Text: documents of any kind, tokenizers, rows of tokens, packed files."""

@@ -1,0 +1,373 @@
+"""Documents by number out of files of several kinds, none of which is loaded whole."""
+
+import hashlib
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from systolic.core.errors import DataError, MissingExtraError, nearest
+from systolic.data.shuffle import mix
+from systolic.data.text.sorted import sorted_by
+
+CHECKED_BYTES = 1 << 20
+"""Of the first JSONL file, whose lines are checked when it is opened; all others when they are read."""
+
+
+class Corpus(ABC):
+    """Documents in a fixed order. Picklable; read from several threads at once."""
+
+    root: Path
+    files: tuple[Path, ...]
+    """In the order in which they are read, below ``root``."""
+    bytes: int
+    """Bytes of the files, for choosing how many documents to read at a time."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many documents there are."""
+
+    @abstractmethod
+    def read(self, numbers: np.ndarray) -> list[bytes]:
+        """The documents with these numbers, as UTF-8."""
+
+    @abstractmethod
+    def keys(self) -> np.ndarray:
+        """uint64[documents]: a hash of each document's file and place, the same on every machine."""
+
+    def groups(self) -> np.ndarray | None:
+        """int64[groups + 1]: bounds of documents that are cheap to read together only; None if all are cheap."""
+        return None
+
+    def order(self) -> str:
+        """The name of what the documents are sorted by, where that matters and listings tell; else ""."""
+        return ""
+
+
+class Files(Corpus):
+    """Text files, one document each; long ones in several."""
+
+    def __init__(self, root: Path, files: Sequence[Path], piece_bytes: int) -> None:
+        sizes = [file.stat().st_size for file in files]
+        self.bytes = sum(sizes)
+        self.root, self.files = root, tuple(files)
+        self._names = [_name(root, file) for file in files]
+        self._spans: list[tuple[int, int, int]] = []
+        for number, (file, size) in enumerate(zip(files, sizes, strict=True)):
+            cuts = _cuts(file, size, piece_bytes)
+            self._spans += [(number, a, b) for a, b in itertools.pairwise(cuts)]
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def read(self, numbers: np.ndarray) -> list[bytes]:
+        """Parts of files."""
+        out = []
+        for number in numbers:
+            file, start, stop = self._spans[number]
+            with self.files[file].open("rb") as opened:
+                opened.seek(start)
+                out.append(opened.read(stop - start))
+        return out
+
+    def keys(self) -> np.ndarray:
+        """From the path and where the part starts."""
+        files = np.array([_key(self._names[file]) for file, _, _ in self._spans], np.uint64)
+        return mix(files + np.array([start for _, start, _ in self._spans], np.uint64))
+
+
+class Lines(Corpus):
+    """JSONL files: one JSON object a line, the text in one of its fields."""
+
+    def __init__(self, root: Path, files: Sequence[Path], field: str) -> None:
+        self.bytes = sum(file.stat().st_size for file in files)
+        self._field = field
+        self.root, self.files = root, tuple(files)
+        self._names = [_name(root, file) for file in files]
+        self._lines = [_line_bounds(file) for file in files]
+        self._starts = np.concatenate([[0], np.cumsum([len(lines) for lines in self._lines])])
+        # What is wrong near the start is said before a model is compiled.
+        if len(self):
+            lines = next(lines for lines in self._lines if len(lines))
+            near = int(np.count_nonzero(lines[:, 1] <= CHECKED_BYTES))
+            self.read(np.arange(max(near, 1)))
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, numbers: np.ndarray) -> list[bytes]:
+        """The field of each line.
+
+        Raises:
+            DataError: a line that is not a JSON object, or lacks the field.
+        """
+        out = []
+        for number in numbers:
+            file = int(np.searchsorted(self._starts, number, side="right")) - 1
+            start, stop = self._lines[file][number - self._starts[file]]
+            with self.files[file].open("rb") as opened:
+                opened.seek(start)
+                out.append(self._text(opened.read(stop - start), file, int(start)))
+        return out
+
+    def keys(self) -> np.ndarray:
+        """From the path and the number of the line."""
+        parts = [_keys(n, len(lines)) for n, lines in zip(self._names, self._lines, strict=True)]
+        return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
+
+    def _text(self, line: bytes, file: int, start: int) -> bytes:
+        import msgspec
+
+        try:
+            row = msgspec.json.decode(line)
+        except ValueError as error:
+            raise DataError(
+                f"{self._place(file, start)} is not JSON ({error}); each line must be one JSON object"
+            ) from error
+        if not isinstance(row, dict) or not isinstance(row.get(self._field), str):
+            known = (
+                [name for name, value in row.items() if isinstance(value, str)]
+                if isinstance(row, dict)
+                else []
+            )
+            raise DataError(_no_field(self._place(file, start), self._field, known))
+        return row[self._field].encode()
+
+    def _place(self, file: int, start: int) -> str:
+        """``corpus.jsonl line 3``, counted from 1 with the empty lines, as editors do."""
+        number = 1
+        with self.files[file].open("rb") as opened:
+            while start and (chunk := opened.read(min(start, 1 << 24))):
+                number += chunk.count(b"\n")
+                start -= len(chunk)
+        return f"{self.files[file]} line {number}"
+
+
+class Parquet(Corpus):
+    """Parquet files, the text in one column. A row group is read as a whole."""
+
+    def __init__(self, root: Path, files: Sequence[Path], field: str) -> None:
+        arrow = _arrow("Parquet files")
+        self.bytes = sum(file.stat().st_size for file in files)
+        self._field = field
+        self.root, self.files = root, tuple(files)
+        self._order = ""
+        counts: list[int] = []
+        self._places: list[tuple[int, int]] = []
+        keys = []
+        for number, file in enumerate(files):
+            try:
+                about = arrow.ParquetFile(file)
+            except Exception as error:  # pyarrow's errors have no common base but Exception
+                raise DataError(f"{file} is not a Parquet file ({_brief(error)})") from error
+            _check_column(str(file), about.schema_arrow, field)
+            self._order = self._order or sorted_by(about.metadata)
+            for group in range(about.num_row_groups):
+                counts.append(about.metadata.row_group(group).num_rows)
+                self._places.append((number, group))
+            keys.append(_keys(_name(root, file), about.metadata.num_rows))
+        self._keys = np.concatenate(keys)
+        self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, numbers: np.ndarray) -> list[bytes]:
+        """The column of each row."""
+        out = []
+        for number in numbers:
+            group = int(np.searchsorted(self._starts, number, side="right")) - 1
+            file, inner = self._places[group]
+            column = _row_group(self.files[file], inner, self._field)
+            out.append(_utf8(column[int(number - self._starts[group])].as_py()))
+        return out
+
+    def keys(self) -> np.ndarray:
+        """From the path and the row's number."""
+        return self._keys
+
+    def groups(self) -> np.ndarray | None:
+        """Row groups."""
+        return self._starts
+
+    def order(self) -> str:
+        """A column that holds one value in each row group of a file, by the file's own statistics."""
+        return self._order
+
+
+class ArrayRecords(Corpus):
+    """ArrayRecord files whose records are UTF-8 text."""
+
+    def __init__(self, root: Path, files: Sequence[Path]) -> None:
+        self.root, self.files = root, tuple(files)
+        self.bytes = sum(file.stat().st_size for file in files)
+        self._source = record_source(files)
+        counts = np.diff(_record_counts(files))
+        pairs = zip(files, counts, strict=True)
+        self._keys = np.concatenate([_keys(_name(root, file), int(n)) for file, n in pairs])
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def read(self, numbers: np.ndarray) -> list[bytes]:
+        """The records."""
+        return list(self._source.__getitems__([int(n) for n in numbers]))
+
+    def keys(self) -> np.ndarray:
+        """From the path and the record's number."""
+        return self._keys
+
+
+class HuggingFace(Corpus):
+    """A folder that ``datasets.Dataset.save_to_disk`` wrote, memory-mapped."""
+
+    def __init__(self, folder: Path, field: str) -> None:
+        try:
+            import datasets
+        except ImportError as error:
+            raise MissingExtraError("reading a Hugging Face datasets folder", "text") from error
+        try:
+            data = datasets.load_from_disk(str(folder))
+        except Exception as error:  # damaged folders raise whatever Arrow or JSON raise
+            raise DataError(f"{folder} cannot be loaded by datasets ({_brief(error)})") from error
+        if not isinstance(data, datasets.Dataset):
+            raise DataError(f"{folder} holds several splits; give the path of one of them")
+        _check_column(str(folder), data.features.arrow_schema, field)
+        self._field = field
+        self._data = data.select_columns([field])
+        self.root, self.files = folder, tuple(sorted(folder.glob("*.arrow")))
+        self.bytes = sum(file.stat().st_size for file in self.files)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def read(self, numbers: np.ndarray) -> list[bytes]:
+        """The column of each row."""
+        return [_utf8(text) for text in self._data[[int(n) for n in numbers]][self._field]]
+
+    def keys(self) -> np.ndarray:
+        """From the row's number."""
+        return _keys("", len(self))
+
+
+def record_source(files: Sequence[Path]) -> Any:
+    """Random access to the records of ArrayRecord files.
+
+    Raises:
+        DataError: one of them is not such a file.
+    """
+    from array_record.python.array_record_data_source import ArrayRecordDataSource
+
+    try:
+        return ArrayRecordDataSource([str(file) for file in files])
+    except Exception as error:  # C++ status errors
+        raise DataError(f"{files[0]} cannot be read as ArrayRecord ({_brief(error)})") from error
+
+
+def _cuts(file: Path, size: int, piece_bytes: int) -> list[int]:
+    """Where a file is cut: after the last line break before each multiple of ``piece_bytes``."""
+    cuts = [0] if size else []
+    if size > piece_bytes:
+        with file.open("rb") as opened:
+            while size - cuts[-1] > piece_bytes:
+                back = min(4096, piece_bytes // 2)
+                end = cuts[-1] + piece_bytes
+                opened.seek(end - back)
+                tail = opened.read(back)
+                line = tail.rfind(b"\n") + 1
+                cuts.append(end - back + (line or _character(tail)))
+    return [*cuts, size] if size else []
+
+
+def _character(tail: bytes) -> int:
+    """The last place in ``tail`` where a UTF-8 character starts (later bytes of one are 0b10xxxxxx)."""
+    for place in range(len(tail) - 1, max(len(tail) - 5, 0), -1):
+        if tail[place] & 0xC0 != 0x80:
+            return place
+    return len(tail)
+
+
+def _line_bounds(file: Path) -> np.ndarray:
+    """int64[lines, 2]: start and end of each line that is not empty."""
+    ends: list[np.ndarray] = []
+    at, last = 0, b"\n"
+    with file.open("rb") as opened:
+        while chunk := opened.read(1 << 24):
+            ends.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10) + at)
+            at, last = at + len(chunk), chunk[-1:]
+    if last != b"\n":
+        ends.append(np.array([at]))
+    stops = np.concatenate(ends).astype(np.int64) if ends else np.zeros(0, np.int64)
+    starts = np.concatenate([[0], stops[:-1] + 1]) if len(stops) else stops
+    bounds = np.stack([starts, stops], axis=1)
+    # One byte is the carriage return of an empty line.
+    return bounds[stops - starts > 1]
+
+
+def _record_counts(files: Sequence[Path]) -> np.ndarray:
+    from array_record.python.array_record_module import (  # ty: ignore[import-not-found]
+        ArrayRecordReader,
+    )
+
+    counts = []
+    for file in files:
+        reader = ArrayRecordReader(str(file))
+        counts.append(reader.num_records())
+        reader.close()
+    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+
+@lru_cache(maxsize=4)
+def _row_group(file: Path, group: int, field: str) -> Any:
+    """A column of one row group; the last few are kept, as documents come group by group."""
+    return _arrow("Parquet files").ParquetFile(file).read_row_group(group, columns=[field])[field]
+
+
+def _arrow(what: str) -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingExtraError(f"reading {what}", "text") from error
+    return pyarrow.parquet
+
+
+def _check_column(where: str, schema: Any, field: str) -> None:
+    import pyarrow
+
+    texts = [
+        column.name
+        for column in schema
+        if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
+    ]
+    if field not in texts:
+        raise DataError(_no_field(where, field, texts))
+
+
+def _no_field(where: str, field: str, known: Sequence[str]) -> str:
+    hint = nearest(field, known) or (f"; it has {', '.join(known[:8])}" if known else "")
+    return f"{where} has no text field {field!r}{hint}"
+
+
+def _utf8(text: str | None) -> bytes:
+    return b"" if text is None else text.encode()
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _name(root: Path, file: Path) -> str:
+    return file.relative_to(root).as_posix()
+
+
+def _key(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+
+
+def _keys(name: str, count: int) -> np.ndarray:
+    numbers = np.arange(1, count + 1, dtype=np.uint64)
+    return mix(np.array([_key(name)], np.uint64) + numbers * np.uint64(0x9E3779B97F4A7C15))

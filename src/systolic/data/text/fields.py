@@ -1,0 +1,43 @@
+"""What all text sources share: the fields of a row of tokens, and a tokenizer."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from systolic.core.ranges import Range
+from systolic.job.data import Data, Field
+
+if TYPE_CHECKING:
+    from systolic.data.text.tokenizer import Tokenizer
+
+ROW = Range(least=1, most=2**24)
+"""Tokens of a row: positions and masks of longer ones would not fit any device."""
+
+FILL = {"targets": -1}
+"""What padding rows hold where it is not 0."""
+
+
+class TextData(Data):
+    """Rows of tokens for a language model."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def get_tokenizer(self) -> "Tokenizer":
+        """The tokenizer of the rows; reads no text."""
+
+    def with_tokenizer(self, path: Path) -> "TextData":
+        """The same data with the tokenizer in a folder; itself where the tokenizer can't be chosen."""
+        del path
+        return self
+
+    def vocab_size(self) -> int:
+        """One more than the largest token id; reads the tokenizer's file only, if there is one."""
+        return self.get_tokenizer().vocab_size
+
+
+def row_fields(sequence: int) -> Mapping[str, Field]:
+    """tokens, targets (-1: no loss), segments (0: padding) and positions, int32[sequence]."""
+    row = Field(shape=(sequence,), dtype="int32", axes=("sequence",))
+    return dict.fromkeys(("tokens", "targets", "segments", "positions"), row)

@@ -1,0 +1,152 @@
+"""Which documents there are at a path: the files, their kind, and the corpus that reads them."""
+
+import os
+from functools import lru_cache
+from pathlib import Path
+
+from systolic.core.errors import DataError, NotFoundError
+from systolic.data.text.corpus import ArrayRecords, Corpus, Files, HuggingFace, Lines, Parquet
+
+TEXT = frozenset(
+    (
+        ".txt",
+        ".md",
+        ".rst",
+        ".tex",
+        ".html",
+        ".xml",
+        ".csv",
+        ".log",
+        ".py",
+        ".pyi",
+        ".c",
+        ".h",
+        ".cc",
+        ".cpp",
+        ".hpp",
+        ".cu",
+        ".java",
+        ".js",
+        ".ts",
+        ".go",
+        ".rs",
+        ".rb",
+        ".php",
+        ".sh",
+        ".sql",
+        ".scala",
+        ".kt",
+        ".swift",
+        ".jl",
+        ".r",
+        ".lua",
+        ".toml",
+        ".yaml",
+        ".yml",
+    )
+)
+"""Suffixes of files that are one document each."""
+
+LINES = frozenset((".jsonl", ".ndjson"))
+PARQUET = frozenset((".parquet",))
+RECORDS = frozenset((".array_record", ".arrayrecord"))
+HEAD_BYTES = 1 << 16
+"""Of a file that are looked at to tell text from the rest."""
+
+_COMPRESSED = frozenset((".gz", ".zst", ".bz2", ".xz"))
+
+
+@lru_cache(maxsize=16)
+def find_corpus(path: Path, field: str, piece_bytes: int, stamp: int) -> Corpus:
+    """The documents at ``path``: a file, a folder of files of one kind, or a ``datasets`` folder.
+
+    Args:
+        path: as above.
+        field: the JSONL field or column that holds the text.
+        piece_bytes: plain text files longer than this are several documents.
+        stamp: :func:`changed_ns` of the path, so that changed data is read anew.
+
+    Raises:
+        NotFoundError: no such path.
+        DataError: nothing readable there, several kinds at once, or no such field.
+    """
+    del stamp
+    if not path.exists():
+        raise NotFoundError(f"{path} does not exist; give a file or folder of text")
+    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+        return HuggingFace(path, field)
+    root = path if path.is_dir() else path.parent
+    found = _listed(path) if path.is_dir() else [path]
+    kinds = {
+        kind: [file for file in found if file.suffix.lower() in suffixes]
+        for kind, suffixes in (("JSONL", LINES), ("Parquet", PARQUET), ("ArrayRecord", RECORDS))
+    }
+    kinds = {kind: files for kind, files in kinds.items() if files}
+    if len(kinds) > 1:
+        raise DataError(
+            f"{path} holds both {' and '.join(kinds)} files; give one of them by its path"
+        )
+    if not kinds:
+        return _plain(path, root, found, piece_bytes)
+    kind, files = next(iter(kinds.items()))
+    if kind == "JSONL":
+        return Lines(root, files, field)
+    if kind == "Parquet":
+        return Parquet(root, files, field)
+    return ArrayRecords(root, files)
+
+
+def changed_ns(path: Path) -> int:
+    """When a file, or the newest thing in a folder, last changed; 0 when it does not exist."""
+    if not path.is_dir():
+        return path.stat().st_mtime_ns if path.exists() else 0
+    return max((file.stat().st_mtime_ns for file in _listed(path)), default=0)
+
+
+def _plain(path: Path, root: Path, found: list[Path], piece_bytes: int) -> Corpus:
+    texts = found if path.is_file() else [file for file in found if file.suffix.lower() in TEXT]
+    packed = next((file for file in found if file.suffix.lower() in _COMPRESSED), None)
+    if packed is not None and packed in (texts or [packed]):
+        raise DataError(
+            f"{packed} is compressed; decompress it first, so that any document can be reached"
+        )
+    if path.is_file() and path.suffix.lower() in (
+        ".json",
+        ".arrow",
+        ".safetensors",
+        ".zip",
+        ".tar",
+    ):
+        raise DataError(
+            f"{path} is not text; Systolic reads plain text, .jsonl, .parquet, .array_record and datasets folders"
+        )
+    if not texts:
+        raise DataError(
+            f"{path} holds no text; Systolic reads .txt, .md, code, .jsonl, .parquet, .array_record and datasets folders"
+        )
+    if path.is_file():
+        check_text(path)
+    return Files(root, texts, piece_bytes)
+
+
+def check_text(file: Path) -> None:
+    """A file that its name does not show to be text has none of the bytes that text never has.
+
+    Raises:
+        DataError: it does.
+    """
+    with file.open("rb") as opened:
+        start = opened.read(HEAD_BYTES)
+    if (place := start.find(b"\0")) >= 0:
+        raise DataError(
+            f"{file} is binary, not text (a zero byte at {place}); give plain text, .jsonl, .parquet or .array_record"
+        )
+
+
+def _listed(folder: Path) -> list[Path]:
+    """All files below a folder but hidden ones, by relative path."""
+    found = []
+    for here, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(here, name) for name in names if not name.startswith(".")]
+    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())

@@ -1,0 +1,187 @@
+"""Any text with some of its tokens hidden, for a model that says what they were."""
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from systolic.core.errors import OptionError
+from systolic.core.ranges import COUNT, Range, check
+from systolic.data.text.fields import TextData
+from systolic.job import Layout
+from systolic.job.data import Batches, Contents, Field, Read, Split
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from systolic.data.text.tokenizer import Tokenizer
+
+HIDDEN, OTHER = 0.8, 0.1
+"""Of the chosen tokens, the share that becomes the mask and the share that becomes a random token; the rest stay (Devlin et al. 2019)."""
+NO_LABEL = -1
+"""The label of a prediction that a row has no token for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Masked(TextData):
+    """Rows of another text, of each a share of the tokens chosen: masked, replaced or left, and to be predicted.
+
+    Which tokens are chosen follows from the row and, in training, from the position in the data: a row
+    that comes again is masked otherwise, a resumed run sees what it would have seen, and an evaluation is
+    the same every time.
+
+    Raises:
+        OptionError: a number outside its range, or more predictions than tokens.
+    """
+
+    text: TextData
+    share: Annotated[float, Range(above=0, most=1)] = 0.15
+    """Of a row's tokens that are predicted."""
+    predictions: Annotated[int, COUNT] = 76
+    """The most tokens that are predicted in a row, which all rows have room for."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        sequence = self.sequence
+        if self.predictions > sequence:
+            raise OptionError(
+                f"predictions is {self.predictions} and a row has {sequence} tokens; lower it, or raise the sequence"
+            )
+
+    @property
+    def sequence(self) -> int:
+        """Tokens per row."""
+        return self.text.fields()["tokens"].shape[0]
+
+    @property
+    def mask(self) -> int:
+        """The id of the mask: the tokenizer's, or one more than its largest."""
+        tokenizer = self.text.get_tokenizer()
+        return tokenizer.vocab_size if tokenizer.mask is None else tokenizer.mask
+
+    def vocab_size(self) -> int:
+        """With the mask."""
+        return max(self.text.vocab_size(), self.mask + 1)
+
+    def get_tokenizer(self) -> "Tokenizer":
+        """That of the text."""
+        return self.text.get_tokenizer()
+
+    def with_tokenizer(self, path: Path) -> "Masked":
+        """See :class:`TextData`."""
+        return replace(self, text=self.text.with_tokenizer(path))
+
+    def fields(self) -> Mapping[str, Field]:
+        """tokens (with masks), segments, positions int32[sequence]; places, labels (-1: none) int32[predictions]."""
+        text = self.text.fields()
+        chosen = Field(shape=(self.predictions,), dtype="int32")
+        kept = {name: text[name] for name in ("tokens", "segments", "positions")}
+        return {**kept, "places": chosen, "labels": chosen}
+
+    def size(self, split: Split) -> int | None:
+        """Rows of the text."""
+        return self.text.size(split)
+
+    def contents(self, split: Split) -> Contents | None:
+        """Of the text."""
+        return self.text.contents(split)
+
+    def lasting(self) -> frozenset[str]:
+        """How tokens are chosen; the text's own position tells what else it depends on."""
+        return frozenset(("share", "predictions"))
+
+    def epochs(self, position: bytes) -> float | None:
+        """Of the text."""
+        return self.text.epochs(position)
+
+    def earliest(self, positions: Sequence[bytes]) -> bytes:
+        """Of the text."""
+        return self.text.earliest(positions)
+
+    def notes(self) -> tuple[str, ...]:
+        """Of the text."""
+        return self.text.notes()
+
+    def at(self, path: Path) -> "Masked":
+        """Other text, masked alike."""
+        other = self.text.at(path)
+        assert isinstance(other, TextData)
+        return replace(self, text=other)
+
+    def shrink(self, layout: Layout) -> "Masked":
+        """The text in shorter rows, with as large a share of predictions."""
+        text = self.text.shrink(layout)
+        assert isinstance(text, TextData)
+        share = text.fields()["tokens"].shape[0] / self.sequence
+        return replace(self, text=text, predictions=max(round(self.predictions * share), 1))
+
+    def open(self, read: Read) -> Batches:
+        """Rows of a split.
+
+        Raises:
+            DataError: see the text's own.
+        """
+        return MaskedBatches(inner=self.text.open(read), data=self, read=read)
+
+
+@dataclass(kw_only=True, slots=True)
+class MaskedBatches:
+    """Batches of a text with tokens hidden; their position is the text's."""
+
+    inner: Batches
+    data: Masked
+    read: Read
+
+    def __iter__(self) -> Iterator[dict[str, "np.ndarray"]]:
+        return self
+
+    def __next__(self) -> dict[str, "np.ndarray"]:
+        # An endless stream passes a row again and again; one that ends is for evaluation.
+        at = self.inner.get_state() if self.read.epochs is None else b""
+        return hide(next(self.inner), self.data, zlib.crc32(at, self.read.seed & 0xFFFFFFFF))
+
+    def get_state(self) -> bytes:
+        """See :class:`~systolic.job.data.Batches`."""
+        return self.inner.get_state()
+
+    def set_state(self, state: bytes) -> None:
+        """See :class:`~systolic.job.data.Batches`."""
+        self.inner.set_state(state)
+
+    def close(self) -> None:
+        """See :class:`~systolic.job.data.Batches`."""
+        self.inner.close()
+
+
+def hide(batch: Mapping[str, "np.ndarray"], data: Masked, salt: int) -> dict[str, "np.ndarray"]:
+    """A batch of text as :class:`Masked` has it.
+
+    Args:
+        batch: tokens, targets, segments, positions int32[rows, sequence] and the mask of examples.
+        data: How many are chosen, and the tokenizer: its marks of documents are never chosen.
+        salt: With a row's tokens it decides which are.
+    """
+    import numpy as np
+
+    tokenizer = data.get_tokenizer()
+    vocab, mask = tokenizer.vocab_size, data.mask
+    marks = [mark for mark in (tokenizer.start, tokenizer.end, mask) if mark is not None]
+    tokens = batch["tokens"].copy()
+    places = np.zeros((len(tokens), data.predictions), np.int32)
+    labels = np.full_like(places, NO_LABEL)
+    open_to = (batch["segments"] > 0) & ~np.isin(tokens, marks)
+    for row, allowed in enumerate(open_to):
+        found = np.flatnonzero(allowed)
+        if not len(found):
+            continue
+        rng = np.random.default_rng([zlib.crc32(tokens[row].tobytes()), salt])
+        count = min(max(round(data.share * len(found)), 1), data.predictions)
+        chosen = np.sort(rng.choice(found, count, replace=False))
+        places[row, :count] = chosen
+        labels[row, :count] = tokens[row, chosen]
+        turn, others = rng.random(count), rng.integers(0, vocab, count, dtype=np.int32)
+        kept = np.where(turn < HIDDEN + OTHER, others, tokens[row, chosen])
+        tokens[row, chosen] = np.where(turn < HIDDEN, mask, kept)
+    left = {name: batch[name] for name in batch if name != "targets"}
+    return {**left, "tokens": tokens, "places": places, "labels": labels}

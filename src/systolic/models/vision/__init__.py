@@ -1,0 +1,1 @@
+"""Image models: convolutional and residual networks, vision transformers."""

@@ -1,0 +1,164 @@
+"""The sizes of a vision transformer; imports without jax."""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from systolic.core.errors import LayoutError, OptionError
+from systolic.core.ranges import COUNT, Range, check
+from systolic.job import Axis, Field, Layout, Model, Remat, Target
+from systolic.models.vision.pixels import Pixels, image_size, refuse_axes
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+
+class Preset(enum.Enum):
+    """Published sizes (Touvron et al. 2021, table 1; Dosovitskiy et al. 2021, table 1)."""
+
+    tiny = "ti"
+    small = "s"
+    base = "b"
+    large = "l"
+
+
+class Pooling(enum.Enum):
+    """What the head sees."""
+
+    mean = "mean"
+    """The mean over patches."""
+    token = "token"
+    """An extra learned token."""
+
+
+class Positions(enum.Enum):
+    """How a patch knows where it is."""
+
+    learned = "learned"
+    sincos = "sincos"
+    """Fixed sines and cosines of row and column."""
+
+
+_PRESETS = {
+    Preset.tiny: (12, 192, 3),
+    Preset.small: (12, 384, 6),
+    Preset.base: (12, 768, 12),
+    Preset.large: (24, 1024, 16),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ViT(Model):
+    """A pre-norm transformer over image patches, images [height, width, channels] to logits.
+
+    Raises:
+        OptionError: sizes that contradict each other (a patch that does not divide the image, ...).
+    """
+
+    layers: Annotated[int, Range(least=1, most=10_000)] = 12
+    d_model: Annotated[int, Range(least=1, most=2**20)] = 384
+    """Width of the residual stream."""
+    d_ff: Annotated[int, Range(least=1, most=2**22)] = 1536
+    """Hidden units of the MLP."""
+    heads: Annotated[int, Range(least=1, most=2**14)] = 6
+    patch: Annotated[int, COUNT] = 16
+    """Pixels on a side of a patch."""
+    pooling: Pooling = Pooling.mean
+    positions: Positions = Positions.sincos
+    num_classes: Annotated[int, Range(least=1, most=2**24)] = 1000
+    pixels: Pixels = field(default_factory=Pixels)
+
+    def __post_init__(self) -> None:
+        check(self, "model")
+        if self.d_model % self.heads:
+            raise OptionError(
+                f"model.d-model {self.d_model} is not a multiple of model.heads {self.heads}; change one"
+            )
+        if self.pixels.size % self.patch:
+            raise OptionError(
+                f"model.patch {self.patch} does not divide the image size of {self.pixels.size}; change one"
+            )
+        if self.positions is Positions.sincos and self.d_model % 4:
+            raise OptionError(
+                f"model.d-model {self.d_model} is not a multiple of 4, which sincos positions need; change one"
+            )
+
+    @classmethod
+    def preset(cls, preset: Preset, **fields: Any) -> "ViT":
+        """A published size; ``fields`` set the rest."""
+        layers, d_model, heads = _PRESETS[preset]
+        return cls(layers=layers, d_model=d_model, d_ff=4 * d_model, heads=heads, **fields)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.d_model // self.heads
+
+    @property
+    def num_tokens(self) -> int:
+        """Patches, and the extra token when there is one."""
+        return (self.pixels.size // self.patch) ** 2 + (self.pooling is Pooling.token)
+
+    def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
+        """A :class:`~systolic.models.vision.vit.module.ViTModule` in float32."""
+        from systolic.models.vision.vit.module import ViTModule
+
+        return ViTModule(self, rngs, target)
+
+    def check(self, layout: Layout) -> None:
+        """The tensor axis divides heads and hidden units, the fsdp axis the width."""
+        refuse_axes(layout, "a ViT", Axis.context, Axis.expert, Axis.pipeline)
+        divides = (
+            ("tensor", layout.tensor, "heads", self.heads),
+            ("tensor", layout.tensor, "d-ff", self.d_ff),
+            ("fsdp", layout.fsdp, "d-model", self.d_model),
+        )
+        for axis, ways, dim, size in divides:
+            if size % ways:
+                raise LayoutError(
+                    f"layout.{axis} {ways} does not divide model.{dim} {size}; use a divisor of {size}, or change model.{dim}"
+                )
+
+    def axes(self) -> frozenset[Axis]:
+        """Heads and hidden units can be split, too."""
+        return frozenset((Axis.data, Axis.fsdp, Axis.tensor))
+
+    def lasting(self) -> frozenset[str]:
+        """All but how pixels are scaled."""
+        return frozenset(self.__dataclass_fields__) - {"pixels"}
+
+    def policies(self) -> frozenset[Remat]:
+        """Each block can be run again; nothing in it has a name."""
+        return frozenset((Remat.none, Remat.minimal, Remat.full))
+
+    def flops(self, fields: Mapping[str, Field]) -> float:
+        """FLOPs of the matmuls for one image."""
+        height, width = image_size(fields, self.pixels)
+        patches = (height // self.patch) * (width // self.patch)
+        tokens = patches + (self.pooling is Pooling.token)
+        d = self.d_model
+        embed = self.input_flops(fields)
+        projections = tokens * 2 * d * (4 * d + 2 * self.d_ff)
+        scores = 2 * 2 * tokens * tokens * d
+        return float(embed + self.layers * (projections + scores) + 2 * d * self.num_classes)
+
+    def input_flops(self, fields: Mapping[str, Field]) -> float:
+        """The embedding of patches."""
+        height, width = image_size(fields, self.pixels)
+        patches = (height // self.patch) * (width // self.patch)
+        return float(patches * 2 * self.patch**2 * self.pixels.channels * self.d_model)
+
+    def shrink(self, layout: Layout) -> "ViT":
+        """Two layers of one 16 wide head per tensor shard."""
+        heads, size = layout.tensor, 2 * self.patch
+        while heads * 16 % layout.fsdp:
+            heads += layout.tensor
+        return replace(
+            self,
+            layers=min(self.layers, 2),
+            heads=heads,
+            d_model=16 * heads,
+            d_ff=32 * heads,
+            pixels=replace(self.pixels, size=min(self.pixels.size, size)),
+        )

@@ -1,0 +1,287 @@
+"""One HTML file for a run: opens without a network, says everything that the run directory knows."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from systolic.core.files import write_atomically
+from systolic.report import curves, figures
+from systolic.report.pages import Tile, fill, is_even
+from systolic.report.run import charts, plain, readings
+from systolic.report.run.record import Record, Run, load_run
+from systolic.report.run.verdict import commands, judge
+from systolic.report.terminal import printable
+
+NAME = "report.html"
+
+MAX_EVENTS = 150
+"""Rows of the event table; the last ones are kept."""
+MAX_SPANS = 250
+"""Bars in one lane of the time line."""
+MAX_SAMPLES = 6
+MAX_SAMPLE_CHARACTERS = 4000
+MAX_TREE_ROWS = 400
+MAX_VALUE_CHARACTERS = 400
+
+_LANES = {
+    "compile": ("compile", "recompile", "load"),
+    "checkpoint": ("checkpoint",),
+    "trouble": ("bad_step", "skip", "stop", "interrupt", "skipped_file"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """A bar on the time line, in per cent of the whole."""
+
+    left: float
+    width: float
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lane:
+    """The bars of one kind."""
+
+    css: str
+    name: str
+    spans: tuple[Span, ...]
+    num_hidden: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Branch:
+    """A group of settings: a title and (name, value) rows."""
+
+    title: str
+    rows: tuple[tuple[str, str], ...]
+
+
+def write_report(run_dir: Path) -> Path:
+    """Writes ``report.html`` into a run directory from its files and returns its path.
+
+    Works for unfinished and failed runs too; what is missing is left out, what is thinned says so.
+
+    Raises:
+        NotFoundError: not a run directory.
+        RunError: a damaged JSON file, or the page cannot be written.
+    """
+    target = run_dir / NAME
+    write_atomically(target, render(load_run(run_dir)))
+    return target
+
+
+def render(run: Run) -> str:
+    """The page of a run as text."""
+    events = run.events[-MAX_EVENTS:]
+    verdict = judge(run)
+    page = {
+        "heading": run.name,
+        "where": str(run.path),
+        "verdict": verdict,
+        "lead": verdict.sentence,
+        "facts": header_facts(run),
+        "tiles": tiles(run),
+        "charts": charts.all_charts(run),
+        "hover": charts.hover_table(run),
+        "shares": readings.shares(run),
+        "is_measured": run.summary is not None,
+        "goodput": readings.goodput(run),
+        "wall": readings.wall(run),
+        "scope": readings.scope(run),
+        "lanes": lanes(run),
+        "lead_in": lead_in(run),
+        "time_axis": time_axis(run),
+        "resumes": [round(r / run.seconds * 100, 2) for r in run.resumes] if run.seconds else [],
+        "events": [(figures.seconds(e["elapsed"]), plain.event_text(e)) for e in events],
+        "num_events": len(run.events),
+        "samples": samples(run),
+        "num_samples": len(run.samples),
+        "commands": [(purpose, text.split(" ")) for purpose, text in commands(run)],
+        "job": tree(job_view(run)),
+        "environment": tree(run.environment),
+        "notes": notes(run),
+    }
+    return fill("run.html", page)
+
+
+def header_facts(run: Run) -> list[tuple[str, str]]:
+    """Where, when and on what it ran."""
+    start = run.start
+    layout = run.job.get("layout") or {}
+    axes = " × ".join(f"{axis} {size}" for axis, size in layout.items() if size != 1)
+    number = figures.number(start.get("num_parameters"))
+    facts = [
+        ("recipe", run.job.get("recipe")),
+        ("parameters", None if number is None else figures.si(number)),
+        ("devices", start.get("devices")),
+        ("layout", axes),
+        ("precision", start.get("precision")),
+        ("compiler flags", " ".join(start.get("flags") or [])),
+        ("batch", figures.count(start["batch"]) if start.get("batch") else None),
+        ("steps", f"{figures.count(run.step)} of {figures.count(run.steps)}"),
+        ("sessions", str(run.num_sessions) if run.num_sessions > 1 else None),
+        ("started", None if run.began is None else _date(run.began)),
+        ("systolic", run.job.get("systolic")),
+    ]
+    return [(name, str(value)) for name, value in facts if value]
+
+
+def tiles(run: Run) -> list[Tile]:
+    """The key figures: metrics first, then speed, then trouble."""
+    found = [Tile(label=name, value=text) for name, text in readings.metrics(run).items()]
+    loss = run.final_loss
+    if loss is not None:
+        alarming = run.has_diverged or not math.isfinite(loss)
+        found.append(Tile(label="training loss", value=figures.figure(loss), is_alarming=alarming))
+    peaks = [b for r in run.train if (b := figures.number(r.get("memory_bytes"))) is not None]
+    texts = [
+        *readings.speed(run),
+        ("time", readings.wall(run)),
+        ("goodput", readings.goodput(run)),
+        ("peak memory", figures.memory(max(peaks, default=None))),
+    ]
+    found += [Tile(label=name, value=text) for name, text in texts if text != figures.MISSING]
+    for name in ("bad_steps", "skipped_files", "recompiles"):
+        number = figures.number((run.summary or {}).get(name))
+        if number:
+            alarming = name != "recompiles"
+            label = figures.label(name)
+            found.append(Tile(label=label, value=figures.count(number), is_alarming=alarming))
+    if is_even(len(found)):
+        return found
+    # The heading above the time line has it too; without it the last row is full.
+    return [tile for tile in found if tile.label != "goodput"]
+
+
+def lanes(run: Run) -> list[Lane]:
+    """The events and evaluations along the time of the run, a lane for each kind."""
+    if run.seconds <= 0:
+        return []
+    groups: dict[str, list[tuple[Record, str]]] = {k: [] for k in ("compile", "evaluation")}
+    for record in run.evals:
+        text = f"step {record.get('step')}: {figures.metrics_text(record.get('metrics') or {})}"
+        groups["evaluation"].append((record, text))
+    for event in run.events:
+        name = event.get("name")
+        lane = next((k for k, names in _LANES.items() if name in names), "notes")
+        groups.setdefault(lane, []).append((event, plain.event_text(event)))
+    order = ("compile", "evaluation", "checkpoint", "notes", "trouble")
+    return [_lane(run, name, groups[name]) for name in order if groups.get(name)]
+
+
+def _lane(run: Run, name: str, records: list[tuple[Record, str]]) -> Lane:
+    chosen = records
+    if len(records) > MAX_SPANS:
+        chosen = [records[i] for i in curves.evenly(len(records), MAX_SPANS)]
+    spans = []
+    for record, text in chosen:
+        end = record["elapsed"]
+        begin = max(end - (figures.number(record.get("seconds")) or 0.0), 0.0)
+        left, width = begin / run.seconds * 100, (end - begin) / run.seconds * 100
+        spans.append(Span(left=round(left, 2), width=round(width, 2), text=text))
+    css = {"evaluation": "eval", "notes": "other"}.get(name, name)
+    return Lane(css=css, name=name, spans=tuple(spans), num_hidden=len(records) - len(chosen))
+
+
+def lead_in(run: Run) -> str:
+    """The part of the measured time that lies before the first record; ``""`` for less than a second."""
+    if run.summary is None or run.num_sessions > 1:
+        return ""
+    before = run.summary["seconds"] - run.seconds
+    return figures.seconds(before) if before >= 1 else ""
+
+
+def time_axis(run: Run) -> list[tuple[float, str]]:
+    """Ticks of the time line as (per cent, label)."""
+    if run.seconds <= 0:
+        return []
+    unit, size = next(
+        u for u in (("s", 1), ("min", 60), ("h", 3600)) if run.seconds < 180 * u[1] or u[0] == "h"
+    )
+    axis = curves.linear_axis(0.0, run.seconds / size, num_ticks=5)
+    return [(place, f"{text} {unit}") for place, text in axis.percents()]
+
+
+def samples(run: Run) -> list[dict[str, str]]:
+    """The last samples, newest first: step, prompt and what follows it."""
+    found = []
+    for record in reversed(run.samples[-MAX_SAMPLES:]):
+        prompt, text = str(record.get("prompt") or ""), str(record.get("text") or "")
+        found.append(
+            {
+                "step": figures.count(record.get("step")),
+                "prompt": printable(prompt),
+                "text": _cut(printable(text.removeprefix(prompt)), MAX_SAMPLE_CHARACTERS),
+            }
+        )
+    return found
+
+
+def job_view(run: Run) -> Record:
+    """The resolved job, with what job.json says beside it."""
+    beside = {k: v for k, v in run.job.items() if k not in ("job", "options")}
+    return {**(run.job.get("job") or {}), "kept with it": beside} if run.job else {}
+
+
+def tree(value: Mapping[str, Any]) -> list[Branch]:
+    """Nested settings as groups of rows; plain values first, deeper names dotted."""
+    top = [(k, _text(v)) for k, v in value.items() if not isinstance(v, Mapping)]
+    branches = [Branch(title="", rows=tuple(top))] if top else []
+    for title, part in value.items():
+        if isinstance(part, Mapping) and part:
+            branches.append(_branch(str(title), list(_flat(part))))
+    return branches
+
+
+def _branch(title: str, rows: list[tuple[str, str]]) -> Branch:
+    hidden = len(rows) - MAX_TREE_ROWS
+    if hidden > 0:
+        rows = [*rows[:MAX_TREE_ROWS], ("…", f"{hidden} more are in the JSON file")]
+    return Branch(title=title, rows=tuple(rows))
+
+
+def _flat(part: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    for name, value in part.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", _text(value)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return figures.MISSING
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return _cut(printable(text), MAX_VALUE_CHARACTERS)
+
+
+def _cut(text: str, limit: int) -> str:
+    return (
+        text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit:,} characters more)"
+    )
+
+
+def notes(run: Run) -> list[str]:
+    """What the reader should know about the record itself."""
+    found = []
+    if readings.scope(run):
+        found.append(
+            f"Times, throughput and goodput are of the {readings.scope(run)}; the charts show all."
+        )
+    hidden = charts.hidden_terms(run)
+    if hidden:
+        found.append(f"Without a chart, in metrics.jsonl only: {', '.join(hidden)}.")
+    if run.num_damaged:
+        found.append(
+            f"{figures.plural(run.num_damaged, 'line')} of metrics.jsonl damaged and skipped."
+        )
+    return found
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -1,0 +1,139 @@
+"""Figures about a whole run that the summary and the page both show."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from systolic.artifact import spent as records
+from systolic.report import figures
+from systolic.report.run.record import Record, Run
+
+_ORDER = (
+    "step",
+    "data_wait",
+    "start",
+    "compile",
+    "eval",
+    "checkpoint",
+    "diagnose",
+    "sample",
+    "other",
+)
+
+
+OVERFLOW = 700.0
+"""A loss from which exp is no float64."""
+
+LEAST = 0.0005
+"""Shares below this round to nothing and are left out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """A part of the wall time."""
+
+    kind: str
+    name: str
+    percent: float
+    share_text: str
+    seconds_text: str
+
+
+def shares(run: Run) -> list[Share]:
+    """Where the time went, in the order of use to waste."""
+    spent = seconds_by_kind(run)
+    total = sum(spent.values())
+    return [
+        Share(
+            kind=kind,
+            name=figures.label("training steps" if kind == "step" else kind),
+            percent=round(spent[kind] / total * 100, 3),
+            share_text=figures.percent(spent[kind] / total),
+            seconds_text=figures.seconds(spent[kind]),
+        )
+        for kind in _ORDER
+        if spent.get(kind, 0.0) >= LEAST * total > 0
+    ]
+
+
+def seconds_by_kind(run: Run) -> dict[str, float]:
+    """The summary's ``time``, or, where there is none, what the records add up to."""
+    if run.summary is not None:
+        return run.summary["time"]
+    spent = dict.fromkeys(_ORDER, 0.0) | records.spent(run.train, run.evals, run.events)
+    spent["other"] = max(run.seconds - sum(spent.values()), 0.0)
+    return spent
+
+
+def goodput(run: Run) -> str:
+    """Share of the wall time in productive steps."""
+    spent = seconds_by_kind(run)
+    total = sum(spent.values())
+    return figures.percent(spent["step"] / total) if total else figures.MISSING
+
+
+def wall(run: Run) -> str:
+    """The wall time: measured, or else from the first record to the last without pauses."""
+    seconds = run.seconds if run.summary is None else run.summary["seconds"]
+    return figures.seconds(seconds) if seconds > 0 else figures.MISSING
+
+
+def scope(run: Run) -> str:
+    """What a summary's times are about where that is not the whole run: ``last of 2 sessions``."""
+    if run.summary is None or run.num_sessions == 1:
+        return ""
+    return f"last of {run.num_sessions} sessions"
+
+
+def speed(run: Run) -> list[tuple[str, str]]:
+    """Throughput and MFU as (name, text): of the session, or of the last record; what is known."""
+    latest: Record = run.train[-1] if run.train else {}
+    record = latest if run.summary is None else run.summary
+    found = [
+        ("throughput", figures.throughput_text(record)),
+        ("MFU", figures.percent(record.get("mfu"))),
+        ("forecast", _forecast(record)),
+    ]
+    return [(name, text) for name, text in found if text != figures.MISSING]
+
+
+def _forecast(record: Record) -> str:
+    """The step as it was forecast and as it was measured, of a summary or a train record."""
+    told = record.get("forecast") or {}
+    measured = told.get("measured_step_seconds", record.get("step_seconds"))
+    forecast = told.get("step_seconds", record.get("forecast_step_seconds"))
+    if forecast is None:
+        return figures.MISSING
+    text = f"{figures.seconds(forecast)} a step"
+    if measured is None:
+        return text
+    return f"{text}, measured {figures.seconds(measured)}: × {measured / forecast:.2f}"
+
+
+def metrics(run: Run) -> dict[str, str]:
+    """The final metrics, ready to read, the one that tells most first.
+
+    Of a language model that is bits per byte, or perplexity, which follows from the loss.
+    """
+    found = dict(run.final_metrics)
+    if run.reads_text:
+        for split in ("test", "validation"):
+            if (value := perplexity(found, split)) is not None:
+                found = {f"{split}_perplexity": value, **found}
+    first = sorted(found, key=_rank)
+    return {figures.label(name): figures.metric(name, found[name]) for name in first}
+
+
+def perplexity(metrics: Mapping[str, Any], split: str) -> float | None:
+    """exp(loss) of a split whose tokens are not bytes; ``None`` where it has no finite loss."""
+    loss = figures.number(metrics.get(f"{split}_loss"))
+    if loss is None or f"{split}_bits_per_byte" in metrics or not loss < OVERFLOW:
+        return None
+    return math.exp(loss)
+
+
+def _rank(name: str) -> int:
+    """Where a metric stands: what a reader looks for first, its reference beside it."""
+    ends = ("bits_per_byte", "perplexity", "accuracy", "loss")
+    return next((place for place, end in enumerate(ends) if name.endswith(end)), len(ends))

@@ -1,0 +1,100 @@
+"""Tokenizers: what goes in comes out, characters stay whole, special tokens are known."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from systolic.cli.main import main
+from systolic.core.errors import DataError
+from systolic.data.text.tokenizer import Tokenizer
+
+
+@settings(max_examples=40, deadline=None)
+@given(text=st.text(max_size=30))
+def test_tokenizers_round_trip_and_stream_whole_characters(text, tokenizer_file):
+    for tokenizer in (Tokenizer(), Tokenizer(path=tokenizer_file.parent)):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        stream = tokenizer.stream()
+        parts = [stream.push(i) for i in ids]
+        assert "".join(parts) + stream.flush() == text
+        if "\ufffd" not in text:
+            assert not any("\ufffd" in part for part in parts)
+
+
+def test_half_a_character_waits_and_is_marked_at_the_end(tokenizer_file):
+    for tokenizer in (Tokenizer(), Tokenizer(path=tokenizer_file)):
+        ids = tokenizer.encode("a\u4e2d")
+        stream = tokenizer.stream()
+        assert "".join(stream.push(i) for i in ids[:-1]) == "a"
+        assert set(stream.flush()) == {"\ufffd"}
+
+
+def test_special_tokens_are_found_asked_for_or_configured(tokenizer_file, tmp_path):
+    found = Tokenizer(path=tokenizer_file)
+    assert (found.start, found.end) == (0, 1)
+    assert found.documents(["a"])[0].tolist() == [0, *found.encode("a"), 1]
+    asked = Tokenizer(path=tokenizer_file, eos="<s>")
+    assert asked.end == 0
+    with pytest.raises(DataError, match="did you mean <s>"):
+        _ = Tokenizer(path=tokenizer_file, bos="<S>").start
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
+    config = {"bos_token": None, "eos_token": {"content": "</s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    configured = Tokenizer(path=tmp_path)
+    assert (configured.start, configured.end) == (None, 1)
+    assert configured.vocab_size == found.vocab_size <= 400
+    assert configured.digest() == found.digest() != "bytes"
+    assert (Tokenizer().start, Tokenizer().vocab_size) == (256, 257)
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"model": {"vocab": 3, "type": "Nope"}, "added_tokens": []}')
+    with pytest.raises(DataError, match=r"cannot be read as a tokenizer\.json"):
+        _ = Tokenizer(path=broken).vocab_size
+
+
+def test_a_tokenizer_is_trained_and_used(tmp_path, capsys):
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(20):
+        (text / f"{number}.txt").write_text(
+            "the array flows \u4e2d while pulses beat\n" * (number + 1)
+        )
+    out = tmp_path / "out"
+    args = ["data", "tokenizer", str(text), "--to", str(out)]
+    assert main([*args, "--vocab", "270", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    made = Tokenizer(path=out)
+    assert record["vocab"] == made.vocab_size == 270
+    # One of twenty documents is held out; what was read is all others.
+    whole = {file.name: file.stat().st_size for file in text.iterdir()}
+    assert record["documents"] == 19
+    assert sum(whole.values()) - record["bytes"] in whole.values()
+    document = "the array flows \u4e2d"
+    assert made.decode(made.encode(document)) == document
+    assert (
+        1
+        < record["bytes_per_token"]
+        == pytest.approx(
+            len((line := "the array flows \u4e2d while pulses beat\n").encode())
+            / len(made.encode(line)),
+            rel=0.1,
+        )
+    )
+    assert made.start is not None
+    assert made.end not in (None, made.start)
+    assert record["next"] == f"systolic train lm --path {text} --tokenizer {out}"
+    assert main(args) == 2
+    assert "exists; remove it" in capsys.readouterr().err
+    assert main([*args[:3], "--to", str(tmp_path / "b"), "--vocab", "257"]) == 2
+    assert "--vocab is 257; it must be at least 258" in capsys.readouterr().err
+
+
+def test_the_files_of_a_tokenizer_make_the_same_one_elsewhere(tokenizer_file, tmp_path):
+    chosen = Tokenizer(path=tokenizer_file, bos="</s>", eos="<s>")
+    for name, content in chosen.files().items():
+        (tmp_path / name).write_bytes(content)
+    kept = Tokenizer(path=tmp_path)
+    assert (kept.start, kept.end, kept.digest()) == (chosen.start, chosen.end, chosen.digest())
+    assert Tokenizer().files() == {}
