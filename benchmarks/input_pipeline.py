@@ -18,8 +18,8 @@ import numpy as np
 
 from systolic import recipes
 from systolic.job import Job, Read, Split
-from systolic.train.feed import training
-from systolic.train.setup import Setup, jit_train, set_up
+from systolic.training.feed import training
+from systolic.training.setup import Setup, jit_train, set_up
 
 
 def rate(batches: Iterator[Any], units: int, seconds: float) -> float:

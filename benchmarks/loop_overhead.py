@@ -23,10 +23,10 @@ from systolic.job import Checkpoints
 from systolic.report.run.live import Live
 from systolic.report.run.tensorboard import TensorBoard
 from systolic.steps.programs import jit_train
-from systolic.train.feed import training
-from systolic.train.interrupt import Interrupt
-from systolic.train.setup import Setup, set_up
-from systolic.train.trainer import Trainer
+from systolic.training.feed import training
+from systolic.training.interrupt import Interrupt
+from systolic.training.setup import Setup, set_up
+from systolic.training.trainer import Trainer
 
 
 def bare(setup: Setup, program: Any, steps: int) -> float:

@@ -19,9 +19,9 @@ from systolic.chips import slice
 from systolic.core.files import write_json
 from systolic.forecasting.run import of_outcome
 from systolic.job import Job, Layout, Precision, Remat
-from systolic.plan import Candidate, Goal, Limits, Search, facts_of
-from systolic.plan.analytic import analyse
-from systolic.plan.space import NAMED, check
+from systolic.planning import Candidate, Goal, Limits, Search, facts_of
+from systolic.planning.analytic import analyse
+from systolic.planning.space import NAMED, check
 
 MODEL = {
     "layers": 16,

@@ -16,9 +16,9 @@ from systolic.aot import compile as compile_program
 from systolic.chips import slice
 from systolic.core.files import write_json
 from systolic.forecasting.run import of_outcome
-from systolic.plan import facts_of
-from systolic.plan.ladder import climb
-from systolic.plan.search import shared
+from systolic.planning import facts_of
+from systolic.planning.ladder import climb
+from systolic.planning.search import shared
 
 SMALL = {
     "layers": 8,

@@ -21,7 +21,7 @@ from systolic.core.errors import SystolicError
 from systolic.core.files import write_json
 from systolic.forecasting.run import of_outcome
 from systolic.job import Layout
-from systolic.plan import Goal, Limits, Search, Tried, facts_of
+from systolic.planning import Goal, Limits, Search, Tried, facts_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "accuracy"))
 import rows as published

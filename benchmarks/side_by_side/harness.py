@@ -123,7 +123,7 @@ def prepare(kind: str, made: Any, folder: Path) -> None:
     import recipes
 
     from systolic.job import Read, Split
-    from systolic.train.setup import first_state, set_up
+    from systolic.training.setup import first_state, set_up
 
     job = getattr(recipes, kind)(**asdict(made))
     setup = set_up(job)

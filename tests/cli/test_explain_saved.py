@@ -11,7 +11,7 @@ from systolic.chips import slice
 from systolic.chips.flags import merged, resolved
 from systolic.cli import explain_saved as module
 from systolic.cli.main import main
-from systolic.plan.flags import SETS
+from systolic.planning.flags import SETS
 
 TINY = f"{Path(__file__).with_name('tiny.py')}:job"
 ON = slice("v6e-8")

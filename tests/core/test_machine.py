@@ -9,7 +9,7 @@ import pytest
 
 from systolic.cli.output import bounded_workers
 from systolic.core.machine import bounded, num_cores
-from systolic.plan.search import Limits
+from systolic.planning.search import Limits
 
 CORES = num_cores()
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from systolic.chips import slice
-from systolic.explain.causes import causes_of_forecast
+from systolic.explaining.causes import causes_of_forecast
 from systolic.forecasting import forecast_text
 from systolic.forecasting.windowed import OFF, names, windowed
 from systolic.sim import simulate

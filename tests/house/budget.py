@@ -27,7 +27,7 @@ LONG_FUNCTIONS: dict[str, str] = {
 """``path:function`` to the reason why it may have up to LONGEST_EXCEPTION lines."""
 
 MANY_PARAMETERS: dict[str, str] = {
-    "tests/train/tiny.py:job": COMMAND,
+    "tests/training/tiny.py:job": COMMAND,
     "src/systolic/cli/forecast.py:options": COMMAND,
     "src/systolic/cli/plan.py:options": COMMAND,
     "src/systolic/cli/train.py:options": COMMAND,

@@ -17,7 +17,7 @@ from systolic.models.vision.cnn.config import CNN
 from systolic.steps.mesh import make_mesh
 from systolic.steps.steps import Steps
 from systolic.steps.target import MeshTarget
-from systolic.train.setup import check_operands, computed_in
+from systolic.training.setup import check_operands, computed_in
 from tests.steps import tiny
 
 

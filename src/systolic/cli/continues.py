@@ -75,7 +75,7 @@ def agreed(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     Raises:
         SystolicError: the check of a process raised it.
     """
-    from systolic.train import hosts
+    from systolic.training import hosts
 
     if not hosts.joined():
         return check()

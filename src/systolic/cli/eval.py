@@ -43,7 +43,7 @@ def evaluate(
     """
     from systolic.cli.trained import load
     from systolic.steps.programs import jit_evaluate
-    from systolic.train.evaluate import evaluate as over
+    from systolic.training.evaluate import evaluate as over
 
     if path is not None and split is not None:
         raise OptionError(

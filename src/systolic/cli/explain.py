@@ -16,8 +16,8 @@ from systolic.cli.output import print_json
 from systolic.cli.parse import arguments
 from systolic.cli.target import first
 from systolic.core.errors import NotFoundError, SystolicError, nearest
-from systolic.explain.cause import Cause
-from systolic.explain.settings import Settings
+from systolic.explaining.cause import Cause
+from systolic.explaining.settings import Settings
 
 USAGE = """usage: systolic explain RUN [options]
        systolic explain RECIPE --on SLICE [options]
@@ -102,8 +102,8 @@ def run_options(quick: bool = False, trust: bool = False, json: bool = False) ->
 
 def explain_run(target: str, args: Sequence[str]) -> int:
     """Causes of poor learning, then of lost time."""
-    from systolic.explain import learning, speed
-    from systolic.explain.history import read
+    from systolic.explaining import learning, speed
+    from systolic.explaining.history import read
 
     verb = arguments(run_options, args, "systolic explain RUN")
     path = Path(target)
@@ -135,7 +135,7 @@ def look(directory: Run, *, trust_code: bool = False) -> tuple[list[dict[str, An
     """Looks at the newest checkpoint, or why there are none."""
     from systolic.cli.own import rebuild
     from systolic.cli.trained import set_up_here
-    from systolic.train.probe import examine, too_large
+    from systolic.training.probe import examine, too_large
 
     if not any(directory.checkpoints.glob("[0-9]*")):
         return [], "there is no checkpoint to look at"

@@ -20,14 +20,14 @@ from systolic.cli.target import request, require_slice
 from systolic.core.errors import OptionError
 from systolic.core.ranges import NOT_NEGATIVE
 from systolic.core.units import duration, gibibytes
-from systolic.explain.cause import Cause
-from systolic.explain.settings import Settings
+from systolic.explaining.cause import Cause
+from systolic.explaining.settings import Settings
 from systolic.forecasting import Forecast
 from systolic.job import Job
 
 if TYPE_CHECKING:
-    from systolic.plan import Candidate
-    from systolic.plan.ladder import Rung
+    from systolic.planning import Candidate
+    from systolic.planning.ladder import Rung
 
 OWN = ("on", "step", "flags", "remedies", "workers", "json", "against")
 """The verb's options, which no recipe takes."""
@@ -89,7 +89,7 @@ class Explanation:
 
     def run(self, known: Settings) -> int:
         """Forecasts the step, then explains it with advice in options that are ``known``; returns the exit code."""
-        from systolic.explain.causes import causes_of_forecast
+        from systolic.explaining.causes import causes_of_forecast
         from systolic.forecasting.run import of_outcome
         from systolic.hlo import parse
         from systolic.report.forecast.progress import Progress
@@ -119,7 +119,7 @@ class Explanation:
     @cached_property
     def workers(self) -> int:
         """Compiles at once."""
-        from systolic.plan.search import Limits
+        from systolic.planning.search import Limits
 
         return Limits(workers=bounded_workers(self.verb["workers"])).at_once
 
@@ -164,8 +164,8 @@ class Explanation:
 
     def remedies(self, made: Forecast) -> dict[str, Any]:
         """Changes with what each gains, told as they come, and the command of the best that trains the same."""
-        from systolic.plan import facts_of
-        from systolic.plan.remedies import base_of, changes, try_all
+        from systolic.planning import facts_of
+        from systolic.planning.remedies import base_of, changes, try_all
         from systolic.report.forecast.progress import Progress
 
         if self.verb["remedies"] < 1:
@@ -204,9 +204,9 @@ class Explanation:
 
     def out_of_memory(self, made: Forecast) -> int:
         """What holds the memory, then other layouts and slices until one fits; exit code 1 when none does."""
-        from systolic.plan import facts_of
-        from systolic.plan.ladder import climb, difference
-        from systolic.plan.plan import reason_of
+        from systolic.planning import facts_of
+        from systolic.planning.ladder import climb, difference
+        from systolic.planning.plan import reason_of
         from systolic.report.forecast.progress import Progress
         from systolic.report.forecast.text import print_forecast
         from systolic.report.plan.readings import step

@@ -48,8 +48,8 @@ def options(
 
 def explain_profile(target: str, args: Sequence[str]) -> int:
     """Causes of the median step of a profile, and what changes of its run's settings gain."""
-    from systolic.explain.causes import causes_of_profile
-    from systolic.explain.figures import figures, unjudged
+    from systolic.explaining.causes import causes_of_profile
+    from systolic.explaining.figures import figures, unjudged
     from systolic.profile import open_profile
 
     verb = arguments(options, args, "systolic explain PROFILE")

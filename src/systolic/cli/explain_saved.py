@@ -19,7 +19,7 @@ from systolic.cli.target import request
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
 from systolic.core.files import read_given
 from systolic.core.units import duration
-from systolic.explain.cause import Cause
+from systolic.explaining.cause import Cause
 from systolic.forecasting import Forecast
 
 ALIKE = 0.002
@@ -210,7 +210,7 @@ def compare(one: Named, two: Named, as_json: bool) -> int:
 
 
 def _causes(target: str, args: Sequence[str]) -> tuple[Forecast, list[Cause]]:
-    from systolic.explain.causes import causes_of_forecast
+    from systolic.explaining.causes import causes_of_forecast
     from systolic.forecasting.run import of_outcome
     from systolic.hlo import parse
 

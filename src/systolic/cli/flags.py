@@ -18,7 +18,7 @@ def settled(given: str, chosen: Chosen | None) -> dict[str, Any]:
     Raises:
         OptionError: a word of ``given`` is no flag.
     """
-    from systolic.train.machine import Machine
+    from systolic.training.machine import Machine
 
     chip = Machine.here().chip
     same = chosen is not None and (chip is None or slice(chosen.slice).chip.name == chip.name)

@@ -49,7 +49,7 @@ def generate(
     """
     asked = prompts(prompt, file)
     from systolic.cli.trained import load
-    from systolic.train.generate import Generator, Stops, tokenizer_of
+    from systolic.training.generate import Generator, Stops, tokenizer_of
 
     Stops(stop)
     trained = load(run, checkpoint, trust=trust)

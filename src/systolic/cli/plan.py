@@ -16,7 +16,7 @@ from systolic.core.errors import OptionError, nearest
 from systolic.core.files import check_writable, write_json
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE
 from systolic.core.units import si
-from systolic.plan import (
+from systolic.planning import (
     Facts,
     Freedom,
     Goal,
@@ -27,9 +27,9 @@ from systolic.plan import (
     Search,
     facts_of,
 )
-from systolic.plan.goal import hourly, span
-from systolic.plan.plan import default_objective, whole_over_schedule
-from systolic.plan.space import global_batch
+from systolic.planning.goal import hourly, span
+from systolic.planning.plan import default_objective, whole_over_schedule
+from systolic.planning.space import global_batch
 
 USAGE = """usage: systolic plan RECIPE --on SLICES [options]
 

@@ -78,7 +78,7 @@ def resumed(chosen: Chosen | None, changed: set[str]) -> Chosen | None:
 
 def expected(chosen: Chosen | None) -> Any:
     """The forecast to be shown while training; None without one, or on other devices than it is of."""
-    from systolic.train.expected import Expected
+    from systolic.training.expected import Expected
 
     if chosen is None or not chosen.forecast or problem(chosen):
         return None
@@ -105,7 +105,7 @@ def check_machine(chosen: Chosen) -> None:
 
 def problem(chosen: Chosen) -> str:
     """Why the devices at hand are not those of the plan's slice; empty when they are."""
-    from systolic.train.machine import Machine
+    from systolic.training.machine import Machine
 
     on, machine = slice(chosen.slice), Machine.here()
     kind = machine.devices[0].device_kind

@@ -40,7 +40,7 @@ def predict(
     if not any(file.is_file() for file in files):
         raise NotFoundError(f"{files[0]} is not a file; check the path")
     from systolic.cli.trained import load
-    from systolic.train.predict import predictions
+    from systolic.training.predict import predictions
 
     trained = load(run, checkpoint, trust=trust)
     found: list[dict[str, Any]] = []

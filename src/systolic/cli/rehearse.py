@@ -91,7 +91,7 @@ def child(argument: str) -> int:
     job = under_plan(recipe(recipes.typed(recipe, message["options"])), plan_of(message))
     on = slice(message["slice"])
     out = sys.stderr if message["json"] else sys.stdout
-    from systolic.train.rehearse import rehearse as run
+    from systolic.training.rehearse import rehearse as run
 
     print(f"rehearsing {job.name} for {on.name} on {on.num_devices} virtual devices", file=out)
 

@@ -22,7 +22,7 @@ from systolic.cli.target import Request, plan_of, request_for
 from systolic.core.errors import NotFoundError, RunError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.job import Batch, Job
-from systolic.train.ledger import Ledger
+from systolic.training.ledger import Ledger
 
 
 def resume_options(
@@ -53,7 +53,7 @@ def resume_options(
 
 def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
     """``systolic train --resume RUN``: goes on from the newest intact checkpoint."""
-    from systolic.train import hosts
+    from systolic.training import hosts
 
     join({"json": "--json" in args})
     access = Access.write if not hosts.joined() or hosts.is_first() else Access.read
@@ -82,7 +82,7 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
         job, description = continued(asked, record, saved, flags)
         if "tokenizer" not in changed:
             job = replace(job, data=own.with_tokenizer(directory, job.data))
-        from systolic.train.setup import set_up
+        from systolic.training.setup import set_up
 
         setup = replace(set_up(job, flags=flags["compiler"]), expected=expected(asked.chosen))
         setup.check_metric()

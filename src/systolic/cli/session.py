@@ -18,7 +18,7 @@ from systolic.cli.target import Request
 from systolic.core.digest import digest
 from systolic.core.errors import SystolicError
 from systolic.job import Job
-from systolic.train.ledger import Ledger
+from systolic.training.ledger import Ledger
 
 INIT = "init_from"
 """The entry of job.json with the checkpoint whose weights a run began with."""
@@ -50,7 +50,7 @@ def load(setup: Any, verb: Mapping[str, Any], ledger: Ledger) -> Any:
 
 def join(verb: Mapping[str, Any]) -> None:
     """Joins the other processes of the job, if there are any."""
-    from systolic.train import hosts
+    from systolic.training import hosts
 
     if hosts.belongs(os.environ) and verb["json"]:
         # Libraries between processes (Gloo, NCCL) print to stdout, which belongs to one JSON object.
@@ -77,8 +77,8 @@ def session(
     from systolic.report.run.live import Live, Quiet
     from systolic.report.run.summary import print_summary
     from systolic.report.run.tensorboard import TensorBoard
-    from systolic.train.programs import compiler_cache
-    from systolic.train.trainer import Trainer
+    from systolic.training.programs import compiler_cache
+    from systolic.training.trainer import Trainer
 
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     compiler_cache(str(cache / "systolic" / "xla"))

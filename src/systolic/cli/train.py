@@ -23,7 +23,7 @@ from systolic.cli.session import INIT, begun, describe, join, load, session
 from systolic.cli.target import first, plan_of, request
 from systolic.core.errors import NotFoundError, OptionError, RunError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
-from systolic.train.ledger import Ledger
+from systolic.training.ledger import Ledger
 
 USAGE = """usage: systolic train RECIPE [options]
        systolic train RECIPE --plan plan.json [options]
@@ -104,7 +104,7 @@ def run(args: Sequence[str]) -> int:
         if asked.chosen is not None:
             check_rehearsal(asked.chosen, asked.verb["rehearse"])
         return rehearse(asked)
-    from systolic.train.setup import set_up
+    from systolic.training.setup import set_up
 
     join(asked.verb)
     if asked.chosen is not None:
@@ -126,7 +126,7 @@ def run(args: Sequence[str]) -> int:
 
 def create(path: Path | None, description: Mapping[str, Any], files: Mapping[str, bytes]) -> Run:
     """The run of this job, made by the first of its processes and opened for reading by the others."""
-    from systolic.train import hosts
+    from systolic.training import hosts
 
     made: Run | None = None
     if hosts.is_first():
@@ -162,8 +162,8 @@ def replay(path: Path, args: Sequence[str]) -> int:
         _, job, _ = own.rebuild(directory, trust_code=asked.get("trust", False))
         record = directory.read_job()
         flags = kept(record, plan_of(record), None)
-        from systolic.train.replay import replay as again
-        from systolic.train.setup import set_up
+        from systolic.training.replay import replay as again
+        from systolic.training.setup import set_up
 
         result = again(set_up(job, flags=flags["compiler"]), directory, path)
     if asked.get("json"):

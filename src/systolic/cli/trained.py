@@ -25,7 +25,7 @@ def load(path: Path, checkpoint: str, *, trust: bool = False) -> Trained:
     """The run's weights on this machine's devices; a damaged checkpoint that was passed over is said on stderr."""
     from systolic.artifact import weights
     from systolic.core.store import cache_home
-    from systolic.train.programs import compiler_cache
+    from systolic.training.programs import compiler_cache
 
     # The next command on the same run finds its programs compiled.
     compiler_cache(str(cache_home() / "xla"))
@@ -43,8 +43,8 @@ def set_up_here(job: Job, run: Run) -> Any:
     from dataclasses import replace
 
     from systolic.job import Layout, Remat
-    from systolic.train.machine import Machine
-    from systolic.train.setup import set_up
+    from systolic.training.machine import Machine
+    from systolic.training.setup import set_up
 
     machine = Machine.here()
     ways = len(machine.devices)

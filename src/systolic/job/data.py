@@ -1,6 +1,6 @@
 """The contract of data: what an example looks like, and how to read batches of them.
 
-Numbers on the host are numpy; ``systolic.data`` implements the sources, ``systolic.train`` places
+Numbers on the host are numpy; ``systolic.data`` implements the sources, ``systolic.training`` places
 batches on devices.
 """
 

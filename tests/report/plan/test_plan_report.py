@@ -11,8 +11,8 @@ import pytest
 from systolic.chips import slice
 from systolic.core.files import write_json
 from systolic.job import Remat
-from systolic.plan import Goal, Objective, Plan, Tried
-from systolic.plan.search import Progress
+from systolic.planning import Goal, Objective, Plan, Tried
+from systolic.planning.search import Progress
 from systolic.report.forecast.text import plain
 from systolic.report.plan import readings
 from systolic.report.plan.page import chart, places, render
@@ -20,7 +20,7 @@ from systolic.report.plan.progress import View
 from systolic.report.plan.text import lines
 from systolic.report.plan.torus import COLOURS, torus
 from systolic.report.run.verdict import Tone
-from tests.plan.fabricated import GOAL, candidate, plan, tried
+from tests.planning.fabricated import GOAL, candidate, plan, tried
 from tests.report.run.test_page import Page
 
 PATH = Path("plan.json")

@@ -14,7 +14,7 @@ from systolic.report.pages import columns, is_even
 from systolic.report.run import charts
 from systolic.report.run.page import MAX_EVENTS, render, tiles, write_report
 from systolic.report.run.record import load_run
-from systolic.train.ledger import KINDS
+from systolic.training.ledger import KINDS
 from tests.report.run.fabricate_run import (
     JOB,
     SAMPLE,

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from systolic.core.units import duration
-from systolic.explain.cause import Cause
+from systolic.explaining.cause import Cause
 from systolic.report import terminal
 
 HEIGHT = 23

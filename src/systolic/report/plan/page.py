@@ -9,8 +9,8 @@ from systolic.aot.outcome import REPORT
 from systolic.core.errors import SystolicError
 from systolic.core.files import write_atomically
 from systolic.core.store import Store, cache_home, read_json
-from systolic.plan import Plan, Tried
-from systolic.plan.goal import HOUR, days, hourly
+from systolic.planning import Plan, Tried
+from systolic.planning.goal import HOUR, days, hourly
 from systolic.report import curves, figures
 from systolic.report.curves import Axis
 from systolic.report.pages import Tile, fill

@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from systolic.core.units import duration
-from systolic.plan import Tried
-from systolic.plan.goal import days
-from systolic.plan.plan import reason_of
-from systolic.plan.search import Progress
+from systolic.planning import Tried
+from systolic.planning.goal import days
+from systolic.planning.plan import reason_of
+from systolic.planning.search import Progress
 from systolic.report import figures, terminal
 from systolic.report.plan import readings
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from systolic.core.units import GIB, duration, si
-from systolic.plan import Plan, Tried
-from systolic.plan.goal import days, dollars
-from systolic.plan.plan import reason_of
-from systolic.plan.space import Refused
+from systolic.planning import Plan, Tried
+from systolic.planning.goal import days, dollars
+from systolic.planning.plan import reason_of
+from systolic.planning.space import Refused
 from systolic.report import figures
 from systolic.report.forecast import readings
 from systolic.report.run.verdict import Tone, Verdict

@@ -11,7 +11,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
-from systolic.plan import Plan
+from systolic.planning import Plan
 from systolic.report import figures, terminal
 from systolic.report.forecast.text import plain
 from systolic.report.plan import readings

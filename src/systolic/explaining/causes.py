@@ -1,0 +1,48 @@
+"""Causes of a step's time, largest share first: of a forecast and of a profile, by the same rules."""
+
+from collections.abc import Iterable, Mapping
+
+from systolic.explaining import waiting
+from systolic.explaining.cause import Cause
+from systolic.explaining.rules import RULES
+from systolic.explaining.sources import step_of_forecast, step_of_profile
+from systolic.explaining.step import LEAST, Step
+from systolic.forecasting import Forecast
+from systolic.hlo import Module
+from systolic.job import Model
+from systolic.profile import Profile
+
+
+def causes_of_forecast(
+    forecast: Forecast, module: Module, model: Model | None = None
+) -> list[Cause]:
+    """Causes of a simulated step; none where the forecast has no timeline.
+
+    Args:
+        forecast: Of a step that fits.
+        module: The scheduled program that was simulated.
+        model: Tells what the program can't: how many slots its experts have.
+    """
+    if forecast.timeline is None or not forecast.step_seconds:
+        return []
+    return _sorted(_by_rules(step_of_forecast(forecast, module, model)))
+
+
+def causes_of_profile(profile: Profile, mesh: Mapping[str, int] | None = None) -> list[Cause]:
+    """Causes of the median step of a profile, and of what the device waited for over all that was traced.
+
+    Args:
+        profile: What :func:`systolic.profile.open_profile` read.
+        mesh: Axis to size, outermost first, where it is known; names the axes of collectives.
+    """
+    step = step_of_profile(profile, mesh or {})
+    return _sorted([*waiting.causes(profile), *_by_rules(step)])
+
+
+def _by_rules(step: Step) -> list[Cause]:
+    return [cause for rule in RULES for cause in rule(step)]
+
+
+def _sorted(found: Iterable[Cause]) -> list[Cause]:
+    kept = [cause for cause in found if cause.share is None or cause.share >= LEAST]
+    return sorted(kept, key=lambda cause: -(cause.share or 0.0))

@@ -1,0 +1,323 @@
+"""What the loss curves of a run say: divergence, spikes, a plateau, overfitting, too few steps."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from systolic.explaining import layers
+from systolic.explaining.cause import Cause
+from systolic.explaining.history import History, Record, smooth
+
+FEW = 12
+"""Records below which a curve says nothing."""
+
+SPIKE = 1.4
+"""A loss of so many times the median before it stands out, if the curve is not that noisy anyway."""
+
+SPREADS = 8.0
+"""Standard deviations, of the logarithm around the median, that a spike stands out by."""
+
+BEFORE = 20
+"""Records before one that it is judged by."""
+
+RISE = 1.05
+"""Validation losses within this ratio of the best are as good as the best."""
+
+GAP = 1.5
+"""A validation loss of so many times the training loss is far from it."""
+
+EPOCHS = 4.0
+"""Passes over a text that are worth about as much as new text (Muennighoff et al. 2023)."""
+
+TOKENS_PER_PARAMETER = 20
+"""Of a model trained as long as its size is worth (Hoffmann et al. 2022)."""
+
+DROPPED = 0.02
+"""Share of a mixture's choices without a slot from which the experts are said to be uneven."""
+
+FALL = 0.08
+"""A curve that would fall by this share in as many steps again is cut short."""
+
+
+def causes(history: History) -> list[Cause]:
+    """All that the curves say, worst first."""
+    found = [diverged(history)]
+    if found[0] is None:
+        found += [spikes(history), plateau(history)]
+        found += [overfitting(history), repeats(history), full_experts(history)]
+    if not any(found):
+        found.append(short(history))
+    return [cause for cause in found if cause is not None]
+
+
+def diverged(history: History) -> Cause | None:
+    """A loss that is not a number, or ended far above its best."""
+    settings = history.settings
+    lower = [
+        settings.learning_rate(history.peak_rate / 3),
+        settings.change("schedule.warmup", value=_longer_warmup(history)),
+        settings.change("optimizer.clip", value=1.0),
+    ]
+    bad = [e for e in history.events if e["name"] in ("bad_step", "skip")]
+    broken = next((r for r in history.train if not math.isfinite(r["loss"])), None)
+    if bad or broken:
+        first = bad[0] if bad else broken
+        assert first is not None
+        step = first["step"]
+        evidence = [str(e["detail"]) for e in bad[:3]] or [f"the loss of step {step} is {'NaN'}"]
+        evidence += _around(history, step)
+        advice = list(lower)
+        if bad:
+            advice += [f"systolic train --replay {history.path}/bad/step-{step}.npz"]
+            advice += ["--guard.rule skip, where the batch is to blame"]
+        title = f"The loss went bad at step {step}"
+        return _cause("divergence", title, evidence, advice)
+    if len(history.train) < FEW:
+        return None
+    curve = smooth(history.losses, max(3, len(history.train) // 20))
+    first, last, low = curve[0], curve[-1], min(curve)
+    if last <= 1.3 * low or last - low <= 0.3 * (first - low):
+        return None
+    at = history.steps[curve.index(low)]
+    title = f"The loss diverged: {low:.4g} at step {at}, {last:.4g} at the end"
+    return _cause("divergence", title, _around(history, at), lower)
+
+
+def spikes(history: History) -> Cause | None:
+    """Losses that stand out of the noise before them."""
+    found, losses, steps = [], history.losses, history.steps
+    index = FEW
+    while index < len(losses):
+        base, limit = _normal(losses[max(0, index - BEFORE) : index])
+        if losses[index] <= limit:
+            index += 1
+            continue
+        back = next((k for k in range(index, len(losses)) if losses[k] <= 1.1 * base), None)
+        found.append((index, base, back))
+        index = len(losses) if back is None else back + 1
+    if not found:
+        return None
+    evidence = []
+    for at, base, back in found[:4]:
+        end = "it did not come back" if back is None else f"back at step {steps[back]}"
+        top = max(losses[at : back or len(losses)])
+        rate = history.train[at]["learning_rate"]
+        norm = history.train[at]["grad_norm"]
+        evidence.append(
+            f"step {steps[at]}: {top:.4g} where {base:.4g} was normal, {end}; learning rate {rate:.3g}, gradient norm {norm:.3g}"
+        )
+    settings = history.settings
+    advice = [settings.learning_rate(history.peak_rate / 2)]
+    clip = settings.get("optimizer.clip")
+    norms = [record["grad_norm"] for record in history.train if math.isfinite(record["grad_norm"])]
+    usual = statistics.median(norms) if norms else 1.0
+    if not clip or clip > 2 * usual:
+        advice.append(settings.change("optimizer.clip", value=float(f"{usual:.1g}")))
+    if (settings.get("optimizer.b2") or 0.0) > 0.95:
+        advice.append(settings.change("optimizer.b2", value=0.95))
+    if history.is_text and settings.get("z_loss") == 0:
+        advice.append(settings.change("z_loss", value=1e-4))
+    count = f"{len(found)} spike" + ("s" if len(found) > 1 else "")
+    return _cause("loss-spikes", f"The loss has {count}", evidence, advice)
+
+
+def plateau(history: History) -> Cause | None:
+    """A loss that has never moved."""
+    losses = history.losses
+    if len(losses) < 2 * FEW:
+        return None
+    quarter = len(losses) // 4
+    first = statistics.median(losses[:3])
+    early = statistics.median(losses[quarter : 2 * quarter])
+    last = statistics.median(losses[-quarter:])
+    if last < 0.9 * first or last < 0.98 * early:
+        return None
+    rate = history.peak_rate
+    evidence = [
+        f"loss {first:.4g} at the start, {early:.4g} in the second quarter, {last:.4g} in the last",
+        f"learning rate at most {rate:.3g}",
+    ]
+    settings = history.settings
+    higher, lower = settings.learning_rate(rate * 10), settings.learning_rate(rate / 10)
+    ratio = statistics.median(layers.ratios(history).values() or [0.0]) if history.looks else 0.0
+    # Weights that hardly move, or that jump about: where the looks tell, only one way is left.
+    ways = {True: [lower], False: [higher]}
+    advice = ways[ratio > layers.USUAL_RATIO] if ratio else [higher, lower]
+    advice.append("systolic data inspect, to see what the model sees")
+    return _cause("plateau", "The loss has hardly moved", evidence, advice)
+
+
+def overfitting(history: History) -> Cause | None:
+    """Training losses that fall below validation losses while these rise, or lie far below them."""
+    points = validation(history)
+    if not points:
+        return None
+    best_step, best = min(points, key=lambda point: point[1])
+    last_step, last = points[-1]
+    then, now = history.loss_near(best_step), history.loss_near(last_step)
+    first = history.loss_near(history.steps[0]) if history.train else None
+    if now is None or then is None or first is None:
+        return None
+    epochs = history.epochs
+    rose = last > RISE * best and now < min(then, last)
+    apart = last > GAP * now and last - now > 0.1 * first and (epochs or 0) > 2
+    if not rose and not apart:
+        return None
+    evidence = [f"at step {last_step}: validation loss {last:.4g}, training loss {now:.4g}"]
+    if best_step != last_step:
+        evidence.append(
+            f"at step {best_step}: validation loss {best:.4g}, its best, training loss {then:.4g}"
+        )
+    if epochs is not None:
+        evidence.append(f"the training data was read {epochs:.3g} times")
+    settings = history.settings
+    advice = []
+    if rose:
+        advice += [settings.change("steps", value=best_step)]
+        if not settings.get("evaluation.patience"):
+            advice.append(settings.change("evaluation.patience", value=3))
+    decay = settings.get("optimizer.weight_decay") or 0.0
+    advice.append(settings.change("optimizer.weight_decay", value=max(3 * decay, 0.1)))
+    advice.append("more data, or a smaller model")
+    title = (
+        f"It learns the training data by heart: validation loss {last:.4g}, training loss {now:.4g}"
+    )
+    return _cause("overfitting", title, evidence, advice)
+
+
+def repeats(history: History) -> Cause | None:
+    """A text read more often than it has something new to say."""
+    epochs = history.epochs
+    if not history.is_text or epochs is None or epochs <= EPOCHS:
+        return None
+    evidence = [
+        f"{epochs:.3g} passes over the training text; up to about {EPOCHS:g} are worth as much as new text, after about 16 nothing is left (Muennighoff et al. 2023)"
+    ]
+    settings = history.settings
+    steps = max(round(history.train[-1]["step"] * EPOCHS / epochs), 1)
+    advice = ["more text (--path)", settings.change("steps", value=steps)]
+    return _cause("data-repeats", f"The text was read {epochs:.3g} times", evidence, advice)
+
+
+def full_experts(history: History) -> Cause | None:
+    """A mixture that drops choices, for its experts are uneven or have too few slots, after the first records."""
+    known = [record for record in history.train if "dropped" in record]
+    late = known[len(known) // 2 :]
+    if len(known) < FEW:
+        return None
+    dropped = statistics.fmean(record["dropped"] for record in late)
+    if not dropped > DROPPED:
+        return None
+    settings = history.settings
+    factor = settings.get("model.capacity_factor") or 1.25
+    evidence = [
+        f"{dropped:.1%} of the choices of an expert found no slot and were dropped, in steps {late[0]['step']} to {late[-1]['step']}; capacity factor {factor:g}",
+    ]
+    balance = [record["router_loss"] for record in late if "router_loss" in record]
+    if balance:
+        experts = settings.get("model.experts")
+        most = f", {experts} where one gets all" if experts else ""
+        evidence.append(
+            f"balancing loss {statistics.fmean(balance):.3g} (1 where experts are chosen evenly{most})"
+        )
+    least = max(1 - factor, 0.0)
+    if least:
+        evidence.append(f"{least:.1%} would be, however evenly experts are chosen")
+    uneven = dropped - least > DROPPED
+    weight = settings.get("model.router_loss") or 0.01
+    more = settings.change("model.capacity_factor", value=float(round(1.25 * factor, 2)))
+    even = settings.change("model.router_loss", value=float(3 * weight))
+    return Cause(
+        name="uneven-experts" if uneven else "full-experts",
+        title="experts are chosen unevenly: some are full while others have empty slots"
+        if uneven
+        else "experts have fewer slots than there are choices",
+        share=None,
+        seconds=None,
+        evidence=evidence,
+        advice=[*([even] if uneven else []), f"{more}: more slots, which cost time in proportion"],
+    )
+
+
+def short(history: History) -> Cause | None:
+    """A loss that still falls quickly at the end."""
+    losses, steps = history.losses, history.steps
+    if len(losses) < 2 * FEW or not history.is_finished or min(losses) <= 0:
+        return None
+    half = len(losses) // 2
+    slope, error = _slope(
+        [math.log(step) for step in steps[half:]], [math.log(loss) for loss in losses[half:]]
+    )
+    gain = 1 - 2**slope
+    last = statistics.median(losses[-max(3, half // 5) :])
+    if gain < FALL or slope > -3 * error or last < 0.05 * losses[0]:
+        return None
+    evidence = [
+        f"over the last half the loss fell to {last:.4g} as steps^{slope:.2g}: as many steps again would take off about {gain * 100:.0f} %"
+    ]
+    size = history.start.get("num_parameters")
+    tokens = _tokens(history)
+    if size and tokens:
+        evidence.append(
+            f"{tokens / size:.3g} tokens a parameter; about {TOKENS_PER_PARAMETER} make the most of the compute (Hoffmann et al. 2022)"
+        )
+    advice = [history.settings.change("steps", value=2 * steps[-1])]
+    return _cause("too-short", "The loss was still falling quickly at the end", evidence, advice)
+
+
+def validation(history: History) -> list[tuple[int, float]]:
+    """Step and loss of each evaluation on the validation split."""
+    return [
+        (record["step"], record["metrics"]["loss"])
+        for record in history.evals
+        if record["split"] == "validation" and "loss" in record["metrics"]
+    ]
+
+
+def _normal(before: Sequence[float]) -> tuple[float, float]:
+    """The median of positive losses, and above which loss one is not normal."""
+    base = statistics.median(before)
+    if base <= 0:
+        return base, math.inf
+    away = [abs(math.log(max(loss, 1e-12) / base)) for loss in before]
+    # 1.4826 makes of a median deviation the standard deviation of a normal distribution.
+    spread = 1.4826 * statistics.median(away)
+    return base, base * math.exp(max(math.log(SPIKE), SPREADS * spread))
+
+
+def _around(history: History, step: int) -> list[str]:
+    """What the records before a step say."""
+    before = [record for record in history.train if record["step"] <= step][-3:]
+    return [
+        f"step {r['step']}: loss {r['loss']:.4g}, gradient norm {r['grad_norm']:.3g}, learning rate {r['learning_rate']:.3g}"
+        for r in before
+    ]
+
+
+def _longer_warmup(history: History) -> int:
+    """Twice the warm-up and at least 100 steps, as far as that is half of the job."""
+    job: Record = history.job.get("job") or {}
+    warmup = (job.get("schedule") or {}).get("warmup") or 0
+    longer = max(100, 2 * warmup)
+    return min(longer, max(job["steps"] // 2, 1)) if job.get("steps") else longer
+
+
+def _tokens(history: History) -> float | None:
+    """Tokens seen."""
+    if not history.is_text:
+        return None
+    last = history.train[-1]
+    return last["tokens_per_second"] * last["step_seconds"] * last["step"]
+
+
+def _slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Of a straight line through points, and its standard error."""
+    mean_x, mean_y = statistics.fmean(x), statistics.fmean(y)
+    spread = sum((a - mean_x) ** 2 for a in x)
+    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
+    rest = sum((b - mean_y - slope * (a - mean_x)) ** 2 for a, b in zip(x, y, strict=True))
+    return slope, math.sqrt(rest / (len(x) - 2) / spread)
+
+
+def _cause(name: str, title: str, evidence: Sequence[str], advice: Sequence[str]) -> Cause:
+    return Cause(name=name, title=title, share=None, seconds=None, evidence=evidence, advice=advice)

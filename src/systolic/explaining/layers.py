@@ -1,0 +1,355 @@
+"""What looks at single layers say: dead or uneven gradients, updates against weights, lost updates, noise."""
+
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from systolic.explaining.cause import Cause
+from systolic.explaining.history import History, Record
+
+DEAD = 1e-8
+"""A gradient (per element) of so much of the model's median is none."""
+
+UNEVEN = 1e3
+"""First and last layers of a stack whose gradients (per element) differ by more train unevenly."""
+
+GROWN = 30.0
+"""A gradient norm of so many times what it was early in the run is exploding."""
+
+USUAL_RATIO = 1e-3
+"""Of an update to its weights, as a rule of thumb (Karpathy, CS231n notes, "Ratio of weights:updates")."""
+
+HIGH_RATIO, LOW_RATIO = 1e-1, 1e-5
+"""Beyond these the learning rate is the likely cause. Muon's healthy runs reach 5e-2, so this is no narrow band."""
+
+NEAR_PEAK = 0.5
+"""Looks at learning rates of at least this share of the peak tell about the peak."""
+
+SOME_RATE = 0.1
+"""Looks at lower rates than this share of the peak are of a run that is ending."""
+
+LOST = 0.25
+"""Share of the weights whose updates are lost that is worth a line."""
+
+LARGE_BATCH = 4.0
+"""A batch of so many times the noise scale mostly costs: it needs 1 + 4 times the fewest examples."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One layer's share of one parameter, at one look."""
+
+    path: str
+    layer: int | None
+    """Its number where the parameter stacks the layers."""
+    is_matrix: bool
+    size: int
+    dtype: str
+    gradient: float
+    weight: float
+    update: float
+    lost: float
+
+    @property
+    def name(self) -> str:
+        """``blocks/mlp/up[3]``."""
+        return self.path if self.layer is None else f"{self.path}[{self.layer}]"
+
+    @property
+    def group(self) -> tuple[str, int | None]:
+        """The stack it belongs to and its place in it: (``blocks``, 3); a path without numbers is its own group."""
+        if self.layer is not None:
+            return self.path.split("/")[0], self.layer
+        found = re.match(r"(.*?)/(\d+)/", self.path)
+        return (found[1], int(found[2])) if found else (self.path.split("/")[0], None)
+
+    @property
+    def slope(self) -> float:
+        """The gradient per element (root mean square)."""
+        return self.gradient / math.sqrt(self.size)
+
+    @property
+    def ratio(self) -> float:
+        """Of the update to the weights."""
+        return self.update / self.weight if self.weight else math.nan
+
+
+def parts(look: Record) -> list[Part]:
+    """The layers of one look."""
+    return [part for path, found in look["parameters"].items() for part in _parts(path, found)]
+
+
+def _parts(path: str, found: Mapping[str, object]) -> Iterable[Part]:
+    figures = {key: found[key] for key in ("gradient", "weight", "update", "lost")}
+    shape: list[int] = list(found["shape"])  # ty: ignore[invalid-argument-type]
+    stacked = isinstance(figures["gradient"], list)
+    own = shape[1:] if stacked else shape
+    for layer in range(shape[0] if stacked else 1):
+        each = {k: float(v[layer] if stacked else v) for k, v in figures.items()}  # ty: ignore
+        yield Part(
+            path=path,
+            layer=layer if stacked else None,
+            is_matrix=len(own) > 1,
+            size=math.prod(own),
+            dtype=str(found["dtype"]),
+            **each,
+        )
+
+
+def causes(history: History) -> list[Cause]:
+    """All that the looks say."""
+    if not history.looks:
+        return []
+    found = (dead(history), uneven(history), exploding(history), rate(history))
+    return [cause for cause in (*found, lost(history), batch(history)) if cause is not None]
+
+
+def dead(history: History) -> Cause | None:
+    """Matrices without a gradient in the later half of the looks, all of them."""
+    looks = _late(history)
+    silent: set[str] | None = None
+    for look in looks:
+        matrices = [part for part in parts(look) if part.is_matrix]
+        if not all(math.isfinite(part.gradient) for part in matrices):
+            continue
+        usual = _median(part.slope for part in matrices if part.slope > 0)
+        now = {part.name for part in matrices if not part.slope > DEAD * usual}
+        silent = now if silent is None else silent & now
+    if not silent:
+        return None
+    last = [part for part in parts(looks[-1]) if part.name in silent]
+    total = sum(part.is_matrix for part in parts(looks[-1]))
+    evidence = [
+        f"{_names(last)}: gradient 0 in {_times(len(looks))}, step {looks[-1]['step']} the last"
+    ]
+    alive = [
+        x["step"]
+        for x in history.looks
+        if any(p.gradient > 0 and p.name in silent for p in parts(x))
+    ]
+    settings = history.settings
+    advice = []
+    if alive:
+        evidence.append(f"they had one at step {alive[-1]}, so they died in training")
+        advice.append(settings.learning_rate(history.peak_rate / 3))
+    if settings.get("model.mlp") == "relu":
+        advice.append(settings.change("model.mlp", value="swiglu"))
+    advice.append(
+        "look at what these layers hand on: a ReLU whose inputs are all negative, an output scale of 0, a path that is not used"
+    )
+    title = f"{len(last)} of {total} weight matrices get no gradient"
+    return _cause("dead-gradients", title, evidence, advice)
+
+
+def uneven(history: History) -> Cause | None:
+    """A stack whose first layers' gradients are far from its last layers'."""
+    look = _late(history)[-1]
+    stacks: dict[str, dict[int, list[Part]]] = {}
+    for part in parts(look):
+        stack, place = part.group
+        if place is not None and part.is_matrix and part.slope > 0:
+            stacks.setdefault(stack, {}).setdefault(place, []).append(part)
+    for stack, layers in stacks.items():
+        slopes = {place: _rms(found) for place, found in sorted(layers.items())}
+        if len(slopes) < 3:
+            continue
+        first, last = next(iter(slopes.values())), list(slopes.values())[-1]
+        if max(first, last) <= UNEVEN * min(first, last):
+            continue
+        vanish = first < last
+        evidence = [
+            "gradient per weight (root mean square): "
+            + ", ".join(f"{stack}/{place} {_few(slopes)[place]:.1e}" for place in _few(slopes))
+        ]
+        advice = [
+            "residual connections with a norm before each branch, and output weights scaled by 1/sqrt(2 layers)",
+            history.settings.change("model.layers", value=max(len(slopes) // 2, 1)),
+        ]
+        name = "vanishing-gradients" if vanish else "exploding-gradients"
+        word = "vanish towards" if vanish else "explode towards"
+        return _cause(name, f"Gradients {word} the first layers of {stack}", evidence, advice)
+    return None
+
+
+def exploding(history: History) -> Cause | None:
+    """A gradient norm that has grown all through the run."""
+    norms = [r["grad_norm"] for r in history.train if math.isfinite(r["grad_norm"])]
+    if len(norms) < 24:
+        return None
+    quarter = len(norms) // 4
+    early, last = statistics.median(norms[:quarter]), statistics.median(norms[-quarter:])
+    if not early or last < GROWN * early:
+        return None
+    look = _late(history)[-1]
+    largest = sorted(parts(look), key=lambda part: -part.gradient)[:3]
+    evidence = [
+        f"gradient norm {early:.3g} in the first quarter, {last:.3g} in the last",
+        "largest: " + ", ".join(f"{part.name} {part.gradient:.3g}" for part in largest),
+    ]
+    settings = history.settings
+    advice = [settings.learning_rate(history.peak_rate / 3)]
+    advice.append(settings.change("optimizer.clip", value=float(f"{early:.1g}")))
+    title = f"The gradient norm grew {last / early:.0f} times"
+    return _cause("exploding-gradients", title, evidence, advice)
+
+
+def ratios(history: History) -> dict[str, float]:
+    """Name of each weight matrix to the median ratio of its updates to it, at the peak learning rate.
+
+    A look at a lower rate is scaled up, for updates are proportional to the rate.
+    """
+    peak = history.peak_rate or max(look["learning_rate"] for look in history.looks)
+    looks = [x for x in history.looks if x["learning_rate"] >= NEAR_PEAK * peak]
+    looks = looks or [x for x in history.looks if x["learning_rate"] > 0]
+    # The first steps of a run move weights that are still small or zero.
+    looks = looks[1:] if len(looks) > 2 else looks
+    found: dict[str, list[float]] = {}
+    for look in looks:
+        scale = max(peak / look["learning_rate"], 1.0)
+        for part in parts(look):
+            if part.is_matrix and math.isfinite(part.ratio) and part.gradient > 0:
+                found.setdefault(part.name, []).append(part.ratio * scale)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def rate(history: History) -> Cause | None:
+    """A learning rate that moves the weights too fast at any time, or hardly at all."""
+    found = ratios(history)
+    middle = _median(found.values())
+    fast, step = max((_median(_moving(look)), look["step"]) for look in history.looks)
+    if not found or (fast <= HIGH_RATIO and middle >= LOW_RATIO):
+        return None
+    settings = history.settings
+    usual = f"about {USUAL_RATIO:.0e} is usual (Karpathy, CS231n)"
+    ordered = sorted(found, key=lambda name: found[name])
+    ends = f"median of each matrix over the looks: least {ordered[0]} {found[ordered[0]]:.1e}, most {ordered[-1]} {found[ordered[-1]]:.1e}, at the peak learning rate {history.peak_rate:.3g}"
+    # Not all the way to a rule of thumb in one go.
+    if fast > HIGH_RATIO:
+        evidence = [f"step {step}: an update is {fast:.1e} of its weights (median); {usual}", ends]
+        advice = [settings.learning_rate(history.peak_rate * max(USUAL_RATIO / fast, 0.1))]
+        title = f"The learning rate is high: an update is {fast * 100:.0f} % of the weights"
+        return _cause("learning-rate-high", title, evidence, advice)
+    evidence = [f"an update is {middle:.1e} of its weights (median); {usual}", ends]
+    advice = [settings.learning_rate(history.peak_rate * min(USUAL_RATIO / middle, 10.0))]
+    title = f"The learning rate is low: an update is {middle:.1e} of the weights"
+    return _cause("learning-rate-low", title, evidence, advice)
+
+
+def _moving(look: Record) -> list[float]:
+    """The ratios of the matrices that have a gradient."""
+    return [part.ratio for part in parts(look) if part.is_matrix and part.gradient > 0]
+
+
+def training(history: History) -> list[Record]:
+    """The looks at a learning rate that still trains; the end of a decay loses every update."""
+    peak = history.peak_rate or max(look["learning_rate"] for look in history.looks)
+    least = max(SOME_RATE * peak, 0.0)
+    return [look for look in history.looks if look["learning_rate"] > least]
+
+
+def lost(history: History) -> Cause | None:
+    """Updates below half a unit in the last place of their weights."""
+    by_kind: dict[str, tuple[float, int]] = {}
+    worst: dict[str, float] = {}
+    for look in training(history):
+        for part in parts(look):
+            share, size = by_kind.get(part.dtype, (0.0, 0))
+            by_kind[part.dtype] = share + part.lost * part.size, size + part.size
+            worst[part.name] = max(worst.get(part.name, 0.0), part.lost)
+    shares = {kind: share / size for kind, (share, size) in by_kind.items()}
+    kind = max(shares, key=lambda kind: shares[kind], default="")
+    if not kind or shares[kind] < LOST:
+        return None
+    most = sorted(worst, key=lambda name: -worst[name])[:3]
+    evidence = [
+        f"{shares[kind] * 100:.0f} % of the updates of {kind} weights are less than half a unit in the last place and change nothing",
+        "most in " + ", ".join(f"{name} ({worst[name] * 100:.0f} %)" for name in most),
+    ]
+    settings = history.settings
+    advice = []
+    if kind != "float32":
+        advice.append(
+            "float32 weights (param_dtype) with --precision bf16, which computes in bf16 and keeps float32 master weights"
+        )
+    advice.append(settings.learning_rate(history.peak_rate * 10))
+    title = f"Rounding to {kind} loses {shares[kind] * 100:.0f} % of the updates"
+    return _cause("lost-updates", title, evidence, advice)
+
+
+def noise_scale(history: History) -> float | None:
+    """The simple noise scale tr(Σ)/|G|² in examples, over the later looks; infinite where noise hides the gradient.
+
+    From the squared gradient norms of batches of two sizes, averaged before they are divided
+    (McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A.1). ``None``
+    where no look has both.
+    """
+    signal, noise = [], []
+    for look in _late(history):
+        big, small = look["big_square"], look["small_square"]
+        whole = look["batch"]
+        part = whole / look["parts"]
+        if look["parts"] > 1 and math.isfinite(big) and math.isfinite(small):
+            signal.append((whole * big - part * small) / (whole - part))
+            noise.append((small - big) / (1 / part - 1 / whole))
+    if not signal:
+        return None
+    mean, spread = statistics.fmean(signal), max(statistics.fmean(noise), 0.0)
+    return spread / mean if mean > 0 else math.inf
+
+
+def batch(history: History) -> Cause | None:
+    """A batch so large that most of its examples say the same."""
+    scale, size = noise_scale(history), history.looks[-1]["batch"]
+    if scale is None or size <= LARGE_BATCH * scale or len(_late(history)) < 2:
+        return None
+    useful = max(2 ** round(math.log2(max(scale, 1.0))), 1)
+    evidence = [
+        f"gradient noise scale {scale:.3g} {history.unit}, batch {size}",
+        f"at this batch the run needs {1 + size / max(scale, 1e-9):.3g} times the fewest {history.unit}, and {1 + scale / size:.2f} times the fewest steps (McCandlish et al. 2018)",
+    ]
+    advice = [
+        f"{history.settings.batch(useful, size)} for {(1 + scale / useful) / (1 + scale / size):.2g} times the steps",
+        "or the same batch with a higher learning rate, where time matters more than cost",
+    ]
+    return _cause("large-batch", "The batch is larger than useful", evidence, advice)
+
+
+def _late(history: History) -> Sequence[Record]:
+    """The later half of the looks, the only one included."""
+    return history.looks[len(history.looks) // 2 :]
+
+
+def _names(found: Sequence[Part]) -> str:
+    """Paths with the layers they are of, at most four."""
+    layers: dict[str, list[str]] = {}
+    for part in found:
+        layers.setdefault(part.path, []).append("" if part.layer is None else str(part.layer))
+    names = [f"{path}[{','.join(where)}]" if where[0] else path for path, where in layers.items()]
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more
+
+
+def _few(slopes: Mapping[int, float]) -> dict[int, float]:
+    """First, middle and last."""
+    places = list(slopes)
+    kept = {places[0], places[len(places) // 2], places[-1]}
+    return {place: slopes[place] for place in places if place in kept}
+
+
+def _times(count: int) -> str:
+    return "the only look" if count == 1 else f"each of the last {count} looks"
+
+
+def _rms(found: Sequence[Part]) -> float:
+    return math.sqrt(sum(p.gradient**2 for p in found) / sum(p.size for p in found))
+
+
+def _median(values: Iterable[float]) -> float:
+    known = [value for value in values if math.isfinite(value)]
+    return statistics.median(known) if known else 0.0
+
+
+def _cause(name: str, title: str, evidence: Sequence[str], advice: Sequence[str]) -> Cause:
+    return Cause(name=name, title=title, share=None, seconds=None, evidence=evidence, advice=advice)

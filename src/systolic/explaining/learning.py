@@ -1,0 +1,80 @@
+"""Why a run learns poorly: from its records alone."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from systolic.artifact.run import Run
+from systolic.explaining import curve, layers
+from systolic.explaining.cause import Cause
+from systolic.explaining.history import History, Record, read
+
+EVERY = 50
+"""Steps between looks that an advice asks for."""
+
+
+def learning(run: Run, looks: Sequence[Record] = ()) -> list[Cause]:
+    """What keeps a run from learning, worst first; [] where its records show nothing.
+
+    Args:
+        run: Open for reading; it may still train.
+        looks: Looks at its layers that were made afterwards; used where it has none on record.
+
+    Raises:
+        RunError: a line of its records is damaged.
+    """
+    history = read(run, looks)
+    curves, found = curve.causes(history), layers.causes(history)
+    # What happens in the layers explains a curve, but not the length of the run.
+    late = [cause for cause in curves if cause.name == "too-short"]
+    return [*(cause for cause in curves if cause not in late), *found, *late]
+
+
+def vitals(history: History) -> dict[str, Any]:
+    """Figures of a run's learning that are worth seeing also where all is well; ``None`` for what is not known.
+
+    ``update_ratio`` is the median ratio of updates to weights at the peak learning rate,
+    ``noise_scale`` and ``batch`` are in examples, ``epochs`` are passes over the training data.
+    """
+    found = sorted(layers.ratios(history).values()) if history.looks else []
+    points = curve.validation(history)
+    scale = layers.noise_scale(history) if history.looks else None
+    return {
+        "update_ratio": found[len(found) // 2] if found else None,
+        "noise_scale": scale if scale is None or math.isfinite(scale) else None,
+        "batch": history.start.get("batch"),
+        "epochs": history.epochs,
+        "training_loss": history.loss_near(history.steps[-1]) if history.train else None,
+        "validation_loss": points[-1][1] if points else None,
+    }
+
+
+def unknown(history: History) -> list[str]:
+    """What the records can't tell, and how to learn it, in a line each."""
+    again = f"systolic train --resume {history.path} --diagnose {EVERY}"
+    if not history.train:
+        return ["no step is on record, so there is nothing to judge"]
+    found = []
+    if len(history.train) < curve.FEW:
+        found.append(f"{len(history.train)} records make no curve; train for more steps")
+    if not history.looks:
+        found.append(f"gradients, updates and noise by layer were never looked at; {again}")
+    elif not layers.training(history):
+        found.append(
+            f"updates by layer were looked at only where the learning rate has decayed; {again} before the end"
+        )
+    elif layers.noise_scale(history) is None:
+        found.append(
+            "the gradient noise scale needs gradients of batches of two sizes: --layout.accumulate 2, or at least 2 examples a device"
+        )
+    elif math.isinf(layers.noise_scale(history) or 0.0):
+        found.append(
+            "the gradient noise scale is far above the batch: noise hides the gradient in these looks"
+        )
+    if not curve.validation(history):
+        found.append(
+            "overfitting can't be judged: no evaluation of the validation split is on record; --evaluation.every 100"
+        )
+    if history.epochs is None:
+        found.append("how often the data was read is not on record")
+    return found

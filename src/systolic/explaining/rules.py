@@ -1,0 +1,378 @@
+"""The rule book: why a step takes its time, by what its ops say.
+
+A rule sees a :class:`~systolic.explaining.step.Step`, simulated or measured. What only a forecast's job or only a
+profile's host can tell is in :mod:`~systolic.explaining.causes` and :mod:`~systolic.explaining.waiting`. Shares may overlap:
+what is computed again may also be bound by memory.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from systolic.explaining.axes import axes_of
+from systolic.explaining.cause import Cause
+from systolic.explaining.phases import differentiates, is_outside_gradient
+from systolic.explaining.step import Op, OpKind, Step, cause_of_ops
+from systolic.forecasting.windowed import OFF
+from systolic.hlo import Shape
+from systolic.sim.timeline import Resource
+
+LEAST_DIM = 16
+"""Smaller dims count a batch, not a side of the matrix."""
+POOR = 0.6
+"""Share of the peak below which a matmul is said not to fill the matrix units."""
+
+AXIS_ADVICE = {
+    "fsdp": "fewer, larger passes (--layout.accumulate down, --layout.remat up), or a smaller --layout.fsdp with more --layout.data",
+    "data": "a larger batch per device, so that gradients are summed less often",
+    "tensor": "a smaller --layout.tensor with more --layout.fsdp",
+    "context": "a smaller --layout.context with more --layout.fsdp or --layout.data",
+    "expert": "a smaller --layout.expert, or a lower --model.capacity-factor",
+    "pipeline": "fewer stages: a smaller --layout.pipeline",
+}
+
+
+def callbacks(step: Step) -> Iterable[Cause]:
+    """The program calls Python."""
+    ops = [op for op in step.ops if op.kind is OpKind.callback]
+    if ops:
+        yield cause_of_ops(
+            step,
+            "python-callbacks",
+            "the step calls Python on the host",
+            ops,
+            ["no jax.debug.print, io_callback or pure_callback in the step"],
+        )
+
+
+# Waiting for others
+
+
+def collectives(step: Step) -> Iterable[Cause]:
+    """Time in which the device only waits for chips, by the mesh axes along which they talk."""
+    by: dict[tuple[str, ...], list[Op]] = defaultdict(list)
+    for op in step.ops:
+        if op.resource is Resource.ici and op.seconds:
+            by[_axes(step, op)].append(op)
+    for axes, ops in by.items():
+        where = f"along the {' and '.join(axes)} ax{'es' if len(axes) > 1 else 'is'}"
+        yield cause_of_ops(
+            step,
+            f"exposed-collectives-{'-'.join(axes) or 'other'}",
+            f"waiting for chips {where if axes else '(the mesh is not known)'}",
+            ops,
+            [AXIS_ADVICE[axis] for axis in axes if axis in AXIS_ADVICE]
+            or ["fewer chips along the axis that talks most, or a larger batch per device"],
+            note=lambda op: f"{op.opcode} {op.name}{_times(op)}",
+        )
+
+
+def _axes(step: Step, op: Op) -> tuple[str, ...]:
+    if op.place is None or not step.mesh:
+        return ()
+    return axes_of(op.place.module, op.place.computation, op.place.instruction, step.mesh)
+
+
+def slices(step: Step) -> Iterable[Cause]:
+    """Waiting for the network between slices."""
+    ops = [op for op in step.ops if op.resource is Resource.dcn]
+    if ops:
+        yield cause_of_ops(
+            step,
+            "dcn",
+            "waiting for other slices over the data-centre network",
+            ops,
+            ["--layout.slices data, so that only gradients cross", "one larger slice"],
+        )
+
+
+def transfers(step: Step) -> Iterable[Cause]:
+    """Waiting for copies from and to host memory; infeed is waiting for input."""
+    ops = [op for op in step.ops if op.resource is Resource.host and "infeed" not in op.opcode]
+    if ops:
+        yield cause_of_ops(
+            step,
+            "host-transfers",
+            "waiting for copies between device and host memory",
+            ops,
+            ["offload fewer activations (--layout.remat-names), or --layout.remat full"],
+        )
+
+
+# On the device
+
+
+def rematerialisation(step: Step) -> Iterable[Cause]:
+    """What the backward pass computes again."""
+    ops = [op for op in step.ops if "rematted_computation" in op.op_name]
+    if ops:
+        yield cause_of_ops(
+            step,
+            "rematerialisation",
+            "computing activations again for the backward pass",
+            ops,
+            ["--layout.remat minimal, save-names or none where it fits"],
+        )
+
+
+def windowed_einsums(step: Step) -> Iterable[Cause]:
+    """Matmuls whose weights travel between partial matmuls: their time over what the peak needs."""
+    ops = [op for op in step.ops if op.windowed]
+    if ops:
+        yield cause_of_ops(
+            step,
+            "windowed-einsums",
+            "windowed einsums: weights travel piece by piece between partial matmuls",
+            ops,
+            [f"weights gathered whole: --flags={OFF}"],
+            note=lambda op: f"{op.opcode} {op.name}{_times(op)}",
+            seconds=lambda op: op.seconds * (1 - min(step.fill(op) or 0.0, 1.0)),
+        )
+
+
+def unfilled(step: Step) -> Iterable[Cause]:
+    """Matmuls below :data:`POOR` of the peak: the time over what the peak needs."""
+    fills = [
+        (op, fill)
+        for op in step.ops
+        if op.kind is OpKind.matmul and (fill := step.fill(op)) is not None and fill < POOR
+    ]
+    if not fills:
+        return
+    found = {id(op): fill for op, fill in fills}
+
+    def note(op: Op) -> str:
+        text = f"{found[id(op)]:.0%} of the peak{_times(op)}, {op.name}"
+        dims = [dims for dims in _matmul_dims(op) if dims]
+        odd = sorted({d for shape in dims for d in shape if d >= LEAST_DIM and d % step.mxu_width})
+        if dims:
+            text += f", {' x '.join(str(list(shape)) for shape in dims[:2])}"
+        if odd:
+            text += f", dims not a multiple of {step.mxu_width}: {', '.join(map(str, odd[:4]))}"
+        return text
+
+    yield cause_of_ops(
+        step,
+        "unfilled-mxu",
+        f"matmuls that leave the matrix units below {POOR:.0%} of their peak",
+        [op for op, _ in fills],
+        [
+            "more tokens a pass (--layout.accumulate down), fewer ways of --layout.tensor",
+            "model dims that are multiples of the matrix unit's width",
+        ],
+        note=note,
+        seconds=lambda op: op.seconds * (1 - found[id(op)]),
+    )
+
+
+def attention(step: Step) -> Iterable[Cause]:
+    """Attention kernels: their time over what the peak needs for their FLOPs, where those are known."""
+    ops = [op for op in step.ops if _is_attention(op)]
+
+    def note(op: Op) -> str:
+        fill, head = step.fill(op), _head_dim(op)
+        text = f"{op.name}{_times(op)}" if fill is None else f"{fill:.0%} of the peak{_times(op)}"
+        if head is not None and head % step.mxu_width:
+            text += f"; head dim {head} fills {head}/{step.mxu_width} of the matrix unit"
+        return text
+
+    if ops:
+        yield cause_of_ops(
+            step,
+            "attention-kernel",
+            "attention: softmax, and matrix units that its head dim does not fill",
+            ops,
+            ["--layout.attention-block 1024 or 2048", "a head dim of 128 or 256"],
+            note=note,
+            seconds=lambda op: op.seconds * (1 - min(step.fill(op) or 0.0, 1.0)),
+        )
+
+
+def _is_attention(op: Op) -> bool:
+    words = f"{op.op_name} {op.name}".lower()
+    return op.kind is OpKind.kernel and ("attention" in words or "splash" in words)
+
+
+def _head_dim(op: Op) -> int | None:
+    """Last dim of an attention kernel's first array."""
+    if op.place is None:
+        return None
+    shapes = op.place.computation.operand_shapes(op.place.instruction)
+    floats = [s for s in shapes if s.dtype in ("bf16", "f16", "f32") and len(s.dims) >= 3]
+    return floats[0].dims[-1] if floats else None
+
+
+def kernels(step: Step) -> Iterable[Cause]:
+    """Other kernels of their own code: their time over what the peak needs, where their FLOPs are known."""
+    ops = [op for op in step.ops if op.kind is OpKind.kernel and not _is_attention(op)]
+    if ops:
+        yield cause_of_ops(
+            step,
+            "custom-kernels",
+            "kernels of their own code (Pallas)",
+            ops,
+            [
+                "other block sizes of the kernel, or XLA's own op in its place",
+                "a cost_estimate on its pallas_call, by which the compiler schedules around it",
+            ],
+            note=lambda op: f"{op.name}{_times(op)}",
+            seconds=lambda op: op.seconds * (1 - min(step.fill(op) or 0.0, 1.0)),
+        )
+
+
+def copies(step: Step) -> Iterable[Cause]:
+    """Copies and transposes that only change an array's layout."""
+    ops = [op for op in step.ops if op.kind is OpKind.copy]
+
+    def note(op: Op) -> str:
+        shape = f" {str(op.place.instruction.shape)[:48]}" if op.place is not None else ""
+        return f"{op.name}{_times(op)}{shape}"
+
+    if ops:
+        yield cause_of_ops(
+            step,
+            "layout-copies",
+            "copies and transposes between layouts of the same array",
+            ops,
+            ["other mesh axes: the compiler chooses layouts by them"],
+            note=note,
+        )
+
+
+def memory_bound(step: Step) -> Iterable[Cause]:
+    """Ops that wait for device memory, other than copies, matmuls and the update."""
+    updates = {id(op) for op in _updates(step)}
+    ops = [
+        op
+        for op in step.ops
+        if op.resource is Resource.hbm and op.kind is OpKind.other and id(op) not in updates
+    ]
+
+    def note(op: Op) -> str:
+        if not op.bytes:
+            return op.name
+        rate = op.bytes / max(op.seconds, 1e-12) / 1e9
+        return f"{op.bytes / op.times / 1e6:.3g} MB{_times(op)} at {rate:.3g} GB/s, {op.name}"
+
+    what = "bound by device memory" if step.memory_peak is not None else "other than matmuls"
+    if ops:
+        yield cause_of_ops(
+            step,
+            "memory-bound",
+            f"ops {what}: norms, activations, the loss",
+            ops,
+            [
+                "another --layout.remat: what is kept for the backward pass is written and read again",
+                "larger matmuls a pass (--layout.accumulate down), so that they weigh less",
+            ],
+            note=note,
+        )
+
+
+def update(step: Step) -> Iterable[Cause]:
+    """The optimizer's part."""
+    ops = _updates(step)
+    if ops:
+        yield cause_of_ops(
+            step,
+            "optimizer-update",
+            "the optimizer's update of weights and moments",
+            ops,
+            [
+                "a larger batch",
+                "--optimizer.kind lion or adafactor: fewer moments",
+                "more --layout.fsdp",
+            ],
+        )
+
+
+def _updates(step: Step) -> list[Op]:
+    """Ops outside of the loss and its gradient, of a step that has one: the optimizer's."""
+    if not differentiates(op.op_name for op in step.ops):
+        return []
+    return [op for op in step.ops if not op.waits and is_outside_gradient(op.op_name)]
+
+
+def wide(step: Step) -> Iterable[Cause]:
+    """Matmuls in f32, which take several bf16 passes; a CPU has no faster kind."""
+    ops = [op for op in step.ops if op.kind is OpKind.matmul and op.dtype == "f32"]
+    if ops and step.f32_passes:
+        yield cause_of_ops(
+            step,
+            "f32-matmuls",
+            "matmuls with f32 operands: several passes of the matrix units each",
+            ops,
+            ["--precision bf16"],
+        )
+
+
+def bubble(step: Step) -> Iterable[Cause]:
+    """Stages that wait for their first and last microbatch."""
+    stages, micro = step.mesh.get("pipeline", 1), step.microbatches
+    if stages > 1 and micro:
+        share = (stages - 1) / (micro + stages - 1)
+        yield Cause(
+            name="pipeline-bubble",
+            title="stages that wait for the pipeline to fill and drain",
+            share=share,
+            seconds=share * step.seconds,
+            evidence=[
+                f"{stages} stages, {micro} microbatches: ({stages} - 1) / ({micro} + {stages} - 1)"
+            ],
+            advice=["more --layout.microbatches, a smaller --layout.pipeline"],
+        )
+
+
+def empty_slots(step: Step) -> Iterable[Cause]:
+    """Slots of a mixture's experts beyond what an even choice fills, at the rate of their matmuls."""
+    factor = step.slots_per_token
+    # The router's own matmul, far smaller, is among them.
+    ops = [op for op in step.ops if op.flops and "mlp" in op.layer.split("/")]
+    if factor > 1 and ops:
+        yield cause_of_ops(
+            step,
+            "empty-expert-slots",
+            f"slots of experts that stay empty however evenly they are chosen (capacity factor {factor:g}), beside the imbalance that the data brings",
+            ops,
+            [
+                "--model.capacity-factor 1.0: watch dropped in the run's records, it trains otherwise"
+            ],
+            seconds=lambda op: op.seconds * (1 - 1 / factor),
+        )
+
+
+RULES: Sequence[Callable[[Step], Iterable[Cause]]] = (
+    callbacks,
+    collectives,
+    slices,
+    transfers,
+    rematerialisation,
+    windowed_einsums,
+    unfilled,
+    attention,
+    kernels,
+    copies,
+    memory_bound,
+    update,
+    wide,
+    bubble,
+    empty_slots,
+)
+
+
+def _times(op: Op) -> str:
+    return f" x{op.times}" if op.times > 1 else ""
+
+
+def _matmul_dims(op: Op) -> list[tuple[int, ...]]:
+    """Dims of the operands of the largest product in an op."""
+    if op.place is None:
+        return []
+    held, found = op.place.computation, op.place.instruction
+    if found.opcode == "fusion":
+        held = op.place.module.computations[found.called("calls") or ""]
+        inner = [one for one in held if one.opcode in ("dot", "convolution")]
+        if not inner:
+            return []
+        found = max(inner, key=lambda one: sum(s.elements for s in one.shape.arrays()))
+    shapes: list[Shape] = held.operand_shapes(found)
+    return [tuple(shape.dims) for shape in shapes]

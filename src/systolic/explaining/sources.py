@@ -1,0 +1,200 @@
+"""A forecast's schedule and a profile's median step as the one value that the rules see."""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+
+from systolic.chips.catalogue import by_device_kind
+from systolic.core.origin import Origin
+from systolic.explaining.step import LINKS, Op, OpKind, Place, Step
+from systolic.forecasting import Forecast
+from systolic.forecasting.windowed import names
+from systolic.hlo import Computation, Instruction, Module
+from systolic.hlo.origin import named
+from systolic.job import Axis, Model
+from systolic.profile import Op as Measured
+from systolic.profile import Profile
+from systolic.profile.profile import CONTAINERS, COPIES
+from systolic.profile.xplane import Backend
+from systolic.sim.rates import rates_of
+from systolic.sim.timeline import Resource, Span
+from systolic.sim.work import work_of
+
+MXU_WIDTH = 128
+"""Where the chip is not known: the narrowest there is."""
+_CALLBACK = re.compile(r"callback", re.I)
+_COPY = re.compile(r"(copy|transpose)")
+_F32 = re.compile(r"\bf32\[")
+
+
+# Simulated
+
+
+def step_of_forecast(forecast: Forecast, module: Module, model: Model | None) -> Step:
+    """The step of a forecast that has a timeline, with the places of its ops in the program."""
+    assert forecast.timeline is not None
+    rates = rates_of(forecast.on)
+    index: dict[str, tuple[Computation, Instruction]] = {}
+    for computation in module.computations.values():
+        for instruction in computation:
+            index.setdefault(instruction.name, (computation, instruction))
+    windowed = names(module)
+    layout = forecast.layout
+    mesh = {axis: int(layout[axis]) for axis in MESH if axis in layout}
+    return Step(
+        origin=Origin.simulated,
+        seconds=forecast.step_seconds or 0.0,
+        ops=[
+            _simulated(
+                span, times, Place(module=module, computation=at[0], instruction=at[1]), windowed
+            )
+            for span, times in forecast.timeline.leaves()
+            if span.lane == "core" and (at := index.get(span.name)) is not None
+        ],
+        mesh=mesh,
+        microbatches=int(layout.get("microbatches", 0) or 2 * mesh.get("pipeline", 1)),
+        peak=rates.peak,
+        mxu_width=(rates.chip.mxu_shape or (MXU_WIDTH, MXU_WIDTH))[0],
+        memory_peak=rates.hbm,
+        f32_passes=True,
+        slots_per_token=1.0 if model is None else model.slots_per_token(),
+    )
+
+
+MESH = tuple(
+    axis.value
+    for axis in (Axis.data, Axis.pipeline, Axis.fsdp, Axis.expert, Axis.context, Axis.tensor)
+)
+"""Axes in the order of the mesh, outermost first."""
+
+
+def _simulated(span: Span, times: int, place: Place, windowed: Set[str]) -> Op:
+    source = named(place.module, place.computation, place.instruction)
+    dtype = work_of(*_where(place)).dtype if span.flops else ""
+    return Op(
+        name=span.name,
+        opcode=span.opcode,
+        kind=_simulated_kind(span, place.instruction),
+        resource=span.resource,
+        seconds=span.seconds * times,
+        times=times,
+        flops=span.flops * times,
+        bytes=span.bytes * times,
+        dtype=dtype,
+        op_name=source.op_name,
+        layer=span.layer,
+        source=span.source,
+        windowed=source.op_name in windowed,
+        place=place,
+    )
+
+
+def _where(place: Place) -> tuple[Module, Computation, Instruction]:
+    return place.module, place.computation, place.instruction
+
+
+def _simulated_kind(span: Span, instruction: Instruction) -> OpKind:
+    if _CALLBACK.search(instruction.target):
+        return OpKind.callback
+    if span.priced_by == "kernel":
+        return OpKind.kernel
+    if span.opcode in COPIES or (span.opcode == "fusion" and _COPY.match(span.name)):
+        return OpKind.copy
+    return OpKind.matmul if span.flops else OpKind.other
+
+
+# Measured
+
+
+def step_of_profile(profile: Profile, mesh: Mapping[str, int]) -> Step:
+    """The median step of a profile.
+
+    Args:
+        profile: As it was read.
+        mesh: Axis to size, outermost first; empty where it is not known.
+    """
+    trace = profile.trace
+    chip = by_device_kind(trace.kind) if trace.kind else None
+    peak = trace.peak_flops
+    if peak is None and chip is not None and chip.peak_bf16_flops_per_second is not None:
+        peak = chip.peak_bf16_flops_per_second / (chip.devices_per_chip or 1)
+    windowed: Mapping[int, Set[str]] = {id(m): names(m) for m in trace.modules.values()}
+    return Step(
+        origin=Origin.measured,
+        seconds=profile.seconds,
+        ops=_together([_measured(op, windowed) for op in profile.ops]),
+        mesh={axis: mesh[axis] for axis in MESH if axis in mesh},
+        microbatches=int(mesh.get("microbatches", 0)),
+        peak=lambda dtype: peak,
+        mxu_width=((chip.mxu_shape if chip else None) or (MXU_WIDTH, MXU_WIDTH))[0],
+        memory_peak=trace.peak_bytes,
+        f32_passes=trace.backend is not Backend.cpu,
+    )
+
+
+def _together(ops: Sequence[Op]) -> list[Op]:
+    """Ops with the runs of each added up."""
+    by: dict[tuple[str, int], list[Op]] = defaultdict(list)
+    for op in ops:
+        by[op.name, id(op.place.module) if op.place else 0].append(op)
+    return [
+        replace(
+            of[0],
+            seconds=sum(op.seconds for op in of),
+            times=len(of),
+            flops=sum(op.flops for op in of),
+            bytes=sum(op.bytes for op in of),
+        )
+        for of in by.values()
+    ]
+
+
+def _measured(op: Measured, windowed: Mapping[int, Set[str]]) -> Op:
+    place = None
+    if op.module is not None and op.computation is not None and op.instruction is not None:
+        place = Place(module=op.module, computation=op.computation, instruction=op.instruction)
+    kind = _measured_kind(op)
+    dtype = op.dtype
+    if kind is OpKind.matmul and not dtype and _reads_f32(op.raw.text):
+        dtype = "f32"
+    return Op(
+        name=op.raw.name,
+        opcode=op.opcode,
+        kind=kind,
+        resource=op.resource,
+        seconds=op.seconds,
+        flops=op.flops,
+        bytes=op.bytes,
+        dtype=dtype,
+        op_name=op.op_name,
+        layer=op.layer,
+        source=op.source,
+        windowed=place is not None and op.op_name in windowed.get(id(place.module), ()),
+        place=place,
+    )
+
+
+def _measured_kind(op: Measured) -> OpKind:
+    target = op.instruction.target if op.instruction is not None else ""
+    if _CALLBACK.search(f"{target} {op.raw.name}"):
+        return OpKind.callback
+    if op.opcode == "custom-call":
+        return OpKind.kernel
+    if op.opcode in CONTAINERS:
+        return OpKind.loop
+    if op.resource not in LINKS and _only_copies(op):
+        return OpKind.copy
+    return OpKind.matmul if op.dtype or op.resource is Resource.mxu else OpKind.other
+
+
+def _only_copies(op: Measured) -> bool:
+    if op.opcode in COPIES or op.raw.category == "data formatting":
+        return True
+    return op.opcode in ("fusion", "") and bool(_COPY.match(op.raw.name)) and not op.flops
+
+
+def _reads_f32(text: str) -> bool:
+    """Whether an instruction's text has f32 operands and none of fewer bits."""
+    operands = text.partition(" = ")[2].partition("(")[2]
+    return bool(_F32.search(operands)) and "bf16[" not in operands

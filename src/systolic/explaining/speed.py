@@ -1,0 +1,222 @@
+"""Where a run's time went that was not training: from its records alone."""
+
+import math
+import os
+import statistics
+from collections.abc import Callable, Mapping
+
+from systolic.artifact import spent as records
+from systolic.artifact.run import Run
+from systolic.core.units import duration
+from systolic.explaining.cause import Cause
+from systolic.explaining.history import History, read_session
+
+WAIT = 0.05
+"""Share of the wall time, waiting for data, that is worth a line."""
+EVALUATION = 0.10
+CHECKPOINT = 0.05
+COMPILE = 0.30
+OTHER = 0.30
+DIAGNOSE = 0.02
+STALL = 0.05
+SLOW = 2.0
+"""A stretch of so many times the median step time is slow."""
+IDLE = 0.05
+"""An accelerator that the host waits for less than this share of the time waits for the host."""
+
+
+def speed(run: Run) -> list[Cause]:
+    """What took the time of a run's last session besides its steps, most first; shares are of the wall time.
+
+    Raises:
+        RunError: a line of its records is damaged.
+    """
+    return causes(read_session(run))
+
+
+def causes(history: History) -> list[Cause]:
+    """As :func:`speed`, of a session that was read."""
+    spent = seconds_by_kind(history)
+    total = sum(spent.values())
+    if not history.train or not total:
+        return []
+    rules: tuple[Callable[[History, Mapping[str, float], float], Cause | None], ...] = (
+        input_wait,
+        host,
+        recompilation,
+        stalls,
+        evaluation,
+        checkpoints,
+        compiling,
+        looks,
+        other,
+    )
+    found = [cause for rule in rules if (cause := rule(history, spent, total)) is not None]
+    return sorted(found, key=lambda cause: -(cause.share or 0.0))
+
+
+def seconds_by_kind(history: History) -> dict[str, float]:
+    """The summary's ``time``; of a run without one what its records add up to, which leaves out the start."""
+    if history.summary is not None:
+        return dict(history.summary["time"])
+    return records.spent(history.train, history.evals, history.events, history.resumed_from)
+
+
+def input_wait(history: History, spent: Mapping[str, float], total: float) -> Cause | None:
+    """Steps that waited for their batch."""
+    waited = spent["data_wait"]
+    if waited < WAIT * total:
+        return None
+    worst = max(history.train, key=lambda record: record["data_wait"])
+    evidence = [
+        f"{duration(waited)} of {duration(waited + spent['step'])} in the loop; worst before step {worst['step']}: {worst['data_wait'] * 100:.0f} %"
+    ]
+    advice = [f"--workers {max((os.cpu_count() or 2) // 2, 1)}"]
+    if history.is_text:
+        advice.append("systolic data pack, so that text is tokenized once and not while training")
+    return _cause("input-wait", "Steps wait for their batches", (waited, total), evidence, advice)
+
+
+def host(history: History, spent: Mapping[str, float], total: float) -> Cause | None:
+    """An accelerator that waits for Python: the host never waits for it."""
+    name = str(history.start.get("devices", "cpu"))
+    known = [record["device_wait"] for record in history.train if "device_wait" in record]
+    if "cpu" in name.lower() or not known or statistics.median(known) > IDLE:
+        return None
+    seconds = statistics.median(record["step_seconds"] for record in history.train)
+    evidence = [
+        f"the host waited for results in {statistics.median(known) * 100:.1f} % of the time, so {name} ran out of work",
+        f"a step takes {duration(seconds)} (median)",
+    ]
+    size = history.start.get("batch")
+    advice = ["systolic doctor, to see what else this machine does"]
+    if size:
+        advice.insert(0, history.settings.batch(2 * size, size))
+    return _cause(
+        "host-synchronisation", "The host is slower than the device", None, evidence, advice
+    )
+
+
+def recompilation(history: History, spent: Mapping[str, float], total: float) -> Cause | None:
+    """Steps that were compiled again because a batch had another shape."""
+    events = [event for event in history.events if event["name"] == "recompile"]
+    if not events:
+        return None
+    seconds = sum(event["seconds"] for event in events)
+    evidence = [
+        f"step {event['step']}: {event['detail']} ({duration(event['seconds'])})"
+        for event in events[:3]
+    ]
+    advice = ["batches of one shape: pad the odd ones, mask 0, or leave them out"]
+    title = f"The step was compiled again {len(events)} time" + ("s" if len(events) > 1 else "")
+    return _cause("recompilation", title, (seconds, total), evidence, advice)
+
+
+def stalls(history: History, spent: Mapping[str, float], total: float) -> Cause | None:
+    """Stretches in which steps took far longer than usual."""
+    if len(history.train) < 12:
+        return None
+    usual = statistics.median(record["step_seconds"] for record in history.train)
+    lost, slow = 0.0, []
+    for record, steps in records.steps_of(history.train, history.resumed_from):
+        own = record["step_seconds"] * (1 - record["data_wait"])
+        if own > SLOW * usual and steps > 0:
+            lost += (own - usual) * steps
+            slow.append(record)
+    if lost < STALL * total:
+        return None
+    worst = sorted(slow, key=lambda record: -record["step_seconds"])[:3]
+    evidence = [f"{len(slow)} of {len(history.train)} stretches; a step takes {duration(usual)}"]
+    evidence += [f"before step {r['step']}: {duration(r['step_seconds'])} a step" for r in worst]
+    advice = ["systolic doctor, to see what else this machine does"]
+    return _cause("stalls", "Some steps are far slower than most", (lost, total), evidence, advice)
+
+
+def evaluation(history: History, spent: Mapping[str, float], total: float) -> Cause | None:
+    """Evaluations that are long or many."""
+    seconds = spent["eval"]
+    if seconds < EVALUATION * total:
+        return None
+    count = len(history.evals)
+    each = seconds / max(count, 1)
+    evidence = [f"{count} evaluations of {duration(each)}"]
+    settings, advice = history.settings, []
+    every = settings.get("evaluation.every")
+    if every:
+        factor = math.ceil(seconds / total / (EVALUATION / 2))
+        advice.append(settings.change("evaluation.every", value=every * factor))
+    if every and settings.get("evaluation.batches") == 0:
+        advice.append(settings.change("evaluation.batches", value=32))
+    if not every:
+        advice.append("the evaluation at the end reads all of the validation data; give less of it")
+    return _cause("evaluation", "Evaluation takes long", (seconds, total), evidence, advice)
+
+
+def checkpoints(history: History, spent: Mapping[str, float], total: float) -> Cause | None:
+    """Checkpoints that are slow or many."""
+    seconds = spent["checkpoint"]
+    if seconds < CHECKPOINT * total:
+        return None
+    count = sum(event["name"] == "checkpoint" for event in history.events)
+    evidence = [f"{count} checkpoints, {duration(seconds / max(count, 1))} each"]
+    settings = history.settings
+    every = settings.get("checkpoints.every")
+    advice = ["a faster disk for --run"]
+    if every:
+        factor = math.ceil(seconds / total / (CHECKPOINT / 2))
+        advice.insert(0, settings.change("checkpoints.every", value=every * factor))
+    return _cause("checkpoints", "Saving takes long", (seconds, total), evidence, advice)
+
+
+def compiling(history: History, spent: Mapping[str, float], total: float) -> Cause | None:
+    """A run so short that compiling is much of it."""
+    seconds = spent["compile"]
+    if seconds < COMPILE * total:
+        return None
+    evidence = [f"{duration(seconds)} of {duration(total)}"]
+    advice = ["nothing: programs are kept, so the next run of the same job starts sooner"]
+    return _cause(
+        "compile", "Compiling is much of this short run", (seconds, total), evidence, advice
+    )
+
+
+def looks(history: History, spent: Mapping[str, float], total: float) -> Cause | None:
+    """Looks at layers that somebody asked for too often."""
+    seconds, count = spent.get("diagnose", 0.0), len(history.looks)
+    if seconds < DIAGNOSE * total or count < 2:
+        return None
+    gap = history.looks[-1]["step"] - history.looks[-2]["step"]
+    evidence = [f"{count} looks, {duration(seconds / count)} each"]
+    every = max(gap, 1) * math.ceil(seconds / total / (DIAGNOSE / 2))
+    return _cause(
+        "diagnosis",
+        "Looks at layers take long",
+        (seconds, total),
+        evidence,
+        [f"--diagnose {every}"],
+    )
+
+
+def other(history: History, spent: Mapping[str, float], total: float) -> Cause | None:
+    """Start-up and everything without a name."""
+    seconds = spent.get("start", 0.0) + spent.get("other", 0.0)
+    if seconds < OTHER * total:
+        return None
+    evidence = [
+        f"{duration(seconds)} of {duration(total)}: imports, listing the data, opening the run"
+    ]
+    return _cause("start-up", "Starting took long", (seconds, total), evidence, ["systolic doctor"])
+
+
+def _cause(
+    name: str,
+    title: str,
+    of: tuple[float, float] | None,
+    evidence: list[str],
+    advice: list[str],
+) -> Cause:
+    """``of`` is (seconds, wall seconds); ``None`` where the loss of time is not measured."""
+    seconds, share = (None, None) if of is None else (of[0], of[0] / of[1])
+    return Cause(
+        name=name, title=title, share=share, seconds=seconds, evidence=evidence, advice=advice
+    )

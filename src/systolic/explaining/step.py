@@ -1,0 +1,159 @@
+"""Step as the rules see it, whether a forecast simulated it or a profile measured it."""
+
+import enum
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from systolic.core.origin import Origin
+from systolic.core.units import duration
+from systolic.explaining.cause import Cause
+from systolic.hlo import Computation, Instruction, Module
+from systolic.sim.timeline import Resource
+
+SHOWN = 4
+"""Ops that are named as evidence."""
+LEAST = 0.01
+"""Share of the step below which something is no cause."""
+LINKS = (Resource.ici, Resource.dcn, Resource.host)
+
+
+class OpKind(enum.Enum):
+    """What an op does, as far as the rules tell ops apart."""
+
+    matmul = "matmul"
+    kernel = "kernel"
+    """Code of its own (Pallas), whose insides the compiler does not know."""
+    copy = "copy"
+    """Changes an array's layout only."""
+    callback = "callback"
+    """Calls Python on the host."""
+    loop = "loop"
+    """Holds other ops."""
+    other = "other"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where an op stands in a compiled module."""
+
+    module: Module
+    computation: Computation
+    instruction: Instruction
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """One op of the step, all its runs together."""
+
+    name: str
+    """The HLO instruction, or the name of a kernel that stands for none."""
+    opcode: str
+    kind: OpKind
+    resource: Resource
+    """What bounds it."""
+    seconds: float
+    times: int = 1
+    """Runs in a step."""
+    flops: float = 0.0
+    """FLOPs of all runs."""
+    bytes: float = 0.0
+    """Bytes of all runs, of device memory or on the links."""
+    dtype: str = ""
+    """HLO dtype of a matmul's operands; empty where it is not known."""
+    op_name: str = ""
+    layer: str = ""
+    source: str = ""
+    windowed: bool = False
+    """Whether it belongs to a windowed einsum."""
+    place: Place | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the device only waits in it: for chips, slices or the host."""
+        return self.resource in LINKS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Ops of one step on one device.
+
+    Args:
+        origin: Simulated or measured.
+        seconds: Of the step.
+        ops: What the device did, one after the other.
+        mesh: Axis to size, outermost first; empty where it is not known.
+        microbatches: Microbatches of a pipeline; 0 where there is none or it is not known.
+        peak: FLOP/s of a matmul by the HLO dtype of its operands; None where no peak is known.
+        mxu_width: Columns of a matrix unit.
+        memory_peak: Bytes/s of device memory; None where it is not known.
+        f32_passes: Whether f32 matmuls take several passes of the matrix units.
+        slots_per_token: Slots that a mixture's experts have for one that a token fills.
+    """
+
+    origin: Origin
+    seconds: float
+    ops: Sequence[Op]
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    microbatches: int = 0
+    peak: Callable[[str], float | None]
+    mxu_width: int
+    memory_peak: float | None
+    f32_passes: bool
+    slots_per_token: float = 1.0
+
+    def fill(self, op: Op) -> float | None:
+        """Share of the peak that a matmul or a kernel reaches; None where it can't be told."""
+        peak = self.peak(op.dtype or "bf16")
+        if not op.flops or not op.seconds or peak is None:
+            return None
+        return op.flops / peak / op.seconds
+
+
+def cause_of_ops(
+    step: Step,
+    name: str,
+    title: str,
+    ops: Iterable[Op],
+    advice: Sequence[str],
+    *,
+    note: Callable[[Op], str] = lambda op: op.name,
+    seconds: Callable[[Op], float] = lambda op: op.seconds,
+) -> Cause:
+    """Cause made of ops, with the places that cost most as its evidence.
+
+    Args:
+        step: What they are of.
+        name: Of the cause.
+        title: Of the cause.
+        ops: Those that show it.
+        advice: What to try.
+        note: What is said of the largest op of a place.
+        seconds: What of an op is lost.
+    """
+    by: dict[tuple[str, str], list[Op]] = defaultdict(list)
+    for op in ops:
+        layer = _near(op.layer)
+        by[layer if layer or op.source else op.name, op.source].append(op)
+    places = sorted(by.items(), key=lambda item: -sum(map(seconds, item[1])))
+    lines = []
+    for (layer, source), of in places[:SHOWN]:
+        largest = max(of, key=seconds)
+        where, more = layer or largest.name, note(largest)
+        text = f"{duration(sum(map(seconds, of)))} in {where}"
+        text += f" ({'/'.join(source.split('/')[-2:])})" if source else ""
+        lines.append(f"{text}: {more}" if more and more != where else text)
+    lost = sum(seconds(op) for of in by.values() for op in of)
+    return Cause(
+        name=name,
+        title=title,
+        share=lost / step.seconds if step.seconds else 0.0,
+        seconds=lost,
+        evidence=lines,
+        advice=list(advice),
+    )
+
+
+def _near(layer: str) -> str:
+    """Path without the insides of a kernel's library."""
+    return layer.split("/static_sparsity")[0]

@@ -1,0 +1,228 @@
+"""When a profile's device idled, and what the host did meanwhile: input, compiling, Python between programs."""
+
+import bisect
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from systolic.core.units import duration
+from systolic.explaining.cause import Cause
+from systolic.explaining.step import LEAST, SHOWN
+from systolic.profile import Profile
+from systolic.profile.intervals import Interval, common, missing, total, union
+from systolic.profile.xplane import Event
+
+SHORT = 2e-6
+"""A shorter gap between ops says nothing."""
+_COMPILE = re.compile(
+    r"backend_compile|trace_to_jaxpr|lower_sharding_computation|lower_jaxpr|XlaCompile"
+    r"|PjRt\w*::Compile|^compile_or_get_cached|XLA::TPU run backend"
+)
+_INPUT = re.compile(
+    r"data_wait|__next__|\bnext\b|get_?next|infeed|dataloader|next_batch|get_batch|fetch_batch",
+    re.I,
+)
+_BLOCKED = re.compile(
+    r"np\.asarray\(jax\.Array\)|block_until_ready|metrics_wait|device_get|__float__|BlockHost"
+)
+_JIT_MODULE = re.compile(r"\((jit_\w+)\)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """What host and device did in the trace, by the host's thread that runs the loop."""
+
+    profile: Profile
+
+    @property
+    def seconds(self) -> float:
+        """Of the median step."""
+        return self.profile.seconds
+
+    @cached_property
+    def compiling(self) -> list[Interval]:
+        """When the loop's thread traced and compiled, and all else of a step in which it compiled."""
+        found = union((e.start, e.end) for e in self.profile.trace.loop if _COMPILE.search(e.name))
+        steps = [(mark.start, mark.end) for mark in self.profile.trace.steps]
+        steps = [step for step in steps if common([step], found)]
+        return common(union([*found, *steps]), missing(self.waiting, self.profile.span))
+
+    @cached_property
+    def waiting(self) -> list[Interval]:
+        """When the loop's thread waited for a batch."""
+        return union((e.start, e.end) for e in self.profile.trace.loop if _INPUT.search(e.name))
+
+    @cached_property
+    def idle(self) -> dict[str, list[Interval]]:
+        """The device's gaps by cause."""
+        gaps = [gap for gap in self.profile.gaps if gap[1] - gap[0] >= SHORT]
+        compiling = common(gaps, self.compiling)
+        waiting = common(gaps, self.waiting)
+        known = union([*compiling, *waiting])
+        rest = common(gaps, missing(known, self.profile.span))
+        inside = union((run.start, run.end) for run in self.profile.runs)
+        return {
+            "compile": compiling,
+            "input": waiting,
+            "ops": common(rest, inside),
+            "host": common(rest, missing(inside, self.profile.span)),
+        }
+
+    @cached_property
+    def traced(self) -> float:
+        """Seconds of the trace without what was spent on compiling."""
+        low, high = self.profile.span
+        return max(high - low - total(self.idle["compile"]), 1e-12)
+
+
+def causes(profile: Profile) -> Iterable[Cause]:
+    """Waiting for input, for the host, for the compiler, and between ops, over all that was traced."""
+    view = View(profile=profile)
+    for rule in (input_wait, host, recompilation, between):
+        yield from rule(view)
+
+
+def input_wait(view: View) -> Iterable[Cause]:
+    """The device idles while the loop waits for a batch, or the step reads its infeed."""
+    gaps = view.idle["input"]
+    infeed = [op for op in view.profile.ops if "infeed" in op.opcode or "infeed" in op.raw.category]
+    share = total(gaps) / view.traced + sum(op.seconds for op in infeed) / view.seconds
+    if share < LEAST:
+        return
+    evidence = [_waits(view, gaps, "for a batch")] if gaps else []
+    evidence += _covering(gaps, view.profile.trace.loop)
+    evidence += [f"{duration(op.seconds)} in {op.raw.name}" for op in infeed[:SHOWN]]
+    yield Cause(
+        name="input-wait",
+        title="steps wait for their batches",
+        share=share,
+        seconds=share * view.seconds,
+        evidence=evidence,
+        advice=["more --workers", "data that is read and transformed ahead (systolic data pack)"],
+    )
+
+
+def host(view: View) -> Iterable[Cause]:
+    """The device idles between runs while the loop does something else."""
+    gaps = view.idle["host"]
+    share = total(gaps) / view.traced
+    if share < LEAST:
+        return
+    loop = view.profile.trace.loop
+    evidence = [_waits(view, gaps, "for the host to start the next program")]
+    evidence += _covering(gaps, loop)
+    blocked = [e for e in loop if _BLOCKED.search(e.name)]
+    if blocked:
+        seconds = total(union((e.start, e.end) for e in blocked))
+        worst = max(blocked, key=lambda e: e.end - e.start)
+        evidence.append(
+            f"the loop blocks on the device for {duration(seconds)}, longest in {_plain(worst.name)}"
+        )
+    yield Cause(
+        name="host-synchronisation",
+        title="the device waits for the host between programs",
+        share=share,
+        seconds=share * view.seconds,
+        evidence=evidence,
+        advice=[
+            "a larger batch per device, so that a step outlasts the host's part",
+            "no float(), print() or .item() of results in each step",
+        ],
+    )
+
+
+def recompilation(view: View) -> Iterable[Cause]:
+    """Programs traced and compiled while steps should run."""
+    gaps = view.idle["compile"]
+    low, high = view.profile.span
+    share = total(gaps) / (high - low)
+    if share < LEAST:
+        return
+    trace = view.profile.trace
+    steps = [m.name for m in trace.steps if common(gaps, [(m.start, m.end)])]
+    evidence = [f"{duration(total(gaps))} of the {duration(high - low)} that were traced"]
+    if steps:
+        evidence.append(f"in step {', '.join(steps[:SHOWN])}")
+    compiles = [e for e in trace.loop if re.search(r"backend_compile", e.name)]
+    names = [m[1] for thread in trace.threads for e in thread if (m := _JIT_MODULE.search(e.name))]
+    if names:
+        evidence.append(f"compiled: {', '.join(list(dict.fromkeys(names))[:SHOWN])}")
+    for event in compiles[:SHOWN]:
+        evidence.append(f"{event.name}: {duration(event.end - event.start)}")
+    programs: dict[str, set[int]] = defaultdict(set)
+    for op in trace.ops:
+        if op.program is not None and op.module:
+            programs[op.module].add(op.program)
+    changes = {module: len(ids) for module, ids in programs.items() if len(ids) > 1}
+    for module, count in changes.items():
+        evidence.append(f"{module} runs as {count} different programs: its arguments change")
+    yield Cause(
+        name="recompilation",
+        title="programs are compiled while the step should run",
+        share=share,
+        seconds=total(gaps),
+        evidence=evidence,
+        advice=[
+            "batches of one shape: pad the odd ones, mask 0, or leave them out"
+            if changes
+            else "a trace that begins later, if these programs run for the first time"
+        ],
+    )
+
+
+def between(view: View) -> Iterable[Cause]:
+    """Gaps between the ops of one run."""
+    gaps = view.idle["ops"]
+    share = total(gaps) / view.traced
+    if share < LEAST:
+        return
+    evidence = [
+        f"{len(gaps)} gaps in {len(view.profile.runs)} runs, {len(view.profile.ops)} ops in a step"
+    ]
+    yield Cause(
+        name="gaps-between-ops",
+        title="the device idles between the ops of a program",
+        share=share,
+        seconds=share * view.seconds,
+        evidence=evidence,
+        advice=["a larger batch per device: fewer, larger ops"],
+    )
+
+
+def _waits(view: View, gaps: Sequence[Interval], why: str) -> str:
+    worst = max(gaps, key=lambda gap: gap[1] - gap[0])
+    at = worst[0] - view.profile.span[0]
+    text = f"the device waits {duration(total(gaps))} of {duration(view.traced)} {why}"
+    return f"{text}; longest {duration(worst[1] - worst[0])}, at {duration(at)}"
+
+
+def _covering(gaps: Sequence[Interval], loop: Sequence[Event]) -> list[str]:
+    """What the loop did in the gaps, the innermost of nested events, most first."""
+    ends = [end for _, end in gaps]
+    before = list(accumulate((end - start for start, end in gaps), initial=0.0))
+
+    def idle(at: float) -> float:
+        number = bisect.bisect_left(ends, at)
+        return before[number] + (max(at - gaps[number][0], 0.0) if number < len(gaps) else 0.0)
+
+    by: dict[str, float] = defaultdict(float)
+    outer: list[Event] = []
+    for event in loop:
+        seconds = idle(event.end) - idle(event.start)
+        while outer and outer[-1].end <= event.start:
+            outer.pop()
+        if outer:
+            by[outer[-1].name] -= seconds
+        by[event.name] += seconds
+        outer.append(event)
+    worst = sorted(by.items(), key=lambda item: -item[1])[: SHOWN - 1]
+    least = LEAST * before[-1]
+    return [f"{duration(s)} of it in {_plain(name)}" for name, s in worst if s > least]
+
+
+def _plain(name: str) -> str:
+    """An event's name as people know it: Python's begin with a dollar."""
+    return name.removeprefix("$")

@@ -1,0 +1,268 @@
+"""Time and memory of a candidate without a compiler: bounds to reject by, estimates to search by.
+
+Microseconds a candidate, plain Python. A bound is never above what the simulation of the compiled
+program says (tests/planning/test_analytic.py holds it against the store); an estimate is not a bound.
+Rules: How to Scale Your Model (jax-ml.github.io/scaling-book), training and sharding chapters.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from systolic.chips import Slice
+from systolic.job import Axis, Remat, Residual
+from systolic.planning.candidate import Candidate
+from systolic.planning.facts import Facts
+from systolic.sim.rates import rates_of
+from systolic.sim.roofline import gpu_peaks
+
+EFFICIENCY = 0.85
+"""Share of the peak that matmuls reach in compiled schedules, beside the traffic of their activations."""
+REREAD = 5.0
+"""Times that an activation passes through memory in a step: made, used, used again for its gradient."""
+HIDDEN = 0.9
+"""Share of the compute time that gathers of weights and sums of gradients can hide behind."""
+EXPOSED = 0.5
+"""Share of that traffic that is seen all the same, in partial matmuls and first and last layers."""
+VISIBLE = {Axis.tensor: 0.7, Axis.context: 0.5, Axis.expert: 1.0}
+"""Share of an axis's traffic that is not hidden: the work that needs it comes right after it."""
+HALF = 2.0
+"""Bytes of a bf16 element."""
+LOGIT_BYTES = 8.0
+"""A logit in bf16 and in f32, and its gradient."""
+ACCUMULATES = 4.0
+"""Times that adding a pass's gradients to the sum moves their bytes: write, read both, write."""
+RESERVED = 1.005
+"""A bound of memory may be above what the compiler needs by rounding alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Analysis:
+    """Of one candidate; bytes of one device, seconds of a step."""
+
+    bytes_bound: float
+    bytes_estimate: float
+    seconds_bound: float
+    seconds_estimate: float
+    largest: str
+    """The part of the estimate that takes longest after compute."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speeds:
+    """What a time is made of: operations and bytes a second of one device, as the simulation has them."""
+
+    peaks: Mapping[str, float]
+    hbm: float
+    link: float
+    """One way, of one link of a torus or of a GPU into its switch."""
+    axes: int
+    """Torus axes."""
+    dcn: float
+
+
+@cache
+def _speeds(on_name: str) -> Speeds:
+    from systolic.chips import slice
+
+    on = slice(on_name)
+    if on.platform == "gpu":
+        peaks = gpu_peaks(on)
+        link = peaks.links.link if peaks.links is not None else None
+        card = peaks.links.card if peaks.links is not None else None
+        slowest = min(peaks.memory, link or card or peaks.memory)
+        return Speeds(
+            peaks=peaks.matmul, hbm=peaks.memory, link=slowest, axes=1, dcn=card or slowest
+        )
+    rates = rates_of(on)
+    return Speeds(peaks=rates.peaks, hbm=rates.hbm, link=rates.link, axes=rates.axes, dcn=rates.dcn)
+
+
+def analyse(facts: Facts, candidate: Candidate) -> Analysis:
+    """Bounds and estimates of a candidate.
+
+    Raises:
+        NotFoundError: the catalogue lacks a rate of the chip.
+    """
+    rates = _speeds(candidate.on.name)
+    bytes_bound, bytes_estimate = _memory(facts, candidate)
+    bound, estimate, largest = _time(facts, candidate, rates)
+    return Analysis(
+        bytes_bound=bytes_bound / RESERVED,
+        bytes_estimate=bytes_estimate,
+        seconds_bound=bound,
+        seconds_estimate=estimate,
+        largest=largest,
+    )
+
+
+def capacity(on: Slice) -> float:
+    """Device memory of one JAX device, bytes."""
+    return float(on.program_bytes)
+
+
+def _shards(facts: Facts, candidate: Candidate) -> float:
+    """Parameters of one device: every axis but data and pipeline's copies splits them (steps/target.py)."""
+    layout = candidate.layout
+    ways = layout.fsdp * layout.context * layout.tensor * layout.pipeline * layout.expert
+    return facts.outline(layout).parameters / ways
+
+
+def _passed(facts: Facts, candidate: Candidate) -> float:
+    """Tokens of a step over all devices, of one device."""
+    return candidate.batch * facts.units_per_example / candidate.on.num_devices
+
+
+def _tokens(facts: Facts, candidate: Candidate) -> float:
+    """Tokens (or examples) of one device in one pass; the tensor axis does not split them."""
+    layout = candidate.layout
+    examples = candidate.batch / (layout.batch_ways * layout.accumulate)
+    return examples * facts.units_per_example / layout.context
+
+
+def _stream_ways(facts: Facts, candidate: Candidate) -> int:
+    """Parts of the residual stream over the tensor axis; 1 where that leaves it whole."""
+    layout = candidate.layout
+    match layout.residual:
+        case Residual.whole:
+            return 1
+        case Residual.sequence:
+            dim, ways = facts.units_per_example, layout.context * layout.tensor
+        case Residual.embed:
+            dim, ways = facts.outline(layout).stream, layout.tensor
+    return 1 if dim % ways else layout.tensor
+
+
+def _memory(facts: Facts, candidate: Candidate) -> tuple[float, float]:
+    layout, outline = candidate.layout, facts.outline(candidate.layout)
+    parameters, tokens = _shards(facts, candidate), _tokens(facts, candidate)
+    state = facts.state_bytes * parameters
+    layers = outline.layers / layout.pipeline
+    offloaded = layout.remat is Remat.offload and "layer_input" in layout.remat_names
+    inputs = 0.0 if offloaded else layers * tokens * outline.stream * HALF
+    bound = state + inputs / layout.tensor
+    whole, split = outline.kept.get(layout.remat, (outline.stream, 0))
+    ways = _stream_ways(facts, candidate)
+    kept = layers * tokens * (whole / ways + split / layout.tensor) * HALF
+    once = outline.kept.get(Remat.none, (0, 0))
+    # What is gathered of a layer before its matmuls is whole while they run.
+    working = 2.0 * tokens * (once[0] + once[1] / layout.tensor) * HALF
+    summed = facts.job.dtypes.gradients.bytes if layout.accumulate > 1 else HALF
+    gradients = summed * parameters
+    matrices = layout.tensor * layout.pipeline * layout.expert
+    gathered = 3.0 * HALF * outline.parameters / max(outline.layers, 1) / matrices
+    tiles = layout.loss_tiles
+    logits = tokens / layout.pipeline * outline.vocab / layout.tensor / tiles * LOGIT_BYTES
+    return bound, state + gradients + kept + gathered + max(working, logits)
+
+
+def _time(facts: Facts, candidate: Candidate, rates: Speeds) -> tuple[float, float, str]:
+    layout, on = candidate.layout, candidate.on
+    outline = facts.outline(layout)
+    operands = candidate.precision.operands
+    peak = rates.peaks["bf16"]
+    best_peak = max(rates.peaks.values()) if operands else peak
+    model = facts.train_flops * candidate.batch / on.num_devices
+    state = facts.state_bytes * _shards(facts, candidate)
+    bound = max(model / best_peak, state / rates.hbm)
+
+    ways = _stream_ways(facts, candidate)
+    repeated = outline.repeated.get(layout.remat, 0.0)
+    fast = best_peak if operands == "int8" or "fp8" in rates.peaks else peak
+    flops = model * (1 + repeated / 3)
+    if layout.loss_tiles > 1:  # logits are made again for the gradient
+        flops += 2.0 * outline.vocab * outline.stream * _passed(facts, candidate)
+    compute = flops / (EFFICIENCY * (0.5 * fast + 0.5 * peak if operands else peak))
+    once = outline.kept.get(Remat.none, (0, 0))
+    elements = outline.layers * (once[0] / ways + once[1] / layout.tensor) / layout.pipeline
+    elements += outline.vocab / layout.tensor / layout.pipeline
+    touched = _tokens(facts, candidate) * layout.accumulate * elements * HALF
+    compute += REREAD * (1 + repeated / 3) * touched / rates.hbm
+    weights = HALF * outline.parameters / (layout.tensor * layout.pipeline * layout.expert)
+    # Gathered weights are written and read again in each pass, however few the tokens.
+    compute = max(compute, 6.0 * weights * layout.accumulate / rates.hbm)
+    passes = layout.accumulate * layout.pipeline
+    compute *= 1 + (layout.pipeline - 1) / (layout.microbatches or 2 * layout.pipeline)
+
+    parts = _traffic(facts, candidate, rates, weights, passes)
+    moved = parts.pop("weights") + parts.pop("gradients")
+    shown = max(EXPOSED * moved, moved - HIDDEN * compute)
+    costs = {
+        "weights and gradients between chips": shown,
+        **{f"{name} axis": seconds for name, seconds in parts.items()},
+        "optimizer update": facts.update_bytes * _shards(facts, candidate) / rates.hbm,
+        "accumulation": ACCUMULATES
+        * facts.job.dtypes.gradients.bytes
+        * _shards(facts, candidate)
+        * (layout.accumulate if layout.accumulate > 1 else 0)
+        / rates.hbm,
+    }
+    return bound, compute + sum(costs.values()), max(costs, key=lambda name: costs[name])
+
+
+def _traffic(
+    facts: Facts, candidate: Candidate, rates: Speeds, weights: float, passes: float
+) -> dict[str, float]:
+    """Seconds on the links by what travels, before any is hidden; tensor, context and expert after."""
+    layout, outline = candidate.layout, facts.outline(candidate.layout)
+    tokens = _tokens(facts, candidate)
+    layers = outline.layers / layout.pipeline
+    stream = tokens * outline.stream * HALF * layout.accumulate
+    slices = candidate.on.num_slices
+    crossing = layout.slices
+    inside = {axis: layout.size(axis) for axis in Axis}
+    inside[crossing] = max(inside[crossing] // slices, 1)
+
+    def seconds(axis: Axis, whole_bytes: float) -> float:
+        """A gather (or a scatter) of so many bytes along an axis within a slice."""
+        ways = inside[axis]
+        if ways == 1:
+            return 0.0
+        order = list(Axis)
+        stride = math.prod(inside[inner] for inner in order[order.index(axis) + 1 :])
+        return whole_bytes * (ways - 1) / ways / _rate(candidate.on, rates, ways, stride)
+
+    again = 1.0 if layout.remat in (Remat.full, Remat.offload) else 0.0
+    sharded = weights / max(inside[Axis.fsdp], 1)
+    found = {
+        "weights": seconds(Axis.fsdp, 2.0 * weights) * passes,
+        "gradients": seconds(Axis.fsdp, weights) * passes + seconds(Axis.data, 4.0 * sharded),
+        "tensor": VISIBLE[Axis.tensor]
+        * seconds(Axis.tensor, (8.0 + 4.0 * again) * layers * stream),
+        "context": VISIBLE[Axis.context]
+        * seconds(
+            Axis.context,
+            (2.0 + again)
+            * layers
+            * tokens
+            * layout.context
+            * outline.keys
+            * HALF
+            * layout.accumulate,
+        ),
+        "expert": VISIBLE[Axis.expert]
+        * seconds(Axis.expert, (4.0 + 2.0 * again) * layers * stream * outline.routed)
+        / max(inside[Axis.expert] / 4, 1),
+    }
+    if slices > 1:
+        share = 4.0 * _shards(facts, candidate) if crossing is Axis.data else 6.0 * weights * passes
+        found["gradients"] += share * (slices - 1) / slices / rates.dcn
+    return found
+
+
+def _rate(on: Slice, rates: Speeds, ways: int, stride: int) -> float:
+    """Bytes/s of a gather along a mesh axis whose neighbours are ``stride`` devices apart.
+
+    On a torus, both directions of as many of its axes as it is likely to span; of GPUs that one switch
+    does not join, the network cards of those that it does.
+    """
+    if on.platform == "gpu":
+        domain = on.chip.max_pod_chips or on.chip.chips_per_host or on.num_chips
+        if ways * stride <= domain:
+            return rates.link
+        return min(rates.link, rates.dcn * max(domain // stride, 1))
+    chips = max(on.num_chips // on.num_slices, 2)
+    spanned = max(1, round(rates.axes * math.log(ways) / math.log(chips)))
+    ring = 2.0 if any(on.wrap) else 1.0
+    return rates.link * min(spanned, rates.axes) * ring

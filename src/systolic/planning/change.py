@@ -1,0 +1,95 @@
+"""Change of a candidate's settings: what a search tries, and what an explanation advises."""
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from systolic.job import Precision
+from systolic.job.layout import Group, group_of
+from systolic.planning.candidate import Candidate
+from systolic.planning.flags import DEFAULT, FlagSet, joined
+
+
+class Part(enum.Enum):
+    """What a change touches beside the groups of a layout's fields."""
+
+    flags = "flags"
+    batch = "batch"
+    precision = "precision"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """New values for some settings; flags come on top of those that a candidate has."""
+
+    layout: tuple[tuple[str, Any], ...] = ()
+    """(field, value) pairs of the layout."""
+    flags: FlagSet = DEFAULT
+    batch: int | None = None
+    precision: Precision | None = None
+
+    @property
+    def same_result(self) -> bool:
+        """Whether the trained model stays the same but for rounding; a batch or a precision changes it."""
+        return self.batch is None and self.precision is None
+
+    @property
+    def touches(self) -> frozenset[Group | Part]:
+        """What it sets."""
+        others = {
+            Part.flags: self.flags is not DEFAULT,
+            Part.batch: self.batch is not None,
+            Part.precision: self.precision is not None,
+        }
+        return frozenset(
+            (
+                *(group_of(name) for name, _ in self.layout),
+                *(p for p, sets in others.items() if sets),
+            )
+        )
+
+    def on(self, candidate: Candidate) -> Candidate:
+        """The candidate with it."""
+        return replace(
+            candidate,
+            layout=replace(candidate.layout, **dict(self.layout)),
+            flags=joined(candidate.flags, self.flags),
+            batch=candidate.batch if self.batch is None else self.batch,
+            precision=candidate.precision if self.precision is None else self.precision,
+        )
+
+    def text(self, base: Candidate) -> str:
+        """What it makes of a candidate: ``accumulate 2 -> 1``."""
+        after = self.on(base)
+        found = base.layout.difference(after.layout)
+        if self.flags is not DEFAULT:
+            found.append(f"flags {self.flags.name}")
+        if self.batch is not None:
+            found.append(f"batch {base.batch} -> {self.batch}")
+        if self.precision is not None:
+            found.append(f"precision {base.precision.value} -> {self.precision.value}")
+        return ", ".join(found) or "the same settings"
+
+
+def layout_change(**layout: Any) -> Change:
+    """Change of some of a layout's fields."""
+    return Change(layout=tuple(layout.items()))
+
+
+def together(base: Candidate, helped: Sequence[Change]) -> Candidate:
+    """A base with everything that helped it by itself; of a setting, the first in ``helped`` has its way."""
+    for one in reversed(helped):
+        base = one.on(base)
+    return base
+
+
+def compatible(helped: Iterable[Change]) -> list[Change]:
+    """Changes that touch different settings, the first of each; sets of flags add up."""
+    found: list[Change] = []
+    touched: set[Group | Part] = set()
+    for one in helped:
+        if not (one.touches - {Part.flags}) & touched:
+            touched |= one.touches
+            found.append(one)
+    return found

@@ -1,0 +1,78 @@
+"""How well a candidate may do by its estimates, as the compiles so far have corrected them."""
+
+from dataclasses import dataclass, field
+
+from systolic.planning.analytic import Analysis, capacity
+from systolic.planning.candidate import Candidate
+from systolic.planning.facts import Facts
+from systolic.planning.goal import Goal, Total
+from systolic.planning.learned import Correction, likely
+from systolic.planning.plan import Tried
+
+OPTIMISM = 0.5
+"""Standard deviations below the expected time at which a layout is still given a chance."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """A candidate in the queue."""
+
+    candidate: Candidate
+    analysis: Analysis
+
+
+@dataclass
+class Judge:
+    """Scores of one goal; smaller is better."""
+
+    facts: Facts
+    goal: Goal
+    time_off: Correction = field(default_factory=Correction)
+    bytes_off: Correction = field(default_factory=Correction)
+
+    def total(self, candidate: Candidate, seconds: float) -> Total:
+        """Of the whole job at so many seconds a step."""
+        units = candidate.batch * self.facts.units_per_example
+        return self.goal.total(candidate.on, units, seconds)
+
+    def broken(self, candidate: Candidate, seconds: float) -> str | None:
+        """The goal's limit that so many seconds a step break."""
+        return self.goal.broken(self.total(candidate, seconds))
+
+    def expected(self, ranked: Ranked) -> Total:
+        """Of the whole job by the corrected estimate."""
+        ratio = self.time_off.ratio(ranked.candidate)
+        return self.total(ranked.candidate, ranked.analysis.seconds_estimate * ratio)
+
+    def estimated(self, ranked: Ranked, optimism: float = 0.0) -> float:
+        """The goal's score by the estimate as corrected so far, worse for what may not fit."""
+        candidate, found = ranked.candidate, ranked.analysis
+        ratio = self.time_off.ratio(candidate, optimism)
+        seconds = max(found.seconds_estimate * ratio, found.seconds_bound)
+        need = found.bytes_estimate * self.bytes_off.ratio(candidate)
+        fits = likely(need, capacity(candidate.on))
+        penalty = 1 + 0.4 * (1 - fits) + (20 if fits < 0.03 else 0)
+        total = self.total(candidate, seconds)
+        limit = 1.0 if self.goal.broken(total) is None else 3.0
+        return self.goal.score(total) * penalty * limit
+
+    def hopeful(self, ranked: Ranked) -> float:
+        """The same, as good as it may plausibly be."""
+        return self.estimated(ranked, OPTIMISM)
+
+    def score(self, one: Tried) -> float:
+        """Of what was compiled; infinite where it does not fit."""
+        return float("inf") if one.total is None else self.goal.score(one.total)
+
+    def learn(self, ranked: Ranked, one: Tried) -> None:
+        """Takes in what a compile says of its estimate."""
+        made = one.forecast
+        if made is None:
+            return
+        need = made.memory.peak_bytes if made.memory else 0
+        need = need or (made.rejected or {}).get("need_bytes", 0)
+        if need:
+            self.bytes_off.learn(ranked.candidate, need / ranked.analysis.bytes_estimate)
+        if made.step_seconds:
+            ratio = made.step_seconds / ranked.analysis.seconds_estimate
+            self.time_off.learn(ranked.candidate, ratio)

@@ -1,0 +1,123 @@
+"""From "does not fit" to a layout that does: the planner on the same slice, then on larger ones."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from systolic.chips import Slice
+from systolic.chips.slices import named_slices
+from systolic.job import Batch, Layout, OptimizerKind
+from systolic.planning.candidate import Candidate
+from systolic.planning.facts import Facts
+from systolic.planning.flags import DEFAULT
+from systolic.planning.goal import Goal, Objective
+from systolic.planning.plan import Tried, reason_of
+from systolic.planning.search import Limits, Search, Watch
+from systolic.planning.space import global_batch
+
+FIRST = 8
+"""Programs on the slice itself; fewer when it fits earlier and nothing better is in sight."""
+LARGER = 4
+"""Programs on each larger slice."""
+SLICES = 4
+"""Larger slices that are tried."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rung:
+    """A stage of the ladder."""
+
+    text: str
+    on: Slice
+    tried: tuple[Tried, ...]
+    facts: Facts
+    same_result: bool = True
+
+    @property
+    def best(self) -> Tried | None:
+        """The fastest that fits."""
+        good = [one for one in self.tried if one.total is not None]
+        return min(good, key=lambda one: one.total.seconds if one.total else 0.0, default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, what was tried with its settings."""
+        return {
+            "text": self.text,
+            "slice": self.on.name,
+            "same_result": self.same_result,
+            "tried": [
+                {
+                    "layout": one.candidate.text,
+                    "settings": one.candidate.settings(self.facts.job),
+                    "fits": one.total is not None,
+                    "step_seconds": one.forecast.step_seconds if one.forecast else None,
+                    "reason": None if one.total is not None else reason_of(one),
+                }
+                for one in self.tried
+            ],
+        }
+
+
+def climb(
+    facts: Facts,
+    on: Slice,
+    flags: Callable[[Slice], tuple[str, ...]],
+    workers: int,
+    watch: Watch = lambda _: None,
+    told: Callable[[Rung], None] = lambda _: None,
+) -> list[Rung]:
+    """Rungs until one fits: other layouts, fewer optimizer moments, larger slices of the same chip.
+
+    ``flags`` are those of the compiler that every program on a slice has.
+    """
+    made: list[Rung] = []
+
+    def rung(text: str, of: Facts, at: Slice, programs: int, same: bool = True) -> bool:
+        search = Search(
+            facts=of,
+            slices=[at],
+            goal=Goal(objective=Objective.time, units=1.0, unit=of.unit),
+            limits=Limits(programs=programs, finalists=0, workers=workers),
+            flags=flags,
+            watch=watch,
+        )
+        plan = search.run()
+        if plan.stopped == "interrupted":
+            raise KeyboardInterrupt
+        one = Rung(text=text, on=at, tried=tuple(plan.tried), facts=of, same_result=same)
+        made.append(one)
+        told(one)
+        return one.best is not None
+
+    if rung(f"other layouts of {on.name}", facts, on, FIRST):
+        return made
+    batch = _global(facts, on)
+    fixed = replace(facts, job=replace(facts.job, batch=batch))
+    for larger in _larger(on)[:SLICES]:
+        if rung(f"a larger slice: {larger.name}", fixed, larger, LARGER):
+            return made
+    optimizer = facts.job.optimizer
+    if optimizer.kind is not OptimizerKind.adafactor:
+        leaner = replace(optimizer, kind=OptimizerKind.adafactor)
+        other = replace(facts, job=replace(facts.job, optimizer=leaner))
+        rung("adafactor, which keeps no full moments", other, on, LARGER, same=False)
+    return made
+
+
+def _global(facts: Facts, on: Slice) -> Batch:
+    return Batch(total=global_batch(facts.job, on))
+
+
+def _larger(on: Slice) -> list[Slice]:
+    """Named slices of the same chip with more chips, smallest first."""
+    if on.num_slices > 1:
+        return []
+    return [one for one in named_slices(on.chip) if one.num_chips > on.num_chips]
+
+
+def difference(before: Layout, after: Candidate) -> str:
+    """What changed of a layout, in words."""
+    parts = before.difference(after.layout)
+    if after.flags is not DEFAULT:
+        parts.append(f"flags {after.flags.name}")
+    return ", ".join(parts) or "the same layout"

@@ -1,0 +1,72 @@
+"""What the compiles of this search have taught: how far the analytic estimates are off, by kind of layout, and how sure that is."""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from systolic.job import Axis, Remat
+from systolic.planning.candidate import Candidate
+
+NOISE = 0.15
+"""Standard deviation of log(compiled / estimated) among layouts that no feature tells apart."""
+PRIOR = 0.25
+"""Of a feature's weight, before any compile."""
+CHIPS = 12
+"""Kinds of chip that are told apart."""
+
+
+@dataclass
+class Correction:
+    """log(compiled / estimated) as a Bayesian linear regression over a candidate's features."""
+
+    chips: dict[str, int] = field(default_factory=dict)
+    rows: list[np.ndarray] = field(default_factory=list)
+    logs: list[float] = field(default_factory=list)
+    _fit: tuple[np.ndarray, np.ndarray] | None = None
+    _known: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def learn(self, candidate: Candidate, ratio: float) -> None:
+        """One more compile: its figure over the estimate."""
+        self.chips.setdefault(candidate.on.chip.name, len(self.chips))
+        self._known.clear()
+        self.rows.append(self._features(candidate))
+        self.logs.append(math.log(max(ratio, 1e-6)))
+        self._fit = None
+
+    def ratio(self, candidate: Candidate, optimism: float = 0.0) -> float:
+        """What to multiply an estimate by; ``optimism`` standard deviations below what is expected."""
+        if not self.rows:
+            return 1.0
+        if self._fit is None:
+            rows = np.stack(self.rows)
+            precision = np.full(rows.shape[1], PRIOR**-2)
+            precision[0] = 1.0  # what all estimates have in common may be far off
+            spread = np.linalg.inv(rows.T @ rows / NOISE**2 + np.diag(precision))
+            self._fit = spread @ rows.T @ np.array(self.logs) / NOISE**2, spread
+        weights, spread = self._fit
+        key = id(candidate)
+        if key not in self._known:
+            self._known[key] = self._features(candidate)
+        row = self._known[key]
+        expected = float(row @ weights)
+        if optimism:
+            expected -= optimism * math.sqrt(max(float(row @ spread @ row), 0.0))
+        return math.exp(expected)
+
+    def _features(self, candidate: Candidate) -> np.ndarray:
+        layout = candidate.layout
+        chip = np.zeros(CHIPS)
+        known = self.chips.get(candidate.on.chip.name)
+        if known is not None and known < CHIPS:
+            chip[known] = 1.0
+        remat = [1.0 if layout.remat is one else 0.0 for one in Remat]
+        axes = [math.log2(layout.size(axis)) / 3 for axis in Axis]
+        passes = math.log2(layout.accumulate) / 3
+        rows = math.log2(max(candidate.per_pass, 1e-6)) / 6
+        return np.array([1.0, *chip, *remat, *axes, passes, rows])
+
+
+def likely(need: float, have: float) -> float:
+    """Chance that what is expected to need so many bytes fits, for estimates that are off by about 15 %."""
+    return 1.0 / (1.0 + math.exp(min((need / have - 1.0) / 0.06, 50.0)))

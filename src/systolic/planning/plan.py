@@ -1,0 +1,191 @@
+"""The answer of a search, as a value and as JSON."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from systolic.artifact.chosen import FORMAT
+from systolic.forecasting import Forecast
+from systolic.forecasting.forecast import COSTS
+from systolic.planning.analytic import Analysis
+from systolic.planning.candidate import Candidate
+from systolic.planning.facts import Facts
+from systolic.planning.goal import Goal, Objective, Total, front
+from systolic.planning.space import Refused
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A candidate that was compiled."""
+
+    candidate: Candidate
+    analysis: Analysis
+    forecast: Forecast | None = None
+    total: Total | None = None
+    """Of the whole job; None when it does not fit."""
+    broken: str | None = None
+    """The goal's limit that it breaks."""
+    problem: str | None = None
+    """Why there is no forecast."""
+    whole: bool = False
+    """Compiled to the end, with the compiler's cycles; else up to the schedule."""
+    schedule_seconds: float | None = None
+    """Of one that was compiled whole: a step as its schedule alone had said."""
+
+    @property
+    def compile(self) -> str:
+        """How far it was compiled: ``whole`` or ``schedule``; a GPU's time is a ``roofline`` either way."""
+        if self.candidate.on.platform != "tpu":
+            return "roofline"
+        return "whole" if self.whole else "schedule"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A goal, what was tried for it and what was not."""
+
+    facts: Facts
+    goal: Goal
+    tried: Sequence[Tried]
+    refused: Sequence[Refused]
+    searched: int
+    """Candidates that the analytic model saw."""
+    seconds: float
+    stopped: str = ""
+    """``interrupted`` or ``time limit`` when the search did not end by itself."""
+    target: str = ""
+    """The recipe as it was given."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The recipe's options."""
+    arguments: Sequence[str] = ()
+    """The same as they were typed."""
+
+    @property
+    def ranking(self) -> list[Tried]:
+        """What fits and keeps the limits, best first."""
+        return ranking(self.tried, self.goal)
+
+    @property
+    def best(self) -> Tried | None:
+        """The first of the ranking."""
+        return next(iter(self.ranking), None)
+
+    @property
+    def pareto(self) -> list[Tried]:
+        """What no other beats in both time and dollars; by time alone where nothing has a price."""
+        ranked = [one for one in self.tried if one.total is not None]
+        points = [
+            (one.total.seconds, one.total.usd if one.total.usd is not None else float("inf"))
+            for one in ranked
+            if one.total is not None
+        ]
+        return [ranked[index] for index in front(points)]
+
+    @property
+    def failed(self) -> list[Tried]:
+        """What was compiled and is no answer: does not fit, breaks a limit, did not compile."""
+        good = {id(one) for one in self.ranking}
+        return [one for one in self.tried if id(one) not in good]
+
+    def to_json(self) -> dict[str, Any]:
+        """The published names, and what ``systolic train --plan`` needs."""
+        best = self.best
+        front = {id(one) for one in self.pareto}
+        return {
+            "format": FORMAT,
+            "recipe": self.target or self.facts.job.name,
+            "options": dict(self.options),
+            "arguments": list(self.arguments),
+            "goal": self.goal.to_json(),
+            "best": None if best is None else self._one(best, front),
+            "candidates": [self._one(one, front) for one in self.ranking],
+            "rejected": [self._failed(one) for one in self.failed]
+            + [
+                {"slice": r.on.name, "layout": r.layout, "rule": r.rule, "reason": r.reason}
+                for r in self.refused
+            ],
+            "searched": self.searched,
+            "compiled": len(self.tried),
+            "seconds": round(self.seconds, 2),
+            "stopped": self.stopped,
+        }
+
+    def _one(self, one: Tried, front: set[int]) -> dict[str, Any]:
+        assert one.forecast is not None
+        assert one.total is not None
+        whole = one.forecast.to_json()
+        return {
+            **{name: value for name, value in whole.items() if name not in COSTS},
+            "settings": one.candidate.settings(self.facts.job),
+            "flags": list(one.candidate.compiler_flags),
+            "total": {
+                "steps": one.total.steps,
+                "seconds": one.total.seconds,
+                "usd": one.total.usd,
+                "kwh": one.total.kwh,
+            },
+            "pareto": id(one) in front,
+            "estimated": {
+                "step_seconds": one.analysis.seconds_estimate,
+                "peak_bytes": one.analysis.bytes_estimate,
+                "step_seconds_bound": one.analysis.seconds_bound,
+                "peak_bytes_bound": one.analysis.bytes_bound,
+            },
+            "compile": one.compile,
+        }
+
+    def _failed(self, one: Tried) -> dict[str, Any]:
+        return {
+            "slice": one.candidate.on.name,
+            "layout": one.candidate.text,
+            "rule": "goal" if one.broken else "compiler",
+            "reason": reason_of(one),
+        }
+
+
+def ranking(tried: Sequence[Tried], goal: Goal) -> list[Tried]:
+    """What fits and keeps the goal's limits, best first.
+
+    A step that only its schedule tells is taken to differ from the whole compile as others of its chip did.
+    """
+    ratios = whole_over_schedule(tried)
+
+    def score(one: Tried) -> float:
+        assert one.total is not None
+        known = 1.0 if one.whole else ratios.get(one.candidate.on.chip.name, 1.0)
+        return goal.score(one.total.times(known))
+
+    good = [one for one in tried if one.total is not None and one.broken is None]
+    return sorted(good, key=score)
+
+
+def whole_over_schedule(tried: Sequence[Tried]) -> dict[str, float]:
+    """Chip to the median ratio of step times: compiled whole, over what the schedule alone had said."""
+    found: dict[str, list[float]] = {}
+    for one in tried:
+        seconds = one.forecast.step_seconds if one.forecast is not None else None
+        if one.whole and one.schedule_seconds and seconds:
+            found.setdefault(one.candidate.on.chip.name, []).append(seconds / one.schedule_seconds)
+    return {name: statistics.median(ratios) for name, ratios in found.items()}
+
+
+def reason_of(one: Tried) -> str:
+    """Why a compiled candidate is no answer."""
+    from systolic.core.units import gibibytes
+
+    if one.problem is not None:
+        return one.problem
+    if one.broken is not None:
+        return one.broken
+    refused = (one.forecast.rejected if one.forecast is not None else None) or {}
+    return f"needs {gibibytes(refused.get('need_bytes', 0))} of {gibibytes(refused.get('have_bytes', 0))}"
+
+
+def default_objective(slices: int, deadline: bool, budget: bool) -> Objective:
+    """A deadline leaves the cost to be small, a budget or a single slice the time; else both."""
+    if deadline:
+        return Objective.cost
+    if budget or slices == 1:
+        return Objective.time
+    return Objective.pareto

@@ -1,0 +1,462 @@
+"""Best first: the analytic model ranks, the quick compile tells what fits and how fast, whole compiles settle the end.
+
+Every compile is in the store, so a search that was stopped goes over what it knew in seconds.
+"""
+
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field, replace
+
+import psutil
+
+from systolic.aot import Compiler, JobProgram, Outcome
+from systolic.aot.compile import Pool
+from systolic.chips import Slice
+from systolic.chips.flags import resolved
+from systolic.core.errors import MissingExtraError, SystolicError
+from systolic.core.machine import bounded
+from systolic.core.units import gibibytes
+from systolic.forecasting.run import of_outcome
+from systolic.job.layout import Group
+from systolic.planning.analytic import Analysis, analyse, capacity
+from systolic.planning.candidate import Candidate
+from systolic.planning.change import together
+from systolic.planning.facts import Facts
+from systolic.planning.goal import Goal, days
+from systolic.planning.judge import Judge, Ranked
+from systolic.planning.plan import Plan, Tried, ranking
+from systolic.planning.space import Freedom, Refused, check
+from systolic.planning.survey import Survey
+from systolic.planning.variants import changes, like
+
+WORKER_BYTES = 4 * 2**30
+"""Memory that a compile of a large program takes."""
+HOPELESS = 1.15
+"""The search ends when even the most hopeful layout left scores so many times the best one."""
+TIGHT = 0.8
+"""Share of the memory above which settings that save it are worth trying."""
+HELPS = 0.995
+"""A setting that makes the score so many times smaller is kept."""
+NEW_SLICE = 1.5
+"""A slice's first layout is compiled when it may score so many times the best one: what is learned there counts for others."""
+NEAR = 1.5
+"""A limit broken by less may be kept after all: by flags, or by a whole compile."""
+SETTLE_SECONDS = 900.0
+"""Whole compiles that take longer are left, where no time limit says otherwise: flags that schedule anew can take hours."""
+PATIENCE = 10
+"""Compiles without a better score after which the search is done, when each slice worth it had its turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When to stop."""
+
+    programs: int = 24
+    """Quick compiles, those from the store included."""
+    seconds: float | None = None
+    workers: int = 0
+    """Compiles at once, at most one a core; 0: as many as cores and memory allow."""
+    finalists: int = 2
+    """Candidates that get a whole compile, with the compiler's own cycles."""
+
+    @property
+    def at_once(self) -> int:
+        """Workers, made definite."""
+        if self.workers:
+            return bounded(self.workers)
+        return max(1, bounded(int(psutil.virtual_memory().available // WORKER_BYTES)))
+
+
+@dataclass
+class Progress:
+    """Where the search is, for whoever watches."""
+
+    stage: str
+    compiled: int
+    of: int
+    running: Sequence[str]
+    best: Tried | None
+    seconds: float
+    latest: Tried | None = None
+
+
+Watch = Callable[[Progress], None]
+
+
+def shared(on: Slice) -> tuple[str, ...]:
+    """The flags that all jobs on a slice's chip share."""
+    return resolved("", on.chip)
+
+
+@dataclass
+class Search:
+    """One search; :meth:`run` gives its answer, :meth:`answer` the answer so far."""
+
+    facts: Facts
+    slices: Sequence[Slice]
+    goal: Goal
+    freedom: Freedom = field(default_factory=Freedom)
+    limits: Limits = field(default_factory=Limits)
+    compiler: Compiler = field(default_factory=Compiler)
+    flags: Callable[[Slice], tuple[str, ...]] = shared
+    """Compiler flags of every program on a slice; the sets that are tried come on top."""
+    watch: Watch = lambda _: None
+    only: Sequence[Candidate] | None = None
+    """The space, where it is not all that a slice allows."""
+    tried: list[Tried] = field(default_factory=list)
+    stopped: str = ""
+    _judge: Judge = field(init=False)
+    _survey: Survey = field(init=False)
+    _began: float = field(default_factory=time.monotonic)
+    _running: dict[Future[Outcome], Ranked] = field(default_factory=dict)
+    _since: int = 0
+
+    def __post_init__(self) -> None:
+        self._judge = Judge(facts=self.facts, goal=self.goal)
+        self._survey = Survey(
+            judge=self._judge, freedom=self.freedom, base=self.flags, only=self.only
+        )
+        # Ties are broken by the slices' own order, not by that of the command line.
+        self.slices = sorted(self.slices, key=lambda on: (on.chip.name, on.num_chips, on.name))
+
+    def run(self) -> Plan:
+        """The plan; after Ctrl-C the best so far, marked so."""
+        try:
+            self._survey.look(self.slices, self._say)
+            with Pool(self.limits.at_once) as pool:
+                if self.only is not None:
+                    self._compile_best_first(pool, self.limits.programs)
+                else:
+                    most = self.limits.programs
+                    self._compile_best_first(pool, most - most // 2)
+                    plain = self.leader()
+                    rivals = self._rivals()
+                    self._refine(pool, most - most // (3 if rivals else 4))
+                    leader = self.leader()
+                    self._refine_rivals(pool, rivals, most - most // 6)
+                    if leader is not plain:
+                        self._spread(pool, most - (0 if rivals else most // 8))
+                    if self.leader() is not leader:
+                        self._refine(pool, most)
+                    self._compile_best_first(pool, most)
+                self._settle(pool)
+        except KeyboardInterrupt:
+            self.stopped = "interrupted"
+        return self.answer()
+
+    def answer(self) -> Plan:
+        """The plan as it stands."""
+        queue = self._survey.queue
+        left = Counter(ranked.candidate.on.name for ranked in queue)
+        by_name = {one.name: one for one in self.slices}
+        nearest: dict[str, Ranked] = {}
+        for ranked in sorted(queue, key=self._judge.estimated):
+            nearest.setdefault(ranked.candidate.on.name, ranked)
+        waiting = [
+            Refused(
+                on=by_name[name],
+                layout=f"{left[name]:,} layouts",
+                rule="not compiled",
+                reason=self._not_compiled(ranked),
+            )
+            for name, ranked in nearest.items()
+        ]
+        return Plan(
+            facts=self.facts,
+            goal=self.goal,
+            tried=tuple(self.tried),
+            refused=(*self._survey.refused, *waiting),
+            searched=self._survey.searched,
+            seconds=time.monotonic() - self._began,
+            stopped=self.stopped,
+        )
+
+    def _not_compiled(self, ranked: Ranked) -> str:
+        """Why a slice's most promising layout was left."""
+        total = self._judge.expected(ranked)
+        price = "" if total.usd is None else f" and ${total.usd:,.2f}"
+        text = f"estimated at {days(total.seconds)}{price} at best ({ranked.candidate.text})"
+        best = self.best()
+        if best is not None and self._judge.estimated(ranked) <= self._judge.score(best):
+            if self.stopped:
+                return f"{text}, which was not reached"
+            return f"{text}, which {self.limits.programs} programs did not reach: raise --programs"
+        return text
+
+    # Compiling
+
+    def _compile_best_first(self, pool: Pool, most: int) -> None:
+        """Until so many were compiled in all."""
+        for ranked in self._turns(min(most, self.limits.programs) - len(self.tried)):
+            self._submit(pool, ranked)
+            while len(self._running) >= self.limits.at_once:
+                self._take()
+        while self._running:
+            self._take()
+
+    def _turns(self, quota: int) -> Iterator[Ranked]:
+        """The next candidate to compile: each promising slice once, then whatever may score best."""
+        asked = 0
+        visited = {one.candidate.on.name for one in self.tried}
+        chips = {one.candidate.on.chip.name for one in self.tried}
+        queue = self._survey.queue
+        while asked < quota and queue and not self._late():
+            queue.sort(key=self._judge.hopeful)
+            best = self.best()
+            pick = queue[0]
+            # What a chip's first compile teaches counts for all its slices.
+            fresh = next(
+                (r for r in queue if r.candidate.on.chip.name not in chips),
+                next((r for r in queue if r.candidate.on.name not in visited), None),
+            )
+            if (
+                fresh is not None
+                and asked < max(2, quota * 2 // 3)
+                and self._worth(fresh, best, NEW_SLICE)
+            ):
+                pick = fresh
+            elif not self._worth(pick, best, HOPELESS) or self._since >= PATIENCE:
+                return
+            queue.remove(pick)
+            if (why := self._dominated(pick.candidate)) is not None:
+                self._survey.refuse(pick.candidate.on, pick.candidate.text, "more memory", why)
+                continue
+            visited.add(pick.candidate.on.name)
+            chips.add(pick.candidate.on.chip.name)
+            asked += 1
+            yield pick
+
+    def _worth(self, ranked: Ranked, best: Tried | None, margin: float) -> bool:
+        if best is None or best.total is None:
+            return True
+        return self._judge.hopeful(ranked) <= margin * self._judge.score(best)
+
+    def _dominated(self, candidate: Candidate) -> str | None:
+        """A candidate that did not fit and asks for no more memory than this one."""
+        for one in self.tried:
+            if one.forecast is None or one.forecast.fits:
+                continue
+            other = one.candidate
+            if candidate.precision is not other.precision:
+                continue
+            if candidate.compiler_flags != other.compiler_flags:
+                continue
+            same = candidate.layout.take(other.layout, Group.remat, Group.passes)
+            if same != other.layout or candidate.batch != other.batch or candidate.on != other.on:
+                continue
+            if candidate.layout.accumulate > other.layout.accumulate:
+                continue
+            mine, theirs = (
+                sum(self.facts.outline(c.layout).kept.get(c.layout.remat, (0, 0)))
+                for c in (candidate, other)
+            )
+            if mine >= theirs:
+                need = (one.forecast.rejected or {}).get("need_bytes", 0)
+                return f"keeps no less than {other.text}, which needs {gibibytes(need)}"
+        return None
+
+    def _rivals(self) -> list[Tried]:
+        """The best of each other slice of TPUs, best first: an answer without settings is none to compare with."""
+        leader = self.leader()
+        found: dict[str, Tried] = {}
+        for one in self.leaders():
+            found.setdefault(one.candidate.on.name, one)
+        return [
+            one
+            for one in found.values()
+            if leader is not None
+            and one.candidate.on != leader.candidate.on
+            and one.candidate.on.platform == "tpu"
+        ]
+
+    def _refine_rivals(self, pool: Pool, rivals: Sequence[Tried], most: int) -> None:
+        """What helped the best layout on the best of each other slice; then these by themselves, in equal shares."""
+        leader = self.leader()
+        if leader is None:
+            return
+        wanted = [like(leader.candidate, one.candidate) for one in rivals]
+        possible = [one for one in wanted if check(self.facts.job, one) is None]
+        self._try(pool, possible, most)
+        for number, one in enumerate(rivals):
+            share = (most - len(self.tried)) // (len(rivals) - number)
+            self._refine(pool, len(self.tried) + share, one.candidate.on)
+
+    def _refine(self, pool: Pool, most: int, on: Slice | None = None) -> None:
+        """Attention blocks, loss tiles and flag sets on the best (of a slice), two at a time; what helps stays."""
+        first = self.leader(on)
+        if first is None:
+            return
+        memory = first.forecast.memory if first.forecast is not None else None
+        tight = memory is not None and memory.peak_bytes > TIGHT * capacity(first.candidate.on)
+        wanted = changes(self.facts.job, first.candidate, tight)
+        for index in range(0, len(wanted), 2):
+            base = self.leader(on)
+            assert base is not None
+            made = {change: change.on(base.candidate) for change in wanted[index : index + 2]}
+            self._try(pool, made.values(), most)
+            known = {one.candidate: self._judge.score(one) for one in self.tried}
+            helped = [
+                change
+                for change, candidate in made.items()
+                if known.get(candidate, math.inf) < HELPS * self._judge.score(base)
+            ]
+            helped.sort(key=lambda change: known[made[change]])
+            if len(helped) > 1:
+                self._try(pool, [together(base.candidate, helped)], most)
+
+    def _spread(self, pool: Pool, most: int) -> None:
+        """What helped the best layout on the next best ones, and on those that were not compiled."""
+        leader = self.leader()
+        assert leader is not None
+        plain = [one.candidate for one in self.leaders() if one.candidate.on == leader.candidate.on]
+        queue = sorted(self._survey.queue, key=self._judge.hopeful)
+        waiting = [r.candidate for r in queue if r.candidate.on == leader.candidate.on]
+        # In turns: a layout that was good without the settings, then one that was never compiled.
+        turns = (c for pair in itertools.zip_longest(plain, waiting) for c in pair if c is not None)
+        self._try(pool, (like(leader.candidate, one) for one in turns), most)
+
+    def _try(self, pool: Pool, wanted: Iterable[Candidate], most: int) -> None:
+        """Compiles what is new of these until so many were compiled in all."""
+        known = {one.candidate for one in self.tried}
+        for candidate in wanted:
+            if len(self.tried) + len(self._running) >= most or self._late():
+                break
+            if candidate in known:
+                continue
+            known.add(candidate)
+            self._survey.searched += 1
+            analysis = analyse(self.facts, candidate)
+            self._submit(pool, Ranked(candidate=candidate, analysis=analysis))
+            while len(self._running) >= self.limits.at_once:
+                self._take()
+        while self._running:
+            self._take()
+
+    def _settle(self, pool: Pool) -> None:
+        """Whole compiles of the best few, as many at once as there are workers: each time the best that has none."""
+        asked: set[Candidate] = set()
+        began = time.monotonic()
+        running: dict[Future[Outcome], tuple[Tried, float]] = {}
+        most = self.limits.finalists
+        while True:
+            for one in self.leaders()[:most]:
+                room = len(asked) < most and len(running) < self.limits.at_once
+                new = one.compile == "schedule" and one.candidate not in asked
+                if new and room and not self._late():
+                    asked.add(one.candidate)
+                    running[self._whole(pool, one)] = one, time.monotonic()
+            if not running:
+                return
+            done, _ = wait(list(running), timeout=1.0, return_when=FIRST_COMPLETED)
+            names = " and ".join(one.candidate.name for one, _ in running.values())
+            self._say(f"whole compile of {names}")
+            for future in done:
+                one, since = running.pop(future)
+                seconds = time.monotonic() - since
+                made = self._tried(one.candidate, future, one.analysis, seconds, True)
+                if made.forecast is not None and one.forecast is not None:
+                    made = replace(made, schedule_seconds=one.forecast.step_seconds)
+                    self.tried[self.tried.index(one)] = made
+                self._say("whole compile done", made)
+            if running and self._late():
+                self.stopped = "time limit"
+                return
+            if self.limits.seconds is None and time.monotonic() - began > SETTLE_SECONDS:
+                return
+
+    def _whole(self, pool: Pool, one: Tried) -> "Future[Outcome]":
+        program = JobProgram(job=one.candidate.job(self.facts.job))
+        compiler = replace(self.compiler, flags=one.candidate.compiler_flags)
+        return pool.submit(program, one.candidate.on, compiler)
+
+    def _submit(self, pool: Pool, ranked: Ranked) -> None:
+        program = JobProgram(job=ranked.candidate.job(self.facts.job))
+        compiler = replace(self.compiler, flags=ranked.candidate.compiler_flags).quick()
+        self._running[pool.submit(program, ranked.candidate.on, compiler)] = ranked
+        self._say("compiling")
+
+    def _take(self) -> None:
+        """Waits for the next answer and learns from it."""
+        done, _ = wait(list(self._running), timeout=0.5, return_when=FIRST_COMPLETED)
+        if self._late():
+            self.stopped = "time limit"
+        for future in done:
+            ranked = self._running.pop(future)
+            before = self.best()
+            one = self._tried(ranked.candidate, future, ranked.analysis, 0.0, False)
+            self.tried.append(one)
+            self._judge.learn(ranked, one)
+            self._since = 0 if self.best() is not before else self._since + 1
+            self._say("compiling", one)
+        if not done:
+            self._say("compiling")
+
+    def _tried(
+        self,
+        candidate: Candidate,
+        future: "Future[Outcome]",
+        analysis: Analysis,
+        seconds: float,
+        whole: bool,
+    ) -> Tried:
+        try:
+            outcome = future.result()
+            made = of_outcome(outcome, self.facts.job.name, candidate.on, seconds)
+        except MissingExtraError:
+            raise  # no other layout would compile either
+        except SystolicError as error:
+            return Tried(candidate=candidate, analysis=analysis, problem=str(error), whole=whole)
+        total = None
+        if made.step_seconds:
+            total = self._judge.total(candidate, made.step_seconds)
+        return Tried(
+            candidate=candidate,
+            analysis=analysis,
+            forecast=made,
+            total=total,
+            broken=self.goal.broken(total) if total is not None else None,
+            whole=whole,
+        )
+
+    # What is known
+
+    def ranking(self) -> list[Tried]:
+        """What fits and keeps the goal's limits, best first."""
+        return ranking(self.tried, self.goal)
+
+    def best(self) -> Tried | None:
+        """The best so far."""
+        return next(iter(self.ranking()), None)
+
+    def leaders(self) -> list[Tried]:
+        """The ranking; where nothing keeps the limits, what comes nearest to them first."""
+        if found := self.ranking():
+            return found
+        near = [(self.goal.excess(one.total), one) for one in self.tried if one.total is not None]
+        near = [(excess, one) for excess, one in near if excess <= NEAR]
+        return [one for _, one in sorted(near, key=lambda pair: pair[0])]
+
+    def leader(self, on: Slice | None = None) -> Tried | None:
+        """The first of these; the first of a slice, where one is given."""
+        return next((one for one in self.leaders() if on in (None, one.candidate.on)), None)
+
+    def _late(self) -> bool:
+        limit = self.limits.seconds
+        return limit is not None and time.monotonic() - self._began > limit
+
+    def _say(self, stage: str, latest: Tried | None = None) -> None:
+        self.watch(
+            Progress(
+                stage=stage,
+                compiled=len(self.tried),
+                of=self.limits.programs,
+                running=[r.candidate.name for r in self._running.values()],
+                best=self.best(),
+                seconds=time.monotonic() - self._began,
+                latest=latest,
+            )
+        )

@@ -1,0 +1,247 @@
+"""What is searched: every layout of a slice that divides the model, the batch and the devices."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from systolic.chips import Slice
+from systolic.core.errors import LayoutError, SystolicError
+from systolic.job import Axis, Job, Layout, Precision, Remat
+from systolic.planning.analytic import LOGIT_BYTES
+from systolic.planning.candidate import Candidate
+
+LARGEST_TENSOR = 64
+"""More ways to split a matrix than that have not been useful on any published slice."""
+LARGEST_PIPELINE = 16
+LONG = 16384
+"""Tokens of a sequence from which it is worth splitting; shorter ones are where rows are fewer than devices."""
+LARGEST_ACCUMULATE = 64
+MOST_LOGITS = 0.1
+"""Share of the memory above which logits are worth cutting into tiles."""
+LARGEST_LOGITS = 1.0
+"""Share above which they are only cut: the compiler holds fewer bytes a logit than the estimate counts."""
+NAMED: Sequence[tuple[str, ...]] = (
+    ("query", "key", "value", "attention", "out"),
+    ("query", "key", "value", "attention", "mlp"),
+)
+"""Activations that are worth keeping together: all but the MLP's, and all that is not summed into the stream."""
+OFFLOADED: Sequence[tuple[tuple[str, ...], tuple[str, ...]]] = (
+    (("layer_input",), ()),
+    (("layer_input", "query", "key", "value"), ("attention",)),
+    (("layer_input", "query", "key", "value"), ()),
+    (("layer_input", "query", "key", "value", "out"), ()),
+)
+"""(moved to the host, kept on the device) of the offload policy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Freedom:
+    """What the search may change of the job beside its layout."""
+
+    batch: bool = False
+    """The global batch."""
+    precision: bool = False
+    """int8, and fp8 where the chip has it."""
+    axes: frozenset[Axis] | None = None
+    """Only these mesh axes; None: all that the model has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    """A part of the space that was not searched, and by which rule."""
+
+    on: Slice
+    layout: str
+    rule: str
+    reason: str
+    miss: float | None = None
+    """Times by which the nearest of them exceeds what the rule allows; None where no figure tells."""
+
+
+def candidates(job: Job, on: Slice, freedom: Freedom) -> Iterator[Candidate]:
+    """Every candidate of one slice, in no order that matters.
+
+    The job's own layout is among them when it divides.
+    """
+    own = _own(job, on)
+    if own is not None:
+        yield own
+    sequence = _sequence(job)
+    known = job.model.outline(job.layout)
+    vocab = known.vocab if known is not None else 0
+    precisions = _precisions(job, on, freedom)
+    for batch in _batches(job, on, freedom):
+        for mesh in meshes(job, on, freedom, sequence):
+            for accumulate in _accumulations(batch, mesh):
+                plain = replace(mesh, accumulate=accumulate)
+                for tiled in _tiled(plain, on, batch, sequence, vocab):
+                    for layout in _policies(job, tiled, on):
+                        for precision in precisions:
+                            yield Candidate(on=on, layout=layout, batch=batch, precision=precision)
+
+
+def check(job: Job, candidate: Candidate) -> str | None:
+    """Why a candidate's layout does not divide, None when it does."""
+    try:
+        candidate.job(job).settle(candidate.on)
+    except SystolicError as error:
+        return str(error)
+    return None
+
+
+def _own(job: Job, on: Slice) -> Candidate | None:
+    try:
+        layout = job.layout.on(on.num_devices, on.num_slices)
+        layout.check_slices(on.num_slices)
+        batch = job.batch.resolve(layout)
+        job.model.check(layout)
+    except LayoutError:
+        return None
+    return Candidate(
+        on=on, layout=layout, batch=batch, precision=job.precision.resolve(on.platform)
+    )
+
+
+def meshes(job: Job, on: Slice, freedom: Freedom, sequence: int | None) -> Iterator[Layout]:
+    """Definite layouts by axes alone."""
+    axes = job.model.axes() if freedom.axes is None else job.model.axes() & freedom.axes
+    base = replace(
+        job.layout,
+        **{axis.value: 1 for axis in Axis},
+        accumulate=1,
+        slices=Axis.data,
+        residual=Layout().residual,
+    )
+    sizes = {
+        Axis.tensor: _divisors(on.num_devices, LARGEST_TENSOR),
+        # Within a slice, gathering weights beats waiting for a pipeline to fill, on every layout seen.
+        Axis.pipeline: _divisors(on.num_devices, LARGEST_PIPELINE) if on.num_slices > 1 else [1],
+        Axis.context: _divisors(on.num_devices, on.num_devices)
+        if sequence and (sequence >= LONG or global_batch(job, on) < on.num_devices)
+        else [1],
+        Axis.expert: _divisors(on.num_devices, on.num_devices),
+    }
+    split = [axis for axis in sizes if axis in axes]
+    for ways in itertools.product(*(sizes[axis] for axis in split)):
+        # Pipelines with context or expert axes: three ways to wait at once, and no published use.
+        chosen = dict(zip(split, ways, strict=True))
+        if sum(size > 1 for size in ways) > 2:
+            continue
+        left, rest = divmod(on.num_devices, math.prod(ways))
+        if rest:
+            continue
+        for fsdp in _divisors(left, left) if Axis.fsdp in axes else [1]:
+            data = left // fsdp
+            if data > 1 and Axis.data not in axes:
+                continue
+            layout = replace(
+                base, data=data, fsdp=fsdp, **{axis.value: n for axis, n in chosen.items()}
+            )
+            if _divides(job, layout, sequence):
+                yield from _across_slices(layout, on)
+
+
+def _divides(job: Job, layout: Layout, sequence: int | None) -> bool:
+    if sequence is not None and sequence % (layout.context * layout.loss_tiles):
+        return False
+    try:
+        job.model.check(layout)
+    except LayoutError:
+        return False
+    return True
+
+
+def _across_slices(layout: Layout, on: Slice) -> Iterator[Layout]:
+    if on.num_slices == 1:
+        yield layout
+        return
+    for axis in (Axis.data, Axis.fsdp, Axis.pipeline):
+        if layout.size(axis) % on.num_slices == 0:
+            yield replace(layout, slices=axis)
+
+
+def _policies(job: Job, layout: Layout, on: Slice) -> Iterator[Layout]:
+    plain = replace(layout, remat_names=Layout().remat_names, saved_names=())
+    for remat in Remat:
+        if remat not in job.model.policies():
+            continue
+        if remat is Remat.offload and on.platform != "tpu":
+            continue  # a roofline does not price the way to the host
+        if remat is Remat.save_names:
+            for names in NAMED:
+                yield replace(plain, remat=remat, remat_names=names)
+        elif remat is Remat.offload:
+            for moved, kept in OFFLOADED:
+                yield replace(plain, remat=remat, remat_names=moved, saved_names=kept)
+        else:
+            yield replace(plain, remat=remat)
+
+
+def _tiled(
+    layout: Layout, on: Slice, batch: int, sequence: int | None, vocab: int
+) -> Iterator[Layout]:
+    """The layout, and where logits would fill much of the memory the same with loss tiles, or only that."""
+    examples = batch / (layout.batch_ways * layout.accumulate * layout.pipeline)
+    tokens = examples * (sequence or 0) / layout.context
+    share = LOGIT_BYTES * tokens * vocab / layout.tensor / on.program_bytes
+    if layout.loss_tiles > 1 or share <= MOST_LOGITS:
+        yield layout
+        return
+    if share <= LARGEST_LOGITS:
+        yield layout
+    assert sequence is not None
+    for power in range(1, 7):
+        tiles = 2**power
+        if sequence % (tiles * layout.context):
+            return
+        if share / tiles <= MOST_LOGITS:
+            yield replace(layout, loss_tiles=tiles)
+            return
+
+
+def _accumulations(batch: int, layout: Layout) -> list[int]:
+    """Passes that leave each device a whole number of examples."""
+    per_way, rest = divmod(batch, layout.batch_ways)
+    if rest or not per_way:
+        return []
+    if layout.pipeline > 1:  # a pipeline's microbatches are its passes
+        return [1]
+    return _divisors(per_way, min(per_way, LARGEST_ACCUMULATE))
+
+
+def _batches(job: Job, on: Slice, freedom: Freedom) -> list[int]:
+    own = global_batch(job, on)
+    if not freedom.batch:
+        return [own]
+    powers = [2**n for n in range(21)]
+    return sorted({own, *(n for n in powers if on.num_devices // 4 <= n <= 32 * on.num_devices)})
+
+
+def global_batch(job: Job, on: Slice) -> int:
+    """The job's examples per optimizer step; a batch per device times a slice's devices."""
+    if job.batch.total is not None:
+        return job.batch.total
+    return max(1, int((job.batch.per_device or 1) * on.num_devices * job.layout.accumulate))
+
+
+def _precisions(job: Job, on: Slice, freedom: Freedom) -> list[Precision]:
+    own = job.precision.resolve(on.platform)
+    if not freedom.precision or own not in (Precision.bf16, Precision.f32):
+        return [own]
+    return list(dict.fromkeys((own, Precision.bf16, *narrower(job, on))))
+
+
+def narrower(job: Job, on: Slice) -> list[Precision]:
+    """int8 and fp8, where the model can round to them and the chip multiplies them."""
+    known = job.model.operands() & frozenset(on.chip.native)
+    return [one for one in (Precision.int8, Precision.fp8) if one.value in known]
+
+
+def _sequence(job: Job) -> int | None:
+    field = job.data.fields().get("tokens")
+    return field.shape[0] if field is not None else None
+
+
+def _divisors(number: int, limit: int) -> list[int]:
+    return [n for n in range(1, min(number, limit) + 1) if number % n == 0]

@@ -1,0 +1,99 @@
+"""Before any compile: every layout of every slice is analysed, and what cannot be is refused with its numbers."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from systolic.chips import Slice
+from systolic.core.errors import NotFoundError, SystolicError
+from systolic.core.units import duration, gibibytes
+from systolic.planning.analytic import analyse, capacity
+from systolic.planning.candidate import Candidate
+from systolic.planning.judge import Judge, Ranked
+from systolic.planning.space import Freedom, Refused, candidates, global_batch
+
+KEEP = 300
+"""Layouts of a slice that are kept by their estimate."""
+
+
+@dataclass
+class Survey:
+    """What is worth a compile, in ``queue``, and what is not."""
+
+    judge: Judge
+    freedom: Freedom
+    base: Callable[[Slice], tuple[str, ...]] = lambda _: ()
+    """Compiler flags of all candidates on a slice."""
+    only: Sequence[Candidate] | None = None
+    queue: list[Ranked] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
+    searched: int = 0
+
+    def look(self, slices: Iterable[Slice], say: Callable[[str], None]) -> None:
+        """Analyses every layout of every slice; ``say`` is told the slice."""
+        for on in slices:
+            say(f"looking at {on.name}")
+            try:
+                kept = list(self._possible(on))
+            except (NotFoundError, SystolicError) as error:
+                self.refuse(on, "all layouts", "unknown chip", str(error))
+                continue
+            kept.sort(key=self.judge.estimated)
+            self.queue += kept[:KEEP]
+            if len(kept) > KEEP:
+                last = duration(kept[KEEP].analysis.seconds_estimate)
+                self.refuse(
+                    on,
+                    f"{len(kept) - KEEP:,} layouts",
+                    "estimate",
+                    f"estimated at {last} a step or more, {KEEP} others of the slice at less",
+                )
+
+    def _possible(self, on: Slice) -> Iterator[Ranked]:
+        have = capacity(on)
+        over: Counter[str] = Counter()
+        least: dict[str, tuple[float, str]] = {}
+        """Rule to how far its nearest miss is off, and that in words."""
+        seen = set()
+        base = self.base(on)
+        space = (replace(c, base=base) for c in candidates(self.judge.facts.job, on, self.freedom))
+        if self.only is not None:
+            space = (one for one in self.only if one.on == on)
+        for candidate in space:
+            if candidate in seen:
+                continue
+            seen.add(candidate)
+            self.searched += 1
+            found = analyse(self.judge.facts, candidate)
+            rule, miss, text = "", 0.0, ""
+            if found.bytes_bound > have:
+                rule, miss = "memory bound", found.bytes_bound / have
+                text = f"weights, optimizer state and layer inputs alone are {gibibytes(found.bytes_bound)} of {gibibytes(have)} or more"
+            elif problem := self.judge.broken(candidate, found.seconds_bound):
+                total = self.judge.total(candidate, found.seconds_bound)
+                rule, miss = "goal", self.judge.goal.excess(total)
+                text = f"at the chip's peak rate it {problem}"
+            if not rule:
+                yield Ranked(candidate=candidate, analysis=found)
+                continue
+            over[rule] += 1
+            if rule not in least or miss < least[rule][0]:
+                least[rule] = (miss, f"{text} (nearest: {candidate.text})")
+        for rule, number in over.items():
+            miss, text = least[rule]
+            self.refuse(on, f"{number:,} layouts", rule, text, miss)
+        if not seen:
+            batch = global_batch(self.judge.facts.job, on)
+            self.refuse(
+                on,
+                "all layouts",
+                "divisibility",
+                f"no mesh of {on.num_devices} devices divides the model and a batch of {batch}; change the batch or let it go with --free batch",
+            )
+
+    def refuse(
+        self, on: Slice, layout: str, rule: str, reason: str, miss: float | None = None
+    ) -> None:
+        """Notes a part of the space that is not searched."""
+        refused = Refused(on=on, layout=layout, rule=rule, reason=reason, miss=miss)
+        self.refused.append(refused)

@@ -1,0 +1,103 @@
+"""Settings that change little but speed, tried on the best layouts only: attention blocks, loss tiles, flags, places on the torus."""
+
+import itertools
+import math
+from dataclasses import replace
+
+from systolic.job import Axis, Job, Placement, Remat, Residual
+from systolic.job.layout import Group
+from systolic.planning.candidate import Candidate
+from systolic.planning.change import Change, layout_change
+from systolic.planning.flags import DEFAULT, sets_for
+
+BLOCKS = (1024, 2048)
+TILES = (4, 8)
+WIDE_VOCAB = 65536
+"""A vocabulary whose logits are worth cutting."""
+
+
+def changes(job: Job, candidate: Candidate, tight: bool = True) -> list[Change]:
+    """What is worth trying on a candidate, the likeliest gains first.
+
+    ``tight`` says that memory is short: loss tiles save it and cost time, and so do passes.
+    """
+    tokens = job.data.fields().get("tokens")
+    layout = candidate.layout
+    known = job.model.outline(layout)
+    flags = [
+        Change(flags=one)
+        for one in sets_for(
+            candidate.on,
+            layout.remat is Remat.offload,
+            candidate.flags,
+            candidate.base,
+            known is not None and known.routed > 0,
+        )
+    ]
+    blocks: list[Change] = []
+    if candidate.on.platform == "tpu" and tokens is not None and Axis.context in job.model.axes():
+        sequence = tokens.shape[0]
+        sizes = [b for b in BLOCKS if b != layout.attention_block and sequence % b == 0]
+        blocks = [layout_change(attention_block=b) for b in sizes]
+    found = [layout_change(placement=Placement.blocks)] if _breaks_lines(candidate) else []
+    found += [layout_change(residual=one) for one in _splits(job, candidate, tight)]
+    if not tight and (fewer := _fewer_passes(candidate)):
+        found.append(layout_change(accumulate=fewer))
+    for index in range(max(len(flags), len(blocks))):
+        found += [*flags[index : index + 1], *blocks[index : index + 1]]
+    if tokens is not None and known is not None and known.vocab >= WIDE_VOCAB:
+        for tiles in _tiles(layout.loss_tiles, tight):
+            if tokens.shape[0] % (tiles * layout.context) == 0:
+                found.append(layout_change(loss_tiles=tiles))
+    return found
+
+
+def _tiles(now: int, tight: bool) -> list[int]:
+    """Other numbers of loss tiles: fewer, which make fewer logits twice, and where memory is short more."""
+    if now == 1:
+        return list(TILES) if tight else []
+    fewer = list(dict.fromkeys((max(now // 2, 1), max(now // 4, 1))))
+    return [*fewer, 2 * now] if tight else fewer
+
+
+def _fewer_passes(candidate: Candidate) -> int:
+    """The next smaller number of passes that leaves each device whole examples; 0 where there is none."""
+    layout = candidate.layout
+    if layout.accumulate == 1 or candidate.batch % layout.batch_ways:
+        return 0
+    rows = candidate.batch // layout.batch_ways
+    return next(n for n in range(layout.accumulate - 1, 0, -1) if rows % n == 0)
+
+
+def _splits(job: Job, candidate: Candidate, tight: bool) -> list[Residual]:
+    """Other ways in which the tensor axis may hold the residual stream; whole only where memory is not short."""
+    layout = candidate.layout
+    if layout.tensor == 1 or job.model.outline(layout) is None:
+        return []
+    ways = [Residual.sequence, Residual.embed] + ([] if tight else [Residual.whole])
+    return [one for one in ways if one is not layout.residual]
+
+
+def _breaks_lines(candidate: Candidate) -> bool:
+    """Whether the innermost axis would be a block where it is a part of a ring: JAX's order of axes leaves it one."""
+    on, layout = candidate.on, candidate.layout
+    if on.platform != "tpu" or layout.placement is not Placement.lines:
+        return False
+    crossing = layout.slices if on.num_slices > 1 else None
+    inner = [
+        layout.size(axis) // (on.num_slices if axis is crossing else 1) for axis in reversed(Axis)
+    ]
+    ways = next((size for size in inner if size > 1), 1) // (on.chip.devices_per_chip or 1)
+    whole = {math.prod(some) for n in (1, 2, 3) for some in itertools.combinations(on.topology, n)}
+    return ways >= 4 and ways not in whole
+
+
+def like(leader: Candidate, one: Candidate) -> Candidate:
+    """A candidate with the flags (where its chip takes them), attention blocks, loss tiles, placement and split of the residual stream of another."""
+    flags = leader.flags
+    if flags is not DEFAULT and one.on.chip.name not in flags.generations:
+        flags = one.flags
+    layout = one.layout.take(
+        leader.layout, Group.placement, Group.residual, Group.attention, Group.loss
+    )
+    return replace(one, layout=layout, flags=flags)

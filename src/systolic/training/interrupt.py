@@ -1,0 +1,91 @@
+"""SIGTERM and Ctrl-C ask the loop to save and leave; a second Ctrl-C leaves at once."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Self
+
+from systolic.core.leave import raise_lost_interrupt
+from systolic.training import hosts
+
+AGREE = 8
+"""Several processes ask each other at least every so many steps or batches whether one was told to stop."""
+
+AGREE_SECONDS = 2.0
+"""And about this often where those are slow."""
+
+
+class Interrupt:
+    """Within its ``with`` block, remembers that the process was asked to stop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.signal: signal.Signals | None = None
+        self._clock = clock
+        self._told = False
+        """All processes have agreed to stop."""
+        self._asked_at: float | None = None
+        self._calls, self._interval = 0, 1
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Self:
+        raise_lost_interrupt()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self._before[number] = signal.signal(number, self._ask)
+            except ValueError:  # Not the main thread: whoever runs this owns the signals.
+                continue
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # ty: ignore[invalid-argument-type]
+
+    def alone(self) -> bool:
+        """Whether this process was asked to stop and has nobody to ask: it may leave at any point."""
+        return self.signal is not None and not hosts.several()
+
+    def agreed(self) -> bool:
+        """Whether any process of the job was asked to stop; all of them call this at the same point."""
+        self._ask_all(AGREE_SECONDS)
+        self._asked_at = None  # What comes next may have another pace.
+        return self._told
+
+    def soon(self) -> bool:
+        """Whether to stop before the next step or batch, the same answer in every process.
+
+        All of them call this before each one. They ask each other every :data:`AGREE` calls, or as often
+        as the slowest of them makes one in :data:`AGREE_SECONDS`; in between the answer is no.
+        """
+        if not hosts.several():
+            return self.signal is not None
+        self._calls += 1
+        if self._calls >= self._interval:
+            passed = None if self._asked_at is None else self._clock() - self._asked_at
+            self._ask_all(AGREE_SECONDS if passed is None else passed / self._calls)
+        return self._told
+
+    def _ask_all(self, pace: float) -> None:
+        """Asks all processes, unless they have agreed; ``pace`` is the seconds that this one takes from call to call."""
+        if self._told:
+            return
+        self._told, slowest = hosts.agree(self.signal is not None, pace)
+        self._asked_at, self._calls = self._clock(), 0
+        self._interval = max(1, min(AGREE, int(AGREE_SECONDS / max(slowest, 1e-9))))
+        if self._told:
+            self.signal = self.signal or signal.SIGTERM
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        # Straight to the descriptor: a handler may run in the middle of a print.
+        if self.signal is not None and number == signal.SIGINT:
+            os.write(2, b"\nsystolic: left at once; what came after the last checkpoint is lost\n")
+            # An exception would wait for the step that runs. Checkpoints are whole or absent.
+            os._exit(130)
+        self.signal = signal.Signals(number)
+        os.write(2, b"\nsystolic: stopping after this step to save; Ctrl-C again leaves at once\n")

@@ -1,0 +1,112 @@
+"""The checkpoints of a training session: what it goes on from, what it saves, and how they compare."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from systolic.artifact import CheckpointStore, Run
+from systolic.artifact.checkpoint import Restored
+from systolic.core.errors import OptionError
+from systolic.training import hosts
+from systolic.training.ledger import Ledger
+from systolic.training.progress import Progress
+from systolic.training.setup import Setup
+
+
+class Keeper:
+    """Saves and restores states with the position in the data and the progress.
+
+    Args:
+        setup: The job on this machine.
+        run: Its directory.
+        ledger: Where the time is claimed.
+        event: Makes a record: (name, seconds, detail).
+    """
+
+    def __init__(
+        self, setup: Setup, run: Run, ledger: Ledger, event: Callable[[str, float, str], None]
+    ) -> None:
+        self._setup, self._run, self._ledger, self._event = setup, run, ledger, event
+        rules, evaluation = setup.job.checkpoints, setup.job.evaluation
+        self.store = CheckpointStore(
+            run.checkpoints,
+            keep_last=rules.keep_last,
+            keep_best=rules.keep_best,
+            metric=evaluation.metric,
+            mode=evaluation.mode,
+            peers=hosts.peers(),
+        )
+        self._kept: tuple[int, bool] = (0, False)
+        """The step of the last checkpoint, and whether it holds metrics."""
+
+    def check(self) -> None:
+        """Refuses a newest checkpoint of another model, before anything is compiled.
+
+        Raises:
+            RunError: it is of another model; names the first array that differs.
+        """
+        # Several processes must refuse together, which they do when they restore.
+        if not hosts.several():
+            self.store.require_same(self._setup.steps.abstract_state)
+
+    def restore(self, feed: Any) -> Restored | None:
+        """The newest intact checkpoint, ``None`` where there is none yet; changes nothing on disk.
+
+        ``feed`` goes to its position.
+
+        Raises:
+            OptionError: it has more steps than the job.
+            DataError: it was trained on other data.
+        """
+        job = self._setup.job
+        if not hosts.any_of(self.store.latest_step() is not None):
+            return None
+        with self._ledger.spend("checkpoint"):
+            restored = self.store.restore(self._setup.steps.abstract_state)
+        feed.set_states([extra["data"] for extra in restored.extras])
+        if Progress.from_json(restored.extra["progress"]).step > job.steps:
+            raise OptionError(
+                f"steps is {job.steps}, but {self._run.path} has a checkpoint of step {restored.step}; give --steps {restored.step} or more"
+            )
+        self._kept = (restored.step, job.evaluation.metric in restored.metrics)
+        return restored
+
+    def go_back(
+        self, restored: Restored | None, again: Callable[[Mapping[str, Any]], bool]
+    ) -> None:
+        """Drops what the run holds of later steps than the checkpoint that it goes on from, and records that come ``again``."""
+        if not hosts.is_first():
+            return
+        self._run.truncate(0 if restored is None else restored.step, again)
+        if restored is not None:
+            self.store.discard_after(restored.step)
+
+    def save(
+        self, state: Any, feed: Any, progress: Progress, metrics: Mapping[str, float] | None
+    ) -> None:
+        """Begins to write a checkpoint, unless there is one of this step that says as much."""
+        step, measured = progress.step, metrics is not None
+        if step == 0 or (self._kept[0] == step and self._kept[1] >= measured):
+            return
+        start = self._ledger.clock()
+        with self._ledger.spend("checkpoint"):
+            extra = {"data": feed.get_state(), "progress": progress.to_json()}
+            self.store.save(step, state, extra=extra, metrics=metrics)
+        self._kept = (step, measured)
+        self._event("checkpoint", self._ledger.clock() - start, f"step {step}")
+
+    def rate(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds the last evaluation's metrics to the checkpoint of the last step, where it has none."""
+        if not self.unrated(step):
+            return
+        with self._ledger.spend("checkpoint"):
+            self.store.rate(step, metrics)
+        self._kept = (step, True)
+
+    def unrated(self, step: int) -> bool:
+        """Whether the last checkpoint is of this step and holds no metrics."""
+        return self._kept == (step, False)
+
+    def path(self) -> str | None:
+        """The newest checkpoint."""
+        kept = self.store.latest_step()
+        return None if kept is None else str(self.store.path(kept))

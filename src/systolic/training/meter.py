@@ -1,0 +1,131 @@
+"""Time and throughput of the steps between two records."""
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from systolic.training.ledger import Ledger
+
+if TYPE_CHECKING:
+    from systolic.training.setup import Setup
+
+
+SPAN = 8
+"""Steps that the forecast of the time left is a mean of, at least."""
+
+
+class _Mark(NamedTuple):
+    """What had been counted when a step finished."""
+
+    steps: float
+    clock: float
+    claimed: float
+    waited: float
+    device_waited: float
+
+    def to(self, later: "_Mark", share: float) -> "_Mark":
+        """The point at a share of the way to a later mark."""
+        return _Mark(*(a + (b - a) * share for a, b in zip(self, later, strict=True)))
+
+    def busy(self, since: "_Mark") -> float:
+        """Seconds since an earlier mark, waiting for data included, without other work."""
+        others = (self.claimed - since.claimed) - (self.waited - since.waited)
+        return max(self.clock - since.clock - others, 1e-9)
+
+
+class Meter:
+    """Counts finished steps and the time they took, without compiles, evaluations and saves.
+
+    Args:
+        setup: What a step holds.
+        ledger: Where other work claims its time.
+        finished: Steps done before this session.
+    """
+
+    def __init__(self, setup: "Setup", ledger: Ledger, finished: int) -> None:
+        self.setup, self.ledger = setup, ledger
+        self.finished = finished
+        """Steps whose results have been seen."""
+        self.session_steps = 0
+        self._device_waited = 0.0
+        self._last = self._mark(finished)
+        """Of the last step whose results have been seen."""
+        self._unseen: deque[_Mark] = deque()
+        """Steps after it that have finished, oldest first."""
+        self._marks = deque([self._last])
+        """Readings, oldest first: the last one at least :data:`SPAN` steps ago, and those after it."""
+
+    def notice(self, count: int) -> None:
+        """So many steps have finished whose results have not been seen, in their order.
+
+        The host sees results some steps later, and several at once after a wait, so a step ends when
+        it is noticed. Steps that are noticed together share the time evenly.
+        """
+        new = count - len(self._unseen)
+        before, now = (self._unseen or [self._last])[-1], self._mark(self.finished + count)
+        self._unseen.extend(before.to(now, (n + 1) / new) for n in range(new))
+
+    def done(self) -> None:
+        """The results of one more step have been seen."""
+        self.notice(max(1, len(self._unseen)))
+        self._last = self._unseen.popleft()
+        self.finished += 1
+        self.session_steps += 1
+
+    def waited_for_device(self, seconds: float) -> None:
+        """The host was done and waited for a step's results: the devices had work all the time."""
+        self._device_waited += seconds
+
+    @property
+    def quiet_seconds(self) -> float:
+        """Since the last reading."""
+        return self.ledger.clock() - self._marks[-1].clock
+
+    def read(self) -> dict[str, Any]:
+        """Figures of the steps since the last reading, and the time left by the last :data:`SPAN` steps at least.
+
+        The number of those steps, their mean time and throughput, MFU, the shares of their time that
+        were spent waiting for data and for the devices.
+        """
+        now, since = self._last, self._marks[-1]
+        while len(self._marks) > 1 and now.steps - self._marks[1].steps >= SPAN:
+            self._marks.popleft()
+        lately = now.busy(self._marks[0]) / max(now.steps - self._marks[0].steps, 1)
+        self._marks.append(now)
+        waited = now.waited - since.waited
+        device_waited = now.device_waited - since.device_waited
+        busy, num_steps = now.busy(since), round(now.steps - since.steps)
+        step_seconds = busy / max(num_steps, 1)
+        left = self.setup.job.steps - self.finished
+        expected = self.setup.expected
+        return {
+            f"{self.setup.unit}_per_second": self.setup.units_per_step / step_seconds,
+            "num_steps": num_steps,
+            "step_seconds": step_seconds,
+            **(expected.beside(step_seconds) if expected is not None else {}),
+            "mfu": self.setup.mfu(step_seconds),
+            "data_wait": min(waited / busy, 1.0),
+            "device_wait": min(device_waited / busy, 1.0),
+            "memory_bytes": self.setup.machine.memory_bytes(),
+            "eta_seconds": left * lately,
+        }
+
+    def step_seconds(self) -> float | None:
+        """Mean of the session's steps, waiting for data included; ``None`` where no step was made."""
+        seconds = self.ledger.spent("step") + self.ledger.spent("data_wait")
+        return seconds / self.session_steps if self.session_steps and seconds else None
+
+    def overall(self) -> tuple[float | None, float | None]:
+        """Tokens or examples per second over the session's loop, and MFU; ``None`` where no step was made."""
+        each = self.step_seconds()
+        if each is None:
+            return None, None
+        return self.setup.units_per_step / each, self.setup.mfu(each)
+
+    def _mark(self, steps: float) -> _Mark:
+        return _Mark(
+            steps=steps,
+            clock=self.ledger.clock(),
+            claimed=self.ledger.claimed,
+            waited=self.ledger.spent("data_wait"),
+            device_waited=self._device_waited,
+        )

@@ -1,0 +1,71 @@
+"""What a training session leaves: its summary, a sample, the next command."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from systolic.job import Job
+from systolic.steps.steps import Steps
+from systolic.training.ledger import Ledger
+from systolic.training.meter import Meter
+from systolic.training.progress import Progress
+from systolic.training.setup import Setup
+
+SAMPLE_TOKENS = 200
+
+
+def summarise(
+    *,
+    setup: Setup,
+    run: Path,
+    progress: Progress,
+    metrics: dict[str, float],
+    meter: Meter,
+    ledger: Ledger,
+    checkpoint: str | None,
+) -> dict[str, Any]:
+    """The figures of a session under their published names.
+
+    ``time`` adds up to ``seconds``, the wall time since the command started; ``goodput`` is the
+    share of it in which steps were computed; throughput counts the loop without compiles,
+    evaluations and saves. ``forecast`` has the step as a plan forecast it and as it was measured;
+    it is empty for a run without a plan.
+    """
+    throughput, mfu = meter.overall()
+    expected = setup.expected
+    time = ledger.close()
+    seconds = sum(time.values())
+    return {
+        "run": str(run),
+        "steps": progress.step,
+        "final": {"loss": progress.last.get("loss"), "metrics": metrics},
+        f"{setup.unit}_per_second": throughput,
+        "mfu": mfu,
+        "goodput": time["step"] / max(seconds, 1e-9),
+        "forecast": {} if expected is None else expected.against(meter.step_seconds()),
+        "checkpoint": checkpoint,
+        "seconds": seconds,
+        "time": time,
+        "bad_steps": progress.bad_steps,
+    }
+
+
+def next_command(job: Job, run: Path, *, unfinished: bool) -> str:
+    """What to type after this session."""
+    where = shlex.quote(str(run))
+    if unfinished:
+        return f"systolic train --resume {where}"
+    if job.sample is not None:
+        prompt = f" {shlex.quote(job.sample)}" if job.sample else ""
+        return f"systolic generate {where}{prompt}"
+    return f"systolic eval {where}"
+
+
+def sample(steps: Steps, params: Any, rest: Any, prompt: str) -> str:
+    """What a language model writes after ``prompt``."""
+    from systolic.job import Sampling
+    from systolic.training.generate import Generator
+
+    generator = Generator(steps, params, rest, Sampling())
+    pieces = generator.stream(prompt, tokens=SAMPLE_TOKENS, seed=steps.job.seed)
+    return "".join(pieces)

@@ -1,0 +1,143 @@
+"""Answers for single files: labels for images, scores for texts, raw outputs for a user's own kind."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from systolic.artifact.weights import Weights
+from systolic.core.errors import DataError, NotFoundError
+from systolic.data.text.fields import TextData
+from systolic.job.data import MASK, Data
+from systolic.training.setup import Setup
+
+UNREADABLE = (DataError, NotFoundError, OSError)
+"""What is wrong with one file and says nothing about the next."""
+
+BATCH = 32
+"""Examples per call, at least; a multiple of the devices."""
+
+
+def predictions(
+    setup: Setup, weights: Weights, files: Sequence[Path]
+) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Each file with its answer, as plain values; of a file that can't be read ``error`` is the reason.
+
+    Files are answered in their order.
+    """
+    run = Runner(setup, weights)
+    data = setup.job.data
+    if isinstance(data, TextData) and "targets" in data.fields():
+        for file in files:
+            try:
+                yield file, _score(run, data, file)
+            except UNREADABLE as error:
+                yield file, {"error": _reason(file, error)}
+        return
+    for start in range(0, len(files), run.batch):
+        group = files[start : start + run.batch]
+        loaded = [_load(data, file) for file in group]
+        outputs = run(found for found in loaded if not isinstance(found, str))
+        for file, found in zip(group, loaded, strict=True):
+            if isinstance(found, str):
+                yield file, {"error": found}
+            else:
+                yield file, _named(next(outputs), data.labels())
+
+
+def _load(data: Data, file: Path) -> Mapping[str, np.ndarray] | str:
+    """A file as an example, or why it is none."""
+    try:
+        return data.load(file)
+    except UNREADABLE as error:
+        return _reason(file, error)
+
+
+def _reason(file: Path, error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{file} can't be read ({error.strerror}); check the path"
+    return str(error)
+
+
+class Runner:
+    """The predict step over any number of examples."""
+
+    def __init__(self, setup: Setup, weights: Weights) -> None:
+        self.setup, self.weights = setup, weights
+        ways = setup.job.layout.batch_ways
+        self.batch = -(-BATCH // ways) * ways
+        options = setup.steps.target.compiler_options
+        self.program = jax.jit(setup.steps.predict, compiler_options=options)
+
+    def __call__(
+        self, examples: Iterator[Mapping[str, np.ndarray]]
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """One output a given example: name to array."""
+        group: list[Mapping[str, np.ndarray]] = []
+        for example in examples:
+            group.append(example)
+            if len(group) == self.batch:
+                yield from self._run(group)
+                group = []
+        if group:
+            yield from self._run(group)
+
+    def _run(self, group: Sequence[Mapping[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:
+        steps = self.setup.steps
+        arrays: dict[str, np.ndarray] = {}
+        for name, field in self.setup.job.data.fields().items():
+            whole = np.full(
+                (self.batch, *field.shape), -1 if name in ("label", "targets") else 0, field.dtype
+            )
+            given = [example[name] for example in group if name in example]
+            if given:
+                whole[: len(given)] = np.stack(given)
+            arrays[name] = whole
+        arrays[MASK] = (np.arange(self.batch) < len(group)).astype(np.float32)
+        placed = {
+            name: jax.device_put(array, steps.batch_shardings[name])
+            for name, array in arrays.items()
+        }
+        outputs = jax.device_get(self.program(self.weights.params, self.weights.rest, placed))
+        for index in range(len(group)):
+            yield {name: value[index] for name, value in outputs.items()}
+
+
+def _score(run: Runner, data: TextData, file: Path) -> dict[str, Any]:
+    """How well the model predicts a text."""
+    from systolic.data.text.listing import check_text
+    from systolic.data.text.rows import cut, lay
+
+    check_text(file)
+    text = file.read_bytes()
+    documents = data.get_tokenizer().documents([text])
+    sequence = data.fields()["tokens"].shape[0]
+    rows = lay(cut(documents, sequence), sequence)
+    if not text or not len(rows["tokens"]):
+        raise DataError(f"{file} is empty; give a text to score")
+    outputs = list(
+        run({name: array[i] for name, array in rows.items()} for i in range(len(rows["tokens"])))
+    )
+    nats = float(sum(output["nats"] for output in outputs))
+    tokens = float(sum(output["tokens"] for output in outputs))
+    return {
+        "bits_per_byte": nats / math.log(2) / len(text),
+        "perplexity": math.exp(min(nats / tokens, 700.0)),
+        "tokens": int(tokens),
+    }
+
+
+def _named(output: Mapping[str, np.ndarray], labels: Sequence[str]) -> dict[str, Any]:
+    """Class numbers by their names; anything else as lists."""
+    if "label" in output and "probability" in output and output["label"].ndim:
+        names = [labels[i] if i < len(labels) else str(i) for i in output["label"].tolist()]
+        chances = output["probability"].tolist()
+        return {
+            "label": names[0],
+            "probability": chances[0],
+            "top": dict(zip(names, chances, strict=True)),
+        }
+    return {name: value.tolist() for name, value in output.items()}

@@ -1,0 +1,171 @@
+"""Looks at gradients, weights and updates by layer now and then: when, and at what cost.
+
+A look computes the step that is about to be made a second time and keeps figures only, so it never
+changes what is trained.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import psutil
+
+from systolic.artifact import CheckpointStore, Run
+from systolic.artifact.access import Access
+from systolic.core.errors import NotFoundError
+from systolic.core.units import duration, gibibytes
+from systolic.steps.diagnose import jit_diagnose, num_parts
+from systolic.training import hosts
+from systolic.training.feed import training
+from systolic.training.ledger import Ledger
+from systolic.training.programs import Program
+from systolic.training.setup import Setup
+
+SHARE = 0.01
+"""Of a session's time that looks may take when nobody asked for any."""
+
+LOOKS = 50
+"""At most so many in a run when nobody asked for any."""
+
+LEAST_SECONDS = 2.0
+"""The compile takes at least so long, as far as is known before it."""
+
+LOOKS_AFTERWARDS = 4
+"""At a checkpoint."""
+
+CPU_FLOPS_PER_SECOND = 1e10
+"""What a small CPU does at least, to keep :func:`examine` from taking for ever."""
+
+MOST_SECONDS = 120.0
+
+DIGITS = 5
+"""Significant digits of what is kept."""
+
+Event = Callable[[str, float, str], None]
+
+
+class Probe:
+    """The looks of one session.
+
+    Args:
+        setup: The job on this machine.
+        ledger: Where looks claim their time.
+        event: Told when the program is compiled, and when looks end early.
+        every: Steps between looks; 0 never looks; ``None`` as often as :data:`SHARE` of the time allows.
+    """
+
+    def __init__(self, setup: Setup, ledger: Ledger, event: Event, every: int | None) -> None:
+        self.setup, self.ledger, self._event = setup, ledger, event
+        self.every = max(setup.job.steps // LOOKS, 1) if every is None else every
+        self._asked = every is not None
+        self._program = Program("diagnose", jit_diagnose(setup.steps), ledger, event)
+        self._began = ledger.clock()
+        self._spent = 0.0
+        self._dearest = 0.0
+        """Seconds of the dearest look so far without the compile."""
+
+    def prepare(self) -> None:
+        """Begins to compile where looks are certain."""
+        if self._asked and self.every:
+            steps = self.setup.steps
+            self._program.prepare(steps.abstract_state, steps.abstract_batch())
+
+    def due(self, step: int) -> bool:
+        """Whether to look at this step before it is made; the same answer in every process."""
+        if not self.every or step % self.every:
+            return False
+        # Only the first process's clock counts, for all of them look or none does.
+        return self._asked or hosts.any_of(hosts.is_first() and self._affordable())
+
+    def look(self, step: int, state: Any, batch: dict[str, jax.Array]) -> dict[str, Any] | None:
+        """A record of the step that would be made on ``batch``; ``None`` where there is none to be had."""
+        wanted = self.setup.steps.abstract_batch()
+        if {k: v.shape for k, v in batch.items()} != {k: v.shape for k, v in wanted.items()}:
+            return None
+        start, compiled = self.ledger.clock(), self.ledger.spent("compile")
+        try:
+            with self.ledger.spend("diagnose"):
+                found = jax.device_get(self._program(state, batch))
+        except jax.errors.JaxRuntimeError as error:
+            # Where the step itself just fits, this program, which keeps no memory of its own, may not.
+            self.every = 0
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            self._event("diagnose", 0.0, f"no further look at layers: {reason}")
+            return None
+        seconds = self.ledger.clock() - start
+        self._spent += seconds
+        own = seconds - (self.ledger.spent("compile") - compiled)
+        self._dearest = max(self._dearest, own)
+        return record(self.setup, step, found) | {"seconds": own}
+
+    def _affordable(self) -> bool:
+        # The compile is dearer than that of the train step, which may have come out of a cache.
+        cost = self._dearest or max(2 * self.ledger.spent("compile"), LEAST_SECONDS)
+        return self._spent + cost <= SHARE * (self.ledger.clock() - self._began)
+
+
+def record(setup: Setup, step: int, found: Any) -> dict[str, Any]:
+    """What :func:`systolic.steps.diagnose.diagnose` found, as plain values.
+
+    ``parameters`` maps a path to ``shape``, ``dtype`` and the figures, each a number or a list by layer.
+    """
+    steps = setup.steps
+    shapes = steps.network.params
+    return {
+        "step": step,
+        **{name: _round(found[name]) for name in found if name != "parameters"},
+        "batch": steps.batch_size,
+        "parts": num_parts(steps),
+        "parameters": {
+            path: {"shape": list(shapes[path].shape), "dtype": str(shapes[path].dtype)}
+            | {name: _round(value) for name, value in figures.items()}
+            for path, figures in found["parameters"].items()
+        },
+    }
+
+
+def too_large(setup: Setup) -> str:
+    """Why :func:`examine` should not be tried on this machine; "" where it can.
+
+    A look holds the state, gradients and updates: in float32 about six times the weights.
+    """
+    need = 6 * 4 * setup.steps.network.num_parameters
+    if setup.machine.platform != "cpu":
+        return ""
+    have = psutil.virtual_memory().available
+    if need > have / 2:
+        return f"a look at its layers needs about {gibibytes(need)} beside activations, and {gibibytes(have)} are free"
+    seconds = LOOKS_AFTERWARDS * setup.steps.step_flops / CPU_FLOPS_PER_SECOND
+    if seconds > MOST_SECONDS:
+        return f"a look at its layers would take about {duration(seconds)} on this CPU"
+    return ""
+
+
+def examine(setup: Setup, run: Run, looks: int = LOOKS_AFTERWARDS) -> Iterator[dict[str, Any]]:
+    """Looks at the newest intact checkpoint of a run, on the batches that would come next; changes nothing.
+
+    Raises:
+        NotFoundError: there is no checkpoint.
+        RunError: all of them are damaged.
+    """
+    with CheckpointStore(run.checkpoints, access=Access.read) as store:
+        if store.latest_step() is None:
+            raise NotFoundError(
+                f"{run.path} has no checkpoint to look at; train with --diagnose 50"
+            )
+        restored = store.restore(setup.steps.abstract_state)
+    program = jit_diagnose(setup.steps)
+    feed = training(setup.job, setup.steps, 0)
+    try:
+        feed.set_states([extra["data"] for extra in restored.extras])
+        for _ in range(looks):
+            found = jax.device_get(program(restored.state, next(feed)))
+            yield record(setup, restored.step + 1, found)
+    finally:
+        feed.close()
+
+
+def _round(value: Any) -> Any:
+    if value.ndim:
+        return [_round(each) for each in value]
+    return float(f"{float(value):.{DIGITS}g}")

@@ -1,0 +1,183 @@
+"""Compiled programs, counted: a second compile of the same step says which argument changed."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from systolic.core.leave import start_native
+from systolic.training.ledger import Ledger
+
+Signature = Mapping[str, tuple[tuple[int, ...], str]]
+
+
+POLL_SECONDS = 0.1
+"""How long a signal may go unnoticed while a thread compiles."""
+
+
+class Program:
+    """A function compiled once for each signature of its batch.
+
+    Args:
+        name: For events.
+        jitted: ``jax.jit`` of ``function(*state, batch)``.
+        report: Called with (event, seconds, detail) after each compile.
+    """
+
+    def __init__(
+        self, name: str, jitted: Any, ledger: Ledger, report: Callable[[str, float, str], None]
+    ) -> None:
+        self.name, self._jitted, self._ledger, self._report = name, jitted, ledger, report
+        self._compiled: dict[Any, Any] = {}
+        self._signature: Signature = {}
+        self._ahead: _Ahead | None = None
+        self.recompiles = 0
+
+    def prepare(self, *arguments: Any) -> None:
+        """Traces the program for abstract arguments and starts to compile it in a thread.
+
+        Arguments whose batch is of another signature, when they come, count as a recompile: the
+        data is not what its fields say.
+        """
+        with self._ledger.spend("compile"):
+            started = self._ledger.clock()
+            lowered = self._jitted.lower(*arguments)
+            self._ahead = _Ahead(lowered, arguments[-1], self._ledger.clock, started)
+
+    def adopt(self, batch: Mapping[str, Any], compiled: Any, seconds: float) -> None:
+        """Takes a program that was compiled elsewhere, for batches like ``batch``, in place of a compile.
+
+        Args:
+            batch: Arrays or ShapeDtypeStructs.
+            compiled: ``jax.stages.Compiled`` of the same function.
+            seconds: That loading it took.
+        """
+        self._keep(batch, compiled, seconds, "load")
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the compile that was started ahead is done, after waiting at most so long."""
+        if self._ahead is None:
+            return True
+        with self._ledger.spend("compile"):
+            return self._ahead.wait(seconds)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs the program on (*state, batch), compiling it first where the batch is of a new shape."""
+        batch = arguments[-1]
+        if self._ahead is not None:
+            self._await(self._ahead)
+        compiled = self._compiled.get(_key(batch))
+        if compiled is None:
+            compiled = self._compile(arguments)
+        return compiled(*arguments)
+
+    def _await(self, ahead: "_Ahead") -> None:
+        self._ahead = None
+        with self._ledger.spend("compile"):
+            compiled, seconds = ahead.result()
+        self._keep(ahead.batch, compiled, seconds)
+
+    def _compile(self, arguments: tuple[Any, ...]) -> Any:
+        start = self._ledger.clock()
+        with self._ledger.spend("compile"):
+            compiled = self._jitted.lower(*arguments).compile()
+        self._keep(arguments[-1], compiled, self._ledger.clock() - start)
+        return compiled
+
+    def _keep(
+        self, batch: Mapping[str, Any], compiled: Any, seconds: float, event: str = "compile"
+    ) -> None:
+        signature = {name: (array.shape, str(array.dtype)) for name, array in batch.items()}
+        if self._signature:
+            self.recompiles += 1
+            self._report(
+                "recompile", seconds, f"{self.name} step: {_difference(self._signature, signature)}"
+            )
+        else:
+            self._report(event, seconds, f"{self.name} step")
+        self._signature = signature
+        self._compiled[_key(batch)] = compiled
+
+
+class _Ahead:
+    """A compile in a thread of its own; XLA works without Python's lock."""
+
+    def __init__(
+        self, lowered: Any, batch: Mapping[str, Any], clock: Callable[[], float], started: float
+    ) -> None:
+        self.batch = batch
+        self._lowered, self._clock, self._started = lowered, clock, started
+        self._compiled: Any = None
+        self._error: Exception | None = None
+        self._seconds = 0.0
+        self._thread = start_native("compile", self._run)
+
+    def wait(self, seconds: float) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def result(self) -> tuple[Any, float]:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._compiled, self._seconds
+
+    def _run(self) -> None:
+        try:
+            self._compiled = self._lowered.compile()
+        except Exception as error:  # raised again where the program is called
+            self._error = error
+        self._seconds = self._clock() - self._started
+
+
+def never() -> bool:
+    """Goes on to the end."""
+    return False
+
+
+def compiled(lowered: Any, options: Mapping[str, Any] | None, stop: Callable[[], bool]) -> Any:
+    """A lowered program compiled in a thread, so that a signal is noticed; ``None`` where ``stop`` said so before.
+
+    A compile that is left goes on in its thread: nothing can interrupt it.
+    """
+    found: list[Any] = []
+
+    def work() -> None:
+        try:
+            found.append(lowered.compile(compiler_options=options))
+        except Exception as error:  # raised again below
+            found.append(error)
+
+    thread = start_native("compile", work)
+    while thread.is_alive():
+        if stop():
+            return None
+        thread.join(POLL_SECONDS)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
+
+
+def _key(batch: Mapping[str, Any]) -> Any:
+    return tuple(sorted((name, array.shape, str(array.dtype)) for name, array in batch.items()))
+
+
+def _difference(old: Signature, new: Signature) -> str:
+    changes = []
+    for name in {**old, **new}:
+        if old.get(name) != new.get(name):
+            changes.append(f"{name} was {_text(old.get(name))} and is {_text(new.get(name))}")
+    return "; ".join(changes)
+
+
+def _text(entry: tuple[tuple[int, ...], str] | None) -> str:
+    if entry is None:
+        return "absent"
+    shape, dtype = entry
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def compiler_cache(folder: str) -> None:
+    """Keeps compiled programs across processes in ``folder`` (JAX's persistent compilation cache)."""
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -1,0 +1,292 @@
+"""A few real steps of a job with a slice's mesh, on virtual CPU devices, before anything is paid for.
+
+The real job is checked, traced and measured on paper; then a shrunk one with the same layout goes
+through the same programs as training: steps, an evaluation batch, a checkpoint and back.
+"""
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from systolic.artifact import CheckpointStore
+from systolic.chips import Slice
+from systolic.core.errors import LayoutError, RunError
+from systolic.core.units import duration, gibibytes
+from systolic.job import Batch, Job, Split
+from systolic.models.decoder.pipeline import num_microbatches
+from systolic.steps.programs import jit_evaluate, jit_train
+from systolic.steps.steps import Steps
+from systolic.steps.target import MeshTarget
+from systolic.training.evaluate import evaluate
+from systolic.training.feed import training
+from systolic.training.ledger import Ledger
+from systolic.training.machine import Machine
+from systolic.training.programs import Program
+from systolic.training.setup import Setup, set_up
+
+STEPS = 3
+"""The last one starts from the restored checkpoint."""
+
+WHOLE = "whole"
+"""The spec of an array that every device holds all of."""
+
+NOT_CHECKED = "speed, memory in use and the slice's own compiler and kernels"
+
+Say = Callable[[str, str], None]
+"""Told the name of each check that passed, and its result in one line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One array of the real job and the share of it that one device holds."""
+
+    path: str
+    shape: tuple[int, ...]
+    spec: str
+    """Mesh axes of each dim: ``fsdp, tensor``; ``-`` for a dim that is not split."""
+    bytes_per_device: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """Where the arrays of the real job lie."""
+
+    num_parameters: int
+    parameters: Sequence[Part]
+    """Largest first."""
+    batch: Sequence[Part]
+    bytes_per_device: Mapping[str, int]
+    """Kind (parameters, optimizer, other, batch) to bytes on each device."""
+    whole_share: float
+    """Of a device's parameter bytes: those that no mesh axis splits."""
+    notes: Sequence[str]
+    """What tracing for the slice had to say about kernels."""
+
+
+def rehearse(job: Job, on: Slice, say: Say, workers: int = 0) -> dict[str, Any]:
+    """Checks a job for a slice and runs a shrunk one on as many virtual devices; returns the record.
+
+    Needs a process with ``on.num_devices`` CPU devices.
+
+    Raises:
+        LayoutError: an axis does not divide the slice, the batch, the model or an example, or the
+            weights and optimizer state alone exceed the memory of a device.
+        DataError: the data is empty or damaged.
+        RunError: a step, the evaluation or the checkpoint went wrong.
+    """
+    start = time.perf_counter()
+    machine = Machine(
+        devices=jax.devices("cpu"),
+        platform="cpu",
+        name=f"{on.num_devices} x virtual cpu",
+        peak_bf16_flops_per_second=None,
+    )
+    job = job.settle(on)
+    shape = " x ".join(f"{name} {size}" for name, size in job.layout.mesh_shape.items() if size > 1)
+    crossing = f", {job.layout.slices.value} across {on.num_slices} slices"
+    say(
+        "layout",
+        f"{shape or 'one device'}{crossing if on.num_slices > 1 else ''}; batch {job.batch.resolve(job.layout)} divides",
+    )
+    # cuDNN cannot be traced without a GPU.
+    platform = "cpu" if on.platform == "gpu" else on.platform
+    steps = Steps(job, MeshTarget.of(job, platform, machine.devices))
+    spread = spread_of(steps)
+    _check_memory(spread, on)
+    say(
+        "model",
+        f"{spread.num_parameters:,} parameters, traced for {on.platform} in {job.precision.value}",
+    )
+    small = shrunk(job, steps)
+    setup = set_up(small, machine)
+    say(
+        "shrunk",
+        f"{setup.steps.network.num_parameters:,} parameters, batch {setup.steps.batch_size}, same layout and code",
+    )
+    result = _Stage(setup=setup, say=say, workers=workers).run()
+    return {
+        "slice": on.name,
+        "devices": on.num_devices,
+        "layout": job.layout.mesh_shape,
+        "precision": job.precision.value,
+        "batch_size": steps.batch_size,
+        **asdict(spread),
+        "rehearsed": result,
+        "not_checked": NOT_CHECKED,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def spread_of(steps: Steps) -> Spread:
+    """Traces the real train step and reads where its arrays lie; computes nothing.
+
+    Raises:
+        LayoutError: the step does not fit the layout.
+    """
+    state, batch = steps.abstract_state, steps.abstract_batch()
+    jax.eval_shape(steps.train, state, batch)
+    parameters = [_part(path, array) for path, array in state.params.items()]
+    kinds = {
+        "parameters": state.params,
+        "optimizer": state.optimizer,
+        "other": (state.rest, state.ema, state.scale),
+        "batch": batch,
+    }
+    held = sum(part.bytes_per_device for part in parameters)
+    whole = sum(part.bytes_per_device for part in parameters if part.spec == WHOLE)
+    return Spread(
+        num_parameters=steps.network.num_parameters,
+        parameters=sorted(parameters, key=lambda part: -math.prod(part.shape)),
+        batch=[_part(name, array) for name, array in batch.items()],
+        bytes_per_device={
+            kind: sum(map(_bytes, jax.tree.leaves(arrays))) for kind, arrays in kinds.items()
+        },
+        whole_share=whole / max(held, 1),
+        notes=tuple(steps.target.notes),
+    )
+
+
+def shrunk(job: Job, steps: Steps) -> Job:
+    """The same job in the smallest sizes that its layout still divides."""
+    layout = job.layout
+    batch = layout.batch_ways * layout.accumulate
+    if layout.pipeline > 1:
+        batch *= num_microbatches(steps.target, steps.batch_size // layout.accumulate)
+    return replace(
+        job,
+        model=job.model.shrink(layout),
+        data=job.data.shrink(layout),
+        batch=Batch(total=batch),
+        steps=STEPS,
+    )
+
+
+@dataclass(kw_only=True)
+class _Stage:
+    """The shrunk job on the virtual devices."""
+
+    setup: Setup
+    say: Say
+    workers: int
+
+    def run(self) -> dict[str, Any]:
+        """Steps, a checkpoint, a step from it, an evaluation batch."""
+        steps, ledger = self.setup.steps, Ledger()
+        program = Program("train", jit_train(steps), ledger, lambda *_: None)
+        feed = training(self.setup.job, steps, self.workers)
+        try:
+            init = jax.jit(steps.init, out_shardings=steps.shardings)
+            state = init(jax.random.key(self.setup.job.seed))
+            losses = []
+            for _ in range(STEPS - 1):
+                state, loss = self._step(program, state, feed, len(losses) + 1)
+                losses.append(loss)
+            state = self._save_and_restore(state, feed)
+            state, loss = self._step(program, state, feed, STEPS)
+            losses.append(loss)
+        finally:
+            feed.close()
+        if program.recompiles:
+            raise RunError(
+                f"the train step was compiled {1 + program.recompiles} times in {STEPS} steps; give every batch the same shapes"
+            )
+        text = ", ".join(f"{loss:.4g}" for loss in losses)
+        self.say("steps", f"loss {text}; compiled once, in {duration(ledger.spent('compile'))}")
+        metrics = self._evaluate(state)
+        return {
+            "num_parameters": steps.network.num_parameters,
+            "batch_size": steps.batch_size,
+            "losses": losses,
+            "metrics": metrics,
+        }
+
+    def _step(self, program: Program, state: Any, feed: Any, number: int) -> tuple[Any, float]:
+        state, metrics = program(state, next(feed))
+        loss = float(metrics["loss"])
+        if not math.isfinite(loss) or not math.isfinite(float(metrics["grad_norm"])):
+            raise RunError(
+                f"step {number} of the rehearsal has loss {loss:.4g} and gradient norm {float(metrics['grad_norm']):.4g}; look at the data and the loss of the recipe"
+            )
+        return state, loss
+
+    def _save_and_restore(self, state: Any, feed: Any) -> Any:
+        """Through a checkpoint and back; the restored state, data at its position."""
+        with tempfile.TemporaryDirectory(prefix="systolic-rehearsal-") as folder:
+            with CheckpointStore(Path(folder)) as store:
+                store.save(STEPS - 1, state, extra={"data": feed.get_state()})
+                saved = store.wait()
+                restored = store.restore(self.setup.steps.abstract_state)
+            if not same(state, restored.state):
+                raise RunError(
+                    "the restored checkpoint differs from what was saved; please report it with the recipe"
+                )
+            feed.set_states([extra["data"] for extra in restored.extras])
+            size = gibibytes(saved.num_bytes) if saved is not None else "nothing"
+            self.say("checkpoint", f"{size} saved and restored, every bit the same")
+        return restored.state
+
+    def _evaluate(self, state: Any) -> dict[str, float]:
+        job, steps = self.setup.job, self.setup.steps
+        split = next((s for s in (Split.validation, Split.test) if job.data.size(s) != 0), None)
+        if split is None:
+            self.say("evaluation", "none: the data has no validation or test split")
+            return {}
+        metrics = evaluate(
+            job, steps, jit_evaluate(steps), state.evaluated, state.rest, split, batches=1
+        )
+        wanted = job.evaluation.metric
+        if wanted not in metrics:
+            raise RunError(
+                f"evaluation.metric {wanted!r} is not reported; choose one of {', '.join(sorted(metrics))}"
+            )
+        text = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        self.say("evaluation", f"one {split.value} batch: {text}")
+        return metrics
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two trees of arrays hold the same bits."""
+    pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
+    return all(_raw(a) == _raw(b) for a, b in pairs)
+
+
+def _raw(array: Any) -> bytes:
+    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    return np.asarray(array).tobytes()
+
+
+def _check_memory(spread: Spread, on: Slice) -> None:
+    memory, devices = on.chip.hbm_bytes, on.chip.devices_per_chip or 1
+    kinds = ("parameters", "optimizer", "other")
+    needed = sum(spread.bytes_per_device[kind] for kind in kinds)
+    if memory is not None and needed > memory // devices:
+        raise LayoutError(
+            f"weights and optimizer state need {gibibytes(needed)} on each device and {on.name} has {gibibytes(memory // devices)}; split more ways with layout.fsdp or layout.tensor, or take a larger slice"
+        )
+
+
+def _part(path: str, array: Any) -> Part:
+    """Of a ShapeDtypeStruct that carries its sharding."""
+    spec = array.sharding.spec
+    padded = list(spec) + [None] * (len(array.shape) - len(spec))
+    dims = ["-" if a is None else a if isinstance(a, str) else "+".join(a) for a in padded]
+    return Part(
+        path=path,
+        shape=array.shape,
+        spec=", ".join(dims) if any(dim != "-" for dim in dims) else WHOLE,
+        bytes_per_device=_bytes(array),
+    )
+
+
+def _bytes(array: Any) -> int:
+    """Of one device's share."""
+    held = array.sharding.shard_shape(array.shape)
+    return math.prod(held) * array.dtype.itemsize

@@ -1,0 +1,117 @@
+"""Whether the processes of a job do the same: settings and data before the first step, batches while it runs."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from systolic.core.errors import DataError, RunError, SystolicError
+from systolic.data.contents import contents_of, difference
+from systolic.job import Data, Split
+from systolic.job.data import Contents
+from systolic.training import hosts
+
+if TYPE_CHECKING:
+    from systolic.training.setup import Setup
+
+EVERY = 100
+"""Batches from one that is compared to the next; comparing copies a process's part of it to the host."""
+
+
+def require_same_job(setup: "Setup") -> None:
+    """Refuses to begin where processes were given different settings: each would apply its own to its part.
+
+    Every process calls it at the same point. It covers all fields of the job but where its data lies, the
+    compiler's flags, and the versions of what computes; not the code of a recipe's file.
+
+    Raises:
+        RunError: they were; names the first setting that differs, both values and the processes.
+    """
+    if not hosts.several():
+        return
+    answers = [json.loads(text) for text in hosts.exchange(json.dumps(_settings(setup)))]
+    first = answers[0]
+    for process, answer in enumerate(answers):
+        for name in sorted(first.keys() | answer.keys()):
+            # As text: NaN is not equal to itself.
+            if json.dumps(first.get(name)) != json.dumps(answer.get(name)):
+                raise RunError(
+                    f"processes 0 and {process} were given different settings: {name} is {first.get(name)!r} in process 0 and {answer.get(name)!r} in process {process}; start every process with the same options and versions"
+                )
+
+
+def _settings(setup: "Setup") -> dict[str, Any]:
+    found: dict[str, Any] = {name: version(name) for name in ("systolic", "jax", "jaxlib")}
+    found["flags"] = " ".join(setup.flags)
+    todo: list[tuple[str, Any]] = [("", setup.job.to_json())]
+    while todo:
+        name, value = todo.pop()
+        if isinstance(value, Mapping):
+            todo += [(f"{name}.{key}".lstrip("."), part) for key, part in value.items()]
+        elif not (name.startswith("data.") and isinstance(value, str | list)):
+            # Each process may find its data elsewhere; what it holds is compared by contents.
+            found[name] = value
+    return found
+
+
+def require_same_data(data: Data) -> None:
+    """Refuses to begin where processes have different data, in any split.
+
+    Every process calls it at the same point. It covers what :mod:`systolic.data.contents` does, and
+    the sizes of splits; data that can't tell its contents is compared by batches only.
+
+    Raises:
+        DataError: they have; names the data, the difference and the processes. Or a process can't read it.
+    """
+    if not hosts.several():
+        return
+    told: dict[str, Any] = {"error": "", "sizes": {}, "contents": {}}
+    try:
+        told["sizes"] = {split.value: data.size(split) for split in Split}
+        told["contents"] = {name: asdict(one) for name, one in contents_of(data).items()}
+    except SystolicError as error:
+        told["error"] = str(error)
+    answers = [json.loads(text) for text in hosts.exchange(json.dumps(told))]
+    for process, answer in enumerate(answers):
+        if answer["error"]:
+            raise DataError(f"{answer['error']} (in process {process})")
+    first = answers[0]
+    for process, answer in enumerate(answers):
+        for split in Split:
+            name = split.value
+            what = _different(first["contents"].get(name), answer["contents"].get(name))
+            if what is None and first["sizes"][name] != answer["sizes"][name]:
+                what = f"size {answer['sizes'][name]}, {first['sizes'][name]} in process 0"
+            if what is not None:
+                where = (answer["contents"].get(name) or {}).get("where", "the data")
+                raise DataError(
+                    f"processes 0 and {process} have different data for {name}: in process {process} {where} has {what}; give every process the same files and versions"
+                )
+
+
+def _different(first: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str | None:
+    if first is None or other is None:
+        return None if first == other else "other files"
+    told = difference(Contents(**first), Contents(**other))
+    return told and told.replace("before", "in process 0")
+
+
+class SameBatches:
+    """Compares the parts that processes share of the first batch, and of every so many after it.
+
+    Every process asks at the same batches.
+    """
+
+    def __init__(self, every: int = EVERY) -> None:
+        self._every, self._seen = every, 0
+
+    def check(self, batch: Mapping[str, Any]) -> None:
+        """Looks at a batch, if it is one that is compared.
+
+        Raises:
+            DataError: see :func:`systolic.training.hosts.require_same`.
+        """
+        if self._seen % self._every == 0:
+            hosts.require_same(batch)
+        self._seen += 1

@@ -1,0 +1,209 @@
+"""From a job and the devices at hand to the programs that train it; every check before any compile."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from systolic.aot.executable import Loaded, flags_of, load
+from systolic.aot.steps import described
+from systolic.artifact.weights import Weights
+from systolic.chips.flags import compile_options, name_of, resolved
+from systolic.core.errors import DataError, OptionError, nearest
+from systolic.job import Job, Model, Precision, Split, Target
+from systolic.steps.mesh import slices_of
+from systolic.steps.programs import jit_evaluate, jit_train
+from systolic.steps.steps import Steps, wide_copy
+from systolic.steps.target import MeshTarget
+from systolic.training.expected import Expected
+from systolic.training.machine import Machine
+from systolic.training.programs import compiled, never
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A job made definite for the machine."""
+
+    job: Job
+    machine: Machine
+    steps: Steps
+    expected: Expected | None = None
+    """The forecast of the train step on these devices."""
+    initial: Weights | None = None
+    """What training begins with in place of random weights."""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Compiler flags of its programs, beside those that the environment sets."""
+        return self.steps.target.flags
+
+    @property
+    def unit(self) -> str:
+        """What throughput counts: ``tokens`` or ``examples``."""
+        return "tokens" if "tokens" in self.job.data.fields() else "examples"
+
+    @property
+    def units_per_step(self) -> int:
+        """Tokens or examples in a step's batch, padding included."""
+        fields = self.job.data.fields()
+        return self.steps.batch_size * (fields["tokens"].shape[0] if "tokens" in fields else 1)
+
+    @cached_property
+    def jitted_train(self) -> Any:
+        """The train step: (state, batch) -> (state, metrics)."""
+        return jit_train(self.steps)
+
+    @cached_property
+    def jitted_evaluate(self) -> Any:
+        """The eval step: (params, rest, batch) -> sums; one object, so that it is traced once."""
+        return jit_evaluate(self.steps)
+
+    @property
+    def abstract_evaluation(self) -> tuple[Any, Any, Any]:
+        """The eval step's arguments as ShapeDtypeStructs."""
+        state, passes = self.steps.abstract_state, self.job.layout.accumulate
+        batch = self.steps.abstract_batch(self.steps.batch_size // passes)
+        return state.evaluated, state.rest, batch
+
+    def check_metric(self) -> None:
+        """Whether the task reports what best checkpoints and early stopping look at.
+
+        Raises:
+            OptionError: it does not; names what it reports.
+        """
+        wanted = self.job.evaluation.metric
+        reported = sorted(self.jitted_evaluate.eval_shape(*self.abstract_evaluation))
+        if wanted not in reported:
+            raise OptionError(
+                f"evaluation.metric is {wanted!r}, which {self.job.name} does not report{nearest(wanted, reported)}; choose one of {', '.join(reported)}"
+            )
+
+    def load(self, path: Path) -> Loaded:
+        """The train step that ``systolic forecast --save`` kept, instead of compiling it.
+
+        Raises:
+            NotFoundError: it is not there.
+            RunError: it is damaged or of another program, machine, version or flags; names the first.
+        """
+        steps = self.steps
+        lowered = self.jitted_train.lower(steps.abstract_state, steps.abstract_batch())
+        precision = self.job.precision.resolve(self.machine.platform)
+        job = replace(self.job, precision=precision)
+        facts = {"name": job.name, "verb": "train", **described(job, steps)}
+        assert steps.target.mesh is not None
+        devices = list(steps.target.mesh.devices.flat)
+        return load(path, lowered, devices, facts, self.flags)
+
+    def first_state(self, stop: Callable[[], bool] = never) -> Any:
+        """The state before the first step; the weights that training begins with are given away with it.
+
+        ``None`` where ``stop`` said so while it compiled.
+        """
+        state = first_state(self.steps, self.job.seed, stop)
+        if state is None:
+            return None
+        if self.initial is None:
+            return state
+        params, rest = self.initial.params, self.initial.rest
+        # A copy: the step gives its arguments' memory away, each array once.
+        ema = None if state.ema is None else wide_copy(params)
+        return replace(state, params=params, rest=rest, ema=ema)
+
+    def mfu(self, step_seconds: float) -> float | None:
+        """Model FLOPs over the published bf16 peak; ``None`` where no peak is published."""
+        peak = self.machine.peak_bf16_flops_per_second
+        return self.steps.step_flops / (step_seconds * peak) if peak else None
+
+
+def set_up(
+    job: Job,
+    machine: Machine | None = None,
+    flags: Sequence[str] | None = None,
+    *,
+    reads: bool = True,
+) -> Setup:
+    """Fits the layout to the devices and checks batch, model and data against it.
+
+    Args:
+        job: What to train.
+        machine: The devices; by default those of this process.
+        flags: All flags of the compiler, as options of each program; None takes the set that jobs on
+            these devices share. What the environment sets is left to it.
+        reads: Whether it is trained, so that its data must be there; what was trained is used without.
+
+    Raises:
+        LayoutError: an axis does not divide the devices, the batch or the model.
+        DataError: the training split is empty.
+        OptionError: the compiler does not know a flag.
+    """
+    machine = machine or Machine.here()
+    flags = resolved("", machine.chip) if flags is None else flags
+    named = {name_of(flag) for flag in flags_of(os.environ, machine.platform)}
+    own = tuple(flag for flag in flags if name_of(flag) not in named)
+    check_flags(own, machine.platform)
+    num_slices = slices_of(machine.devices)
+    job = replace(job, layout=job.layout.on(len(machine.devices), num_slices))
+    job.model.check(job.layout)
+    job.batch.resolve(job.layout)
+    precision = job.precision.resolve(machine.platform)
+    if reads:
+        job.schedule.check_steps(job.steps)
+        check_operands(job.model, precision)
+    if reads and job.data.size(Split.train) == 0:
+        raise DataError(f"the training split of {job.name} is empty; give the recipe other data")
+    target = MeshTarget.of(job, machine.platform, machine.devices, own)
+    return Setup(job=job, machine=machine, steps=Steps(job, target))
+
+
+def check_operands(model: Model, precision: Precision) -> None:
+    """Whether a model's matmuls can round to what the precision asks of them.
+
+    Raises:
+        OptionError: they can't, so that it would compute in bfloat16 alone.
+    """
+    if precision.operands is not None and precision.operands not in model.operands():
+        raise OptionError(
+            f"precision is {precision.value}, which {type(model).__name__} has no matmuls for; use bf16 or f32"
+        )
+
+
+def computed_in(target: Target) -> str:
+    """``bfloat16, fp8 operands (emulated on a CPU)``: what a target computes in, for people."""
+    if target.operands is None:
+        return target.dtype
+    emulated = " (emulated on a CPU)" if target.platform == "cpu" else ""
+    return f"{target.dtype}, {target.operands} operands{emulated}"
+
+
+def check_flags(flags: Sequence[str], platform: str) -> None:
+    """Whether the compiler of this process takes these flags: compiles an empty program with them.
+
+    Raises:
+        OptionError: it does not know one, or refuses its value.
+    """
+    if not flags:
+        return
+    empty = jax.jit(lambda: 0, compiler_options=compile_options(flags, platform))
+    try:
+        empty.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        reason = (str(error).splitlines() or [""])[0].removeprefix("INVALID_ARGUMENT: ")
+        raise OptionError(
+            f"the compiler refuses the flags {' '.join(flags)} ({reason}); leave that one out, or give --flags=none for XLA's defaults"
+        ) from error
+
+
+def first_state(steps: Steps, seed: int, stop: Callable[[], bool] = never) -> Any:
+    """The state before the first step, born sharded; ``None`` where ``stop`` said so while it compiled."""
+    init = jax.jit(steps.init, out_shardings=steps.shardings)
+    # It runs once: on a CPU, LLVM would spend seconds to save it milliseconds.
+    quick: dict[str, str | bool] | None = None
+    if steps.target.platform == "cpu":
+        quick = {"xla_backend_optimization_level": "1"}
+    key = jax.random.key(seed)
+    made = compiled(init.lower(key), quick, stop)
+    return None if made is None else jax.block_until_ready(made(key))

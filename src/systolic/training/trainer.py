@@ -1,0 +1,488 @@
+"""Trains a job in a run directory: start or resume, loop, evaluate, save, sum up."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from systolic.aot.executable import Loaded
+from systolic.artifact import Run
+from systolic.artifact.checkpoint import Restored
+from systolic.core.errors import RunError
+from systolic.data.blocks import first_reader
+from systolic.data.skipped import FILES
+from systolic.job import GuardRule, Mode, Split
+from systolic.training import hosts
+from systolic.training.evaluate import Evaluator
+from systolic.training.feed import training
+from systolic.training.interrupt import Interrupt
+from systolic.training.keeper import Keeper
+from systolic.training.ledger import Ledger
+from systolic.training.meter import Meter
+from systolic.training.outcome import next_command, sample, summarise
+from systolic.training.probe import Probe
+from systolic.training.profile import DATA, FOLDER, METRICS, Profile, part
+from systolic.training.programs import Program
+from systolic.training.progress import Progress
+from systolic.training.same import SameBatches, require_same_data, require_same_job
+from systolic.training.setup import Setup, computed_in
+from systolic.training.watch import Watcher
+
+LAG = 3
+"""Steps in flight: the loop reads a step's metrics this many steps later, so that devices never wait for it."""
+
+UNRATED = "there is no validation split: nothing is evaluated while it trains, and the last checkpoint counts as the best"
+"""Test metrics are never what a checkpoint is chosen by."""
+
+NAMED = 100
+"""Damaged files that are named between two records; the summary counts all."""
+
+RECORDS = 400
+"""Regular records of a job, about, unless its user asks for others."""
+
+LOG_SECONDS = 10.0
+"""A record at least this often, besides the regular ones."""
+
+
+def _nothing() -> None:
+    """For a session that nobody waits for."""
+
+
+class Pending(NamedTuple):
+    """A step whose metrics are still being computed."""
+
+    step: int
+    metrics: dict[str, jax.Array]
+    batch: dict[str, jax.Array]
+
+    def is_ready(self) -> bool:
+        """Whether the devices are done with it."""
+        return all(value.is_ready() for value in self.metrics.values())  # ty: ignore[missing-attribute]
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """One training session in one run.
+
+    Args:
+        setup: The job on this machine.
+        run: Its directory; open for writing in the first process, for reading in the others.
+        watchers: See every record.
+        workers: Processes that read data.
+        ledger: Opened when the command started, so that start-up counts.
+        loaded: The train step, compiled elsewhere.
+        diagnose: Steps between looks at gradients by layer; 0 never looks, ``None`` where it costs little.
+        profile: Steps to trace with XLA's profiler after warm-up, in the first process.
+        log_every: Steps between records; ``None`` makes about 400 records of the whole job.
+        accept: Called when nothing can refuse the session any more, before it writes anything.
+    """
+
+    setup: Setup
+    run: Run
+    watchers: Sequence[Watcher] = ()
+    workers: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
+    loaded: Loaded | None = None
+    diagnose: int | None = None
+    profile: int = 0
+    log_every: int | None = None
+    accept: Callable[[], None] = _nothing
+
+    def __post_init__(self) -> None:
+        self.job, self.steps = self.setup.job, self.setup.steps
+        self.keeper = Keeper(self.setup, self.run, self.ledger, self.event)
+        self.store = self.keeper.store
+        self.train_program = Program("train", self.setup.jitted_train, self.ledger, self.event)
+        self.eval_program = Program("eval", self.setup.jitted_evaluate, self.ledger, self.event)
+        self.evaluator = Evaluator(
+            setup=self.setup,
+            program=self.eval_program,
+            ledger=self.ledger,
+            say=self.say,
+            show=self.show,
+        )
+        self.meter = Meter(self.setup, self.ledger, 0)
+        self.probe = Probe(self.setup, self.ledger, self.event, self.diagnose)
+        traced = self.profile if hosts.is_first() else 0
+        self.trace = Profile(self.run.path / FOLDER, traced, self.job.steps, self.event)
+        self.examples = self.job.data.size(Split.train)
+        self.validates = self.job.data.size(Split.validation) != 0
+        self.interval = self.log_every or max(1, self.job.steps // RECORDS)
+        self.progress = Progress()
+        self.stop_reason = ""
+        self.notes_told = 0
+        self.same = SameBatches()
+
+    # Records
+
+    def say(self, kind: str, **values: Any) -> None:
+        """One record, to disk and to the watchers; processes other than the first are silent."""
+        if not hosts.is_first():
+            return
+        record = {"kind": kind, "step": self.progress.step, "time": time.time()} | values
+        self.run.append(record)
+        for watcher in self.watchers:
+            watcher.see(record)
+
+    def show(self, record: dict[str, Any]) -> None:
+        """Something that is over soon: to the watchers only."""
+        if hosts.is_first():
+            for watcher in self.watchers:
+                watcher.see({"step": self.progress.step} | record)
+
+    def event(self, name: str, seconds: float, detail: str) -> None:
+        """Something worth a line."""
+        self.say("event", name=name, seconds=seconds, detail=detail)
+
+    # The session
+
+    def train(self, resume: bool = False) -> dict[str, Any]:
+        """Runs to the job's last step, an early stop or an interruption; returns the summary.
+
+        Raises:
+            RunError: the loss went bad under the guard's rule, a checkpoint could not be written, or
+                processes were given different settings.
+            OptionError: the task does not report the evaluation's metric, or the run to resume has
+                more steps than the job.
+            DataError: the run to resume was trained on other data, or processes have different data.
+        """
+        self.setup.check_metric()
+        FILES.clear()
+        require_same_job(self.setup)
+        require_same_data(self.job.data)
+        with Interrupt() as interrupt:
+            feed = training(self.job, self.steps, self.workers)
+            try:
+                state = self._begin(feed, resume, interrupt)
+                self._await_program(interrupt)
+                self.ledger.settle("start")
+                self.meter = Meter(self.setup, self.ledger, self.progress.step)
+                with self.ledger.spend("step"):
+                    state = self._loop(state, feed, interrupt)
+                return self._finish(state, feed, interrupt)
+            finally:
+                self.trace.close()
+                feed.close()
+                self.store.close()
+
+    def _begin(self, feed: Any, resume: bool, interrupt: Interrupt) -> Any:
+        """The first state, fresh or of the newest intact checkpoint, while the train step compiles.
+
+        ``None`` where the process was told to leave before there was one.
+        """
+        steps = self.steps
+        if resume:
+            self.keeper.check()
+        if self.loaded is None:
+            self.train_program.prepare(steps.abstract_state, steps.abstract_batch())
+        self.probe.prepare()
+        # The first save and the feed's thread need them, and while XLA compiles there is time. Never
+        # in a thread: two threads that import the same modules can see them half made.
+        for name in ("systolic.artifact.backend", "grain"):
+            import_module(name)
+        restored = self._restore(feed) if resume else None
+        self.accept()
+        if resume:
+            self.keeper.go_back(restored, self._comes_again)
+        feed.start()
+        self.say(
+            "start",
+            name=self.job.name,
+            steps=self.job.steps,
+            unit=self.setup.unit,
+            num_parameters=steps.network.num_parameters,
+            devices=self.setup.machine.name,
+            precision=computed_in(steps.target),
+            flags=list(self.setup.flags),
+            batch=steps.batch_size,
+            examples=self.examples,
+            layout=self.job.layout.mesh_shape,
+            resumed_from=None if restored is None else restored.step,
+        )
+        for note in self.job.data.notes():
+            self.event("data", 0.0, note)
+        if not self.validates:
+            self.event("data", 0.0, UNRATED)
+        if (shorter := self.job.schedule.note(self.job.steps)) is not None:
+            self.event("schedule", 0.0, shorter)
+        self._say_restored(restored, resume)
+        if self.loaded is not None:
+            loaded = self.loaded
+            self.train_program.adopt(steps.abstract_batch(), loaded.compiled, loaded.seconds)
+        with self.ledger.spend("compile"):
+            state = self.setup.first_state(interrupt.alone) if restored is None else restored.state
+        if self.validates and not interrupt.alone():
+            self.eval_program.prepare(*self.setup.abstract_evaluation)
+        return state
+
+    def _restore(self, feed: Any) -> Restored | None:
+        """The newest intact checkpoint, ``None`` where there is none yet; changes nothing on disk."""
+        restored = self.keeper.restore(feed)
+        if restored is not None:
+            self.progress = Progress.from_json(restored.extra["progress"])
+            self._judge_patience()
+        return restored
+
+    def _comes_again(self, record: Mapping[str, Any]) -> bool:
+        """Whether a record of the checkpoint's own step, made before a kill, will be made once more."""
+        if record["step"] != self.progress.step:
+            return False
+        ends = self.progress.step >= self.job.steps or bool(self.stop_reason)
+        if record["kind"] == "eval":
+            last = ends and self._unranked()
+            return ends if record.get("final") else self.progress.owed or last
+        return ends and record["kind"] == "sample"
+
+    def _say_restored(self, restored: Any, resume: bool) -> None:
+        if restored is None:
+            if resume:
+                self.event("resume", 0.0, "there is no checkpoint yet: from the start")
+            return
+        for step, reason in restored.skipped:
+            self.event(
+                "resume",
+                0.0,
+                f"checkpoint of step {step} is damaged ({reason}); using the one of step {restored.step}",
+            )
+        self.event("resume", 0.0, f"from step {restored.step}")
+
+    def _await_program(self, interrupt: Interrupt) -> None:
+        """Until the train step is compiled, or the process is told to leave before."""
+        while not self.train_program.wait(0.1):
+            if interrupt.alone():
+                return
+
+    def _loop(self, state: Any, feed: Any, interrupt: Interrupt) -> Any:
+        """Steps until the job's last one, an early stop or a signal."""
+        pending: deque[Pending] = deque()
+        clock, ledger, progress = self.ledger.clock, self.ledger, self.progress
+        if progress.owed:
+            self._milestone(state, feed, interrupt)
+        while progress.step < self.job.steps and not self.stop_reason:
+            if interrupt.soon():
+                break
+            with self.trace.step(progress.step + 1):
+                asked = clock()
+                with part(DATA):
+                    batch = next(feed)
+                ledger.add("data_wait", clock() - asked)
+                self.same.check(batch)
+                if self.probe.due(progress.step + 1):
+                    self._drain(pending)
+                    self._look(state, batch, feed)
+                state, metrics = self.train_program(state, batch)
+                self._notes()
+                progress.step += 1
+                pending.append(Pending(progress.step, metrics, batch))
+                self._notice(pending)
+                while len(pending) > LAG:
+                    self._check(pending.popleft())
+            self.trace.done(metrics)
+            if self._evaluates() or self._due(self.job.checkpoints.every):
+                self._drain(pending)
+                self._milestone(state, feed, interrupt)
+        self._drain(pending)
+        return state
+
+    def _look(self, state: Any, batch: dict[str, jax.Array], feed: Any) -> None:
+        """Gradients and updates by layer of the step that comes now."""
+        found = self.probe.look(self.progress.step + 1, state, batch)
+        if found is not None and hosts.is_first():
+            now = {"time": time.time(), "epochs": self._epochs(feed)}
+            self.run.append_diagnosis(now | found)
+
+    def _epochs(self, feed: Any) -> float | None:
+        """Passes over the training data so far; ``None`` where the data can't tell."""
+        if self.examples:
+            return self.progress.step * self.steps.batch_size / self.examples
+        return self.job.data.epochs(first_reader(feed.get_state()))
+
+    def _due(self, every: int) -> bool:
+        step = self.progress.step
+        return bool(every) and step % every == 0 and step < self.job.steps
+
+    def _evaluates(self) -> bool:
+        return self.validates and self._due(self.job.evaluation.every)
+
+    def _notes(self) -> None:
+        """What tracing had to say about kernels since the last time."""
+        notes = self.steps.target.notes
+        for note in notes[self.notes_told :]:
+            self.event("kernel", 0.0, note)
+        self.notes_told = len(notes)
+
+    def _drain(self, pending: deque[Pending]) -> None:
+        while pending:
+            self._notice(pending)
+            self._check(pending.popleft())
+
+    def _notice(self, pending: deque[Pending]) -> None:
+        """Which steps the devices have finished, without waiting for any."""
+        finished = takewhile(Pending.is_ready, pending)
+        self.meter.notice(sum(1 for _ in finished))
+
+    def _check(self, done: Pending) -> None:
+        """Looks at a finished step: is it bad, is it time for a record?"""
+        asked = self.ledger.clock()
+        with part(METRICS):
+            values = {name: float(value) for name, value in jax.device_get(done.metrics).items()}
+        self.meter.waited_for_device(self.ledger.clock() - asked)
+        if values.pop("bad") and self.job.guard.rule is not GuardRule.ignore:
+            self._bad(done, values["loss"])
+        else:
+            self.progress.take(values)
+            self.progress.in_a_row = 0
+        self.meter.done()
+        regular = done.step % self.interval == 0 or done.step == self.job.steps
+        if regular or self.meter.quiet_seconds > LOG_SECONDS:
+            # Where every step was bad there is no mean, and the record shows what the last one was.
+            means = self.progress.last if self.progress.summed else values
+            self.say("train", step=done.step, **means, **self.meter.read())
+            # A save in the background that failed is told now, not when the next one is due.
+            self.store.poll()
+            # Not all processes make this record at the same step, so they don't ask each other here.
+            if not hosts.several():
+                self._skipped()
+        if regular:  # By the step alone, so that a resumed run has the means of one that was not.
+            self.progress.record()
+
+    def _skipped(self) -> None:
+        """Names the damaged files that reading has left out since the last time, in any process.
+
+        All processes call it at the same point.
+        """
+        for line in hosts.share_lines(FILES)[:NAMED]:
+            self.event("skipped_file", 0.0, f"{line}; it was left out")
+
+    def _bad(self, done: Pending, loss: float) -> None:
+        """A step that the guard found bad; its update was not applied.
+
+        Raises:
+            RunError: under the rule ``stop``, or after too many in a row under ``skip``.
+        """
+        guard, progress = self.job.guard, self.progress
+        progress.bad_steps += 1
+        progress.in_a_row += 1
+        batch = hosts.gather(done.batch)
+        path = self.run.path / "bad" / f"step-{done.step}.npz"
+        if hosts.is_first():
+            self.run.write_bad(done.step, batch)
+        what = "is not a number" if not np.isfinite(loss) else f"jumped to {loss:.4g}"
+        name = "skip" if guard.rule is GuardRule.skip else "bad_step"
+        detail = f"the loss of step {done.step} {what}; its batch is in {path}"
+        self.say("event", step=done.step, name=name, seconds=0.0, detail=detail)
+        if guard.rule is GuardRule.skip and progress.in_a_row < guard.patience:
+            return
+        self.store.wait()
+        kept = self.store.latest_step()
+        back = "there is no checkpoint yet"
+        if kept is not None:
+            back = f"the checkpoint of step {kept} is intact"
+        row = f" (bad steps in a row: {progress.in_a_row})" if progress.in_a_row > 1 else ""
+        raise RunError(
+            f"the loss of step {done.step} {what}{row} and {back}; look at its batch with systolic train --replay {path}, lower the learning rate, or go on with systolic train --resume {self.run.path} --guard.rule skip"
+        )
+
+    # Milestones
+
+    def _milestone(self, state: Any, feed: Any, interrupt: Interrupt) -> None:
+        """An evaluation, a checkpoint, or both."""
+        metrics, self.progress.owed = None, False
+        if self._evaluates():
+            batches = self.job.evaluation.batches
+            metrics = self.evaluator(state, Split.validation, batches, interrupt)
+            self.progress.owed = metrics is None
+        if metrics is not None:
+            rule = self.job.evaluation
+            sign = 1 if rule.mode is Mode.min else -1
+            self.progress.judge(metrics[rule.metric] * sign)
+            self._judge_patience()
+        if self._due(self.job.checkpoints.every) or (
+            metrics is not None and self.job.checkpoints.keep_best
+        ):
+            self.keeper.save(state, feed, self.progress, metrics)
+        self._skipped()
+        if self.stop_reason:
+            self.event("stop", 0.0, self.stop_reason)
+
+    def _judge_patience(self) -> None:
+        """Early stopping."""
+        rule, stale = self.job.evaluation, self.progress.stale
+        if rule.patience and stale >= rule.patience:
+            self.stop_reason = f"{rule.metric} has not improved in {stale} evaluations"
+
+    # The end
+
+    def _finish(self, state: Any, feed: Any, interrupt: Interrupt) -> dict[str, Any]:
+        """The last checkpoint and evaluation, a sample, the summary.
+
+        The checkpoint comes first: who stops the process during the evaluation may not wait for it.
+        """
+        self.keeper.save(state, feed, self.progress, None)
+        ranked = self.evaluator.ranking(state, interrupt) if self._unranked() else None
+        measured = self.evaluator.final(state, interrupt)
+        if self.evaluator.alike():
+            # By validation only: what is chosen by test metrics can't be judged by them.
+            ranked = measured.get(Split.validation)
+        if ranked is not None:
+            self.keeper.rate(self.progress.step, ranked)
+        final = {f"{s.value}_{k}": v for s, metrics in measured.items() for k, v in metrics.items()}
+        with self.ledger.spend("checkpoint"):
+            self.store.wait()
+        # Asked of all, so that they end alike.
+        stopped = interrupt.signal if interrupt.agreed() else None
+        if stopped:
+            where = f"{stopped.name} at step {self.progress.step}"
+            self.event("interrupt", 0.0, where)
+        else:
+            with self.ledger.spend("eval"):
+                final |= self.evaluator.references()
+            with self.ledger.spend("sample"):
+                self._sample(state)
+        self._skipped()
+        summary = summarise(
+            setup=self.setup,
+            run=self.run.path,
+            progress=self.progress,
+            metrics=final,
+            meter=self.meter,
+            ledger=self.ledger,
+            checkpoint=self.keeper.path(),
+        ) | {
+            "interrupted": stopped.name if stopped else None,
+            "stopped": self.stop_reason or None,
+            "epochs": self._epochs(feed),
+            "skipped_files": FILES.count,
+            "recompiles": self.train_program.recompiles + self.eval_program.recompiles,
+            "next": next_command(self.job, self.run.path, unfinished=bool(stopped)),
+        }
+        self.say("end", **summary)
+        if hosts.is_first():
+            self.run.write_summary(summary)
+        return summary
+
+    def _unranked(self) -> bool:
+        """Whether the last checkpoint needs an evaluation of its own to be compared with those before."""
+        unrated = self.keeper.unrated(self.progress.step)
+        return unrated and bool(self.job.checkpoints.keep_best) and not self.evaluator.alike()
+
+    def _sample(self, state: Any) -> None:
+        """What a language model writes after the job's prompt."""
+        prompt = self.job.sample
+        if prompt is None or hosts.several():
+            return
+        try:
+            text = sample(self.steps, state.evaluated, state.rest, prompt)
+        except Exception as error:  # whatever is wrong with a sample, the run has ended well
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            self.event("sample", 0.0, f"there is none: {reason}")
+            return
+        self.say("sample", prompt=prompt, text=text)
+        if hosts.is_first():
+            self.run.append_sample({"step": self.progress.step, "prompt": prompt, "text": text})

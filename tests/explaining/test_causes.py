@@ -1,0 +1,107 @@
+"""Causes of a simulated step: they account for its time, and name the axis that is waited for."""
+
+import pytest
+
+from systolic.chips import slice
+from systolic.explaining.axes import axes_of
+from systolic.explaining.causes import causes_of_forecast, causes_of_profile
+from systolic.forecasting import Forecast, forecast_text
+from systolic.hlo import parse
+from systolic.job import Model
+from systolic.models.decoder.config import Decoder
+from systolic.profile import open_profile
+from systolic.report.forecast.xprof import write_xprof
+from tests.recorded import hlo
+
+NAMES = {"lm-v5e-4": "v5e-4", "moe-2xv6e-4": "2xv6e-4"}
+
+
+def made(name: str, tmp_path) -> Forecast:
+    path = tmp_path / "dump.txt"
+    path.write_text(hlo.text(name))
+    return forecast_text(path, slice(NAMES[name]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_causes_account_for_the_step(name: str, tmp_path) -> None:
+    forecast = made(name, tmp_path)
+    found = causes_of_forecast(forecast, hlo.module(name))
+    assert found
+    shares = [cause.share or 0.0 for cause in found]
+    assert shares == sorted(shares, reverse=True)
+    for cause in found:
+        assert cause.seconds is not None
+        assert 0 < (cause.share or 0) <= 1
+        assert cause.evidence
+        assert cause.advice
+        assert cause.seconds == pytest.approx((cause.share or 0) * (forecast.step_seconds or 0))
+    waited = sum(c.seconds or 0 for c in found if c.name.startswith("exposed-collectives"))
+    # What is too small to be a cause is left out.
+    assert waited <= forecast.time_by_resource["ici"] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_simulated_step_and_its_profile_have_the_same_causes(name: str, tmp_path) -> None:
+    forecast = made(name, tmp_path)
+    write_xprof(forecast, tmp_path)
+    simulated = {c.name: c.share for c in causes_of_forecast(forecast, hlo.module(name))}
+    measured = {c.name: c.share for c in causes_of_profile(open_profile(tmp_path))}
+    # The profile has no names of JAX's transformations: what hangs on them is not told from it.
+    both = [n for n in simulated if n.startswith(("exposed-collectives", "dcn", "attention"))]
+    assert len(both) >= 2
+    for cause in both:
+        assert measured[cause] == pytest.approx(simulated[cause], rel=1e-3)
+
+
+def test_slots_of_experts_are_counted_where_the_model_is_known(tmp_path) -> None:
+    name = "moe-2xv6e-4"
+    forecast, module = made(name, tmp_path), hlo.module(name)
+
+    def slots(model: Model | None) -> float:
+        causes = {c.name: c for c in causes_of_forecast(forecast, module, model)}
+        found = causes.get("empty-expert-slots")
+        return (found.seconds or 0.0) if found else 0.0
+
+    assert slots(None) == 0
+    assert slots(Decoder(vocab=64)) == 0
+    assert slots(Decoder(vocab=64, experts=4, capacity_factor=1.0)) == 0
+    half = slots(Decoder(vocab=64, experts=4, capacity_factor=2.0))
+    most = slots(Decoder(vocab=64, experts=4, capacity_factor=3.0))
+    assert 0 < half < most < (forecast.step_seconds or 0)
+    assert most == pytest.approx(half * (2 / 3) / (1 / 2))
+
+
+def test_a_forecast_that_does_not_fit_has_no_causes_of_time(tmp_path) -> None:
+    from dataclasses import replace
+
+    forecast = replace(made("lm-v5e-4", tmp_path), timeline=None, step_seconds=None)
+    assert causes_of_forecast(forecast, hlo.module("lm-v5e-4")) == []
+
+
+GROUPS = {
+    "{{0,1,2,3},{4,5,6,7}}": ("tensor",),
+    "{{0,4},{1,5},{2,6},{3,7}}": ("fsdp",),
+    "{{0,1,2,3,4,5,6,7}}": ("fsdp", "tensor"),
+}
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_a_collective_names_the_axes_that_its_group_spans(groups: str) -> None:
+    text = f"""HloModule m, is_scheduled=true, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %s = f32[] add(%a, %b)
+}}
+
+ENTRY %main (x: f32[1024]) -> f32[1024] {{
+  %x = f32[1024]{{0}} parameter(0)
+  ROOT %r = f32[1024]{{0}} all-reduce(%x), replica_groups={groups}, to_apply=%add
+}}
+"""
+    module = parse(text)
+    found = axes_of(module, module.entry, module.entry.root, {"data": 1, "fsdp": 2, "tensor": 4})
+    assert found == GROUPS[groups]
+    assert axes_of(module, module.entry, module.entry.root, {}) == ()
+    assert axes_of(module, module.entry, module.entry.root, {"fsdp": 4}) == ()

@@ -1,0 +1,53 @@
+"""GPUs beside TPUs: a roofline ranks them, and says that it is one."""
+
+from systolic.chips import slice
+from systolic.core.origin import Origin
+from systolic.job import Axis, Layout, Remat
+from systolic.planning import Candidate, Freedom, Goal, Limits, Search, facts_of
+from systolic.planning.analytic import analyse
+from systolic.planning.space import candidates
+from systolic.planning.variants import changes
+from tests.planning.jobs import decoder_job
+
+
+def test_what_only_tpus_have_is_not_searched() -> None:
+    job, on = decoder_job(), slice("8xh100")
+    found = list(candidates(job, on, Freedom()))
+    assert found
+    assert Remat.offload not in {one.layout.remat for one in found}
+    wanted = changes(job, found[0])
+    assert not any(change.attention_block or change.flags.flags for change in wanted)
+
+
+def test_a_mesh_axis_between_hosts_is_slower_than_one_inside() -> None:
+    facts, on = facts_of(decoder_job()), slice("16xh100")
+
+    def seconds(**ways: int) -> float:
+        layout = Layout(remat=Remat.full, **ways).on(on.num_devices)
+        one = Candidate(on=on, layout=layout, batch=64, precision=facts.job.precision)
+        return analyse(facts, one).seconds_estimate
+
+    assert seconds(data=4, tensor=4, fsdp=1) < seconds(data=1, tensor=16, fsdp=1)
+
+
+def test_a_search_of_gpus_is_of_rooflines_within_its_bounds() -> None:
+    on = slice("2xh100")
+    search = Search(
+        facts=facts_of(decoder_job()),
+        slices=[on],
+        goal=Goal(units=1e9),
+        freedom=Freedom(axes=frozenset({Axis.data, Axis.fsdp})),
+        limits=Limits(programs=2, finalists=2, workers=2),
+    )
+    plan = search.run()
+    assert plan.best is not None
+    assert [one.compile for one in plan.ranking] == ["roofline"] * 2
+    assert plan.to_json()["best"]["compile"] == "roofline"
+    for one in plan.ranking:
+        made = one.forecast
+        assert made is not None
+        assert made.memory is not None
+        assert made.step_seconds is not None
+        assert made.origin is Origin.assumed
+        assert one.analysis.seconds_bound <= made.step_seconds
+        assert one.analysis.bytes_bound <= made.memory.peak_bytes

@@ -1,0 +1,173 @@
+"""Changes that are tried: each divides, differs from what there is, and says when training would notice."""
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+import systolic.planning.remedies as module
+from systolic.aot import Compiler
+from systolic.chips import slice
+from systolic.chips.flags import merged, name_of, resolved
+from systolic.cli.command import changed, command
+from systolic.core.errors import RunError
+from systolic.job import Layout, Remat
+from systolic.planning import facts_of
+from systolic.planning.change import Change, Part, compatible, layout_change, together
+from systolic.planning.flags import SETS, joined
+from systolic.planning.ladder import difference
+from systolic.planning.remedies import Remedy, base_of, changes, try_all
+from systolic.planning.space import check
+from tests.planning import fabricated
+from tests.planning.jobs import decoder_job
+from tests.planning.pool import Pool
+
+
+@pytest.mark.parametrize("experts", [1, 4])
+@pytest.mark.parametrize("on", ["v5e-16", "v6e-8", "v5p-8"])
+def test_changes_divide_and_differ(on: str, experts: int) -> None:
+    job = decoder_job(experts=experts, layout=Layout(remat=Remat.full, accumulate=2))
+    facts = facts_of(job)
+    base = base_of(facts, slice(on))
+    found = changes(facts, base)
+    texts = [change.text(base) for change in found]
+    assert len(set(texts)) == len(texts)
+    made = {change: change.on(base) for change in found}
+    assert len(set(made.values())) == len(found)
+    for change, candidate in made.items():
+        assert candidate != base
+        assert check(job, candidate) is None
+        same = candidate.batch == base.batch and candidate.precision is base.precision
+        assert change.same_result == same
+    for start in ("remat full", "accumulate 2 -> 1", "fsdp", "flags", "batch", "attention block"):
+        assert any(text.startswith(start) for text in texts), start
+    # What training would notice is not what is tried first.
+    assert found[0].same_result
+
+
+V6E = "--xla_tpu_scoped_vmem_limit_kib=122880"
+
+
+@pytest.mark.parametrize("given", ["", "none", V6E])
+def test_changes_add_to_the_flags_that_are_set(given: str) -> None:
+    on = slice("v6e-8")
+    facts = facts_of(decoder_job())
+    base = base_of(facts, on, resolved(given, on.chip))
+    names = {name_of(flag) for flag in base.compiler_flags}
+    found = changes(facts, base)
+    for change in found:
+        candidate = change.on(base)
+        flags = candidate.compiler_flags
+        assert names <= {name_of(flag) for flag in flags}
+        assert candidate.flags is base.flags or set(flags) != set(base.compiler_flags)
+
+
+def test_what_a_plan_has_tuned_is_not_advised_again() -> None:
+    on = slice("v6e-8")
+    facts = facts_of(decoder_job())
+    tuned = joined(*(one for one in SETS if one.name in ("v6e-dense", "whole-gathers")))
+    base = base_of(facts, on, merged(resolved("", on.chip), tuned.flags))
+    assert not [one for one in changes(facts, base) if Part.flags in one.touches]
+
+
+def test_what_is_compiled_has_the_flags_that_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    class Recording(Pool):
+        def submit(self, program: Any, on: Any, compiler: Compiler) -> Future:
+            asked.append(tuple(compiler.flags))
+            answer: Future = Future()
+            answer.set_exception(RunError("none"))
+            return answer
+
+    monkeypatch.setattr(module, "Pool", Recording)
+    on = slice("v6e-8")
+    facts = facts_of(decoder_job())
+    base = base_of(facts, on, resolved("", on.chip))
+    wanted = changes(facts, base)
+    fabricated_forecast = fabricated.tried(fabricated.candidate("v6e-8", fsdp=8), 1.0, 8.0).forecast
+    assert fabricated_forecast is not None
+    made = try_all(facts, fabricated_forecast, base, wanted, Compiler(), 1)
+    assert {tuple(one.to_json({})["flags"]) for one in made} == set(asked)
+    shared = set(resolved("", on.chip))
+    assert all({name_of(f) for f in shared} <= {name_of(f) for f in flags} for flags in asked)
+
+
+def test_sets_that_help_add_up() -> None:
+    on = slice("v5e-16")
+    facts = facts_of(decoder_job())
+    base = base_of(facts, on, resolved("", on.chip))
+    sets = [one for one in SETS if one.name in ("async-gather", "host-overlap")]
+
+    found = compatible([Change(flags=one) for one in sets])
+    assert len(found) == 2
+    wanted = {*base.base, *sets[0].flags, *sets[1].flags}
+    assert set(together(base, found).compiler_flags) == wanted
+
+
+def test_of_two_changes_of_a_kind_only_the_first_is_kept() -> None:
+    first, second = layout_change(remat=Remat.full), layout_change(remat=Remat.minimal)
+    assert compatible([first, layout_change(accumulate=2), second]) == [
+        first,
+        layout_change(accumulate=2),
+    ]
+    meshes = layout_change(fsdp=8, tensor=2), layout_change(data=2, fsdp=8)
+    assert compatible(meshes) == [meshes[0]]
+
+
+def test_a_remedy_says_what_became_of_it() -> None:
+    facts = facts_of(decoder_job())
+    base = base_of(facts, slice("v5e-16"))
+
+    def remedy(gain: float | None, problem: str = "") -> str:
+        return Remedy(
+            text="x",
+            candidate=base,
+            step_seconds=1.0,
+            units_per_second=1.0,
+            need_bytes=14 * 2**30,
+            have_bytes=16 * 2**30,
+            gain=gain,
+            problem=problem,
+        ).verdict
+
+    assert remedy(0.111) == "+11.1% (fits, 14.00 GiB of 16.00 GiB)"
+    assert remedy(-0.02).startswith("-2.0%")
+    assert remedy(0.001).startswith("no gain")
+    assert remedy(None).startswith("does not fit")
+    assert remedy(None, "the compiler died") == "the compiler died"
+
+
+def test_the_command_replaces_what_was_typed() -> None:
+    typed = [
+        "--model.layers",
+        "4",
+        "--batch-per-device",
+        "8",
+        "--layout.fsdp=4",
+        "--layout.remat-names",
+        "a",
+        "b",
+        "--sequence",
+        "128",
+    ]
+    settings = {"layout.fsdp": 16, "layout.remat_names": ("query", "key"), "batch": 64}
+    assert command("train", "lm", typed, settings) == (
+        "systolic train lm --model.layers 4 --sequence 128 --layout.fsdp 16 --layout.remat-names query key --batch 64"
+    )
+
+
+def test_a_default_takes_away_what_was_typed() -> None:
+    assert command("train", "lm", ["--layout.data", "4"], {"layout.data": 1}) == "systolic train lm"
+
+
+def test_settings_that_are_defaults_are_not_typed() -> None:
+    base = base_of(facts_of(decoder_job()), slice("v5e-16"))
+    assert changed(base.settings(decoder_job())) == {"layout.fsdp": 16, "batch": 64}
+
+
+def test_a_difference_names_what_changed() -> None:
+    base = base_of(facts_of(decoder_job()), slice("v5e-16"))
+    assert difference(base.layout, base) == "the same layout"
+    other = Layout(data=2, fsdp=8, remat=Remat.full)
+    assert difference(other, base) == "data 2 -> 1, fsdp 8 -> 16, remat full -> none"

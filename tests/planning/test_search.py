@@ -1,0 +1,161 @@
+"""The search on 60 recorded layouts, whose best is known: it finds it with a quarter of the compiles."""
+
+import json
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+import systolic.planning.search as module
+from systolic.core.errors import RunError
+from systolic.core.origin import Origin
+from systolic.forecasting import Forecast
+from systolic.forecasting.cost import bill_of
+from systolic.forecasting.memory import MemoryMap
+from systolic.planning import Candidate, Goal, Limits, Search
+from tests.planning.fabricated import facts
+from tests.planning.pool import Pool
+from tests.planning.recorded import ON, candidate, rows
+
+
+def forecast(row: dict[str, Any]) -> Forecast:
+    return Forecast(
+        recipe="lm",
+        on=ON,
+        origin=Origin.simulated,
+        fits=row["fits"],
+        capacity_bytes=ON.program_bytes,
+        memory=MemoryMap(
+            peak_bytes=row["peak_bytes"],
+            estimated_bytes=row["peak_bytes"],
+            by_kind={},
+            buffers=(),
+        ),
+        step_seconds=row["step_seconds"],
+        unit="tokens",
+        units=256 * 2048,
+        bill=bill_of(ON),
+        rejected=None
+        if row["fits"]
+        else {"need_bytes": row["peak_bytes"], "have_bytes": ON.program_bytes},
+    )
+
+
+class Recorded(Pool):
+    """A pool whose compiles were made before."""
+
+    def submit(self, program: Any, on: Any, compiler: Any) -> Future:
+        job = program.job
+        one = Candidate(on=on, layout=job.layout, batch=256, precision=job.precision)
+        answer: Future = Future()
+        answer.set_result(forecast(rows()[one.text]))
+        return answer
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "Pool", Recorded)
+    monkeypatch.setattr(module, "of_outcome", lambda outcome, *_: outcome)
+
+
+def search(only: list[Candidate], **more: Any) -> Search:
+    limits = Limits(programs=more.pop("programs", 15), finalists=0, workers=more.pop("workers", 2))
+    return Search(
+        facts=facts(),
+        slices=[ON],
+        goal=more.pop("goal", Goal(units=20e9)),
+        limits=limits,
+        only=only,
+        **more,
+    )
+
+
+def space() -> list[Candidate]:
+    return [candidate(row) for row in rows().values()]
+
+
+def fastest(of: list[Candidate]) -> float:
+    return min(rows()[one.text]["step_seconds"] for one in of if rows()[one.text]["fits"])
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_the_best_of_sixty_is_found_with_fifteen(workers: int) -> None:
+    plan = search(space(), workers=workers).run()
+    assert len(plan.tried) <= 15
+    assert plan.best is not None
+    assert plan.best.forecast is not None
+    assert (plan.best.forecast.step_seconds or 0) <= 1.02 * fastest(space())
+
+
+@pytest.mark.parametrize("missing", range(0, 60, 12))
+def test_it_is_no_luck_with_one_space(missing: int) -> None:
+    fewer = [one for n, one in enumerate(space()) if n % 12 != missing % 12]
+    plan = search(fewer, workers=1).run()
+    assert plan.best is not None
+    assert plan.best.forecast is not None
+    assert (plan.best.forecast.step_seconds or 0) <= 1.02 * fastest(fewer)
+
+
+def test_what_was_not_compiled_is_accounted_for() -> None:
+    plan = search(space(), programs=6).run()
+    left = next(one for one in plan.refused if one.rule == "not compiled")
+    assert plan.searched == 60
+    assert left.layout == f"{60 - len(plan.tried)} layouts"
+
+
+def test_a_budget_that_nothing_keeps_is_refused_before_any_compile() -> None:
+    plan = search(space(), goal=Goal(units=20e9, budget_usd=1.0)).run()
+    assert plan.tried == ()
+    assert plan.best is None
+    assert {one.rule for one in plan.refused} == {"goal"}
+    assert "the budget is $1" in plan.refused[0].reason
+
+
+def test_a_limit_of_the_goal_is_kept_among_what_was_compiled() -> None:
+    slow = Goal(units=20e9, deadline_seconds=2.3 * 20e9 / (256 * 2048))
+    plan = search(space(), goal=slow).run()
+    assert all(
+        (one.total.seconds if one.total else 0) <= slow.deadline_seconds for one in plan.ranking
+    )
+    assert any(one.broken and "deadline" in one.broken for one in plan.tried)
+
+
+def test_ctrl_c_leaves_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def watch(progress: Any) -> None:
+        seen.append(progress.compiled)
+        if progress.compiled == 4:
+            raise KeyboardInterrupt
+
+    plan = search(space(), watch=watch).run()
+    assert plan.stopped == "interrupted"
+    assert len(plan.tried) == 4
+    assert plan.best is not None
+
+
+def test_a_compile_that_fails_is_said_and_the_search_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+
+    def sometimes(outcome: Any, *_: Any) -> Any:
+        calls.append(outcome)
+        if len(calls) == 1:
+            raise RunError("compiling lm for v5e-16 failed: a failed check")
+        return outcome
+
+    monkeypatch.setattr(module, "of_outcome", sometimes)
+    plan = search(space()).run()
+    assert plan.tried[0].problem is not None
+    assert plan.best is not None
+
+
+def test_the_json_has_the_published_names() -> None:
+    plain = json.loads(json.dumps(search(space(), programs=8).run().to_json()))
+    for name in ("goal", "best", "candidates", "rejected", "searched", "compiled", "seconds"):
+        assert name in plain
+    times = [one["total"]["seconds"] for one in plain["candidates"]]
+    assert times == sorted(times)
+    assert plain["best"] == plain["candidates"][0]
+    assert {"slice", "layout", "reason"} <= set(plain["rejected"][0])

@@ -1,0 +1,194 @@
+"""What the search compiles, and in which order, where compiles answer with its own estimates."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+
+import systolic.planning.search as module
+from systolic.chips import slice
+from systolic.chips.flags import name_of, resolved
+from systolic.core.errors import MissingExtraError
+from systolic.job import Precision
+from systolic.planning import Candidate, Goal, Limits, Objective, Search
+from systolic.planning.analytic import analyse
+from systolic.planning.flags import DEFAULT
+from systolic.planning.plan import Plan, Tried, ranking
+from systolic.planning.search import shared
+from systolic.report.plan import readings
+from tests.planning import fabricated
+from tests.planning.pool import Pool
+
+FLAGS_HELP = 0.8
+WHOLE_HELPS = 0.85
+
+
+class Estimates(Pool):
+    """A pool whose steps take their estimate; flags help, and so does a whole compile."""
+
+    whole_ends = True
+    asked: ClassVar[list[tuple[str, Any, tuple[str, ...]]]] = []
+
+    def submit(self, program: Any, on: Any, compiler: Any) -> Future:
+        job = program.job
+        one = Candidate(on=on, layout=job.layout, batch=256, precision=job.precision)
+        found = analyse(fabricated.facts(), one)
+        more = set(compiler.flags) - set(shared(on))
+        seconds = found.seconds_estimate * (FLAGS_HELP if more else 1.0)
+        self.asked.append((on.name, job, compiler.flags))
+        seconds *= 1.0 if compiler == compiler.quick() else WHOLE_HELPS
+        made = fabricated.tried(one, seconds, found.bytes_estimate / 2**30).forecast
+        answer: Future = Future()
+        if compiler == compiler.quick() or self.whole_ends:
+            answer.set_result(made)
+        return answer
+
+
+@pytest.fixture(autouse=True)
+def estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "Pool", Estimates)
+    monkeypatch.setattr(Estimates, "asked", [])
+    monkeypatch.setattr(module, "of_outcome", lambda outcome, *_: outcome)
+
+
+def planned(*slices: str, goal: Goal, programs: int = 8, finalists: int = 0, **more: Any) -> Plan:
+    search = Search(
+        **more,
+        facts=fabricated.facts(),
+        slices=[slice(name) for name in slices],
+        goal=goal,
+        limits=Limits(programs=programs, finalists=finalists, workers=1),
+    )
+    return search.run()
+
+
+def best_seconds(plan: Plan) -> float:
+    assert plan.best is not None
+    assert plan.best.total is not None
+    return plan.best.total.seconds
+
+
+def test_each_chip_has_a_compile_before_a_second_slice_has() -> None:
+    names = ("v6e-8", "v6e-16", "v6e-32", "v6e-64", "v5e-16", "v5e-32")
+    plan = planned(*names, goal=Goal(units=20e9, objective=Objective.cost))
+    first, second = (one.candidate.on.chip.name for one in plan.tried[:2])
+    assert {first, second} == {"v5e", "v6e"}
+
+
+@pytest.mark.parametrize("finalists", [0, 1])
+def test_a_deadline_just_missed_is_met_by_flags_or_a_whole_compile(finalists: int) -> None:
+    free = Goal(units=20e9, objective=Objective.cost)
+    plain = best_seconds(planned("v6e-8", goal=free, finalists=finalists))
+    tight = replace(free, deadline_seconds=plain * 1.01)
+    assert best_seconds(planned("v6e-8", goal=tight, finalists=finalists)) == pytest.approx(plain)
+
+
+def test_schedules_are_ranked_as_if_they_were_compiled_whole() -> None:
+    goal = Goal(units=20e9, objective=Objective.time)
+
+    def one(seconds: float, whole: bool = False, **layout: int) -> Tried:
+        candidate = fabricated.candidate("v5e-16", **layout)
+        found = fabricated.tried(candidate, seconds, 8.0, goal, whole)
+        return replace(found, schedule_seconds=2.0) if whole else found
+
+    slower = one(2.4, whole=True, fsdp=16)
+    near, far = one(2.05, data=2, fsdp=8), one(2.6, data=4, fsdp=4)
+    assert ranking([far, near, slower], goal) == [slower, near, far]
+    assert ranking([far, near], goal) == [near, far]
+
+
+def test_loss_tiles_are_expected_to_cost_time() -> None:
+    plain = fabricated.candidate("v5e-16", fsdp=16)
+    tiled = fabricated.candidate("v5e-16", fsdp=16, loss_tiles=4)
+    facts = fabricated.facts()
+    assert analyse(facts, plain).seconds_estimate < analyse(facts, tiled).seconds_estimate
+    assert analyse(facts, plain).seconds_bound == analyse(facts, tiled).seconds_bound
+
+
+def test_a_whole_compile_that_does_not_end_leaves_the_schedules_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Estimates, "whole_ends", False)
+    monkeypatch.setattr(module, "SETTLE_SECONDS", 0.0)
+    plan = planned("v6e-8", goal=Goal(units=20e9), finalists=2)
+    assert plan.best is not None
+    assert plan.best.compile == "schedule"
+    assert plan.stopped == ""
+
+
+def test_without_the_compiler_no_layout_is_tried_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: Any) -> Any:
+        raise MissingExtraError("compiling for v6e-8", "tpu")
+
+    monkeypatch.setattr(module, "of_outcome", none)
+    with pytest.raises(MissingExtraError, match="pip install"):
+        planned("v6e-8", goal=Goal(units=20e9))
+
+
+def names(flags: Sequence[str]) -> set[str]:
+    return {name_of(flag) for flag in flags}
+
+
+def test_every_program_has_the_flags_of_its_chip() -> None:
+    plan = planned("v6e-8", "v5e-16", goal=Goal(units=20e9), programs=12)
+    assert plan.tried
+    for on, _, flags in Estimates.asked:
+        assert names(resolved("", slice(on).chip)) <= names(flags)
+    best = plan.to_json()["best"]
+    assert names(resolved("", slice(best["slice"]).chip)) <= names(best["flags"])
+
+
+def test_flags_of_the_user_reach_every_program() -> None:
+    words = "none --xla_tpu_x=1"
+    planned("v6e-8", goal=Goal(units=20e9), flags=lambda on: resolved(words, on.chip))
+    assert Estimates.asked
+    for _, _, flags in Estimates.asked:
+        assert "--xla_tpu_x=1" in flags
+
+
+@pytest.mark.parametrize("order", [("v5e-8", "v5e-16"), ("v5e-16", "v5e-8")])
+def test_slices_behind_the_best_are_tuned_too(order: tuple[str, ...]) -> None:
+    plan = planned(*order, goal=Goal(units=20e9, objective=Objective.pareto), programs=24)
+    best: dict[str, Tried] = {}
+    for one in plan.ranking:
+        best.setdefault(one.candidate.on.name, one)
+    assert set(best) == set(order)
+    for one in best.values():
+        assert one.candidate.flags is not DEFAULT, one.candidate.name
+
+
+def test_the_order_of_slices_changes_nothing() -> None:
+    names = ("v6e-8", "v5e-16", "v5p-8")
+    goal = Goal(units=20e9, objective=Objective.pareto)
+    plans = [planned(*order, goal=goal, programs=16) for order in (names, names[::-1])]
+    one, other = ([tried.candidate for tried in plan.tried] for plan in plans)
+    assert one == other
+
+
+@pytest.mark.parametrize("limit", [{"budget_usd": 1.0}, {"deadline_seconds": 60.0}])
+def test_what_comes_nearest_is_the_same_in_any_order_of_slices(limit: dict[str, float]) -> None:
+    names = ("v5e-16", "v6e-8", "v5e-64", "v5p-8")  # the first two have as much memory
+    goal = Goal(units=20e9, objective=Objective.cost, **limit)  # ty: ignore[invalid-argument-type]
+    told = {
+        readings.verdict(planned(*order, goal=goal)).sentence
+        for order in (names, names[::-1], ("v6e-8", "v5e-16", "v5p-8", "v5e-64"))
+    }
+    (sentence,) = told
+    # Of the slices the cheapest per unit of work, or the one with the most FLOPs.
+    nearest = "v6e-8" if "budget_usd" in limit else "v5e-64"
+    assert nearest in sentence
+
+
+def test_bf16_that_does_not_fit_leaves_int8_of_the_same_layout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    search = Search(
+        facts=fabricated.facts(), slices=[slice("v5e-16")], goal=Goal(units=20e9), only=[]
+    )
+    bf16 = fabricated.candidate("v5e-16", fsdp=16)
+    search.tried.append(fabricated.tried(bf16, 1.0, 20.0))
+    assert search._dominated(bf16) is not None
+    assert search._dominated(replace(bf16, precision=Precision.int8)) is None
+    assert search._dominated(replace(bf16, base=("--xla_tpu_x=1",))) is None

@@ -1,0 +1,155 @@
+"""Several processes decide together: which checkpoint they read, and when they stop."""
+
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from systolic.artifact import manifest
+from systolic.training import hosts
+from systolic.training.interrupt import AGREE, AGREE_SECONDS, Interrupt
+from tests.training.children import environment, together
+
+
+def flip(step: Path) -> None:
+    """A bit of every file that the manifest does not describe itself."""
+    for file in step.rglob("*"):
+        if file.is_file() and file.name != manifest.NAME and file.stat().st_size:
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 1
+            file.write_bytes(content)
+
+
+def cut(step: Path) -> None:
+    largest = max((f for f in step.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+
+
+def no_manifest(step: Path) -> None:
+    (step / manifest.NAME).unlink()
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "flip": (flip, "other content in process 1"),
+    "cut": (cut, "bytes, written were"),
+    "no manifest": (no_manifest, "missing in process 1"),
+    "gone": (shutil.rmtree, "not there in process 1"),
+}
+
+
+def restored(tmp_path: Path, damage: dict[int, list[int]], how: Callable[[Path], Any]) -> Any:
+    """What two processes restore of copies in which a process finds steps damaged."""
+    for process in (0, 1):
+        copy = tmp_path / f"{process}"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(tmp_path / "saved", copy)
+        for step in damage.get(process, []):
+            how(copy / str(step))
+    told = together(
+        ["tests.training.restore_child", "restore", f"{tmp_path}/{{}}"],
+        environment(tmp_path / "cache"),
+        2,
+    )
+    answers = [json.loads(out.splitlines()[-1]) for out in told]
+    return answers
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("agreement")
+    together(
+        ["tests.training.restore_child", "save", str(folder / "saved")],
+        environment(folder / "cache"),
+        2,
+    )
+    return folder
+
+
+def test_damage_that_one_process_sees_is_skipped_by_both(saved: Path):
+    how, reason = DAMAGE["flip"]
+    answers = restored(saved, {1: [30]}, how)
+    assert answers[0] == answers[1]
+    assert answers[0]["step"] == 20
+    assert answers[0]["same"]
+    assert answers[0]["processes"] == [0, 1]
+    [[step, told]] = answers[0]["skipped"]
+    assert step == 30
+    assert reason in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_the_newest_that_all_can_read(saved: Path, kind: str):
+    how, reason = DAMAGE[kind]
+    answers = restored(saved, {0: [20], 1: [30]}, how)
+    assert answers[0] == answers[1]
+    assert (answers[0]["step"], answers[0]["same"]) == (10, True)
+    assert [step for step, _ in answers[0]["skipped"]] == [30, 20]
+    assert reason in answers[0]["skipped"][0][1]
+    none = restored(saved, {0: [20], 1: [30, 10]}, how)
+    assert none[0] == none[1]
+    assert "no checkpoint in FOLDER is intact" in none[0]["error"]
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    now, calls = 0.0, 0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, mine: float, slowest: float, calls: int) -> list[int]:
+    """The calls of ``soon`` at which processes ask each other, where a step takes me ``mine`` seconds."""
+    clock, found = Clock(), []
+
+    def agree(flag: bool, seconds: float) -> tuple[bool, float]:
+        assert not flag
+        found.append(clock.calls)
+        return False, max(seconds, slowest)
+
+    monkeypatch.setattr(hosts, "several", lambda: True)
+    monkeypatch.setattr(hosts, "agree", agree)
+    interrupt = Interrupt(clock)
+    for clock.calls in range(calls):
+        assert not interrupt.soon()
+        clock.now += mine
+    return found
+
+
+def test_fast_steps_ask_every_few(monkeypatch: pytest.MonkeyPatch):
+    assert asked(monkeypatch, 0.01, 0.01, 3 * AGREE + 1) == [0, 1, 1 + AGREE, 1 + 2 * AGREE]
+
+
+def test_slow_steps_ask_at_each(monkeypatch: pytest.MonkeyPatch):
+    assert asked(monkeypatch, AGREE_SECONDS, 0.0, 4) == [0, 1, 2, 3]
+    # Also where only another process is slow, or half of that time passes in a step.
+    assert asked(monkeypatch, 0.01, 60.0, 4) == [0, 1, 2, 3]
+    assert asked(monkeypatch, AGREE_SECONDS / 2, 0.0, 7) == [0, 1, 3, 5]
+
+
+def test_another_process_is_told_to_stop(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hosts, "several", lambda: True)
+    answers = [True]
+    monkeypatch.setattr(hosts, "agree", lambda flag, seconds: (answers.pop(), seconds))
+    interrupt = Interrupt(Clock())
+    assert interrupt.signal is None
+    assert interrupt.soon()
+    assert interrupt.signal is signal.SIGTERM
+    # What all have agreed on stays so, and nobody is asked again.
+    assert interrupt.soon()
+    assert interrupt.agreed()
+    assert interrupt.soon()
+
+
+def test_alone_nobody_is_asked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(hosts, "agree")
+    interrupt = Interrupt(Clock())
+    assert not interrupt.soon()
+    interrupt.signal = signal.SIGINT
+    assert interrupt.soon()

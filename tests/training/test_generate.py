@@ -1,0 +1,252 @@
+"""Generation: where a text ends, what padding must not change, and what the command line takes."""
+
+import io
+import itertools
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from systolic.artifact import Run
+from systolic.artifact.weights import begin_with
+from systolic.cli.main import main
+from systolic.cli.own import rebuild
+from systolic.cli.trained import set_up_here
+from systolic.job import Precision, Sampling
+from systolic.models.decoder.config import Decoder
+from systolic.steps.decode import Decode
+from systolic.training.generate import Generator, Stops
+from systolic.training.setup import set_up
+from tests.cli.tiny import job
+
+SMALL = Decoder(layers=2, d_model=32, d_ff=32, heads=2, kv_heads=1, head_dim=16, vocab=264)
+GREEDY = Sampling(temperature=0.0)
+
+
+@given(
+    text=st.text("abc", max_size=12),
+    stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    cuts=st.lists(st.integers(0, 12), max_size=4),
+)
+def test_a_text_ends_before_the_stop_that_comes_first_however_it_is_cut(text, stops, cuts):
+    def told(pieces: list[str]) -> str:
+        ends, out = Stops(stops), ""
+        for piece in pieces:
+            out += ends.push(piece)
+            if ends.met:
+                return out
+        return out + ends.flush()
+
+    bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    pieces = [text[a:b] for a, b in itertools.pairwise(bounds)]
+    # The shortest start of the text that ends with a stop string, less the longest such string.
+    for end in range(len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            assert told(pieces) == text[: end - max(map(len, found))]
+            break
+    else:
+        assert told(pieces) == text
+
+
+def test_a_mixtures_answer_does_not_depend_on_padding():
+    # One slot for each expert and four tokens: most choices find none, so who asks first matters.
+    model = replace(SMALL, experts=4, experts_per_token=2, capacity_factor=0.5)
+    steps = set_up(job(model=model, batch=2)).steps
+    params, rest = jax.jit(steps.network.init)(jax.random.key(0))
+    programs = Decode(steps, GREEDY)
+    module = programs._module(params, rest)
+    ids = np.random.default_rng(0).integers(0, 256, (2, 11)).astype(np.int32)
+    counts = np.array([11, 7], np.int32)
+
+    def logits(rows: list[int], padded: int, fill: int) -> np.ndarray:
+        tokens = np.full((len(rows), padded), fill, np.int32)
+        for at, row in enumerate(rows):
+            tokens[at, : counts[row]] = ids[row, : counts[row]]
+        hidden, _ = module.prefill(tokens, counts[rows], 64, jnp.dtype("float32"))
+        return np.asarray(module.logits(hidden))
+
+    for row, count in enumerate(counts):
+        alone = logits([row], int(count), 0)[0]
+        for padded, fill in ((16, 0), (32, 5)):
+            beside = logits([0, 1], padded, fill)[row, :count]
+            np.testing.assert_allclose(beside, alone, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("precision", [Precision.f32, Precision.f16])
+def test_programs_are_compiled_once_for_prompts_of_a_size(precision: Precision):
+    made = replace(job(model=SMALL), precision=precision)
+    steps = set_up(made).steps
+    params, rest = jax.jit(steps.network.init)(jax.random.key(0))
+    generator = Generator(steps, params, rest, GREEDY)
+    texts = ["".join(generator.stream(text, tokens=20)) for text in ("a", "some text", "a")]
+    assert texts[0] == texts[2] != ""
+    assert generator._prefill._cache_size() == generator._decode._cache_size() == 1
+    assert generator.context == 32
+    assert generator.beyond("x" * 11, 20) == "", "11 bytes and the document's token and 20"
+    assert "33 tokens of prompt and up to 1 new" in generator.beyond("x" * 32, 1)
+    stopped = "".join(generator.stream("a", tokens=20, stop=[texts[0][3:6]]))
+    assert stopped == texts[0][: texts[0].index(texts[0][3:6])]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--top-p 0",
+        "--top-p 7",
+        "--temperature nan",
+        "--temperature -1",
+        "--top-k -3",
+        "--seed -1",
+        "--tokens 0",
+        "--stop=",
+    ],
+)
+def test_values_that_can_not_work_are_one_line(option: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["generate", "runs/none", "a", *option.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    name = option.lstrip("-").partition(" ")[0].partition("=")[0]
+    assert name in line
+    assert "must be" in line or "is empty" in line
+
+
+def model(sequence: int = 32) -> list[str]:
+    sizes = "--model.layers 1 --model.d-model 16 --model.d-ff 16 --model.heads 2 --model.kv-heads 2"
+    return f"{sizes} --model.head-dim 8 --sequence {sequence} --batch 4".split()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of text in ``text`` and a byte model of it in ``run``."""
+    home = tmp_path_factory.mktemp("trained")
+    (home / "text").mkdir()
+    for number in range(30):
+        (home / "text" / f"{number}.txt").write_text(f"def f{number}(): return {number}\n" * 5)
+    args = ["train", "lm", "--path", str(home / "text"), *model(), "--steps", "3", "--json"]
+    args += ["--checkpoints.every", "2"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(home / "cache"))
+        assert main([*args, "--run", str(home / "run")]) == 0
+    return home
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def test_prompts_of_words_a_file_and_standard_input(
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def answers(*args: str) -> list[dict]:
+        command = ["generate", str(trained / "run"), *args, "--tokens", "8", "--json"]
+        assert main(command) == 0
+        record = json.loads(capsys.readouterr().out)
+        return record.get("answers", [record])
+
+    (tmp_path / "lines.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two\\nlines"}\n')
+    alone = {text: answers(text)[0]["text"] for text in ("one", "two")}
+    several = answers("one", "two", "--file", str(tmp_path / "lines.txt"))
+    assert [a["prompt"] for a in several] == ["one", "two", "one", "two"]
+    assert [a["text"] for a in several] == [alone["one"], alone["two"]] * 2
+    rows = answers("--file", str(tmp_path / "rows.jsonl"))
+    assert [a["prompt"] for a in rows] == ["one", "two\nlines"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
+    assert answers("-")[0]["text"] == alone["one"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("two\n"))
+    assert answers("--file", "-")[0]["text"] == alone["two"]
+    assert main(["generate", str(trained / "run"), "x" * 40, "--tokens", "8"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("x" * 40)
+    assert "41 tokens of prompt and up to 8 new ones are more than the 32 of a row" in err
+    assert main(["generate", str(trained / "run"), "--file", str(tmp_path / "no.txt")]) == 2
+    assert "no.txt cannot be read" in capsys.readouterr().err
+
+
+def test_a_run_is_evaluated_on_other_data(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    def measured(path: Path) -> float:
+        assert main(["eval", str(trained / "run"), "--path", str(path), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["metrics"][str(path)]["loss"]
+
+    (tmp_path / "like.jsonl").write_text(json.dumps({"text": "def f1(): return 1\n" * 9}) + "\n")
+    (tmp_path / "unlike.jsonl").write_text(json.dumps({"text": "~}|{QZ^&*" * 9}) + "\n")
+    assert measured(tmp_path / "like.jsonl") < measured(tmp_path / "unlike.jsonl")
+    command = ["eval", str(trained / "run"), "--path", str(tmp_path / "no.jsonl")]
+    assert main(command) == 2
+    assert "no.jsonl does not exist" in capsys.readouterr().err
+    assert main([*command[:3], str(tmp_path / "like.jsonl"), "--split", "train"]) == 2
+
+
+def test_a_damaged_best_checkpoint_gives_way_to_another(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run = tmp_path / "run"
+    shutil.copytree(trained / "run", run)
+    largest = max(
+        (path for path in (run / "checkpoints" / "3" / "params").rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
+    largest.write_bytes(largest.read_bytes()[:-1])
+    assert main(["generate", str(run), "one", "--tokens", "4", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["step"] == 2
+    assert "checkpoint 3 is damaged" in err
+    assert "; using step 2" in err
+    (run / "checkpoints" / "3" / "manifest.json").write_text("")
+    with Run.open(run) as opened:
+        steps = set_up_here(rebuild(opened)[1], opened).steps
+    begun = begin_with(run, steps)
+    assert begun.step == 2
+    assert begun.skipped == ["checkpoint 3 is damaged (manifest.json is damaged)"]
+
+
+def test_training_begins_with_the_weights_of_a_run(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run = tmp_path / "run"
+    args = ["train", "lm", "--path", str(trained / "text"), *model(), "--optimizer.ema", "0.5"]
+    rest = ["--optimizer.learning-rate", "1e-9", "--steps", "1", "--run", str(run), "--json"]
+    assert main([*args, "--init-from", str(trained / "run"), *rest]) == 0
+    begun = json.loads(capsys.readouterr().out)["final"]["metrics"]["validation_loss"]
+    ended = Run.open(trained / "run").read_summary()["final"]["metrics"]["validation_loss"]
+    # A step of no size leaves the weights where they began.
+    assert begun == pytest.approx(ended, rel=1e-5)
+    source = str((trained / "run" / "checkpoints" / "3").absolute())
+    assert Run.open(run).read_job()["init_from"] == source
+
+    narrow = ["--dtypes.parameters", "bf16", "--dtypes.moments", "bf16"]
+    rest[rest.index(str(run))] = str(tmp_path / "narrow")
+    assert main([*args, *narrow, "--init-from", source, *rest]) == 0
+    begun = json.loads(capsys.readouterr().out)["final"]["metrics"]["validation_loss"]
+    assert begun == pytest.approx(ended, rel=5e-3)
+
+    other = [
+        *args[:4],
+        *model(),
+        "--model.d-ff",
+        "24",
+        "--steps",
+        "1",
+        "--run",
+        str(tmp_path / "b"),
+    ]
+    assert main([*other, "--init-from", source]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"systolic: {source} can't begin lm: ")
+    assert "float32[1,16,16] in the checkpoint and float32[1,24,16] in this job" in line
+    assert main([*other, "--init-from", str(trained / "text")]) == 2
+    assert "is a folder of another kind; it takes a run (" in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()

@@ -1,0 +1,285 @@
+"""What a session records: recompiles, kernels, checkpoints and their best, early stops, time."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from systolic.artifact import CheckpointStore, Run, weights
+from systolic.artifact.access import Access
+from systolic.core.errors import OptionError
+from systolic.job import Checkpoints, Evaluation, Guard, GuardRule, Mode, Schedule
+from systolic.training.evaluate import Evaluator
+from systolic.training.ledger import KINDS, Ledger
+from systolic.training.meter import Meter
+from systolic.training.setup import set_up
+from tests.training import tiny
+from tests.training.sessions import (
+    Collect,
+    Crash,
+    CrashAt,
+    evaluations,
+    events,
+    losses,
+    records,
+    train,
+)
+
+
+def test_a_recompile_says_which_argument_changed(tmp_path: Path):
+    job = tiny.job(steps=6, halve=(4, 5), evaluation=Evaluation(), checkpoints=Checkpoints())
+    summary = train(job, tmp_path)
+    assert summary["recompiles"] == 1, "the smaller batch comes twice and is compiled once"
+    assert len(events(tmp_path, "compile")) == 2
+    (told,) = events(tmp_path, "recompile")
+    assert told.startswith("train step: ")
+    assert sorted(told.removeprefix("train step: ").split("; ")) == [
+        "label was int32[16] and is int32[8]",
+        "mask was float32[16] and is float32[8]",
+        "weight was float32[16] and is float32[8]",
+        "x was float32[16,8] and is float32[8,8]",
+    ]
+
+
+def test_the_best_checkpoint_is_kept_and_used(tmp_path: Path):
+    """Evaluations save too; the best of them outlives the newest ones."""
+    job = tiny.job(
+        steps=8,
+        learning_rate=0.3,
+        dropout=0.5,
+        evaluation=Evaluation(every=2, metric="loss"),
+        checkpoints=Checkpoints(keep_last=1),
+    )
+    setup = set_up(job)
+    train(setup, tmp_path)
+    scores = {
+        step: metrics["loss"]
+        for (step, split), metrics in evaluations(tmp_path).items()
+        if split == "validation"
+    }
+    assert sorted(scores) == [2, 4, 6, 8]
+    best = min(scores, key=lambda step: scores[step])
+    with CheckpointStore(tmp_path / "checkpoints", metric="loss", access=Access.read) as store:
+        assert store.steps() == sorted({best, 8})
+    assert weights.load(Run.open(tmp_path), setup.steps).step == best
+    assert weights.load(Run.open(tmp_path), setup.steps, "last").step == 8
+
+
+def test_early_stopping(tmp_path: Path):
+    evaluation = Evaluation(every=2, metric="accuracy", mode=Mode.min, patience=2)
+    job = tiny.job(steps=40, learning_rate=0.05, evaluation=evaluation)
+    setup = set_up(job)
+    summary = train(setup, tmp_path)
+    assert summary["steps"] < 40
+    reason = "accuracy has not improved in 2 evaluations"
+    assert summary["stopped"] == reason
+    assert events(tmp_path, "stop") == [reason]
+    (tmp_path / "summary.json").unlink()
+    again = train(setup, tmp_path, resume=True)
+    assert (again["steps"], again["stopped"]) == (summary["steps"], reason)
+
+
+def test_a_metric_that_is_not_reported_is_refused_before_any_step(tmp_path: Path):
+    job = tiny.job(evaluation=Evaluation(every=8, metric="acuracy"))
+    message = "evaluation.metric is 'acuracy', which tiny does not report; did you mean accuracy?; choose one of accuracy, loss"
+    with pytest.raises(OptionError) as caught:
+        set_up(job).check_metric()
+    assert str(caught.value) == message
+    with pytest.raises(OptionError):
+        train(job, tmp_path)
+    assert not list(Run.open(tmp_path).records())
+
+
+def test_the_time_of_a_session_adds_up(tmp_path: Path):
+    seen = Collect()
+    summary = train(tiny.job(), tmp_path, watchers=[seen])
+    time = summary["time"]
+    assert tuple(time) == KINDS
+    assert math.fsum(time.values()) == pytest.approx(summary["seconds"])
+    assert all(time[kind] > 0 for kind in ("compile", "step", "eval", "checkpoint"))
+    assert summary["goodput"] == pytest.approx(time["step"] / summary["seconds"])
+    assert summary == Run.open(tmp_path).read_summary()
+    (end,) = [r for r in seen.records if r["kind"] == "end"]
+    assert end["final"] == summary["final"]
+    assert set(summary["final"]["metrics"]) == {
+        f"{split}_{name}" for split in ("validation", "test") for name in ("loss", "accuracy")
+    }
+    assert summary["next"] == f"systolic eval {tmp_path}"
+
+
+def test_every_second_of_a_ledger_is_somewhere():
+    """By a clock of the test's own: nested claims count once, the rest is other."""
+    now = [100.0]
+    ledger = Ledger(lambda: now[0])
+    now[0] = 103
+    ledger.settle("start")
+    with ledger.spend("step"):
+        now[0] = 105
+        with ledger.spend("eval"):
+            now[0] = 109
+            ledger.add("data_wait", 1.0)
+        now[0] = 110
+    now[0] = 112
+    assert ledger.close() == {
+        "start": 3,
+        "compile": 0,
+        "step": 3,
+        "data_wait": 1,
+        "eval": 3,
+        "checkpoint": 0,
+        "diagnose": 0,
+        "sample": 0,
+        "other": 2,
+    }
+
+
+def test_records_are_the_same_on_disk_and_for_watchers(tmp_path: Path):
+    seen = Collect()
+    train(tiny.job(steps=4), tmp_path, watchers=[seen])
+    assert events(tmp_path, "kernel") == ["a plain product was chosen"]
+    on_disk = [r["kind"] for kind in ("start", "train", "end") for r in records(tmp_path, kind)]
+    assert on_disk == ["start"] + ["train"] * 4 + ["end"]
+    seen_kinds = [r["kind"] for r in seen.records if r["kind"] != "evaluating"]
+    assert seen_kinds == [r["kind"] for r in Run.open(tmp_path).records()]
+
+
+def test_a_record_holds_the_mean_of_its_steps(tmp_path: Path):
+    job = tiny.job(steps=9, evaluation=Evaluation(), checkpoints=Checkpoints())
+    setup = set_up(job)
+    train(setup, tmp_path / "each")
+    train(setup, tmp_path / "four", log_every=4)
+    each, four = (records(tmp_path / name, "train") for name in ("each", "four"))
+    assert [r["step"] for r in four] == [4, 8, 9]
+    for name in ("loss", "grad_norm", "accuracy"):
+        values = [r[name] for r in each]
+        means = [np.mean(values[:4]), np.mean(values[4:8]), values[8]]
+        assert [r[name] for r in four] == pytest.approx(means)
+    assert [r["learning_rate"] for r in four] == [each[i]["learning_rate"] for i in (3, 7, 8)]
+
+
+def test_means_of_a_resumed_run_are_those_of_one_that_was_not_cut_off(tmp_path: Path):
+    setup = set_up(tiny.job(steps=14, checkpoints=Checkpoints(every=3)))
+    train(setup, tmp_path / "whole", log_every=5)
+    with pytest.raises(Crash):
+        train(setup, tmp_path / "cut", watchers=[CrashAt(10)], log_every=5)
+    train(setup, tmp_path / "cut", resume=True, log_every=5)
+    assert [r["resumed_from"] for r in records(tmp_path / "cut", "start")] == [None, 9]
+    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
+    assert sorted(losses(tmp_path / "cut")) == [5, 10, 14]
+
+
+def test_a_dropped_step_is_not_in_the_mean(tmp_path: Path):
+    guard = Guard(rule=GuardRule.skip)
+    setup = set_up(tiny.job(steps=6, spoil=(3,), guard=guard, evaluation=Evaluation()))
+    train(setup, tmp_path / "each")
+    train(setup, tmp_path / "three", log_every=3)
+    each, three = (records(tmp_path / name, "train") for name in ("each", "three"))
+    assert three[0]["loss"] == pytest.approx((each[0]["loss"] + each[1]["loss"]) / 2)
+
+
+def test_a_record_is_of_its_own_steps_whenever_the_host_sees_them():
+    """By a clock of the test's own: a slow first step, a step a second, and results seen together at the end."""
+    now = [0.0]
+    meter = Meter(set_up(tiny.job(steps=100)), Ledger(lambda: now[0]), 0)
+    seen = []
+
+    def see() -> None:
+        meter.done()
+        seen.append(meter.read())
+
+    for second in range(10, 30):  # the host waits for each
+        now[0] = second
+        see()
+    for pending in (1, 2, 3):  # the host is ahead: it notices that they end and reads them later
+        now[0] += 1.0
+        meter.notice(pending)
+    now[0] += 5.0
+    for _ in range(3):
+        see()
+    now[0] += 1.0
+    meter.notice(2)  # both ended in the last six seconds
+    see()
+    see()
+    measured = [record["step_seconds"] for record in seen]
+    assert measured == pytest.approx([10.0] + [1.0] * 19 + [1.0] * 3 + [3.0] * 2)
+    assert [record["num_steps"] for record in seen] == [1] * 25
+    # 75 steps left, by the mean of the last eight: 3 + 3 + 6 * 1 seconds.
+    assert seen[-1]["eta_seconds"] == pytest.approx(75 * 12 / 8)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_the_times_on_record_add_up_to_those_of_the_steps(tmp_path: Path, every: int):
+    evaluation = Evaluation(every=5)
+    summary = train(tiny.job(steps=17, evaluation=evaluation), tmp_path, log_every=every)
+    steps = [(r["num_steps"], r["step_seconds"]) for r in records(tmp_path, "train")]
+    assert sum(count for count, _ in steps) == 17
+    loop = summary["time"]["step"] + summary["time"]["data_wait"]
+    assert 0 < sum(count * seconds for count, seconds in steps) < loop + 0.01
+
+
+def test_a_warm_up_that_is_shortened_is_told(tmp_path: Path):
+    own = Schedule(warmup=100)
+    job = replace(tiny.job(steps=4, evaluation=Evaluation()), schedule=own.shortened(own, 4))
+    train(job, tmp_path)
+    line = "schedule.warmup is 100 by default and the job has 4 steps, so it is shortened to 1, a tenth of them; give another --schedule.warmup, or more --steps"
+    assert events(tmp_path, "schedule") == [line]
+
+
+def test_a_warm_up_that_takes_all_steps_is_refused():
+    job = tiny.job(steps=20)
+    assert set_up(replace(job, schedule=Schedule(warmup=19))).job.schedule.warmup == 19
+    with pytest.raises(
+        OptionError, match=r"schedule\.warmup is 20 and the job has 20 steps; .* 2 "
+    ):
+        set_up(replace(job, schedule=Schedule(warmup=20)))
+
+
+def test_start_up_has_a_name(tmp_path: Path):
+    """What no phase claims is little, also of a run that trains for a moment."""
+    summary = train(tiny.job(steps=2, evaluation=Evaluation()), tmp_path)
+    assert summary["time"]["start"] > 0
+    assert summary["time"]["other"] < 0.05 * summary["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("batches", "final", "read"),
+    [(0, None, [4, 3]), (2, None, [2, 2]), (2, 0, [4, 3]), (0, 3, [3, 3])],
+)
+def test_the_last_evaluation_reads_so_many_batches(
+    tmp_path: Path, batches: int, final: int | None, read: list[int]
+):
+    """Of 60 and 40 examples in batches of 16: 4 and 3."""
+    job = tiny.job(steps=2, evaluation=Evaluation(batches=batches, final_batches=final))
+    told: list[tuple[int, int]] = []
+
+    class Look:
+        def see(self, record: dict[str, Any]) -> None:
+            if record["kind"] == "evaluating" and record["split"] == "validation":
+                told.append((record["batches"], record["of"]))
+
+        def close(self) -> None:
+            pass
+
+    train(job, tmp_path, watchers=[Look()])
+    found = records(tmp_path, "eval")
+    assert [r["batches"] for r in found] == read
+    assert [r["of"] for r in found] == [4, 3]
+    assert told == [(max(n - 1, 0), read[0]) for n in range(read[0])]
+
+
+def test_what_is_beside_the_metrics_is_of_whole_splits(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tiny.Spoiled, "references", lambda self: {"gzip": 2.0})
+    program: Any = None
+
+    def references(batches: int, final: int | None) -> dict[str, float]:
+        job = tiny.job(evaluation=Evaluation(batches=batches, final_batches=final))
+        evaluator = Evaluator(
+            setup=set_up(job), program=program, ledger=Ledger(), say=print, show=print
+        )
+        return evaluator.references()
+
+    assert references(2, None) == references(0, 3) == {}
+    assert references(2, 0) == references(4, None) == {"gzip": 2.0}
