@@ -152,18 +152,23 @@ def test_the_command_replaces_what_was_typed() -> None:
         "128",
     ]
     settings = {"layout.fsdp": 16, "layout.remat_names": ("query", "key"), "batch": 64}
-    assert command("train", "lm", typed, settings) == (
+    assert command("train", "lm", typed, settings, plain=Layout()) == (
         "systolic train lm --model.layers 4 --sequence 128 --layout.fsdp 16 --layout.remat-names query key --batch 64"
     )
 
 
 def test_a_default_takes_away_what_was_typed() -> None:
-    assert command("train", "lm", ["--layout.data", "4"], {"layout.data": 1}) == "systolic train lm"
+    typed, one = ["--layout.data", "4"], {"layout.data": 1}
+    assert command("train", "lm", typed, one, plain=Layout()) == "systolic train lm"
+    # A recipe with another default, or of which none is known, is told.
+    for plain in (Layout(data=2), None):
+        told = command("train", "own.py:job", typed, one, plain=plain)
+        assert told == "systolic train own.py:job --layout.data 1"
 
 
 def test_settings_that_are_defaults_are_not_typed() -> None:
     base = base_of(facts_of(decoder_job()), slice("v5e-16"))
-    assert changed(base.settings(decoder_job())) == {"layout.fsdp": 16, "batch": 64}
+    assert changed(base.settings(decoder_job()), Layout()) == {"layout.fsdp": 16, "batch": 64}
 
 
 def test_a_difference_names_what_changed() -> None:

@@ -56,11 +56,12 @@ def trace_job(job: Job, verb: Verb, on: Slice, devices: Sequence[Any]) -> Traced
 
 def described(job: Job, steps: Steps) -> dict[str, Any]:
     """Sizes, precision and layout of a definite job, for people."""
+    micro = job.layout.num_microbatches(steps.batch_size // job.layout.accumulate)
     return {
         "batch_size": steps.batch_size,
         "parameters": steps.network.num_parameters,
         "precision": job.precision.value,
-        "layout": job.layout.to_json(),
+        "layout": job.layout.to_json() | ({"microbatches": micro} if micro else {}),
     }
 
 

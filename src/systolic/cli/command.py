@@ -14,6 +14,7 @@ def command(
     args: Sequence[str],
     settings: Mapping[str, Any],
     drop: Sequence[str] = (),
+    plain: Layout | None = None,
 ) -> str:
     """``systolic VERB TARGET …``: ``args`` less the options in ``settings`` and ``drop``, then those settings that are no defaults.
 
@@ -23,24 +24,35 @@ def command(
         args: What was typed after it.
         settings: Options by dotted name (``layout.fsdp``), values as Python has them.
         drop: Options of another verb, without dashes.
+        plain: The recipe's own default, of which nothing is typed.
     """
-    return shlex.join(["systolic", verb, target, *words(args, settings, drop)])
+    return shlex.join(["systolic", verb, target, *words(args, settings, drop, plain)])
 
 
-def words(args: Sequence[str], settings: Mapping[str, Any], drop: Sequence[str] = ()) -> list[str]:
-    """``args`` less the options in ``settings`` and ``drop``, then those settings that are no defaults."""
+def words(
+    args: Sequence[str],
+    settings: Mapping[str, Any],
+    drop: Sequence[str] = (),
+    plain: Layout | None = None,
+) -> list[str]:
+    """``args`` less the options in ``settings`` and ``drop``, then those settings that are no defaults; all where none are known."""
     replaced = {_dashed(name) for name in settings} | set(drop)
     if "batch" in settings:
         replaced.add("batch-per-device")
     made = without(args, replaced)
-    for name, value in changed(settings).items():
+    for name, value in (settings if plain is None else changed(settings, plain)).items():
         made += [f"--{_dashed(name)}", *_words(value)]
     return made
 
 
-def changed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that are not what an option has when it is left out."""
-    defaults = {f"layout.{name}": value for name, value in Layout().settings().items()}
+def changed(settings: Mapping[str, Any], plain: Layout) -> dict[str, Any]:
+    """Settings that are not what an option has when it is left out.
+
+    Args:
+        settings: Options by dotted name.
+        plain: The layout of a recipe whose layout is not given.
+    """
+    defaults = {f"layout.{name}": value for name, value in plain.settings().items()}
     return {name: value for name, value in settings.items() if defaults.get(name, ...) != value}
 
 

@@ -126,7 +126,8 @@ class Explanation:
     def applied(self, settings: Mapping[str, Any], candidate: "Candidate", verb: str) -> str:
         """The command with some settings, compiled with a candidate's flags."""
         drop = [name for name in OWN if name != "on" or verb == "train"]
-        words = command(verb, self.target, self.args, settings, drop)
+        plain = recipes.find(self.target).layout
+        words = command(verb, self.target, self.args, settings, drop, plain)
         if verb == "forecast":
             words += " --quick"  # what the figures above were made with
         flags = spoken(candidate.compiler_flags, candidate.on.chip)

@@ -15,6 +15,7 @@ from systolic.cli.parse import arguments
 from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
 from systolic.core.ranges import NOT_NEGATIVE
 from systolic.core.units import duration
+from systolic.job import Layout
 
 
 def is_profile(path: Path) -> bool:
@@ -167,9 +168,16 @@ def run_of(path: Path) -> Path | None:
 
 
 def mesh_of(folder: Path) -> Mapping[str, int]:
-    """The mesh of a run."""
+    """Axes of a run's mesh and, of a pipeline, its microbatches."""
     with Run.open(folder) as run:
-        return run.read_job()["layout"]
+        record = run.read_job()
+    mesh: dict[str, int] = dict(record["layout"])
+    job = record["job"]
+    if mesh.get("pipeline", 1) > 1 and job["batch"]["total"]:
+        accumulate, micro = (job["layout"][name] for name in ("accumulate", "microbatches"))
+        layout = Layout(**mesh, accumulate=accumulate, microbatches=micro)
+        mesh["microbatches"] = layout.num_microbatches(job["batch"]["total"] // accumulate)
+    return mesh
 
 
 def remark(found: Mapping[str, Any]) -> str:

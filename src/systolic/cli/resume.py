@@ -18,7 +18,7 @@ from systolic.cli.flags import kept
 from systolic.cli.output import print_json
 from systolic.cli.planned import expected, resumed
 from systolic.cli.session import INIT, RECORDED, begun, describe, join, load, session
-from systolic.cli.target import Request, plan_of, request_for
+from systolic.cli.target import Request, existing, plan_of, request_for
 from systolic.core.errors import NotFoundError, RunError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.job import Batch, Job
@@ -65,6 +65,8 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
         changed = {name for name, value in asked.options.items() if value != saved.get(name)}
         asked = replace(asked, chosen=resumed(plan_of(record), changed))
         resolved(asked.verb["flags"] or "", None)
+        if asked.verb["executable"] is not None:
+            existing(str(asked.verb["executable"]))
         summary = finished(directory, asked.job, changed=asked.options != saved)
         if summary is not None:
             if asked.verb["json"]:

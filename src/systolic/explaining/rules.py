@@ -16,6 +16,8 @@ from systolic.forecasting.windowed import OFF
 from systolic.hlo import Shape
 from systolic.sim.timeline import Resource
 
+EXPERTS = "decoder/moe.py"
+"""Source of the matmuls of slots."""
 LEAST_DIM = 16
 """Smaller dims count a batch, not a side of the matrix."""
 POOR = 0.6
@@ -325,8 +327,8 @@ def bubble(step: Step) -> Iterable[Cause]:
 def empty_slots(step: Step) -> Iterable[Cause]:
     """Slots of a mixture's experts beyond what an even choice fills, at the rate of their matmuls."""
     factor = step.slots_per_token
-    # The router's own matmul, far smaller, is among them.
-    ops = [op for op in step.ops if op.flops and "mlp" in op.layer.split("/")]
+    # Dense layers and shared experts lie in other files. The router's own matmul, far smaller, is among these.
+    ops = [op for op in step.ops if op.flops and EXPERTS in op.source]
     if factor > 1 and ops:
         yield cause_of_ops(
             step,

@@ -41,6 +41,7 @@ def step_of_forecast(forecast: Forecast, module: Module, model: Model | None) ->
             index.setdefault(instruction.name, (computation, instruction))
     windowed = names(module)
     layout = forecast.layout
+    trains = forecast.answer is None or forecast.answer.facts.get("verb", "train") == "train"
     mesh = {axis: int(layout[axis]) for axis in MESH if axis in layout}
     return Step(
         origin=Origin.simulated,
@@ -53,12 +54,13 @@ def step_of_forecast(forecast: Forecast, module: Module, model: Model | None) ->
             if span.lane == "core" and (at := index.get(span.name)) is not None
         ],
         mesh=mesh,
-        microbatches=int(layout.get("microbatches", 0) or 2 * mesh.get("pipeline", 1)),
+        microbatches=int(layout.get("microbatches", 0)),
         peak=rates.peak,
         mxu_width=(rates.chip.mxu_shape or (MXU_WIDTH, MXU_WIDTH))[0],
         memory_peak=rates.hbm,
         f32_passes=True,
-        slots_per_token=1.0 if model is None else model.slots_per_token(),
+        # Prefill and decode fit their slots to what they hold.
+        slots_per_token=model.slots_per_token() if model is not None and trains else 1.0,
     )
 
 

@@ -270,6 +270,12 @@ class Layout:
             return f"offload {'+'.join(self.remat_names)}{kept}"
         return self.remat.value
 
+    def num_microbatches(self, batch: int) -> int:
+        """Microbatches of a pass over ``batch`` examples; 0 without a pipeline."""
+        if self.pipeline == 1:
+            return 0
+        return self.microbatches or min(2 * self.pipeline, max(1, batch // self.batch_ways))
+
     @property
     def mesh_shape(self) -> dict[str, int]:
         """Axis name to size, outermost first."""

@@ -22,7 +22,7 @@ from systolic.artifact.beside import is_beside, modules
 from systolic.artifact.recipe_files import Reads
 from systolic.core.errors import NotFoundError, OptionError, RunError, nearest
 from systolic.core.ranges import check_arguments
-from systolic.job import Job
+from systolic.job import Job, Layout
 
 _folders: list[str] = []
 """Of the recipes that were loaded, at the end of ``sys.path``."""
@@ -48,6 +48,12 @@ class Recipe:
     def summary(self) -> str:
         """The first line of its docstring."""
         return (inspect.getdoc(self.function) or "").split("\n")[0]
+
+    @property
+    def layout(self) -> Layout | None:
+        """What its option ``layout`` is by default; None where it has no such option."""
+        known = inspect.signature(self.function).parameters.get("layout")
+        return known.default if known is not None and isinstance(known.default, Layout) else None
 
     def __call__(self, options: Mapping[str, Any]) -> Job:
         """The job with these arguments.

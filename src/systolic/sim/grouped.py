@@ -7,9 +7,10 @@ where its place changes: a group's weights at the group's first visit where thei
 step otherwise; no rows at that visit, since the group begins inside a tile whose rows are there. So a step takes the
 longer of both, and the ends of its transfers and the scalar work of the grid beside it.
 
-The sizes of the groups are data. Unless the program holds them, every group is taken to have the same number of rows and
-to begin inside a tile of them. Rows behind the last group are not visited; how many balanced routing fills is in the
-call's scope, ``rows_EXPECTED_of_ROWS``.
+The sizes of the groups are data. Unless the program holds them, rows choose their groups evenly and by chance, so that few
+rows leave groups empty (:func:`chosen`), and every other group has the same number of rows and begins inside a tile of them.
+An empty group is visited only for the gradient of its weights, which is zero. Rows behind the last group are not visited; how
+many balanced routing fills is in the call's scope, ``rows_EXPECTED_of_ROWS``.
 """
 
 import itertools
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from systolic.hlo import Computation, Instruction
 from systolic.sim.kernels import KernelCost
-from systolic.sim.rates import Rates, cores, cores_used, vector_rate
+from systolic.sim.rates import Rates, cores, cores_used, f32_passes, vector_rate
 
 _XLA = re.compile(r'ragged_dot_tiling="(\d+),(\d+),(\d+)"')
 _TOKAMAX = re.compile(r'tile_m\\*": (\d+), \\*"tile_k\\*": (\d+), \\*"tile_n\\*": (\d+)')
@@ -74,7 +75,7 @@ class Grouped:
     depth: int
     columns: int
     groups: int
-    """That have rows."""
+    """That are visited."""
     tile: tuple[int, int, int]
     """Of rows, depth and columns."""
     transposed: bool
@@ -116,6 +117,7 @@ def seconds_of(grouped: Grouped, rates: Rates, pace: Pace | None = None) -> floa
     width = (rates.chip.mxu_shape or (_LANES, _LANES))[0]
     depth, columns = (-(-size // width) * width for size in narrow)
     rate = rates.peak(grouped.dtypes[0]) / cores(rates)
+    rate /= f32_passes(rates) if grouped.dtypes[0] == "f32" else 1.0
     matrix = 2.0 * rows * depth * columns / rate
     sums = (depth if grouped.transposed else rows) * columns
     storing = sums / math.prod(rates.chip.vpu_shape or _REGISTER) / rates.clock_hz
@@ -170,12 +172,13 @@ def grouped_of(
     groups = result.dims[0] if transposed else right.dims[0]
     sizes = _sizes(computation, call, groups)
     expected = _EXPECTED.search(call.op_name)
-    rows = left.dims[0] * (int(expected[1]) / int(expected[2]) if expected else 1.0)
+    # The array's rows are padded to whole tiles.
+    rows = min(int(expected[1]) if expected else left.dims[0], left.dims[0])
     return Grouped(
-        rows=sum(sizes) if sizes else min(rows, left.dims[0]),
+        rows=sum(sizes) if sizes else rows,
         depth=left.dims[1],
         columns=columns,
-        groups=sum(size > 0 for size in sizes) if sizes else groups,
+        groups=groups if transposed else _filled(sizes, rows, groups),
         known=bool(sizes),
         tile=tiles,
         transposed=transposed,
@@ -184,6 +187,18 @@ def grouped_of(
         # tokamax's kernels run their grid in a pipeline within one step, on one core.
         parallel=() if _TOKAMAX.search(call.rest) else (across,),
     )
+
+
+def chosen(rows: float, groups: int) -> float:
+    """Groups that so many rows choose on average, each evenly and by chance."""
+    return groups * (1 - (1 - 1 / groups) ** rows)
+
+
+def _filled(sizes: Sequence[int], rows: float, groups: int) -> int:
+    """Groups that have rows: counted where the sizes are known, else expected."""
+    if sizes:
+        return sum(size > 0 for size in sizes)
+    return max(round(chosen(rows, groups)), 1)
 
 
 def _tiles(

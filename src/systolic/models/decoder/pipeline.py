@@ -24,7 +24,7 @@ def num_microbatches(target: Target, batch: int) -> int:
         LayoutError: they don't divide the batch.
     """
     layout = target.layout
-    wanted = layout.microbatches or min(2 * layout.pipeline, max(1, batch // layout.batch_ways))
+    wanted = layout.num_microbatches(batch)
     if batch % (wanted * layout.batch_ways):
         raise LayoutError(
             f"layout.microbatches {wanted} x {layout.batch_ways} batch shards does not divide the batch of {batch} per pass; change the batch or the microbatches"
