@@ -70,6 +70,15 @@ MISUSED = [
     (("train", "lm", "--path", "TEXT", "--run", "TEXT"), "TEXT is not empty and not a run; choose"),
     (("eval", "RUN", "--split", "test"), "lm has no test data; choose --split train"),
     (("predict", "RUN", "nowhere.txt"), "nowhere.txt"),
+    (("train", "--resume", "RUN", "--executable", "nowhere"), "nowhere does not exist"),
+    (
+        ("forecast", "lm", "--on", "v5e-1", "--layout.microbatches", "4"),
+        "layout.microbatches has no effect here; leave it out",
+    ),
+    (
+        ("forecast", "image", "--path", "TEXT", "--on", "v5e-1", "--classes", "9", "--patch", "8"),
+        "--patch is of vision transformers, and the model is resnet50",
+    ),
 ]
 """Lines that a person wrote, each wrong whatever the files hold; RUN and TEXT stand for those of the fixture."""
 

@@ -1,16 +1,22 @@
 """Causes of a simulated step: they account for its time, and name the axis that is waited for."""
 
+from dataclasses import replace
+
 import pytest
 
 from systolic.chips import slice
 from systolic.explaining.axes import axes_of
 from systolic.explaining.causes import causes_of_forecast, causes_of_profile
+from systolic.explaining.rules import empty_slots, memory_bound, unfilled
+from systolic.explaining.sources import step_of_forecast
+from systolic.explaining.step import OpKind
 from systolic.forecasting import Forecast, forecast_text
 from systolic.hlo import parse
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder
 from systolic.profile import open_profile
 from systolic.report.forecast.xprof import write_xprof
+from systolic.sim.timeline import Resource
 from tests.recorded import hlo
 
 NAMES = {"lm-v5e-4": "v5e-4", "moe-2xv6e-4": "2xv6e-4"}
@@ -71,9 +77,38 @@ def test_slots_of_experts_are_counted_where_the_model_is_known(tmp_path) -> None
     assert most == pytest.approx(half * (2 / 3) / (1 / 2))
 
 
-def test_a_forecast_that_does_not_fit_has_no_causes_of_time(tmp_path) -> None:
-    from dataclasses import replace
+def test_slots_are_of_experts_and_of_no_dense_layer(tmp_path) -> None:
+    name = "moe-2xv6e-4"
+    model = Decoder(vocab=64, experts=4, capacity_factor=2.0)
+    step = step_of_forecast(made(name, tmp_path), hlo.module(name), model)
+    (slots,) = empty_slots(step)
+    dense = [replace(op, source="src/systolic/models/decoder/parts.py:40") for op in step.ops]
+    both = [*step.ops, *dense]
+    assert next(iter(empty_slots(replace(step, ops=both)))).seconds == slots.seconds
+    assert not list(empty_slots(replace(step, ops=dense)))
 
+
+def test_places_of_several_ops_say_so(tmp_path) -> None:
+    found = causes_of_forecast(made("lm-v5e-4", tmp_path), hlo.module("lm-v5e-4"))
+    lines = [line for cause in found for line in cause.evidence]
+    assert any("ops, the largest" in line for line in lines)
+
+
+def test_a_narrow_matmul_waits_for_memory(tmp_path) -> None:
+    step = step_of_forecast(made("lm-v5e-4", tmp_path), hlo.module("lm-v5e-4"), None)
+    op = next(op for op in step.ops if op.kind is OpKind.matmul)
+    slow = replace(op, seconds=1e3 * op.seconds, op_name="")
+    narrow = replace(step, ops=[replace(slow, resource=Resource.hbm)])
+    assert [cause.name for rule in (unfilled, memory_bound) for cause in rule(narrow)] == [
+        "memory-bound"
+    ]
+    odd = replace(step, ops=[replace(slow, resource=Resource.mxu)])
+    assert [cause.name for rule in (unfilled, memory_bound) for cause in rule(odd)] == [
+        "unfilled-mxu"
+    ]
+
+
+def test_a_forecast_that_does_not_fit_has_no_causes_of_time(tmp_path) -> None:
     forecast = replace(made("lm-v5e-4", tmp_path), timeline=None, step_seconds=None)
     assert causes_of_forecast(forecast, hlo.module("lm-v5e-4")) == []
 

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from systolic.core.errors import LayoutError
-from systolic.job import Axis, Layout, Residual
+from systolic.job import Axis, Layout, Remat, Residual
 
 
 @pytest.mark.parametrize(
@@ -58,3 +58,38 @@ def test_the_record_of_a_layout_has_every_field() -> None:
     assert list(made)[:6] == [axis.value for axis in Axis]
     assert (made["tensor"], made["residual"], made["saved_names"]) == (2, "embed", ["out"])
     assert json.loads(json.dumps(made)) == made
+
+
+@pytest.mark.parametrize(("pipeline", "batch", "count"), [(1, 64, 0), (4, 4, 4), (4, 64, 8)])
+def test_microbatches_are_two_a_stage_where_the_batch_allows_it(
+    pipeline: int, batch: int, count: int
+) -> None:
+    assert Layout(pipeline=pipeline, fsdp=1).num_microbatches(batch) == count
+    assert Layout(pipeline=4, fsdp=2).num_microbatches(8) == 4
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        (
+            Layout(remat_names=("query",)),
+            "layout.remat-names has no effect here; leave it out, or set --layout.remat",
+        ),
+        (Layout(saved_names=("query",)), "layout.saved-names has no effect here"),
+        (
+            Layout(microbatches=4),
+            "layout.microbatches has no effect here; leave it out, or set --layout.pipeline",
+        ),
+    ],
+)
+def test_a_field_without_effect_names_what_it_needs(layout: Layout, said: str) -> None:
+    with pytest.raises(LayoutError, match=said):
+        layout.check_effects()
+    Layout(remat=Remat.offload, remat_names=("query",), saved_names=("key",)).check_effects()
+
+
+def test_an_activation_is_moved_or_kept() -> None:
+    with pytest.raises(
+        LayoutError, match="both have query; offload moves an activation or keeps it"
+    ):
+        Layout(remat=Remat.offload, remat_names=("query",), saved_names=("query",))

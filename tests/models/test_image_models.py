@@ -304,3 +304,20 @@ def test_flops_of_resnet_50_are_those_by_hand() -> None:
     mine = of.job.data.fields()
     model = of.job.model
     assert of.step_flops == of.batch_size * (3 * model.flops(mine) - model.input_flops(mine))
+
+
+def test_blocks_of_a_resnet_are_computed_again() -> None:
+    """Without a scan around them the compiler would find both computations to be one."""
+
+    def convolutions(remat: Remat) -> int:
+        of = steps(MODELS["resnet-basic"], remat=remat)
+        params, rest = start(of)
+
+        def loss(params, image):
+            return jnp.sum(forward(of, params, rest, image, train=True) ** 2)
+
+        text = jax.jit(jax.grad(loss)).lower(params, batch(of)["image"]).compile().as_text()
+        assert text is not None
+        return text.count("convolution(")
+
+    assert convolutions(Remat.full) > convolutions(Remat.none)

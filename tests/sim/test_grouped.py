@@ -1,14 +1,16 @@
 """Grouped matmuls by the steps of their grids, from recorded schedules, against floors and by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from systolic.chips import slice
 from systolic.hlo import Computation, Instruction, Module
 from systolic.sim import simulate
-from systolic.sim.grouped import grouped_cost, grouped_of, pace_of, seconds_of
+from systolic.sim.grouped import chosen, grouped_cost, grouped_of, pace_of, seconds_of
 from systolic.sim.kernels import computation_bytes
 from systolic.sim.masked import VISITED, masked_seconds, masked_share
-from systolic.sim.rates import Rates, rates_of
+from systolic.sim.rates import Rates, f32_passes, rates_of
 from tests.recorded import hlo, operations
 
 SLICES = {"ragged-v5p": "v5p-8", "grouped-tpu7x": "tpu7x-2", "weights-v5p": "v5p-8"}
@@ -105,6 +107,32 @@ def test_sizes_of_groups_that_the_program_holds() -> None:
     cost = grouped_cost(computation, call, rates_of(slice("v5p-8")))
     assert cost is not None
     assert not cost.note
+
+
+def test_few_rows_choose_few_groups() -> None:
+    """One row chooses one of 128 groups, four nearly four, 8,192 all."""
+    assert chosen(1, 128) == pytest.approx(1)
+    assert chosen(4, 128) == pytest.approx(128 - 127**4 / 128**3)
+    assert chosen(8192, 128) == pytest.approx(128)
+    rates = rates_of(slice("v6e-1"))
+    ((computation, call), *_) = kernels(hlo.module("grouped-v5e-1"))
+    grouped = grouped_of(computation, call, counted(call))
+    assert grouped is not None
+    few = replace(grouped, transposed=False, rows=4, groups=4, tile=(128, 2048, 512))
+    many = replace(few, groups=128)
+    assert seconds_of(many, rates) > 20 * seconds_of(few, rates)
+    # Their weights come over, whatever little is multiplied with them.
+    assert seconds_of(few, rates) > 4 * few.depth * few.columns * 2 / rates.hbm
+
+
+def test_f32_operands_take_their_passes() -> None:
+    for name in ("v5e-1", "v5p-8", "v6e-1"):
+        rates = rates_of(slice(name))
+        ((computation, call), *_) = kernels(hlo.module("grouped-v5e-1"))
+        grouped = grouped_of(computation, call, counted(call))
+        assert grouped is not None
+        wide = replace(grouped, dtypes=("f32", "f32", "f32"), item_bytes=(4.0, 4.0, 4.0))
+        assert seconds_of(wide, rates) > f32_passes(rates) * wide.flops / rates.peak("bf16")
 
 
 @pytest.mark.parametrize("mode", ["full", "quick"])

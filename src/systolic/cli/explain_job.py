@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from systolic.planning import Candidate
     from systolic.planning.ladder import Rung
 
+QUICK = "from the compiler's schedule, the time of ops estimated: systolic forecast without --quick has their cycles"
 OWN = ("on", "step", "flags", "remedies", "workers", "json", "against")
 """The verb's options, which no recipe takes."""
 
@@ -100,7 +101,7 @@ class Explanation:
                 JobProgram(job=self.job, verb=step), self.on, self.compiler.quick(), progress.say
             )
         made = of_outcome(outcome, name, self.on, time.monotonic() - began)
-        if not made.fits and step is not Verb.train:
+        if not made.fits and (step is not Verb.train or self.verb["remedies"] < 1):
             if not self.json:
                 from systolic.report.forecast.text import print_forecast
 
@@ -145,7 +146,8 @@ class Explanation:
             from systolic.report.explain.text import print_causes
 
             words = described(self.compiler.flags)
-            print_causes(title, causes, remarks=[f"compiled with {words}"] if words else [])
+            remarks = [f"compiled with {words}"] if words else []
+            print_causes(title, causes, remarks=[QUICK, *remarks])
         found = self.remedies(made)
         if self.json:
             print_json(
@@ -154,6 +156,9 @@ class Explanation:
                     "kind": "forecast",
                     "slice": self.on.name,
                     "fits": True,
+                    "step": self.verb["step"].value,
+                    "quick": True,
+                    "layout": dict(made.layout),
                     "step_seconds": made.step_seconds,
                     "mfu": made.mfu,
                     "flags": list(self.compiler.flags),

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -175,7 +175,7 @@ def mesh_of(folder: Path) -> Mapping[str, int]:
     job = record["job"]
     if mesh.get("pipeline", 1) > 1 and job["batch"]["total"]:
         accumulate, micro = (job["layout"][name] for name in ("accumulate", "microbatches"))
-        layout = Layout(**mesh, accumulate=accumulate, microbatches=micro)
+        layout = replace(Layout(), **mesh, accumulate=accumulate, microbatches=micro)
         mesh["microbatches"] = layout.num_microbatches(job["batch"]["total"] // accumulate)
     return mesh
 

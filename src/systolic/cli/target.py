@@ -10,7 +10,7 @@ from systolic import recipes
 from systolic.artifact.chosen import Chosen
 from systolic.cli.parse import arguments
 from systolic.core.errors import NotFoundError, OptionError
-from systolic.job import Job
+from systolic.job import Job, Layout
 from systolic.recipes import Recipe
 
 
@@ -75,7 +75,11 @@ def request(target: str, args: Sequence[str], verb: str, options: Callable[..., 
         verb: For messages.
         options: A function whose parameters are the verb's own options.
     """
-    return request_for(recipes.find(target), args, verb, options, {})
+    asked = request_for(recipes.find(target), args, verb, options, {})
+    for value in asked.options.values():
+        if isinstance(value, Layout):
+            value.check_effects()
+    return asked
 
 
 def request_for(

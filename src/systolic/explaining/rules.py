@@ -5,6 +5,7 @@ profile's host can tell is in :mod:`~systolic.explaining.causes` and :mod:`~syst
 what is computed again may also be bound by memory.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
@@ -16,6 +17,8 @@ from systolic.forecasting.windowed import OFF
 from systolic.hlo import Shape
 from systolic.sim.timeline import Resource
 
+BLOCKS = (1024, 2048)
+"""Sides of blocks of the attention kernel that are worth trying."""
 EXPERTS = "decoder/moe.py"
 """Source of the matmuls of slots."""
 LEAST_DIM = 16
@@ -136,7 +139,10 @@ def unfilled(step: Step) -> Iterable[Cause]:
     fills = [
         (op, fill)
         for op in step.ops
-        if op.kind is OpKind.matmul and (fill := step.fill(op)) is not None and fill < POOR
+        if op.kind is OpKind.matmul
+        and op.resource is Resource.mxu
+        and (fill := step.fill(op)) is not None
+        and fill < POOR
     ]
     if not fills:
         return
@@ -177,13 +183,18 @@ def attention(step: Step) -> Iterable[Cause]:
             text += f"; head dim {head} fills {head}/{step.mxu_width} of the matrix unit"
         return text
 
+    rows = min((rows for op in ops if (rows := _attended(op)) is not None), default=None)
+    blocks = [b for b in BLOCKS if rows is None or b <= rows]
     if ops:
         yield cause_of_ops(
             step,
             "attention-kernel",
             "attention: softmax, and matrix units that its head dim does not fill",
             ops,
-            ["--layout.attention-block 1024 or 2048", "a head dim of 128 or 256"],
+            [
+                *([f"--layout.attention-block {' or '.join(map(str, blocks))}"] if blocks else []),
+                "a head dim of 128 or 256",
+            ],
             note=note,
             seconds=lambda op: op.seconds * (1 - min(step.fill(op) or 0.0, 1.0)),
         )
@@ -196,11 +207,23 @@ def _is_attention(op: Op) -> bool:
 
 def _head_dim(op: Op) -> int | None:
     """Last dim of an attention kernel's first array."""
+    dims = _queries(op)
+    return dims[-1] if dims else None
+
+
+def _attended(op: Op) -> int | None:
+    """Queries of an attention kernel: a block is no longer than they are."""
+    dims = _queries(op)
+    return dims[-2] if dims else None
+
+
+def _queries(op: Op) -> tuple[int, ...]:
+    """Dims [..., queries, head dim] of an attention kernel's first array; empty where they are not known."""
     if op.place is None:
-        return None
+        return ()
     shapes = op.place.computation.operand_shapes(op.place.instruction)
     floats = [s for s in shapes if s.dtype in ("bf16", "f16", "f32") and len(s.dims) >= 3]
-    return floats[0].dims[-1] if floats else None
+    return tuple(floats[0].dims) if floats else ()
 
 
 def kernels(step: Step) -> Iterable[Cause]:
@@ -235,18 +258,22 @@ def copies(step: Step) -> Iterable[Cause]:
             "layout-copies",
             "copies and transposes between layouts of the same array",
             ops,
-            ["other mesh axes: the compiler chooses layouts by them"],
+            ["other mesh axes: the compiler chooses layouts by them"]
+            if not step.mesh or math.prod(step.mesh.values()) > 1
+            else ["another batch or sequence: the compiler chooses layouts by their sizes"],
             note=note,
         )
 
 
 def memory_bound(step: Step) -> Iterable[Cause]:
-    """Ops that wait for device memory, other than copies, matmuls and the update."""
+    """Ops that wait for device memory, matmuls among them, other than copies and the update."""
     updates = {id(op) for op in _updates(step)}
     ops = [
         op
         for op in step.ops
-        if op.resource is Resource.hbm and op.kind is OpKind.other and id(op) not in updates
+        if op.resource is Resource.hbm
+        and op.kind in (OpKind.other, OpKind.matmul)
+        and id(op) not in updates
     ]
 
     def note(op: Op) -> str:
@@ -260,7 +287,7 @@ def memory_bound(step: Step) -> Iterable[Cause]:
         yield cause_of_ops(
             step,
             "memory-bound",
-            f"ops {what}: norms, activations, the loss",
+            f"ops {what}: norms, activations, narrow matmuls, the loss",
             ops,
             [
                 "another --layout.remat: what is kept for the backward pass is written and read again",

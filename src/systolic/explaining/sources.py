@@ -41,7 +41,8 @@ def step_of_forecast(forecast: Forecast, module: Module, model: Model | None) ->
             index.setdefault(instruction.name, (computation, instruction))
     windowed = names(module)
     layout = forecast.layout
-    trains = forecast.answer is None or forecast.answer.facts.get("verb", "train") == "train"
+    known = None if forecast.answer is None else forecast.answer.report["program"]
+    trains = known is None or known.get("verb", "train") == "train"
     mesh = {axis: int(layout[axis]) for axis in MESH if axis in layout}
     return Step(
         origin=Origin.simulated,

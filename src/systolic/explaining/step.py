@@ -142,6 +142,8 @@ def cause_of_ops(
         where, more = layer or largest.name, note(largest)
         text = f"{duration(sum(map(seconds, of)))} in {where}"
         text += f" ({'/'.join(source.split('/')[-2:])})" if source else ""
+        if len(of) > 1 and more:
+            more = f"{len(of)} ops, the largest {duration(seconds(largest))}: {more}"
         lines.append(f"{text}: {more}" if more and more != where else text)
     lost = sum(seconds(op) for of in by.values() for op in of)
     return Cause(

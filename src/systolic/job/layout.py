@@ -160,6 +160,11 @@ class Layout:
             raise LayoutError(
                 f"layout has {' and '.join(free)} at -1; only one axis can take the rest, set the others"
             )
+        both = sorted(set(self.remat_names) & set(self.saved_names))
+        if self.remat is Remat.offload and both:
+            raise LayoutError(
+                f"layout.saved-names and layout.remat-names both have {', '.join(both)}; offload moves an activation or keeps it, name it once"
+            )
         if self.attention_block % 128:
             raise LayoutError(
                 f"layout.attention-block is {self.attention_block}; it is a multiple of 128"
@@ -220,6 +225,23 @@ class Layout:
             raise LayoutError(
                 f"layout.{self.slices.value} {ways} is not a multiple of the {num_slices} slices it crosses; change it, or layout.slices"
             )
+
+    def check_effects(self) -> None:
+        """Whether each field that is set has an effect beside the others.
+
+        Raises:
+            LayoutError: names the field and what it needs.
+        """
+        named = self.remat in (Remat.save_names, Remat.offload)
+        for name, works, needs in (
+            ("remat_names", named, "--layout.remat save-names or offload"),
+            ("saved_names", self.remat is Remat.offload, "--layout.remat offload"),
+            ("microbatches", self.pipeline != 1, "--layout.pipeline"),
+        ):
+            if not works and getattr(self, name) != getattr(_PLAIN, name):
+                raise LayoutError(
+                    f"layout.{name.replace('_', '-')} has no effect here; leave it out, or set {needs}"
+                )
 
     def take(self, other: "Layout", *groups: Group) -> "Layout":
         """This layout with the fields of some groups as another has them."""

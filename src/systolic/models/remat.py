@@ -11,10 +11,13 @@ from systolic.job import Layout, Remat
 __all__ = ["name", "rematerialise"]
 
 
-def rematerialise(layer: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
+def rematerialise(
+    layer: Callable[..., Any], layout: Layout, *, scanned: bool = True
+) -> Callable[..., Any]:
     """``layer`` under the layout's policy; activations are named with :func:`name` inside it.
 
-    Offload keeps the named activations in the host's pinned memory (platforms that have it).
+    Offload keeps the named activations in the host's pinned memory (platforms that have it). Outside of a scan
+    the compiler would find what is computed again to be what it has already, and keep that.
     """
     policies = jax.checkpoint_policies
     match layout.remat:
@@ -33,4 +36,4 @@ def rematerialise(layer: Callable[..., Any], layout: Layout) -> Callable[..., An
                 offload_src="device",
                 offload_dst="pinned_host",
             )
-    return jax.checkpoint(layer, policy=policy, prevent_cse=False)
+    return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)

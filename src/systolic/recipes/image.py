@@ -66,6 +66,8 @@ LARS = Optimizer(kind=OptimizerKind.lars, learning_rate=0.8, b1=0.9, weight_deca
 REFERENCE_BATCH = 256
 """Default learning rates are per so many images and grow with the batch."""
 SCHEDULE = Schedule(warmup=500, final=0.0)
+PATCH = 16
+"""Pixels on a side of a vision transformer's patch, where none is given."""
 SMALL_SIZE = 64
 """Up to so many pixels a residual network starts at full resolution."""
 
@@ -74,7 +76,7 @@ def image(
     path: Path,
     model: ImageModel = ImageModel.resnet50,
     size: int = 224,
-    patch: Annotated[int, COUNT] = 16,
+    patch: Annotated[int, COUNT] = PATCH,
     stem: Stem | None = None,
     norm_examples: Annotated[int, NOT_NEGATIVE] = 0,
     classes: Annotated[int | None, COUNT] = None,
@@ -174,6 +176,10 @@ def network(
     """
     pixels = Pixels(size=size)
     if model in DEPTHS:
+        if patch != PATCH:
+            raise OptionError(
+                f"--patch is of vision transformers, and the model is {model.value}; leave it out"
+            )
         usual = Stem.small if size <= SMALL_SIZE else Stem.imagenet
         return ResNet(
             depth=DEPTHS[model],

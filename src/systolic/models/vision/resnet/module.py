@@ -86,7 +86,7 @@ class ResNetModule(nnx.Module):
             inner = nnx.merge(graph, state)
             return inner(x), nnx.state(inner, nnx.BatchStat)
 
-        x, statistics = rematerialise(pure, self.target.layout)(state, x)
+        x, statistics = rematerialise(pure, self.target.layout, scanned=False)(state, x)
         nnx.update(block, statistics)
         return x
 
