@@ -9,6 +9,10 @@ def dispatch(
 ) -> dict[str, Any]:
     """Slots where a capacity is stated, else dropless."""
     other, text = record.get("other_settings") or {}, str(record.get("moe_impl") or "")
+    if not other.get("fsdp_shard_on_exp"):
+        departures.append(
+            "experts split over fsdp by number here, where it divides them; by width or not stated there"
+        )
     factor = arch.get("capacity_factor") or other.get("capacity_factor")
     if isinstance(factor, int | float) and factor > 0:
         return {"capacity_factor": float(factor)}

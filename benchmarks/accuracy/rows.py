@@ -88,7 +88,7 @@ class _SkipError(Exception):
 def half(text: str) -> str:
     """``fit`` or ``judge``: by the first digit of the SHA-256 of a text; causes are looked for in ``fit`` only.
 
-    Of a whole step that text is its :func:`family`, so that no model of a trainer lies in both.
+    Of a whole step that text is its :func:`family`, so that no model of a trainer on a chip lies in both.
     """
     return "fit" if int(hashlib.sha256(text.encode()).hexdigest()[0], 16) % 2 == 0 else "judge"
 
@@ -270,7 +270,6 @@ def _beside(
     other = record.get("other_settings") or {}
     for setting, what in (
         ("use_random_routing", "tokens routed evenly by chance there, by the router here"),
-        ("fsdp_shard_on_exp", "experts split over fsdp by number there, by width here"),
         ("mu_dtype", "first moments in bf16 there, f32 here"),
     ):
         if other.get(setting):
