@@ -8,17 +8,22 @@ import enum
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from systolic.core.errors import SystolicError
+
 T = TypeVar("T")
+UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What code that reads a value of another form raises."""
 
 
 class Kind(enum.Enum):
     """What a field holds, in words; null is an absent field."""
 
     number = "a finite number"
+    positive = "a finite number above 0"
     text = "text"
     object = "an object"
     any = "any value"
@@ -27,14 +32,24 @@ class Kind(enum.Enum):
         """Whether a value is of this kind."""
         match self:
             case Kind.number:
-                plain = isinstance(value, int | float) and not isinstance(value, bool)
-                return plain and math.isfinite(value)
+                return _finite(value)
+            case Kind.positive:
+                return _finite(value) and value > 0
             case Kind.text:
                 return isinstance(value, str)
             case Kind.object:
                 return isinstance(value, dict)
             case Kind.any:
                 return True
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number above what a float holds
+        return False
 
 
 class Record(dict[str, Any]):
@@ -92,7 +107,9 @@ def used(path: Path, record: Record, rule: Callable[[Record], T]) -> T:
     """What a rule makes of a record; one that it can't read is named with the field that was read last."""
     try:
         return rule(record)
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except SystolicError as error:
+        refuse(f"{path}: {record['id']}: {error}")
+    except UNREADABLE as error:
         name = record.last
         refuse(
             f"{path}: {record['id']}: {name} is {_shown(dict.get(record, name))}, which can't be read ({type(error).__name__}: {error})"
@@ -116,6 +133,42 @@ def lines(path: Path, *fields: str) -> list[dict[str, Any]]:
             )
         found.append(value)
     return found
+
+
+def tabled(
+    path: Path, found: Sequence[dict[str, Any]], table: Callable[[Sequence[dict[str, Any]]], str]
+) -> str:
+    """The table of the lines of a file, which has some, all of this benchmark."""
+    if not found:
+        refuse(f"{path} holds no rows; name a file that a run of this benchmark wrote")
+    try:
+        return table(found)
+    except UNREADABLE as error:
+        refuse(
+            f"{path} has lines that no run of this benchmark wrote ({type(error).__name__}: {error}); name another file"
+        )
+
+
+def none_chosen(path: Path, parts: Sequence[str], half: str | None) -> str:
+    """What to say where names and half choose none of the rows of a file."""
+    asked = [f"named {' or '.join(parts)}"] if parts else []
+    asked += [f"of the half {half}"] if half else []
+    return f"{path} has no row {' and '.join(asked)}; ask for others"
+
+
+def check_out(path: Path | None) -> None:
+    """Ends the process where lines can't be written to a file, before there are any."""
+    if path is None:
+        return
+    # Permissions do not tell all: root may write in /proc, which takes no files.
+    try:
+        there = path.exists() or path.is_symlink()
+        with path.open("a"):
+            pass
+        if not there:
+            path.unlink()
+    except OSError as error:
+        refuse(f"{path} cannot be written ({error.strerror}); name another file with --out")
 
 
 def count(text: str) -> int:

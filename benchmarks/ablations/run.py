@@ -21,7 +21,7 @@ from ask import (
     settled,
     tiled,
 )  # of benchmarks/accuracy, whose folder pairs adds
-from records import Kind, lines, records, used
+from records import Kind, Record, check_out, lines, none_chosen, records, refuse, tabled, used
 from rows import half
 
 from systolic.aot import Compiler
@@ -144,6 +144,19 @@ def spearman(one: Sequence[float], two: Sequence[float]) -> float:
     return statistics.correlation(ranked(one), ranked(two))
 
 
+def chosen(asked: argparse.Namespace) -> list[Record]:
+    """Records of the pairs that are asked for."""
+    found = [
+        entry
+        for entry in records(asked.pairs, NEEDED, OTHER)
+        if (not asked.only or any(part in entry["id"] for part in asked.only))
+        and asked.half in (None, half(entry["id"]))
+    ]
+    if not found:
+        refuse(none_chosen(asked.pairs, asked.only, asked.half))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=Path, default=HERE / "published.json", help="records")
@@ -155,17 +168,14 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="print the table of an earlier run's lines")
     asked = parser.parse_args()
     if asked.table:
-        print(table(lines(asked.table, "id", "measured_delta", "half")))
+        print(tabled(asked.table, lines(asked.table, "id", "measured_delta", "half"), table))
         return
     mode = "quick" if asked.quick else "full"
+    check_out(asked.out)
     done = settled(asked.out, mode)
     compiler = Compiler().quick() if asked.quick else Compiler()
     shown = []
-    for entry in records(asked.pairs, NEEDED, OTHER):
-        if asked.only and not any(part in entry["id"] for part in asked.only):
-            continue
-        if asked.half not in (None, half(entry["id"])):
-            continue
+    for entry in chosen(asked):
         pair = used(asked.pairs, entry, published.pair_of)
         if asked.list:
             print(json.dumps(pair.to_json()))

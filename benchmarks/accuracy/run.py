@@ -18,7 +18,7 @@ from typing import Any
 
 import rows as published
 from ask import append, forecast, settled
-from records import count, lines
+from records import check_out, count, lines, none_chosen, refuse, tabled
 
 from systolic.aot import Compiler
 from systolic.core.store import cache_home
@@ -134,7 +134,7 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     asked = parsed()
     if asked.table:
-        print(table(lines(asked.table, "id", "measured_seconds", "half")))
+        print(tabled(asked.table, lines(asked.table, "id", "measured_seconds", "half"), table))
         return
     chosen = [
         row
@@ -142,6 +142,8 @@ def main() -> None:
         if (not asked.only or any(part in row.id for part in asked.only))
         and asked.half in (None, published.half(row.family))
     ]
+    if not chosen:
+        refuse(none_chosen(asked.published, asked.only, asked.half))
     if asked.list:
         for row in chosen:
             plain = isinstance(row, published.Skipped)
@@ -155,6 +157,7 @@ def main() -> None:
             )
         return
     mode = "quick" if asked.quick else "full"
+    check_out(asked.out)
     done = settled(asked.out, mode)
     with tempfile.TemporaryDirectory() as empty:
         compiler = Compiler(root=Path(empty) if asked.fresh else cache_home())

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "accuracy"))
 import known
 import xla_flags
 from ask import append, fitting, settled
-from records import Kind, Record, records, refuse
+from records import Kind, Record, check_out, records, refuse
 from rows import narrow
 
 from systolic.aot import Compiler
@@ -41,7 +41,7 @@ Key = tuple[int, int, bool]
 
 NEEDED = {
     **dict.fromkeys(("id", "model"), Kind.text),
-    **dict.fromkeys(("seq_len", "batch_per_chip", "step_ms"), Kind.number),
+    **dict.fromkeys(("seq_len", "batch_per_chip", "step_ms"), Kind.positive),
     **{"buckets_ms_per_chip_step": Kind.object, "named_buckets_cover_pct": Kind.number},
 }
 """Fields of a profile and their kinds."""
@@ -119,6 +119,7 @@ def main() -> None:
     mode = "quick" if asked.quick else "full"
     compiler = Compiler().quick() if asked.quick else Compiler()
     flags = merged(xla_flags.recipe(), xla_flags.offloaded(("reduce_scatter", "all_reduce")))
+    check_out(asked.out)
     done = settled(asked.out, mode)
     for key, chips in measured(profiles(asked.buckets)).items():
         name = f"qwen3-8b-v6e8-s{key[0]}-bs{key[1]}{'-scan' if key[2] else ''}"

@@ -16,13 +16,13 @@ _DTYPES = {
 }
 
 
-def array(text: str) -> jax.ShapeDtypeStruct:
+def array(text: Any) -> jax.ShapeDtypeStruct:
     """``bf16[32,512,64]`` as an abstract array.
 
     Raises:
         ValueError: the text is no shape of a known dtype.
     """
-    match = _SHAPE.fullmatch(text.strip())
+    match = _SHAPE.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None or match[1] not in _DTYPES:
         raise ValueError(f"{text!r} is no shape of {', '.join(_DTYPES)}")
     dims = tuple(int(n) for n in match[2].split(",") if n)

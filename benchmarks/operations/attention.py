@@ -140,11 +140,31 @@ def _rows(arrays: Mapping[str, jax.Array], mask: jax.Array | None, size: int, at
     return (made / jnp.swapaxes(total, -1, -2)[..., None]).astype(q.dtype)
 
 
+def check(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDtypeStruct) -> None:
+    """Whether queries, keys and values are of one attention.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if not 3 <= q.ndim == k.ndim == v.ndim:
+        raise ValueError("q, k and v are not [batch, sequence, heads, head dim]")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"head dim {q.shape[-1]} of q is not {k.shape[-1]} of k")
+    if k.shape[-3] != v.shape[-3]:
+        raise ValueError(f"k is {k.shape[-3]} long and v {v.shape[-3]}")
+    for name, given in (("k", k), ("v", v)):
+        if not given.shape[-2] or q.shape[-2] % given.shape[-2]:
+            raise ValueError(
+                f"{q.shape[-2]} heads of q are no multiple of {given.shape[-2]} of {name}"
+            )
+
+
 def program(row: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]] | None:
     """Function and abstract arguments of an attention row; None where it is not expressed."""
+    shapes = row["shapes"]
+    check(*(array(shapes[name]) for name in ("q", "k", "v")))
     if row["implementation"] == "pallas":
         return flash.program(row)
-    shapes = row["shapes"]
     if shapes.get("soft_cap"):
         return None
     residuals, causal = row["notes"] == "residuals returned", bool(shapes["causal"])

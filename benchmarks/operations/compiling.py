@@ -20,6 +20,7 @@ import rows as measured
 
 from systolic.aot.environment import child_environment
 from systolic.chips import slice
+from systolic.core.errors import SystolicError
 from systolic.core.store import cache_home
 
 REPORT = "report.json"
@@ -81,14 +82,17 @@ def _compile(row: measured.Row, devices: dict[str, Any]) -> dict[str, Any]:
     how = Spread() if spread is None else Spread(mesh=spread[0], in_specs=spread[1])
     if on.name not in devices:
         devices[on.name] = topology(on)
-    if measured.is_kernel(row):
-        lowered, where = _on_one_device(function, args, devices[on.name]), []
-    else:
-        program = trace_function(
-            function_program(function, args, {}, on, how), on, devices[on.name]
-        )
-        lowered = program.traced.lower(lowering_platforms=("tpu",))
-        where = places(program.mesh, on)
+    try:
+        if measured.is_kernel(row):
+            lowered, where = _on_one_device(function, args, devices[on.name]), []
+        else:
+            program = trace_function(
+                function_program(function, args, {}, on, how), on, devices[on.name]
+            )
+            lowered = program.traced.lower(lowering_platforms=("tpu",))
+            where = places(program.mesh, on)
+    except (TypeError, ValueError, SystolicError) as error:
+        return {"problem": f"its shapes make no program: {' '.join(str(error).split())[:200]}"}
     folder = folder_of(row)
     with tempfile.TemporaryDirectory() as dumped:
         try:

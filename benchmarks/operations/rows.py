@@ -148,7 +148,7 @@ def program_or_reason(row: Row, num_devices: int) -> tuple[Any, tuple[Any, ...],
         made = _MAKERS.get(row["what"], products.program)(complete)
     except KeyError as error:
         return f"shapes or config of {row['what']} lack {error}"
-    except (ValueError, TypeError) as error:
+    except records.UNREADABLE as error:
         return f"shapes of {row['what']} can't be read: {error}"
     return f"{row['what']} of these shapes has no program here" if made is None else (*made, None)
 

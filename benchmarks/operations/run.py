@@ -17,7 +17,7 @@ from typing import Any
 import compiling
 import rows as measured
 import table
-from records import count, lines
+from records import check_out, count, lines, none_chosen, refuse
 
 from systolic.chips import slice
 from systolic.core.errors import SystolicError
@@ -109,6 +109,8 @@ def chosen(asked: argparse.Namespace) -> list[measured.Row]:
     # What is no program may lack what tells its kind.
     kinds = {r["id"]: r["what"] if why[r["id"]] else measured.kind_of(r) for r in rows}
     rows = [row for row in rows if asked.match in f"{kinds[row['id']]} {row['id']}"]
+    if not rows:
+        refuse(none_chosen(asked.measured, [asked.match] if asked.match else [], asked.half))
     for row in rows:
         if reason := why[row["id"]]:
             left[reason].append(row["id"])
@@ -159,11 +161,15 @@ def main() -> None:
         "--left-out", action="store_true", help="print the rows that can't be used, a line a reason"
     )
     asked = parser.parse_args()
+    if not asked.left_out:
+        check_out(asked.out)
     rows = chosen(asked)
     if asked.left_out:
         return
     if asked.again:
         rows = [row for row in rows if compiling.report_of(row) is not None]
+        if not rows:
+            refuse("none of these rows was compiled before; leave --again out")
     print(table.text(run(rows, asked.out, batch=len(rows) if asked.again else 24)))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from records import lines, refuse
+from records import lines, refuse, tabled
 
 
 def line(row: Mapping[str, Any]) -> str:
@@ -62,7 +62,12 @@ def main() -> None:
     if len(sys.argv) < 2:
         refuse("table.py needs files that run.py --out wrote: table.py rows.jsonl")
     fields = ("mode", "half", "generation", "kind", "error")
-    print(text(row for path in sys.argv[1:] for row in lines(Path(path), *fields)))
+    rows = []
+    for path in map(Path, sys.argv[1:]):
+        found = lines(path, *fields)
+        tabled(path, found, text)
+        rows += found
+    print(text(rows))
 
 
 if __name__ == "__main__":

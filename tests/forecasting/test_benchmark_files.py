@@ -153,3 +153,123 @@ def test_rows_that_can_not_be_used_are_counted_by_reason(tmp_path: Path) -> None
     assert made["err"].startswith(
         "11 rows, 1 have the id of another, 10 asked for, 9 of them left out:"
     )
+
+
+HUGE = {
+    "accuracy": "num_chips",
+    "ablations": "step_before_s",
+    "buckets": "step_ms",
+    "operations": "measured_seconds",
+}
+"""A number of each benchmark's records."""
+
+
+@pytest.mark.parametrize("name", list(READ))
+def test_numbers_no_float_holds_and_places_no_file_can_be_in(name: str, tmp_path: Path) -> None:
+    option, rows = READ[name][0], rows_of(name)
+    (tmp_path / "huge.json").write_text(json.dumps([{**rows[0], HUGE[name]: 10**400}]))
+    (tmp_path / "good.json").write_text(json.dumps(rows[:1]))
+    good = [option, str(tmp_path / "good.json")]
+    huge, proc, folder = called(
+        name,
+        [option, str(tmp_path / "huge.json")],
+        [*good, "--out", "/proc/x.jsonl"],
+        [*good, "--out", str(tmp_path / "nowhere" / "x.jsonl")],
+    )
+    assert [made["code"] for made in (huge, proc, folder)] == [2, 2, 2]
+    assert f"{HUGE[name]} is 1000" in huge["err"]
+    assert proc["err"].startswith("/proc/x.jsonl cannot be written")
+    assert "x.jsonl cannot be written (No such file" in folder["err"]
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "option"),
+    [
+        ("accuracy", "run", ["--table"]),
+        ("ablations", "run", ["--table"]),
+        ("operations", "table", []),
+    ],
+)
+def test_a_table_of_no_rows(name: str, module: str, option: list[str], tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "cut.jsonl").write_text("{\n")
+    cases = [[*option, str(tmp_path / file)] for file in ("empty.jsonl", "cut.jsonl")]
+    for made in called(name, *cases, module=module):
+        assert (made["code"], made["out"]) == (2, "")
+        assert "holds no rows" in made["err"]
+
+
+def test_the_table_of_lines_of_another_benchmark() -> None:
+    other = str(BENCHMARKS / "results" / "2026-11-22-operations.jsonl")
+    (made,) = called("accuracy", ["--table", other])
+    assert (made["code"], made["out"]) == (2, "")
+    assert "no run of this benchmark wrote" in made["err"]
+
+
+def test_names_of_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    for name, option in (
+        ("accuracy", "--only"),
+        ("ablations", "--only"),
+        ("operations", "--match"),
+    ):
+        path.write_text(json.dumps(rows_of(name)[:2]))
+        (made,) = called(name, [READ[name][0], str(path), option, "zzz"])
+        assert (made["code"], made["out"]) == (2, "")
+        assert made["err"] == f"{path} has no row named zzz; ask for others\n"
+
+
+def test_pairs_on_chips_that_are_none(tmp_path: Path) -> None:
+    (listed,) = called("ablations", ["--list"])
+    lines = [json.loads(line) for line in listed["out"].splitlines()]
+    first = next(line["id"] for line in lines if "before" in line)
+    row = next(row for row in rows_of("ablations") if row["id"] == first)
+    changes = [{"generation": "x"}, {"generation": "b200"}, {"chips": "0"}, {"chips": 0}]
+    cases = []
+    for number, change in enumerate(changes):
+        path = tmp_path / f"{number}.json"
+        path.write_text(json.dumps([row | change]))
+        cases.append(["--pairs", str(path), "--list"])
+    for made in called("ablations", *cases):
+        assert made["code"] == 2
+        assert made["err"].count("\n") == 1
+        assert first in made["err"]
+
+
+def test_profiles_of_no_size_are_refused(tmp_path: Path) -> None:
+    row, cases = rows_of("buckets")[0], []
+    for field, value in (("seq_len", 0), ("batch_per_chip", -1), ("step_ms", 0)):
+        path = tmp_path / f"{field}.json"
+        path.write_text(json.dumps([row | {field: value}]))
+        cases.append(["--buckets", str(path)])
+    for made, case in zip(called("buckets", *cases), cases, strict=True):
+        assert made["code"] == 2
+        assert f"{Path(case[1]).stem} is " in made["err"]
+        assert "a finite number above 0" in made["err"]
+
+
+def test_operations_whose_shapes_are_none(tmp_path: Path) -> None:
+    plain = {"generation": "v6e", "measured_seconds": 1e-3}
+    whole = dict.fromkeys(("q", "k", "v"), "bf16[1,512,4,64]") | {"causal": True}
+    norm = {"x": "bf16[8,8]", "axis": 7, "subtract_mean": True, "return_residuals": False}
+    attention = {"a": {"q": None}, "b": {"q": 5}, "c": {"k": "bf16[1,512,4,32]"}}
+    attention |= {"d": {"v": "bf16[1,256,4,64]"}, "e": {"k": "bf16[1,512,3,64]"}}
+    rows = [
+        plain | {"id": name, "what": "attention", "shapes": whole | change}
+        for name, change in attention.items()
+    ]
+    rows.append(plain | {"id": "f", "what": "layer_norm", "shapes": norm})
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows))
+    (made,) = called("operations", ["--measured", str(path), "--left-out"])
+    left = [json.loads(line) for line in made["out"].splitlines()]
+    assert made["code"] == 0
+    reasons = {one["ids"][0]: one["reason"].partition("can't be read: ")[2] for one in left}
+    assert reasons == {
+        "a": "None is no shape of bf16, f16, f32, bool, s32",
+        "b": "5 is no shape of bf16, f16, f32, bool, s32",
+        "c": "head dim 64 of q is not 32 of k",
+        "d": "k is 512 long and v 256",
+        "e": "4 heads of q are no multiple of 3 of k",
+        "f": "tuple index out of range",
+    }
