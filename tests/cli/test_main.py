@@ -29,7 +29,7 @@ CASES = [
     (
         ["train", "lm", "--batch-per-device", "nan"],
         2,
-        "systolic: --batch-per-device is nan; it must",
+        "systolic: --batch-per-device is nan, not a finite number; it must",
     ),
     (["train", "lm", "--batch-per-device=-1"], 2, "systolic: --batch-per-device is -1.0; it must"),
     (["train", "lm", "--batch", "0"], 2, "systolic: --batch is 0; it must be at least 1"),
