@@ -26,7 +26,7 @@ from systolic.job import Axis, Layout, Precision, Remat
 from tests.planning import fabricated
 
 TINY = f"{Path(__file__).parents[1] / 'cli' / 'tiny.py'}:job"
-SORTER = f"{Path(__file__).parents[1] / 'train' / 'tiny.py'}:job"
+SORTER = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:job"
 SETTINGS: Mapping[str, Any] = {
     **{f"layout.{axis.value}": 1 for axis in Axis},
     "layout.accumulate": 2,

@@ -20,7 +20,7 @@ from systolic.job.data import MASK
 from systolic.models.vision.resnet.config import Stem
 from systolic.recipes.digits import DigitsModel, digits
 from systolic.recipes.fashion import CLASSES, FashionModel, fashion
-from systolic.recipes.image import ImageModel, image, network
+from systolic.recipes.image import DEPTHS, ImageModel, image, network
 from systolic.steps.mesh import make_mesh
 from systolic.steps.optimizer import schedule
 from systolic.steps.steps import Steps
@@ -107,7 +107,8 @@ def test_every_network_builds_for_the_size(model: ImageModel) -> None:
     layout = Layout().on(1)
     mesh = make_mesh(layout, jax.devices()[:1])
     target = MeshTarget(platform="cpu", layout=layout, dtype="float32", mesh=mesh)
-    job = image(path=Path("."), model=model, size=32, patch=8, classes=10)
+    patch = {} if model in DEPTHS else {"patch": 8}
+    job = image(path=Path("."), model=model, size=32, **patch, classes=10)
     of = Steps(job, target)
     assert of.network.num_parameters > 5e6
     batch = {
