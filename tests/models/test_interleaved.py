@@ -100,7 +100,8 @@ def test_parameters_and_flops_by_hand() -> None:
 
 @pytest.mark.slow
 def test_it_trains() -> None:
-    model = replace(INTERLEAVED, window=0, global_every=0, layers=4, dispatch=Dispatch.dropless)
+    free = {"dispatch": Dispatch.dropless, "capacity_factor": 1.25}
+    model = replace(INTERLEAVED, window=0, global_every=0, layers=4, **free)
     job = tiny.job(layout=tiny.ONE_DEVICE, model=model)
     losses, _ = tiny.run(tiny.steps(job), 4)
     assert losses[-1] < losses[0] - 0.1
