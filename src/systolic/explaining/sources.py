@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from systolic.chips.catalogue import by_device_kind
-from systolic.core.origin import Origin
 from systolic.explaining.step import LINKS, Op, OpKind, Place, Step
 from systolic.forecasting import Forecast
 from systolic.forecasting.windowed import names
@@ -45,7 +44,6 @@ def step_of_forecast(forecast: Forecast, module: Module, model: Model | None) ->
     trains = known is None or known.get("verb", "train") == "train"
     mesh = {axis: int(layout[axis]) for axis in MESH if axis in layout}
     return Step(
-        origin=Origin.simulated,
         seconds=forecast.step_seconds or 0.0,
         ops=[
             _simulated(
@@ -65,10 +63,7 @@ def step_of_forecast(forecast: Forecast, module: Module, model: Model | None) ->
     )
 
 
-MESH = tuple(
-    axis.value
-    for axis in (Axis.data, Axis.pipeline, Axis.fsdp, Axis.expert, Axis.context, Axis.tensor)
-)
+MESH = tuple(axis.value for axis in Axis)
 """Axes in the order of the mesh, outermost first."""
 
 
@@ -124,7 +119,6 @@ def step_of_profile(profile: Profile, mesh: Mapping[str, int]) -> Step:
         peak = chip.peak_bf16_flops_per_second / (chip.devices_per_chip or 1)
     windowed: Mapping[int, Set[str]] = {id(m): names(m) for m in trace.modules.values()}
     return Step(
-        origin=Origin.measured,
         seconds=profile.seconds,
         ops=_together([_measured(op, windowed) for op in profile.ops]),
         mesh={axis: mesh[axis] for axis in MESH if axis in mesh},

@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from systolic.core.origin import Origin
 from systolic.core.units import duration
 from systolic.explaining.cause import Cause
 from systolic.hlo import Computation, Instruction, Module
@@ -79,7 +78,6 @@ class Step:
     """Ops of one step on one device.
 
     Args:
-        origin: Simulated or measured.
         seconds: Of the step.
         ops: What the device did, one after the other.
         mesh: Axis to size, outermost first; empty where it is not known.
@@ -91,7 +89,6 @@ class Step:
         slots_per_token: Slots that a mixture's experts have for one that a token fills.
     """
 
-    origin: Origin
     seconds: float
     ops: Sequence[Op]
     mesh: Mapping[str, int] = field(default_factory=dict)

@@ -183,7 +183,8 @@ def _time(facts: Facts, candidate: Candidate, rates: Speeds) -> tuple[float, flo
     # Gathered weights are written and read again in each pass, however few the tokens.
     compute = max(compute, 6.0 * weights * layout.accumulate / rates.hbm)
     passes = layout.accumulate * layout.pipeline
-    compute *= 1 + (layout.pipeline - 1) / (layout.microbatches or 2 * layout.pipeline)
+    micro = layout.num_microbatches(candidate.batch // layout.accumulate)
+    compute *= 1 + (layout.pipeline - 1) / max(micro, 1)
 
     parts = _traffic(facts, candidate, rates, weights, passes)
     moved = parts.pop("weights") + parts.pop("gradients")
