@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from systolic import recipes
-from systolic.aot import Verb
+from systolic.aot import StepKind
 from systolic.chips import chip, named_slices, slice
 from systolic.core.digest import digest
 from systolic.core.errors import SystolicError
@@ -16,11 +16,11 @@ from systolic.job import Layout, Remat
 from systolic.models.decoder.config import Decoder
 
 CHIPS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
-VERBS = (Verb.train, Verb.train, Verb.prefill, Verb.decode, Verb.decode)
+VERBS = (StepKind.train, StepKind.train, StepKind.prefill, StepKind.decode, StepKind.decode)
 AXES = {
-    Verb.train: ("data", "fsdp", "tensor", "context", "expert", "pipeline"),
-    Verb.prefill: ("data", "fsdp", "tensor", "expert"),
-    Verb.decode: ("data", "tensor", "expert"),
+    StepKind.train: ("data", "fsdp", "tensor", "context", "expert", "pipeline"),
+    StepKind.prefill: ("data", "fsdp", "tensor", "expert"),
+    StepKind.decode: ("data", "tensor", "expert"),
 }
 FAMILY = 5
 """Jobs of one family."""
@@ -95,7 +95,7 @@ def family(pick: random.Random, number: int) -> list[Case]:
     sized = {s.num_devices: s.name for s in named_slices(chip(pick.choice(CHIPS)))}
     devices = pick.choice([n for n in (4, 8, 16) if n in sized and 2 * n in sized])
     mixed = pick.random() < 0.35
-    d_model = pick.choice((2048, 4096) if verb is Verb.decode else (512, 1024, 2048, 4096))
+    d_model = pick.choice((2048, 4096) if verb is StepKind.decode else (512, 1024, 2048, 4096))
     heads = d_model // 128
     axes = spread(pick, devices, [a for a in AXES[verb] if mixed or a != "expert"])
     base = Case(
@@ -103,7 +103,7 @@ def family(pick: random.Random, number: int) -> list[Case]:
         member="base",
         verb=verb.value,
         slice=sized[devices],
-        layers=pick.choice((4, 8, 16)) if verb is Verb.decode else pick.choice((2, 4, 8)),
+        layers=pick.choice((4, 8, 16)) if verb is StepKind.decode else pick.choice((2, 4, 8)),
         d_model=d_model,
         d_ff=d_model * pick.choice((1, 2)) if mixed else d_model * pick.choice((3, 4)),
         heads=heads,
@@ -113,10 +113,10 @@ def family(pick: random.Random, number: int) -> list[Case]:
         sequence=pick.choice((512, 1024, 2048, 4096)),
         batch=pick.choice((2, 4, 8))
         * math.prod(axes.get(a, 1) for a in ("data", "fsdp", "expert")),
-        remat=pick.choice(("none", "minimal", "full")) if verb is Verb.train else "none",
+        remat=pick.choice(("none", "minimal", "full")) if verb is StepKind.train else "none",
         axes=tuple(axes.items()),
     )
-    if verb is Verb.decode:
+    if verb is StepKind.decode:
         base = replace(base, batch=base.batch * pick.choice((1, 2, 4)))
     split = pick.choice(list(axes))
     larger = {**axes, split: 2 * axes[split]}
@@ -127,7 +127,7 @@ def family(pick: random.Random, number: int) -> list[Case]:
         replace(base, member="sequence", sequence=2 * base.sequence),
         replace(base, member="split", slice=sized[2 * devices], axes=tuple(larger.items())),
     ]
-    if verb is Verb.train and pick.random() < 0.6:
+    if verb is StepKind.train and pick.random() < 0.6:
         name = f"{pick.choice((2, 4))}x{base.slice}"
         count = slice(name).num_slices
         copies = tuple({**axes, "data": count * axes.get("data", 1)}.items())

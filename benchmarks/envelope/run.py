@@ -26,7 +26,7 @@ from typing import Any
 from cases import Case, case_of, jobs
 from physics import floor_of, table
 
-from systolic.aot import Compiler, Verb
+from systolic.aot import Compiler, StepKind
 from systolic.chips import slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import SystolicError
@@ -44,7 +44,7 @@ def forecast(case: Case, compiler: Compiler) -> dict[str, Any]:
     compiler = replace(compiler, flags=resolved("", on.chip)).quick()
     record: dict[str, Any] = {"name": case.name, "key": case.key, "case": asdict(case)}
     try:
-        made = forecast_job(case.job(), on, verb=Verb(case.verb), compiler=compiler)
+        made = forecast_job(case.job(), on, verb=StepKind(case.verb), compiler=compiler)
     except SystolicError as error:
         return {**record, "problem": str(error)}
     memory = made.memory.peak_bytes if made.memory else (made.rejected or {}).get("need_bytes")

@@ -18,7 +18,14 @@ import run
 
 from systolic.chips import slice
 from systolic.hlo import Computation, Instruction, Module
-from systolic.sim.attention import FORWARD, Attention, Pace, attention_of, pace_of, seconds_of
+from systolic.sim.attention import (
+    FORWARD,
+    Attention,
+    AttentionPace,
+    attention_of,
+    pace_of,
+    seconds_of,
+)
 from systolic.sim.kernels import computation_bytes
 from systolic.sim.rates import Rates, rates_of
 
@@ -41,7 +48,7 @@ class Sample:
     own_bytes: float
     rates: Rates
 
-    def error(self, pace: Pace) -> float:
+    def error(self, pace: AttentionPace) -> float:
         """Of the forecast with these constants."""
         kernel = seconds_of(self.attention, self.rates, self.own_bytes, pace)
         return (self.other_seconds + kernel) / self.measured_seconds - 1
@@ -74,12 +81,12 @@ def sample(row: measured.Row) -> Sample | None:
     )
 
 
-def mean(samples: Sequence[Sample], pace: Pace) -> float:
+def mean(samples: Sequence[Sample], pace: AttentionPace) -> float:
     """Mean error, with the largest cut."""
     return statistics.mean(min(abs(one.error(pace)), MOST) for one in samples)
 
 
-def line(name: str, samples: Sequence[Sample], pace: Pace) -> str:
+def line(name: str, samples: Sequence[Sample], pace: AttentionPace) -> str:
     """Median and 90th percentile of the absolute errors, forward and backward apart."""
     parts = []
     for way in ("forward", "backward"):

@@ -17,7 +17,7 @@ import rows as measured
 import run
 
 from systolic.chips import slice
-from systolic.sim.grouped import Grouped, Pace, grouped_of, pace_of, seconds_of
+from systolic.sim.grouped import Grouped, GroupedPace, grouped_of, pace_of, seconds_of
 from systolic.sim.rates import Rates, rates_of
 
 STEPS = tuple(n * 1e-7 for n in range(9))
@@ -40,7 +40,7 @@ class Sample:
     grouped: Grouped
     rates: Rates
 
-    def error(self, pace: Pace) -> float:
+    def error(self, pace: GroupedPace) -> float:
         """Of the forecast with these constants."""
         kernel = seconds_of(self.grouped, self.rates, pace)
         return (self.other_seconds + kernel) / self.measured_seconds - 1
@@ -71,12 +71,12 @@ def sample(row: measured.Row) -> Sample | None:
     return None
 
 
-def mean(samples: Sequence[Sample], pace: Pace) -> float:
+def mean(samples: Sequence[Sample], pace: GroupedPace) -> float:
     """Mean error, with the largest cut."""
     return statistics.mean(min(abs(one.error(pace)), MOST) for one in samples)
 
 
-def line(name: str, samples: Sequence[Sample], pace: Pace) -> str:
+def line(name: str, samples: Sequence[Sample], pace: GroupedPace) -> str:
     """Median and 90th percentile of the absolute errors, each kind apart."""
     parts = []
     for kind in sorted({one.kind for one in samples}):
@@ -111,7 +111,7 @@ def main() -> None:
         if asked.judge:
             continue
         tried = (
-            Pace(step_seconds=a, wait_seconds=b, share=c, unhidden=d)
+            GroupedPace(step_seconds=a, wait_seconds=b, share=c, unhidden=d)
             for a, b, c, d in itertools.product(STEPS, WAITS, SHARES, UNHIDDEN)
         )
         best = min(tried, key=lambda pace: mean(samples, pace))

@@ -17,7 +17,7 @@ from systolic.chips import slice
 from systolic.core.files import write_json
 from systolic.forecasting.run import of_outcome
 from systolic.planning import facts_of
-from systolic.planning.ladder import climb
+from systolic.planning.ladder import find_fit
 from systolic.planning.search import shared
 
 SMALL = {
@@ -124,7 +124,7 @@ def answer(index: int, workers: int) -> dict[str, Any]:
     record["need_bytes"] = (made.rejected or {})["need_bytes"]
     record["have_bytes"] = (made.rejected or {})["have_bytes"]
     begun = time.monotonic()
-    rungs = climb(facts_of(job), on, shared, workers)
+    rungs = find_fit(facts_of(job), on, shared, workers)
     compiled = [one for rung in rungs for one in rung.tried]
     first = next((n for n, one in enumerate(compiled, 1) if one.total is not None), None)
     best = rungs[-1].best

@@ -21,7 +21,7 @@ from systolic.core.errors import SystolicError
 from systolic.core.files import write_json
 from systolic.forecasting.run import of_outcome
 from systolic.job import Layout
-from systolic.planning import Goal, Limits, Search, Tried, facts_of
+from systolic.planning import Goal, Limits, Search, Trial, facts_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "accuracy"))
 import rows as published
@@ -67,7 +67,7 @@ def answer(row: published.Row, workers: int) -> dict[str, Any]:
     }
 
 
-def broken(one: Tried) -> bool:
+def broken(one: Trial) -> bool:
     """Whether a lower bound of the analytic model is above what the compiler and the simulation say."""
     made = one.forecast
     if made is None:

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from systolic.aot import Compiled, Compiler, compile, executable
-from systolic.aot.executable import Stamp, check, flags_of, place, program_digest
+from systolic.aot.executable import Fingerprint, check, flags_of, place, program_digest
 from systolic.chips import slice
 from systolic.core.errors import NotFoundError, RunError
 from tests.aot import functions
 
-HERE = Stamp(
+HERE = Fingerprint(
     platform="tpu",
     kind="TPU v5 lite",
     devices=2,
@@ -207,7 +207,7 @@ def test_a_step_for_a_slice_says_what_it_is_for(tmp_path: Path) -> None:
     assert (again.cached, again.folder) == (True, made.folder)
     assert made.executable is not None
     assert made.report["executable"] == executable.signature(made.executable.read_bytes())
-    stamp = Stamp.from_json(made.report["stamp"])
+    stamp = Fingerprint.from_json(made.report["stamp"])
     assert (stamp.platform, stamp.kind, stamp.devices) == ("tpu", "TPU v5 lite", 4)
     assert stamp.versions.keys() == {"jax", "jaxlib", "libtpu"}
     assert int(stamp.build) > 0

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import systolic
-from systolic.chips import Chip, Kind, by_device_kind, chip, chips
+from systolic.chips import Chip, ChipKind, by_device_kind, chip, chips
 from systolic.chips.host import memory_bytes, model_name
 from systolic.core.errors import NotFoundError, OptionError
 
 TEXT = resources.files("systolic.chips").joinpath("catalogue.toml").read_text("utf-8")
 TABLES = tomllib.loads(TEXT)
-CATALOGUED = [known for known in chips() if known.kind is not Kind.cpu]
+CATALOGUED = [known for known in chips() if known.kind is not ChipKind.cpu]
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import systolic
-from systolic.chips import Kind, chip, chips, named_slices
+from systolic.chips import ChipKind, chip, chips, named_slices
 from systolic.chips.rule import factorisations
 from systolic.core.errors import NotFoundError
 
@@ -190,5 +190,5 @@ def test_every_sliceable_chip_lists_slices_that_parse() -> None:
     for known in chips():
         for made in named_slices(known):
             assert systolic.slice(made.name) == made
-        if known.kind is Kind.edge:
+        if known.kind is ChipKind.edge:
             assert named_slices(known) == []

@@ -6,7 +6,7 @@ import pytest
 
 from systolic.core.errors import DataError
 from systolic.data.arrays import Arrays
-from systolic.data.blocks import Blocks, Share, first_reader
+from systolic.data.blocks import Blocks, ProcessShare, first_reader
 from systolic.job.data import Data, Read, Split
 
 DATA = Arrays.of(train={"number": list(range(24))})
@@ -33,12 +33,12 @@ DATA = Arrays.of(train={"number": list(range(24))})
     ],
 )
 def test_the_fewest_blocks_that_every_process_holds_whole(held, count, blocks):
-    share = Share.of(held, 0, 48)
+    share = ProcessShare.of(held, 0, 48)
     assert (share.count, share.blocks, share.block_rows) == (count, blocks, 48 // count)
 
 
 def opened(data: Data, count: int, *blocks: int, rows: int = 8) -> Blocks:
-    share = Share(rows=rows, count=count, blocks=blocks)
+    share = ProcessShare(rows=rows, count=count, blocks=blocks)
 
     def read(block: int):
         return data.open(Read(split=Split.train, batch=share.block_rows, shard=block, shards=count))

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from systolic.core.errors import DataError
 from systolic.data.arrays import Arrays
-from systolic.data.blocks import Blocks, Share
+from systolic.data.blocks import Blocks, ProcessShare
 from systolic.data.place import Placed
 from systolic.job.data import Read, Split
 
@@ -25,7 +25,7 @@ def placed(epochs=None, ahead=2) -> Placed:
 
 def whole(batches) -> Blocks:
     """All of each batch, read by this process."""
-    return Blocks(DATA, Share(rows=4, count=1, blocks=(0,)), lambda block: batches)
+    return Blocks(DATA, ProcessShare(rows=4, count=1, blocks=(0,)), lambda block: batches)
 
 
 def test_batches_come_in_order_as_device_arrays_and_end():

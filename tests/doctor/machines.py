@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from systolic.doctor.machine import Machine, Measured, Nvidia, Place, Wanted
+from systolic.doctor.machine import Machine, MachineKind, Measured, Nvidia, Wanted
 
 WANTED = (
     Wanted(package="jax", specifier="<0.13,>=0.10.2", by="systolic"),
@@ -52,7 +52,7 @@ ON_H200 = Measured(
     copy_bytes_per_second=4100e9,
 )
 TPU_VM = Machine(
-    place=Place.cloud_tpu_vm,
+    place=MachineKind.cloud_tpu_vm,
     packages=(
         ("systolic", "0.1.0"),
         ("jax", "0.10.2"),
@@ -67,7 +67,7 @@ TPU_VM = Machine(
     **COMMON,
 )
 GPU_HOST = Machine(
-    place=Place.gpu_host,
+    place=MachineKind.gpu_host,
     packages=(
         *(("systolic", "0.1.0"), ("jax", "0.10.2"), ("jaxlib", "0.10.2")),
         ("jax-cuda12-plugin", "0.10.2"),
@@ -84,7 +84,7 @@ GPU_HOST = Machine(
     **COMMON,
 )
 LAPTOP = Machine(
-    place=Place.cpu_host,
+    place=MachineKind.cpu_host,
     packages=(("systolic", "0.1.0"), ("jax", "0.10.2"), ("jaxlib", "0.10.2")),
     wanted=WANTED,
     measured=ON_CPU,

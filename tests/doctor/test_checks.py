@@ -6,7 +6,15 @@ import pytest
 
 from systolic.doctor import Status, examine
 from systolic.doctor.findings import Finding
-from systolic.doctor.machine import Death, Holder, LockFile, Machine, Nvidia, Place, Unmeasured
+from systolic.doctor.machine import (
+    Death,
+    Holder,
+    LockFile,
+    Machine,
+    MachineKind,
+    Nvidia,
+    Unmeasured,
+)
 from tests.doctor.machines import (
     GPU_HOST,
     LAPTOP,
@@ -182,7 +190,7 @@ WARNINGS = [
         "shared memory",
         "--shm-size",
     ),
-    ("notebook", replace(LAPTOP, place=Place.colab), "devices", "notebook's settings"),
+    ("notebook", replace(LAPTOP, place=MachineKind.colab), "devices", "notebook's settings"),
     (
         "own lock while JAX does not start",
         replace(TPU_VM, lock_file=replace(LOCK, opens=True, owner="ada"), measured=RAISED),

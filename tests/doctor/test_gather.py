@@ -7,7 +7,7 @@ import pytest
 
 from systolic.doctor import gather
 from systolic.doctor.gather import holders, lock_file, nvidia_gpus, place, tpu_paths, tpus
-from systolic.doctor.machine import Nvidia, Place
+from systolic.doctor.machine import MachineKind, Nvidia
 
 
 def _pci(root: Path, name: str, vendor: str, device: str, kind: str) -> None:
@@ -107,11 +107,11 @@ def test_gpus_from_proc_and_from_the_bus(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environment", "chips", "nvidia", "expected"),
     [
-        ({"COLAB_RELEASE_TAG": "x"}, 1, None, Place.colab),
-        ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, 8, None, Place.kaggle),
-        ({}, 4, None, Place.cloud_tpu_vm),
-        ({}, 0, Nvidia(num_gpus=1), Place.gpu_host),
-        ({}, 0, None, Place.cpu_host),
+        ({"COLAB_RELEASE_TAG": "x"}, 1, None, MachineKind.colab),
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, 8, None, MachineKind.kaggle),
+        ({}, 4, None, MachineKind.cloud_tpu_vm),
+        ({}, 0, Nvidia(num_gpus=1), MachineKind.gpu_host),
+        ({}, 0, None, MachineKind.cpu_host),
     ],
 )
 def test_place(environment, chips, nvidia, expected) -> None:

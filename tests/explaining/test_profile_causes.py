@@ -22,7 +22,7 @@ from systolic.profile.intervals import union
 from systolic.profile.xplane import Backend, load
 from systolic.report.forecast.xprof import STEPS, write_xprof
 from systolic.sim.timeline import Resource
-from systolic.training.profile import WARM_UP, Profile
+from systolic.training.profile import WARM_UP, SessionTrace
 from systolic.training.setup import set_up
 from systolic.training.trainer import Trainer
 from tests.explaining import planted
@@ -314,7 +314,7 @@ def test_the_command_explains_a_profile(
 # The trainer's own trace
 
 
-def steps_of(trace: Profile, count: int) -> None:
+def steps_of(trace: SessionTrace, count: int) -> None:
     function = jax.jit(lambda x: x @ x)
     x = jnp.ones((64, 64))
     for step in range(1, count + 1):
@@ -325,7 +325,7 @@ def steps_of(trace: Profile, count: int) -> None:
 
 def test_the_trainer_traces_steps_after_warm_up(tmp_path: Path):
     told: list[str] = []
-    trace = Profile(tmp_path, 3, 100, lambda name, _, detail: told.append(f"{name} {detail}"))
+    trace = SessionTrace(tmp_path, 3, 100, lambda name, _, detail: told.append(f"{name} {detail}"))
     steps_of(trace, WARM_UP + 5)
     assert told == [f"profile systolic explain {tmp_path}"]
     found = load(tmp_path)
@@ -345,18 +345,18 @@ def test_a_run_is_traced_where_asked(tmp_path: Path):
 
 
 def test_a_short_session_is_traced_sooner(tmp_path: Path):
-    trace = Profile(tmp_path, 3, 5, lambda *_: None)
+    trace = SessionTrace(tmp_path, 3, 5, lambda *_: None)
     steps_of(trace, 5)
     assert [mark.name for mark in load(tmp_path).steps] == ["3", "4", "5"]
 
 
 def test_a_profiler_that_fails_stops_nothing(tmp_path: Path):
     told: list[str] = []
-    trace = Profile(tmp_path / "mine", 2, 4, lambda name, _, detail: told.append(detail))
+    trace = SessionTrace(tmp_path / "mine", 2, 4, lambda name, _, detail: told.append(detail))
     with jax.profiler.trace(tmp_path / "other"):
         steps_of(trace, 4)
     trace.close()
     assert len(told) == 1
     assert told[0].startswith("there is none: ")
     with pytest.raises(OptionError, match="profile is -1"):
-        Profile(tmp_path, -1, 4, lambda *_: None)
+        SessionTrace(tmp_path, -1, 4, lambda *_: None)

@@ -22,7 +22,7 @@ from systolic.forecasting.run import of_outcome
 from systolic.hlo import Groups, parse
 from systolic.report.forecast import readings
 from systolic.report.forecast.text import lines, plain
-from systolic.sim.roofline import Peaks, Program, gpu_peaks, roofline
+from systolic.sim.roofline import ModuleSource, Peaks, gpu_peaks, roofline
 from systolic.sim.switched import switched
 
 ROWS, WIDE, DEEP = 4096, 1024, 2048
@@ -264,6 +264,6 @@ ENTRY %main (a: bf16[512,256], b: bf16[256,1024]) -> bf16[512,1024] {
 
 def test_a_gpu_compilers_own_products() -> None:
     peaks = Peaks(matmul={"bf16": 1e12}, memory=math.inf)
-    made = roofline(parse(GEMM), peaks, 1, Program.compiled)
+    made = roofline(parse(GEMM), peaks, 1, ModuleSource.compiled)
     assert made.seconds == pytest.approx(2 * 512 * 256 * 1024 / 1e12)
     assert made.origin is Origin.simulated

@@ -13,7 +13,7 @@ from systolic.job import Batch, Job, Layout, Optimizer
 from systolic.job.data import MASK
 from systolic.models.encoder.config import Encoder
 from systolic.steps.mesh import make_mesh
-from systolic.steps.steps import Steps
+from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 from systolic.steps.tasks.masked import MaskedTokens
 
@@ -35,13 +35,13 @@ def job(**changes: Any) -> Job:
     return Job(**{**given, **changes})
 
 
-def steps(of: Job, num_devices: int = 1, dtype: str = "float32") -> Steps:
+def steps(of: Job, num_devices: int = 1, dtype: str = "float32") -> StepFunctions:
     of = replace(of, layout=of.layout.on(num_devices))
     mesh = make_mesh(of.layout, jax.devices()[:num_devices])
-    return Steps(of, MeshTarget(platform="cpu", layout=of.layout, dtype=dtype, mesh=mesh))
+    return StepFunctions(of, MeshTarget(platform="cpu", layout=of.layout, dtype=dtype, mesh=mesh))
 
 
-def batch(of: Steps, seed: int) -> dict[str, jax.Array]:
+def batch(of: StepFunctions, seed: int) -> dict[str, jax.Array]:
     """Two documents a row, each of one letter, so that neighbours tell a hidden token."""
     rng = np.random.default_rng(seed)
     size, sequence = of.batch_size, of.job.data.fields()["tokens"].shape[0]
@@ -61,7 +61,7 @@ def batch(of: Steps, seed: int) -> dict[str, jax.Array]:
     return {name: jax.device_put(a, of.batch_shardings[name]) for name, a in hidden.items()}
 
 
-def run(of: Steps, count: int = 3) -> tuple[list[float], Any]:
+def run(of: StepFunctions, count: int = 3) -> tuple[list[float], Any]:
     """The losses of the first steps, and the state after them."""
     state = jax.jit(of.init, out_shardings=of.shardings)(jax.random.key(0))
     train = jax.jit(

@@ -14,7 +14,7 @@ from systolic.models.vision.pixels import Pixels
 from systolic.models.vision.resnet.config import Depth, ResNet, Stem
 from systolic.models.vision.vit.config import Pooling, Positions, ViT
 from systolic.steps.mesh import make_mesh
-from systolic.steps.steps import Steps
+from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 from systolic.steps.tasks.classification import Classification
 
@@ -50,7 +50,7 @@ def steps(
     remat: Remat = Remat.none,
     batch: int = 8,
     devices: int = 1,
-) -> Steps:
+) -> StepFunctions:
     """The programs of a job on ``model``."""
     pixels: Any = vars(type(model))["pixels"].__get__(model)
     shape = (2, pixels.size, pixels.size, pixels.channels)
@@ -67,10 +67,10 @@ def steps(
     )
     mesh = make_mesh(layout, jax.devices()[:devices])
     target = MeshTarget(platform="cpu", layout=layout, dtype=dtype, mesh=mesh)
-    return Steps(replace(job, layout=layout), target)
+    return StepFunctions(replace(job, layout=layout), target)
 
 
-def batch(of: Steps, seed: int = 0) -> dict[str, np.ndarray]:
+def batch(of: StepFunctions, seed: int = 0) -> dict[str, np.ndarray]:
     """Random images whose brightness tells their class."""
     rng = np.random.default_rng(seed)
     label = rng.integers(0, CLASSES, of.batch_size).astype(np.int32)

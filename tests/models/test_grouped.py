@@ -13,7 +13,7 @@ import systolic
 from systolic.job import Layout
 from systolic.models.grouped import (
     VMEM_BYTES,
-    Work,
+    GroupedProduct,
     _vmem,
     grouped_product,
     pallas_product,
@@ -109,7 +109,7 @@ def test_tiles_fit_and_are_what_the_kernels_take(
     rows: int, groups: int, depth: int, columns: int, transposed: bool
 ) -> None:
     for element_bytes in (2, 4):
-        work = Work(
+        work = GroupedProduct(
             rows=rows,
             expected=rows,
             groups=groups,

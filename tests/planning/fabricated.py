@@ -11,7 +11,7 @@ from systolic.forecasting import Forecast
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.memory import MemoryMap
 from systolic.job import Axis, Layout, Precision, Remat
-from systolic.planning import Candidate, Facts, Goal, Objective, Plan, Tried, facts_of
+from systolic.planning import Candidate, Facts, Goal, Objective, Plan, Trial, facts_of
 from systolic.planning.analytic import analyse
 from systolic.planning.space import Refused
 
@@ -51,7 +51,7 @@ def candidate(on: str, batch: int = 256, **layout: object) -> Candidate:
 
 def tried(
     one: Candidate, seconds: float, gib: float, goal: Goal = GOAL, whole: bool = False
-) -> Tried:
+) -> Trial:
     """One that takes so long a step and so much of each device; above the capacity it does not fit."""
     on = one.on
     have = (on.chip.hbm_bytes or 0) // (on.chip.devices_per_chip or 1)
@@ -81,7 +81,7 @@ def tried(
         rejected=None if fits else {"need_bytes": need, "have_bytes": have},
     )
     total = goal.total(on, one.batch * 2048, seconds) if fits else None
-    return Tried(
+    return Trial(
         candidate=one,
         analysis=analyse(facts(), one),
         forecast=made,
@@ -101,7 +101,7 @@ def plan(goal: Goal = GOAL, stopped: str = "") -> Plan:
         tried(candidate("v5p-16", data=2, fsdp=2, tensor=2, remat=Remat.none), 2.65, 61.0, goal),
         tried(candidate("v6e-16", fsdp=16, remat=most, attention_block=1024), 1.31, 22.0, goal),
         tried(candidate("v5e-16", fsdp=16, remat=Remat.none), 4.0, 20.3, goal),
-        Tried(
+        Trial(
             candidate=candidate("v6e-16", fsdp=8, tensor=2, remat=full),
             analysis=analyse(facts(), candidate("v6e-16", fsdp=8, tensor=2, remat=full)),
             problem="compiling lm for v6e-16 failed: the compiler died of SIGKILL",

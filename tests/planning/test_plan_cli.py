@@ -15,8 +15,8 @@ from systolic.cli import plan as cli
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.job import Batch, Layout
-from systolic.planning import Freedom, Goal, Objective, Price, Search
-from systolic.planning.search import Progress
+from systolic.planning import Freedom, Goal, Objective, PriceTerm, Search
+from systolic.planning.search import SearchProgress
 from tests.planning import fabricated
 
 TINY = f"{Path(__file__).parents[1] / 'cli' / 'tiny.py'}:job"
@@ -26,13 +26,13 @@ VERB = {
     "goal": None,
     "deadline": None,
     "budget": None,
-    "price": Price.on_demand,
+    "price": PriceTerm.on_demand,
     "free": "",
 }
 
 
 def named(text: str, max_chips: int = 256) -> list[str]:
-    return [on.name for on in cli.slices_of(text, max_chips, Price.on_demand)]
+    return [on.name for on in cli.slices_of(text, max_chips, PriceTerm.on_demand)]
 
 
 def test_slices_by_name_by_chip_and_all() -> None:
@@ -128,7 +128,7 @@ def played(monkeypatch: pytest.MonkeyPatch, stopped: str, **goal: Any) -> None:
         for number, one in enumerate(made.tried, 1):
             self.tried.append(one)
             self.watch(
-                Progress(
+                SearchProgress(
                     stage="compiling",
                     compiled=number,
                     of=24,

@@ -13,7 +13,7 @@ from systolic.cli.command import changed, command
 from systolic.core.errors import RunError
 from systolic.job import Layout, Remat
 from systolic.planning import facts_of
-from systolic.planning.change import Change, Part, compatible, layout_change, together
+from systolic.planning.change import Change, ChangedPart, compatible, layout_change, together
 from systolic.planning.flags import SETS, joined
 from systolic.planning.ladder import difference
 from systolic.planning.remedies import Remedy, base_of, changes, try_all
@@ -67,7 +67,7 @@ def test_what_a_plan_has_tuned_is_not_advised_again() -> None:
     facts = facts_of(decoder_job())
     tuned = joined(*(one for one in SETS if one.name in ("v6e-dense", "whole-gathers")))
     base = base_of(facts, on, merged(resolved("", on.chip), tuned.flags))
-    assert not [one for one in changes(facts, base) if Part.flags in one.touches]
+    assert not [one for one in changes(facts, base) if ChangedPart.flags in one.touches]
 
 
 def test_what_is_compiled_has_the_flags_that_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:

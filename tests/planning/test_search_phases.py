@@ -15,7 +15,7 @@ from systolic.job import Precision
 from systolic.planning import Candidate, Goal, Limits, Objective, Search
 from systolic.planning.analytic import analyse
 from systolic.planning.flags import DEFAULT
-from systolic.planning.plan import Plan, Tried, ranking
+from systolic.planning.plan import Plan, Trial, ranking
 from systolic.planning.search import shared
 from systolic.report.plan import readings
 from tests.planning import fabricated
@@ -88,7 +88,7 @@ def test_a_deadline_just_missed_is_met_by_flags_or_a_whole_compile(finalists: in
 def test_schedules_are_ranked_as_if_they_were_compiled_whole() -> None:
     goal = Goal(units=20e9, objective=Objective.time)
 
-    def one(seconds: float, whole: bool = False, **layout: int) -> Tried:
+    def one(seconds: float, whole: bool = False, **layout: int) -> Trial:
         candidate = fabricated.candidate("v5e-16", **layout)
         found = fabricated.tried(candidate, seconds, 8.0, goal, whole)
         return replace(found, schedule_seconds=2.0) if whole else found
@@ -151,7 +151,7 @@ def test_flags_of_the_user_reach_every_program() -> None:
 @pytest.mark.parametrize("order", [("v5e-8", "v5e-16"), ("v5e-16", "v5e-8")])
 def test_slices_behind_the_best_are_tuned_too(order: tuple[str, ...]) -> None:
     plan = planned(*order, goal=Goal(units=20e9, objective=Objective.pareto), programs=24)
-    best: dict[str, Tried] = {}
+    best: dict[str, Trial] = {}
     for one in plan.ranking:
         best.setdefault(one.candidate.on.name, one)
     assert set(best) == set(order)

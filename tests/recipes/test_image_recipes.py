@@ -23,7 +23,7 @@ from systolic.recipes.fashion import CLASSES, FashionModel, fashion
 from systolic.recipes.image import DEPTHS, ImageModel, image, network
 from systolic.steps.mesh import make_mesh
 from systolic.steps.optimizer import schedule
-from systolic.steps.steps import Steps
+from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 
 
@@ -109,7 +109,7 @@ def test_every_network_builds_for_the_size(model: ImageModel) -> None:
     target = MeshTarget(platform="cpu", layout=layout, dtype="float32", mesh=mesh)
     patch = {} if model in DEPTHS else {"patch": 8}
     job = image(path=Path("."), model=model, size=32, **patch, classes=10)
-    of = Steps(job, target)
+    of = StepFunctions(job, target)
     assert of.network.num_parameters > 5e6
     batch = {
         name: jax.ShapeDtypeStruct((2, *field.shape), field.dtype)

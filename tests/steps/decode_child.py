@@ -11,7 +11,7 @@ import numpy as np
 from systolic.job import Layout, Sampling
 from systolic.steps.decode import Decode
 from systolic.steps.programs import jit_decode, jit_prefill, jit_weights
-from systolic.steps.steps import Steps
+from systolic.steps.steps import StepFunctions
 from tests.steps import tiny
 from tests.steps.layouts_child import EXPERTS, LATENT
 
@@ -28,7 +28,7 @@ PROMPT, CAPACITY, TOKENS = 6, 12, 5
 _GATHERED = re.compile(r"= \w+\[([\d,]*)\]\S* all-gather")
 
 
-def write(steps: Steps, rows: int) -> tuple[list[list[int]], list[float], str]:
+def write(steps: StepFunctions, rows: int) -> tuple[list[list[int]], list[float], str]:
     """New tokens of each row, the sum of the keys of each, and the compiled decode step."""
     decode = Decode(steps, Sampling(temperature=0.0))
     rng = np.random.default_rng(0)

@@ -11,7 +11,7 @@ from systolic.job import ContextOrder, Layout, Residual
 from systolic.job.layout import Remat
 from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.models.decoder.switches import Latent, Router, Score
-from systolic.steps.steps import Steps
+from systolic.steps.steps import StepFunctions
 from tests.steps import tiny
 
 DENSE = {
@@ -107,7 +107,7 @@ def model_of(name: str) -> Decoder:
     return next(model for layouts, model in MODELS if name in layouts)
 
 
-def saved_inputs(steps: Steps) -> list[str]:
+def saved_inputs(steps: StepFunctions) -> list[str]:
     """Shapes f32[layers, ...] of the layer inputs that a device keeps, in the program that it runs."""
     train = jax.jit(steps.train).lower(steps.abstract_state, steps.abstract_batch()).compile()
     layers, width = tiny.MODEL.layers, tiny.MODEL.d_model

@@ -13,7 +13,7 @@ from systolic.job import Sampling
 from systolic.job.layout import Layout
 from systolic.models.decoder.config import Decoder
 from systolic.steps.decode import Decode
-from systolic.steps.steps import Steps
+from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 from tests.steps import tiny
 from tests.steps.decode_child import DENSE, LAYOUTS, MIXTURE, write
@@ -49,7 +49,7 @@ def test_weights_lie_as_a_tpu_reads_them(model: Decoder) -> None:
     target = MeshTarget(
         platform="tpu", layout=layout.on(1), dtype="bfloat16", mesh=plain.target.mesh
     )
-    placed = Decode(Steps(plain.job, target), Sampling()).placement
+    placed = Decode(StepFunctions(plain.job, target), Sampling()).placement
     for path in ("blocks/query", "blocks/key", "blocks/value"):
         assert placed[path].layout.major_to_minor == (0, 2, 1, 3)
     assert placed["blocks/out"] == plain.shardings.params["blocks/out"]

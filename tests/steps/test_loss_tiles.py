@@ -16,7 +16,7 @@ from systolic.job.data import MASK
 from systolic.job.layout import Remat
 from systolic.models.decoder.config import Decoder
 from systolic.steps.mesh import make_mesh
-from systolic.steps.steps import Steps
+from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 from systolic.steps.tasks.language import LanguageModel, Unit
 from systolic.steps.tasks.scores import cross_entropy, log_normaliser
@@ -32,19 +32,19 @@ MIXTURE = replace(tiny.MODEL, experts=4, d_ff=32)
 BYTES = LanguageModel(unit=Unit.byte)
 
 
-def tiled(tiles: int, **changes: Any) -> Steps:
+def tiled(tiles: int, **changes: Any) -> StepFunctions:
     layout = changes.pop("layout", tiny.ONE_DEVICE)
     return tiny.steps(tiny.job(layout=replace(layout, loss_tiles=tiles), **changes))
 
 
-def masked(of: Steps) -> dict[str, jax.Array]:
+def masked(of: StepFunctions) -> dict[str, jax.Array]:
     """A batch with a tail of targets that don't count, and a row of padding."""
     batch = tiny.batch(of, 0)
     targets = batch["targets"].at[:, -5:].set(-1).at[-1].set(-1)
     return {**batch, "targets": targets, MASK: batch[MASK].at[-1].set(0)}
 
 
-def start(of: Steps) -> tuple[Any, Any]:
+def start(of: StepFunctions) -> tuple[Any, Any]:
     """Weights with something in each of them, the untied output matrix included."""
     rng = np.random.default_rng(1)
     params = {
@@ -57,7 +57,7 @@ def start(of: Steps) -> tuple[Any, Any]:
     return params, {}
 
 
-def gradients(of: Steps) -> tuple[dict[str, Any], dict[str, Any]]:
+def gradients(of: StepFunctions) -> tuple[dict[str, Any], dict[str, Any]]:
     """The terms of a masked batch and the gradient of the loss's total."""
     params, rest = start(of)
     batch = masked(of)
@@ -128,12 +128,12 @@ def test_the_whole_logits_never_exist() -> None:
         assert found == logits_of(of) // tiles
 
 
-def logits_of(of: Steps) -> int:
+def logits_of(of: StepFunctions) -> int:
     """Elements of all logits of a pass."""
     return of.batch_size * of.job.data.fields()["tokens"].shape[0] * vocab(of)
 
 
-def vocab(of: Steps) -> int:
+def vocab(of: StepFunctions) -> int:
     assert isinstance(of.job.model, Decoder)
     return of.job.model.vocab
 
@@ -167,7 +167,7 @@ def test_int8_operands_take_tiles() -> None:
         target = MeshTarget(
             platform="cpu", layout=layout, dtype="float32", mesh=mesh, operands="int8"
         )
-        return tiny.run(Steps(tiny.job(layout=layout), target), 2)[0]
+        return tiny.run(StepFunctions(tiny.job(layout=layout), target), 2)[0]
 
     np.testing.assert_allclose(losses(4), losses(1), rtol=1e-3)
 

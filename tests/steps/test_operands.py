@@ -15,7 +15,7 @@ from systolic.models.decoder.config import Decoder
 from systolic.models.product import product
 from systolic.models.vision.cnn.config import CNN
 from systolic.steps.mesh import make_mesh
-from systolic.steps.steps import Steps
+from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 from systolic.training.setup import check_operands, computed_in
 from tests.steps import tiny
@@ -27,9 +27,9 @@ def target(operands: str | None) -> MeshTarget:
     return MeshTarget(platform="cpu", layout=layout, dtype="float32", mesh=mesh, operands=operands)
 
 
-def steps(operands: str | None) -> Steps:
+def steps(operands: str | None) -> StepFunctions:
     job = tiny.job(layout=tiny.ONE_DEVICE)
-    return Steps(job, target(operands))
+    return StepFunctions(job, target(operands))
 
 
 @pytest.mark.parametrize(("operands", "error"), [("int8", 0.02), ("fp8", 0.06)])
@@ -124,7 +124,7 @@ def test_the_model_says_which_matmuls_round_their_gradients() -> None:
     def narrow(backward: RoundedBackward) -> int:
         job = tiny.job(layout=tiny.ONE_DEVICE)
         model = replace(job.model, rounding=Rounding(backward=backward))
-        of = Steps(replace(job, model=model), target("int8"))
+        of = StepFunctions(replace(job, model=model), target("int8"))
         text = jax.jit(of.train).lower(of.abstract_state, of.abstract_batch()).as_text()
         return len(re.findall(r"dot_general.*xi8>.*xi8>", text))
 

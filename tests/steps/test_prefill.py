@@ -16,7 +16,7 @@ from systolic.job import Batch, Layout, Sampling
 from systolic.models import splash
 from systolic.models.decoder.config import Decoder
 from systolic.steps.decode import Decode
-from systolic.steps.steps import Steps
+from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 from tests.steps import tiny
 
@@ -47,7 +47,7 @@ def test_a_tpu_holds_no_scores_of_a_prompt_and_one_row_of_logits(rows: int, mode
     )
     target = MeshTarget(platform="tpu", layout=layout, dtype="bfloat16", mesh=mesh)
     job = replace(tiny.job(layout=layout, model=model), batch=Batch(total=8))
-    decode = Decode(Steps(job, target), Sampling(temperature=0.0))
+    decode = Decode(StepFunctions(job, target), Sampling(temperature=0.0))
     state = decode.abstract_state(rows, PROMPT)
     params = jax.eval_shape(decode.weights, decode.steps.abstract_state.params)
     tokens = jax.ShapeDtypeStruct((rows, PROMPT), jnp.int32)
@@ -79,7 +79,7 @@ def test_the_kernel_reads_a_padded_prompt_as_plain_attention_does(
     counts = jnp.asarray([PROMPT, 130], jnp.int32)
     tokens = rng.integers(0, 64, (2, PROMPT)).astype(np.int32)
 
-    def read(steps: Steps, padding: int) -> tuple[Any, Any]:
+    def read(steps: StepFunctions, padding: int) -> tuple[Any, Any]:
         """The cache after the prompts, and the hidden state of the last token of each."""
         module = Decode(steps, Sampling())._module(params, {})
         padded = np.where(np.arange(PROMPT) < counts[:, None], tokens, padding)
@@ -87,7 +87,7 @@ def test_the_kernel_reads_a_padded_prompt_as_plain_attention_does(
         return cache, hidden[jnp.arange(2), counts - 1]
 
     cache, wanted = read(plain, 0)
-    found, last = read(Steps(plain.job, tpu), 5)
+    found, last = read(StepFunctions(plain.job, tpu), 5)
     np.testing.assert_allclose(last, wanted, atol=2e-4)
     for row, count in enumerate(counts):
         for ours, theirs in ((found.key, cache.key), (found.value, cache.value)):

@@ -17,7 +17,7 @@ from systolic.data.blocks import first_reader
 from systolic.job import Job, Layout, Read, Split
 from systolic.training import hosts
 from systolic.training.feed import evaluation, training
-from systolic.training.machine import Machine
+from systolic.training.machine import LocalDevices
 from systolic.training.setup import Setup, first_state, set_up
 from tests.steps import tiny
 
@@ -76,13 +76,15 @@ def job(case: Case) -> Job:
     return tiny.job(layout=case.layout, model=model, data=DATA)
 
 
-def machine(case: Case) -> Machine:
+def machine(case: Case) -> LocalDevices:
     """The devices, in the order that puts each process where the case says."""
     devices: list[Any] = list(jax.devices())
     if case.processes and jax.process_count() > 1:
         of = {n: [d for d in devices if d.process_index == n] for n in set(case.processes)}
         devices = [of[process].pop(0) for process in case.processes]
-    return Machine(devices=devices, platform="cpu", name="cpus", peak_bf16_flops_per_second=None)
+    return LocalDevices(
+        devices=devices, platform="cpu", name="cpus", peak_bf16_flops_per_second=None
+    )
 
 
 def batches(setup: Setup) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from systolic.cli.flags import kept
 from systolic.cli.main import main
 from systolic.cli.trained import set_up_here
 from systolic.steps.programs import jit_evaluate, jit_train
-from systolic.steps.steps import Steps
-from systolic.training.machine import Machine
+from systolic.steps.steps import StepFunctions
+from systolic.training.machine import LocalDevices
 from systolic.training.setup import set_up
 from tests.training.sessions import losses, records
 
@@ -70,7 +70,7 @@ def test_a_run_of_a_version_without_flags_goes_on_without_any() -> None:
 
 def test_flags_are_options_of_the_programs() -> None:
     setup = set_up(recipes.find(RECIPE)({}))
-    steps = Steps(setup.job, replace(setup.steps.target, flags=("--xla_no_such=1",)))
+    steps = StepFunctions(setup.job, replace(setup.steps.target, flags=("--xla_no_such=1",)))
     state, batch = steps.abstract_state, steps.abstract_batch()
     for program, arguments in (
         (jit_train(steps), (state, batch)),
@@ -105,7 +105,7 @@ def test_what_the_environment_sets_is_left_to_it(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_set_of_the_devices_chip_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Machine, "chip", chip("v6e"))
+    monkeypatch.setattr(LocalDevices, "chip", chip("v6e"))
     monkeypatch.setattr(module, "check_flags", lambda *_: None)
     made = set_up(recipes.find(RECIPE)({}))
     wanted = tuple(flag.text for flag in SHARED if "v6e" in flag.generations)

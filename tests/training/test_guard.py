@@ -11,7 +11,7 @@ from systolic.artifact import CheckpointStore, Run
 from systolic.artifact.access import Access
 from systolic.core.errors import DataError, RunError
 from systolic.job import Checkpoints, Guard, GuardRule, Precision
-from systolic.steps.state import Watch
+from systolic.steps.state import GuardState
 from systolic.training.replay import replay
 from systolic.training.setup import set_up
 from tests.training import tiny
@@ -123,7 +123,7 @@ def test_a_noisy_batch_near_zero_is_no_jump() -> None:
 def judged(losses: list[np.float32]) -> list[int]:
     """Which of these losses the guard finds bad."""
     steps = set_up(tiny.job(guard=Guard(rule=GuardRule.skip))).steps
-    watch, found = Watch.start(), []
+    watch, found = GuardState.start(), []
     judge = jax.jit(lambda w, x: steps._judge(w, x, jnp.asarray(True), overflow=False))
     for index, loss in enumerate(losses):
         bad, watch = judge(watch, jnp.asarray(loss))

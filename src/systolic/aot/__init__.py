@@ -2,7 +2,7 @@
 
 from systolic.aot.compile import Compiler, compile
 from systolic.aot.outcome import Compiled, Failed, Outcome, Rejected
-from systolic.aot.program import FunctionProgram, JobProgram, Program, Verb
+from systolic.aot.program import FunctionProgram, JobProgram, Program, StepKind
 
 __all__ = [
     "Compiled",
@@ -13,6 +13,6 @@ __all__ = [
     "Outcome",
     "Program",
     "Rejected",
-    "Verb",
+    "StepKind",
     "compile",
 ]

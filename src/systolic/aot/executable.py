@@ -32,7 +32,7 @@ _SHOWN = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stamp:
+class Fingerprint:
     """All that a compiled program depends on. Made alike where it is compiled and where it is loaded."""
 
     platform: str
@@ -61,7 +61,7 @@ class Stamp:
         return json.loads(json.dumps(asdict(self)))
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> "Stamp":
+    def from_json(cls, given: Mapping[str, Any]) -> "Fingerprint":
         """The stamp of a record.
 
         Raises:
@@ -86,7 +86,7 @@ def stamp(
     devices: Sequence[Any],
     options: Mapping[str, Any] | None = None,
     flags: Sequence[str] = (),
-) -> Stamp:
+) -> Fingerprint:
     """What a program for these devices depends on.
 
     Args:
@@ -98,7 +98,7 @@ def stamp(
     first = devices[0]
     tpu = first.platform == "tpu"
     build = _BUILD.search(first.client.platform_version) if tpu else None
-    return Stamp(
+    return Fingerprint(
         platform=first.platform,
         kind=model_name() if first.platform == "cpu" else first.device_kind,
         devices=len(devices),
@@ -234,13 +234,15 @@ def load(
     return Loaded(path=path, compiled=compiled, seconds=time.perf_counter() - begin)
 
 
-def check(path: Path, report: Mapping[str, Any], here: Stamp, facts: Mapping[str, Any]) -> None:
+def check(
+    path: Path, report: Mapping[str, Any], here: Fingerprint, facts: Mapping[str, Any]
+) -> None:
     """Whether what was saved with this report can run here.
 
     Raises:
         RunError: it can't; names the first thing that differs, both values and what to do.
     """
-    for what, saved, present, mend in _differences(Stamp.from_json(report["stamp"]), here):
+    for what, saved, present, mend in _differences(Fingerprint.from_json(report["stamp"]), here):
         raise RunError(
             f"{path} does not match: its {what} is {saved}, here it is {present}; {mend}"
         )
@@ -260,7 +262,7 @@ def check(path: Path, report: Mapping[str, Any], here: Stamp, facts: Mapping[str
     )
 
 
-def _differences(saved: Stamp, here: Stamp) -> Iterator[tuple[str, str, str, str]]:
+def _differences(saved: Fingerprint, here: Fingerprint) -> Iterator[tuple[str, str, str, str]]:
     """(what, saved, here, what to do) of all but the program, the widest first."""
     again = "forecast for this machine with --save, or leave --executable out to compile here"
     for name, what in (
@@ -323,7 +325,7 @@ def _report(path: Path) -> dict[str, Any]:
             )
     try:
         report = json.loads(_beside(path).read_text())
-        Stamp.from_json(report["stamp"])
+        Fingerprint.from_json(report["stamp"])
         _ = report["executable"]["bytes"], report["program"]
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(

@@ -18,7 +18,7 @@ _UNASKED = ("power_watts", "power_watts_min", "power_watts_max", "tdp_watts")
 """Numbers of a chip that no program depends on; nor does one on its prices."""
 
 
-class Verb(enum.Enum):
+class StepKind(enum.Enum):
     """Which of a job's programs."""
 
     train = "train"
@@ -55,7 +55,7 @@ class JobProgram:
     """One of a job's steps."""
 
     job: Job
-    verb: Verb = Verb.train
+    verb: StepKind = StepKind.train
 
     def key(self) -> Any:
         """The job, the arrays of a batch and the verb; None where a part is the user's own class, whose code the job does not tell."""

@@ -6,36 +6,36 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from systolic.aot.program import Traced, Verb
+from systolic.aot.program import StepKind, Traced
 from systolic.chips import Slice
 from systolic.core.errors import OptionError
 from systolic.job import Job
 from systolic.steps.decode import Decode, Sampling
 from systolic.steps.programs import jit_decode, jit_evaluate, jit_prefill, jit_train
-from systolic.steps.steps import Steps
+from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 
 
-def trace_job(job: Job, verb: Verb, on: Slice, devices: Sequence[Any]) -> Traced:
+def trace_job(job: Job, verb: StepKind, on: Slice, devices: Sequence[Any]) -> Traced:
     """The step of ``job`` that ``verb`` names, on a mesh of ``devices``."""
     job = job.settle(on)
     target = MeshTarget.of(job, on.platform, devices)
-    steps = Steps(job, target)
+    steps = StepFunctions(job, target)
     fields = job.data.fields()
     unit = "tokens" if "tokens" in fields else "examples"
     per_example = fields["tokens"].shape[0] if unit == "tokens" else 1
     state = steps.abstract_state
     match verb:
-        case Verb.train:
+        case StepKind.train:
             traced = jit_train(steps).trace(state, steps.abstract_batch())
             flops, units = steps.step_flops, steps.batch_size * per_example
-        case Verb.eval:
+        case StepKind.eval:
             size = steps.batch_size // job.layout.accumulate
             traced = jit_evaluate(steps).trace(
                 state.evaluated, state.rest, steps.abstract_batch(size)
             )
             flops, units = steps.forward_flops * size, size * per_example
-        case Verb.prefill | Verb.decode:
+        case StepKind.prefill | StepKind.decode:
             if unit != "tokens":
                 raise OptionError(f"{job.name} does not write text; forecast its eval step instead")
             traced, flops, units = _generation(steps, verb, per_example)
@@ -54,7 +54,7 @@ def trace_job(job: Job, verb: Verb, on: Slice, devices: Sequence[Any]) -> Traced
     )
 
 
-def described(job: Job, steps: Steps) -> dict[str, Any]:
+def described(job: Job, steps: StepFunctions) -> dict[str, Any]:
     """Sizes, precision and layout of a definite job, for people."""
     micro = job.layout.num_microbatches(steps.batch_size // job.layout.accumulate)
     return {
@@ -65,7 +65,7 @@ def described(job: Job, steps: Steps) -> dict[str, Any]:
     }
 
 
-def _generation(steps: Steps, verb: Verb, sequence: int) -> tuple[Any, float, int]:
+def _generation(steps: StepFunctions, verb: StepKind, sequence: int) -> tuple[Any, float, int]:
     """Prefill of whole rows, or one token for each row with a full cache."""
     decode = Decode(steps, Sampling(temperature=0.0))
     steps = decode.steps
@@ -75,7 +75,7 @@ def _generation(steps: Steps, verb: Verb, sequence: int) -> tuple[Any, float, in
         for path, shape in jax.eval_shape(decode.weights, steps.abstract_state.params).items()
     }
     rest, begun = steps.abstract_state.rest, decode.abstract_state(size, sequence)
-    if verb is Verb.decode:
+    if verb is StepKind.decode:
         traced = jit_decode(decode, size).trace(params, rest, begun, count=1)
         return traced, decode.model.decode_flops(sequence) * size, size
     where = steps.target.sharding(steps.target.fit((size, sequence), ("batch", None)))

@@ -21,13 +21,13 @@ from systolic.artifact import manifest as manifests
 from systolic.artifact.access import Access
 from systolic.artifact.flight import Flight, finite
 from systolic.artifact.manifest import DamagedError, Manifest
-from systolic.artifact.reading import ALONE, Peers, Reading
+from systolic.artifact.reading import ALONE, Peers, Restore
 from systolic.core.errors import NotFoundError, RunError
 from systolic.job import Mode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint that is on disk."""
 
     step: int
@@ -97,7 +97,7 @@ class CheckpointStore:
         self._saver: Any = None
         self._flight: Flight | None = None
         self._written: set[int] = set()
-        self._news: deque[Saved] = deque()
+        self._news: deque[SavedCheckpoint] = deque()
         self._read: dict[int, Manifest] = {}
         if access is Access.write:
             self._sweep()
@@ -218,7 +218,7 @@ class CheckpointStore:
             for found in {*self.steps()} - kept:
                 shutil.rmtree(self.path(found))
 
-    def poll(self) -> Saved | None:
+    def poll(self) -> SavedCheckpoint | None:
         """A look without waiting: a checkpoint that was committed and not yet returned, oldest first.
 
         Raises:
@@ -228,7 +228,7 @@ class CheckpointStore:
             self._settle()
         return self._news.popleft() if self._news else None
 
-    def wait(self) -> Saved | None:
+    def wait(self) -> SavedCheckpoint | None:
         """Blocks until the save under way is committed; returns as :meth:`poll`.
 
         Raises:
@@ -267,7 +267,7 @@ class CheckpointStore:
             for path, leaf in tree.flatten(abstract_state).items()
             if only is None or (path and path[0] in only)
         }
-        reading = Reading(folder=self.folder, peers=self.peers)
+        reading = Restore(folder=self.folder, peers=self.peers)
         candidates, skipped = reading.common(lambda: self._candidates(step))
         for candidate in candidates:
             try:
@@ -349,7 +349,7 @@ class CheckpointStore:
         self._written.add(flight.step)
         self._read[flight.step] = manifest
         self._news.append(
-            Saved(
+            SavedCheckpoint(
                 step=flight.step,
                 seconds=time.monotonic() - flight.started,
                 num_bytes=manifest.num_bytes,

@@ -71,7 +71,7 @@ class Planned(msgspec.Struct):
     mfu: float | None
 
 
-class Saved(msgspec.Struct):
+class SavedPlan(msgspec.Struct):
     """A plan.json, as far as a verb needs it."""
 
     format: int
@@ -90,7 +90,7 @@ def is_plan(plain: Any) -> bool:
     return isinstance(plain, dict) and {"candidates", "best", "goal"} <= set(plain)
 
 
-def load(path: Path) -> Saved:
+def load(path: Path) -> SavedPlan:
     """A plan.json with at least one candidate.
 
     Raises:
@@ -108,7 +108,7 @@ def load(path: Path) -> Saved:
             f"{path} is of format {plain.get('format')} and this version reads {FORMAT}; plan again"
         )
     try:
-        saved = msgspec.convert(plain, Saved)
+        saved = msgspec.convert(plain, SavedPlan)
     except msgspec.ValidationError as error:
         raise DataError(f"{path} is a damaged plan ({error}); plan again") from error
     for number, one in enumerate(saved.candidates):

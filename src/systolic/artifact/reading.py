@@ -45,7 +45,7 @@ ALONE = Peers()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
+class Restore:
     """One restore from the checkpoints in ``folder``."""
 
     folder: Path

@@ -15,7 +15,7 @@ KEPT_BYTES = 1 << 26
 _CODE = frozenset((".py", ".pyc", ".so"))
 
 
-class Reads:
+class OpenedFiles:
     """Files below a folder that code in the same folder opens, from now on until :meth:`close`.
 
     Files that other code opens, such as a corpus that Systolic reads, are none of them.
@@ -75,7 +75,7 @@ class Reads:
             frame = frame.f_back
 
 
-_watching: list[Reads] = []
+_watching: list[OpenedFiles] = []
 """The newest."""
 
 

@@ -14,7 +14,7 @@ from systolic.artifact.revision import check_revision
 from systolic.artifact.run import JOB, Run
 from systolic.core.errors import NotFoundError, OptionError, RunError
 from systolic.job import Job, Mode
-from systolic.steps.steps import Steps
+from systolic.steps.steps import StepFunctions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class Weights:
     """Damaged checkpoints that were passed over, a line each."""
 
 
-def load(run: Run, steps: Steps, which: str = "best") -> Weights:
+def load(run: Run, steps: StepFunctions, which: str = "best") -> Weights:
     """Reads a checkpoint's weights onto the mesh of ``steps``.
 
     Args:
@@ -73,7 +73,7 @@ def load(run: Run, steps: Steps, which: str = "best") -> Weights:
         )
 
 
-def begin_with(path: Path, steps: Steps) -> Weights:
+def begin_with(path: Path, steps: StepFunctions) -> Weights:
     """The weights that another run ended with, for a training that begins with them.
 
     No code of that run is executed: its arrays are read by their names and shapes.

@@ -5,13 +5,13 @@ hosts and links. Both come from ``catalogue.toml``, the one file with hardware n
 """
 
 from systolic.chips.catalogue import by_device_kind, chip, chips
-from systolic.chips.record import Chip, Figure, Kind, Prices, Source
+from systolic.chips.record import Chip, ChipKind, Figure, Prices, Source
 from systolic.chips.slices import Slice, named_slices, slice
 
 __all__ = [
     "Chip",
+    "ChipKind",
     "Figure",
-    "Kind",
     "Prices",
     "Slice",
     "Source",

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from systolic.chips.host import cpu
-from systolic.chips.record import Chip, Figure, Kind, Prices, Source
+from systolic.chips.record import Chip, ChipKind, Figure, Prices, Source
 from systolic.chips.rule import Counts, Sizes, SliceRule
 from systolic.core.errors import NotFoundError, OptionError, nearest
 
@@ -143,7 +143,7 @@ def _chip(name: str, table: dict[str, Any], figures: dict[str, Figure]) -> Chip:
     }
     return Chip(
         name=name,
-        kind=Kind(table["kind"]),
+        kind=ChipKind(table["kind"]),
         slice_rule=_rule(table["slices"]) if "slices" in table else None,
         machines=tuple(table.get("machines", {}).items()),
         usd_per_chip_hour=Prices(**prices),

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from systolic.chips.record import Chip, Figure, Kind, Source
+from systolic.chips.record import Chip, ChipKind, Figure, Source
 
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -42,7 +42,7 @@ def cpu(units: dict[str, Any]) -> Chip:
     return Chip(
         name="cpu",
         title=model_name(),
-        kind=Kind.cpu,
+        kind=ChipKind.cpu,
         device_kind="cpu",
         figures=MappingProxyType(figures),
         **{name: figure.value for name, figure in figures.items()},

@@ -10,7 +10,7 @@ from systolic.chips.rule import SliceRule
 from systolic.core.errors import NotFoundError, nearest
 
 
-class Kind(enum.Enum):
+class ChipKind(enum.Enum):
     """What a chip is."""
 
     tpu = "tpu"
@@ -91,7 +91,7 @@ class Chip:
 
     name: str
     title: str
-    kind: Kind
+    kind: ChipKind
     aliases: tuple[str, ...] = ()
     device_kind: str | None = None
     """As ``jax.Device.device_kind`` prints it."""

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from systolic.chips.catalogue import chip as find_chip
 from systolic.chips.catalogue import chips
-from systolic.chips.record import Chip, Kind, Prices
+from systolic.chips.record import Chip, ChipKind, Prices
 from systolic.chips.rule import Counts, Shape, SliceRule
 from systolic.core.errors import NotFoundError
 
@@ -144,11 +144,11 @@ def named_slices(known: Chip) -> list[Slice]:
     if known.slice_rule is not None:
         rule = known.slice_rule
         return [_of_shape(known.name, known, rule.shape(n), 1) for n in rule.named_chips()]
-    if known.kind is Kind.gpu:
+    if known.kind is ChipKind.gpu:
         return [
             _of_whole_chips(known.name, known, n) for n in sorted({1, known.chips_per_host or 1})
         ]
-    return [_of_whole_chips(known.name, known, 1)] if known.kind is Kind.cpu else []
+    return [_of_whole_chips(known.name, known, 1)] if known.kind is ChipKind.cpu else []
 
 
 def _number(known: Chip, rule: SliceRule, num_chips: int) -> int:
@@ -186,15 +186,15 @@ def _of_shape(given: str, known: Chip, shape: Shape, count: int) -> Slice:
 
 def _of_whole_chips(given: str, known: Chip, count: int) -> Slice:
     """GPUs in hosts, or virtual devices on the CPU at hand."""
-    if known.kind is Kind.edge or (known.kind is Kind.tpu and known.slice_rule is None):
+    if known.kind is ChipKind.edge or (known.kind is ChipKind.tpu and known.slice_rule is None):
         raise NotFoundError(f"{known.name} has no slices: no source gives its shapes; {_HELP}")
-    if known.kind is Kind.tpu:
+    if known.kind is ChipKind.tpu:
         rule = known.slice_rule
         assert rule is not None
         names = [f"{known.name}-{_number(known, rule, n)}" for n in rule.named_chips()[:3]]
         raise NotFoundError(f"{given} is a chip, not a slice; say how many: {', '.join(names)} …")
     per_host = known.chips_per_host or 1
-    is_cpu = known.kind is Kind.cpu
+    is_cpu = known.kind is ChipKind.cpu
     if not is_cpu and count > per_host and count % per_host:
         near = max(per_host, round(count / per_host) * per_host)
         raise NotFoundError(
@@ -220,7 +220,7 @@ def _chip_with_rule(given: str, name: str, rest: int | str) -> Chip:
         if names[name].slice_rule is not None:
             return names[name]
         known = find_chip(name)
-        if known.kind in (Kind.gpu, Kind.cpu) and isinstance(rest, int):
+        if known.kind in (ChipKind.gpu, ChipKind.cpu) and isinstance(rest, int):
             raise NotFoundError(f"{given} is not a slice; did you mean {rest}x{known.name}?")
         raise NotFoundError(f"{known.name} has no shapes to choose from; {_HELP}")
     sliced = {alias: c for alias, c in names.items() if c.slice_rule is not None}

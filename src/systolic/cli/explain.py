@@ -46,7 +46,7 @@ TPUs also what changes of its settings gain, each forecast for its slice.
   --json           print one JSON object"""
 
 
-class Kind(enum.Enum):
+class TargetKind(enum.Enum):
     """What a target is."""
 
     run = "run"
@@ -65,20 +65,20 @@ def run(args: Sequence[str]) -> int:
     return EXPLAINERS[kind(target)](target, rest)
 
 
-def kind(target: str) -> Kind:
+def kind(target: str) -> TargetKind:
     """What a target is, by its content.
 
     Raises:
         NotFoundError: nothing that can be explained; names the nearest run.
     """
     if (Path(target) / JOB).is_file():
-        return Kind.run
+        return TargetKind.run
     if is_profile(Path(target)):
-        return Kind.profile
+        return TargetKind.profile
     if saved_forecast(Path(target)) is not None:
-        return Kind.forecast
+        return TargetKind.forecast
     if is_recipe(target):
-        return Kind.recipe
+        return TargetKind.recipe
     if not Path(target).exists():
         runs = {str(found.parent) for found in Path(target).parent.glob(f"*/{JOB}")}
         runs |= {str(found.parent) for found in Path("runs").glob(f"*/{JOB}")}
@@ -120,7 +120,7 @@ def explain_run(target: str, args: Sequence[str]) -> int:
     figures, notes = learning.vitals(history), [*notes, *learning.unknown(history)]
     if verb["json"]:
         notes = [*history.notes, *notes]
-        show_json(target, Kind.run, causes, figures=figures, notes=notes)
+        show_json(target, TargetKind.run, causes, figures=figures, notes=notes)
         return 0
     from systolic.report.explain.text import print_causes
 
@@ -164,16 +164,16 @@ def remarks(figures: Mapping[str, Any], unit: str) -> list[str]:
     return [", ".join(known)] if known else []
 
 
-def show_json(target: str, kind: Kind, causes: Sequence[Cause], **more: Any) -> None:
+def show_json(target: str, kind: TargetKind, causes: Sequence[Cause], **more: Any) -> None:
     """One object on stdout."""
     plain = [asdict(cause) for cause in causes]
     print_json({"target": target, "kind": kind.value, "causes": plain, **more})
 
 
-EXPLAINERS: Mapping[Kind, Callable[[str, Sequence[str]], int]] = {
-    Kind.run: explain_run,
-    Kind.recipe: explain_recipe,
-    Kind.forecast: explain_saved,
-    Kind.profile: explain_profile,
+EXPLAINERS: Mapping[TargetKind, Callable[[str, Sequence[str]], int]] = {
+    TargetKind.run: explain_run,
+    TargetKind.recipe: explain_recipe,
+    TargetKind.forecast: explain_saved,
+    TargetKind.profile: explain_profile,
 }
 """How each kind of target is explained: target and the arguments after it to the exit code."""

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from systolic import recipes
-from systolic.aot import Compiled, Compiler, JobProgram, Verb
+from systolic.aot import Compiled, Compiler, JobProgram, StepKind
 from systolic.aot import compile as compile_program
 from systolic.chips import Slice, slice
 from systolic.chips.flags import described, resolved, spoken
@@ -27,7 +27,7 @@ from systolic.job import Job
 
 if TYPE_CHECKING:
     from systolic.planning import Candidate
-    from systolic.planning.ladder import Rung
+    from systolic.planning.ladder import Attempt
 
 QUICK = "from the compiler's schedule, the time of ops estimated: systolic forecast without --quick has their cycles"
 OWN = ("on", "step", "flags", "remedies", "workers", "json", "against")
@@ -36,7 +36,7 @@ OWN = ("on", "step", "flags", "remedies", "workers", "json", "against")
 
 def options(
     on: str,
-    step: Verb = Verb.train,
+    step: StepKind = StepKind.train,
     flags: str = "",
     remedies: Annotated[int, NOT_NEGATIVE] = 10,
     workers: Annotated[int, NOT_NEGATIVE] = 0,
@@ -65,7 +65,7 @@ def explain_recipe(target: str, args: Sequence[str]) -> int:
         )
     known = Settings(recipes.plain(asked.options))
     verb = dict(asked.verb)
-    if verb["step"] is not Verb.train:
+    if verb["step"] is not StepKind.train:
         verb["remedies"] = 0
     return Explanation(asked.job, on, target, list(args), verb).run(known)
 
@@ -93,15 +93,15 @@ class Explanation:
         from systolic.explaining.causes import causes_of_forecast
         from systolic.forecasting.run import of_outcome
         from systolic.hlo import parse
-        from systolic.report.forecast.progress import Progress
+        from systolic.report.forecast.progress import ProgressLine
 
         name, began, step = self.job.name, time.monotonic(), self.verb["step"]
-        with Progress(sys.stderr, f"{name} for {self.on.name}") as progress:
+        with ProgressLine(sys.stderr, f"{name} for {self.on.name}") as progress:
             outcome = compile_program(
                 JobProgram(job=self.job, verb=step), self.on, self.compiler.quick(), progress.say
             )
         made = of_outcome(outcome, name, self.on, time.monotonic() - began)
-        if not made.fits and (step is not Verb.train or self.verb["remedies"] < 1):
+        if not made.fits and (step is not StepKind.train or self.verb["remedies"] < 1):
             if not self.json:
                 from systolic.report.forecast.text import print_forecast
 
@@ -172,7 +172,7 @@ class Explanation:
         """Changes with what each gains, told as they come, and the command of the best that trains the same."""
         from systolic.planning import facts_of
         from systolic.planning.remedies import base_of, changes, try_all
-        from systolic.report.forecast.progress import Progress
+        from systolic.report.forecast.progress import ProgressLine
 
         if self.verb["remedies"] < 1:
             return {"remedies": [], "command": None}
@@ -180,7 +180,7 @@ class Explanation:
         base = base_of(facts, self.on, self.flags(self.on))
         wanted = changes(facts, base)[: self.verb["remedies"]]
         stream = sys.stderr if self.json else sys.stdout
-        with Progress(sys.stderr, "changes") as progress:
+        with ProgressLine(sys.stderr, "changes") as progress:
 
             def told(one: Any, done: int, of: int) -> None:
                 mark = "" if one.same_result else "  [trains otherwise]"
@@ -211,9 +211,9 @@ class Explanation:
     def out_of_memory(self, made: Forecast) -> int:
         """What holds the memory, then other layouts and slices until one fits; exit code 1 when none does."""
         from systolic.planning import facts_of
-        from systolic.planning.ladder import climb, difference
+        from systolic.planning.ladder import difference, find_fit
         from systolic.planning.plan import reason_of
-        from systolic.report.forecast.progress import Progress
+        from systolic.report.forecast.progress import ProgressLine
         from systolic.report.forecast.text import print_forecast
         from systolic.report.plan.readings import step
 
@@ -222,7 +222,7 @@ class Explanation:
             print("\nlayouts that may fit, each compiled:", flush=True)
         stream = sys.stderr if self.json else sys.stdout
         before = self.job.layout.on(self.on.num_devices, self.on.num_slices)
-        with Progress(sys.stderr, "layouts") as progress:
+        with ProgressLine(sys.stderr, "layouts") as progress:
 
             def watch(now: Any) -> None:
                 one, done = now.latest, f"{now.compiled} compiled"
@@ -239,10 +239,10 @@ class Explanation:
                     said = f"fits, {gibibytes(peak)}, {speed} a step"
                 progress.told(f"  {where}{text}: {said}", stream, done)
 
-            rungs = climb(facts_of(self.job), self.on, self.flags, self.workers, watch)
+            rungs = find_fit(facts_of(self.job), self.on, self.flags, self.workers, watch)
         return self.show_rungs(made, rungs, stream)
 
-    def show_rungs(self, made: Forecast, rungs: "Sequence[Rung]", stream: TextIO) -> int:
+    def show_rungs(self, made: Forecast, rungs: "Sequence[Attempt]", stream: TextIO) -> int:
         """The command of what fits at last, or that nothing does."""
         last = rungs[-1] if rungs else None
         found = None if last is None else last.best

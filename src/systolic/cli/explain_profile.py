@@ -85,7 +85,7 @@ def remedies(folder: Path, measured: float, verb: Mapping[str, Any]) -> dict[str
     from systolic.cli.own import rebuild
     from systolic.cli.target import plan_of
     from systolic.forecasting.run import of_outcome
-    from systolic.report.forecast.progress import Progress
+    from systolic.report.forecast.progress import ProgressLine
 
     stream = sys.stderr if verb["json"] else sys.stdout
     try:
@@ -101,7 +101,7 @@ def remedies(folder: Path, measured: float, verb: Mapping[str, Any]) -> dict[str
             flags = recorded(record, plan_of(record), on)
         how = {**verb, "flags": flags}
         explanation = Explanation(job, on, recipe, words, how, "train")
-        with Progress(sys.stderr, f"{job.name} for {on.name}") as progress:
+        with ProgressLine(sys.stderr, f"{job.name} for {on.name}") as progress:
             outcome = compile_program(
                 JobProgram(job=job), on, explanation.compiler.quick(), progress.say
             )

@@ -18,9 +18,9 @@ def settled(given: str, chosen: Chosen | None) -> dict[str, Any]:
     Raises:
         OptionError: a word of ``given`` is no flag.
     """
-    from systolic.training.machine import Machine
+    from systolic.training.machine import LocalDevices
 
-    chip = Machine.here().chip
+    chip = LocalDevices.here().chip
     same = chosen is not None and (chip is None or slice(chosen.slice).chip.name == chip.name)
     base = chosen.flags if chosen is not None and same else None
     return {

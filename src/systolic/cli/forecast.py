@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from systolic.aot import Compiler, Verb
+from systolic.aot import Compiler, StepKind
 from systolic.chips import Slice, slice
 from systolic.chips.flags import resolved
 from systolic.cli.output import print_json
@@ -45,7 +45,7 @@ Exits with 1 when the step does not fit. systolic forecast RECIPE --help shows t
 
 def options(
     on: str,
-    step: Verb = Verb.train,
+    step: StepKind = StepKind.train,
     flags: str = "",
     quick: bool = False,
     save: Path | None = None,
@@ -113,7 +113,7 @@ def run(args: Sequence[str]) -> int:
         )
     made = compiled(asked.job, on, verb)
     remade = _remade(rest)
-    if made.rejected is not None and verb["step"] is Verb.train and on.platform == "tpu":
+    if made.rejected is not None and verb["step"] is StepKind.train and on.platform == "tpu":
         way_out = shlex.join(["systolic", "explain", target, *remade])
         made = replace(made, rejected={**made.rejected, "remedies": [way_out]})
     return show(made, verb, before, {"target": target, "arguments": remade})
@@ -127,13 +127,13 @@ def is_text(target: str) -> bool:
 def compiled(job: Any, on: Slice, verb: Mapping[str, Any]) -> Forecast:
     """The forecast of a job's step, with progress on stderr."""
     from systolic.forecasting import forecast_job
-    from systolic.report.forecast.progress import Progress
+    from systolic.report.forecast.progress import ProgressLine
 
     flags = resolved(verb["flags"], on.chip)
     compiler = Compiler(flags=flags, save=verb["save"] is not None)
     if verb["quick"]:
         compiler = compiler.quick()
-    with Progress(sys.stderr, f"{job.name} for {on.name}") as progress:
+    with ProgressLine(sys.stderr, f"{job.name} for {on.name}") as progress:
         made = forecast_job(job, on, verb=verb["step"], compiler=compiler, say=progress.say)
     if verb["save"] is not None:
         save(made, verb["save"])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from systolic import recipes
-from systolic.chips import Kind, Slice, chips, named_slices, slice
+from systolic.chips import ChipKind, Slice, chips, named_slices, slice
 from systolic.chips.flags import described, resolved
 from systolic.cli.command import without
 from systolic.cli.output import bounded_workers, print_json
@@ -23,7 +23,7 @@ from systolic.planning import (
     Limits,
     Objective,
     Plan,
-    Price,
+    PriceTerm,
     Search,
     facts_of,
 )
@@ -74,7 +74,7 @@ def options(
     goal: Objective | None = None,
     deadline: str | None = None,
     budget: Annotated[float | None, POSITIVE] = None,
-    price: Price = Price.on_demand,
+    price: PriceTerm = PriceTerm.on_demand,
     free: str = "",
     flags: str = "",
     max_chips: Annotated[int, COUNT] = 256,
@@ -151,7 +151,7 @@ def searched(search: Search, asked: Request, given: Sequence[str]) -> tuple[Plan
     ``given`` are the recipe's options as they were typed.
     Returns the plan and whether the file has it: without an answer, what an earlier plan left stays.
     """
-    from systolic.report.plan.progress import View
+    from systolic.report.plan.progress import SearchDisplay
 
     path = asked.verb["out"]
     written: list[object] = []
@@ -160,7 +160,7 @@ def searched(search: Search, asked: Request, given: Sequence[str]) -> tuple[Plan
         options = recipes.plain(asked.options)
         return replace(plan, target=asked.recipe.target, options=options, arguments=given)
 
-    with View(sys.stderr) as view:
+    with SearchDisplay(sys.stderr) as view:
 
         def watch(progress: Any) -> None:
             view.see(progress)
@@ -239,7 +239,7 @@ def freed(text: str) -> Freedom:
     return Freedom(batch="batch" in words, precision="precision" in words)
 
 
-def slices_of(text: str, max_chips: int, price: Price) -> list[Slice]:
+def slices_of(text: str, max_chips: int, price: PriceTerm) -> list[Slice]:
     """The slices of a list of names, of chips and of ``any``; each once, as given.
 
     Raises:
@@ -255,9 +255,9 @@ def slices_of(text: str, max_chips: int, price: Price) -> list[Slice]:
     return list(found.values())
 
 
-def _meant(word: str, max_chips: int, price: Price) -> list[Slice]:
+def _meant(word: str, max_chips: int, price: PriceTerm) -> list[Slice]:
     """What one word of the list stands for."""
-    tpus = [one for one in chips() if one.kind is Kind.tpu and one.slice_rule is not None]
+    tpus = [one for one in chips() if one.kind is ChipKind.tpu and one.slice_rule is not None]
     if word.lower() == ANY:
         found = [on for one in tpus for on in named_slices(one) if hourly(on, price) is not None]
         what = f"with a price {price.value}"

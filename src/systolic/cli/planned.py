@@ -105,9 +105,9 @@ def check_machine(chosen: Chosen) -> None:
 
 def problem(chosen: Chosen) -> str:
     """Why the devices at hand are not those of the plan's slice; empty when they are."""
-    from systolic.training.machine import Machine
+    from systolic.training.machine import LocalDevices
 
-    on, machine = slice(chosen.slice), Machine.here()
+    on, machine = slice(chosen.slice), LocalDevices.here()
     kind = machine.devices[0].device_kind
     known = by_device_kind(kind)
     here = "cpu" if machine.platform == "cpu" else known.name if known is not None else kind

@@ -19,7 +19,7 @@ from systolic.cli.target import Request, plan_of, under_plan
 from systolic.core.errors import OptionError
 from systolic.core.machine import end_with
 from systolic.core.units import duration, si
-from systolic.report.forecast.progress import Progress
+from systolic.report.forecast.progress import ProgressLine
 
 MANY_DEVICES = 64
 """Above it a rehearsal takes minutes."""
@@ -95,7 +95,7 @@ def child(argument: str) -> int:
 
     print(f"rehearsing {job.name} for {on.name} on {on.num_devices} virtual devices", file=out)
 
-    with Progress(sys.stderr, "rehearsing") as progress:
+    with ProgressLine(sys.stderr, "rehearsing") as progress:
 
         def say(name: str, detail: str) -> None:
             progress.told(f"  {name:<11} {detail}", out, NEXT.get(name, "at work"))

@@ -43,10 +43,10 @@ def set_up_here(job: Job, run: Run) -> Any:
     from dataclasses import replace
 
     from systolic.job import Layout, Remat
-    from systolic.training.machine import Machine
+    from systolic.training.machine import LocalDevices
     from systolic.training.setup import set_up
 
-    machine = Machine.here()
+    machine = LocalDevices.here()
     ways = len(machine.devices)
     batch = (
         replace(job.batch, total=job.batch.resolve(Layout(data=1, fsdp=1)), per_device=None)

@@ -19,7 +19,7 @@ _NARROW = {"float64": "float32", "int64": "int32", "uint64": "uint32"}
 """JAX computes in 32 bits; narrowing once on the host saves half of every transfer."""
 
 
-class Held:
+class LazyArrays:
     """Arrays, or the function that makes them at first use; compared by identity."""
 
     __slots__ = ("_lock", "_make", "_splits")
@@ -70,7 +70,7 @@ class Arrays(Data):
     first needed. 64-bit numbers are narrowed to 32 bits.
     """
 
-    held: Held
+    held: LazyArrays
     declared: Mapping[str, Field] = field(default_factory=dict)
     """The fields, where they should be known without making the arrays, or have logical axes."""
     names: tuple[str, ...] = ()
@@ -93,7 +93,7 @@ class Arrays(Data):
         """
         given = {"train": train, "validation": validation, "test": test}
         splits = {name: arrays for name, arrays in given.items() if arrays is not None}
-        held = Held(lambda: splits)
+        held = LazyArrays(lambda: splits)
         held.splits()
         return cls(held=held, declared=fields or {}, names=names)
 
@@ -106,7 +106,7 @@ class Arrays(Data):
         fields: Mapping[str, Field] | None = None,
     ) -> "Arrays":
         """Data that ``function`` makes when it is first needed."""
-        return cls(held=Held(function), declared=fields or {}, names=names)
+        return cls(held=LazyArrays(function), declared=fields or {}, names=names)
 
     def fields(self) -> Mapping[str, Field]:
         """The declared fields, or those of the arrays (which makes them)."""

@@ -21,7 +21,7 @@ _SEVERAL = b"blocks "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class ProcessShare:
     """The part of every global batch that one process reads."""
 
     rows: int
@@ -70,7 +70,9 @@ class Blocks:
         open_block: The batches of one block; of a block's rows each.
     """
 
-    def __init__(self, data: Data, share: Share, open_block: Callable[[int], Batches]) -> None:
+    def __init__(
+        self, data: Data, share: ProcessShare, open_block: Callable[[int], Batches]
+    ) -> None:
         self._data, self.share = data, share
         self._readers = {block: open_block(block) for block in share.blocks}
 

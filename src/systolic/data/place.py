@@ -11,12 +11,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from systolic.core.errors import DataError
-from systolic.data.blocks import Blocks, Share
+from systolic.data.blocks import Blocks, ProcessShare
 
 Index = tuple[slice, ...]
 
 
-def share_of(sharding: NamedSharding, rows: int) -> Share:
+def share_of(sharding: NamedSharding, rows: int) -> ProcessShare:
     """What this process reads of a batch of ``rows``: the rows that its devices hold, by the sharding's own map.
 
     Args:
@@ -29,7 +29,7 @@ def share_of(sharding: NamedSharding, rows: int) -> Share:
     held: dict[int, set[int]] = {}
     for device, start in starts.items():
         held.setdefault(device.process_index, set()).add(numbers[start])
-    return Share.of(held, jax.process_index(), rows)
+    return ProcessShare.of(held, jax.process_index(), rows)
 
 
 class _Item(NamedTuple):
@@ -66,7 +66,7 @@ class Placed:
         """Time the consumer has waited for batches so far."""
 
     @property
-    def share(self) -> Share:
+    def share(self) -> ProcessShare:
         """What this process reads of each batch."""
         return self._blocks.share
 

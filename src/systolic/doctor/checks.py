@@ -9,7 +9,7 @@ from systolic.chips import Chip, by_device_kind, chip
 from systolic.core.units import GIB, si
 from systolic.doctor import flags
 from systolic.doctor.findings import Finding, Status, failed, fine, noted, warned
-from systolic.doctor.machine import Death, Machine, Measured, Place, Unmeasured
+from systolic.doctor.machine import Death, Machine, MachineKind, Measured, Unmeasured
 
 __all__ = ["Finding", "Status", "examine"]
 
@@ -169,7 +169,7 @@ def devices(machine: Machine) -> list[Finding]:
     if found.platform == "cpu" and machine.accelerators:
         return [_fallback(machine, found)]
     if found.platform == "cpu":
-        if machine.place in (Place.colab, Place.kaggle):
+        if machine.place in (MachineKind.colab, MachineKind.kaggle):
             text = "this notebook has no accelerator"
             return [warned("devices", text, "choose a TPU or GPU in the notebook's settings")]
         shown = f"{found.num_devices} CPU device{'s' if found.num_devices > 1 else ''}"

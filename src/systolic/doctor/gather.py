@@ -15,7 +15,7 @@ import psutil
 from packaging.requirements import InvalidRequirement, Requirement
 
 from systolic.chips.host import memory_bytes, model_name, num_cpus
-from systolic.doctor.machine import Holder, LockFile, Machine, Nvidia, Place, Wanted
+from systolic.doctor.machine import Holder, LockFile, Machine, MachineKind, Nvidia, Wanted
 
 PACKAGES = (
     *("systolic", "jax", "jaxlib", "libtpu", "libtpu-nightly", "flax", "optax", "orbax-checkpoint"),
@@ -83,15 +83,15 @@ def gather(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) 
     )
 
 
-def place(environment: Mapping[str, str], tpu_chips: int, nvidia: Nvidia | None) -> Place:
+def place(environment: Mapping[str, str], tpu_chips: int, nvidia: Nvidia | None) -> MachineKind:
     """Colab and Kaggle by the variables they set, else by the hardware."""
     if "COLAB_RELEASE_TAG" in environment or "COLAB_GPU" in environment:
-        return Place.colab
+        return MachineKind.colab
     if "KAGGLE_KERNEL_RUN_TYPE" in environment:
-        return Place.kaggle
+        return MachineKind.kaggle
     if tpu_chips:
-        return Place.cloud_tpu_vm
-    return Place.gpu_host if nvidia is not None else Place.cpu_host
+        return MachineKind.cloud_tpu_vm
+    return MachineKind.gpu_host if nvidia is not None else MachineKind.cpu_host
 
 
 def installed(names: Iterable[str]) -> tuple[tuple[str, str], ...]:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 
-class Place(enum.Enum):
+class MachineKind(enum.Enum):
     """What kind of machine this is."""
 
     cloud_tpu_vm = "Cloud TPU VM"
@@ -95,7 +95,7 @@ class Unmeasured:
 class Machine:
     """One machine. Everything :func:`systolic.doctor.examine` judges by."""
 
-    place: Place
+    place: MachineKind
     system: str
     python: str
     user: str

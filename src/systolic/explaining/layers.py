@@ -38,7 +38,7 @@ LARGE_BATCH = 4.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class LayerShare:
     """One layer's share of one parameter, at one look."""
 
     path: str
@@ -76,19 +76,19 @@ class Part:
         return self.update / self.weight if self.weight else math.nan
 
 
-def parts(look: Record) -> list[Part]:
+def parts(look: Record) -> list[LayerShare]:
     """The layers of one look."""
     return [part for path, found in look["parameters"].items() for part in _parts(path, found)]
 
 
-def _parts(path: str, found: Mapping[str, object]) -> Iterable[Part]:
+def _parts(path: str, found: Mapping[str, object]) -> Iterable[LayerShare]:
     figures = {key: found[key] for key in ("gradient", "weight", "update", "lost")}
     shape: list[int] = list(found["shape"])  # ty: ignore[invalid-argument-type]
     stacked = isinstance(figures["gradient"], list)
     own = shape[1:] if stacked else shape
     for layer in range(shape[0] if stacked else 1):
         each = {k: float(v[layer] if stacked else v) for k, v in figures.items()}  # ty: ignore
-        yield Part(
+        yield LayerShare(
             path=path,
             layer=layer if stacked else None,
             is_matrix=len(own) > 1,
@@ -146,7 +146,7 @@ def dead(history: History) -> Cause | None:
 def uneven(history: History) -> Cause | None:
     """A stack whose first layers' gradients are far from its last layers'."""
     look = _late(history)[-1]
-    stacks: dict[str, dict[int, list[Part]]] = {}
+    stacks: dict[str, dict[int, list[LayerShare]]] = {}
     for part in parts(look):
         stack, place = part.group
         if place is not None and part.is_matrix and part.slope > 0:
@@ -321,7 +321,7 @@ def _late(history: History) -> Sequence[Record]:
     return history.looks[len(history.looks) // 2 :]
 
 
-def _names(found: Sequence[Part]) -> str:
+def _names(found: Sequence[LayerShare]) -> str:
     """Paths with the layers they are of, at most four."""
     layers: dict[str, list[str]] = {}
     for part in found:
@@ -342,7 +342,7 @@ def _times(count: int) -> str:
     return "the only look" if count == 1 else f"each of the last {count} looks"
 
 
-def _rms(found: Sequence[Part]) -> float:
+def _rms(found: Sequence[LayerShare]) -> float:
     return math.sqrt(sum(p.gradient**2 for p in found) / sum(p.size for p in found))
 
 

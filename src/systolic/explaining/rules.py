@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from systolic.explaining.axes import axes_of
 from systolic.explaining.cause import Cause
 from systolic.explaining.phases import differentiates, is_outside_gradient
-from systolic.explaining.step import Op, OpKind, Step, cause_of_ops
+from systolic.explaining.step import OpKind, Step, StepOp, cause_of_ops
 from systolic.forecasting.windowed import OFF
 from systolic.hlo import Shape
 from systolic.sim.timeline import Resource
@@ -54,7 +54,7 @@ def callbacks(step: Step) -> Iterable[Cause]:
 
 def collectives(step: Step) -> Iterable[Cause]:
     """Time in which the device only waits for chips, by the mesh axes along which they talk."""
-    by: dict[tuple[str, ...], list[Op]] = defaultdict(list)
+    by: dict[tuple[str, ...], list[StepOp]] = defaultdict(list)
     for op in step.ops:
         if op.resource is Resource.ici and op.seconds:
             by[_axes(step, op)].append(op)
@@ -71,7 +71,7 @@ def collectives(step: Step) -> Iterable[Cause]:
         )
 
 
-def _axes(step: Step, op: Op) -> tuple[str, ...]:
+def _axes(step: Step, op: StepOp) -> tuple[str, ...]:
     if op.place is None or not step.mesh:
         return ()
     return axes_of(op.place.module, op.place.computation, op.place.instruction, step.mesh)
@@ -148,7 +148,7 @@ def unfilled(step: Step) -> Iterable[Cause]:
         return
     found = {id(op): fill for op, fill in fills}
 
-    def note(op: Op) -> str:
+    def note(op: StepOp) -> str:
         text = f"{found[id(op)]:.0%} of the peak{_times(op)}, {op.name}"
         dims = [dims for dims in _matmul_dims(op) if dims]
         odd = sorted({d for shape in dims for d in shape if d >= LEAST_DIM and d % step.mxu_width})
@@ -176,7 +176,7 @@ def attention(step: Step) -> Iterable[Cause]:
     """Attention kernels: their time over what the peak needs for their FLOPs, where those are known."""
     ops = [op for op in step.ops if _is_attention(op)]
 
-    def note(op: Op) -> str:
+    def note(op: StepOp) -> str:
         fill, head = step.fill(op), _head_dim(op)
         text = f"{op.name}{_times(op)}" if fill is None else f"{fill:.0%} of the peak{_times(op)}"
         if head is not None and head % step.mxu_width:
@@ -200,24 +200,24 @@ def attention(step: Step) -> Iterable[Cause]:
         )
 
 
-def _is_attention(op: Op) -> bool:
+def _is_attention(op: StepOp) -> bool:
     words = f"{op.op_name} {op.name}".lower()
     return op.kind is OpKind.kernel and ("attention" in words or "splash" in words)
 
 
-def _head_dim(op: Op) -> int | None:
+def _head_dim(op: StepOp) -> int | None:
     """Last dim of an attention kernel's first array."""
     dims = _queries(op)
     return dims[-1] if dims else None
 
 
-def _attended(op: Op) -> int | None:
+def _attended(op: StepOp) -> int | None:
     """Queries of an attention kernel: a block is no longer than they are."""
     dims = _queries(op)
     return dims[-2] if dims else None
 
 
-def _queries(op: Op) -> tuple[int, ...]:
+def _queries(op: StepOp) -> tuple[int, ...]:
     """Dims [..., queries, head dim] of an attention kernel's first array; empty where they are not known."""
     if op.place is None:
         return ()
@@ -248,7 +248,7 @@ def copies(step: Step) -> Iterable[Cause]:
     """Copies and transposes that only change an array's layout."""
     ops = [op for op in step.ops if op.kind is OpKind.copy]
 
-    def note(op: Op) -> str:
+    def note(op: StepOp) -> str:
         shape = f" {str(op.place.instruction.shape)[:48]}" if op.place is not None else ""
         return f"{op.name}{_times(op)}{shape}"
 
@@ -276,7 +276,7 @@ def memory_bound(step: Step) -> Iterable[Cause]:
         and id(op) not in updates
     ]
 
-    def note(op: Op) -> str:
+    def note(op: StepOp) -> str:
         if not op.bytes:
             return op.name
         rate = op.bytes / max(op.seconds, 1e-12) / 1e9
@@ -314,7 +314,7 @@ def update(step: Step) -> Iterable[Cause]:
         )
 
 
-def _updates(step: Step) -> list[Op]:
+def _updates(step: Step) -> list[StepOp]:
     """Ops outside of the loss and its gradient, of a step that has one: the optimizer's."""
     if not differentiates(op.op_name for op in step.ops):
         return []
@@ -388,11 +388,11 @@ RULES: Sequence[Callable[[Step], Iterable[Cause]]] = (
 )
 
 
-def _times(op: Op) -> str:
+def _times(op: StepOp) -> str:
     return f" x{op.times}" if op.times > 1 else ""
 
 
-def _matmul_dims(op: Op) -> list[tuple[int, ...]]:
+def _matmul_dims(op: StepOp) -> list[tuple[int, ...]]:
     """Dims of the operands of the largest product in an op."""
     if op.place is None:
         return []

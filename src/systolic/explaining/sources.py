@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from systolic.chips.catalogue import by_device_kind
-from systolic.explaining.step import LINKS, Op, OpKind, Place, Step
+from systolic.explaining.step import LINKS, OpKind, Place, Step, StepOp
 from systolic.forecasting import Forecast
 from systolic.forecasting.windowed import names
 from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.origin import named
 from systolic.job import Axis, Model
-from systolic.profile import Op as Measured
 from systolic.profile import Profile
+from systolic.profile import ProfiledOp as Measured
 from systolic.profile.profile import CONTAINERS, COPIES
 from systolic.profile.xplane import Backend
 from systolic.sim.rates import rates_of
@@ -67,10 +67,10 @@ MESH = tuple(axis.value for axis in Axis)
 """Axes in the order of the mesh, outermost first."""
 
 
-def _simulated(span: Span, times: int, place: Place, windowed: Set[str]) -> Op:
+def _simulated(span: Span, times: int, place: Place, windowed: Set[str]) -> StepOp:
     source = named(place.module, place.computation, place.instruction)
     dtype = work_of(*_where(place)).dtype if span.flops else ""
-    return Op(
+    return StepOp(
         name=span.name,
         opcode=span.opcode,
         kind=_simulated_kind(span, place.instruction),
@@ -130,9 +130,9 @@ def step_of_profile(profile: Profile, mesh: Mapping[str, int]) -> Step:
     )
 
 
-def _together(ops: Sequence[Op]) -> list[Op]:
+def _together(ops: Sequence[StepOp]) -> list[StepOp]:
     """Ops with the runs of each added up."""
-    by: dict[tuple[str, int], list[Op]] = defaultdict(list)
+    by: dict[tuple[str, int], list[StepOp]] = defaultdict(list)
     for op in ops:
         by[op.name, id(op.place.module) if op.place else 0].append(op)
     return [
@@ -147,7 +147,7 @@ def _together(ops: Sequence[Op]) -> list[Op]:
     ]
 
 
-def _measured(op: Measured, windowed: Mapping[int, Set[str]]) -> Op:
+def _measured(op: Measured, windowed: Mapping[int, Set[str]]) -> StepOp:
     place = None
     if op.module is not None and op.computation is not None and op.instruction is not None:
         place = Place(module=op.module, computation=op.computation, instruction=op.instruction)
@@ -155,7 +155,7 @@ def _measured(op: Measured, windowed: Mapping[int, Set[str]]) -> Op:
     dtype = op.dtype
     if kind is OpKind.matmul and not dtype and _reads_f32(op.raw.text):
         dtype = "f32"
-    return Op(
+    return StepOp(
         name=op.raw.name,
         opcode=op.opcode,
         kind=kind,

@@ -42,7 +42,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Op:
+class StepOp:
     """One op of the step, all its runs together."""
 
     name: str
@@ -90,7 +90,7 @@ class Step:
     """
 
     seconds: float
-    ops: Sequence[Op]
+    ops: Sequence[StepOp]
     mesh: Mapping[str, int] = field(default_factory=dict)
     microbatches: int = 0
     peak: Callable[[str], float | None]
@@ -99,7 +99,7 @@ class Step:
     f32_passes: bool
     slots_per_token: float = 1.0
 
-    def fill(self, op: Op) -> float | None:
+    def fill(self, op: StepOp) -> float | None:
         """Share of the peak that a matmul or a kernel reaches; None where it can't be told."""
         peak = self.peak(op.dtype or "bf16")
         if not op.flops or not op.seconds or peak is None:
@@ -111,11 +111,11 @@ def cause_of_ops(
     step: Step,
     name: str,
     title: str,
-    ops: Iterable[Op],
+    ops: Iterable[StepOp],
     advice: Sequence[str],
     *,
-    note: Callable[[Op], str] = lambda op: op.name,
-    seconds: Callable[[Op], float] = lambda op: op.seconds,
+    note: Callable[[StepOp], str] = lambda op: op.name,
+    seconds: Callable[[StepOp], float] = lambda op: op.seconds,
 ) -> Cause:
     """Cause made of ops, with the places that cost most as its evidence.
 
@@ -128,7 +128,7 @@ def cause_of_ops(
         note: What is said of the largest op of a place.
         seconds: What of an op is lost.
     """
-    by: dict[tuple[str, str], list[Op]] = defaultdict(list)
+    by: dict[tuple[str, str], list[StepOp]] = defaultdict(list)
     for op in ops:
         layer = _near(op.layer)
         by[layer if layer or op.source else op.name, op.source].append(op)

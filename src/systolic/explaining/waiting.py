@@ -13,7 +13,7 @@ from systolic.explaining.cause import Cause
 from systolic.explaining.step import LEAST, SHOWN
 from systolic.profile import Profile
 from systolic.profile.intervals import Interval, common, missing, total, union
-from systolic.profile.xplane import Event
+from systolic.profile.xplane import HostEvent
 
 SHORT = 2e-6
 """A shorter gap between ops says nothing."""
@@ -32,7 +32,7 @@ _JIT_MODULE = re.compile(r"\((jit_\w+)\)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class HostAndDevice:
     """What host and device did in the trace, by the host's thread that runs the loop."""
 
     profile: Profile
@@ -80,12 +80,12 @@ class View:
 
 def causes(profile: Profile) -> Iterable[Cause]:
     """Waiting for input, for the host, for the compiler, and between ops, over all that was traced."""
-    view = View(profile=profile)
+    view = HostAndDevice(profile=profile)
     for rule in (input_wait, host, recompilation, between):
         yield from rule(view)
 
 
-def input_wait(view: View) -> Iterable[Cause]:
+def input_wait(view: HostAndDevice) -> Iterable[Cause]:
     """The device idles while the loop waits for a batch, or the step reads its infeed."""
     gaps = view.idle["input"]
     infeed = [op for op in view.profile.ops if "infeed" in op.opcode or "infeed" in op.raw.category]
@@ -105,7 +105,7 @@ def input_wait(view: View) -> Iterable[Cause]:
     )
 
 
-def host(view: View) -> Iterable[Cause]:
+def host(view: HostAndDevice) -> Iterable[Cause]:
     """The device idles between runs while the loop does something else."""
     gaps = view.idle["host"]
     share = total(gaps) / view.traced
@@ -134,7 +134,7 @@ def host(view: View) -> Iterable[Cause]:
     )
 
 
-def recompilation(view: View) -> Iterable[Cause]:
+def recompilation(view: HostAndDevice) -> Iterable[Cause]:
     """Programs traced and compiled while steps should run."""
     gaps = view.idle["compile"]
     low, high = view.profile.span
@@ -173,7 +173,7 @@ def recompilation(view: View) -> Iterable[Cause]:
     )
 
 
-def between(view: View) -> Iterable[Cause]:
+def between(view: HostAndDevice) -> Iterable[Cause]:
     """Gaps between the ops of one run."""
     gaps = view.idle["ops"]
     share = total(gaps) / view.traced
@@ -192,14 +192,14 @@ def between(view: View) -> Iterable[Cause]:
     )
 
 
-def _waits(view: View, gaps: Sequence[Interval], why: str) -> str:
+def _waits(view: HostAndDevice, gaps: Sequence[Interval], why: str) -> str:
     worst = max(gaps, key=lambda gap: gap[1] - gap[0])
     at = worst[0] - view.profile.span[0]
     text = f"the device waits {duration(total(gaps))} of {duration(view.traced)} {why}"
     return f"{text}; longest {duration(worst[1] - worst[0])}, at {duration(at)}"
 
 
-def _covering(gaps: Sequence[Interval], loop: Sequence[Event]) -> list[str]:
+def _covering(gaps: Sequence[Interval], loop: Sequence[HostEvent]) -> list[str]:
     """What the loop did in the gaps, the innermost of nested events, most first."""
     ends = [end for _, end in gaps]
     before = list(accumulate((end - start for start, end in gaps), initial=0.0))
@@ -209,7 +209,7 @@ def _covering(gaps: Sequence[Interval], loop: Sequence[Event]) -> list[str]:
         return before[number] + (max(at - gaps[number][0], 0.0) if number < len(gaps) else 0.0)
 
     by: dict[str, float] = defaultdict(float)
-    outer: list[Event] = []
+    outer: list[HostEvent] = []
     for event in loop:
         seconds = idle(event.end) - idle(event.start)
         while outer and outer[-1].end <= event.start:

@@ -19,7 +19,7 @@ _KERNEL = re.compile(r"(splash_mha_\w+?)(?:_segmented|_no_residuals|_residuals)*
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cost:
+class OpCost:
     """Time of the core: of one op over all its runs, or of all ops of one place."""
 
     name: str
@@ -79,12 +79,12 @@ def short(source: str) -> str:
     return "/".join(source.split("/")[-2:])
 
 
-def by_op(timeline: Timeline) -> list[Cost]:
+def by_op(timeline: Timeline) -> list[OpCost]:
     """The ops of the core, waits among them, the most expensive first."""
     return _grouped(timeline, lambda span: f"{span.opcode} {span.name}")
 
 
-def by_place(timeline: Timeline, rows: int = 12) -> list[Cost]:
+def by_place(timeline: Timeline, rows: int = 12) -> list[OpCost]:
     """The places of the core's time at the depth that fills about ``rows``, the most expensive first."""
     names = roll_up(seconds_by_place(timeline), rows)
     return _grouped(timeline, lambda span: names[place_of(span)])
@@ -139,14 +139,14 @@ def _is_source(path: str) -> bool:
     return ".py:" in path or path.startswith("unnamed ")
 
 
-def _grouped(timeline: Timeline, key: Callable[[Span], str]) -> list[Cost]:
+def _grouped(timeline: Timeline, key: Callable[[Span], str]) -> list[OpCost]:
     groups: dict[str, list[tuple[Span, int]]] = defaultdict(list)
     for span, times in core(timeline):
         groups[key(span)].append((span, times))
     return sorted((_cost(name, found) for name, found in groups.items()), key=lambda c: -c.seconds)
 
 
-def _cost(name: str, found: Sequence[tuple[Span, int]]) -> Cost:
+def _cost(name: str, found: Sequence[tuple[Span, int]]) -> OpCost:
     seconds: defaultdict[Resource, float] = defaultdict(float)
     sources: defaultdict[str, float] = defaultdict(float)
     for span, times in found:
@@ -154,7 +154,7 @@ def _cost(name: str, found: Sequence[tuple[Span, int]]) -> Cost:
         sources[span.source] += span.seconds * times
     largest = max(found, key=lambda pair: pair[0].seconds * pair[1])[0]
     named = {source: spent for source, spent in sources.items() if source}
-    return Cost(
+    return OpCost(
         name=name,
         seconds=sum(seconds.values()),
         runs=sum(times for _, times in found),

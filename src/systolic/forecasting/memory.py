@@ -48,7 +48,7 @@ _ALIASES = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class LiveBuffer:
     """A buffer that is alive at the peak."""
 
     name: str
@@ -70,14 +70,14 @@ class MemoryMap:
     """By the schedule alone."""
     by_kind: Mapping[str, int]
     """Sums to ``peak_bytes``; what the schedule doesn't explain is ``temporaries``."""
-    buffers: Sequence[Held]
+    buffers: Sequence[LiveBuffer]
     """Largest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Peak:
     bytes: int
-    held: tuple[Held, ...]
+    held: tuple[LiveBuffer, ...]
 
 
 def memory_map(module: Module, peak_bytes: int | None) -> MemoryMap:
@@ -114,9 +114,9 @@ def memory_map(module: Module, peak_bytes: int | None) -> MemoryMap:
     )
 
 
-def _argument(parameter: Instruction) -> Held:
+def _argument(parameter: Instruction) -> LiveBuffer:
     path = parameter.op_name or parameter.name
-    return Held(
+    return LiveBuffer(
         name=parameter.name,
         kind=state_of(path) or "inputs",
         bytes=parameter.shape.bytes_in(HBM),
@@ -303,7 +303,9 @@ def _filled_by(
     return None
 
 
-def _held(module: Module, computation: Computation, instruction: Instruction, size: int) -> Held:
+def _held(
+    module: Module, computation: Computation, instruction: Instruction, size: int
+) -> LiveBuffer:
     origin = named(module, computation, instruction)
     filled = _filled_by(module, computation, instruction)
     if filled is not None:
@@ -311,7 +313,7 @@ def _held(module: Module, computation: Computation, instruction: Instruction, si
     source = module.source(origin)
     outside = computation.entry or filled is not None
     kind = kind_of(origin.op_name, f"{instruction.opcode} {instruction.name}", outside)
-    return Held(
+    return LiveBuffer(
         name=instruction.name,
         kind=kind,
         bytes=size,

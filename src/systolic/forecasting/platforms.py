@@ -17,7 +17,7 @@ from systolic.forecasting.cost import bill_of
 from systolic.forecasting.forecast import LARGEST, Forecast
 from systolic.forecasting.memory import MemoryMap, memory_map
 from systolic.hlo import Module, parse
-from systolic.sim.roofline import Peaks, Program, gpu_peaks, roofline
+from systolic.sim.roofline import ModuleSource, Peaks, gpu_peaks, roofline
 from systolic.sim.timeline import Timeline
 
 GPU_ERROR = 0.35
@@ -100,7 +100,7 @@ def _timeline(
     module: Module, on: Slice, built: Built, report: Mapping[str, Any]
 ) -> tuple[Timeline | None, str]:
     """The roofline, or None and what the catalogue lacks for it."""
-    program = Program.stand_in if built is Built.stand_in else Program.compiled
+    program = ModuleSource.stand_in if built is Built.stand_in else ModuleSource.compiled
     try:
         peaks = _cpu_peaks(report["rates"]) if on.platform == "cpu" else gpu_peaks(on)
         return roofline(module, peaks, on.num_devices, program), ""

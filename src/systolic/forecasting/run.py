@@ -13,7 +13,7 @@ from systolic.aot import (
     Outcome,
     Program,
     Rejected,
-    Verb,
+    StepKind,
 )
 from systolic.aot import compile as compile_program
 from systolic.chips import Slice
@@ -23,7 +23,7 @@ from systolic.core.origin import Origin
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.forecast import LARGEST, Forecast
 from systolic.forecasting.interval import interval_of, mode_of
-from systolic.forecasting.memory import Held, MemoryMap, kind_of, memory_map, state_of
+from systolic.forecasting.memory import LiveBuffer, MemoryMap, kind_of, memory_map, state_of
 from systolic.forecasting.platforms import forecast_host
 from systolic.forecasting.windowed import note_of, windowed
 from systolic.hlo import Module, parse
@@ -39,7 +39,7 @@ def forecast_job(
     job: Job,
     on: Slice,
     *,
-    verb: Verb = Verb.train,
+    verb: StepKind = StepKind.train,
     compiler: Compiler | None = None,
     say: Say = lambda _: None,
 ) -> Forecast:
@@ -197,10 +197,10 @@ def _rejected(outcome: Rejected, name: str, on: Slice, seconds: float) -> Foreca
 
 def _named(outcome: Rejected, memory: MemoryMap | None) -> list[dict[str, Any]]:
     """The largest buffers: from the schedule that did not fit, else as the compiler's message has them."""
-    found: list[Held] = list(memory.buffers) if memory is not None else []
+    found: list[LiveBuffer] = list(memory.buffers) if memory is not None else []
     if not found:
         found = [
-            Held(
+            LiveBuffer(
                 name=b.label,
                 kind=(None if b.op.startswith("jit(") else state_of(b.op))
                 or kind_of(b.op, b.label),

@@ -148,7 +148,7 @@ class Computation:
 
 
 @dataclass(slots=True, eq=False)
-class Frame:
+class SourceLine:
     """A line of source code."""
 
     file: str
@@ -214,7 +214,7 @@ class Module:
             for output, argument in re.findall(r"\{(\d*)[\d,\s]*\}:\s*\((\d+)", text)
         }
 
-    def source(self, instruction: Instruction) -> Frame | None:
+    def source(self, instruction: Instruction) -> SourceLine | None:
         """The innermost line of source that made an instruction; None where the text has none."""
         if found := _FRAME.search(instruction.rest):
             return self._frames.get(int(found[1]))
@@ -222,21 +222,21 @@ class Module:
         if file is None:
             return None
         line = _LINE.search(instruction.rest)
-        return Frame(file[1], int(line[1]) if line else 0)
+        return SourceLine(file[1], int(line[1]) if line else 0)
 
     @cached_property
-    def _frames(self) -> dict[int, Frame]:
+    def _frames(self) -> dict[int, SourceLine]:
         files = {
             int(number): name.strip().strip('"')
             for number, _, name in (row.partition(" ") for row in self.tables.get("FileNames", ()))
         }
-        places: dict[int, Frame] = {}
+        places: dict[int, SourceLine] = {}
         for row in self.tables.get("FileLocations", ()):
             number, _, body = row.partition(" ")
             file = re.search(r"file_name_id=(\d+)", body)
             line = re.search(r"\bline=(\d+)", body)
             if file and line:
-                places[int(number)] = Frame(files.get(int(file[1]), "?"), int(line[1]))
+                places[int(number)] = SourceLine(files.get(int(file[1]), "?"), int(line[1]))
         frames = {}
         for row in self.tables.get("StackFrames", ()):
             number, _, body = row.partition(" ")

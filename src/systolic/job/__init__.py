@@ -4,7 +4,7 @@ A recipe is a function that returns a :class:`Job`. Its model, task and data are
 build* the real thing (a Flax module, a loss, a stream of batches); nothing is built here.
 """
 
-from systolic.job.data import Data, Field, OnError, Read, Reading, Split
+from systolic.job.data import Data, Field, FileReading, OnError, Read, Split
 from systolic.job.job import Batch, Checkpoints, Evaluation, Guard, GuardRule, Job, Mode
 from systolic.job.layout import (
     AttentionBackward,
@@ -15,7 +15,7 @@ from systolic.job.layout import (
     Remat,
     Residual,
 )
-from systolic.job.model import Model, Outline, Target, Task
+from systolic.job.model import Model, ModelStats, Target, Task
 from systolic.job.optimizer import (
     Optimizer,
     OptimizerChange,
@@ -36,21 +36,21 @@ __all__ = [
     "Dtypes",
     "Evaluation",
     "Field",
+    "FileReading",
     "Guard",
     "GuardRule",
     "Job",
     "Layout",
     "Mode",
     "Model",
+    "ModelStats",
     "OnError",
     "Optimizer",
     "OptimizerChange",
     "OptimizerKind",
-    "Outline",
     "Placement",
     "Precision",
     "Read",
-    "Reading",
     "Remat",
     "Residual",
     "RoundedBackward",

@@ -39,7 +39,7 @@ class OnError(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reading:
+class FileReading:
     """How a recipe reads its files."""
 
     on_error: OnError = OnError.skip

@@ -61,7 +61,7 @@ class Target(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outline:
+class ModelStats:
     """What an analytic model of time and memory may know of a network before any trace.
 
     ``whole`` and ``split`` are elements of one token (or example) in one layer, in the compute dtype;
@@ -130,7 +130,7 @@ class Model(ABC):
         """Formats narrower than the compute dtype that its weight matmuls can round to: int8, fp8."""
         return frozenset()
 
-    def outline(self, layout: Layout) -> Outline | None:
+    def outline(self, layout: Layout) -> ModelStats | None:
         """Sizes for an analytic model; ``None``: only parameters and FLOPs are known, from a trace.
 
         ``layout`` says which activations its policies name.

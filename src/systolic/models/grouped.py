@@ -93,7 +93,7 @@ _product.defvjp(_forward, _backward)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class GroupedProduct:
     """What a kernel has to do: [rows, depth] x [groups, depth, columns]."""
 
     rows: int
@@ -107,9 +107,9 @@ class Work:
     """Of operands and result."""
 
 
-def work_of(x: jax.Array, matrices: jax.Array, expected: int) -> Work:
+def work_of(x: jax.Array, matrices: jax.Array, expected: int) -> GroupedProduct:
     """That of x [rows, depth] and matrices [groups, depth, columns]."""
-    return Work(
+    return GroupedProduct(
         rows=x.shape[0],
         expected=expected,
         groups=matrices.shape[0],
@@ -119,7 +119,7 @@ def work_of(x: jax.Array, matrices: jax.Array, expected: int) -> Work:
     )
 
 
-def tiles_of(work: Work, *, transposed: bool = False) -> tuple[int, int, int]:
+def tiles_of(work: GroupedProduct, *, transposed: bool = False) -> tuple[int, int, int]:
     """Tiles of rows, depth and columns that are estimated to be fastest.
 
     ``transposed``: rows are what is summed over, for the gradient of the matrices [groups, depth, columns].
@@ -146,7 +146,7 @@ def _tiles(size: int, least: int) -> list[int]:
     return sorted({-(-size // (128 * count)) * 128 for count in parts})
 
 
-def _vmem(tiles: tuple[int, int, int], work: Work, transposed: bool) -> int:
+def _vmem(tiles: tuple[int, int, int], work: GroupedProduct, transposed: bool) -> int:
     """Bytes of two buffers of each window, and of the sums in f32."""
     tall, deep, wide = tiles
     windows = tall * deep + deep * wide + tall * wide
@@ -154,7 +154,7 @@ def _vmem(tiles: tuple[int, int, int], work: Work, transposed: bool) -> int:
     return 2 * work.element_bytes * windows + 4 * sums
 
 
-def _cost(tiles: tuple[int, int, int], work: Work, transposed: bool) -> float:
+def _cost(tiles: tuple[int, int, int], work: GroupedProduct, transposed: bool) -> float:
     """Time in FLOPs: of the tiles visited or of the bytes fetched, whichever is longer, and of the grid's steps.
 
     Every group but the first is taken to begin inside a tile of rows, which is visited once more for it.

@@ -2,9 +2,9 @@
 
 from systolic.planning.candidate import Candidate
 from systolic.planning.facts import Facts, facts_of
-from systolic.planning.goal import Goal, Objective, Price
-from systolic.planning.plan import Plan, Tried
-from systolic.planning.search import Limits, Progress, Search
+from systolic.planning.goal import Goal, Objective, PriceTerm
+from systolic.planning.plan import Plan, Trial
+from systolic.planning.search import Limits, Search, SearchProgress
 from systolic.planning.space import Freedom
 
 __all__ = [
@@ -15,9 +15,9 @@ __all__ = [
     "Limits",
     "Objective",
     "Plan",
-    "Price",
-    "Progress",
+    "PriceTerm",
     "Search",
-    "Tried",
+    "SearchProgress",
+    "Trial",
     "facts_of",
 ]

@@ -11,7 +11,7 @@ from systolic.planning.candidate import Candidate
 from systolic.planning.flags import DEFAULT, FlagSet, joined
 
 
-class Part(enum.Enum):
+class ChangedPart(enum.Enum):
     """What a change touches beside the groups of a layout's fields."""
 
     flags = "flags"
@@ -35,12 +35,12 @@ class Change:
         return self.batch is None and self.precision is None
 
     @property
-    def touches(self) -> frozenset[Group | Part]:
+    def touches(self) -> frozenset[Group | ChangedPart]:
         """What it sets."""
         others = {
-            Part.flags: self.flags is not DEFAULT,
-            Part.batch: self.batch is not None,
-            Part.precision: self.precision is not None,
+            ChangedPart.flags: self.flags is not DEFAULT,
+            ChangedPart.batch: self.batch is not None,
+            ChangedPart.precision: self.precision is not None,
         }
         return frozenset(
             (
@@ -87,9 +87,9 @@ def together(base: Candidate, helped: Sequence[Change]) -> Candidate:
 def compatible(helped: Iterable[Change]) -> list[Change]:
     """Changes that touch different settings, the first of each; sets of flags add up."""
     found: list[Change] = []
-    touched: set[Group | Part] = set()
+    touched: set[Group | ChangedPart] = set()
     for one in helped:
-        if not (one.touches - {Part.flags}) & touched:
+        if not (one.touches - {ChangedPart.flags}) & touched:
             touched |= one.touches
             found.append(one)
     return found

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from systolic.job import Job, Layout, Optimizer, OptimizerKind, Outline, Remat
+from systolic.job import Job, Layout, ModelStats, Optimizer, OptimizerKind, Remat
 
 _MOMENTS: Mapping[OptimizerKind, int] = {
     OptimizerKind.adamw: 2,
@@ -46,7 +46,7 @@ class Facts:
     def _moment_bytes(self) -> float:
         return _MOMENTS[self.job.optimizer.kind] * self.job.dtypes.moments.bytes
 
-    def outline(self, layout: Layout) -> Outline:
+    def outline(self, layout: Layout) -> ModelStats:
         """The model's own, or parameters alone."""
         key = (layout.remat_names, layout.saved_names)
         if key not in self._outlines:
@@ -54,12 +54,12 @@ class Facts:
         return self._outlines[key]
 
     @cached_property
-    def _outlines(self) -> dict[tuple[tuple[str, ...], ...], Outline]:
+    def _outlines(self) -> dict[tuple[tuple[str, ...], ...], ModelStats]:
         return {}
 
     @cached_property
-    def _bare(self) -> Outline:
-        return Outline(
+    def _bare(self) -> ModelStats:
+        return ModelStats(
             parameters=self.parameters,
             kept=dict.fromkeys(Remat, (0, 0)),
             repeated={remat: 1.0 if remat is Remat.full else 0.0 for remat in Remat},

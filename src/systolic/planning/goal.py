@@ -24,7 +24,7 @@ class Objective(enum.Enum):
     """Time and cost: every candidate that no other beats in both; the best is the cheapest per speed."""
 
 
-class Price(enum.Enum):
+class PriceTerm(enum.Enum):
     """Which price of the catalogue."""
 
     on_demand = "on-demand"
@@ -61,7 +61,7 @@ class Goal:
     unit: str = "tokens"
     deadline_seconds: float | None = None
     budget_usd: float | None = None
-    price: Price = Price.on_demand
+    price: PriceTerm = PriceTerm.on_demand
 
     def total(self, on: Slice, units_per_step: float, step_seconds: float) -> Total:
         """Time, dollars and kilowatt-hours at that speed."""
@@ -125,13 +125,13 @@ def dollars(usd: float) -> str:
     return f"${usd:,.0f}" if usd >= 100 else f"${usd:.2f}"
 
 
-def hourly(on: Slice, price: Price) -> float | None:
+def hourly(on: Slice, price: PriceTerm) -> float | None:
     """Dollars an hour of a whole slice."""
     prices = on.usd_per_hour
     return {
-        Price.on_demand: prices.on_demand,
-        Price.spot: prices.spot,
-        Price.committed: prices.committed,
+        PriceTerm.on_demand: prices.on_demand,
+        PriceTerm.spot: prices.spot,
+        PriceTerm.committed: prices.committed,
     }[price]
 
 

@@ -7,7 +7,7 @@ from systolic.planning.candidate import Candidate
 from systolic.planning.facts import Facts
 from systolic.planning.goal import Goal, Total
 from systolic.planning.learned import Correction, likely
-from systolic.planning.plan import Tried
+from systolic.planning.plan import Trial
 
 OPTIMISM = 0.5
 """Standard deviations below the expected time at which a layout is still given a chance."""
@@ -60,11 +60,11 @@ class Judge:
         """The same, as good as it may plausibly be."""
         return self.estimated(ranked, OPTIMISM)
 
-    def score(self, one: Tried) -> float:
+    def score(self, one: Trial) -> float:
         """Of what was compiled; infinite where it does not fit."""
         return float("inf") if one.total is None else self.goal.score(one.total)
 
-    def learn(self, ranked: Ranked, one: Tried) -> None:
+    def learn(self, ranked: Ranked, one: Trial) -> None:
         """Takes in what a compile says of its estimate."""
         made = one.forecast
         if made is None:

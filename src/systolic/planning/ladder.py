@@ -11,7 +11,7 @@ from systolic.planning.candidate import Candidate
 from systolic.planning.facts import Facts
 from systolic.planning.flags import DEFAULT
 from systolic.planning.goal import Goal, Objective
-from systolic.planning.plan import Tried, reason_of
+from systolic.planning.plan import Trial, reason_of
 from systolic.planning.search import Limits, Search, Watch
 from systolic.planning.space import global_batch
 
@@ -24,17 +24,17 @@ SLICES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rung:
+class Attempt:
     """A stage of the ladder."""
 
     text: str
     on: Slice
-    tried: tuple[Tried, ...]
+    tried: tuple[Trial, ...]
     facts: Facts
     same_result: bool = True
 
     @property
-    def best(self) -> Tried | None:
+    def best(self) -> Trial | None:
         """The fastest that fits."""
         good = [one for one in self.tried if one.total is not None]
         return min(good, key=lambda one: one.total.seconds if one.total else 0.0, default=None)
@@ -58,19 +58,19 @@ class Rung:
         }
 
 
-def climb(
+def find_fit(
     facts: Facts,
     on: Slice,
     flags: Callable[[Slice], tuple[str, ...]],
     workers: int,
     watch: Watch = lambda _: None,
-    told: Callable[[Rung], None] = lambda _: None,
-) -> list[Rung]:
+    told: Callable[[Attempt], None] = lambda _: None,
+) -> list[Attempt]:
     """Rungs until one fits: other layouts, fewer optimizer moments, larger slices of the same chip.
 
     ``flags`` are those of the compiler that every program on a slice has.
     """
-    made: list[Rung] = []
+    made: list[Attempt] = []
 
     def rung(text: str, of: Facts, at: Slice, programs: int, same: bool = True) -> bool:
         search = Search(
@@ -84,7 +84,7 @@ def climb(
         plan = search.run()
         if plan.stopped == "interrupted":
             raise KeyboardInterrupt
-        one = Rung(text=text, on=at, tried=tuple(plan.tried), facts=of, same_result=same)
+        one = Attempt(text=text, on=at, tried=tuple(plan.tried), facts=of, same_result=same)
         made.append(one)
         told(one)
         return one.best is not None

@@ -16,7 +16,7 @@ from systolic.planning.space import Refused
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried:
+class Trial:
     """A candidate that was compiled."""
 
     candidate: Candidate
@@ -47,7 +47,7 @@ class Plan:
 
     facts: Facts
     goal: Goal
-    tried: Sequence[Tried]
+    tried: Sequence[Trial]
     refused: Sequence[Refused]
     searched: int
     """Candidates that the analytic model saw."""
@@ -62,17 +62,17 @@ class Plan:
     """The same as they were typed."""
 
     @property
-    def ranking(self) -> list[Tried]:
+    def ranking(self) -> list[Trial]:
         """What fits and keeps the limits, best first."""
         return ranking(self.tried, self.goal)
 
     @property
-    def best(self) -> Tried | None:
+    def best(self) -> Trial | None:
         """The first of the ranking."""
         return next(iter(self.ranking), None)
 
     @property
-    def pareto(self) -> list[Tried]:
+    def pareto(self) -> list[Trial]:
         """What no other beats in both time and dollars; by time alone where nothing has a price."""
         ranked = [one for one in self.tried if one.total is not None]
         points = [
@@ -83,7 +83,7 @@ class Plan:
         return [ranked[index] for index in front(points)]
 
     @property
-    def failed(self) -> list[Tried]:
+    def failed(self) -> list[Trial]:
         """What was compiled and is no answer: does not fit, breaks a limit, did not compile."""
         good = {id(one) for one in self.ranking}
         return [one for one in self.tried if id(one) not in good]
@@ -111,7 +111,7 @@ class Plan:
             "stopped": self.stopped,
         }
 
-    def _one(self, one: Tried, front: set[int]) -> dict[str, Any]:
+    def _one(self, one: Trial, front: set[int]) -> dict[str, Any]:
         assert one.forecast is not None
         assert one.total is not None
         whole = one.forecast.to_json()
@@ -135,7 +135,7 @@ class Plan:
             "compile": one.compile,
         }
 
-    def _failed(self, one: Tried) -> dict[str, Any]:
+    def _failed(self, one: Trial) -> dict[str, Any]:
         return {
             "slice": one.candidate.on.name,
             "layout": one.candidate.text,
@@ -144,14 +144,14 @@ class Plan:
         }
 
 
-def ranking(tried: Sequence[Tried], goal: Goal) -> list[Tried]:
+def ranking(tried: Sequence[Trial], goal: Goal) -> list[Trial]:
     """What fits and keeps the goal's limits, best first.
 
     A step that only its schedule tells is taken to differ from the whole compile as others of its chip did.
     """
     ratios = whole_over_schedule(tried)
 
-    def score(one: Tried) -> float:
+    def score(one: Trial) -> float:
         assert one.total is not None
         known = 1.0 if one.whole else ratios.get(one.candidate.on.chip.name, 1.0)
         return goal.score(one.total.times(known))
@@ -160,7 +160,7 @@ def ranking(tried: Sequence[Tried], goal: Goal) -> list[Tried]:
     return sorted(good, key=score)
 
 
-def whole_over_schedule(tried: Sequence[Tried]) -> dict[str, float]:
+def whole_over_schedule(tried: Sequence[Trial]) -> dict[str, float]:
     """Chip to the median ratio of step times: compiled whole, over what the schedule alone had said."""
     found: dict[str, list[float]] = {}
     for one in tried:
@@ -170,7 +170,7 @@ def whole_over_schedule(tried: Sequence[Tried]) -> dict[str, float]:
     return {name: statistics.median(ratios) for name, ratios in found.items()}
 
 
-def reason_of(one: Tried) -> str:
+def reason_of(one: Trial) -> str:
     """Why a compiled candidate is no answer."""
     from systolic.core.units import gibibytes
 

@@ -19,7 +19,7 @@ from systolic.job.layout import Group
 from systolic.planning import variants
 from systolic.planning.analytic import analyse, capacity
 from systolic.planning.candidate import Candidate
-from systolic.planning.change import Change, Part, compatible, layout_change, together
+from systolic.planning.change import Change, ChangedPart, compatible, layout_change, together
 from systolic.planning.facts import Facts
 from systolic.planning.space import NAMED, check, narrower
 
@@ -84,7 +84,7 @@ def changes(facts: Facts, base: Candidate) -> list[Change]:
                 over = found.bytes_estimate > 1.3 * have
                 speeds[one] = found.seconds_estimate / after.batch * (10 if over else 1)
     # Not five meshes in a row: the first of each kind, then the second …
-    kinds: Counter[frozenset[Group | Part]] = Counter()
+    kinds: Counter[frozenset[Group | ChangedPart]] = Counter()
     turns: dict[Change, int] = {}
     for one in sorted(speeds, key=lambda change: speeds[change]):
         kinds[one.touches] += 1

@@ -28,7 +28,7 @@ from systolic.planning.change import together
 from systolic.planning.facts import Facts
 from systolic.planning.goal import Goal, days
 from systolic.planning.judge import Judge, Ranked
-from systolic.planning.plan import Plan, Tried, ranking
+from systolic.planning.plan import Plan, Trial, ranking
 from systolic.planning.space import Freedom, Refused, check
 from systolic.planning.survey import Survey
 from systolic.planning.variants import changes, like
@@ -72,19 +72,19 @@ class Limits:
 
 
 @dataclass
-class Progress:
+class SearchProgress:
     """Where the search is, for whoever watches."""
 
     stage: str
     compiled: int
     of: int
     running: Sequence[str]
-    best: Tried | None
+    best: Trial | None
     seconds: float
-    latest: Tried | None = None
+    latest: Trial | None = None
 
 
-Watch = Callable[[Progress], None]
+Watch = Callable[[SearchProgress], None]
 
 
 def shared(on: Slice) -> tuple[str, ...]:
@@ -107,7 +107,7 @@ class Search:
     watch: Watch = lambda _: None
     only: Sequence[Candidate] | None = None
     """The space, where it is not all that a slice allows."""
-    tried: list[Tried] = field(default_factory=list)
+    tried: list[Trial] = field(default_factory=list)
     stopped: str = ""
     _judge: Judge = field(init=False)
     _survey: Survey = field(init=False)
@@ -230,7 +230,7 @@ class Search:
             asked += 1
             yield pick
 
-    def _worth(self, ranked: Ranked, best: Tried | None, margin: float) -> bool:
+    def _worth(self, ranked: Ranked, best: Trial | None, margin: float) -> bool:
         if best is None or best.total is None:
             return True
         return self._judge.hopeful(ranked) <= margin * self._judge.score(best)
@@ -259,10 +259,10 @@ class Search:
                 return f"keeps no less than {other.text}, which needs {gibibytes(need)}"
         return None
 
-    def _rivals(self) -> list[Tried]:
+    def _rivals(self) -> list[Trial]:
         """The best of each other slice of TPUs, best first: an answer without settings is none to compare with."""
         leader = self.leader()
-        found: dict[str, Tried] = {}
+        found: dict[str, Trial] = {}
         for one in self.leaders():
             found.setdefault(one.candidate.on.name, one)
         return [
@@ -273,7 +273,7 @@ class Search:
             and one.candidate.on.platform == "tpu"
         ]
 
-    def _refine_rivals(self, pool: Pool, rivals: Sequence[Tried], most: int) -> None:
+    def _refine_rivals(self, pool: Pool, rivals: Sequence[Trial], most: int) -> None:
         """What helped the best layout on the best of each other slice; then these by themselves, in equal shares."""
         leader = self.leader()
         if leader is None:
@@ -340,7 +340,7 @@ class Search:
         """Whole compiles of the best few, as many at once as there are workers: each time the best that has none."""
         asked: set[Candidate] = set()
         began = time.monotonic()
-        running: dict[Future[Outcome], tuple[Tried, float]] = {}
+        running: dict[Future[Outcome], tuple[Trial, float]] = {}
         most = self.limits.finalists
         while True:
             for one in self.leaders()[:most]:
@@ -368,7 +368,7 @@ class Search:
             if self.limits.seconds is None and time.monotonic() - began > SETTLE_SECONDS:
                 return
 
-    def _whole(self, pool: Pool, one: Tried) -> "Future[Outcome]":
+    def _whole(self, pool: Pool, one: Trial) -> "Future[Outcome]":
         program = JobProgram(job=one.candidate.job(self.facts.job))
         compiler = replace(self.compiler, flags=one.candidate.compiler_flags)
         return pool.submit(program, one.candidate.on, compiler)
@@ -402,18 +402,18 @@ class Search:
         analysis: Analysis,
         seconds: float,
         whole: bool,
-    ) -> Tried:
+    ) -> Trial:
         try:
             outcome = future.result()
             made = of_outcome(outcome, self.facts.job.name, candidate.on, seconds)
         except MissingExtraError:
             raise  # no other layout would compile either
         except SystolicError as error:
-            return Tried(candidate=candidate, analysis=analysis, problem=str(error), whole=whole)
+            return Trial(candidate=candidate, analysis=analysis, problem=str(error), whole=whole)
         total = None
         if made.step_seconds:
             total = self._judge.total(candidate, made.step_seconds)
-        return Tried(
+        return Trial(
             candidate=candidate,
             analysis=analysis,
             forecast=made,
@@ -424,15 +424,15 @@ class Search:
 
     # What is known
 
-    def ranking(self) -> list[Tried]:
+    def ranking(self) -> list[Trial]:
         """What fits and keeps the goal's limits, best first."""
         return ranking(self.tried, self.goal)
 
-    def best(self) -> Tried | None:
+    def best(self) -> Trial | None:
         """The best so far."""
         return next(iter(self.ranking()), None)
 
-    def leaders(self) -> list[Tried]:
+    def leaders(self) -> list[Trial]:
         """The ranking; where nothing keeps the limits, what comes nearest to them first."""
         if found := self.ranking():
             return found
@@ -440,7 +440,7 @@ class Search:
         near = [(excess, one) for excess, one in near if excess <= NEAR]
         return [one for _, one in sorted(near, key=lambda pair: pair[0])]
 
-    def leader(self, on: Slice | None = None) -> Tried | None:
+    def leader(self, on: Slice | None = None) -> Trial | None:
         """The first of these; the first of a slice, where one is given."""
         return next((one for one in self.leaders() if on in (None, one.candidate.on)), None)
 
@@ -448,9 +448,9 @@ class Search:
         limit = self.limits.seconds
         return limit is not None and time.monotonic() - self._began > limit
 
-    def _say(self, stage: str, latest: Tried | None = None) -> None:
+    def _say(self, stage: str, latest: Trial | None = None) -> None:
         self.watch(
-            Progress(
+            SearchProgress(
                 stage=stage,
                 compiled=len(self.tried),
                 of=self.limits.programs,

@@ -21,7 +21,7 @@ from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.collectives import COLLECTIVES
 from systolic.hlo.origin import named
 from systolic.profile.intervals import Interval, exclusive, missing, union
-from systolic.profile.xplane import Backend, DeviceOp, Mark, Trace, load
+from systolic.profile.xplane import Backend, DeviceOp, DeviceTrace, Mark, load
 from systolic.sim.layers import layer_of
 from systolic.sim.timeline import Resource, Span, Timeline
 from systolic.sim.work import work_of
@@ -34,7 +34,7 @@ TRANSFERS = ("memcpyh2d", "memcpyd2h", "host-transfer", "infeed", "outfeed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Op:
+class ProfiledOp:
     """One run of an op in the step, with its place in the module where the profile has that."""
 
     raw: DeviceOp
@@ -62,7 +62,7 @@ class Op:
 class Profile:
     """What the causes look at. Times in seconds of the trace's clock."""
 
-    trace: Trace
+    trace: DeviceTrace
     steps: Sequence[Interval]
     runs: Sequence[Mark]
     """Of the step's program."""
@@ -80,7 +80,7 @@ class Profile:
         return self.step[1] - self.step[0]
 
     @cached_property
-    def ops(self) -> list[Op]:
+    def ops(self) -> list[ProfiledOp]:
         """Of the median step, each with its share of it."""
         low, high = self.step
         inside = [op for op in self.trace.ops if op.end > low and op.start < high]
@@ -100,7 +100,7 @@ class Profile:
         """When the device did nothing."""
         return missing(union((op.start, op.end) for op in self.trace.ops), self.span)
 
-    def _described(self, op: DeviceOp) -> Op:
+    def _described(self, op: DeviceOp) -> ProfiledOp:
         module = self.trace.modules.get(op.program) if op.program is not None else None
         places = self._index.get(op.program, {}) if op.program is not None else {}
         computation, instruction = places.get(op.name, (None, None))
@@ -111,7 +111,7 @@ class Profile:
         work = work_of(module, computation, instruction)
         flops, moved = op.flops or work.flops, op.bytes or work.bytes
         opcode = op.opcode or instruction.opcode
-        return Op(
+        return ProfiledOp(
             raw=op,
             seconds=0.0,
             opcode=opcode,
@@ -208,7 +208,7 @@ def timeline(profile: Profile) -> Timeline:
 # Runs
 
 
-def _runs(trace: Trace) -> list[Mark]:
+def _runs(trace: DeviceTrace) -> list[Mark]:
     """Runs of programs, in order; their names without the program's number."""
     if trace.runs:
         return [
@@ -228,7 +228,7 @@ def _mark(name: str, ops: Iterable[DeviceOp]) -> Mark:
     return Mark(name=name, start=min(o.start for o in ops), end=max(o.end for o in ops))
 
 
-def _cut(trace: Trace) -> list[Mark]:
+def _cut(trace: DeviceTrace) -> list[Mark]:
     """Runs of the busiest program where ops do not say theirs: most ops run once in each.
 
     The first of the ops that run as often as most do begins a run.
@@ -257,10 +257,10 @@ def _cut(trace: Trace) -> list[Mark]:
 _LINKS = (Resource.ici, Resource.dcn, Resource.host)
 
 
-def _plain(op: DeviceOp, trace: Trace) -> Op:
+def _plain(op: DeviceOp, trace: DeviceTrace) -> ProfiledOp:
     """An op of which only the profile's own stats are known."""
     work = (op.flops, op.bytes)
-    return Op(
+    return ProfiledOp(
         raw=op,
         seconds=0.0,
         opcode=op.opcode,
@@ -273,7 +273,7 @@ def _plain(op: DeviceOp, trace: Trace) -> Op:
     )
 
 
-def _resource(op: DeviceOp, opcode: str, work: tuple[float, float], trace: Trace) -> Resource:
+def _resource(op: DeviceOp, opcode: str, work: tuple[float, float], trace: DeviceTrace) -> Resource:
     """What bounds an op: by its kind, then by its work over the device's peaks."""
     kind = f"{opcode} {op.category}".lower()
     if any(one in kind for one in COLLECTIVES) or op.name.lower().startswith(KERNELS):
@@ -301,7 +301,7 @@ def _multiplies(op: DeviceOp, opcode: str) -> bool:
     return any(word in kind for word in ("convolution", "dot", "custom-call"))
 
 
-def _rank(op: Op) -> int:
+def _rank(op: ProfiledOp) -> int:
     """Ops of a higher rank count only while none of a lower one runs."""
     if op.opcode in CONTAINERS or op.raw.category in CONTAINERS:
         return 2

@@ -39,7 +39,7 @@ class Backend(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
+class HostEvent:
     """Something on the host; seconds of the trace's clock."""
 
     name: str
@@ -80,7 +80,7 @@ class Mark:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace:
+class DeviceTrace:
     """One device of a profile, and its host."""
 
     path: Path
@@ -101,9 +101,9 @@ class Trace:
     """Runs of modules on the device, where it has a line of them."""
     steps: Sequence[Mark] = ()
     """``StepTraceAnnotation`` on the host."""
-    loop: Sequence[Event] = ()
+    loop: Sequence[HostEvent] = ()
     """The host's thread that runs the loop."""
-    threads: Sequence[Sequence[Event]] = ()
+    threads: Sequence[Sequence[HostEvent]] = ()
     """The host's other threads."""
     modules: Mapping[int, Module] = field(default_factory=dict)
     """By program id."""
@@ -133,7 +133,7 @@ def find(path: Path) -> tuple[Path, list[str]]:
     return hosts[0], notes
 
 
-def load(path: Path) -> Trace:
+def load(path: Path) -> DeviceTrace:
     """The first device of a profile.
 
     Raises:
@@ -184,7 +184,7 @@ def load(path: Path) -> Trace:
 # Devices
 
 
-def _of_device(path: Path, plane: Any, metadata: Mapping[str, xspace.Stats]) -> Trace:
+def _of_device(path: Path, plane: Any, metadata: Mapping[str, xspace.Stats]) -> DeviceTrace:
     """A TPU's or a GPU's plane."""
     backend = Backend.tpu if "TPU" in plane.name else Backend.gpu
     stats = dict(plane.stats)
@@ -192,7 +192,7 @@ def _of_device(path: Path, plane: Any, metadata: Mapping[str, xspace.Stats]) -> 
         stats.get(f"peak_{name}")
         for name in ("teraflops_per_second", "hbm_bw_gigabytes_per_second")
     )
-    trace = Trace(
+    trace = DeviceTrace(
         path=path,
         backend=backend,
         device=plane.name.removeprefix("/device:"),
@@ -265,7 +265,7 @@ def _kernel(event: Any, line: str, metadata: Mapping[str, xspace.Stats]) -> Devi
     )
 
 
-def _of_cpu(path: Path, lines: Sequence[tuple[str, Sequence[Any]]]) -> Trace:
+def _of_cpu(path: Path, lines: Sequence[tuple[str, Sequence[Any]]]) -> DeviceTrace:
     """Thunks of the first of the CPU's devices."""
     ops = []
     first: int | None = None
@@ -287,7 +287,7 @@ def _of_cpu(path: Path, lines: Sequence[tuple[str, Sequence[Any]]]) -> Trace:
             )
             ops.append((device, op))
     mine = _sorted(op for device, op in ops if device == first)
-    return Trace(path=path, backend=Backend.cpu, device=f"CPU:{first or 0}", ops=mine)
+    return DeviceTrace(path=path, backend=Backend.cpu, device=f"CPU:{first or 0}", ops=mine)
 
 
 def _integer(value: Any) -> int | None:
@@ -302,7 +302,7 @@ def _integer(value: Any) -> int | None:
 
 def _host(
     lines: Sequence[tuple[str, Sequence[Any]]],
-) -> tuple[list[Event], list[list[Event]], list[Mark]]:
+) -> tuple[list[HostEvent], list[list[HostEvent]], list[Mark]]:
     """The thread that runs the loop, the others, and the annotated steps."""
     best, threads, steps = (-1, -1), [], {}
     main = None
@@ -319,7 +319,7 @@ def _host(
                 marks.append(Mark(name=str(stats["step_num"]), start=start, end=end))
                 continue
             dispatches += bool(_DISPATCH.search(event.name))
-            thread.append(Event(name=event.name, start=start, end=end))
+            thread.append(HostEvent(name=event.name, start=start, end=end))
         threads.append(sorted(thread, key=lambda event: (event.start, -event.end)))
         steps[len(threads) - 1] = marks
         if (len(marks), dispatches) > best:

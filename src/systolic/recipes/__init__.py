@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from systolic.artifact.beside import is_beside, modules
-from systolic.artifact.recipe_files import Reads
+from systolic.artifact.recipe_files import OpenedFiles
 from systolic.core.errors import NotFoundError, OptionError, RunError, nearest
 from systolic.core.ranges import check_arguments
 from systolic.job import Job, Layout
@@ -41,7 +41,7 @@ class Recipe:
     """Content of that file as it was imported."""
     modules: Mapping[str, bytes] = field(default_factory=dict)
     """The modules that it imports from its folder: relative POSIX path to content."""
-    reads: Reads | None = None
+    reads: OpenedFiles | None = None
     """The other files of its folder that it opens; of a user's own file."""
 
     @property
@@ -124,7 +124,7 @@ def from_file(path: Path, name: str, target: str, beside: Path | None = None) ->
     folder = path.resolve().parent if beside is None else beside.resolve()
     _forget(folder)
     module = importlib.util.module_from_spec(spec)
-    reads = Reads(folder) if beside is None else None
+    reads = OpenedFiles(folder) if beside is None else None
     if beside is not None:
         # What the recipe finds by its own place is in the run, too.
         module.__file__ = str(folder / Path(split(target)[0]).name)

@@ -14,6 +14,7 @@ from systolic.job import (
     Checkpoints,
     Dtypes,
     Evaluation,
+    FileReading,
     Guard,
     Job,
     Layout,
@@ -23,7 +24,6 @@ from systolic.job import (
     OptimizerChange,
     OptimizerKind,
     Precision,
-    Reading,
     Schedule,
 )
 from systolic.models.vision.pixels import Pixels
@@ -87,7 +87,7 @@ def image(
     schedule: Schedule = SCHEDULE,
     label_smoothing: float = 0.1,
     augmentation: Augmentation = Augmentation(),
-    data: Reading = Reading(),
+    data: FileReading = FileReading(),
     precision: Precision = Precision.auto,
     dtypes: Dtypes = Dtypes(),
     layout: Layout = Layout(),

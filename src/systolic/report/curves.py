@@ -32,7 +32,7 @@ class Scale(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Axis:
+class PlotAxis:
     """A range of values and its ticks as (value, label)."""
 
     low: float
@@ -54,7 +54,7 @@ class Axis:
         return [(round(self.place(value) * 100, 3), text) for value, text in self.ticks]
 
 
-def linear_axis(low: float, high: float, num_ticks: int = 5) -> Axis:
+def linear_axis(low: float, high: float, num_ticks: int = 5) -> PlotAxis:
     """An axis from ``low`` to ``high`` with ticks at 1, 2 or 5 times a power of ten."""
     if not high > low:
         pad = abs(low) * 0.1 or 1.0
@@ -65,10 +65,10 @@ def linear_axis(low: float, high: float, num_ticks: int = 5) -> Axis:
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     values = [i * step for i in range(first, last + 1)]
-    return Axis(low=low, high=high, ticks=tuple((v, tick(v, step)) for v in values))
+    return PlotAxis(low=low, high=high, ticks=tuple((v, tick(v, step)) for v in values))
 
 
-def log_axis(low: float, high: float) -> Axis:
+def log_axis(low: float, high: float) -> PlotAxis:
     """A logarithmic axis; ticks at 1, 2, 5 per decade, fewer over many decades."""
     if not high > low * 1.05:
         low, high = low / 1.5, high * 1.5
@@ -86,7 +86,7 @@ def log_axis(low: float, high: float) -> Axis:
         ticks = linear_axis(low, high).ticks
     else:
         ticks = tuple((v, tick(v, 10 ** math.floor(math.log10(v)) / 2)) for v in inside)
-    return Axis(low=low, high=high, ticks=ticks, scale=Scale.log)
+    return PlotAxis(low=low, high=high, ticks=ticks, scale=Scale.log)
 
 
 def tick(value: float, step: float) -> str:
@@ -148,7 +148,7 @@ def evenly(length: int, num: int) -> list[int]:
     return [round(i * (length - 1) / (num - 1)) for i in range(num)]
 
 
-def path(points: Points, x: Axis, y: Axis) -> str:
+def path(points: Points, x: PlotAxis, y: PlotAxis) -> str:
     """An SVG path in the box; it breaks where a value is not finite. A point alone is a dot."""
     parts: list[str] = []
     pen_down = False
@@ -162,7 +162,7 @@ def path(points: Points, x: Axis, y: Axis) -> str:
     return "".join(parts)
 
 
-def dots(points: Points, x: Axis, y: Axis) -> str:
+def dots(points: Points, x: PlotAxis, y: PlotAxis) -> str:
     """An SVG path of lines without length: round caps make them dots however the box is stretched."""
     return "".join(path([point], x, y) for point in points)
 

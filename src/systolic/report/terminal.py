@@ -19,7 +19,7 @@ _NOTEBOOKS = ("COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE")
 """Notebook services whose cells show a terminal's output without moving the cursor back."""
 
 
-class History:
+class BoundedCurve:
     """A curve of bounded size: when it is full, neighbours are averaged and the stride doubles."""
 
     def __init__(self, capacity: int = 256) -> None:

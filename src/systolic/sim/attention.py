@@ -40,7 +40,7 @@ _FLOATS = ("bf16", "f16", "f32")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pace:
+class AttentionPace:
     """How a generation runs the bodies of attention kernels; fitted where not said otherwise."""
 
     forward: float
@@ -64,12 +64,12 @@ class Pace:
 
 
 @cache
-def _fitted() -> dict[str, Pace]:
+def _fitted() -> dict[str, AttentionPace]:
     table = tomllib.loads((Path(__file__).parent / "attention.toml").read_text())
-    return {name: Pace(**{**table["all"], **row}) for name, row in table.items()}
+    return {name: AttentionPace(**{**table["all"], **row}) for name, row in table.items()}
 
 
-def pace_of(generation: str) -> Pace:
+def pace_of(generation: str) -> AttentionPace:
     """Fitted for a generation, or what stands for all others."""
     fitted = _fitted()
     return fitted.get(generation, fitted["all"])
@@ -125,7 +125,7 @@ class Attention:
 
 
 def seconds_of(
-    attention: Attention, rates: Rates, own_bytes: float, pace: Pace | None = None
+    attention: Attention, rates: Rates, own_bytes: float, pace: AttentionPace | None = None
 ) -> float:
     """Seconds of a call; ``own_bytes`` are its operands and results, each once. ``pace`` is the generation's own for None."""
     pace = pace_of(rates.chip.name) if pace is None else pace

@@ -41,7 +41,7 @@ _NARROW = ("bf16", "f16", "f32", "s8", "u8", "s4", "u4", "f8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pace:
+class GroupedPace:
     """What a generation's steps take beside multiplying and moving; fitted (benchmarks/operations)."""
 
     step_seconds: float
@@ -55,12 +55,12 @@ class Pace:
 
 
 @cache
-def _fitted() -> dict[str, Pace]:
+def _fitted() -> dict[str, GroupedPace]:
     table = tomllib.loads((Path(__file__).parent / "grouped.toml").read_text())
-    return {name: Pace(**{**table["all"], **row}) for name, row in table.items()}
+    return {name: GroupedPace(**{**table["all"], **row}) for name, row in table.items()}
 
 
-def pace_of(generation: str) -> Pace:
+def pace_of(generation: str) -> GroupedPace:
     """Fitted for a generation, or what stands for all others."""
     fitted = _fitted()
     return fitted.get(generation, fitted["all"])
@@ -109,7 +109,7 @@ class Grouped:
         return 2.0 * self.rows * self.depth * self.columns
 
 
-def seconds_of(grouped: Grouped, rates: Rates, pace: Pace | None = None) -> float:
+def seconds_of(grouped: Grouped, rates: Rates, pace: GroupedPace | None = None) -> float:
     """Seconds of a call. ``pace`` is the generation's own for None."""
     pace = pace_of(rates.chip.name) if pace is None else pace
     used = cores_used(grouped.parallel, rates)

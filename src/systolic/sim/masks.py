@@ -31,45 +31,47 @@ class Grid:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class ComputedShare:
     """Share of the blocks that are computed, and what was assumed to know it (empty: nothing)."""
 
     value: float
     assumed: str = ""
 
 
-def block_share(module: Module, computation: Computation, call: Instruction, grid: Grid) -> Share:
+def block_share(
+    module: Module, computation: Computation, call: Instruction, grid: Grid
+) -> ComputedShare:
     """Share of ``grid`` that the mask of a splash attention call leaves."""
     said = _SAID.search(call.op_name)
     if said is not None:
-        return Share(value=int(said[1]) / int(said[2]))
+        return ComputedShare(value=int(said[1]) / int(said[2]))
     kinds = _kinds(computation, call)
     if kinds is None and call.name.startswith("splash") and not _integers(computation, call):
-        return Share(value=1.0)  # without a mask these kernels take no arrays of blocks
+        return ComputedShare(value=1.0)  # without a mask these kernels take no arrays of blocks
     if kinds is None:
         # No arrays of blocks: a kernel that is not block sparse, such as flash attention.
         if grid.rows == grid.columns or _is_square(computation, call):
-            return Share(value=_causal(grid), assumed="attention taken as causal")
-        return Share(value=1.0, assumed="attention taken as full")
+            return ComputedShare(value=_causal(grid), assumed="attention taken as causal")
+        return ComputedShare(value=1.0, assumed="attention taken as full")
     made = _constant(module, computation, kinds)
     total = grid.rows * grid.columns
     if made is not None:
         values = [int(n) for n in _NUMBER.findall(made.operands[0])]
         if not made.shape.dims and values:
-            return Share(value=1.0 if values[0] else 0.0)
+            return ComputedShare(value=1.0 if values[0] else 0.0)
         if len(values) == made.shape.elements:
             heads = made.shape.elements / max(made.shape.dims[-1] * made.shape.dims[-2], 1)
-            return Share(value=min(sum(map(bool, values)) / heads / total, 1.0))
+            return ComputedShare(value=min(sum(map(bool, values)) / heads / total, 1.0))
     across, along = kinds.shape.dims[-2:]
     lines, width = (along, across) if grid.transposed else (across, along)
     whole = grid.rows if grid.transposed else grid.columns
     if width < whole:
         kept = sum(min(width, line + 1) for line in range(lines))
-        return Share(
+        return ComputedShare(
             value=min(kept / total, 1.0),
             assumed=f"attention taken as causal in a window of {width} blocks",
         )
-    return Share(value=_causal(grid), assumed="attention taken as causal")
+    return ComputedShare(value=_causal(grid), assumed="attention taken as causal")
 
 
 def listed_blocks(computation: Computation, call: Instruction) -> int | None:

@@ -31,7 +31,7 @@ Link = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class AxisSpan:
     """The part of one torus axis that a group takes."""
 
     name: str
@@ -60,7 +60,7 @@ class Span:
 class Extent:
     """Where a group lies."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[AxisSpan, ...]
     """Of each torus axis that it takes more than one chip of."""
     members: int
     """In one slice, the most."""
@@ -70,7 +70,7 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class Cost:
+class CollectiveCost:
     """Seconds of a collective and the lanes it occupies."""
 
     seconds: float
@@ -151,7 +151,7 @@ class Network:
             at = sorted({place[axis] for place in places})
             _, reach, ring = self._arc(axis, at)
             spans.append(
-                Span(
+                AxisSpan(
                     name="xyz"[axis],
                     reach=reach,
                     ring=ring,
@@ -166,7 +166,9 @@ class Network:
             slices=len({place[4] for place in places}),
         )
 
-    def collective(self, kind: str, groups: Groups, out_bytes: float, in_bytes: float) -> Cost:
+    def collective(
+        self, kind: str, groups: Groups, out_bytes: float, in_bytes: float
+    ) -> CollectiveCost:
         """The time of the slowest group while all of them run.
 
         Args:
@@ -178,7 +180,7 @@ class Network:
         if kind in ("collective-permute", "collective-broadcast") or groups.pairs:
             return self._permute(groups, in_bytes)
         if groups.size <= 1:
-            return Cost(0.0, (), 0.0)
+            return CollectiveCost(0.0, (), 0.0)
         if groups not in self._extents:
             joined = Groups(tuple(group for group in groups.groups if len(group) > 1))
             self._extents[groups] = self.extents(joined)
@@ -186,9 +188,9 @@ class Network:
         costs = [self._cost(kind, extent, whole) for extent in self._extents[groups]]
         lanes = dict.fromkeys(lane for cost in costs for lane in cost.lanes)
         slowest = max(costs, key=lambda cost: cost.seconds)
-        return Cost(slowest.seconds, tuple(lanes), slowest.bytes, slowest.steps)
+        return CollectiveCost(slowest.seconds, tuple(lanes), slowest.bytes, slowest.steps)
 
-    def _cost(self, kind: str, extent: Extent, whole: float) -> Cost:
+    def _cost(self, kind: str, extent: Extent, whole: float) -> CollectiveCost:
         seconds, moved = 0.0, 0.0
         within = extent.members
         if within > 1:
@@ -206,7 +208,7 @@ class Network:
             moved += over
             lanes = (*lanes, "dcn")
         steps = sum(span.hops for span in extent.spans)
-        return Cost(seconds + self.rates.collective_seconds, lanes, moved, max(steps, 1))
+        return CollectiveCost(seconds + self.rates.collective_seconds, lanes, moved, max(steps, 1))
 
     def _within(self, kind: str, extent: Extent, whole: float) -> tuple[float, float]:
         """Seconds and bytes inside a slice; ``whole`` is the gathered array on one device."""
@@ -237,7 +239,7 @@ class Network:
             rate *= colors
         return rounds * (moved / rate + latency), rounds * moved
 
-    def _permute(self, groups: Groups, bytes_: float) -> Cost:
+    def _permute(self, groups: Groups, bytes_: float) -> CollectiveCost:
         """Every pair along the shortest way, dimension after dimension; the busiest link decides."""
         load: dict[tuple[int, ...], int] = {}
         most_hops, crossing = 0, 0
@@ -271,7 +273,7 @@ class Network:
         if crossing:
             seconds = max(seconds, bytes_ / self.rates.dcn)
             names = (*names, "dcn")
-        return Cost(seconds, names or ("die",), bytes_)
+        return CollectiveCost(seconds, names or ("die",), bytes_)
 
 
 def crossings(transfer: Instruction, num_slices: int) -> tuple[float, str]:

@@ -50,7 +50,7 @@ _SMALL_SECONDS = 2e-7
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class OpPrice:
     """Of one op."""
 
     seconds: float
@@ -72,7 +72,7 @@ def price(
     instruction: Instruction,
     rates: Rates,
     calibration: Calibration,
-) -> Price | None:
+) -> OpPrice | None:
     """None for what takes no time."""
     opcode = instruction.opcode
     if opcode in FREE or instruction.target in FREE_TARGETS:
@@ -94,7 +94,7 @@ def _price(
     instruction: Instruction,
     work: Work,
     on: tuple[Rates, Calibration],
-) -> Price:
+) -> OpPrice:
     opcode, (rates, calibration) = instruction.opcode, on
     matrix = matrix_seconds(work, rates)
     memory = work.bytes / rates.hbm
@@ -104,30 +104,30 @@ def _price(
         )
         if cost is not None:
             seconds = cost.seconds * calibration.factor("kernel")
-            return Price(seconds, Resource.mxu, "kernel", cost.flops, work.bytes, cost.note)
-        return Price(memory, Resource.hbm, "nothing", 0.0, work.bytes)
+            return OpPrice(seconds, Resource.mxu, "kernel", cost.flops, work.bytes, cost.note)
+        return OpPrice(memory, Resource.hbm, "nothing", 0.0, work.bytes)
     masked = masked_seconds(instruction, rates)
     if masked is not None:
         flops = work.flops * (masked_share(instruction) or 1.0)
         note = f"product {instruction.name}: groups of equal size"
-        return Price(masked, Resource.mxu, "cycles", flops, work.bytes, note)
+        return OpPrice(masked, Resource.mxu, "cycles", flops, work.bytes, note)
     cycles = instruction.cycles
     in_order = streams(module, instruction)
     if cycles is not None and not in_order:
         seconds = cycles / rates.clock_hz * calibration.factor("cycles" if work.flops else "vector")
-        return Price(seconds, _bound(seconds, matrix, memory), "cycles", work.flops, work.bytes)
+        return OpPrice(seconds, _bound(seconds, matrix, memory), "cycles", work.flops, work.bytes)
     touched = instruction.shape.padded_bytes + sum(
         shape.padded_bytes for shape in computation.operand_shapes(instruction)
     )
     if touched <= _SMALL:
-        return Price(_SMALL_SECONDS, Resource.vpu, "small", 0.0, work.bytes)
+        return OpPrice(_SMALL_SECONDS, Resource.vpu, "small", 0.0, work.bytes)
     if opcode == "sort":
         keys = computation.operand_shapes(instruction)[0]
         depth = max(keys.dims[-1] if keys.dims else 1, 2).bit_length()
         seconds = keys.elements * depth * (depth + 1) / 2 * 4 / vector_rate(rates)
-        return Price(max(seconds, memory), Resource.vpu, "rule", 0.0, work.bytes)
+        return OpPrice(max(seconds, memory), Resource.vpu, "rule", 0.0, work.bytes)
     if opcode == "custom-call":
-        return Price(memory, Resource.hbm, "nothing", 0.0, work.bytes)
+        return OpPrice(memory, Resource.hbm, "nothing", 0.0, work.bytes)
     parts = parts_of(module, computation, instruction, work, rates)
     slow = slowdown_of(rates.chip.name)
     if cycles is None:
@@ -136,7 +136,7 @@ def _price(
         seconds = told(cycles / rates.clock_hz, parts, slow)
         by = "cycles" if work.flops else "bytes"
     seconds *= calibration.factor(by if work.flops else "memory")
-    return Price(seconds, _bound(seconds, matrix, memory), by, work.flops, work.bytes)
+    return OpPrice(seconds, _bound(seconds, matrix, memory), by, work.flops, work.bytes)
 
 
 _ADDRESSED = frozenset(

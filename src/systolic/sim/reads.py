@@ -16,7 +16,7 @@ Reading = tuple[Instruction, Instruction]
 
 
 @dataclass
-class Reads:
+class OperandReads:
     """Of a module's computations."""
 
     module: Module

@@ -22,7 +22,7 @@ from systolic.sim.estimate import vector_operations
 from systolic.sim.layers import layer_of
 from systolic.sim.notes import merged
 from systolic.sim.price import FREE
-from systolic.sim.reads import Reads
+from systolic.sim.reads import OperandReads
 from systolic.sim.switched import Switched, switched
 from systolic.sim.timeline import Resource, Span, Timeline
 from systolic.sim.work import Work, work_of
@@ -44,7 +44,7 @@ _FMHA = "__cudnn$fmha"
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
 
 
-class Program(enum.Enum):
+class ModuleSource(enum.Enum):
     """Where a module comes from."""
 
     compiled = "compiled"
@@ -105,7 +105,7 @@ def gpu_peaks(on: Slice) -> Peaks:
     )
 
 
-def roofline(module: Module, peaks: Peaks, num_devices: int, program: Program) -> Timeline:
+def roofline(module: Module, peaks: Peaks, num_devices: int, program: ModuleSource) -> Timeline:
     """The step that ``module`` is, on one of ``num_devices``.
 
     Args:
@@ -123,10 +123,10 @@ def roofline(module: Module, peaks: Peaks, num_devices: int, program: Program) -
         peaks=peaks,
         num_devices=num_devices,
         program=program,
-        reads=Reads(module),
+        reads=OperandReads(module),
     )
     seconds, spans = walk.computation(module.entry)
-    origin = Origin.simulated if program is Program.compiled else Origin.assumed
+    origin = Origin.simulated if program is ModuleSource.compiled else Origin.assumed
     return Timeline(origin=origin, seconds=seconds, spans=spans, notes=merged(walk.notes))
 
 
@@ -135,8 +135,8 @@ class _Walk:
     module: Module
     peaks: Peaks
     num_devices: int
-    program: Program
-    reads: Reads
+    program: ModuleSource
+    reads: OperandReads
     notes: dict[str, None] = field(default_factory=dict)
     known: dict[str, tuple[float, tuple[Span, ...]]] = field(default_factory=dict)
 
@@ -185,7 +185,7 @@ class _Walk:
         return replace(outer, repeat=count, inside=spans)
 
     def op(self, computation: Computation, instruction: Instruction) -> Span | None:
-        stand_in = self.program is Program.stand_in
+        stand_in = self.program is ModuleSource.stand_in
         if stand_in and self.reads.feeds_products_only(computation, instruction):
             return None  # a GPU's matmul reads its operands in either order
         if instruction.opcode == "custom-call":
@@ -269,7 +269,7 @@ class _Walk:
             return replace(span, resource=Resource.hbm, opcode=kind)
         size = max(groups.size, 1)
         if (
-            self.program is Program.stand_in
+            self.program is ModuleSource.stand_in
             and kind == "all-reduce"
             and self.reads.in_parts(computation, instruction, size)
         ):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from systolic.chips import Slice
 from systolic.core.errors import NotFoundError
 from systolic.hlo import Groups
-from systolic.sim.network import Cost
+from systolic.sim.network import CollectiveCost
 
 LINK_EFFICIENCY = 370 / 450
 """Of the published rate of a GPU's links: what a large all-reduce reaches on eight H100 (How to Scale
@@ -37,7 +37,9 @@ class Switched:
     card: float | None
     """Bytes/s of a GPU into the network between domains."""
 
-    def collective(self, kind: str, groups: Groups, out_bytes: float, in_bytes: float) -> Cost:
+    def collective(
+        self, kind: str, groups: Groups, out_bytes: float, in_bytes: float
+    ) -> CollectiveCost:
         """As :meth:`systolic.sim.network.Network.collective`.
 
         Raises:
@@ -46,7 +48,7 @@ class Switched:
         if kind in ("collective-permute", "collective-broadcast") or groups.pairs:
             return self._pairs(groups.groups, in_bytes)
         if groups.size <= 1:
-            return Cost(0.0, (), 0.0)
+            return CollectiveCost(0.0, (), 0.0)
         whole = max(out_bytes, in_bytes)
         shapes = {self._shape(group) for group in groups.groups if len(group) > 1}
         costs = [self._cost(kind, shape, whole) for shape in sorted(shapes)]
@@ -57,7 +59,7 @@ class Switched:
         inside = Counter(self._domain(device) for device in group).values()
         return len(group), len(inside), max(inside), min(inside)
 
-    def _cost(self, kind: str, shape: tuple[int, int, int, int], whole: float) -> Cost:
+    def _cost(self, kind: str, shape: tuple[int, int, int, int], whole: float) -> CollectiveCost:
         size, domains, most, fewest = shape
         rounds = _ROUNDS.get(kind, 1)
         moved = rounds * whole * (size - 1) / size
@@ -70,12 +72,14 @@ class Switched:
             seconds = max(seconds, beyond / self._card())
         hops = (most - 1) * HOP_SECONDS + (domains - 1) * NET_HOP_SECONDS
         lanes = ("dcn",) if domains > 1 else ("nvlink",)
-        return Cost(seconds + rounds * hops + CALL_SECONDS, lanes, moved)
+        return CollectiveCost(seconds + rounds * hops + CALL_SECONDS, lanes, moved)
 
-    def _pairs(self, pairs: Sequence[Sequence[int]], size: float) -> Cost:
+    def _pairs(self, pairs: Sequence[Sequence[int]], size: float) -> CollectiveCost:
         far = any(self._domain(pair[0]) != self._domain(pair[-1]) for pair in pairs)
         rate, hop = (self._card(), NET_HOP_SECONDS) if far else (self._link(), HOP_SECONDS)
-        return Cost(size / rate + hop + CALL_SECONDS, ("dcn",) if far else ("nvlink",), size)
+        return CollectiveCost(
+            size / rate + hop + CALL_SECONDS, ("dcn",) if far else ("nvlink",), size
+        )
 
     def _domain(self, device: int) -> int:
         return device // self.domain

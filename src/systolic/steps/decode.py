@@ -14,7 +14,7 @@ from systolic.models.decoder.cache import Cache
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.module import DecoderModule
 from systolic.steps.network import Arrays
-from systolic.steps.steps import Steps
+from systolic.steps.steps import StepFunctions
 from systolic.steps.target import RULES, SERVING
 
 PROJECTIONS = (("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim"))
@@ -40,9 +40,9 @@ class Decode:
         RunError: the job's model is of another kind.
     """
 
-    def __init__(self, steps: Steps, sampling: Sampling) -> None:
+    def __init__(self, steps: StepFunctions, sampling: Sampling) -> None:
         if steps.target.layout.expert > 1 and steps.target.rules is RULES:
-            steps = Steps(steps.job, replace(steps.target, rules=SERVING))
+            steps = StepFunctions(steps.job, replace(steps.target, rules=SERVING))
         self.steps, self.sampling = steps, sampling
         module = jax.eval_shape(
             lambda: steps.network.module(*steps.network.init(jax.random.key(0)), train=False)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from systolic.job import Stored
 from systolic.steps.optimizer import num_updates
 from systolic.steps.state import TrainState
-from systolic.steps.steps import Batch, Steps
+from systolic.steps.steps import Batch, StepFunctions
 
 STACKED = "layers"
 """A parameter whose first dim has this name holds one array for each layer."""
@@ -25,7 +25,7 @@ PARTS = (4, 2, 3)
 Figures = dict[str, Any]
 
 
-def num_parts(steps: Steps) -> int:
+def num_parts(steps: StepFunctions) -> int:
     """Parts of a batch whose gradients are looked at one by one: the job's passes, or what divides the batch; 1 for none."""
     passes = steps.job.layout.accumulate
     if passes > 1:
@@ -34,7 +34,7 @@ def num_parts(steps: Steps) -> int:
     return next((count for count in PARTS if each % count == 0), 1)
 
 
-def jit_diagnose(steps: Steps) -> Any:
+def jit_diagnose(steps: StepFunctions) -> Any:
     """:func:`diagnose`, jitted: (state, batch) -> figures, whole on every device."""
     # It runs once in hundreds of steps: on a CPU, LLVM would spend seconds to save it milliseconds.
     options = steps.target.compiler_options
@@ -48,7 +48,7 @@ def jit_diagnose(steps: Steps) -> Any:
     )
 
 
-def diagnose(steps: Steps, state: TrainState, batch: Batch) -> Figures:
+def diagnose(steps: StepFunctions, state: TrainState, batch: Batch) -> Figures:
     """Figures of the step that would be made on ``batch``.
 
     Returns:
@@ -91,7 +91,7 @@ def is_stacked(axes: tuple[str | None, ...] | None) -> bool:
 
 
 def _gradients(
-    steps: Steps, state: TrainState, batch: Batch, count: int
+    steps: StepFunctions, state: TrainState, batch: Batch, count: int
 ) -> tuple[Figures, jax.Array, jax.Array]:
     """The batch's mean gradient in float32, its mean loss, the mean squared norm of its parts' gradients."""
     scale = steps.loss_scale(state)

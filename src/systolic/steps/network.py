@@ -17,7 +17,7 @@ from systolic.steps.target import MeshTarget
 Arrays = dict[str, jax.Array]
 
 
-class Network:
+class ModelStructure:
     """The structure of one model for one target.
 
     Attributes:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from jax.sharding import AbstractMesh, AxisType
 
 from systolic.job import Batch, Job, Layout
-from systolic.steps.steps import Steps
+from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 
 
@@ -18,5 +18,5 @@ def count(job: Job) -> tuple[int, float]:
     )
     alone = replace(job, layout=layout, batch=Batch(total=1))
     target = MeshTarget(platform="tpu", layout=layout, dtype="bfloat16", mesh=mesh)
-    steps = Steps(alone, target)
+    steps = StepFunctions(alone, target)
     return steps.network.num_parameters, float(steps.forward_flops)

@@ -5,10 +5,10 @@ from typing import Any
 import jax
 
 from systolic.steps.decode import Decode
-from systolic.steps.steps import Steps
+from systolic.steps.steps import StepFunctions
 
 
-def jit_train(steps: Steps) -> Any:
+def jit_train(steps: StepFunctions) -> Any:
     """The train step, jitted: (state, batch) -> (state, metrics); the state's memory is reused."""
     return jax.jit(
         steps.train,
@@ -19,7 +19,7 @@ def jit_train(steps: Steps) -> Any:
     )
 
 
-def jit_evaluate(steps: Steps) -> Any:
+def jit_evaluate(steps: StepFunctions) -> Any:
     """The eval step, jitted: (params, rest, batch) -> sums."""
     return jax.jit(steps.evaluate, compiler_options=steps.target.compiler_options)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Watch:
+class GuardState:
     """The guard's memory, on the device, so that a bad update is dropped in the step that made it."""
 
     mean: jax.Array
@@ -26,7 +26,7 @@ class Watch:
     """bool[]: a bad step under the rule ``stop``: no update is applied any more."""
 
     @classmethod
-    def start(cls) -> "Watch":
+    def start(cls) -> "GuardState":
         """Nothing seen yet."""
         zero = jnp.zeros((), jnp.int32)
         return cls(
@@ -80,7 +80,7 @@ class TrainState:
     """Moving average of the weights in float32, when the optimizer keeps one."""
     scale: LossScale | None
     """Only in float16."""
-    watch: Watch
+    watch: GuardState
 
     @property
     def evaluated(self) -> dict[str, jax.Array]:

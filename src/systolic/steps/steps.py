@@ -18,10 +18,10 @@ from systolic.job import GuardRule, Job, Stored
 from systolic.job.data import MASK
 from systolic.job.model import Mean
 from systolic.steps import flops, storage
-from systolic.steps.network import Arrays, Network
+from systolic.steps.network import Arrays, ModelStructure
 from systolic.steps.optimizer import build, num_updates, schedule
 from systolic.steps.sharding import batch_specs, check_fields, optimizer_specs, parameter_spec
-from systolic.steps.state import LossScale, TrainState, Watch
+from systolic.steps.state import GuardState, LossScale, TrainState
 from systolic.steps.target import MeshTarget
 
 Batch = Mapping[str, jax.Array]
@@ -37,7 +37,7 @@ TINY = 1e-12
 """Below it a loss counts as this."""
 
 
-class Steps:
+class StepFunctions:
     """The programs of one job on one target."""
 
     def __init__(self, job: Job, target: MeshTarget) -> None:
@@ -45,7 +45,7 @@ class Steps:
         check_fields(target, job.data.fields())
         self.job, self.target = job, target
         self.batch_size = job.batch.resolve(target.layout)
-        self.network = Network(job.model, target)
+        self.network = ModelStructure(job.model, target)
         self.learning_rate = schedule(job.schedule, job.steps, job.optimizer.learning_rate)
         axes = {
             path: dims or (None,) * self.network.params[path].ndim
@@ -153,7 +153,7 @@ class Steps:
             optimizer=storage.cast(optimizer, dtypes.moments.dtype),
             ema=wide_copy(params) if self.job.optimizer.ema else None,
             scale=LossScale.start() if self.target.dtype == "float16" else None,
-            watch=Watch.start(),
+            watch=GuardState.start(),
         )
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -311,8 +311,8 @@ class Steps:
         return self.batch_size // self.job.layout.accumulate * max(lengths, default=1)
 
     def _judge(
-        self, watch: Watch, loss: jax.Array, finite: jax.Array, overflow: bool
-    ) -> tuple[jax.Array, Watch]:
+        self, watch: GuardState, loss: jax.Array, finite: jax.Array, overflow: bool
+    ) -> tuple[jax.Array, GuardState]:
         """Whether this step is bad under the job's guard, and what the guard remembers.
 
         In float16 a gradient overflow is the loss scale's business, not a bad step.
@@ -328,7 +328,7 @@ class Steps:
             bad |= watch.frozen
         decay = jnp.minimum(0.98, watch.seen / (watch.seen + 1.0))
         distance = jnp.where(watch.seen > 0, jnp.maximum(away, 0.0), 0.0)
-        return bad, Watch(
+        return bad, GuardState(
             mean=jnp.where(bad, watch.mean, watch.mean * decay + loss * (1 - decay)),
             spread=jnp.where(bad, watch.spread, watch.spread * decay + distance * (1 - decay)),
             seen=watch.seen + ~bad,

@@ -9,11 +9,11 @@ import jax
 
 from systolic.core.errors import DataError
 from systolic.job import Job, Split
-from systolic.steps.steps import Steps
+from systolic.steps.steps import StepFunctions
 from systolic.training.feed import evaluation
 from systolic.training.interrupt import Interrupt
 from systolic.training.ledger import Ledger
-from systolic.training.programs import Program
+from systolic.training.programs import CompiledStep
 from systolic.training.same import SameBatches
 from systolic.training.setup import Setup
 
@@ -28,7 +28,7 @@ def never(done: int) -> bool:
     return False
 
 
-def num_batches(job: Job, steps: Steps, split: Split, limit: int = 0) -> int | None:
+def num_batches(job: Job, steps: StepFunctions, split: Split, limit: int = 0) -> int | None:
     """Batches of an evaluation that reads at most ``limit`` of them (0: all); ``None`` where only reading tells."""
     size = job.data.size(split)
     if size is None:
@@ -37,7 +37,7 @@ def num_batches(job: Job, steps: Steps, split: Split, limit: int = 0) -> int | N
     return min(whole, limit) if limit else whole
 
 
-def reads_all(job: Job, steps: Steps, split: Split, limit: int) -> bool:
+def reads_all(job: Job, steps: StepFunctions, split: Split, limit: int) -> bool:
     """Whether so many batches (0: all) are known to be the whole split."""
     whole = num_batches(job, steps, split)
     return not limit or (whole is not None and whole <= limit)
@@ -45,7 +45,7 @@ def reads_all(job: Job, steps: Steps, split: Split, limit: int) -> bool:
 
 def evaluate(
     job: Job,
-    steps: Steps,
+    steps: StepFunctions,
     program: Any,
     params: Any,
     rest: Any,
@@ -107,7 +107,7 @@ class Evaluator:
     """
 
     setup: Setup
-    program: Program
+    program: CompiledStep
     ledger: Ledger
     say: Callable[..., None]
     show: Callable[[dict[str, Any]], None]

@@ -2,17 +2,17 @@
 
 from collections.abc import Callable
 
-from systolic.data.blocks import Blocks, Share
+from systolic.data.blocks import Blocks, ProcessShare
 from systolic.data.place import Placed, share_of
 from systolic.job import Job, Read, Split
 from systolic.job.data import MASK, Batches
-from systolic.steps.steps import Steps
+from systolic.steps.steps import StepFunctions
 
 
-def training(job: Job, steps: Steps, workers: int) -> Placed:
+def training(job: Job, steps: StepFunctions, workers: int) -> Placed:
     """Endless shuffled batches of the job's size, laid out as the train step wants them."""
 
-    def read(share: Share, block: int) -> Read:
+    def read(share: ProcessShare, block: int) -> Read:
         return Read(
             split=Split.train,
             batch=share.block_rows,
@@ -26,10 +26,10 @@ def training(job: Job, steps: Steps, workers: int) -> Placed:
     return _placed(job, steps, steps.batch_size, read)
 
 
-def evaluation(job: Job, steps: Steps, split: Split) -> Placed:
+def evaluation(job: Job, steps: StepFunctions, split: Split) -> Placed:
     """One pass over a split in order, the last batch padded."""
 
-    def read(share: Share, block: int) -> Read:
+    def read(share: ProcessShare, block: int) -> Read:
         return Read(
             split=split,
             batch=share.block_rows,
@@ -43,7 +43,9 @@ def evaluation(job: Job, steps: Steps, split: Split) -> Placed:
     return _placed(job, steps, steps.batch_size // job.layout.accumulate, read)
 
 
-def _placed(job: Job, steps: Steps, rows: int, read: Callable[[Share, int], Read]) -> Placed:
+def _placed(
+    job: Job, steps: StepFunctions, rows: int, read: Callable[[ProcessShare, int], Read]
+) -> Placed:
     """Batches of ``rows`` over all processes, of which this one reads what its devices hold."""
     share = share_of(steps.batch_shardings[MASK], rows)
 

@@ -12,7 +12,7 @@ from systolic.data.text.fields import TextData
 from systolic.job import Job, Sampling
 from systolic.steps.decode import Decode
 from systolic.steps.programs import jit_decode, jit_prefill, jit_weights
-from systolic.steps.steps import Steps
+from systolic.steps.steps import StepFunctions
 
 CHUNK = 16
 """Tokens per call of the compiled loop: long enough to hide the call, short enough to feel live."""
@@ -48,7 +48,7 @@ class Generator:
         RunError: its model does not generate.
     """
 
-    def __init__(self, steps: Steps, params: Any, rest: Any, sampling: Sampling) -> None:
+    def __init__(self, steps: StepFunctions, params: Any, rest: Any, sampling: Sampling) -> None:
         self.job, self.rest = steps.job, rest
         self.tokenizer = tokenizer_of(steps.job)
         programs = Decode(steps, sampling)

@@ -8,7 +8,7 @@ from systolic.artifact.checkpoint import Restored
 from systolic.core.errors import OptionError
 from systolic.training import hosts
 from systolic.training.ledger import Ledger
-from systolic.training.progress import Progress
+from systolic.training.progress import TrainingProgress
 from systolic.training.setup import Setup
 
 
@@ -63,7 +63,7 @@ class Keeper:
         with self._ledger.spend("checkpoint"):
             restored = self.store.restore(self._setup.steps.abstract_state)
         feed.set_states([extra["data"] for extra in restored.extras])
-        if Progress.from_json(restored.extra["progress"]).step > job.steps:
+        if TrainingProgress.from_json(restored.extra["progress"]).step > job.steps:
             raise OptionError(
                 f"steps is {job.steps}, but {self._run.path} has a checkpoint of step {restored.step}; give --steps {restored.step} or more"
             )
@@ -81,7 +81,7 @@ class Keeper:
             self.store.discard_after(restored.step)
 
     def save(
-        self, state: Any, feed: Any, progress: Progress, metrics: Mapping[str, float] | None
+        self, state: Any, feed: Any, progress: TrainingProgress, metrics: Mapping[str, float] | None
     ) -> None:
         """Begins to write a checkpoint, unless there is one of this step that says as much."""
         step, measured = progress.step, metrics is not None

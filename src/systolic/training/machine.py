@@ -10,7 +10,7 @@ from systolic.core.errors import RunError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class LocalDevices:
     """What this process computes on."""
 
     devices: Sequence[Any]
@@ -28,7 +28,7 @@ class Machine:
         return None if self.platform == "cpu" else by_device_kind(self.devices[0].device_kind)
 
     @classmethod
-    def here(cls) -> "Machine":
+    def here(cls) -> "LocalDevices":
         """Starts JAX's default backend and looks.
 
         Raises:

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from systolic.job import Job
-from systolic.steps.steps import Steps
+from systolic.steps.steps import StepFunctions
 from systolic.training.ledger import Ledger
 from systolic.training.meter import Meter
-from systolic.training.progress import Progress
+from systolic.training.progress import TrainingProgress
 from systolic.training.setup import Setup
 
 SAMPLE_TOKENS = 200
@@ -18,7 +18,7 @@ def summarise(
     *,
     setup: Setup,
     run: Path,
-    progress: Progress,
+    progress: TrainingProgress,
     metrics: dict[str, float],
     meter: Meter,
     ledger: Ledger,
@@ -61,7 +61,7 @@ def next_command(job: Job, run: Path, *, unfinished: bool) -> str:
     return f"systolic eval {where}"
 
 
-def sample(steps: Steps, params: Any, rest: Any, prompt: str) -> str:
+def sample(steps: StepFunctions, params: Any, rest: Any, prompt: str) -> str:
     """What a language model writes after ``prompt``."""
     from systolic.job import Sampling
     from systolic.training.generate import Generator

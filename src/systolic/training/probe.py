@@ -18,7 +18,7 @@ from systolic.steps.diagnose import jit_diagnose, num_parts
 from systolic.training import hosts
 from systolic.training.feed import training
 from systolic.training.ledger import Ledger
-from systolic.training.programs import Program
+from systolic.training.programs import CompiledStep
 from systolic.training.setup import Setup
 
 SHARE = 0.01
@@ -58,7 +58,7 @@ class Probe:
         self.setup, self.ledger, self._event = setup, ledger, event
         self.every = max(setup.job.steps // LOOKS, 1) if every is None else every
         self._asked = every is not None
-        self._program = Program("diagnose", jit_diagnose(setup.steps), ledger, event)
+        self._program = CompiledStep("diagnose", jit_diagnose(setup.steps), ledger, event)
         self._began = ledger.clock()
         self._spent = 0.0
         self._dearest = 0.0

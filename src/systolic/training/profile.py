@@ -28,7 +28,7 @@ def part(name: str) -> contextlib.AbstractContextManager[None]:
     return jax.profiler.TraceAnnotation(name)
 
 
-class Profile:
+class SessionTrace:
     """The one trace of a session.
 
     Python's own calls are not traced: they would slow the host down and fill the file.

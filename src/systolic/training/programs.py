@@ -15,7 +15,7 @@ POLL_SECONDS = 0.1
 """How long a signal may go unnoticed while a thread compiles."""
 
 
-class Program:
+class CompiledStep:
     """A function compiled once for each signature of its batch.
 
     Args:

@@ -9,7 +9,7 @@ RATE = "learning_rate"
 
 
 @dataclass(kw_only=True, slots=True)
-class Progress:
+class TrainingProgress:
     """Changes while the job trains; the same after a resume as without one."""
 
     step: int = 0
@@ -35,7 +35,7 @@ class Progress:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> "Progress":
+    def from_json(cls, plain: Mapping[str, Any]) -> "TrainingProgress":
         """Inverse of :meth:`to_json`."""
         return cls(**plain)
 

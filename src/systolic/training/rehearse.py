@@ -22,13 +22,13 @@ from systolic.core.units import duration, gibibytes
 from systolic.job import Batch, Job, Split
 from systolic.models.decoder.pipeline import num_microbatches
 from systolic.steps.programs import jit_evaluate, jit_train
-from systolic.steps.steps import Steps
+from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 from systolic.training.evaluate import evaluate
 from systolic.training.feed import training
 from systolic.training.ledger import Ledger
-from systolic.training.machine import Machine
-from systolic.training.programs import Program
+from systolic.training.machine import LocalDevices
+from systolic.training.programs import CompiledStep
 from systolic.training.setup import Setup, set_up
 
 STEPS = 3
@@ -44,7 +44,7 @@ Say = Callable[[str, str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class PlacedArray:
     """One array of the real job and the share of it that one device holds."""
 
     path: str
@@ -55,13 +55,13 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
+class Placement:
     """Where the arrays of the real job lie."""
 
     num_parameters: int
-    parameters: Sequence[Part]
+    parameters: Sequence[PlacedArray]
     """Largest first."""
-    batch: Sequence[Part]
+    batch: Sequence[PlacedArray]
     bytes_per_device: Mapping[str, int]
     """Kind (parameters, optimizer, other, batch) to bytes on each device."""
     whole_share: float
@@ -82,7 +82,7 @@ def rehearse(job: Job, on: Slice, say: Say, workers: int = 0) -> dict[str, Any]:
         RunError: a step, the evaluation or the checkpoint went wrong.
     """
     start = time.perf_counter()
-    machine = Machine(
+    machine = LocalDevices(
         devices=jax.devices("cpu"),
         platform="cpu",
         name=f"{on.num_devices} x virtual cpu",
@@ -97,7 +97,7 @@ def rehearse(job: Job, on: Slice, say: Say, workers: int = 0) -> dict[str, Any]:
     )
     # cuDNN cannot be traced without a GPU.
     platform = "cpu" if on.platform == "gpu" else on.platform
-    steps = Steps(job, MeshTarget.of(job, platform, machine.devices))
+    steps = StepFunctions(job, MeshTarget.of(job, platform, machine.devices))
     spread = spread_of(steps)
     _check_memory(spread, on)
     say(
@@ -124,7 +124,7 @@ def rehearse(job: Job, on: Slice, say: Say, workers: int = 0) -> dict[str, Any]:
     }
 
 
-def spread_of(steps: Steps) -> Spread:
+def spread_of(steps: StepFunctions) -> Placement:
     """Traces the real train step and reads where its arrays lie; computes nothing.
 
     Raises:
@@ -141,7 +141,7 @@ def spread_of(steps: Steps) -> Spread:
     }
     held = sum(part.bytes_per_device for part in parameters)
     whole = sum(part.bytes_per_device for part in parameters if part.spec == WHOLE)
-    return Spread(
+    return Placement(
         num_parameters=steps.network.num_parameters,
         parameters=sorted(parameters, key=lambda part: -math.prod(part.shape)),
         batch=[_part(name, array) for name, array in batch.items()],
@@ -153,7 +153,7 @@ def spread_of(steps: Steps) -> Spread:
     )
 
 
-def shrunk(job: Job, steps: Steps) -> Job:
+def shrunk(job: Job, steps: StepFunctions) -> Job:
     """The same job in the smallest sizes that its layout still divides."""
     layout = job.layout
     batch = layout.batch_ways * layout.accumulate
@@ -179,7 +179,7 @@ class _Stage:
     def run(self) -> dict[str, Any]:
         """Steps, a checkpoint, a step from it, an evaluation batch."""
         steps, ledger = self.setup.steps, Ledger()
-        program = Program("train", jit_train(steps), ledger, lambda *_: None)
+        program = CompiledStep("train", jit_train(steps), ledger, lambda *_: None)
         feed = training(self.setup.job, steps, self.workers)
         try:
             init = jax.jit(steps.init, out_shardings=steps.shardings)
@@ -207,7 +207,7 @@ class _Stage:
             "metrics": metrics,
         }
 
-    def _step(self, program: Program, state: Any, feed: Any, number: int) -> tuple[Any, float]:
+    def _step(self, program: CompiledStep, state: Any, feed: Any, number: int) -> tuple[Any, float]:
         state, metrics = program(state, next(feed))
         loss = float(metrics["loss"])
         if not math.isfinite(loss) or not math.isfinite(float(metrics["grad_norm"])):
@@ -263,7 +263,7 @@ def _raw(array: Any) -> bytes:
     return np.asarray(array).tobytes()
 
 
-def _check_memory(spread: Spread, on: Slice) -> None:
+def _check_memory(spread: Placement, on: Slice) -> None:
     memory, devices = on.chip.hbm_bytes, on.chip.devices_per_chip or 1
     kinds = ("parameters", "optimizer", "other")
     needed = sum(spread.bytes_per_device[kind] for kind in kinds)
@@ -273,12 +273,12 @@ def _check_memory(spread: Spread, on: Slice) -> None:
         )
 
 
-def _part(path: str, array: Any) -> Part:
+def _part(path: str, array: Any) -> PlacedArray:
     """Of a ShapeDtypeStruct that carries its sharding."""
     spec = array.sharding.spec
     padded = list(spec) + [None] * (len(array.shape) - len(spec))
     dims = ["-" if a is None else a if isinstance(a, str) else "+".join(a) for a in padded]
-    return Part(
+    return PlacedArray(
         path=path,
         shape=array.shape,
         spec=", ".join(dims) if any(dim != "-" for dim in dims) else WHOLE,

@@ -17,10 +17,10 @@ from systolic.core.errors import DataError, OptionError, nearest
 from systolic.job import Job, Model, Precision, Split, Target
 from systolic.steps.mesh import slices_of
 from systolic.steps.programs import jit_evaluate, jit_train
-from systolic.steps.steps import Steps, wide_copy
+from systolic.steps.steps import StepFunctions, wide_copy
 from systolic.steps.target import MeshTarget
 from systolic.training.expected import Expected
-from systolic.training.machine import Machine
+from systolic.training.machine import LocalDevices
 from systolic.training.programs import compiled, never
 
 
@@ -29,8 +29,8 @@ class Setup:
     """A job made definite for the machine."""
 
     job: Job
-    machine: Machine
-    steps: Steps
+    machine: LocalDevices
+    steps: StepFunctions
     expected: Expected | None = None
     """The forecast of the train step on these devices."""
     initial: Weights | None = None
@@ -121,7 +121,7 @@ class Setup:
 
 def set_up(
     job: Job,
-    machine: Machine | None = None,
+    machine: LocalDevices | None = None,
     flags: Sequence[str] | None = None,
     *,
     reads: bool = True,
@@ -140,7 +140,7 @@ def set_up(
         DataError: the training split is empty.
         OptionError: the compiler does not know a flag.
     """
-    machine = machine or Machine.here()
+    machine = machine or LocalDevices.here()
     flags = resolved("", machine.chip) if flags is None else flags
     named = {name_of(flag) for flag in flags_of(os.environ, machine.platform)}
     own = tuple(flag for flag in flags if name_of(flag) not in named)
@@ -156,7 +156,7 @@ def set_up(
     if reads and job.data.size(Split.train) == 0:
         raise DataError(f"the training split of {job.name} is empty; give the recipe other data")
     target = MeshTarget.of(job, machine.platform, machine.devices, own)
-    return Setup(job=job, machine=machine, steps=Steps(job, target))
+    return Setup(job=job, machine=machine, steps=StepFunctions(job, target))
 
 
 def check_operands(model: Model, precision: Precision) -> None:
@@ -197,7 +197,7 @@ def check_flags(flags: Sequence[str], platform: str) -> None:
         ) from error
 
 
-def first_state(steps: Steps, seed: int, stop: Callable[[], bool] = never) -> Any:
+def first_state(steps: StepFunctions, seed: int, stop: Callable[[], bool] = never) -> Any:
     """The state before the first step, born sharded; ``None`` where ``stop`` said so while it compiled."""
     init = jax.jit(steps.init, out_shardings=steps.shardings)
     # It runs once: on a CPU, LLVM would spend seconds to save it milliseconds.

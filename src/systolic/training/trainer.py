@@ -27,9 +27,9 @@ from systolic.training.ledger import Ledger
 from systolic.training.meter import Meter
 from systolic.training.outcome import next_command, sample, summarise
 from systolic.training.probe import Probe
-from systolic.training.profile import DATA, FOLDER, METRICS, Profile, part
-from systolic.training.programs import Program
-from systolic.training.progress import Progress
+from systolic.training.profile import DATA, FOLDER, METRICS, SessionTrace, part
+from systolic.training.programs import CompiledStep
+from systolic.training.progress import TrainingProgress
 from systolic.training.same import SameBatches, require_same_data, require_same_job
 from systolic.training.setup import Setup, computed_in
 from systolic.training.watch import Watcher
@@ -98,8 +98,10 @@ class Trainer:
         self.job, self.steps = self.setup.job, self.setup.steps
         self.keeper = Keeper(self.setup, self.run, self.ledger, self.event)
         self.store = self.keeper.store
-        self.train_program = Program("train", self.setup.jitted_train, self.ledger, self.event)
-        self.eval_program = Program("eval", self.setup.jitted_evaluate, self.ledger, self.event)
+        self.train_program = CompiledStep("train", self.setup.jitted_train, self.ledger, self.event)
+        self.eval_program = CompiledStep(
+            "eval", self.setup.jitted_evaluate, self.ledger, self.event
+        )
         self.evaluator = Evaluator(
             setup=self.setup,
             program=self.eval_program,
@@ -110,11 +112,11 @@ class Trainer:
         self.meter = Meter(self.setup, self.ledger, 0)
         self.probe = Probe(self.setup, self.ledger, self.event, self.diagnose)
         traced = self.profile if hosts.is_first() else 0
-        self.trace = Profile(self.run.path / FOLDER, traced, self.job.steps, self.event)
+        self.trace = SessionTrace(self.run.path / FOLDER, traced, self.job.steps, self.event)
         self.examples = self.job.data.size(Split.train)
         self.validates = self.job.data.size(Split.validation) != 0
         self.interval = self.log_every or max(1, self.job.steps // RECORDS)
-        self.progress = Progress()
+        self.progress = TrainingProgress()
         self.stop_reason = ""
         self.notes_told = 0
         self.same = SameBatches()
@@ -225,7 +227,7 @@ class Trainer:
         """The newest intact checkpoint, ``None`` where there is none yet; changes nothing on disk."""
         restored = self.keeper.restore(feed)
         if restored is not None:
-            self.progress = Progress.from_json(restored.extra["progress"])
+            self.progress = TrainingProgress.from_json(restored.extra["progress"])
             self._judge_patience()
         return restored
 

@@ -9,7 +9,7 @@ from PIL import Image
 from systolic.core.errors import DataError, NotFoundError
 from systolic.data.image.augmentation import Augmentation
 from systolic.data.image.images import INDEX, Images, listing, pack
-from systolic.data.image.pictures import Box, centre, crop, decode, random_box
+from systolic.data.image.pictures import Crop, centre, crop, decode, random_box
 from systolic.data.skipped import FILES
 from systolic.job import OnError, Read, Split
 
@@ -175,7 +175,7 @@ def test_what_cannot_be_read_is_named_in_one_line(plain: Path, tmp_path: Path) -
     with pytest.raises(DataError, match=r"cat/0.png"):
         everything(data, split)
     with pytest.raises(DataError, match="is damaged"):
-        crop(decode(broken), Box(0, 0, 1, 1), 8, 3)
+        crop(decode(broken), Crop(0, 0, 1, 1), 8, 3)
 
 
 def spoil(plain: Path) -> set[str]:

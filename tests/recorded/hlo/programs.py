@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from systolic import recipes
-from systolic.aot import Compiled, Compiler, JobProgram, Verb
+from systolic.aot import Compiled, Compiler, JobProgram, StepKind
 from systolic.aot import compile as compile_program
 from systolic.chips import slice
 from systolic.cli.parse import arguments
@@ -206,7 +206,7 @@ def decode() -> None:
         "batch_per_device": "8",
         "layout.tensor": "4",
     }
-    job_step("lm-decode-v5e-4", options, Verb.decode)
+    job_step("lm-decode-v5e-4", options, StepKind.decode)
 
 
 def balanced() -> None:
@@ -223,10 +223,10 @@ def balanced() -> None:
         "batch_per_device": "1",
         "layout.context": "2",
     }
-    job_step("lm-context-v5e-4", options, Verb.train)
+    job_step("lm-context-v5e-4", options, StepKind.train)
 
 
-def job_step(name: str, options: Mapping[str, str], verb: Verb) -> None:
+def job_step(name: str, options: Mapping[str, str], verb: StepKind) -> None:
     """Records a step of the ``lm`` recipe on v5e-4, schedule only."""
     words = [word for option, value in options.items() for word in (f"--{option}", value)]
     recipe = recipes.find("lm")

@@ -9,7 +9,7 @@ import pytest
 
 from systolic.core.errors import DataError, OptionError, SystolicError
 from systolic.report.forecast import record, text
-from systolic.report.forecast.progress import Progress
+from systolic.report.forecast.progress import ProgressLine
 from tests.report.forecast.recorded import fitting, refused, small
 
 
@@ -85,7 +85,7 @@ def test_a_stream_that_is_no_terminal_gets_no_colour() -> None:
 
 def test_progress_in_a_log_is_a_line_a_stage() -> None:
     stream, now = io.StringIO(), iter([0.0, 1.0, 61.0])
-    with Progress(stream, "lm", environ={}, clock=lambda: next(now)) as progress:
+    with ProgressLine(stream, "lm", environ={}, clock=lambda: next(now)) as progress:
         for stage in ("tracing", "tracing", "", "compiling"):
             progress.say(stage)
     assert stream.getvalue() == "lm: tracing, 1.0 s\nlm: compiling, 1 m 01 s\n"
@@ -100,7 +100,7 @@ class Terminal(io.StringIO):
 
 def test_progress_on_a_terminal_is_one_line_that_goes_away() -> None:
     stream = Terminal()
-    with Progress(stream, "lm", environ={"TERM": "xterm"}, clock=lambda: 1.0) as progress:
+    with ProgressLine(stream, "lm", environ={"TERM": "xterm"}, clock=lambda: 1.0) as progress:
         progress.say("tracing")
         while "tracing" not in stream.getvalue():
             pass
@@ -110,13 +110,13 @@ def test_progress_on_a_terminal_is_one_line_that_goes_away() -> None:
 
 def test_lines_that_stay_are_above_the_one_that_ticks() -> None:
     stream, out = Terminal(), io.StringIO()
-    with Progress(stream, "changes", environ={"TERM": "xterm"}, clock=lambda: 1.0) as progress:
+    with ProgressLine(stream, "changes", environ={"TERM": "xterm"}, clock=lambda: 1.0) as progress:
         progress.told("one", out, "1 of 2")
         while "1 of 2" not in stream.getvalue():
             pass
         progress.told("two", out, "2 of 2")
     assert out.getvalue() == "one\ntwo\n"
     quiet = io.StringIO()
-    with Progress(quiet, "changes", environ={}, clock=lambda: 1.0) as progress:
+    with ProgressLine(quiet, "changes", environ={}, clock=lambda: 1.0) as progress:
         progress.told("one", out, "1 of 2")
     assert quiet.getvalue() == "", "a log has the lines that stay"

@@ -11,12 +11,12 @@ import pytest
 from systolic.chips import slice
 from systolic.core.files import write_json
 from systolic.job import Remat
-from systolic.planning import Goal, Objective, Plan, Tried
-from systolic.planning.search import Progress
+from systolic.planning import Goal, Objective, Plan, Trial
+from systolic.planning.search import SearchProgress
 from systolic.report.forecast.text import plain
 from systolic.report.plan import readings
 from systolic.report.plan.page import chart, places, render
-from systolic.report.plan.progress import View
+from systolic.report.plan.progress import SearchDisplay
 from systolic.report.plan.text import lines
 from systolic.report.plan.torus import COLOURS, torus
 from systolic.report.run.verdict import Tone
@@ -31,7 +31,7 @@ def screen(made: Plan, width: int = 100) -> str:
     return "\n".join(plain(lines(made, PATH, ["a note"], width)))
 
 
-def with_more(*more: Tried, **goal: Any) -> Plan:
+def with_more(*more: Trial, **goal: Any) -> Plan:
     made = plan()
     return replace(made, tried=(*more, *made.tried), goal=replace(GOAL, **goal))
 
@@ -98,8 +98,8 @@ def test_rows_that_are_shown_have_each_slice() -> None:
     assert kept[0].rank == 1
 
 
-def progress(one: Tried, best: Tried | None) -> Progress:
-    return Progress(
+def progress(one: Trial, best: Trial | None) -> SearchProgress:
+    return SearchProgress(
         stage="compiling",
         compiled=3,
         of=24,
@@ -113,7 +113,7 @@ def progress(one: Tried, best: Tried | None) -> Progress:
 def test_elsewhere_than_on_a_terminal_a_line_a_result() -> None:
     stream = io.StringIO()
     made = plan()
-    with View(stream, environ={}, width=100) as view:
+    with SearchDisplay(stream, environ={}, width=100) as view:
         for one in made.tried[:2]:
             view.see(progress(one, made.tried[0]))
         view.see(replace_latest(progress(made.tried[0], None), "whole compile of v5e-64"))
@@ -125,7 +125,7 @@ def test_elsewhere_than_on_a_terminal_a_line_a_result() -> None:
     ]
 
 
-def replace_latest(told: Progress, stage: str) -> Progress:
+def replace_latest(told: SearchProgress, stage: str) -> SearchProgress:
     told.latest, told.stage = None, stage
     return told
 
@@ -140,7 +140,7 @@ class Terminal(io.StringIO):
 def test_on_a_terminal_a_few_lines_are_redrawn() -> None:
     stream = Terminal()
     made = plan()
-    with View(stream, environ={"TERM": "xterm"}, width=100) as view:
+    with SearchDisplay(stream, environ={"TERM": "xterm"}, width=100) as view:
         view.see(progress(made.tried[1], made.tried[0]))
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
     for words in ("3 of 24 compiled", "compiling", "and 2 more", "best", "$830"):

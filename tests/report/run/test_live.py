@@ -11,7 +11,7 @@ from rich.console import Console
 from systolic.report.run.live import Live, Quiet
 from systolic.report.run.plain import Plain
 from systolic.report.run.screen import MAX_LINES, Screen
-from systolic.report.terminal import History, can_redraw, one_line, sparkline
+from systolic.report.terminal import BoundedCurve, can_redraw, one_line, sparkline
 from tests.report.run.fabricate_run import event, records, start, train
 
 UTF = {"TERM": "xterm-256color"}
@@ -269,7 +269,7 @@ def test_a_steep_start_does_not_flatten_the_rest_of_a_sparkline() -> None:
 
 
 def test_a_history_stays_small_and_keeps_its_shape() -> None:
-    history = History(capacity=16)
+    history = BoundedCurve(capacity=16)
     for value in range(10_000):
         history.add(float(value))
     assert len(history.values) <= 16

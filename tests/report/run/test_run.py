@@ -8,7 +8,7 @@ import pytest
 
 from systolic.core.errors import NotFoundError, RunError
 from systolic.report.run import readings
-from systolic.report.run.record import Run, State, load_run
+from systolic.report.run.record import RunRecord, State, load_run
 from systolic.report.run.summary import plain_summary, print_summary
 from systolic.report.run.verdict import Tone, commands, judge
 from tests.report.run.fabricate_run import failed_records, records, summary, write_run
@@ -19,7 +19,7 @@ def whole() -> list[dict]:
     return records(600)
 
 
-def loaded(path: Path, lines: list[dict], **changes: object) -> Run:
+def loaded(path: Path, lines: list[dict], **changes: object) -> RunRecord:
     """A finished run whose summary differs in what is given."""
     end = summary(path, 600)
     final = end["final"]["metrics"] | changes.pop("metrics", {})  # type: ignore[operator]

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from systolic.report.run.plain import Plain
-from systolic.report.run.record import Run, load_run
+from systolic.report.run.record import RunRecord, load_run
 from systolic.report.run.screen import Screen
 from systolic.report.run.summary import plain_summary, print_panel
 from tests.report.run import fabricate_run
@@ -18,7 +18,7 @@ PATH = Path("runs/bytes")
 """Named in the texts; nothing is there."""
 
 
-def loaded(lines: list[dict], end: dict | None) -> Run:
+def loaded(lines: list[dict], end: dict | None) -> RunRecord:
     """A run read from a folder that is gone afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         return replace(load_run(fabricate_run.write_run(Path(folder), lines, end)), path=PATH)

@@ -28,7 +28,7 @@ class Picture(NamedTuple):
     """Why there is no content."""
 
 
-class Source(ABC):
+class PictureSource(ABC):
     """Encoded pictures by number; can be pickled for worker processes."""
 
     @abstractmethod
@@ -40,7 +40,7 @@ class Source(ABC):
         """The pictures with these numbers int64[n]; one whose file can't be read holds the error."""
 
 
-class Files(Source):
+class PictureFiles(PictureSource):
     """Picture files."""
 
     def __init__(self, files: tuple[str, ...], labels: np.ndarray) -> None:
@@ -65,7 +65,7 @@ class Files(Source):
             return Picture(b"", int(self._labels[index]), name, reason)
 
 
-class Records(Source):
+class PackedPictures(PictureSource):
     """A split that :func:`systolic.data.image.images.pack` wrote."""
 
     def __init__(self, path: str, count: int) -> None:
@@ -135,7 +135,7 @@ class Crops(NamedTuple):
 class Decoded(Table):
     """Pictures decoded and cropped as they are taken; random parts depend on the stream position only."""
 
-    def __init__(self, source: Source, crops: Crops, on_error: OnError) -> None:
+    def __init__(self, source: PictureSource, crops: Crops, on_error: OnError) -> None:
         self._source, self._crops, self._on_error = source, crops, on_error
 
     def __len__(self) -> int:

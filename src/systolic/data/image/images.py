@@ -160,18 +160,18 @@ class Images(Data):
         import importlib.util
 
         from systolic.core.errors import MissingExtraError
-        from systolic.data.image.decoding import Crops, Decoded, Files, Records
+        from systolic.data.image.decoding import Crops, Decoded, PackedPictures, PictureFiles
         from systolic.data.table import open_table
 
         if importlib.util.find_spec("PIL") is None:
             raise MissingExtraError("reading pictures", "image")
         packed = _index(self.path)
         if packed:
-            source = Records(
+            source = PackedPictures(
                 str(self.path / f"{read.split.value}.array_record"), self.size(read.split)
             )
         else:
-            source = Files(*self.listing(read.split))
+            source = PictureFiles(*self.listing(read.split))
         crops = Crops(
             side=self.side,
             channels=self.channels,

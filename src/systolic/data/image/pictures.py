@@ -23,7 +23,7 @@ _ORIENTATION = 0x0112
 """The EXIF tag that says how a camera was held."""
 
 
-class Box(NamedTuple):
+class Crop(NamedTuple):
     """Part of a picture, each number a share (0 to 1) of its width or height."""
 
     left: float
@@ -65,7 +65,9 @@ def as_image(array: np.ndarray) -> "Image":
     return Image.fromarray(array[:, :, 0] if array.shape[2] == 1 else array)
 
 
-def crop(image: "Image", box: Box, size: int, channels: int, name: str = "a picture") -> np.ndarray:
+def crop(
+    image: "Image", box: Crop, size: int, channels: int, name: str = "a picture"
+) -> np.ndarray:
     """The part ``box`` of a picture as uint8[size, size, channels].
 
     Raises:
@@ -107,14 +109,14 @@ def _readable(name: str) -> Generator[None]:
         raise DataError(f"{name} is damaged ({error}); remove it or replace it") from error
 
 
-def centre_box(width: int, height: int, share: float = 1.0) -> Box:
+def centre_box(width: int, height: int, share: float = 1.0) -> Crop:
     """The centred square whose side is ``share`` of the shorter side."""
     side = share * min(width, height)
     across, down = side / width / 2, side / height / 2
-    return Box(0.5 - across, 0.5 - down, 0.5 + across, 0.5 + down)
+    return Crop(0.5 - across, 0.5 - down, 0.5 + across, 0.5 + down)
 
 
-def random_box(width: int, height: int, least: float, chance: np.ndarray) -> Box:
+def random_box(width: int, height: int, least: float, chance: np.ndarray) -> Crop:
     """A part of ``least`` to all of the area, stretched by up to RATIO, anywhere.
 
     ``chance`` f64[4] in [0, 1): area, stretch, place across, place down. A part that would stick
@@ -125,7 +127,7 @@ def random_box(width: int, height: int, least: float, chance: np.ndarray) -> Box
     across = min(1.0, (area * stretch) ** 0.5 / width)
     down = min(1.0, (area / stretch) ** 0.5 / height)
     left, top = (1 - across) * chance[2], (1 - down) * chance[3]
-    return Box(left, top, left + across, top + down)
+    return Crop(left, top, left + across, top + down)
 
 
 def centre(

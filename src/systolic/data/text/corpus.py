@@ -48,7 +48,7 @@ class Corpus(ABC):
         return ""
 
 
-class Files(Corpus):
+class TextFiles(Corpus):
     """Text files, one document each; long ones in several."""
 
     def __init__(self, root: Path, files: Sequence[Path], piece_bytes: int) -> None:

@@ -5,7 +5,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from systolic.core.errors import DataError, NotFoundError
-from systolic.data.text.corpus import ArrayRecords, Corpus, Files, HuggingFace, Lines, Parquet
+from systolic.data.text.corpus import ArrayRecords, Corpus, HuggingFace, Lines, Parquet, TextFiles
 
 TEXT = frozenset(
     (
@@ -126,7 +126,7 @@ def _plain(path: Path, root: Path, found: list[Path], piece_bytes: int) -> Corpu
         )
     if path.is_file():
         check_text(path)
-    return Files(root, texts, piece_bytes)
+    return TextFiles(root, texts, piece_bytes)
 
 
 def check_text(file: Path) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from systolic.core.errors import DataError
 from systolic.data.text.corpus import record_source
-from systolic.data.text.rows import Records
+from systolic.data.text.rows import TokenRecords
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.job.data import Split
 
@@ -84,7 +84,7 @@ class Packed:
         return records
 
 
-class PackedRecords(Records):
+class PackedRecords(TokenRecords):
     """Records on disk, each a token sequence."""
 
     def __init__(

@@ -95,7 +95,7 @@ def lay(pieces: Sequence[Piece], sequence: int) -> dict[str, np.ndarray]:
     return {name: array.reshape(height, sequence) for name, array in out.items()}
 
 
-class Records(ABC):
+class TokenRecords(ABC):
     """Token sequences one after another, each one or more places long, readable by number."""
 
     def __init__(self, places: np.ndarray, begins: np.ndarray) -> None:
@@ -112,7 +112,7 @@ class Records(ABC):
 class RecordRows(Table):
     """Rows of all records one after another: row ``r`` is computed from where it lies."""
 
-    def __init__(self, records: Records, sequence: int) -> None:
+    def __init__(self, records: TokenRecords, sequence: int) -> None:
         self._records = records
         self._sequence = sequence
 
@@ -151,7 +151,7 @@ class RecordRows(Table):
         return out
 
 
-class HeldRecords(Records):
+class HeldRecords(TokenRecords):
     """Records in memory, as flat inputs and targets."""
 
     def __init__(

@@ -113,7 +113,7 @@ class Sight(NamedTuple):
         return (back >= 0) & (back < (self.window or capacity))
 
 
-class Part(NamedTuple):
+class ScorePart(NamedTuple):
     """Some of the dims that queries and keys are compared in; the products of several parts add up."""
 
     query: jax.Array
@@ -125,7 +125,7 @@ class Part(NamedTuple):
 
 
 def attend_one(
-    parts: Sequence[Part], own_value: jax.Array, values: jax.Array, sight: Sight
+    parts: Sequence[ScorePart], own_value: jax.Array, values: jax.Array, sight: Sight
 ) -> jax.Array:
     """Attention of one new token over a cache that does not hold it yet: [batch, 1, heads, size of a value].
 

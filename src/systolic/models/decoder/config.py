@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from systolic.core.errors import LayoutError, OptionError, nearest
 from systolic.core.needs import Needs, check_needs
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check
-from systolic.job import Axis, Field, Layout, Model, Outline, Remat, Rounding, Target
+from systolic.job import Axis, Field, Layout, Model, ModelStats, Remat, Rounding, Target
 from systolic.models.decoder import count
 from systolic.models.decoder.switches import Latent, Router, Score
 
@@ -346,7 +346,7 @@ class Decoder(Model):
         """Both; routing and logits stay in the compute dtype."""
         return frozenset(("int8", "fp8"))
 
-    def outline(self, layout: Layout) -> Outline:
+    def outline(self, layout: Layout) -> ModelStats:
         """See :mod:`systolic.models.decoder.outline`."""
         from systolic.models.decoder.outline import outline
 

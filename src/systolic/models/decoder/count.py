@@ -6,7 +6,7 @@ if TYPE_CHECKING:
     from systolic.models.decoder.config import Decoder
 
 
-class Work(NamedTuple):
+class ForwardFlops(NamedTuple):
     """Matmul FLOPs of the forward pass."""
 
     token: int
@@ -71,14 +71,14 @@ def parameters(config: "Decoder") -> int:
     return total + embeddings + ngrams + config.d_model
 
 
-def work(config: "Decoder") -> Work:
+def work(config: "Decoder") -> ForwardFlops:
     """FLOPs by what they depend on; of a mixture those of the experts that a token visits."""
     matrices = config.layers * attention(config) + feed_forward(config, config.experts_per_token)
     pair = 2 * config.heads * (config.query_dim + config.value_dim)
     latent = config.latent
     read = 2 * latent.kv_lora_rank + latent.qk_rope_head_dim
     cached = 2 * config.heads * read if latent else pair
-    return Work(2 * matrices, 2 * config.d_model * config.vocab, pair, cached)
+    return ForwardFlops(2 * matrices, 2 * config.d_model * config.vocab, pair, cached)
 
 
 def pairs(config: "Decoder", sequence: int) -> float:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from systolic.job import Target
-from systolic.models.decoder.cache import Part, Sight, attend_one
+from systolic.models.decoder.cache import ScorePart, Sight, attend_one
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.parts import RMSNorm, rope
 from systolic.models.parameters import weight
@@ -81,8 +81,8 @@ class LatentAttention(nnx.Module):
             self.target, "bshe,rhe->bshr", plain, self.key[...], self.config.rounding, heads=True
         )
         parts = (
-            Part(narrow.astype(dtype), latent, cached[1]),
-            Part(turned.astype(dtype), shared, cached[0]),
+            ScorePart(narrow.astype(dtype), latent, cached[1]),
+            ScorePart(turned.astype(dtype), shared, cached[0]),
         )
         found = attend_one(parts, latent, cached[1], sight).astype(x.dtype)
         return product(

@@ -9,7 +9,15 @@ from flax import nnx
 
 from systolic.job import Target
 from systolic.models.attention import attention, plain_dtype
-from systolic.models.decoder.cache import Cache, Part, Sight, appended, attend_one, latest, stored
+from systolic.models.decoder.cache import (
+    Cache,
+    ScorePart,
+    Sight,
+    appended,
+    attend_one,
+    latest,
+    stored,
+)
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.latent import LatentAttention
 from systolic.models.decoder.moe import Mixture
@@ -36,7 +44,7 @@ be that token again, at a loss of about the root of the width.
 """
 
 
-class Block(nnx.Module):
+class DecoderBlock(nnx.Module):
     """Attention and a feed-forward part, each behind a norm and added to the residual stream."""
 
     def __init__(self, config: Decoder, mixture: bool, rngs: nnx.Rngs, target: Target) -> None:
@@ -172,7 +180,7 @@ class Block(nnx.Module):
         if self.latent is not None:
             return self.latent.read(given, self.config.theta(window), cached, sight, dtype)
         query, key, value = self.project(given, positions, window)
-        part = Part(query.astype(dtype), key, cached[0])
+        part = ScorePart(query.astype(dtype), key, cached[0])
         return attend_one([part], value, cached[1], sight).astype(x.dtype), (key, value)
 
 
@@ -180,11 +188,11 @@ class DecoderModule(nnx.Module):
     """Tokens to logits."""
 
     def __init__(self, config: Decoder, rngs: nnx.Rngs, target: Target) -> None:
-        def blocks(layers: int, mixture: bool) -> Block:
+        def blocks(layers: int, mixture: bool) -> DecoderBlock:
             @nnx.split_rngs(splits=layers)
             @nnx.vmap(axis_size=layers, transform_metadata={nnx.PARTITION_NAME: "layers"})
-            def stacked(rngs: nnx.Rngs) -> Block:
-                return Block(config, mixture, rngs, target)
+            def stacked(rngs: nnx.Rngs) -> DecoderBlock:
+                return DecoderBlock(config, mixture, rngs, target)
 
             return stacked(rngs)
 

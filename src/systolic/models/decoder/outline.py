@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING
 
-from systolic.job import Layout, Outline, Remat
+from systolic.job import Layout, ModelStats, Remat
 from systolic.models.decoder import count
 from systolic.models.decoder.config import Dispatch
 
@@ -14,7 +14,7 @@ ATTENTION = 0.05
 """Rough share of attention's own products in the forward pass; it grows with the sequence, which is not known here."""
 
 
-def outline(config: "Decoder", layout: Layout) -> Outline:
+def outline(config: "Decoder", layout: Layout) -> ModelStats:
     """Elements that each policy keeps, by the names that the blocks give their activations."""
     whole, split = activations(config)
     queries = config.heads * config.query_dim
@@ -30,7 +30,7 @@ def outline(config: "Decoder", layout: Layout) -> Outline:
 
     some, more = kept({"layer_input", *matmuls})
     everything = kept({*whole, *split})
-    return Outline(
+    return ModelStats(
         parameters=config.num_parameters,
         expert_parameters=_expert_parameters(config),
         layers=config.layers,

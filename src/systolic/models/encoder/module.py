@@ -36,7 +36,7 @@ def again(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return jax.checkpoint(function, prevent_cse=False)
 
 
-class Block(nnx.Module):
+class EncoderBlock(nnx.Module):
     """Attention and an MLP, each added to its input and normed after the sum."""
 
     def __init__(self, config: Encoder, rngs: nnx.Rngs, target: Target) -> None:
@@ -118,8 +118,8 @@ class EncoderModule(nnx.Module):
     def __init__(self, config: Encoder, rngs: nnx.Rngs, target: Target) -> None:
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(axis_size=config.layers, transform_metadata={nnx.PARTITION_NAME: "layers"})
-        def blocks(rngs: nnx.Rngs) -> Block:
-            return Block(config, rngs, target)
+        def blocks(rngs: nnx.Rngs) -> EncoderBlock:
+            return EncoderBlock(config, rngs, target)
 
         d = config.d_model
         self.embedding = matrix(rngs, (config.vocab, d), ("vocab", "embed"))

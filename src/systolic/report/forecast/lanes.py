@@ -20,7 +20,7 @@ TINY = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class LaneEvent:
     """An op, or an op that holds others, at its place in the step; in seconds."""
 
     span: Span
@@ -35,7 +35,7 @@ class Event:
 class Unrolled:
     """Events in the order of their starts, and what was left out."""
 
-    events: Sequence[Event]
+    events: Sequence[LaneEvent]
     total: int
     """Events of the whole step."""
     iterations: int | None
@@ -67,9 +67,9 @@ def unroll(timeline: Timeline, cap: int) -> Unrolled:
     return Unrolled(events=events, total=total, iterations=most)
 
 
-def tracks(events: Sequence[Event]) -> list[tuple[str, list[Event]]]:
+def tracks(events: Sequence[LaneEvent]) -> list[tuple[str, list[LaneEvent]]]:
     """Events by lane; transfers of one lane that overlap (on several axes) are on tracks of their own."""
-    found: dict[str, list[list[Event]]] = {lane: [] for lane in LANES}
+    found: dict[str, list[list[LaneEvent]]] = {lane: [] for lane in LANES}
     for event in events:
         rows = found.setdefault(event.span.lane, [])
         free = (row for row in rows if row[-1].start + row[-1].seconds <= event.start + TINY)
@@ -112,16 +112,16 @@ def _repeats(spans: Sequence[Span]) -> Iterator[int]:
             yield from _repeats(span.inside)
 
 
-def _events(spans: Sequence[Span], origin: float, most: int | None) -> Iterator[Event]:
+def _events(spans: Sequence[Span], origin: float, most: int | None) -> Iterator[LaneEvent]:
     for span in spans:
         if span.seconds <= 0:
             continue
         start = origin + span.start
         if not span.inside:
-            yield Event(span, start, span.seconds)
+            yield LaneEvent(span, start, span.seconds)
             continue
         taken = _taken(span, most)
-        yield Event(span, start, span.seconds, taken)
+        yield LaneEvent(span, start, span.seconds, taken)
         turn = span.seconds / span.repeat
         for index in range(taken):
             yield from _events(span.inside, start + index * turn, most)

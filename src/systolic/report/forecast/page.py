@@ -11,7 +11,7 @@ from systolic.core.files import write_atomically
 from systolic.core.units import duration, gibibytes, si
 from systolic.forecasting import Forecast
 from systolic.forecasting.costs import (
-    Cost,
+    OpCost,
     by_op,
     by_place,
     clean,
@@ -19,12 +19,12 @@ from systolic.forecasting.costs import (
     seconds_by_place,
     short,
 )
-from systolic.forecasting.memory import Held
+from systolic.forecasting.memory import LiveBuffer
 from systolic.report import figures
 from systolic.report.forecast import readings
 from systolic.report.forecast.roofline import roofline
 from systolic.report.forecast.tree import tree
-from systolic.report.forecast.treemap import Box, treemap
+from systolic.report.forecast.treemap import Rectangle, treemap
 from systolic.report.pages import Tile, fill
 
 COLOURS = 9
@@ -44,17 +44,17 @@ _STATE = re.compile(r"\.(\w+)\['([^']+)'\]$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
+class BufferTile:
     """A buffer on the memory map."""
 
-    box: Box
+    box: Rectangle
     kind: str
     label: str
     text: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class CostRow:
     """A line of a table of costs."""
 
     name: str
@@ -83,7 +83,7 @@ def render(forecast: Forecast) -> str:
     """The page of a forecast as text."""
     timeline = forecast.timeline
     groups: Mapping[str, str] = {}
-    costs: Sequence[Cost] = []
+    costs: Sequence[OpCost] = []
     if timeline is not None:
         groups = roll_up(seconds_by_place(timeline), PLACES)
         costs = by_place(timeline, PLACES)
@@ -126,7 +126,7 @@ def _lead(forecast: Forecast) -> str:
     return f"{text} {step[0].upper()}{step[1:]} a step, bound by {bound}."
 
 
-def _more(forecast: Forecast, costs: Sequence[Cost]) -> str:
+def _more(forecast: Forecast, costs: Sequence[OpCost]) -> str:
     """The places that have no row of their own."""
     if not costs or forecast.timeline is None:
         return ""
@@ -211,7 +211,7 @@ def memory(forecast: Forecast) -> dict[str, Any] | None:
     }
 
 
-def _what(buffer: Held) -> str:
+def _what(buffer: LiveBuffer) -> str:
     """A parameter's path, or the op that makes the buffer and its place."""
     path = (buffer.op or buffer.name).replace("\\'", "'")
     if (found := _STATE.search(path)) is not None:
@@ -220,7 +220,7 @@ def _what(buffer: Held) -> str:
     return ", ".join(part for part in (path.split("/")[-1], place) if part)
 
 
-def _blocks(forecast: Forecast) -> list[Block]:
+def _blocks(forecast: Forecast) -> list[BufferTile]:
     """The largest buffers, and the rest of each kind as one."""
     assert forecast.memory is not None
     buffers = [b for b in forecast.memory.buffers if b.bytes > 0]
@@ -237,7 +237,7 @@ def _blocks(forecast: Forecast) -> list[Block]:
     entries.sort(key=lambda entry: -entry[0])
     boxes = treemap([float(size) for size, *_ in entries], MAP_ASPECT)
     return [
-        Block(
+        BufferTile(
             box=box,
             kind=kind.replace(" ", "-"),
             label=what if box.width * box.height > MAP_LABEL * 100 else "",
@@ -265,13 +265,13 @@ def refused(forecast: Forecast) -> dict[str, Any] | None:
     }
 
 
-def rows(forecast: Forecast, costs: Sequence[Cost], colours: Mapping[str, int]) -> list[Row]:
+def rows(forecast: Forecast, costs: Sequence[OpCost], colours: Mapping[str, int]) -> list[CostRow]:
     """Costs as lines of a table."""
     step = forecast.timeline.seconds if forecast.timeline else 1.0
     chip = forecast.on.chip
     peak = (chip.peak_bf16_flops_per_second or 0.0) / (chip.devices_per_chip or 1)
     return [
-        Row(
+        CostRow(
             name=cost.name,
             colour=colours.get(cost.name, colours.get(cost.place, COLOURS)),
             share=cost.seconds / step,
@@ -288,7 +288,7 @@ def rows(forecast: Forecast, costs: Sequence[Cost], colours: Mapping[str, int]) 
     ]
 
 
-def _rate(cost: Cost, peak: float) -> str:
+def _rate(cost: OpCost, peak: float) -> str:
     """FLOPs against the peak, else bytes a second."""
     if not cost.seconds:
         return ""

@@ -13,7 +13,7 @@ from systolic.report import terminal
 TICK_SECONDS = 0.2
 
 
-class Progress:
+class ProgressLine:
     """A context whose :meth:`say` is told the stage."""
 
     def __init__(
@@ -33,7 +33,7 @@ class Progress:
         self._over = threading.Event()
         self._ticker: threading.Thread | None = None
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressLine":
         return self
 
     def __exit__(

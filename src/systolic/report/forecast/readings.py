@@ -34,7 +34,7 @@ ELSEWHERE = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class Portion:
     """A part of a whole: bytes of a kind of memory, or seconds of a resource."""
 
     key: str
@@ -113,13 +113,13 @@ def memory_origin(forecast: Forecast) -> Origin:
     return forecast.memory_origin
 
 
-def memory_parts(forecast: Forecast) -> list[Part]:
+def memory_parts(forecast: Forecast) -> list[Portion]:
     """The peak by kind, as shares of the device's memory."""
     if forecast.memory is None:
         return []
     whole = max(forecast.capacity_bytes, forecast.memory.peak_bytes, 1)
     return [
-        Part(key=_key(kind), name=kind, value=size, share=size / whole, text=gibibytes(size))
+        Portion(key=_key(kind), name=kind, value=size, share=size / whole, text=gibibytes(size))
         for kind, size in forecast.memory.by_kind.items()
     ]
 
@@ -128,13 +128,13 @@ def _key(kind: str) -> str:
     return kind.replace(" ", "-")
 
 
-def time_parts(forecast: Forecast) -> list[Part]:
+def time_parts(forecast: Forecast) -> list[Portion]:
     """The step by what the core did or waited for."""
     if not forecast.step_seconds:
         return []
     step = forecast.step_seconds
     return [
-        Part(key=name, name=name, value=s, share=s / step, text=duration(s))
+        Portion(key=name, name=name, value=s, share=s / step, text=duration(s))
         for name, s in forecast.time_by_resource.items()
         if s / step > 5e-4
     ]

@@ -35,7 +35,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
+class FigureChange:
     """One figure before and after; None where a side has none."""
 
     group: str
@@ -63,7 +63,7 @@ class Change:
         }
 
 
-def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[FigureChange]:
     """What differs from one forecast's JSON to another's: step, memory, money, resources, places."""
     found = [
         _change("", "step", before, after, ("step_seconds",), "s"),
@@ -93,7 +93,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
     return found
 
 
-def lines(changes: Sequence[Change], before: str, after: str) -> list[str]:
+def lines(changes: Sequence[FigureChange], before: str, after: str) -> list[str]:
     """The changes as a table of plain text."""
     shown = [f"from {before} to {after}"]
     group = ""
@@ -122,8 +122,8 @@ def _change(
     after: Mapping[str, Any],
     path: tuple[str, ...],
     unit: str,
-) -> Change:
-    return Change(
+) -> FigureChange:
+    return FigureChange(
         group=group, name=name, before=_at(before, path), after=_at(after, path), unit=unit
     )
 
@@ -137,10 +137,10 @@ def _at(record: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
 
 def _table(
     group: str, old: Mapping[str, float], new: Mapping[str, float], unit: str, least: float
-) -> list[Change]:
+) -> list[FigureChange]:
     """Rows of both sides that matter, the largest change first."""
     rows = [
-        Change(
+        FigureChange(
             group=group, name=name, before=old.get(name, 0.0), after=new.get(name, 0.0), unit=unit
         )
         for name in {**old, **new}

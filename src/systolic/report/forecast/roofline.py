@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from systolic.core.units import duration, si
 from systolic.forecasting import Forecast
-from systolic.forecasting.costs import Cost, by_op
+from systolic.forecasting.costs import OpCost, by_op
 from systolic.report import curves
-from systolic.report.curves import Axis
+from systolic.report.curves import PlotAxis
 
 MAX_DOTS = 150
 LEAST_SHARE = 2e-4
@@ -18,7 +18,7 @@ LOWEST = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dot:
+class OpDot:
     """An op: place in per cent, size in pixels."""
 
     left: float
@@ -32,13 +32,13 @@ class Dot:
 class Roofline:
     """Axes in FLOP/byte and FLOP/s of one device, the roofs as an SVG path, ops as dots."""
 
-    x: Axis
-    y: Axis
+    x: PlotAxis
+    y: PlotAxis
     roof: str
     peak_text: str
     hbm_text: str
     ridge_text: str
-    dots: Sequence[Dot]
+    dots: Sequence[OpDot]
     num_hidden: int
     """Ops too short to be dots."""
     num_inside: int
@@ -82,15 +82,15 @@ def roofline(forecast: Forecast) -> Roofline | None:
     )
 
 
-def _decades(low: float, high: float) -> Axis:
+def _decades(low: float, high: float) -> PlotAxis:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     return curves.log_axis(10.0**first, 10.0**last)
 
 
-def _dot(cost: Cost, across: float, up: float, x: Axis, y: Axis, step: float) -> Dot:
+def _dot(cost: OpCost, across: float, up: float, x: PlotAxis, y: PlotAxis, step: float) -> OpDot:
     share = cost.seconds / step
     text = f"{cost.opcode} {cost.name.split()[-1]}: {si(up, 'FLOP/s')} at {si(across)} FLOP/byte, {duration(cost.seconds)} ({share * 100:.1f} % of the step), {cost.place}"
-    return Dot(
+    return OpDot(
         left=round(x.place(across) * 100, 2),
         bottom=round(max(y.place(up), 0.0) * 100, 2),
         size=round(6 + 40 * math.sqrt(min(share, 0.25)), 1),

@@ -17,7 +17,7 @@ from systolic.forecasting import Forecast
 from systolic.forecasting.costs import by_place
 from systolic.report import figures, terminal
 from systolic.report.forecast import readings
-from systolic.report.forecast.readings import Part
+from systolic.report.forecast.readings import Portion
 from systolic.report.run.verdict import Tone
 
 HEIGHT = 23
@@ -128,7 +128,7 @@ def _memory(forecast: Forecast, width: int) -> list[Text]:
     return [head, _bar(parts, looks, width), *_legend(parts, looks, width)]
 
 
-def _merged(parts: Sequence[Part]) -> list[Part]:
+def _merged(parts: Sequence[Portion]) -> list[Portion]:
     """Kinds that would be too thin to see as one."""
     total = sum(part.value for part in parts)
     kept = [part for part in parts if part.value >= SMALL * total]
@@ -137,7 +137,10 @@ def _merged(parts: Sequence[Part]) -> list[Part]:
         return list(parts)
     size = sum(part.value for part in rest)
     share = sum(part.share for part in rest)
-    return [*kept, Part(key="rest", name="others", value=size, share=share, text=gibibytes(size))]
+    return [
+        *kept,
+        Portion(key="rest", name="others", value=size, share=share, text=gibibytes(size)),
+    ]
 
 
 def _time(forecast: Forecast, width: int) -> list[Text]:
@@ -151,7 +154,7 @@ def _time(forecast: Forecast, width: int) -> list[Text]:
     return [head, _bar(parts, _RESOURCES, width), *_legend(parts, _RESOURCES, width, share=True)]
 
 
-def _bar(parts: Sequence[Part], looks: Mapping[str, tuple[str, str]], width: int) -> Text:
+def _bar(parts: Sequence[Portion], looks: Mapping[str, tuple[str, str]], width: int) -> Text:
     """Segments by share; what is not in any part is free."""
     line, room = Text(" " * INDENT), width - INDENT
     done, at = 0.0, 0
@@ -165,7 +168,7 @@ def _bar(parts: Sequence[Part], looks: Mapping[str, tuple[str, str]], width: int
 
 
 def _legend(
-    parts: Sequence[Part],
+    parts: Sequence[Portion],
     looks: Mapping[str, tuple[str, str]],
     width: int,
     share: bool = False,

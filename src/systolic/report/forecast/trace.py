@@ -11,7 +11,7 @@ from typing import Any
 from systolic.core.files import write_atomically
 from systolic.forecasting import Forecast
 from systolic.forecasting.costs import place_of
-from systolic.report.forecast.lanes import LANES, Event, tracks, unroll
+from systolic.report.forecast.lanes import LANES, LaneEvent, tracks, unroll
 from systolic.sim.timeline import Timeline
 
 CAP = 20_000
@@ -57,7 +57,7 @@ def trace(forecast: Forecast, timeline: Timeline, cap: int = CAP) -> dict[str, A
     }
 
 
-def _event(event: Event, tid: int) -> dict[str, Any]:
+def _event(event: LaneEvent, tid: int) -> dict[str, Any]:
     span = event.span
     loop = event.iterations > 0
     args: dict[str, Any] = {"op": span.name, "opcode": span.opcode}
@@ -82,7 +82,7 @@ def _event(event: Event, tid: int) -> dict[str, Any]:
     }
 
 
-def _name(event: Event) -> str:
+def _name(event: LaneEvent) -> str:
     """What a reader looks for first: waits by what they wait for, ops by their place."""
     span = event.span
     place = place_of(span)

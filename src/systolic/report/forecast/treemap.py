@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class Rectangle:
     """A rectangle in per cent of the map."""
 
     left: float
@@ -17,7 +17,7 @@ class Box:
     height: float
 
 
-def treemap(sizes: Sequence[float], aspect: float) -> list[Box]:
+def treemap(sizes: Sequence[float], aspect: float) -> list[Rectangle]:
     """A box for each size (all above 0, the largest first), whose areas are in their proportion.
 
     Args:
@@ -29,7 +29,7 @@ def treemap(sizes: Sequence[float], aspect: float) -> list[Box]:
         return []
     area = aspect
     left, top, width, height = 0.0, 0.0, aspect, 1.0
-    boxes: list[Box] = []
+    boxes: list[Rectangle] = []
     todo = [size / total * area for size in sizes]
     while todo:
         side = min(width, height)
@@ -59,8 +59,8 @@ def _worst(row: Sequence[float], side: float) -> float:
     return max(max(part / depth / depth, depth * depth / part) for part in row)
 
 
-def _box(left: float, top: float, width: float, height: float, aspect: float) -> Box:
-    return Box(
+def _box(left: float, top: float, width: float, height: float, aspect: float) -> Rectangle:
+    return Rectangle(
         round(left / aspect * 100, 3),
         round(top * 100, 3),
         round(width / aspect * 100, 3),

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from systolic.core.files import write_atomically
 from systolic.forecasting import Forecast
-from systolic.report.forecast.lanes import Event, unroll
+from systolic.report.forecast.lanes import LaneEvent, unroll
 from systolic.report.forecast.protobuf import double, integer, message, table, text
 from systolic.sim.timeline import Resource, Span, Timeline
 
@@ -124,7 +124,7 @@ def _compiled(module: bytes) -> Iterable[bytes]:
     yield table(5, [(number, integer(1, number) + text(2, name))])
 
 
-def _issued(event: Event) -> Event:
+def _issued(event: LaneEvent) -> LaneEvent:
     """The event on the core's line: of a copy beside it the start alone, which takes no time.
 
     xprof counts the bytes of this line only, so that a copy's would be missing otherwise.
@@ -204,7 +204,7 @@ def _module(n: int, step: float) -> bytes:
 
 
 def _ops(
-    events: Sequence[Event], numbers: dict[tuple[str, str], int], n: int, step: float
+    events: Sequence[LaneEvent], numbers: dict[tuple[str, str], int], n: int, step: float
 ) -> Iterable[bytes]:
     group = _number("group_id", n)
     for event in events:
@@ -265,7 +265,7 @@ def _number(name: str, value: int, event: int = 4) -> bytes:
     return message(event, integer(1, _STAT[name]), integer(kind, value))
 
 
-def own_share(event: Event) -> float:
+def own_share(event: LaneEvent) -> float:
     """Share of a loop's time that no event inside it has.
 
     xprof adds the times of loops to those of what is in them, at the nominal clock, and divides FLOPs by

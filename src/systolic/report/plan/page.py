@@ -9,14 +9,14 @@ from systolic.aot.outcome import REPORT
 from systolic.core.errors import SystolicError
 from systolic.core.files import write_atomically
 from systolic.core.store import Store, cache_home, read_json
-from systolic.planning import Plan, Tried
+from systolic.planning import Plan, Trial
 from systolic.planning.goal import HOUR, days, hourly
 from systolic.report import curves, figures
-from systolic.report.curves import Axis
+from systolic.report.curves import PlotAxis
 from systolic.report.pages import Tile, fill
 from systolic.report.plan import readings
 from systolic.report.plan.progress import result
-from systolic.report.plan.readings import Row
+from systolic.report.plan.readings import RankingRow
 from systolic.report.plan.torus import Torus, torus
 
 ROWS = 40
@@ -29,7 +29,7 @@ WIDE = 8.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dot:
+class CandidateDot:
     """A compiled candidate on the chart, in per cent of it."""
 
     left: float
@@ -42,12 +42,12 @@ class Dot:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chart:
+class ScatterChart:
     """Time against dollars."""
 
-    x: Axis
-    y: Axis
-    dots: Sequence[Dot]
+    x: PlotAxis
+    y: PlotAxis
+    dots: Sequence[CandidateDot]
     front: str
     """The path that joins what no other beats."""
     limits: Sequence[tuple[str, float, str]]
@@ -145,7 +145,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     return [(name, text) for name, text in found if text]
 
 
-def _commands(plan: Plan, path: Path | None, found: Sequence[Row]) -> list[tuple[str, str]]:
+def _commands(plan: Plan, path: Path | None, found: Sequence[RankingRow]) -> list[tuple[str, str]]:
     """What runs the best, and the first of each other slice."""
     shown, seen = [], set()
     for row in found:
@@ -162,7 +162,7 @@ def _colours(plan: Plan) -> dict[str, int]:
     return {name: min(number, COLOURS) for number, name in enumerate(names)}
 
 
-def chart(plan: Plan, colours: dict[str, int]) -> Chart | None:
+def chart(plan: Plan, colours: dict[str, int]) -> ScatterChart | None:
     """Every compiled candidate with a step time; None where none has one.
 
     Without prices, kilowatt-hours or chip-hours take the place of dollars.
@@ -180,7 +180,7 @@ def chart(plan: Plan, colours: dict[str, int]) -> Chart | None:
     front = {id(one) for one in plan.pareto}
     best = plan.best
     dots = [
-        Dot(
+        CandidateDot(
             left=round(x.place(h / scale) * 100, 2),
             bottom=round(y.place(c) * 100, 2),
             colour=colours[one.candidate.on.name],
@@ -202,7 +202,7 @@ def chart(plan: Plan, colours: dict[str, int]) -> Chart | None:
     for name, number in colours.items():
         if name in used:
             legend.setdefault(number, []).append(name)
-    return Chart(
+    return ScatterChart(
         x=x,
         y=y,
         dots=dots,
@@ -214,7 +214,7 @@ def chart(plan: Plan, colours: dict[str, int]) -> Chart | None:
     )
 
 
-def _axis(values: Sequence[float]) -> Axis:
+def _axis(values: Sequence[float]) -> PlotAxis:
     """From zero, or logarithmic where the values are far apart."""
     low, high = min(values), max(values)
     if low > 0 and high / low > WIDE:
@@ -222,14 +222,14 @@ def _axis(values: Sequence[float]) -> Axis:
     return curves.linear_axis(0.0, high * PAD, num_ticks=6)
 
 
-def _cost(done: Sequence[Tried]) -> tuple[str, Any]:
+def _cost(done: Sequence[Trial]) -> tuple[str, Any]:
     """What the chart's other axis is, and its value."""
     if all(one.total is not None and one.total.usd is not None for one in done):
         return "dollars", lambda one: one.total.usd
     return "chip-hours", lambda one: one.total.seconds / HOUR * one.candidate.on.num_chips
 
 
-def _limits(plan: Plan, x: Axis, y: Axis, scale: float) -> list[tuple[str, float, str]]:
+def _limits(plan: Plan, x: PlotAxis, y: PlotAxis, scale: float) -> list[tuple[str, float, str]]:
     found = []
     goal = plan.goal
     if goal.deadline_seconds is not None and (at := goal.deadline_seconds / HOUR / scale) <= x.high:
@@ -239,15 +239,15 @@ def _limits(plan: Plan, x: Axis, y: Axis, scale: float) -> list[tuple[str, float
     return found
 
 
-def _hover(one: Tried) -> str:
+def _hover(one: Trial) -> str:
     return f"{one.candidate.name}\n{result(one)}"
 
 
-def _torus(best: Tried, root: Path) -> Torus | None:
+def _torus(best: Trial, root: Path) -> Torus | None:
     return torus(best.candidate.on, best.candidate.layout, places(best, root))
 
 
-def places(one: Tried, root: Path) -> Sequence[Sequence[int]]:
+def places(one: Trial, root: Path) -> Sequence[Sequence[int]]:
     """Where the compiler had each device of the mesh; empty where the store does not say."""
     made = (one.forecast.compiler if one.forecast is not None else {}).get("program")
     if not made:

@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from systolic.core.units import duration
-from systolic.planning import Tried
+from systolic.planning import Trial
 from systolic.planning.goal import days
 from systolic.planning.plan import reason_of
-from systolic.planning.search import Progress
+from systolic.planning.search import SearchProgress
 from systolic.report import figures, terminal
 from systolic.report.plan import readings
 
@@ -26,7 +26,7 @@ RUNNING = 4
 BAR = 24
 
 
-class View:
+class SearchDisplay:
     """A context whose :meth:`see` is told the search's progress."""
 
     def __init__(
@@ -41,7 +41,7 @@ class View:
             console = Console(file=stream, force_terminal=True, width=width, highlight=False)
             self._live = Live(console=console, auto_refresh=False, transient=True)
 
-    def __enter__(self) -> "View":
+    def __enter__(self) -> "SearchDisplay":
         if self._live is not None:
             self._live.start()
         return self
@@ -56,7 +56,7 @@ class View:
             with contextlib.suppress(OSError, ValueError):
                 self._live.stop()
 
-    def see(self, progress: Progress) -> None:
+    def see(self, progress: SearchProgress) -> None:
         """Shows where the search is; a terminal that is gone is no reason to end it."""
         if self._live is not None:
             with contextlib.suppress(OSError, ValueError):
@@ -69,13 +69,13 @@ class View:
         self._stage = progress.stage
 
 
-def line(progress: Progress, one: Tried) -> str:
+def line(progress: SearchProgress, one: Trial) -> str:
     """One result: ``[ 3/24, 41.2 s] v5e-16 fsdp 16 remat full: 340 ms, 52.1 % MFU, …``."""
     text = f"{_place(progress)} {one.candidate.name}: {result(one)}"
     return f"{text}  <- best so far" if one is progress.best else text
 
 
-def result(one: Tried) -> str:
+def result(one: Trial) -> str:
     """What became of a candidate."""
     made, total = one.forecast, one.total
     if made is None or total is None:
@@ -90,7 +90,7 @@ def result(one: Tried) -> str:
     return f"{text}; {one.broken}" if one.broken else text
 
 
-def drawing(progress: Progress) -> Group:
+def drawing(progress: SearchProgress) -> Group:
     """The lines that are redrawn."""
     head = Table.grid(padding=(0, 2))
     bar = ProgressBar(
@@ -119,7 +119,7 @@ def drawing(progress: Progress) -> Group:
     return Group(head, *rows)
 
 
-def _place(progress: Progress) -> str:
+def _place(progress: SearchProgress) -> str:
     width = len(str(progress.of))
     return f"[{progress.compiled:>{width}}/{progress.of}, {duration(progress.seconds)}]"
 

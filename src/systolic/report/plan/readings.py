@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from systolic.core.units import GIB, duration, si
-from systolic.planning import Plan, Tried
+from systolic.planning import Plan, Trial
 from systolic.planning.goal import days, dollars
 from systolic.planning.plan import reason_of
 from systolic.planning.space import Refused
@@ -34,11 +34,11 @@ RULES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
+class RankingRow:
     """A candidate of the ranking."""
 
     rank: int
-    one: Tried
+    one: Trial
     slice: str
     layout: str
     batch: str
@@ -82,7 +82,7 @@ def energy(kwh: float | None) -> str:
     return figures.MISSING if kwh is None else readings.figure(kwh)
 
 
-def sure(one: Tried) -> str:
+def sure(one: Trial) -> str:
     """How far the step may be off: ``−8 to +12 %``; empty where that is not known."""
     made = one.forecast
     if made is None or not made.step_seconds or made.low is None or made.high is None:
@@ -91,7 +91,7 @@ def sure(one: Tried) -> str:
     return f"{low * 100:+.0f} to {high * 100:+.0f} %".replace("-", "−")
 
 
-def memory(one: Tried) -> str:
+def memory(one: Trial) -> str:
     """``13.10 of 15.75 GiB`` of one device."""
     made = one.forecast
     if made is None:
@@ -142,18 +142,18 @@ def command(plan: Plan, path: Path | None, number: int = 1) -> str:
     return shlex.join([*words, *(["--candidate", str(number)] if number > 1 else [])])
 
 
-def rows(plan: Plan) -> list[Row]:
+def rows(plan: Plan) -> list[RankingRow]:
     """The ranking."""
     front = {id(one) for one in plan.pareto}
     return [_row(rank, one, id(one) in front) for rank, one in enumerate(plan.ranking, 1)]
 
 
-def _row(rank: int, one: Tried, pareto: bool) -> Row:
+def _row(rank: int, one: Trial, pareto: bool) -> RankingRow:
     made, total = one.forecast, one.total
     assert made is not None
     assert total is not None
     need, have = readings.needed(made), made.capacity_bytes
-    return Row(
+    return RankingRow(
         rank=rank,
         one=one,
         slice=one.candidate.on.name,
@@ -171,9 +171,9 @@ def _row(rank: int, one: Tried, pareto: bool) -> Row:
     )
 
 
-def shown(found: Sequence[Row], room: int) -> list[Row]:
+def shown(found: Sequence[RankingRow], room: int) -> list[RankingRow]:
     """As many rows as there is room for: the first, the best of each slice and the front, then by rank."""
-    firsts: dict[str, Row] = {}
+    firsts: dict[str, RankingRow] = {}
     for row in found:
         firsts.setdefault(row.slice, row)
     wanted = [*found[:1], *firsts.values(), *(row for row in found if row.pareto), *found]
@@ -228,7 +228,7 @@ def _miss(one: Refused) -> tuple[float, int, str]:
     return math.inf if one.miss is None else one.miss, -memory, one.on.name
 
 
-def _failed_words(failed: Sequence[Tried]) -> str:
+def _failed_words(failed: Sequence[Trial]) -> str:
     """``3 do not fit, 2 break the goal, 1 did not compile``."""
     unfit = sum(one.forecast is not None and not one.forecast.fits for one in failed)
     broken = sum(one.broken is not None for one in failed)
@@ -240,10 +240,10 @@ def _failed_words(failed: Sequence[Tried]) -> str:
     return "compiled: " + ", ".join(f"{number} {text}" for number, text in numbers if number)
 
 
-def _nearest_failed(plan: Plan, failed: Sequence[Tried]) -> str:
+def _nearest_failed(plan: Plan, failed: Sequence[Trial]) -> str:
     """One that breaks the goal comes nearer than one that does not fit, that one than an error."""
 
-    def miss(one: Tried) -> tuple[int, float, str]:
+    def miss(one: Trial) -> tuple[int, float, str]:
         name = one.candidate.name
         if one.total is not None:
             return 0, plan.goal.excess(one.total), name

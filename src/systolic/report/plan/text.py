@@ -15,7 +15,7 @@ from systolic.planning import Plan
 from systolic.report import figures, terminal
 from systolic.report.forecast.text import plain
 from systolic.report.plan import readings
-from systolic.report.plan.readings import Row
+from systolic.report.plan.readings import RankingRow
 from systolic.report.run.verdict import Tone
 
 MAX_WIDTH = 120
@@ -79,7 +79,7 @@ def lines(plan: Plan, path: Path | None, notes: Sequence[str], width: int) -> li
     return shown
 
 
-def _table(found: Sequence[Row], width: int) -> list[Text]:
+def _table(found: Sequence[RankingRow], width: int) -> list[Text]:
     """The ranking: a candidate's figures, and its layout below them."""
     if not found:
         return []
@@ -118,7 +118,7 @@ def _folded(layout: str, width: int) -> list[str]:
     return [line.replace("+ ", "+") for line in wide] or [""]
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: RankingRow) -> tuple[str, ...]:
     return (
         row.slice,
         row.step,

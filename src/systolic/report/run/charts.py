@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from systolic.report import curves, figures
-from systolic.report.curves import Axis, Points
-from systolic.report.run.record import Record, Run, loss_of
+from systolic.report.curves import PlotAxis, Points
+from systolic.report.run.record import Record, RunRecord, loss_of
 
 TABLE_ROWS = 400
 """Records in the page for the hover read-out; more are sampled evenly."""
@@ -37,7 +37,7 @@ class Series:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trace:
+class PlotLine:
     """One line of a plot."""
 
     css: str
@@ -51,9 +51,9 @@ class Plot:
 
     view: str
     """The word on the switch between a chart's plots."""
-    x: Axis
-    y: Axis
-    traces: tuple[Trace, ...]
+    x: PlotAxis
+    y: PlotAxis
+    traces: tuple[PlotLine, ...]
     marks: tuple[float, ...] = ()
     """Per cent along x of steps whose loss was not a number."""
 
@@ -71,7 +71,7 @@ class Chart:
     note: str = ""
 
 
-def all_charts(run: Run) -> list[Chart]:
+def all_charts(run: RunRecord) -> list[Chart]:
     """The charts that the run has numbers for, the loss first."""
     charts = [_loss_chart(run)] if run.train or _eval_points(run, "loss") else []
     for series in _all_series(run):
@@ -81,18 +81,18 @@ def all_charts(run: Run) -> list[Chart]:
     return charts
 
 
-def hidden_terms(run: Run) -> list[str]:
+def hidden_terms(run: RunRecord) -> list[str]:
     """Names of the task's terms that are too many to be drawn."""
     return _terms(run)[MAX_TERMS:]
 
 
-def points_of(run: Run, value: Callable[[Record], Any]) -> Points:
+def points_of(run: RunRecord, value: Callable[[Record], Any]) -> Points:
     """(step, value) of each train record that has the value; a NaN is kept."""
     pairs = ((float(r["step"]), figures.number(value(r))) for r in run.train)
     return [(x, y) for x, y in pairs if y is not None]
 
 
-def hover_table(run: Run) -> dict[str, Any]:
+def hover_table(run: RunRecord) -> dict[str, Any]:
     """Columns by chart key for the read-out under the pointer, and the evaluations."""
     rows = [run.train[i] for i in curves.evenly(len(run.train), TABLE_ROWS)]
     columns = {
@@ -114,7 +114,7 @@ def hover_table(run: Run) -> dict[str, Any]:
     }
 
 
-def _all_series(run: Run) -> list[Series]:
+def _all_series(run: RunRecord) -> list[Series]:
     """All but the loss: the task's terms, then what every run has."""
     unit = next((found[1] for r in run.train if (found := figures.throughput(r))), "")
     return [
@@ -150,7 +150,7 @@ def _all_series(run: Run) -> list[Series]:
     ]
 
 
-def _terms(run: Run) -> list[str]:
+def _terms(run: RunRecord) -> list[str]:
     return list(dict.fromkeys(name for record in run.train for name in figures.terms(record)))
 
 
@@ -172,7 +172,7 @@ def _scaled(value: Any, scale: float) -> float | None:
     return None if plain is None else plain * scale
 
 
-def _eval_points(run: Run, metric: str, scale: float = 1.0) -> Points:
+def _eval_points(run: RunRecord, metric: str, scale: float = 1.0) -> Points:
     """(step, value) of the evaluations while training; the test at the end is another thing."""
     pairs = (
         (float(r["step"]), _scaled(r["metrics"].get(metric), scale))
@@ -182,33 +182,33 @@ def _eval_points(run: Run, metric: str, scale: float = 1.0) -> Points:
     return [(x, y) for x, y in pairs if y is not None and math.isfinite(y)]
 
 
-def _thinned_evals(run: Run, metric: str, scale: float = 1.0) -> Points:
+def _thinned_evals(run: RunRecord, metric: str, scale: float = 1.0) -> Points:
     points = _eval_points(run, metric, scale)
     return [points[i] for i in curves.evenly(len(points), MAX_EVALS)]
 
 
-def _x_axis(points: Points) -> Axis:
+def _x_axis(points: Points) -> PlotAxis:
     last = max((x for x, _ in points), default=0.0)
     return curves.linear_axis(0.0, max(last, 1.0), num_ticks=5)
 
 
-def _plot(view: str, x: Axis, y: Axis, raw: Points, evals: Points) -> Plot:
+def _plot(view: str, x: PlotAxis, y: PlotAxis, raw: Points, evals: Points) -> Plot:
     """Raw and smoothed training values and the evaluations, from the left edge of the axis on."""
     inside = [p for p in raw if p[0] >= x.low]
     shown = [p for p in evals if p[0] >= x.low]
     is_smoothed = len(raw) >= curves.MIN_SMOOTHED
     faint = curves.path(curves.thin(inside), x, y)
-    traces = [Trace(css="raw" if is_smoothed else "smooth", path=faint)]
+    traces = [PlotLine(css="raw" if is_smoothed else "smooth", path=faint)]
     if is_smoothed:
         later = [p for p in curves.smooth(raw) if p[0] >= x.low]
-        traces.append(Trace(css="smooth", path=curves.path(later, x, y)))
-    traces.append(Trace(css="eval", path=curves.path(shown, x, y)))
-    traces.append(Trace(css="dots", path=curves.dots(shown, x, y)))
+        traces.append(PlotLine(css="smooth", path=curves.path(later, x, y)))
+    traces.append(PlotLine(css="eval", path=curves.path(shown, x, y)))
+    traces.append(PlotLine(css="dots", path=curves.dots(shown, x, y)))
     marks = [round(x.place(px) * 100, 2) for px, py in inside if not math.isfinite(py)]
     return Plot(view=view, x=x, y=y, traces=tuple(traces), marks=tuple(_spread(marks)))
 
 
-def _loss_chart(run: Run) -> Chart:
+def _loss_chart(run: RunRecord) -> Chart:
     raw, evals = points_of(run, loss_of), _thinned_evals(run, "loss")
     both = [*raw, *evals]
     x = _x_axis(both)
@@ -259,14 +259,14 @@ def _loss_note(raw: Points, num_evals: int, num_above: int) -> str:
     return " ".join(notes)
 
 
-def _simple_chart(run: Run, series: Series, points: Points) -> Chart:
+def _simple_chart(run: RunRecord, series: Series, points: Points) -> Chart:
     evals = [] if series.metric is None else _thinned_evals(run, series.metric, series.scale)
     both = [*points, *evals]
     low, high, num_above = curves.span_of([y for _, y in both])
     y = curves.linear_axis(min(low * 1.08, 0.0), (high or 1.0) * 1.08, num_ticks=4)
     plot = _plot("linear", _x_axis(both), y, points, evals)
     if series.key == "learning_rate":  # smooth by itself; a median would cut its corners
-        traces = (Trace(css="smooth", path=plot.traces[0].path),)
+        traces = (PlotLine(css="smooth", path=plot.traces[0].path),)
         plot = replace(plot, traces=traces)
     note = f"{figures.plural(num_above, 'record')} above the frame." if num_above else ""
     return Chart(
@@ -274,7 +274,7 @@ def _simple_chart(run: Run, series: Series, points: Points) -> Chart:
     )
 
 
-def _padded(low: float, high: float) -> Axis:
+def _padded(low: float, high: float) -> PlotAxis:
     pad = (high - low) * 0.05
     low = low - pad if low - pad > 0 or low < 0 else 0.0
     return curves.linear_axis(low, high + pad, num_ticks=6)

@@ -12,7 +12,7 @@ from systolic.core.files import write_atomically
 from systolic.report import curves, figures
 from systolic.report.pages import Tile, fill, is_even
 from systolic.report.run import charts, plain, readings
-from systolic.report.run.record import Record, Run, load_run
+from systolic.report.run.record import Record, RunRecord, load_run
 from systolic.report.run.verdict import commands, judge
 from systolic.report.terminal import printable
 
@@ -35,7 +35,7 @@ _LANES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
+class TimeBar:
     """A bar on the time line, in per cent of the whole."""
 
     left: float
@@ -49,7 +49,7 @@ class Lane:
 
     css: str
     name: str
-    spans: tuple[Span, ...]
+    spans: tuple[TimeBar, ...]
     num_hidden: int
 
 
@@ -75,7 +75,7 @@ def write_report(run_dir: Path) -> Path:
     return target
 
 
-def render(run: Run) -> str:
+def render(run: RunRecord) -> str:
     """The page of a run as text."""
     events = run.events[-MAX_EVENTS:]
     verdict = judge(run)
@@ -109,7 +109,7 @@ def render(run: Run) -> str:
     return fill("run.html", page)
 
 
-def header_facts(run: Run) -> list[tuple[str, str]]:
+def header_facts(run: RunRecord) -> list[tuple[str, str]]:
     """Where, when and on what it ran."""
     start = run.start
     layout = run.job.get("layout") or {}
@@ -131,7 +131,7 @@ def header_facts(run: Run) -> list[tuple[str, str]]:
     return [(name, str(value)) for name, value in facts if value]
 
 
-def tiles(run: Run) -> list[Tile]:
+def tiles(run: RunRecord) -> list[Tile]:
     """The key figures: metrics first, then speed, then trouble."""
     found = [Tile(label=name, value=text) for name, text in readings.metrics(run).items()]
     loss = run.final_loss
@@ -158,7 +158,7 @@ def tiles(run: Run) -> list[Tile]:
     return [tile for tile in found if tile.label != "goodput"]
 
 
-def lanes(run: Run) -> list[Lane]:
+def lanes(run: RunRecord) -> list[Lane]:
     """The events and evaluations along the time of the run, a lane for each kind."""
     if run.seconds <= 0:
         return []
@@ -174,7 +174,7 @@ def lanes(run: Run) -> list[Lane]:
     return [_lane(run, name, groups[name]) for name in order if groups.get(name)]
 
 
-def _lane(run: Run, name: str, records: list[tuple[Record, str]]) -> Lane:
+def _lane(run: RunRecord, name: str, records: list[tuple[Record, str]]) -> Lane:
     chosen = records
     if len(records) > MAX_SPANS:
         chosen = [records[i] for i in curves.evenly(len(records), MAX_SPANS)]
@@ -183,12 +183,12 @@ def _lane(run: Run, name: str, records: list[tuple[Record, str]]) -> Lane:
         end = record["elapsed"]
         begin = max(end - (figures.number(record.get("seconds")) or 0.0), 0.0)
         left, width = begin / run.seconds * 100, (end - begin) / run.seconds * 100
-        spans.append(Span(left=round(left, 2), width=round(width, 2), text=text))
+        spans.append(TimeBar(left=round(left, 2), width=round(width, 2), text=text))
     css = {"evaluation": "eval", "notes": "other"}.get(name, name)
     return Lane(css=css, name=name, spans=tuple(spans), num_hidden=len(records) - len(chosen))
 
 
-def lead_in(run: Run) -> str:
+def lead_in(run: RunRecord) -> str:
     """The part of the measured time that lies before the first record; ``""`` for less than a second."""
     if run.summary is None or run.num_sessions > 1:
         return ""
@@ -196,7 +196,7 @@ def lead_in(run: Run) -> str:
     return figures.seconds(before) if before >= 1 else ""
 
 
-def time_axis(run: Run) -> list[tuple[float, str]]:
+def time_axis(run: RunRecord) -> list[tuple[float, str]]:
     """Ticks of the time line as (per cent, label)."""
     if run.seconds <= 0:
         return []
@@ -207,7 +207,7 @@ def time_axis(run: Run) -> list[tuple[float, str]]:
     return [(place, f"{text} {unit}") for place, text in axis.percents()]
 
 
-def samples(run: Run) -> list[dict[str, str]]:
+def samples(run: RunRecord) -> list[dict[str, str]]:
     """The last samples, newest first: step, prompt and what follows it."""
     found = []
     for record in reversed(run.samples[-MAX_SAMPLES:]):
@@ -222,7 +222,7 @@ def samples(run: Run) -> list[dict[str, str]]:
     return found
 
 
-def job_view(run: Run) -> Record:
+def job_view(run: RunRecord) -> Record:
     """The resolved job, with what job.json says beside it."""
     beside = {k: v for k, v in run.job.items() if k not in ("job", "options")}
     return {**(run.job.get("job") or {}), "kept with it": beside} if run.job else {}
@@ -266,7 +266,7 @@ def _cut(text: str, limit: int) -> str:
     )
 
 
-def notes(run: Run) -> list[str]:
+def notes(run: RunRecord) -> list[str]:
     """What the reader should know about the record itself."""
     found = []
     if readings.scope(run):

@@ -7,7 +7,7 @@ from typing import Any
 
 from systolic.artifact import spent as records
 from systolic.report import figures
-from systolic.report.run.record import Record, Run
+from systolic.report.run.record import Record, RunRecord
 
 _ORDER = (
     "step",
@@ -30,7 +30,7 @@ LEAST = 0.0005
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class TimeShare:
     """A part of the wall time."""
 
     kind: str
@@ -40,12 +40,12 @@ class Share:
     seconds_text: str
 
 
-def shares(run: Run) -> list[Share]:
+def shares(run: RunRecord) -> list[TimeShare]:
     """Where the time went, in the order of use to waste."""
     spent = seconds_by_kind(run)
     total = sum(spent.values())
     return [
-        Share(
+        TimeShare(
             kind=kind,
             name=figures.label("training steps" if kind == "step" else kind),
             percent=round(spent[kind] / total * 100, 3),
@@ -57,7 +57,7 @@ def shares(run: Run) -> list[Share]:
     ]
 
 
-def seconds_by_kind(run: Run) -> dict[str, float]:
+def seconds_by_kind(run: RunRecord) -> dict[str, float]:
     """The summary's ``time``, or, where there is none, what the records add up to."""
     if run.summary is not None:
         return run.summary["time"]
@@ -66,27 +66,27 @@ def seconds_by_kind(run: Run) -> dict[str, float]:
     return spent
 
 
-def goodput(run: Run) -> str:
+def goodput(run: RunRecord) -> str:
     """Share of the wall time in productive steps."""
     spent = seconds_by_kind(run)
     total = sum(spent.values())
     return figures.percent(spent["step"] / total) if total else figures.MISSING
 
 
-def wall(run: Run) -> str:
+def wall(run: RunRecord) -> str:
     """The wall time: measured, or else from the first record to the last without pauses."""
     seconds = run.seconds if run.summary is None else run.summary["seconds"]
     return figures.seconds(seconds) if seconds > 0 else figures.MISSING
 
 
-def scope(run: Run) -> str:
+def scope(run: RunRecord) -> str:
     """What a summary's times are about where that is not the whole run: ``last of 2 sessions``."""
     if run.summary is None or run.num_sessions == 1:
         return ""
     return f"last of {run.num_sessions} sessions"
 
 
-def speed(run: Run) -> list[tuple[str, str]]:
+def speed(run: RunRecord) -> list[tuple[str, str]]:
     """Throughput and MFU as (name, text): of the session, or of the last record; what is known."""
     latest: Record = run.train[-1] if run.train else {}
     record = latest if run.summary is None else run.summary
@@ -111,7 +111,7 @@ def _forecast(record: Record) -> str:
     return f"{text}, measured {figures.seconds(measured)}: × {measured / forecast:.2f}"
 
 
-def metrics(run: Run) -> dict[str, str]:
+def metrics(run: RunRecord) -> dict[str, str]:
     """The final metrics, ready to read, the one that tells most first.
 
     Of a language model that is bits per byte, or perplexity, which follows from the loss.

@@ -35,7 +35,7 @@ class State(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class RunRecord:
     """The files of a run directory. Every record has ``elapsed``: seconds of training, pauses left out."""
 
     path: Path
@@ -133,7 +133,7 @@ def loss_of(record: Record) -> float:
     return math.nan if loss is None else loss
 
 
-def load_run(path: Path) -> Run:
+def load_run(path: Path) -> RunRecord:
     """Reads a run directory.
 
     Raises:
@@ -151,7 +151,7 @@ def load_run(path: Path) -> Run:
             for line in lines:
                 ledger.add(line)
     train, evals, events, samples = (tuple(ledger.records[kind]) for kind in KINDS)
-    return Run(
+    return RunRecord(
         path=path,
         job=_read_object(path / JOB) or {},
         environment=_read_object(path / ENVIRONMENT) or {},

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from systolic.report import figures
 from systolic.report.run import plain
-from systolic.report.terminal import History, sparkline
+from systolic.report.terminal import BoundedCurve, sparkline
 
 MAX_LINES = 40
 """Log lines kept between two drawings; more are counted instead of printed."""
@@ -61,7 +61,7 @@ class Screen:
         self._latest_at = self._began = clock()
         self._eval: dict[str, Any] = {}
         self._evaluating: dict[str, Any] = {}
-        self._curves = {name: History() for name in _CURVES}
+        self._curves = {name: BoundedCurve() for name in _CURVES}
         self._lines: list[Text] = []
         self._unsaid = 0
         self._live: RichLive | None = None

@@ -16,7 +16,7 @@ from rich.text import Text
 from systolic.report import figures, terminal
 from systolic.report.run import readings
 from systolic.report.run.page import NAME
-from systolic.report.run.record import Run, load_run, loss_of
+from systolic.report.run.record import RunRecord, load_run, loss_of
 from systolic.report.run.verdict import Tone, judge
 
 SAMPLE_LINES = 8
@@ -52,7 +52,7 @@ def print_summary(
             terminal.say(stream, line)
 
 
-def plain_summary(run: Run) -> list[str]:
+def plain_summary(run: RunRecord) -> list[str]:
     """The summary as lines without colour or frames."""
     verdict = judge(run)
     lines = [f"{run.name}: {verdict.word}"]
@@ -65,7 +65,7 @@ def plain_summary(run: Run) -> list[str]:
     return lines + [f"{name:<12}{text}" for name, text in pointers(run)]
 
 
-def rows(run: Run) -> list[tuple[str, str]]:
+def rows(run: RunRecord) -> list[tuple[str, str]]:
     """The figures as (name, text): progress, loss, metrics, speed and where the time went."""
     summary = run.summary or {}
     loss = run.final_loss
@@ -86,14 +86,14 @@ def rows(run: Run) -> list[tuple[str, str]]:
     return [(name, text) for name, text in found if text and text != figures.MISSING]
 
 
-def _progress(run: Run) -> str:
+def _progress(run: RunRecord) -> str:
     text = f"{figures.count(run.step)} of {figures.count(run.steps)}"
     if readings.wall(run) != figures.MISSING:
         text += f" in {readings.wall(run)}"
     return f"{text} ({readings.scope(run)})" if readings.scope(run) else text
 
 
-def pointers(run: Run) -> list[tuple[str, str]]:
+def pointers(run: RunRecord) -> list[tuple[str, str]]:
     """Where things are and what to type next."""
     summary = run.summary or {}
     page = run.path / NAME
@@ -106,7 +106,7 @@ def pointers(run: Run) -> list[tuple[str, str]]:
     return [(name, terminal.printable(str(text))) for name, text in found if text]
 
 
-def _sample(run: Run) -> str:
+def _sample(run: RunRecord) -> str:
     """The last sample, cut to a few lines and printable."""
     if not run.samples:
         return ""
@@ -118,7 +118,7 @@ def _sample(run: Run) -> str:
     return "\n".join(lines[:SAMPLE_LINES]) + cut
 
 
-def print_panel(run: Run, console: Console) -> None:
+def print_panel(run: RunRecord, console: Console) -> None:
     """Prints the summary as a panel, and below it what is there to be copied."""
     verdict = judge(run)
     table = Table.grid(padding=(0, 2))
@@ -160,8 +160,8 @@ def print_panel(run: Run, console: Console) -> None:
         console.print(line, soft_wrap=True)
 
 
-def _curve(run: Run) -> str:
-    history = terminal.History()
+def _curve(run: RunRecord) -> str:
+    history = terminal.BoundedCurve()
     for record in run.train:
         history.add(loss_of(record))
     return terminal.sparkline(history.values, CURVE_WIDTH)

@@ -10,7 +10,7 @@ from typing import Any
 from systolic.artifact.run import RECIPE
 from systolic.report import figures
 from systolic.report.run import readings
-from systolic.report.run.record import Run, State
+from systolic.report.run.record import RunRecord, State
 from systolic.report.terminal import one_line
 
 LEVEL = 0.02
@@ -38,7 +38,7 @@ class Verdict:
     tone: Tone
 
 
-def judge(run: Run) -> Verdict:
+def judge(run: RunRecord) -> Verdict:
     """The verdict from how the run ended, its last loss and its metrics against their baseline."""
     place = f"step {figures.count(run.step)} of {figures.count(run.steps)}"
     if run.state is State.interrupted:
@@ -103,12 +103,12 @@ def _of_text(metrics: Mapping[str, Any]) -> str:
     return ""
 
 
-def _reason(run: Run, name: str) -> str:
+def _reason(run: RunRecord, name: str) -> str:
     reason = (run.summary or {}).get(name)
     return f": {one_line(str(reason), 200)}" if reason else ""
 
 
-def commands(run: Run) -> list[tuple[str, str]]:
+def commands(run: RunRecord) -> list[tuple[str, str]]:
     """What to type: (purpose, command) pairs."""
     where = shlex.quote(str(run.path))
     argv = _started(run)
@@ -131,7 +131,7 @@ def commands(run: Run) -> list[tuple[str, str]]:
     return found
 
 
-def _started(run: Run) -> list[str]:
+def _started(run: RunRecord) -> list[str]:
     """The words that started the run, without its directory, which is taken now; [] after a resume."""
     argv = [str(word) for word in run.environment.get("argv") or []]
     if len(argv) < 3 or argv[1] != "train" or argv[2].startswith("-"):

@@ -12,7 +12,7 @@ from systolic.models.remat import rematerialise
 from systolic.models.vision.resnet.config import ResNet, Stem
 
 
-class Block(nnx.Module):
+class ResidualBlock(nnx.Module):
     """Two 3x3 convolutions, or a bottleneck of 1x1, 3x3 and 1x1, added to the (projected) input."""
 
     def __init__(
@@ -68,7 +68,7 @@ class ResNetModule(nnx.Module):
             inner = config.width * 2**stage
             for index in range(num_blocks):
                 stride = 2 if stage and not index else 1
-                blocks.append(Block(conv_in, inner, stride, config, rngs, target))
+                blocks.append(ResidualBlock(conv_in, inner, stride, config, rngs, target))
                 conv_in = inner * config.depth.expansion
         self.blocks = nnx.List(blocks)
         # A small head keeps the first loss near log(num_classes) (Goyal et al. 2017).
@@ -76,7 +76,7 @@ class ResNetModule(nnx.Module):
         self.config, self.target = config, target
         start(self, rngs)
 
-    def run(self, block: Block, x: jax.Array) -> jax.Array:
+    def run(self, block: ResidualBlock, x: jax.Array) -> jax.Array:
         """``block(x)`` under the layout's rematerialisation, which must see the new statistics go out."""
         if self.target.layout.remat is Remat.none:
             return block(x)

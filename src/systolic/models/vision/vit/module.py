@@ -20,7 +20,7 @@ UNROLLED_LAYERS = 6
 """On a CPU up to this many layers are traced one by one: a loop keeps XLA from fusing across them."""
 
 
-class Block(nnx.Module):
+class ViTBlock(nnx.Module):
     """Attention and a GELU MLP, each behind a norm and added to the residual stream."""
 
     def __init__(self, config: ViT, target: Target) -> None:
@@ -72,8 +72,8 @@ class ViTModule(nnx.Module):
 
     def __init__(self, config: ViT, rngs: nnx.Rngs, target: Target) -> None:
         @nnx.vmap(axis_size=config.layers, transform_metadata={nnx.PARTITION_NAME: "layers"})
-        def blocks() -> Block:
-            return Block(config, target)
+        def blocks() -> ViTBlock:
+            return ViTBlock(config, target)
 
         d, taps = config.d_model, config.patch**2 * config.pixels.channels
         self.embedding = random((taps, d), (None, "embed"), taps**-0.5)
