@@ -202,10 +202,10 @@ def _layout(text: str, on: str, departures: list[str]) -> dict[str, Any]:
         "fused"  # of MaxText's recipes of these models, and tokamax's default
     )
     if not text.startswith("MaxText") and "MaxText CE" not in text:
-        layout["loss_tiles"] = 8
+        layout["loss_chunks"] = 8
         departures.append("a loss in chunks: here 8 of them")
     if re.search(r"no[- ]scan", text):
-        layout["loss_tiles"] = 1
+        layout["loss_chunks"] = 1
         departures.append("layers are scanned here")
     policy = re.search(
         r"nothing_saveable|no remat|remat (?:full|minimal\w*)|\w*offload\w* (?:attention )?remat|save_\w+|offload remat",

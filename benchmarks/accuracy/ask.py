@@ -82,14 +82,14 @@ def fitting(
 ) -> dict[str, Any]:
     """:func:`forecast`; where the program does not fit with whole logits, with a loss in tiles, ``tiled`` then."""
     made = forecast(options, flags, on_slice, compiler)
-    if "does not fit" not in made.get("problem", "") or options["layout"].get("loss_tiles", 1) > 1:
+    if "does not fit" not in made.get("problem", "") or options["layout"].get("loss_chunks", 1) > 1:
         return made
     return forecast(tiled(options), flags, on_slice, compiler) | {"tiled": True}
 
 
 def tiled(options: Mapping[str, Any]) -> dict[str, Any]:
     """The same options with a loss in tiles."""
-    return {**options, "layout": {**options["layout"], "loss_tiles": TILES}}
+    return {**options, "layout": {**options["layout"], "loss_chunks": TILES}}
 
 
 def buckets(timeline: Timeline) -> dict[str, float]:

@@ -401,9 +401,9 @@ def _layout(
     if text.startswith("dot_product"):
         departures.append("plain attention there, a kernel here")
     if (other.get("num_vocab_tiling") or 1) > 1:
-        layout["loss_tiles"] = int(other["num_vocab_tiling"])
+        layout["loss_chunks"] = int(other["num_vocab_tiling"])
     elif "chunked" in str(other.get("ce") or ""):
-        layout["loss_tiles"] = 8
+        layout["loss_chunks"] = 8
         departures.append("a loss in chunks: here 8 of them")
     if other.get("scan_layers") is False:
         departures.append("layers are scanned here")

@@ -104,7 +104,7 @@ def options_of(key: Key) -> dict[str, Any]:
         "model": {name: sizes[name] for name in names} | {"tie_embeddings": False},
         "sequence": sequence,
         "batch": 8 * rows,
-        "layout": layout | {"loss_tiles": 8 if scanned else 1},
+        "layout": layout | {"loss_chunks": 8 if scanned else 1},
         "precision": "bf16",
         **narrow("bfloat16", []),
     }

@@ -124,17 +124,17 @@ def answer(index: int, workers: int) -> dict[str, Any]:
     record["need_bytes"] = (made.rejected or {})["need_bytes"]
     record["have_bytes"] = (made.rejected or {})["have_bytes"]
     begun = time.monotonic()
-    rungs = find_fit(facts_of(job), on, shared, workers)
-    compiled = [one for rung in rungs for one in rung.tried]
+    attempts = find_fit(facts_of(job), on, shared, workers)
+    compiled = [one for attempt in attempts for one in attempt.tried]
     first = next((n for n, one in enumerate(compiled, 1) if one.total is not None), None)
-    best = rungs[-1].best
+    best = attempts[-1].best
     return record | {
-        "rungs": [rung.text for rung in rungs],
+        "attempts": [attempt.text for attempt in attempts],
         "compiled": len(compiled),
         "first_that_fits": first,
         "seconds": time.monotonic() - begun,
         "fits": None if best is None else best.candidate.name,
-        "same_result": rungs[-1].same_result,
+        "same_result": attempts[-1].same_result,
         "step_seconds": best.forecast.step_seconds if best is not None and best.forecast else None,
     }
 

@@ -185,12 +185,12 @@ def test_flops_count_what_the_windows_leave() -> None:
     assert replace(tiny.MODEL, window=100).flops(fields) == full
 
 
-def test_a_decoder_with_all_of_them_trains_in_tiles() -> None:
+def test_a_decoder_with_all_of_them_trains_in_chunks() -> None:
     config = replace(GPT_OSS, layers=2, attention_cap=2.0, logit_cap=3.0)
     job = tiny.job(model=config, layout=tiny.ONE_DEVICE)
     whole, _ = tiny.run(tiny.steps(job), 8)
     assert whole[-1] < whole[0] - 0.1
-    tiles = replace(job, layout=Layout(fsdp=1, loss_tiles=4))
+    tiles = replace(job, layout=Layout(fsdp=1, loss_chunks=4))
     assert tiny.run(tiny.steps(tiles), 3)[0] == pytest.approx(whole[:3], rel=1e-5)
 
 

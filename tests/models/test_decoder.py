@@ -92,7 +92,10 @@ def test_flops_agree_with_the_program() -> None:
     steps = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE))
     shapes = steps.abstract_batch(1)
     counted = flops.count(
-        lambda p, r, b: steps.evaluate(p, r, b), steps.shapes.params, steps.shapes.rest, shapes
+        lambda p, r, b: steps.evaluate(p, r, b),
+        steps.shapes.params,
+        steps.shapes.model_state,
+        shapes,
     )
     config, sequence = tiny.MODEL, 32
     # The program computes all pairs; the model's arithmetic counts the causal ones.

@@ -112,7 +112,7 @@ def test_flops_are_those_of_the_program_and_of_bert_by_hand() -> None:
     def run(params, rest, batch):
         return of.sums(params, rest, batch, train=False)[0]["loss"].total
 
-    counted = flops.count(run, of.network.params, of.network.rest, of.abstract_batch(1))
+    counted = flops.count(run, of.network.params, of.network.model_state, of.abstract_batch(1))
     assert of.forward_flops == counted
     rows = {
         "tokens": Field(shape=(512,), dtype="int32"),
@@ -156,7 +156,7 @@ def test_rematerialised_blocks_and_other_types_of_tokens() -> None:
         (Layout(tensor=3), "layout.tensor 3 does not divide model.heads 16"),
         (Layout(pipeline=2), "layout.pipeline is 2 but an encoder"),
         (Layout(expert=2), "layout.expert is 2 but an encoder"),
-        (Layout(loss_tiles=2), "layout.loss-tiles is 2 but an encoder"),
+        (Layout(loss_chunks=2), "layout.loss-chunks is 2 but an encoder"),
         (Layout(remat=Remat.offload, remat_names=("quer",)), "did you mean query"),
     ],
 )

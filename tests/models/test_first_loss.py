@@ -30,7 +30,7 @@ def first_loss(model: Decoder) -> float:
     of = tiny.job(layout=tiny.ONE_DEVICE, model=model, task=LanguageModel())
     steps = tiny.steps(of)
     state = jax.jit(steps.init)(jax.random.key(0))
-    sums = jax.jit(steps.evaluate)(state.params, state.rest, batch(steps, model.vocab))
+    sums = jax.jit(steps.evaluate)(state.params, state.model_state, batch(steps, model.vocab))
     return float(sums["loss"].total / sums["loss"].weight)
 
 
@@ -56,7 +56,7 @@ def test_an_image_model_begins_near_the_logarithm_of_its_classes(name: str) -> N
     steps = images.steps(model)
     state = jax.jit(steps.init)(jax.random.key(0))
     sums, _ = jax.jit(lambda p, r, b: steps.sums(p, r, b, train=True))(
-        state.params, state.rest, images.batch(steps)
+        state.params, state.model_state, images.batch(steps)
     )
     loss = float(sums["loss"].total / sums["loss"].weight)
     assert loss == pytest.approx(math.log(images.CLASSES), abs=0.2)

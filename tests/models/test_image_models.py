@@ -72,7 +72,7 @@ def test_loss_falls_and_an_image_alone_gets_the_logits_it_gets_in_a_batch(name: 
         state, metrics = train(state, batch(of, seed))
         losses.append(float(metrics["loss"]))
     assert np.mean(losses[-5:]) < 0.7 * losses[0]
-    evaluate = jax.jit(partial(forward, of, state.params, state.rest))
+    evaluate = jax.jit(partial(forward, of, state.params, state.model_state))
     image = batch(of)["image"]
     np.testing.assert_allclose(evaluate(image[:1])[0], evaluate(image)[0], rtol=1e-3, atol=1e-3)
 
@@ -97,7 +97,7 @@ def test_rematerialised_blocks_give_the_same_step(name: str) -> None:
 def test_flops_are_those_of_the_program(model: Model) -> None:
     of = steps(model)
     image = jax.ShapeDtypeStruct((1, 16, 16, 3), "uint8")
-    counted = flops.count(partial(forward, of), of.network.params, of.network.rest, image)
+    counted = flops.count(partial(forward, of), of.network.params, of.network.model_state, image)
     assert model.flops(of.job.data.fields()) == counted
 
 
@@ -112,11 +112,11 @@ def test_flops_are_those_of_the_program(model: Model) -> None:
 def test_flops_agree_with_the_compilers_count(model: Model, below: float) -> None:
     of = steps(model)
     image = jax.ShapeDtypeStruct((1, 224, 224, 3), "uint8")
-    run = jax.jit(partial(forward, of)).trace(of.network.params, of.network.rest, image)
+    run = jax.jit(partial(forward, of)).trace(of.network.params, of.network.model_state, image)
     if isinstance(model, ViT):
         one, two = (
             jax.jit(partial(forward, short))
-            .trace(short.network.params, short.network.rest, image)
+            .trace(short.network.params, short.network.model_state, image)
             .lower()
             .cost_analysis()["flops"]
             for short in (steps(replace(model, layers=1)), steps(replace(model, layers=2)))

@@ -202,7 +202,7 @@ def test_logits_are_those_of_transformers_also_through_a_cache(name: str) -> Non
     weights = Weights(config)
     params, rest = (
         {path: weights.value(path, shape.shape) for path, shape in shapes.items()}
-        for shapes in (network.params, network.rest)
+        for shapes in (network.params, network.model_state)
     )
     wanted = np.asarray(json.loads(RECORDED.read_text())[name])
     tokens = jnp.asarray(TOKENS, jnp.int32)
@@ -228,7 +228,7 @@ def test_logits_are_those_of_transformers_also_through_a_cache(name: str) -> Non
 
 def test_windows_go_on_behind_the_dense_layers() -> None:
     steps = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=WINDOWED))
-    shapes = steps.network.params, steps.network.rest
+    shapes = steps.network.params, steps.network.model_state
     params, rest = ({path: drawn(path, s.shape) for path, s in some.items()} for some in shapes)
     tokens = jax.random.randint(jax.random.key(2), (1, 9), 0, 64)
 
@@ -286,12 +286,15 @@ def test_v3_is_counted_as_its_published_step_was() -> None:
 def test_the_program_has_what_is_counted() -> None:
     steps = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=LATENT))
     assert steps.network.num_parameters == LATENT.num_parameters
-    assert steps.network.rest["blocks/mlp/bias"].shape == (2, 4)
+    assert steps.network.model_state["blocks/mlp/bias"].shape == (2, 4)
     dropless = replace(LATENT, dispatch=Dispatch.dropless, capacity_factor=1.25)
     steps = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=dropless))
     batch = steps.abstract_batch(1)
     counted = flops.count(
-        lambda p, r, b: steps.evaluate(p, r, b), steps.shapes.params, steps.shapes.rest, batch
+        lambda p, r, b: steps.evaluate(p, r, b),
+        steps.shapes.params,
+        steps.shapes.model_state,
+        batch,
     )
     # The program computes all pairs; the model's arithmetic counts the causal ones.
     unseen = 3 * 2 * 4 * (12 + 6) * 32 * 31 / 2
@@ -304,7 +307,7 @@ def test_it_trains_and_keeps_its_biases() -> None:
     job = tiny.job(layout=tiny.ONE_DEVICE, model=model)
     losses, state = tiny.run(tiny.steps(job), 5)
     assert losses[-1] < losses[0] - 0.1
-    bias = np.asarray(state.rest["blocks/mlp/bias"])
+    bias = np.asarray(state.model_state["blocks/mlp/bias"])
     assert np.abs(bias).max() > 0
     assert not np.mod(bias, 0.125).any()
     full = replace(job, layout=Layout(fsdp=1, remat=Remat.full))
@@ -313,7 +316,7 @@ def test_it_trains_and_keeps_its_biases() -> None:
 
 def test_biases_move_against_the_load_while_training() -> None:
     steps = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=LATENT))
-    shapes = steps.network.params, steps.network.rest
+    shapes = steps.network.params, steps.network.model_state
     params, rest = ({path: drawn(path, s.shape) for path, s in some.items()} for some in shapes)
     batch = tiny.batch(steps, 0)
     inputs = (batch["tokens"], batch["segments"], batch["positions"])

@@ -99,9 +99,9 @@ def test_schedules_are_ranked_as_if_they_were_compiled_whole() -> None:
     assert ranking([far, near], goal) == [near, far]
 
 
-def test_loss_tiles_are_expected_to_cost_time() -> None:
+def test_loss_chunks_are_expected_to_cost_time() -> None:
     plain = fabricated.candidate("v5e-16", fsdp=16)
-    tiled = fabricated.candidate("v5e-16", fsdp=16, loss_tiles=4)
+    tiled = fabricated.candidate("v5e-16", fsdp=16, loss_chunks=4)
     facts = fabricated.facts()
     assert analyse(facts, plain).seconds_estimate < analyse(facts, tiled).seconds_estimate
     assert analyse(facts, plain).seconds_bound == analyse(facts, tiled).seconds_bound

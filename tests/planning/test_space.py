@@ -72,11 +72,11 @@ def test_logits_that_would_fill_the_memory_are_cut() -> None:
         job = decoder_job(model=wide, batch=Batch(total=batch), layout=Layout(fsdp=4))
         axes = Freedom(axes=frozenset((Axis.fsdp,)))
         found = [one for one in candidates(job, on, axes) if one.layout.accumulate == 1][1:]
-        assert min(one.layout.loss_tiles for one in found) == least
+        assert min(one.layout.loss_chunks for one in found) == least
         assert all(check(job, one) is None for one in found)
     # Tiles that a job asks for stay.
-    asked = decoder_job(model=wide, layout=Layout(fsdp=4, loss_tiles=4))
-    assert {one.layout.loss_tiles for one in candidates(asked, on, Freedom())} == {4}
+    asked = decoder_job(model=wide, layout=Layout(fsdp=4, loss_chunks=4))
+    assert {one.layout.loss_chunks for one in candidates(asked, on, Freedom())} == {4}
 
 
 def test_changes_divide_and_change_one_thing() -> None:
@@ -88,7 +88,7 @@ def test_changes_divide_and_change_one_thing() -> None:
     assert {one.flags.name for one in found} == {"default"} | {
         s.name for s in SETS if "v6e" in s.generations
     } - elsewhere
-    assert {one.layout.loss_tiles for one in found} == {1, 4, 8}
+    assert {one.layout.loss_chunks for one in found} == {1, 4, 8}
     for one in found:
         assert check(job, one) is None
         changed = (one.flags != base.flags) + (one.layout != base.layout)
@@ -164,17 +164,17 @@ def test_no_set_gives_fusions_another_share_of_vmem_than_chips_were_fastest_with
 
 def test_fewer_tiles_and_passes_are_tried_where_memory_allows() -> None:
     job = decoder_job(model=Decoder(layers=2, d_model=256, vocab=131072, heads=4, kv_heads=4))
-    job = replace(job, layout=Layout(fsdp=4, loss_tiles=8, accumulate=4))
+    job = replace(job, layout=Layout(fsdp=4, loss_chunks=8, accumulate=4))
     base = next(candidates(job, slice("v6e-4"), Freedom()))
     made = [change.on(base).layout for change in changes(job, base, tight=False)]
-    assert {one.loss_tiles for one in made} == {2, 4, 8}
+    assert {one.loss_chunks for one in made} == {2, 4, 8}
     assert {one.accumulate for one in made} == {2, 4}
     tight = [change.on(base).layout for change in changes(job, base, tight=True)]
-    assert {one.loss_tiles for one in tight} == {2, 4, 8, 16}
+    assert {one.loss_chunks for one in tight} == {2, 4, 8, 16}
     assert {one.accumulate for one in tight} == {4}
-    last = replace(base, layout=replace(base.layout, loss_tiles=2, accumulate=1))
+    last = replace(base, layout=replace(base.layout, loss_chunks=2, accumulate=1))
     made = [change.on(last).layout for change in changes(job, last, tight=False)]
-    assert {one.loss_tiles for one in made} == {1, 2}
+    assert {one.loss_chunks for one in made} == {1, 2}
 
 
 def test_flags_of_mixtures_are_for_mixtures() -> None:

@@ -116,7 +116,7 @@ def test_every_network_builds_for_the_size(model: ImageModel) -> None:
         for name, field in job.data.fields().items()
     }
     batch[MASK] = jax.ShapeDtypeStruct((2,), "float32")
-    answer = jax.eval_shape(of.predict, of.shapes.params, of.shapes.rest, batch)
+    answer = jax.eval_shape(of.predict, of.shapes.params, of.shapes.model_state, batch)
     assert answer["label"].shape == (2, 5)
 
 

@@ -40,7 +40,7 @@ def write(steps: StepFunctions, rows: int) -> tuple[list[list[int]], list[float]
         for path, shape in steps.network.params.items()
     }
     weights = jit_weights(decode)(params)
-    rest = {path: jnp.zeros(shape.shape) for path, shape in steps.network.rest.items()}
+    rest = {path: jnp.zeros(shape.shape) for path, shape in steps.network.model_state.items()}
     state = jit_prefill(decode, rows)(
         weights, rest, tokens, count, jax.random.key(0), capacity=CAPACITY
     )

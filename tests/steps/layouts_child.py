@@ -27,9 +27,9 @@ DENSE = {
     "pipeline-context": Layout(pipeline=2, fsdp=2, context=2),
     "pipeline-fsdp-tensor": Layout(pipeline=2, fsdp=2, tensor=2),
     "context-tensor-fsdp": Layout(context=2, tensor=2, fsdp=2),
-    "tiles-context-tensor-fsdp": Layout(context=2, tensor=2, fsdp=2, loss_tiles=4),
-    "tiles-accumulate": Layout(data=2, fsdp=2, tensor=2, accumulate=2, loss_tiles=8),
-    "tiles-pipeline": Layout(pipeline=2, fsdp=2, tensor=2, loss_tiles=4, remat=Remat.full),
+    "tiles-context-tensor-fsdp": Layout(context=2, tensor=2, fsdp=2, loss_chunks=4),
+    "tiles-accumulate": Layout(data=2, fsdp=2, tensor=2, accumulate=2, loss_chunks=8),
+    "tiles-pipeline": Layout(pipeline=2, fsdp=2, tensor=2, loss_chunks=4, remat=Remat.full),
 }
 EMBED, WHOLE = Residual.embed, Residual.whole
 SPLITS = {
@@ -38,7 +38,7 @@ SPLITS = {
     "tensor-embed": Layout(fsdp=4, tensor=2, residual=EMBED, remat=Remat.full),
     "tensor-embed-kept": Layout(data=4, fsdp=1, tensor=2, residual=EMBED, remat=Remat.save_names),
     "tensor-sequence-minimal": Layout(data=4, fsdp=1, tensor=2, remat=Remat.minimal),
-    "context-tensor-embed": Layout(context=2, tensor=2, fsdp=2, residual=EMBED, loss_tiles=4),
+    "context-tensor-embed": Layout(context=2, tensor=2, fsdp=2, residual=EMBED, loss_chunks=4),
     "pipeline-tensor-embed": Layout(pipeline=2, fsdp=2, tensor=2, residual=EMBED),
     "accumulate-embed": Layout(fsdp=4, tensor=2, accumulate=2, residual=EMBED),
 }
@@ -49,12 +49,12 @@ MIXTURE = {
     "expert-tensor": Layout(expert=2, fsdp=2, tensor=2),
     "expert-tensor-embed": Layout(expert=2, fsdp=2, tensor=2, residual=EMBED),
     "expert-pipeline": Layout(expert=2, pipeline=2, fsdp=2),
-    "tiles-expert": Layout(expert=2, fsdp=2, tensor=2, loss_tiles=4),
+    "tiles-expert": Layout(expert=2, fsdp=2, tensor=2, loss_chunks=4),
     "expert-context": Layout(expert=2, fsdp=2, context=2),
 }
 NGRAMS = {"ngrams-context": Layout(fsdp=4, context=2)}
 SWITCHED = {
-    "switches-context": Layout(fsdp=2, context=2, tensor=2, loss_tiles=2),
+    "switches-context": Layout(fsdp=2, context=2, tensor=2, loss_chunks=2),
     "switches-pipeline": Layout(fsdp=2, pipeline=2, tensor=2),
 }
 DROPLESS = {

@@ -129,7 +129,7 @@ def test_a_bad_step_changes_no_weight(rule: GuardRule) -> None:
     again, metrics = train(replace(after, params=state.params), good)
     changed = not np.array_equal(again.params["embedding"], state.params["embedding"])
     assert changed is (rule is GuardRule.skip)  # stop freezes the state until the host has seen it
-    assert int(again.watch.total) == (1 if rule is GuardRule.skip else 2)
+    assert int(again.guard.total) == (1 if rule is GuardRule.skip else 2)
 
 
 @pytest.mark.parametrize("kind", [OptimizerKind.adamw, OptimizerKind.sgd, OptimizerKind.muon])

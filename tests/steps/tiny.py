@@ -92,7 +92,7 @@ def gradients(of: StepFunctions) -> dict[str, list[float]]:
     state = jax.jit(of.init, out_shardings=of.shardings)(jax.random.key(0))
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        return of.sums(params, state.rest, batch, train=True)[0]["loss"].total
+        return of.sums(params, state.model_state, batch, train=True)[0]["loss"].total
 
     found = jax.jit(jax.grad(loss), out_shardings=of.shardings.params)(state.params, batch(of, 0))
     return {name: [float(g.sum()), float((g * g).sum() ** 0.5)] for name, g in found.items()}

@@ -26,7 +26,7 @@ def measured(data: TextData) -> tuple[Setup, Weights, dict[str, float]]:
     setup = set_up(replace(job(model=SMALL), data=data))
     params, rest = jax.jit(setup.steps.network.init)(jax.random.key(0))
     given = (setup.job, setup.steps, setup.jitted_evaluate, params, rest)
-    weights = Weights(params=params, rest=rest, step=0, skipped=[])
+    weights = Weights(params=params, model_state=rest, step=0, skipped=[])
     return setup, weights, evaluate(*given, Split.validation)
 
 

@@ -74,7 +74,7 @@ def test_flags_are_options_of_the_programs() -> None:
     state, batch = steps.abstract_state, steps.abstract_batch()
     for program, arguments in (
         (jit_train(steps), (state, batch)),
-        (jit_evaluate(steps), (state.params, state.rest, batch)),
+        (jit_evaluate(steps), (state.params, state.model_state, batch)),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such"):
             program.lower(*arguments).compile()

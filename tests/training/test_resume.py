@@ -67,7 +67,7 @@ def cut_off_and_resume(whole: Whole, cut: Path, moments: tuple[int, ...]) -> Non
 def test_batch_norm_and_dropout(tmp_path: Path, whole: Whole):
     cut_off_and_resume(whole, tmp_path, (8, 14))
     assert [r["resumed_from"] for r in records(tmp_path, "start")] == [None, 4, 12]
-    random = [path for path in whole.setup.steps.network.rest if "rng" in path.lower()]
+    random = [path for path in whole.setup.steps.network.model_state if "rng" in path.lower()]
     assert random, "dropout draws from keys that are part of the state"
 
 

@@ -271,15 +271,15 @@ def test_the_last_evaluation_reads_so_many_batches(
 
 
 def test_what_is_beside_the_metrics_is_of_whole_splits(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tiny.Spoiled, "references", lambda self: {"gzip": 2.0})
+    monkeypatch.setattr(tiny.Spoiled, "baselines", lambda self: {"gzip": 2.0})
     program: Any = None
 
-    def references(batches: int, final: int | None) -> dict[str, float]:
+    def baselines(batches: int, final: int | None) -> dict[str, float]:
         job = tiny.job(evaluation=Evaluation(batches=batches, final_batches=final))
         evaluator = Evaluator(
             setup=set_up(job), program=program, ledger=Ledger(), say=print, show=print
         )
-        return evaluator.references()
+        return evaluator.baselines()
 
-    assert references(2, None) == references(0, 3) == {}
-    assert references(2, 0) == references(4, None) == {"gzip": 2.0}
+    assert baselines(2, None) == baselines(0, 3) == {}
+    assert baselines(2, 0) == baselines(4, None) == {"gzip": 2.0}

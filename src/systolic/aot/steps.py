@@ -32,7 +32,7 @@ def trace_job(job: Job, verb: StepKind, on: Slice, devices: Sequence[Any]) -> Tr
         case StepKind.eval:
             size = steps.batch_size // job.layout.accumulate
             traced = jit_evaluate(steps).trace(
-                state.evaluated, state.rest, steps.abstract_batch(size)
+                state.evaluated, state.model_state, steps.abstract_batch(size)
             )
             flops, units = steps.forward_flops * size, size * per_example
         case StepKind.prefill | StepKind.decode:
@@ -74,13 +74,13 @@ def _generation(steps: StepFunctions, verb: StepKind, sequence: int) -> tuple[An
         path: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=placement[path])
         for path, shape in jax.eval_shape(decode.weights, steps.abstract_state.params).items()
     }
-    rest, begun = steps.abstract_state.rest, decode.abstract_state(size, sequence)
+    model_state, begun = steps.abstract_state.model_state, decode.abstract_state(size, sequence)
     if verb is StepKind.decode:
-        traced = jit_decode(decode, size).trace(params, rest, begun, count=1)
+        traced = jit_decode(decode, size).trace(params, model_state, begun, count=1)
         return traced, decode.model.decode_flops(sequence) * size, size
     where = steps.target.sharding(steps.target.fit((size, sequence), ("batch", None)))
     tokens = jax.ShapeDtypeStruct((size, sequence), jnp.int32, sharding=where)
     traced = jit_prefill(decode, size).trace(
-        params, rest, tokens, begun.token, begun.key, capacity=sequence
+        params, model_state, tokens, begun.token, begun.key, capacity=sequence
     )
     return traced, decode.model.prefill_flops(sequence) * size, size * sequence

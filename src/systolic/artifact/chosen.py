@@ -12,6 +12,7 @@ import msgspec
 from systolic.core.errors import DataError, OptionError
 from systolic.core.files import read_given
 from systolic.job import Batch, Job, Layout, Precision
+from systolic.job.layout import RENAMED
 
 FORMAT = 1
 """Of plan.json."""
@@ -166,6 +167,7 @@ def apply(job: Job, settings: Mapping[str, Any]) -> Job:
     try:
         for name, value in settings.items():
             part, _, field = name.partition(".")
+            field = RENAMED.get(field, field)
             if part == "layout" and field in kinds:
                 layout[field] = msgspec.convert(value, kinds[field])
             elif name == "batch":

@@ -13,6 +13,9 @@ from systolic.core.errors import RunError
 
 Path = tuple[str, ...]
 
+STORED = {"model_state": "rest", "guard": "watch"}
+"""Fields of a state that checkpoints hold under an earlier name, so that runs of earlier versions load."""
+
 LOOSE = "_leaves"
 """The item that holds the arrays which are directly in the state, such as the step."""
 
@@ -27,7 +30,10 @@ def flatten(state: Any) -> dict[Path, Any]:
 
     table: dict[Path, Any] = {}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(state):
-        path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+        first, *inner = (
+            (jax.tree_util.keystr((key,), simple=True) for key in keys) if keys else ("",)
+        )
+        path = (STORED.get(first, first), *inner) if keys else ()
         if path in table:
             raise ValueError(f"two leaves of the state have the path {text(path)}")
         table[path] = leaf

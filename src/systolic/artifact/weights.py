@@ -24,7 +24,7 @@ class Weights:
     step: int
     params: dict[str, Any]
     """The moving average where the job keeps one, else the weights."""
-    rest: dict[str, Any]
+    model_state: dict[str, Any]
     skipped: list[str]
     """Damaged checkpoints that were passed over, a line each."""
 
@@ -66,7 +66,7 @@ def load(run: Run, steps: StepFunctions, which: str = "best") -> Weights:
         return Weights(
             step=restored.step,
             params=restored.state.ema if averaged else restored.state.params,
-            rest=restored.state.rest,
+            model_state=restored.state.model_state,
             skipped=[
                 f"checkpoint {step} is damaged ({reason})" for step, reason in restored.skipped
             ],
@@ -110,7 +110,7 @@ def begin_with(path: Path, steps: StepFunctions) -> Weights:
         return Weights(
             step=restored.step,
             params={path: p.astype(ours.params[path].dtype) for path, p in weights.items()},
-            rest=restored.state.rest,
+            model_state=restored.state.model_state,
             skipped=[f"checkpoint {n} is damaged ({reason})" for n, reason in restored.skipped],
         )
 

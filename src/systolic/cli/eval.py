@@ -60,15 +60,15 @@ def evaluate(
     program = jit_evaluate(steps)
     metrics = {
         str(path or one.value): over(
-            job, steps, program, weights.params, weights.rest, one, batches
+            job, steps, program, weights.params, weights.model_state, one, batches
         )
         for one in chosen
     }
     _name_skipped()
-    references = dict(job.data.references())
+    baselines = dict(job.data.baselines())
     if json:
         print_json(
-            {"run": str(run), "step": weights.step, "metrics": metrics, "references": references}
+            {"run": str(run), "step": weights.step, "metrics": metrics, "baselines": baselines}
         )
         return 0
     print(f"{run}, step {weights.step}")
@@ -77,7 +77,7 @@ def evaluate(
             f"  {name:<10}  "
             + "  ".join(f"{key} {value:.4f}" for key, value in sorted(values.items()))
         )
-    for key, value in references.items():
+    for key, value in baselines.items():
         print(f"  for comparison: {key} {value:.4f}")
     return 0
 

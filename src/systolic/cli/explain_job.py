@@ -106,7 +106,7 @@ class Explanation:
                 from systolic.report.forecast.text import print_forecast
 
                 print_forecast(made)
-            return self.show_rungs(made, [], sys.stderr)
+            return self.show_attempts(made, [], sys.stderr)
         if not made.fits:
             return self.out_of_memory(made)
         assert isinstance(outcome, Compiled)
@@ -239,12 +239,12 @@ class Explanation:
                     said = f"fits, {gibibytes(peak)}, {speed} a step"
                 progress.told(f"  {where}{text}: {said}", stream, done)
 
-            rungs = find_fit(facts_of(self.job), self.on, self.flags, self.workers, watch)
-        return self.show_rungs(made, rungs, stream)
+            attempts = find_fit(facts_of(self.job), self.on, self.flags, self.workers, watch)
+        return self.show_attempts(made, attempts, stream)
 
-    def show_rungs(self, made: Forecast, rungs: "Sequence[Attempt]", stream: TextIO) -> int:
+    def show_attempts(self, made: Forecast, attempts: "Sequence[Attempt]", stream: TextIO) -> int:
         """The command of what fits at last, or that nothing does."""
-        last = rungs[-1] if rungs else None
+        last = attempts[-1] if attempts else None
         found = None if last is None else last.best
         typed = None
         if last is not None and found is not None:
@@ -262,7 +262,7 @@ class Explanation:
                     "slice": self.on.name,
                     "fits": False,
                     "rejected": made.rejected,
-                    "rungs": [rung.to_json() for rung in rungs],
+                    "attempts": [attempt.to_json() for attempt in attempts],
                     "command": typed,
                 }
             )

@@ -55,7 +55,7 @@ def generate(
     trained = load(run, checkpoint, trust=trust)
     tokenizer_of(trained.setup.job)
     weights = trained.weights
-    generator = Generator(trained.setup.steps, weights.params, weights.rest, sampling)
+    generator = Generator(trained.setup.steps, weights.params, weights.model_state, sampling)
     answers: list[dict[str, Any]] = []
     begun = time.perf_counter()
     for number, text in enumerate(asked):

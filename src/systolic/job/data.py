@@ -184,7 +184,7 @@ class Data(ABC):
             f"--path is {path}, but {type(self).__name__} data can't be read from elsewhere; leave --path out"
         )
 
-    def references(self) -> Mapping[str, float]:
+    def baselines(self) -> Mapping[str, float]:
         """Figures of simple methods on the held-out data, for a result to be held against."""
         return {}
 

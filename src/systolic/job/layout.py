@@ -15,6 +15,9 @@ from systolic.core.ranges import COUNT, NOT_NEGATIVE, Range, check
 AXIS = Range(least=1, only=(-1,))
 """Of an axis; -1 takes the rest of the devices."""
 
+RENAMED = {"loss_tiles": "loss_chunks"}
+"""Earlier names of fields of a layout, which saved jobs and plans may have."""
+
 
 class Axis(enum.Enum):
     """A mesh axis, from the one that talks least (outermost) to the one that talks most."""
@@ -146,7 +149,7 @@ class Layout:
     """For save-names and offload: which activations; a decoder also names layer_input, out and down."""
     saved_names: Annotated[tuple[str, ...], Group.remat] = ()
     """For offload: activations that stay in device memory beside the offloaded ones."""
-    loss_tiles: Annotated[int, COUNT, Group.loss] = 1
+    loss_chunks: Annotated[int, COUNT, Group.loss] = 1
     """A language model's loss: parts of the sequence whose logits exist one at a time. More hold less memory; with more than 1 the logits are computed twice."""
     attention_block: Annotated[int, Range(least=128), Group.attention] = 512
     """Tokens of a block side of the TPU attention kernel, a multiple of 128; larger ones are faster where they fit VMEM."""

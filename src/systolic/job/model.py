@@ -32,7 +32,7 @@ class Target(Protocol):
         ...
 
     @property
-    def operands(self) -> str | None:
+    def matmul_format(self) -> str | None:
         """``int8`` or ``fp8``: what weight matmuls round their operands to; None leaves them."""
         ...
 
@@ -126,7 +126,7 @@ class Model(ABC):
         """The rematerialisation policies that it follows."""
         return frozenset((Remat.none,))
 
-    def operands(self) -> frozenset[str]:
+    def matmul_formats(self) -> frozenset[str]:
         """Formats narrower than the compute dtype that its weight matmuls can round to: int8, fp8."""
         return frozenset()
 

@@ -33,7 +33,7 @@ class Precision(enum.Enum):
         return {"f32": "float32", "f16": "float16"}.get(self.value, "bfloat16")
 
     @property
-    def operands(self) -> str | None:
+    def matmul_format(self) -> str | None:
         """``int8`` or ``fp8`` where weight matmuls have narrower operands than the dtype."""
         return self.value if self in (Precision.int8, Precision.fp8) else None
 

@@ -37,20 +37,20 @@ def product(
     Raises:
         MissingExtraError: Qwix is not installed.
     """
-    if target.operands is None:
+    if target.matmul_format is None:
         return jnp.einsum(spec, x, weights)
-    rounded = _rounded(target.operands, rounding.gradients(heads=heads), rounding.largest)
+    rounded = _rounded(target.matmul_format, rounding.gradients(heads=heads), rounding.largest)
     return jnp.einsum(spec, x, weights, _dot_general=rounded)
 
 
 @cache
-def _rounded(operands: str, gradients: bool, largest: float) -> Any:
+def _rounded(matmul_format: str, gradients: bool, largest: float) -> Any:
     try:
         from qwix._src.core.dot_general_qt import DotGeneralQtConfig, dot_general_qt
     except ImportError as error:
-        raise MissingExtraError(f"precision {operands}", "quant") from error
-    forward = jnp.int8 if operands == "int8" else jnp.float8_e4m3fn
-    backward = jnp.int8 if operands == "int8" else jnp.float8_e5m2
+        raise MissingExtraError(f"precision {matmul_format}", "quant") from error
+    forward = jnp.int8 if matmul_format == "int8" else jnp.float8_e4m3fn
+    backward = jnp.int8 if matmul_format == "int8" else jnp.float8_e5m2
     range_ = f"fixed,{-largest},{largest}" if largest else "absmax"
     config = DotGeneralQtConfig(
         lhs_qtype=forward,

@@ -152,28 +152,28 @@ def _memory(facts: Facts, candidate: Candidate) -> tuple[float, float]:
     gradients = summed * parameters
     matrices = layout.tensor * layout.pipeline * layout.expert
     gathered = 3.0 * HALF * outline.parameters / max(outline.layers, 1) / matrices
-    tiles = layout.loss_tiles
-    logits = tokens / layout.pipeline * outline.vocab / layout.tensor / tiles * LOGIT_BYTES
+    chunks = layout.loss_chunks
+    logits = tokens / layout.pipeline * outline.vocab / layout.tensor / chunks * LOGIT_BYTES
     return bound, state + gradients + kept + gathered + max(working, logits)
 
 
 def _time(facts: Facts, candidate: Candidate, rates: Speeds) -> tuple[float, float, str]:
     layout, on = candidate.layout, candidate.on
     outline = facts.outline(layout)
-    operands = candidate.precision.operands
+    matmul_format = candidate.precision.matmul_format
     peak = rates.peaks["bf16"]
-    best_peak = max(rates.peaks.values()) if operands else peak
+    best_peak = max(rates.peaks.values()) if matmul_format else peak
     model = facts.train_flops * candidate.batch / on.num_devices
     state = facts.state_bytes * _shards(facts, candidate)
     bound = max(model / best_peak, state / rates.hbm)
 
     ways = _stream_ways(facts, candidate)
     repeated = outline.repeated.get(layout.remat, 0.0)
-    fast = best_peak if operands == "int8" or "fp8" in rates.peaks else peak
+    fast = best_peak if matmul_format == "int8" or "fp8" in rates.peaks else peak
     flops = model * (1 + repeated / 3)
-    if layout.loss_tiles > 1:  # logits are made again for the gradient
+    if layout.loss_chunks > 1:  # logits are made again for the gradient
         flops += 2.0 * outline.vocab * outline.stream * _passed(facts, candidate)
-    compute = flops / (EFFICIENCY * (0.5 * fast + 0.5 * peak if operands else peak))
+    compute = flops / (EFFICIENCY * (0.5 * fast + 0.5 * peak if matmul_format else peak))
     once = outline.kept.get(Remat.none, (0, 0))
     elements = outline.layers * (once[0] / ways + once[1] / layout.tensor) / layout.pipeline
     elements += outline.vocab / layout.tensor / layout.pipeline

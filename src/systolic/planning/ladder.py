@@ -72,7 +72,7 @@ def find_fit(
     """
     made: list[Attempt] = []
 
-    def rung(text: str, of: Facts, at: Slice, programs: int, same: bool = True) -> bool:
+    def attempt(text: str, of: Facts, at: Slice, programs: int, same: bool = True) -> bool:
         search = Search(
             facts=of,
             slices=[at],
@@ -89,18 +89,18 @@ def find_fit(
         told(one)
         return one.best is not None
 
-    if rung(f"other layouts of {on.name}", facts, on, FIRST):
+    if attempt(f"other layouts of {on.name}", facts, on, FIRST):
         return made
     batch = _global(facts, on)
     fixed = replace(facts, job=replace(facts.job, batch=batch))
     for larger in _larger(on)[:SLICES]:
-        if rung(f"a larger slice: {larger.name}", fixed, larger, LARGER):
+        if attempt(f"a larger slice: {larger.name}", fixed, larger, LARGER):
             return made
     optimizer = facts.job.optimizer
     if optimizer.kind is not OptimizerKind.adafactor:
         leaner = replace(optimizer, kind=OptimizerKind.adafactor)
         other = replace(facts, job=replace(facts.job, optimizer=leaner))
-        rung("adafactor, which keeps no full moments", other, on, LARGER, same=False)
+        attempt("adafactor, which keeps no full moments", other, on, LARGER, same=False)
     return made
 
 

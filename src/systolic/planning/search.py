@@ -286,7 +286,7 @@ class Search:
             self._refine(pool, len(self.tried) + share, one.candidate.on)
 
     def _refine(self, pool: Pool, most: int, on: Slice | None = None) -> None:
-        """Attention blocks, loss tiles and flag sets on the best (of a slice), two at a time; what helps stays."""
+        """Attention blocks, loss chunks and flag sets on the best (of a slice), two at a time; what helps stays."""
         first = self.leader(on)
         if first is None:
             return

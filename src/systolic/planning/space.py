@@ -18,7 +18,7 @@ LONG = 16384
 """Tokens of a sequence from which it is worth splitting; shorter ones are where rows are fewer than devices."""
 LARGEST_ACCUMULATE = 64
 MOST_LOGITS = 0.1
-"""Share of the memory above which logits are worth cutting into tiles."""
+"""Share of the memory above which logits are worth cutting into chunks."""
 LARGEST_LOGITS = 1.0
 """Share above which they are only cut: the compiler holds fewer bytes a logit than the estimate counts."""
 NAMED: Sequence[tuple[str, ...]] = (
@@ -75,8 +75,8 @@ def candidates(job: Job, on: Slice, freedom: Freedom) -> Iterator[Candidate]:
         for mesh in meshes(job, on, freedom, sequence):
             for accumulate in _accumulations(batch, mesh):
                 plain = replace(mesh, accumulate=accumulate)
-                for tiled in _tiled(plain, on, batch, sequence, vocab):
-                    for layout in _policies(job, tiled, on):
+                for chunked in _chunked(plain, on, batch, sequence, vocab):
+                    for layout in _policies(job, chunked, on):
                         for precision in precisions:
                             yield Candidate(on=on, layout=layout, batch=batch, precision=precision)
 
@@ -143,7 +143,7 @@ def meshes(job: Job, on: Slice, freedom: Freedom, sequence: int | None) -> Itera
 
 
 def _divides(job: Job, layout: Layout, sequence: int | None) -> bool:
-    if sequence is not None and sequence % (layout.context * layout.loss_tiles):
+    if sequence is not None and sequence % (layout.context * layout.loss_chunks):
         return False
     try:
         job.model.check(layout)
@@ -178,25 +178,25 @@ def _policies(job: Job, layout: Layout, on: Slice) -> Iterator[Layout]:
             yield replace(plain, remat=remat)
 
 
-def _tiled(
+def _chunked(
     layout: Layout, on: Slice, batch: int, sequence: int | None, vocab: int
 ) -> Iterator[Layout]:
-    """The layout, and where logits would fill much of the memory the same with loss tiles, or only that."""
+    """The layout, and where logits would fill much of the memory the same with loss chunks, or only that."""
     examples = batch / (layout.batch_ways * layout.accumulate * layout.pipeline)
     tokens = examples * (sequence or 0) / layout.context
     share = LOGIT_BYTES * tokens * vocab / layout.tensor / on.program_bytes
-    if layout.loss_tiles > 1 or share <= MOST_LOGITS:
+    if layout.loss_chunks > 1 or share <= MOST_LOGITS:
         yield layout
         return
     if share <= LARGEST_LOGITS:
         yield layout
     assert sequence is not None
     for power in range(1, 7):
-        tiles = 2**power
-        if sequence % (tiles * layout.context):
+        chunks = 2**power
+        if sequence % (chunks * layout.context):
             return
-        if share / tiles <= MOST_LOGITS:
-            yield replace(layout, loss_tiles=tiles)
+        if share / chunks <= MOST_LOGITS:
+            yield replace(layout, loss_chunks=chunks)
             return
 
 
@@ -234,7 +234,7 @@ def _precisions(job: Job, on: Slice, freedom: Freedom) -> list[Precision]:
 
 def narrower(job: Job, on: Slice) -> list[Precision]:
     """int8 and fp8, where the model can round to them and the chip multiplies them."""
-    known = job.model.operands() & frozenset(on.chip.native)
+    known = job.model.matmul_formats() & frozenset(on.chip.native)
     return [one for one in (Precision.int8, Precision.fp8) if one.value in known]
 
 

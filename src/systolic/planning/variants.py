@@ -1,4 +1,4 @@
-"""Settings that change little but speed, tried on the best layouts only: attention blocks, loss tiles, flags, places on the torus."""
+"""Settings that change little but speed, tried on the best layouts only: attention blocks, loss chunks, flags, places on the torus."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ WIDE_VOCAB = 65536
 def changes(job: Job, candidate: Candidate, tight: bool = True) -> list[Change]:
     """What is worth trying on a candidate, the likeliest gains first.
 
-    ``tight`` says that memory is short: loss tiles save it and cost time, and so do passes.
+    ``tight`` says that memory is short: loss chunks save it and cost time, and so do passes.
     """
     tokens = job.data.fields().get("tokens")
     layout = candidate.layout
@@ -46,14 +46,14 @@ def changes(job: Job, candidate: Candidate, tight: bool = True) -> list[Change]:
     for index in range(max(len(flags), len(blocks))):
         found += [*flags[index : index + 1], *blocks[index : index + 1]]
     if tokens is not None and known is not None and known.vocab >= WIDE_VOCAB:
-        for tiles in _tiles(layout.loss_tiles, tight):
-            if tokens.shape[0] % (tiles * layout.context) == 0:
-                found.append(layout_change(loss_tiles=tiles))
+        for chunks in _chunks(layout.loss_chunks, tight):
+            if tokens.shape[0] % (chunks * layout.context) == 0:
+                found.append(layout_change(loss_chunks=chunks))
     return found
 
 
-def _tiles(now: int, tight: bool) -> list[int]:
-    """Other numbers of loss tiles: fewer, which make fewer logits twice, and where memory is short more."""
+def _chunks(now: int, tight: bool) -> list[int]:
+    """Other numbers of loss chunks: fewer, which make fewer logits twice, and where memory is short more."""
     if now == 1:
         return list(TILES) if tight else []
     fewer = list(dict.fromkeys((max(now // 2, 1), max(now // 4, 1))))
@@ -93,7 +93,7 @@ def _breaks_lines(candidate: Candidate) -> bool:
 
 
 def like(leader: Candidate, one: Candidate) -> Candidate:
-    """A candidate with the flags (where its chip takes them), attention blocks, loss tiles, placement and split of the residual stream of another."""
+    """A candidate with the flags (where its chip takes them), attention blocks, loss chunks, placement and split of the residual stream of another."""
     flags = leader.flags
     if flags is not DEFAULT and one.on.chip.name not in flags.generations:
         flags = one.flags

@@ -23,6 +23,7 @@ from systolic.artifact.recipe_files import OpenedFiles
 from systolic.core.errors import NotFoundError, OptionError, RunError, nearest
 from systolic.core.ranges import check_arguments
 from systolic.job import Job, Layout
+from systolic.job.layout import RENAMED
 
 _folders: list[str] = []
 """Of the recipes that were loaded, at the end of ``sys.path``."""
@@ -221,10 +222,13 @@ def typed(recipe: Recipe, options: Mapping[str, Any]) -> dict[str, Any]:
         raise RunError(
             f"the recipe {recipe.target} no longer takes {', '.join(sorted(unknown))}; use the version of Systolic that trained this run"
         )
+    saved = dict(options)
+    if isinstance(saved.get("layout"), dict):
+        saved["layout"] = {RENAMED.get(key, key): v for key, v in saved["layout"].items()}
     try:
         return {
             name: msgspec.convert(value, hints[name], dec_hook=lambda kind, value: kind(value))
-            for name, value in options.items()
+            for name, value in saved.items()
         }
     except msgspec.ValidationError as error:
         raise RunError(

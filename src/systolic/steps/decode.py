@@ -105,7 +105,7 @@ class Decode:
     def prefill(
         self,
         params: Arrays,
-        rest: Arrays,
+        model_state: Arrays,
         tokens: jax.Array,
         count: jax.Array,
         key: jax.Array,
@@ -115,13 +115,13 @@ class Decode:
 
         Args:
             params: Weights.
-            rest: Other variables.
+            model_state: Other variables.
             tokens: int32[batch, n], padded at the end.
             count: int32[batch]: how many are real.
             key: Random key.
             capacity: Positions the cache has room for; static.
         """
-        module = self._module(params, rest)
+        module = self._module(params, model_state)
         hidden, cache = module.prefill(tokens, count, capacity, jnp.dtype(self.steps.target.dtype))
         # Only the last token's logits are read; those of all would be [batch, n, vocab].
         last = jnp.take_along_axis(hidden, (count - 1)[:, None, None], axis=1)
@@ -131,12 +131,12 @@ class Decode:
         )
 
     def decode(
-        self, params: Arrays, rest: Arrays, state: DecodeState, count: int
+        self, params: Arrays, model_state: Arrays, state: DecodeState, count: int
     ) -> tuple[DecodeState, jax.Array]:
         """The next ``count`` (static) tokens int32[batch, count], the state's token first."""
 
         def one(state: DecodeState, _: None) -> tuple[DecodeState, jax.Array]:
-            module = self._module(params, rest)
+            module = self._module(params, model_state)
             logits, cache = module.extend(state.token, state.cache)
             key, use = jax.random.split(state.key)
             return DecodeState(
@@ -146,8 +146,8 @@ class Decode:
         state, tokens = jax.lax.scan(one, state, None, length=count)
         return state, tokens.T
 
-    def _module(self, params: Arrays, rest: Arrays) -> Any:
-        return self.steps.network.module(self.steps.network.cast(params), rest, train=False)
+    def _module(self, params: Arrays, model_state: Arrays) -> Any:
+        return self.steps.network.module(self.steps.network.cast(params), model_state, train=False)
 
 
 def pick(logits: jax.Array, key: jax.Array, sampling: Sampling) -> jax.Array:

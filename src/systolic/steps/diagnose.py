@@ -96,28 +96,30 @@ def _gradients(
     """The batch's mean gradient in float32, its mean loss, the mean squared norm of its parts' gradients."""
     scale = steps.loss_scale(state)
 
-    def loss(params: Any, rest: Any, part: Batch) -> tuple[jax.Array, Any]:
-        sums, rest = steps.sums(params, rest, part, train=True)
-        return sums["loss"].total * scale, (sums["loss"], rest)
+    def loss(params: Any, model_state: Any, part: Batch) -> tuple[jax.Array, Any]:
+        sums, model_state = steps.sums(params, model_state, part, train=True)
+        return sums["loss"].total * scale, (sums["loss"], model_state)
 
     def one(carry: Any, part: Batch) -> tuple[Any, jax.Array]:
-        total, rest, mean = carry
-        gradients, (more, rest) = jax.grad(loss, has_aux=True)(state.params, rest, part)
+        total, model_state, mean = carry
+        gradients, (more, model_state) = jax.grad(loss, has_aux=True)(
+            state.params, model_state, part
+        )
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
         square = optax.tree.norm(gradients, squared=True)
         square /= (jnp.maximum(more.weight, 1e-9) * scale) ** 2
         return (
             jax.tree.map(jnp.add, total, gradients),
-            rest,
+            model_state,
             jax.tree.map(jnp.add, mean, more),
         ), square
 
     parts = steps.parts(batch, count)
     first = jax.tree.map(lambda p: p[0], parts)
-    _, (shape, _) = jax.eval_shape(loss, state.params, state.rest, first)
+    _, (shape, _) = jax.eval_shape(loss, state.params, state.model_state, first)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
     total = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)
-    (total, _, mean), squares = jax.lax.scan(one, (total, state.rest, zeros), parts)
+    (total, _, mean), squares = jax.lax.scan(one, (total, state.model_state, zeros), parts)
     weight = jnp.maximum(mean.weight, 1e-9)
     return (
         jax.tree.map(lambda g: g / (weight * scale), total),

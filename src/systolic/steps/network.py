@@ -22,7 +22,7 @@ class ModelStructure:
 
     Attributes:
         params: Path to ShapeDtypeStruct of each parameter.
-        rest: The same for all other variables.
+        model_state: The same for all other variables.
         axes: Path to the logical names of a parameter's dims, ``None`` where the module names none.
     """
 
@@ -34,16 +34,16 @@ class ModelStructure:
             module.eval()
             evaluation, *_ = nnx.split(module, nnx.Param, ...)
             module.train()
-            graph, params, rest = nnx.split(module, nnx.Param, ...)
+            graph, params, model_state = nnx.split(module, nnx.Param, ...)
             found.append((graph, evaluation))
-            return params, rest
+            return params, model_state
 
         found: list[Any] = []
-        params, rest = jax.eval_shape(split)
+        params, model_state = jax.eval_shape(split)
         self._graphs = dict(zip((True, False), found[0], strict=True))
-        self._params, self._rest = _flat(params), _flat(rest)
+        self._params, self._model_state = _flat(params), _flat(model_state)
         self.params = {path: _shape(variable) for path, variable in self._params.items()}
-        self.rest = {path: _shape(variable) for path, variable in self._rest.items()}
+        self.model_state = {path: _shape(variable) for path, variable in self._model_state.items()}
         self.axes = {path: _axes(variable) for path, variable in self._params.items()}
 
     @property
@@ -54,21 +54,23 @@ class ModelStructure:
     def init(self, key: jax.Array) -> tuple[Arrays, Arrays]:
         """Fresh parameters and other variables; to be called under ``jit`` with sharded outputs."""
         module = self._module(key)
-        _, params, rest = nnx.split(module, nnx.Param, ...)
-        return _values(params), _values(rest)
+        _, params, model_state = nnx.split(module, nnx.Param, ...)
+        return _values(params), _values(model_state)
 
     def module(
-        self, params: Mapping[str, jax.Array], rest: Mapping[str, jax.Array], train: bool
+        self, params: Mapping[str, jax.Array], model_state: Mapping[str, jax.Array], train: bool
     ) -> nnx.Module:
         """The module with these arrays, in training or evaluation mode."""
         return nnx.merge(
-            self._graphs[train], _state(self._params, params), _state(self._rest, rest)
+            self._graphs[train],
+            _state(self._params, params),
+            _state(self._model_state, model_state),
         )
 
     def variables(self, module: nnx.Module) -> Arrays:
         """The module's variables that are not parameters, after a call changed them."""
-        _, _, rest = nnx.split(module, nnx.Param, ...)
-        return _values(rest)
+        _, _, model_state = nnx.split(module, nnx.Param, ...)
+        return _values(model_state)
 
     def cast(self, params: Mapping[str, jax.Array]) -> Arrays:
         """Float parameters in the target's compute dtype."""

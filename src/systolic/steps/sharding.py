@@ -67,9 +67,9 @@ def check_fields(target: MeshTarget, fields: Mapping[str, Field]) -> None:
     """Whether the mesh divides the dims of an example that it splits.
 
     Raises:
-        LayoutError: an axis, or the loss tiles, do not divide a dim; or there is no sequence to tile.
+        LayoutError: an axis, or the loss chunks, do not divide a dim; or there is no sequence to cut.
     """
-    _check_tiles(target, fields)
+    _check_chunks(target, fields)
     for field in fields.values():
         for size, name in zip(field.shape, field.axes, strict=False):
             for axis in target.axes(name):
@@ -79,9 +79,9 @@ def check_fields(target: MeshTarget, fields: Mapping[str, Field]) -> None:
                     )
 
 
-def _check_tiles(target: MeshTarget, fields: Mapping[str, Field]) -> None:
-    tiles, pieces = target.layout.loss_tiles, target.layout.context
-    if tiles == 1:
+def _check_chunks(target: MeshTarget, fields: Mapping[str, Field]) -> None:
+    chunks, pieces = target.layout.loss_chunks, target.layout.context
+    if chunks == 1:
         return
     lengths = {
         size
@@ -91,13 +91,13 @@ def _check_tiles(target: MeshTarget, fields: Mapping[str, Field]) -> None:
     }
     if not lengths:
         raise LayoutError(
-            f"layout.loss-tiles is {tiles} but the examples are no sequences; leave it at 1"
+            f"layout.loss-chunks is {chunks} but the examples are no sequences; leave it at 1"
         )
     for size in sorted(lengths):
-        if size % (tiles * pieces):
+        if size % (chunks * pieces):
             shards = f" x layout.context {pieces}" if pieces > 1 else ""
             raise LayoutError(
-                f"layout.loss-tiles {tiles}{shards} does not divide the sequence of {size}; use a divisor of {size // math.gcd(size, pieces)}, or change the sequence"
+                f"layout.loss-chunks {chunks}{shards} does not divide the sequence of {size}; use a divisor of {size // math.gcd(size, pieces)}, or change the sequence"
             )
 
 

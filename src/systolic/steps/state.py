@@ -72,7 +72,7 @@ class TrainState:
     """int32[]: optimizer steps done."""
     params: dict[str, jax.Array]
     """Weights by path ("blocks/query"), in the job's dtype of parameters."""
-    rest: dict[str, jax.Array]
+    model_state: dict[str, jax.Array]
     """Other variables of the module by path: batch statistics, random keys."""
     optimizer: Any
     """Optax state."""
@@ -80,7 +80,7 @@ class TrainState:
     """Moving average of the weights in float32, when the optimizer keeps one."""
     scale: LossScale | None
     """Only in float16."""
-    watch: GuardState
+    guard: GuardState
 
     @property
     def evaluated(self) -> dict[str, jax.Array]:

@@ -74,11 +74,11 @@ class StepFunctions:
         return TrainState(
             step=whole,
             params=params,
-            rest=dict.fromkeys(self.network.rest, whole),
+            model_state=dict.fromkeys(self.network.model_state, whole),
             optimizer=jax.tree.map(sharding, optimizer_specs(self.shapes.optimizer, shapes, specs)),
             ema=params if self.shapes.ema is not None else None,
             scale=jax.tree.map(lambda _: whole, self.shapes.scale),
-            watch=jax.tree.map(lambda _: whole, self.shapes.watch),
+            guard=jax.tree.map(lambda _: whole, self.shapes.guard),
         )
 
     @cached_property
@@ -122,7 +122,7 @@ class StepFunctions:
             flops.count(
                 lambda p, r, b: self.sums(p, r, b, train=False)[0],
                 state.params,
-                state.rest,
+                state.model_state,
                 self.abstract_batch(),
             )
             / self.batch_size
@@ -141,7 +141,7 @@ class StepFunctions:
 
     def init(self, key: jax.Array) -> TrainState:
         """The state before the first step; jit it with ``out_shardings=self.shardings`` so that weights are born sharded."""
-        params, rest = self.network.init(key)
+        params, model_state = self.network.init(key)
         dtypes = self.job.dtypes
         # A model may keep weights in bf16; what the optimizer and the average add up is float32 unless asked.
         optimizer = self.optimizer.init(storage.widened(params))
@@ -149,17 +149,17 @@ class StepFunctions:
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            rest=rest,
+            model_state=model_state,
             optimizer=storage.cast(optimizer, dtypes.moments.dtype),
             ema=wide_copy(params) if self.job.optimizer.ema else None,
             scale=LossScale.start() if self.target.dtype == "float16" else None,
-            watch=GuardState.start(),
+            guard=GuardState.start(),
         )
 
     def train(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step; also f32[] metrics: loss, grad_norm, learning_rate, bad (0 or 1) and the task's terms."""
         scale = self.loss_scale(state)
-        gradients, rest, sums = self._gradients(state, batch, scale)
+        gradients, model_state, sums = self._gradients(state, batch, scale)
         weight = jnp.maximum(sums["loss"].weight, 1e-9)
         gradients = jax.tree.map(lambda g: g.astype(jnp.float32) / (weight * scale), gradients)
         norm = optax.tree.norm(gradients)
@@ -179,26 +179,26 @@ class StepFunctions:
             )
 
         loss = sums["loss"].total / weight
-        bad, watch = self._judge(state.watch, loss, finite, overflow=state.scale is not None)
+        bad, guard_state = self._judge(state.guard, loss, finite, overflow=state.scale is not None)
         drop = bad | ~finite if state.scale is not None else bad
         new = TrainState(
             step=state.step + 1,
             params=params,
-            rest=rest,
+            model_state=model_state,
             optimizer=optimizer,
             ema=ema,
             scale=state.scale.after(finite) if state.scale is not None else None,
-            watch=watch,
+            guard=guard_state,
         )
         if self.job.guard.rule is not GuardRule.ignore or state.scale is not None:
             kept = TrainState(
                 step=new.step,
                 params=state.params,
-                rest=state.rest,
+                model_state=state.model_state,
                 optimizer=state.optimizer,
                 ema=state.ema,
                 scale=new.scale,
-                watch=watch,
+                guard=guard_state,
             )
             new = jax.tree.map(
                 lambda old, fresh: old if old is fresh else jnp.where(drop, old, fresh), kept, new
@@ -225,20 +225,20 @@ class StepFunctions:
         wide: Any = optax.apply_updates(storage.widened(state.params), updates)
         return storage.narrowed(wide, state.params, _salt(state, 1))
 
-    def evaluate(self, params: Arrays, rest: Arrays, batch: Batch) -> dict[str, Mean]:
+    def evaluate(self, params: Arrays, model_state: Arrays, batch: Batch) -> dict[str, Mean]:
         """The task's terms of one batch as sums, so that batches add up to the mean over a split."""
-        return self.sums(params, rest, batch, train=False)[0]
+        return self.sums(params, model_state, batch, train=False)[0]
 
-    def predict(self, params: Arrays, rest: Arrays, batch: Batch) -> dict[str, jax.Array]:
+    def predict(self, params: Arrays, model_state: Arrays, batch: Batch) -> dict[str, jax.Array]:
         """The task's outputs, name to [batch, ...]."""
-        module = self.network.module(self.network.cast(params), rest, train=False)
+        module = self.network.module(self.network.cast(params), model_state, train=False)
         return dict(self.job.task.outputs(module, batch))
 
     def sums(
-        self, params: Arrays, rest: Arrays, batch: Batch, train: bool
+        self, params: Arrays, model_state: Arrays, batch: Batch, train: bool
     ) -> tuple[dict[str, Mean], Arrays]:
         """The task's terms of one batch as sums, and the module's variables after it."""
-        module = self.network.module(self.network.cast(params), rest, train)
+        module = self.network.module(self.network.cast(params), model_state, train)
         terms = self.job.task.terms(module, batch, train)
         mask = batch[MASK]
         sums = {name: _sum(value, mask) for name, value in terms.items()}
@@ -250,35 +250,35 @@ class StepFunctions:
         """Sums over the batch: gradients of the scaled total loss, the module's new variables, the terms."""
 
         def loss(
-            params: Arrays, rest: Arrays, part: Batch
+            params: Arrays, model_state: Arrays, part: Batch
         ) -> tuple[jax.Array, tuple[dict[str, Mean], Arrays]]:
-            sums, rest = self.sums(params, rest, part, train=True)
-            return sums["loss"].total * scale, (sums, rest)
+            sums, model_state = self.sums(params, model_state, part, train=True)
+            return sums["loss"].total * scale, (sums, model_state)
 
         gradient = jax.value_and_grad(loss, has_aux=True)
         passes, dtype = self.job.layout.accumulate, self.job.dtypes.gradients.dtype
         # Gradients of the working copy come in its dtype, those of float32 weights in float32.
         at = state.params if dtype == "float32" else self.network.cast(state.params)
         if passes == 1:
-            (_, (sums, rest)), gradients = gradient(at, state.rest, batch)
-            return jax.tree.map(lambda g: g.astype(dtype), gradients), rest, sums
+            (_, (sums, model_state)), gradients = gradient(at, state.model_state, batch)
+            return jax.tree.map(lambda g: g.astype(dtype), gradients), model_state, sums
 
         def one(carry: Any, part: Batch) -> tuple[Any, None]:
-            total, rest, sums = carry
-            (_, (more, rest)), gradients = gradient(at, rest, part)
+            total, model_state, sums = carry
+            (_, (more, model_state)), gradients = gradient(at, model_state, part)
             return (
                 jax.tree.map(lambda t, g: t + g.astype(dtype), total, gradients),
-                rest,
+                model_state,
                 jax.tree.map(jnp.add, sums, more),
             ), None
 
         parts = self.parts(batch, passes)
         first = jax.tree.map(lambda p: p[0], parts)
-        _, (shape, _) = jax.eval_shape(loss, at, state.rest, first)
+        _, (shape, _) = jax.eval_shape(loss, at, state.model_state, first)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
-        start = (jax.tree.map(lambda p: jnp.zeros_like(p, dtype), at), state.rest, zeros)
-        (gradients, rest, sums), _ = jax.lax.scan(one, start, parts)
-        return gradients, rest, sums
+        start = (jax.tree.map(lambda p: jnp.zeros_like(p, dtype), at), state.model_state, zeros)
+        (gradients, model_state, sums), _ = jax.lax.scan(one, start, parts)
+        return gradients, model_state, sums
 
     def parts(self, batch: Batch, count: int) -> dict[str, jax.Array]:
         """The batch as ``count`` equal ones: name to [count, batch / count, ...]."""
@@ -311,7 +311,7 @@ class StepFunctions:
         return self.batch_size // self.job.layout.accumulate * max(lengths, default=1)
 
     def _judge(
-        self, watch: GuardState, loss: jax.Array, finite: jax.Array, overflow: bool
+        self, guard_state: GuardState, loss: jax.Array, finite: jax.Array, overflow: bool
     ) -> tuple[jax.Array, GuardState]:
         """Whether this step is bad under the job's guard, and what the guard remembers.
 
@@ -319,22 +319,24 @@ class StepFunctions:
         """
         guard = self.job.guard
         bad = ~jnp.isfinite(loss) if overflow else ~(jnp.isfinite(loss) & finite)
-        away = jnp.log(jnp.maximum(loss, TINY) / jnp.maximum(watch.mean, TINY))
+        away = jnp.log(jnp.maximum(loss, TINY) / jnp.maximum(guard_state.mean, TINY))
         if guard.jump:
             # Near zero a normal batch is many times the mean: it must also stand out of the noise.
-            normal = jnp.maximum(math.log(guard.jump), NOISE * watch.spread)
-            bad |= (watch.seen >= SETTLE) & (watch.mean > 0) & (away > normal)
+            normal = jnp.maximum(math.log(guard.jump), NOISE * guard_state.spread)
+            bad |= (guard_state.seen >= SETTLE) & (guard_state.mean > 0) & (away > normal)
         if guard.rule is GuardRule.stop:
-            bad |= watch.frozen
-        decay = jnp.minimum(0.98, watch.seen / (watch.seen + 1.0))
-        distance = jnp.where(watch.seen > 0, jnp.maximum(away, 0.0), 0.0)
+            bad |= guard_state.frozen
+        decay = jnp.minimum(0.98, guard_state.seen / (guard_state.seen + 1.0))
+        distance = jnp.where(guard_state.seen > 0, jnp.maximum(away, 0.0), 0.0)
         return bad, GuardState(
-            mean=jnp.where(bad, watch.mean, watch.mean * decay + loss * (1 - decay)),
-            spread=jnp.where(bad, watch.spread, watch.spread * decay + distance * (1 - decay)),
-            seen=watch.seen + ~bad,
-            in_a_row=jnp.where(bad, watch.in_a_row + 1, 0),
-            total=watch.total + bad,
-            frozen=watch.frozen | (bad if guard.rule is GuardRule.stop else False),
+            mean=jnp.where(bad, guard_state.mean, guard_state.mean * decay + loss * (1 - decay)),
+            spread=jnp.where(
+                bad, guard_state.spread, guard_state.spread * decay + distance * (1 - decay)
+            ),
+            seen=guard_state.seen + ~bad,
+            in_a_row=jnp.where(bad, guard_state.in_a_row + 1, 0),
+            total=guard_state.total + bad,
+            frozen=guard_state.frozen | (bad if guard.rule is GuardRule.stop else False),
         )
 
 

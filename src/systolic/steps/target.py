@@ -56,7 +56,7 @@ class MeshTarget:
     layout: Layout
     dtype: str
     mesh: AnyMesh
-    operands: str | None = None
+    matmul_format: str | None = None
     rules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: RULES)
     """Logical name to mesh axes."""
     flags: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ class MeshTarget:
             platform=platform,
             layout=job.layout,
             dtype=precision.dtype,
-            operands=precision.operands,
+            matmul_format=precision.matmul_format,
             flags=tuple(flags),
             mesh=make_mesh(job.layout, devices),
         )

@@ -48,7 +48,7 @@ def evaluate(
     steps: StepFunctions,
     program: Any,
     params: Any,
-    rest: Any,
+    model_state: Any,
     split: Split,
     batches: int = 0,
     halt: Callable[[int], bool] = never,
@@ -60,7 +60,7 @@ def evaluate(
         steps: Its programs.
         program: ``steps.evaluate``, jitted or compiled.
         params: Weights.
-        rest: Other variables.
+        model_state: Other variables.
         split: Which part of the data.
         batches: Reads only the first so many batches; 0 reads all.
         halt: Asked before each batch, with the number of batches done, whether to give up.
@@ -79,7 +79,7 @@ def evaluate(
             if halt(max(done - 1, 0)):
                 raise HaltedError
             same.check(batch)
-            sums = program(params, rest, batch)
+            sums = program(params, model_state, batch)
             jax.block_until_ready(total)
             total = sums if total is None else jax.tree.map(lambda a, b: a + b, total, sums)
     finally:
@@ -132,7 +132,7 @@ class Evaluator:
             while not self.program.wait(0.1):
                 if interrupt.alone():
                     return None
-            arguments = (job, steps, self.program, state.evaluated, state.rest)
+            arguments = (job, steps, self.program, state.evaluated, state.model_state)
             try:
                 metrics = evaluate(*arguments, split, batches, halt)
             except HaltedError:
@@ -169,13 +169,13 @@ class Evaluator:
             measured[split] = metrics
         return measured
 
-    def references(self) -> dict[str, float]:
+    def baselines(self) -> dict[str, float]:
         """What the data gives to compare with; it is of whole splits, so nothing where the last evaluation reads less."""
         job, steps = self.setup.job, self.setup.steps
         limit = self._final_batches()
         if not all(reads_all(job, steps, split, limit) for split in self._held_out()):
             return {}
-        return dict(job.data.references())
+        return dict(job.data.baselines())
 
     def _held_out(self) -> list[Split]:
         data = self.setup.job.data

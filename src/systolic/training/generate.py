@@ -40,7 +40,7 @@ class Generator:
     Args:
         steps: The programs of a text job.
         params: Weights.
-        rest: Other variables.
+        model_state: Other variables.
         sampling: How tokens are picked.
 
     Raises:
@@ -48,8 +48,10 @@ class Generator:
         RunError: its model does not generate.
     """
 
-    def __init__(self, steps: StepFunctions, params: Any, rest: Any, sampling: Sampling) -> None:
-        self.job, self.rest = steps.job, rest
+    def __init__(
+        self, steps: StepFunctions, params: Any, model_state: Any, sampling: Sampling
+    ) -> None:
+        self.job, self.model_state = steps.job, model_state
         self.tokenizer = tokenizer_of(steps.job)
         programs = Decode(steps, sampling)
         # Once, not in every call: cast, and on a TPU in the order that the decode step reads.
@@ -97,8 +99,8 @@ class Generator:
                 yield told
             if ends.met:
                 return
-        if rest := ends.flush():
-            yield rest
+        if model_state := ends.flush():
+            yield model_state
 
     def _pieces(self, prompt: str, tokens: int, seed: int) -> Iterator[str]:
         ids = self.encode(prompt)
@@ -106,7 +108,7 @@ class Generator:
         row[0, : len(ids)] = ids
         state = self._prefill(
             self.params,
-            self.rest,
+            self.model_state,
             jnp.asarray(row),
             jnp.asarray([len(ids)], jnp.int32),
             jax.random.key(seed),
@@ -115,7 +117,7 @@ class Generator:
         text = self.tokenizer.stream()
         left = tokens
         while left > 0:
-            state, found = self._decode(self.params, self.rest, state, count=CHUNK)
+            state, found = self._decode(self.params, self.model_state, state, count=CHUNK)
             for token in np.asarray(found)[0][:left].tolist():
                 if token == self.tokenizer.end:
                     left = 0
@@ -123,8 +125,8 @@ class Generator:
                 if piece := text.push(token):
                     yield piece
             left -= CHUNK
-        if rest := text.flush():
-            yield rest
+        if model_state := text.flush():
+            yield model_state
 
 
 class Stops:

@@ -61,11 +61,11 @@ def next_command(job: Job, run: Path, *, unfinished: bool) -> str:
     return f"systolic eval {where}"
 
 
-def sample(steps: StepFunctions, params: Any, rest: Any, prompt: str) -> str:
+def sample(steps: StepFunctions, params: Any, model_state: Any, prompt: str) -> str:
     """What a language model writes after ``prompt``."""
     from systolic.job import Sampling
     from systolic.training.generate import Generator
 
-    generator = Generator(steps, params, rest, Sampling())
+    generator = Generator(steps, params, model_state, Sampling())
     pieces = generator.stream(prompt, tokens=SAMPLE_TOKENS, seed=steps.job.seed)
     return "".join(pieces)

@@ -101,7 +101,9 @@ class Runner:
             name: jax.device_put(array, steps.batch_shardings[name])
             for name, array in arrays.items()
         }
-        outputs = jax.device_get(self.program(self.weights.params, self.weights.rest, placed))
+        outputs = jax.device_get(
+            self.program(self.weights.params, self.weights.model_state, placed)
+        )
         for index in range(len(group)):
             yield {name: value[index] for name, value in outputs.items()}
 

@@ -136,7 +136,7 @@ def spread_of(steps: StepFunctions) -> Placement:
     kinds = {
         "parameters": state.params,
         "optimizer": state.optimizer,
-        "other": (state.rest, state.ema, state.scale),
+        "other": (state.model_state, state.ema, state.scale),
         "batch": batch,
     }
     held = sum(part.bytes_per_device for part in parameters)
@@ -239,7 +239,7 @@ class _Stage:
             self.say("evaluation", "none: the data has no validation or test split")
             return {}
         metrics = evaluate(
-            job, steps, jit_evaluate(steps), state.evaluated, state.rest, split, batches=1
+            job, steps, jit_evaluate(steps), state.evaluated, state.model_state, split, batches=1
         )
         wanted = job.evaluation.metric
         if wanted not in metrics:

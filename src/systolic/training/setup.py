@@ -59,7 +59,7 @@ class Setup:
 
     @cached_property
     def jitted_evaluate(self) -> Any:
-        """The eval step: (params, rest, batch) -> sums; one object, so that it is traced once."""
+        """The eval step: (params, model_state, batch) -> sums; one object, so that it is traced once."""
         return jit_evaluate(self.steps)
 
     @property
@@ -67,7 +67,7 @@ class Setup:
         """The eval step's arguments as ShapeDtypeStructs."""
         state, passes = self.steps.abstract_state, self.job.layout.accumulate
         batch = self.steps.abstract_batch(self.steps.batch_size // passes)
-        return state.evaluated, state.rest, batch
+        return state.evaluated, state.model_state, batch
 
     def check_metric(self) -> None:
         """Whether the task reports what best checkpoints and early stopping look at.
@@ -108,10 +108,10 @@ class Setup:
             return None
         if self.initial is None:
             return state
-        params, rest = self.initial.params, self.initial.rest
+        params, model_state = self.initial.params, self.initial.model_state
         # A copy: the step gives its arguments' memory away, each array once.
         ema = None if state.ema is None else wide_copy(params)
-        return replace(state, params=params, rest=rest, ema=ema)
+        return replace(state, params=params, model_state=model_state, ema=ema)
 
     def mfu(self, step_seconds: float) -> float | None:
         """Model FLOPs over the published bf16 peak; ``None`` where no peak is published."""
@@ -152,20 +152,23 @@ def set_up(
     precision = job.precision.resolve(machine.platform)
     if reads:
         job.schedule.check_steps(job.steps)
-        check_operands(job.model, precision)
+        check_matmul_format(job.model, precision)
     if reads and job.data.size(Split.train) == 0:
         raise DataError(f"the training split of {job.name} is empty; give the recipe other data")
     target = MeshTarget.of(job, machine.platform, machine.devices, own)
     return Setup(job=job, machine=machine, steps=StepFunctions(job, target))
 
 
-def check_operands(model: Model, precision: Precision) -> None:
+def check_matmul_format(model: Model, precision: Precision) -> None:
     """Whether a model's matmuls can round to what the precision asks of them.
 
     Raises:
         OptionError: they can't, so that it would compute in bfloat16 alone.
     """
-    if precision.operands is not None and precision.operands not in model.operands():
+    if (
+        precision.matmul_format is not None
+        and precision.matmul_format not in model.matmul_formats()
+    ):
         raise OptionError(
             f"precision is {precision.value}, which {type(model).__name__} has no matmuls for; use bf16 or f32"
         )
@@ -173,10 +176,10 @@ def check_operands(model: Model, precision: Precision) -> None:
 
 def computed_in(target: Target) -> str:
     """``bfloat16, fp8 operands (emulated on a CPU)``: what a target computes in, for people."""
-    if target.operands is None:
+    if target.matmul_format is None:
         return target.dtype
     emulated = " (emulated on a CPU)" if target.platform == "cpu" else ""
-    return f"{target.dtype}, {target.operands} operands{emulated}"
+    return f"{target.dtype}, {target.matmul_format} operands{emulated}"
 
 
 def check_flags(flags: Sequence[str], platform: str) -> None:

@@ -444,7 +444,7 @@ class Trainer:
             self.event("interrupt", 0.0, where)
         else:
             with self.ledger.spend("eval"):
-                final |= self.evaluator.references()
+                final |= self.evaluator.baselines()
             with self.ledger.spend("sample"):
                 self._sample(state)
         self._skipped()
@@ -480,7 +480,7 @@ class Trainer:
         if prompt is None or hosts.several():
             return
         try:
-            text = sample(self.steps, state.evaluated, state.rest, prompt)
+            text = sample(self.steps, state.evaluated, state.model_state, prompt)
         except Exception as error:  # whatever is wrong with a sample, the run has ended well
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             self.event("sample", 0.0, f"there is none: {reason}")

@@ -96,7 +96,7 @@ class StandardLibrary(TextData):
 
         return Documents(path=path, validation=path, sequence=self.sequence)
 
-    def references(self) -> Mapping[str, float]:
+    def baselines(self) -> Mapping[str, float]:
         """What gzip makes of the validation files, in bits per byte: each on its own, and joined."""
         return {
             "gzip_bits_per_byte": self.gzip_bits_per_byte(),

@@ -342,7 +342,7 @@ class Decoder(Model):
         """All of them."""
         return frozenset(Remat)
 
-    def operands(self) -> frozenset[str]:
+    def matmul_formats(self) -> frozenset[str]:
         """Both; routing and logits stay in the compute dtype."""
         return frozenset(("int8", "fp8"))
 

@@ -18,6 +18,7 @@ from systolic.models.decoder.cache import (
     latest,
     stored,
 )
+from systolic.models.decoder.chunks import score_chunks
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.latent import LatentAttention
 from systolic.models.decoder.moe import Mixture
@@ -27,7 +28,6 @@ from systolic.models.decoder.pipeline import run_stages
 from systolic.models.decoder.router import balance, moved
 from systolic.models.decoder.stack import at, run_layers, stack
 from systolic.models.decoder.stretch import Step, Stretch
-from systolic.models.decoder.tiles import score_tiles
 from systolic.models.masking import Logits, Masking, soft_cap
 from systolic.models.order import Order, balanced
 from systolic.models.parameters import weight
@@ -270,7 +270,7 @@ class DecoderModule(nnx.Module):
         targets: jax.Array,
         inputs: tuple[jax.Array, jax.Array, jax.Array],
     ) -> Any:
-        """What ``read`` makes of the logits and targets int32[batch, sequence], under the layout's loss tiles.
+        """What ``read`` makes of the logits and targets int32[batch, sequence], under the layout's loss chunks.
 
         ``read`` turns logits [..., vocab] and targets [...] into a tree of arrays [...]; ``inputs``
         are the arguments of :meth:`hidden`.
@@ -278,7 +278,7 @@ class DecoderModule(nnx.Module):
         order = balanced(self.target, targets.shape[1])
         hidden = self._trunk(*inputs, order)
         placed = targets if order is None else order.arrange(targets)
-        if self.target.layout.loss_tiles == 1:
+        if self.target.layout.loss_chunks == 1:
             scores = read(self.logits(hidden), placed)
         else:
             if self.config.tie_embeddings:
@@ -286,7 +286,7 @@ class DecoderModule(nnx.Module):
             else:
                 matrix, axes = self.unembedding[...], ("embed", "vocab")
             cap = self.config.logit_cap
-            scores = score_tiles(
+            scores = score_chunks(
                 lambda logits, targets: read(soft_cap(logits, cap), targets),
                 hidden,
                 matrix,

@@ -127,9 +127,9 @@ class Mixture(nnx.Module):
     def _dropless(
         self, x: jax.Array, chosen: jax.Array, weights: jax.Array, count: jax.Array | None
     ) -> jax.Array:
-        if self.target.operands is not None:
+        if self.target.matmul_format is not None:
             self.target.note(
-                f"experts without slots have no {self.target.operands} matmuls: theirs stay in {self.target.dtype}"
+                f"experts without slots have no {self.target.matmul_format} matmuls: theirs stay in {self.target.dtype}"
             )
         if count is not None:
             real = jnp.arange(x.shape[1]) < count[:, None]

@@ -109,9 +109,9 @@ class Encoder(Model):
                 raise LayoutError(
                     f"layout.{axis.value} is {layout.size(axis)} but an encoder has nothing to split that way; set it to 1 and use layout.fsdp or layout.tensor"
                 )
-        if layout.loss_tiles > 1:
+        if layout.loss_chunks > 1:
             raise LayoutError(
-                f"layout.loss-tiles is {layout.loss_tiles} but an encoder has logits of masked tokens only; leave it at 1"
+                f"layout.loss-chunks is {layout.loss_chunks} but an encoder has logits of masked tokens only; leave it at 1"
             )
         divides = (
             ("tensor", layout.tensor, "heads", self.heads),

@@ -103,7 +103,7 @@ def score(
 ) -> "tuple[Scores, Any]":
     """What ``read`` makes of the logits and targets, and what the model sowed as ``nnx.Intermediate``.
 
-    A decoder whose layout has loss tiles never holds all logits; any other model is called for them.
+    A decoder whose layout has loss chunks never holds all logits; any other model is called for them.
     """
     from flax import nnx
 

@@ -17,14 +17,16 @@ from systolic.models.vision.cnn.config import CNN
 from systolic.steps.mesh import make_mesh
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
-from systolic.training.setup import check_operands, computed_in
+from systolic.training.setup import check_matmul_format, computed_in
 from tests.steps import tiny
 
 
 def target(operands: str | None) -> MeshTarget:
     layout = tiny.ONE_DEVICE
     mesh = make_mesh(layout, jax.devices()[:1])
-    return MeshTarget(platform="cpu", layout=layout, dtype="float32", mesh=mesh, operands=operands)
+    return MeshTarget(
+        platform="cpu", layout=layout, dtype="float32", mesh=mesh, matmul_format=operands
+    )
 
 
 def steps(operands: str | None) -> StepFunctions:
@@ -78,17 +80,17 @@ def test_the_program_multiplies_int8() -> None:
 
 
 def test_precisions_say_their_operands() -> None:
-    assert Precision.int8.resolve("cpu").operands == "int8"
+    assert Precision.int8.resolve("cpu").matmul_format == "int8"
     assert Precision.fp8.dtype == "bfloat16"
-    assert replace(tiny.job(), precision=Precision.bf16).precision.operands is None
+    assert replace(tiny.job(), precision=Precision.bf16).precision.matmul_format is None
 
 
 def test_what_is_computed_in_is_said_and_what_no_matmul_follows_is_refused() -> None:
     assert computed_in(target("fp8")) == "float32, fp8 operands (emulated on a CPU)"
     assert computed_in(target(None)) == target(None).dtype
-    check_operands(Decoder(), Precision.fp8)
+    check_matmul_format(Decoder(), Precision.fp8)
     with pytest.raises(OptionError, match="precision is fp8, which CNN has no matmuls for"):
-        check_operands(CNN(), Precision.fp8)
+        check_matmul_format(CNN(), Precision.fp8)
 
 
 def test_gradients_of_matmuls_that_do_not_round_them_are_exact_beside_rounded_operands() -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from systolic.job import Target
 
 
-def score_tiles(
+def score_chunks(
     score: Callable[[jax.Array, jax.Array], Any],
     hidden: jax.Array,
     matrix: jax.Array,
@@ -37,11 +37,11 @@ def score_tiles(
     """
     layout, (batch, sequence) = target.layout, targets.shape
     shards = layout.batch_ways if batch % layout.batch_ways == 0 else 1
-    pieces, tiles = layout.context, layout.loss_tiles
-    split = (shards, batch // shards, pieces, tiles, sequence // (pieces * tiles))
+    pieces, chunks = layout.context, layout.loss_chunks
+    split = (shards, batch // shards, pieces, chunks, sequence // (pieces * chunks))
 
     def cut(array: jax.Array) -> jax.Array:
-        """[tiles, shards, pieces, batch / shards, sequence / (pieces x tiles), ...]; no token moves."""
+        """[chunks, shards, pieces, batch / shards, sequence / (pieces x chunks), ...]; no token moves."""
         parts = jnp.moveaxis(array.reshape(*split, *array.shape[2:]), (3, 0, 2), (0, 1, 2))
         return target.constrain(parts, None, "batch", "sequence", *[None] * (parts.ndim - 3))
 

@@ -34,7 +34,7 @@ BYTES = LanguageModel(unit=Unit.byte)
 
 def tiled(tiles: int, **changes: Any) -> StepFunctions:
     layout = changes.pop("layout", tiny.ONE_DEVICE)
-    return tiny.steps(tiny.job(layout=replace(layout, loss_tiles=tiles), **changes))
+    return tiny.steps(tiny.job(layout=replace(layout, loss_chunks=tiles), **changes))
 
 
 def masked(of: StepFunctions) -> dict[str, jax.Array]:
@@ -53,7 +53,7 @@ def start(of: StepFunctions) -> tuple[Any, Any]:
         )
         for path, shape in sorted(of.network.params.items())
     }
-    assert not of.network.rest
+    assert not of.network.model_state
     return params, {}
 
 
@@ -99,14 +99,14 @@ def test_terms_and_gradients_are_those_of_whole_logits(name: str) -> None:
         np.testing.assert_allclose(slopes[path], expected, atol=ROUNDING * size, err_msg=path)
 
 
-def test_rematerialised_layers_and_accumulation_take_tiles() -> None:
+def test_rematerialised_layers_and_accumulation_take_chunks() -> None:
     layout = Layout(fsdp=1, remat=Remat.save_names, accumulate=2)
     exact, _ = tiny.run(tiled(1, layout=layout))
     losses, _ = tiny.run(tiled(4, layout=layout))
     np.testing.assert_allclose(losses, exact, rtol=ROUNDING)
 
 
-def test_evaluation_and_outputs_take_tiles() -> None:
+def test_evaluation_and_outputs_take_chunks() -> None:
     one, many = tiled(1, model=WIDE), tiled(8, model=WIDE)
     params, rest = start(one)
     batch = masked(one)
@@ -152,7 +152,7 @@ def largest(function: Any, *args: Any) -> int:
 
 def test_bf16_gradients_are_as_good_as_those_of_whole_logits() -> None:
     def embedding(tiles: int, dtype: str) -> Any:
-        layout = replace(tiny.ONE_DEVICE, loss_tiles=tiles)
+        layout = replace(tiny.ONE_DEVICE, loss_chunks=tiles)
         return gradients(tiny.steps(tiny.job(layout=layout), dtype=dtype))[1]["embedding"]
 
     exact = embedding(1, "float32")
@@ -160,12 +160,12 @@ def test_bf16_gradients_are_as_good_as_those_of_whole_logits() -> None:
     assert 0 < off[8] < 1.2 * off[1]
 
 
-def test_int8_operands_take_tiles() -> None:
+def test_int8_operands_take_chunks() -> None:
     def losses(tiles: int) -> list[float]:
-        layout = replace(tiny.ONE_DEVICE, loss_tiles=tiles)
+        layout = replace(tiny.ONE_DEVICE, loss_chunks=tiles)
         mesh = make_mesh(layout, jax.devices()[:1])
         target = MeshTarget(
-            platform="cpu", layout=layout, dtype="float32", mesh=mesh, operands="int8"
+            platform="cpu", layout=layout, dtype="float32", mesh=mesh, matmul_format="int8"
         )
         return tiny.run(StepFunctions(tiny.job(layout=layout), target), 2)[0]
 
@@ -198,8 +198,8 @@ def test_tiles_agree_with_one_device_under_a_mesh() -> None:
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        (Layout(fsdp=1, loss_tiles=5), "loss-tiles 5 does not divide the sequence of 32"),
-        (Layout(fsdp=1, loss_tiles=64), "loss-tiles 64 does not divide the sequence of 32"),
+        (Layout(fsdp=1, loss_chunks=5), "loss-chunks 5 does not divide the sequence of 32"),
+        (Layout(fsdp=1, loss_chunks=64), "loss-chunks 64 does not divide the sequence of 32"),
     ],
 )
 def test_tiles_divide_the_sequence(layout: Layout, words: str) -> None:
@@ -208,5 +208,5 @@ def test_tiles_divide_the_sequence(layout: Layout, words: str) -> None:
 
 
 def test_there_is_at_least_one_tile() -> None:
-    with pytest.raises(LayoutError, match=r"loss-tiles is 0; .* must be at least 1"):
-        Layout(loss_tiles=0)
+    with pytest.raises(LayoutError, match=r"loss-chunks is 0; .* must be at least 1"):
+        Layout(loss_chunks=0)
