@@ -83,7 +83,7 @@ def machine(case: Case) -> LocalDevices:
         of = {n: [d for d in devices if d.process_index == n] for n in set(case.processes)}
         devices = [of[process].pop(0) for process in case.processes]
     return LocalDevices(
-        devices=devices, platform="cpu", name="cpus", peak_bf16_flops_per_second=None
+        devices=devices, platform="cpu", kind="cpu", peak_bf16_flops_per_second=None
     )
 
 

@@ -28,8 +28,9 @@ def test_resumes_on_other_numbers_of_devices(tmp_path: Path):
     finish(start([*part, "--run", str(run)], environ[8]), 143)
     finish(start(["--resume", str(run), "--halt-at", "8", "--json"], environ[2]), 143)
     finish(start(["--resume", str(run), "--halt-at", "0", "--json"], environ[1]))
-    devices = [r["devices"].split(" x ")[0] for r in Run.open(run).records("start")]
-    assert devices == ["8", "2", "1"]
+    starts = list(Run.open(run).records("start"))
+    assert [record["num_devices"] for record in starts] == [8, 2, 1]
+    assert [record["devices"] for record in starts] == ["8 x cpu", "2 x cpu", "1 x cpu"]
     assert_close(tmp_path / "whole", run)
 
 

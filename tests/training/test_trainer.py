@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -102,6 +103,9 @@ def test_the_time_of_a_session_adds_up(tmp_path: Path):
     assert all(time[kind] > 0 for kind in ("compile", "step", "eval", "checkpoint"))
     assert summary["goodput"] == pytest.approx(time["step"] / summary["seconds"])
     assert summary == Run.open(tmp_path).read_summary()
+    (start,) = [r for r in seen.records if r["kind"] == "start"]
+    assert start["devices"] == f"{start['num_devices']} x {start['device_kind']}"
+    assert (start["num_devices"], start["device_kind"]) == (len(jax.devices()), "cpu")
     (end,) = [r for r in seen.records if r["kind"] == "end"]
     assert end["final"] == summary["final"]
     assert set(summary["final"]["metrics"]) == {

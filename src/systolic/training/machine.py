@@ -17,10 +17,15 @@ class LocalDevices:
     """All devices of the run, those of other hosts included."""
     platform: str
     """``tpu``, ``gpu`` or ``cpu``."""
-    name: str
-    """``4 x TPU v5 lite`` or ``1 x cpu``."""
+    kind: str
+    """What JAX calls one of them: ``TPU v5 lite``, ``cpu``."""
     peak_bf16_flops_per_second: float | None
     """Published dense bf16 peak of all devices together; ``None`` where the catalogue has none."""
+
+    @property
+    def name(self) -> str:
+        """Number and kind, for people: ``4 x TPU v5 lite`` or ``1 x cpu``."""
+        return f"{len(self.devices)} x {self.kind}"
 
     @property
     def chip(self) -> Chip | None:
@@ -46,7 +51,7 @@ class LocalDevices:
         return cls(
             devices=devices,
             platform=first.platform,
-            name=f"{len(devices)} x {first.device_kind}",
+            kind=first.device_kind,
             peak_bf16_flops_per_second=peak,
         )
 

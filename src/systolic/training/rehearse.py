@@ -85,7 +85,7 @@ def rehearse(job: Job, on: Slice, say: Say, workers: int = 0) -> dict[str, Any]:
     machine = LocalDevices(
         devices=jax.devices("cpu"),
         platform="cpu",
-        name=f"{on.num_devices} x virtual cpu",
+        kind="virtual cpu",
         peak_bf16_flops_per_second=None,
     )
     job = job.settle(on)

@@ -200,6 +200,8 @@ class Trainer:
             unit=self.setup.unit,
             num_parameters=steps.network.num_parameters,
             devices=self.setup.machine.name,
+            num_devices=len(self.setup.machine.devices),
+            device_kind=self.setup.machine.kind,
             precision=computed_in(steps.target),
             flags=list(self.setup.flags),
             batch=steps.batch_size,
