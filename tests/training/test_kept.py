@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from systolic.artifact import Run, recipe_files
+from systolic.artifact import Run
 from systolic.cli.main import main
 from systolic.core.errors import RunError
+from systolic.recipes.folder import opened
 from tests.training import tiny
 from tests.training.children import environment
 
@@ -229,7 +230,7 @@ def test_files_that_a_recipe_reads_by_its_own_place_are_kept(
     assert json.loads(capsys.readouterr().out)["step"] == 2
     assert main(["train", "--resume", str(run), "--steps", "3", "--json"]) == 0
     # A data set is none of that.
-    monkeypatch.setattr(recipe_files, "KEPT_BYTES", 100)
+    monkeypatch.setattr(opened, "KEPT_BYTES", 100)
     shutil.copytree(tmp_path / "moved", tmp_path / "home", dirs_exist_ok=True)
     capsys.readouterr()
     large = ["train", str(home / "mine.py"), *given, "--run", str(tmp_path / "small")]

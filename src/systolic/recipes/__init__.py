@@ -18,12 +18,12 @@ from typing import Any
 
 import msgspec
 
-from systolic.artifact.beside import is_beside, modules
-from systolic.artifact.recipe_files import OpenedFiles
 from systolic.core.errors import NotFoundError, OptionError, RunError, nearest
 from systolic.core.ranges import check_arguments
 from systolic.job import Job, Layout
 from systolic.job.layout import RENAMED
+from systolic.recipes.folder.imported import is_beside, modules
+from systolic.recipes.folder.opened import OpenedFiles
 
 _folders: list[str] = []
 """Of the recipes that were loaded, at the end of ``sys.path``."""
@@ -72,8 +72,8 @@ class Recipe:
 
 
 def shipped() -> list[str]:
-    """Names of the recipes in this package."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    """Names of the recipes: the modules of this package, not its subpackages."""
+    return sorted(each.name for each in pkgutil.iter_modules(__path__) if not each.ispkg)
 
 
 def find(target: str) -> Recipe:

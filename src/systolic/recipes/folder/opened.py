@@ -1,4 +1,4 @@
-"""The files beside a recipe that its own code opens: what a run keeps of them, so that it works without that folder."""
+"""Files of a recipe's folder that its own code opens, so that a run can keep copies of them."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The Python modules that a recipe's file imports from its own folder: what a run keeps beside its copy."""
+"""Python modules that a recipe imports from the folder of its file."""
 
 import ast
 import sys
