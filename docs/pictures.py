@@ -19,7 +19,7 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from systolic.artifact import metrics
-from systolic.report.run.record import load_run
+from systolic.artifact.record import load_run
 from systolic.report.run.screen import Screen
 from systolic.report.run.summary import print_panel
 from systolic.report.run.verdict import SAME, commands

@@ -11,13 +11,13 @@ import pytest
 from systolic import recipes
 from systolic.artifact import Run
 from systolic.artifact.access import Access
+from systolic.artifact.record import RunRecord, load_run
 from systolic.cli.main import main
 from systolic.cli.resume import finished
 from systolic.core.errors import RunError
 from systolic.explaining import layers
 from systolic.explaining.cause import Cause
 from systolic.explaining.curve import full_experts, overfitting
-from systolic.explaining.history import History, read
 from systolic.explaining.layers import noise_scale
 from systolic.explaining.learning import learning, unknown, vitals
 from systolic.explaining.settings import Settings
@@ -37,12 +37,12 @@ RECIPE = f"{Path(planted.__file__)}:job"
 
 def explained(job: Job, path: Path, every: int = 20) -> dict[str, Cause]:
     train(job, path, diagnose=every)
-    return {cause.name: cause for cause in learning(Run.open(path))}
+    return {cause.name: cause for cause in learning(load_run(path))}
 
 
 def test_a_healthy_run_raises_no_alarm(tmp_path: Path):
     assert explained(planted.job(), tmp_path) == {}
-    history = read(Run.open(tmp_path))
+    history = load_run(tmp_path)
     figures = vitals(history)
     assert 1e-4 < figures["update_ratio"] < 0.1
     assert figures["noise_scale"] > 32 / 4
@@ -78,7 +78,7 @@ def test_a_loss_that_ends_far_above_its_best_has_diverged(tmp_path: Path):
         for step, loss in enumerate(curve, 1):
             figures = {"loss": loss, "grad_norm": 1.0, "learning_rate": 0.1, "step_seconds": 1.0}
             run.append({"kind": "train", "step": step, "time": step, "data_wait": 0.0} | figures)
-    (cause,) = learning(Run.open(tmp_path))
+    (cause,) = learning(load_run(tmp_path))
     assert cause.title.startswith("The loss diverged: 0.4")
 
 
@@ -86,7 +86,7 @@ def test_a_guard_that_stopped_the_run_is_the_first_thing(tmp_path: Path):
     job = planted.job(rule=GuardRule.stop, spoiled=(100,), steps=120)
     with pytest.raises(RunError):
         train(job, tmp_path)
-    cause = learning(Run.open(tmp_path))[0]
+    cause = learning(load_run(tmp_path))[0]
     assert cause.name == "divergence"
     assert cause.title == "The loss went bad at step 100"
     assert f"systolic train --replay {tmp_path}/bad/step-100.npz" in cause.advice
@@ -142,15 +142,15 @@ def test_little_data_read_often_is_learnt_by_heart(tmp_path: Path):
 def test_the_noise_scale_is_that_of_the_gradients(tmp_path: Path, batch: int, accumulate: int):
     """Of gradients drawn from a normal distribution it is known."""
     train(planted.noisy(100.0, batch, accumulate), tmp_path, diagnose=1)
-    history = read(Run.open(tmp_path))
+    history = load_run(tmp_path)
     assert noise_scale(history) == pytest.approx(100.0, rel=0.1 if batch > 100 else 0.5)
-    named = [cause.name for cause in learning(Run.open(tmp_path))]
+    named = [cause.name for cause in learning(load_run(tmp_path))]
     assert ("large-batch" in named) is (batch > 400)
 
 
 def test_one_example_a_device_has_no_noise_scale_and_says_how_to_get_it(tmp_path: Path):
     train(planted.noisy(100.0, 1), tmp_path, diagnose=4)
-    history = read(Run.open(tmp_path))
+    history = load_run(tmp_path)
     assert noise_scale(history) is None
     assert [note for note in unknown(history) if "--layout.accumulate 2" in note]
 
@@ -189,15 +189,10 @@ def test_uneven_experts_are_told_from_too_few_slots(
     records = [
         {"step": n, "loss": 1.0, "learning_rate": 0.1, "dropped": dropped} for n in range(20)
     ]
-    history = History(
-        path="runs/m",
+    history = RunRecord(
+        path=Path("runs/m"),
         job={"options": {"model": {"capacity_factor": factor, "router_loss": 0.01}}},
-        start={},
         train=records,
-        evals=[],
-        events=[],
-        summary=None,
-        looks=[],
     )
     cause = full_experts(history)
     assert (cause and cause.name) == name
@@ -308,6 +303,10 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     )
 
 
+def session_causes(run: Run) -> list[Cause]:
+    return speed(load_run(run.path, last_session=True))
+
+
 def fabricated(path: Path, time: dict[str, float], **train: float) -> Run:
     """A run whose records say where the time went."""
     description = {"job": {"name": "made"}, "options": {"evaluation": {"every": 10, "batches": 0}}}
@@ -328,7 +327,7 @@ def fabricated(path: Path, time: dict[str, float], **train: float) -> Run:
 
 def test_speed_names_what_took_the_time_most_first(tmp_path: Path):
     time = {"compile": 10.0, "step": 50.0, "data_wait": 20.0, "eval": 15.0, "checkpoint": 5.0}
-    found = speed(fabricated(tmp_path / "slow", time, data_wait=0.3))
+    found = session_causes(fabricated(tmp_path / "slow", time, data_wait=0.3))
     assert [cause.name for cause in found] == [
         "input-wait",
         "evaluation",
@@ -343,9 +342,13 @@ def test_speed_names_what_took_the_time_most_first(tmp_path: Path):
 
 def test_an_accelerator_that_waits_for_the_host_is_seen(tmp_path: Path):
     time = {"compile": 0.0, "step": 100.0, "data_wait": 0.0, "eval": 0.0, "checkpoint": 0.0}
-    names = [cause.name for cause in speed(fabricated(tmp_path / "a", time, device_wait=0.01))]
+    names = [
+        cause.name for cause in session_causes(fabricated(tmp_path / "a", time, device_wait=0.01))
+    ]
     assert sorted(names) == ["host-synchronisation", "recompilation"]
-    assert [cause.name for cause in speed(fabricated(tmp_path / "b", time))] == ["recompilation"]
+    assert [cause.name for cause in session_causes(fabricated(tmp_path / "b", time))] == [
+        "recompilation"
+    ]
 
 
 @pytest.mark.parametrize("counted", [True, False])
@@ -367,7 +370,7 @@ def test_steps_before_a_resume_are_no_time_of_the_session_after_it(tmp_path: Pat
             if time is not None:
                 rest = dict.fromkeys(("data_wait", "eval", "checkpoint"), 0.0)
                 run.write_summary({"steps": 420, "time": time | rest})
-            found = {cause.name: cause for cause in speed(run)}
+            found = {cause.name: cause for cause in session_causes(run)}
             if kind == "killed":
                 # 0.157 s of 0.157 + 19 * 0.0107 s, less a usual step.
                 assert found["stalls"].seconds == pytest.approx(0.157 - 0.0107)
@@ -385,16 +388,16 @@ def test_a_damaged_summary_is_named_and_the_rest_is_read(
     run = fabricated(tmp_path / "run", time, data_wait=0.3)
     with Run.open(run.path, access=Access.write) as opened:
         opened.append({"kind": "end", "step": 40, "time": time, "steps": 40})
-    whole = speed(run)
+    whole = session_causes(run)
     (run.path / "summary.json").write_text(content)
-    assert speed(run) == whole
+    assert session_causes(run) == whole
     assert main(["explain", str(run.path), "--quick", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert "summary.json is damaged" in shown["notes"][0]
     lines = (run.path / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run.path / "metrics.jsonl").write_text("".join(lines[:-1]))
     # 9 s of compiling again and the 40 steps of a second.
-    assert {c.name: c.share for c in speed(run)}["recompilation"] == pytest.approx(9 / 49)
+    assert {c.name: c.share for c in session_causes(run)}["recompilation"] == pytest.approx(9 / 49)
     assert finished(run, planted.job(), changed=False) is None, "a resume writes it anew"
 
 
@@ -424,25 +427,24 @@ def test_the_screen_holds_many_causes_and_begins_with_the_verdict():
 
 def test_looks_at_the_end_of_a_decay_tell_nothing_of_updates(tmp_path: Path):
     train(planted.job(steps=60), tmp_path, diagnose=20)
-    history = read(Run.open(tmp_path))
+    history = load_run(tmp_path)
     # Rounding takes a cosine below zero one step past its end, where a look at the last checkpoint is.
-    ended = [{**look, "learning_rate": -1.6e-9} for look in history.looks]
-    decayed = replace(history, looks=ended)
+    ended = [{**look, "learning_rate": -1.6e-9} for look in history.diagnoses]
+    decayed = replace(history, diagnoses=ended)
     assert "lost-updates" not in {cause.name for cause in layers.causes(decayed)}
     assert any("has decayed" in line for line in unknown(decayed))
     assert not any("has decayed" in line for line in unknown(history))
 
 
 def test_a_validation_loss_below_the_training_loss_is_not_learnt_by_heart(tmp_path: Path):
-    def history(validation: list[float]) -> History:
+    def history(validation: list[float]) -> RunRecord:
         steps = range(1, 101)
         train = [{"step": n, "loss": 0.3 if n < 50 else 0.06, "time": n} for n in steps]
         evals = [
             {"step": step, "split": "validation", "metrics": {"loss": loss}}
             for step, loss in zip((50, 75, 100), validation, strict=True)
         ]
-        records = {"train": train, "evals": evals, "events": [], "looks": []}
-        return History(path="run", job={}, start={}, summary=None, **records)
+        return RunRecord(path=Path("run"), train=train, evals=evals)
 
     assert overfitting(history([0.035, 0.038, 0.042])) is None
     assert overfitting(history([0.135, 0.138, 0.242])) is not None

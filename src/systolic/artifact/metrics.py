@@ -115,18 +115,31 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         RunError: a line before the last is damaged; names it.
     """
+    for number, record, is_whole in scan(path):
+        if record is not None:
+            yield record
+        elif is_whole:
+            raise RunError(f"line {number} of {path} is damaged; delete that line and try again")
+
+
+def scan(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, bool]]:
+    """Lines of a log: number from 1, record (``None`` for a damaged line), whether the line has its end."""
     if not path.exists():
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                yield decode(line)
-            except ValueError as error:
-                if not line.endswith(b"\n"):
-                    return
-                raise RunError(
-                    f"line {number} of {path} is damaged; delete that line and try again"
-                ) from error
+                record = decode(line)
+            except ValueError:
+                record = None
+            yield number, record, line.endswith(b"\n")
+
+
+def number(value: Any) -> float | None:
+    """A record's value as a float: ``None`` stays absent, NaN stays NaN, text is absent."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value)
 
 
 def _mend(path: Path, handle: int) -> None:

@@ -291,7 +291,7 @@ class Run:
             raise NotFoundError(
                 f"{self.path} has no summary, so it has not ended; continue it with --resume {self.path}"
             )
-        return _renamed(self._read(SUMMARY, metrics.decode), self.path)
+        return renamed(self._read(SUMMARY, metrics.decode), self.path)
 
     def write_bad(self, step: int, arrays: Mapping[str, np.ndarray]) -> Path:
         """Keeps the batch of a bad step as ``bad/step-<n>.npz``; returns the file."""
@@ -363,7 +363,7 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _renamed(summary: dict[str, Any], path: Path) -> dict[str, Any]:
+def renamed(summary: dict[str, Any], path: Path) -> dict[str, Any]:
     """A summary whose commands and paths name the run as it was opened."""
     before, now = summary.get("run"), str(path)
     found = dict(summary)

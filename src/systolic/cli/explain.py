@@ -3,11 +3,12 @@
 import enum
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from systolic import recipes
+from systolic.artifact.record import load_run
 from systolic.artifact.run import JOB, Run
 from systolic.cli.explain_job import explain_recipe, is_recipe
 from systolic.cli.explain_profile import explain_profile, is_profile
@@ -17,7 +18,7 @@ from systolic.cli.parse import arguments
 from systolic.cli.target import first
 from systolic.core.errors import NotFoundError, SystolicError, nearest
 from systolic.explaining.cause import Cause
-from systolic.explaining.settings import Settings
+from systolic.explaining.settings import settings_of
 
 USAGE = """usage: systolic explain RUN [options]
        systolic explain RECIPE --on SLICE [options]
@@ -103,28 +104,26 @@ def run_options(quick: bool = False, trust: bool = False, json: bool = False) ->
 def explain_run(target: str, args: Sequence[str]) -> int:
     """Causes of poor learning, then of lost time."""
     from systolic.explaining import learning, speed
-    from systolic.explaining.history import read
 
     verb = arguments(run_options, args, "systolic explain RUN")
     path = Path(target)
     with Run.open(path) as directory:
-        looks: list[dict[str, Any]] = []
         notes: list[str] = []
-        if not verb["quick"] and next(directory.diagnoses(), None) is None:
+        history = load_run(path)
+        if not verb["quick"] and not history.diagnoses:
             looks, why = look(directory, trust_code=verb["trust"])
+            history = replace(history, diagnoses=looks)
             notes += [why] if why else []
-        history = read(directory, looks)
-        causes = [*learning.learning(directory, looks), *speed.speed(directory)]
-        known = Settings(directory.read_job().get("options") or {})
-    causes = known.named(causes)
+    session = load_run(path, last_session=True)
+    causes = settings_of(history).named([*learning.learning(history), *speed.speed(session)])
     figures, notes = learning.vitals(history), [*notes, *learning.unknown(history)]
     if verb["json"]:
-        notes = [*history.notes, *notes]
+        notes = [*history.damage, *notes]
         show_json(target, TargetKind.run, causes, figures=figures, notes=notes)
         return 0
     from systolic.report.explain.text import print_causes
 
-    lines = [*remarks(figures, history.unit), *history.notes]
+    lines = [*remarks(figures, history.unit), *history.damage]
     if is_profile(path / "profile"):
         lines.append(f"its steps were traced: systolic explain {path / 'profile'}")
     print_causes(target, causes, remarks=lines, notes=notes)

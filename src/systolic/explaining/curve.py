@@ -4,9 +4,10 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from systolic.artifact.record import Record, RunRecord
 from systolic.explaining import layers
 from systolic.explaining.cause import Cause
-from systolic.explaining.history import History, Record, smooth
+from systolic.explaining.settings import settings_of
 
 FEW = 12
 """Records below which a curve says nothing."""
@@ -39,7 +40,7 @@ FALL = 0.08
 """A curve that would fall by this share in as many steps again is cut short."""
 
 
-def causes(history: History) -> list[Cause]:
+def causes(history: RunRecord) -> list[Cause]:
     """All that the curves say, worst first."""
     found = [diverged(history)]
     if found[0] is None:
@@ -50,9 +51,9 @@ def causes(history: History) -> list[Cause]:
     return [cause for cause in found if cause is not None]
 
 
-def diverged(history: History) -> Cause | None:
+def diverged(history: RunRecord) -> Cause | None:
     """A loss that is not a number, or ended far above its best."""
-    settings = history.settings
+    settings = settings_of(history)
     lower = [
         settings.learning_rate(history.peak_rate / 3),
         settings.change("schedule.warmup", value=_longer_warmup(history)),
@@ -78,14 +79,14 @@ def diverged(history: History) -> Cause | None:
     first, last, low = curve[0], curve[-1], min(curve)
     if last <= 1.3 * low or last - low <= 0.3 * (first - low):
         return None
-    at = history.steps[curve.index(low)]
+    at = history.train_steps[curve.index(low)]
     title = f"The loss diverged: {low:.4g} at step {at}, {last:.4g} at the end"
     return _cause("divergence", title, _around(history, at), lower)
 
 
-def spikes(history: History) -> Cause | None:
+def spikes(history: RunRecord) -> Cause | None:
     """Losses that stand out of the noise before them."""
-    found, losses, steps = [], history.losses, history.steps
+    found, losses, steps = [], history.losses, history.train_steps
     index = FEW
     while index < len(losses):
         base, limit = _normal(losses[max(0, index - BEFORE) : index])
@@ -106,7 +107,7 @@ def spikes(history: History) -> Cause | None:
         evidence.append(
             f"step {steps[at]}: {top:.4g} where {base:.4g} was normal, {end}; learning rate {rate:.3g}, gradient norm {norm:.3g}"
         )
-    settings = history.settings
+    settings = settings_of(history)
     advice = [settings.learning_rate(history.peak_rate / 2)]
     clip = settings.get("optimizer.clip")
     norms = [record["grad_norm"] for record in history.train if math.isfinite(record["grad_norm"])]
@@ -115,13 +116,13 @@ def spikes(history: History) -> Cause | None:
         advice.append(settings.change("optimizer.clip", value=float(f"{usual:.1g}")))
     if (settings.get("optimizer.b2") or 0.0) > 0.95:
         advice.append(settings.change("optimizer.b2", value=0.95))
-    if history.is_text and settings.get("z_loss") == 0:
+    if history.reads_text and settings.get("z_loss") == 0:
         advice.append(settings.change("z_loss", value=1e-4))
     count = f"{len(found)} spike" + ("s" if len(found) > 1 else "")
     return _cause("loss-spikes", f"The loss has {count}", evidence, advice)
 
 
-def plateau(history: History) -> Cause | None:
+def plateau(history: RunRecord) -> Cause | None:
     """A loss that has never moved."""
     losses = history.losses
     if len(losses) < 2 * FEW:
@@ -137,9 +138,11 @@ def plateau(history: History) -> Cause | None:
         f"loss {first:.4g} at the start, {early:.4g} in the second quarter, {last:.4g} in the last",
         f"learning rate at most {rate:.3g}",
     ]
-    settings = history.settings
+    settings = settings_of(history)
     higher, lower = settings.learning_rate(rate * 10), settings.learning_rate(rate / 10)
-    ratio = statistics.median(layers.ratios(history).values() or [0.0]) if history.looks else 0.0
+    ratio = (
+        statistics.median(layers.ratios(history).values() or [0.0]) if history.diagnoses else 0.0
+    )
     # Weights that hardly move, or that jump about: where the looks tell, only one way is left.
     ways = {True: [lower], False: [higher]}
     advice = ways[ratio > layers.USUAL_RATIO] if ratio else [higher, lower]
@@ -147,7 +150,7 @@ def plateau(history: History) -> Cause | None:
     return _cause("plateau", "The loss has hardly moved", evidence, advice)
 
 
-def overfitting(history: History) -> Cause | None:
+def overfitting(history: RunRecord) -> Cause | None:
     """Training losses that fall below validation losses while these rise, or lie far below them."""
     points = validation(history)
     if not points:
@@ -155,7 +158,7 @@ def overfitting(history: History) -> Cause | None:
     best_step, best = min(points, key=lambda point: point[1])
     last_step, last = points[-1]
     then, now = history.loss_near(best_step), history.loss_near(last_step)
-    first = history.loss_near(history.steps[0]) if history.train else None
+    first = history.loss_near(history.train_steps[0]) if history.train else None
     if now is None or then is None or first is None:
         return None
     epochs = history.epochs
@@ -170,7 +173,7 @@ def overfitting(history: History) -> Cause | None:
         )
     if epochs is not None:
         evidence.append(f"the training data was read {epochs:.3g} times")
-    settings = history.settings
+    settings = settings_of(history)
     advice = []
     if rose:
         advice += [settings.change("steps", value=best_step)]
@@ -185,21 +188,21 @@ def overfitting(history: History) -> Cause | None:
     return _cause("overfitting", title, evidence, advice)
 
 
-def repeats(history: History) -> Cause | None:
+def repeats(history: RunRecord) -> Cause | None:
     """A text read more often than it has something new to say."""
     epochs = history.epochs
-    if not history.is_text or epochs is None or epochs <= EPOCHS:
+    if not history.reads_text or epochs is None or epochs <= EPOCHS:
         return None
     evidence = [
         f"{epochs:.3g} passes over the training text; up to about {EPOCHS:g} are worth as much as new text, after about 16 nothing is left (Muennighoff et al. 2023)"
     ]
-    settings = history.settings
+    settings = settings_of(history)
     steps = max(round(history.train[-1]["step"] * EPOCHS / epochs), 1)
     advice = ["more text (--path)", settings.change("steps", value=steps)]
     return _cause("data-repeats", f"The text was read {epochs:.3g} times", evidence, advice)
 
 
-def full_experts(history: History) -> Cause | None:
+def full_experts(history: RunRecord) -> Cause | None:
     """A mixture that drops choices, for its experts are uneven or have too few slots, after the first records."""
     known = [record for record in history.train if "dropped" in record]
     late = known[len(known) // 2 :]
@@ -208,7 +211,7 @@ def full_experts(history: History) -> Cause | None:
     dropped = statistics.fmean(record["dropped"] for record in late)
     if not dropped > DROPPED:
         return None
-    settings = history.settings
+    settings = settings_of(history)
     factor = settings.get("model.capacity_factor") or 1.25
     evidence = [
         f"{dropped:.1%} of the choices of an expert found no slot and were dropped, in steps {late[0]['step']} to {late[-1]['step']}; capacity factor {factor:g}",
@@ -239,9 +242,9 @@ def full_experts(history: History) -> Cause | None:
     )
 
 
-def short(history: History) -> Cause | None:
+def short(history: RunRecord) -> Cause | None:
     """A loss that still falls quickly at the end."""
-    losses, steps = history.losses, history.steps
+    losses, steps = history.losses, history.train_steps
     if len(losses) < 2 * FEW or not history.is_finished or min(losses) <= 0:
         return None
     half = len(losses) // 2
@@ -261,11 +264,11 @@ def short(history: History) -> Cause | None:
         evidence.append(
             f"{tokens / size:.3g} tokens a parameter; about {TOKENS_PER_PARAMETER} make the most of the compute (Hoffmann et al. 2022)"
         )
-    advice = [history.settings.change("steps", value=2 * steps[-1])]
+    advice = [settings_of(history).change("steps", value=2 * steps[-1])]
     return _cause("too-short", "The loss was still falling quickly at the end", evidence, advice)
 
 
-def validation(history: History) -> list[tuple[int, float]]:
+def validation(history: RunRecord) -> list[tuple[int, float]]:
     """Step and loss of each evaluation on the validation split."""
     return [
         (record["step"], record["metrics"]["loss"])
@@ -285,7 +288,7 @@ def _normal(before: Sequence[float]) -> tuple[float, float]:
     return base, base * math.exp(max(math.log(SPIKE), SPREADS * spread))
 
 
-def _around(history: History, step: int) -> list[str]:
+def _around(history: RunRecord, step: int) -> list[str]:
     """What the records before a step say."""
     before = [record for record in history.train if record["step"] <= step][-3:]
     return [
@@ -294,7 +297,7 @@ def _around(history: History, step: int) -> list[str]:
     ]
 
 
-def _longer_warmup(history: History) -> int:
+def _longer_warmup(history: RunRecord) -> int:
     """Twice the warm-up and at least 100 steps, as far as that is half of the job."""
     job: Record = history.job.get("job") or {}
     warmup = (job.get("schedule") or {}).get("warmup") or 0
@@ -302,9 +305,9 @@ def _longer_warmup(history: History) -> int:
     return min(longer, max(job["steps"] // 2, 1)) if job.get("steps") else longer
 
 
-def _tokens(history: History) -> float | None:
+def _tokens(history: RunRecord) -> float | None:
     """Tokens seen."""
-    if not history.is_text:
+    if not history.reads_text:
         return None
     last = history.train[-1]
     return last["tokens_per_second"] * last["step_seconds"] * last["step"]
@@ -321,3 +324,12 @@ def _slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
 
 def _cause(name: str, title: str, evidence: Sequence[str], advice: Sequence[str]) -> Cause:
     return Cause(name=name, title=title, share=None, seconds=None, evidence=evidence, advice=advice)
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Running medians over the last ``window`` finite values; NaN where there are none."""
+    found = []
+    for end in range(1, len(values) + 1):
+        part = [v for v in values[max(0, end - window) : end] if math.isfinite(v)]
+        found.append(statistics.median(part) if part else math.nan)
+    return found

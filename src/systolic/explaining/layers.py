@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from systolic.artifact.record import Record, RunRecord
 from systolic.explaining.cause import Cause
-from systolic.explaining.history import History, Record
+from systolic.explaining.settings import settings_of
 
 DEAD = 1e-8
 """A gradient (per element) of so much of the model's median is none."""
@@ -98,15 +99,15 @@ def _parts(path: str, found: Mapping[str, object]) -> Iterable[LayerShare]:
         )
 
 
-def causes(history: History) -> list[Cause]:
+def causes(history: RunRecord) -> list[Cause]:
     """All that the looks say."""
-    if not history.looks:
+    if not history.diagnoses:
         return []
     found = (dead(history), uneven(history), exploding(history), rate(history))
     return [cause for cause in (*found, lost(history), batch(history)) if cause is not None]
 
 
-def dead(history: History) -> Cause | None:
+def dead(history: RunRecord) -> Cause | None:
     """Matrices without a gradient in the later half of the looks, all of them."""
     looks = _late(history)
     silent: set[str] | None = None
@@ -126,10 +127,10 @@ def dead(history: History) -> Cause | None:
     ]
     alive = [
         x["step"]
-        for x in history.looks
+        for x in history.diagnoses
         if any(p.gradient > 0 and p.name in silent for p in parts(x))
     ]
-    settings = history.settings
+    settings = settings_of(history)
     advice = []
     if alive:
         evidence.append(f"they had one at step {alive[-1]}, so they died in training")
@@ -143,7 +144,7 @@ def dead(history: History) -> Cause | None:
     return _cause("dead-gradients", title, evidence, advice)
 
 
-def uneven(history: History) -> Cause | None:
+def uneven(history: RunRecord) -> Cause | None:
     """A stack whose first layers' gradients are far from its last layers'."""
     look = _late(history)[-1]
     stacks: dict[str, dict[int, list[LayerShare]]] = {}
@@ -165,7 +166,7 @@ def uneven(history: History) -> Cause | None:
         ]
         advice = [
             "residual connections with a norm before each branch, and output weights scaled by 1/sqrt(2 layers)",
-            history.settings.change("model.layers", value=max(len(slopes) // 2, 1)),
+            settings_of(history).change("model.layers", value=max(len(slopes) // 2, 1)),
         ]
         name = "vanishing-gradients" if vanish else "exploding-gradients"
         word = "vanish towards" if vanish else "explode towards"
@@ -173,7 +174,7 @@ def uneven(history: History) -> Cause | None:
     return None
 
 
-def exploding(history: History) -> Cause | None:
+def exploding(history: RunRecord) -> Cause | None:
     """A gradient norm that has grown all through the run."""
     norms = [r["grad_norm"] for r in history.train if math.isfinite(r["grad_norm"])]
     if len(norms) < 24:
@@ -188,21 +189,21 @@ def exploding(history: History) -> Cause | None:
         f"gradient norm {early:.3g} in the first quarter, {last:.3g} in the last",
         "largest: " + ", ".join(f"{part.name} {part.gradient:.3g}" for part in largest),
     ]
-    settings = history.settings
+    settings = settings_of(history)
     advice = [settings.learning_rate(history.peak_rate / 3)]
     advice.append(settings.change("optimizer.clip", value=float(f"{early:.1g}")))
     title = f"The gradient norm grew {last / early:.0f} times"
     return _cause("exploding-gradients", title, evidence, advice)
 
 
-def ratios(history: History) -> dict[str, float]:
+def ratios(history: RunRecord) -> dict[str, float]:
     """Name of each weight matrix to the median ratio of its updates to it, at the peak learning rate.
 
     A look at a lower rate is scaled up, for updates are proportional to the rate.
     """
-    peak = history.peak_rate or max(look["learning_rate"] for look in history.looks)
-    looks = [x for x in history.looks if x["learning_rate"] >= NEAR_PEAK * peak]
-    looks = looks or [x for x in history.looks if x["learning_rate"] > 0]
+    peak = history.peak_rate or max(look["learning_rate"] for look in history.diagnoses)
+    looks = [x for x in history.diagnoses if x["learning_rate"] >= NEAR_PEAK * peak]
+    looks = looks or [x for x in history.diagnoses if x["learning_rate"] > 0]
     # The first steps of a run move weights that are still small or zero.
     looks = looks[1:] if len(looks) > 2 else looks
     found: dict[str, list[float]] = {}
@@ -214,14 +215,14 @@ def ratios(history: History) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def rate(history: History) -> Cause | None:
+def rate(history: RunRecord) -> Cause | None:
     """A learning rate that moves the weights too fast at any time, or hardly at all."""
     found = ratios(history)
     middle = _median(found.values())
-    fast, step = max((_median(_moving(look)), look["step"]) for look in history.looks)
+    fast, step = max((_median(_moving(look)), look["step"]) for look in history.diagnoses)
     if not found or (fast <= HIGH_RATIO and middle >= LOW_RATIO):
         return None
-    settings = history.settings
+    settings = settings_of(history)
     usual = f"about {USUAL_RATIO:.0e} is usual (Karpathy, CS231n)"
     ordered = sorted(found, key=lambda name: found[name])
     ends = f"median of each matrix over the looks: least {ordered[0]} {found[ordered[0]]:.1e}, most {ordered[-1]} {found[ordered[-1]]:.1e}, at the peak learning rate {history.peak_rate:.3g}"
@@ -242,14 +243,14 @@ def _moving(look: Record) -> list[float]:
     return [part.ratio for part in parts(look) if part.is_matrix and part.gradient > 0]
 
 
-def training(history: History) -> list[Record]:
+def training(history: RunRecord) -> list[Record]:
     """The looks at a learning rate that still trains; the end of a decay loses every update."""
-    peak = history.peak_rate or max(look["learning_rate"] for look in history.looks)
+    peak = history.peak_rate or max(look["learning_rate"] for look in history.diagnoses)
     least = max(SOME_RATE * peak, 0.0)
-    return [look for look in history.looks if look["learning_rate"] > least]
+    return [look for look in history.diagnoses if look["learning_rate"] > least]
 
 
-def lost(history: History) -> Cause | None:
+def lost(history: RunRecord) -> Cause | None:
     """Updates below half a unit in the last place of their weights."""
     by_kind: dict[str, tuple[float, int]] = {}
     worst: dict[str, float] = {}
@@ -267,7 +268,7 @@ def lost(history: History) -> Cause | None:
         f"{shares[kind] * 100:.0f} % of the updates of {kind} weights are less than half a unit in the last place and change nothing",
         "most in " + ", ".join(f"{name} ({worst[name] * 100:.0f} %)" for name in most),
     ]
-    settings = history.settings
+    settings = settings_of(history)
     advice = []
     if kind != "float32":
         advice.append(
@@ -278,7 +279,7 @@ def lost(history: History) -> Cause | None:
     return _cause("lost-updates", title, evidence, advice)
 
 
-def noise_scale(history: History) -> float | None:
+def noise_scale(history: RunRecord) -> float | None:
     """The simple noise scale tr(Σ)/|G|² in examples, over the later looks; infinite where noise hides the gradient.
 
     From the squared gradient norms of batches of two sizes, averaged before they are divided
@@ -299,9 +300,9 @@ def noise_scale(history: History) -> float | None:
     return spread / mean if mean > 0 else math.inf
 
 
-def batch(history: History) -> Cause | None:
+def batch(history: RunRecord) -> Cause | None:
     """A batch so large that most of its examples say the same."""
-    scale, size = noise_scale(history), history.looks[-1]["batch"]
+    scale, size = noise_scale(history), history.diagnoses[-1]["batch"]
     if scale is None or size <= LARGE_BATCH * scale or len(_late(history)) < 2:
         return None
     useful = max(2 ** round(math.log2(max(scale, 1.0))), 1)
@@ -310,15 +311,15 @@ def batch(history: History) -> Cause | None:
         f"at this batch the run needs {1 + size / max(scale, 1e-9):.3g} times the fewest {history.unit}, and {1 + scale / size:.2f} times the fewest steps (McCandlish et al. 2018)",
     ]
     advice = [
-        f"{history.settings.batch(useful, size)} for {(1 + scale / useful) / (1 + scale / size):.2g} times the steps",
+        f"{settings_of(history).batch(useful, size)} for {(1 + scale / useful) / (1 + scale / size):.2g} times the steps",
         "or the same batch with a higher learning rate, where time matters more than cost",
     ]
     return _cause("large-batch", "The batch is larger than useful", evidence, advice)
 
 
-def _late(history: History) -> Sequence[Record]:
+def _late(history: RunRecord) -> Sequence[Record]:
     """The later half of the looks, the only one included."""
-    return history.looks[len(history.looks) // 2 :]
+    return history.diagnoses[len(history.diagnoses) // 2 :]
 
 
 def _names(found: Sequence[LayerShare]) -> str:

@@ -1,55 +1,44 @@
 """Why a run learns poorly: from its records alone."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
-from systolic.artifact.run import Run
+from systolic.artifact.record import RunRecord
 from systolic.explaining import curve, layers
 from systolic.explaining.cause import Cause
-from systolic.explaining.history import History, Record, read
 
 EVERY = 50
 """Steps between looks that an advice asks for."""
 
 
-def learning(run: Run, looks: Sequence[Record] = ()) -> list[Cause]:
-    """What keeps a run from learning, worst first; [] where its records show nothing.
-
-    Args:
-        run: Open for reading; it may still train.
-        looks: Looks at its layers that were made afterwards; used where it has none on record.
-
-    Raises:
-        RunError: a line of its records is damaged.
-    """
-    history = read(run, looks)
+def learning(history: RunRecord) -> list[Cause]:
+    """What keeps a run from learning, worst first; [] where its records show nothing."""
     curves, found = curve.causes(history), layers.causes(history)
     # What happens in the layers explains a curve, but not the length of the run.
     late = [cause for cause in curves if cause.name == "too-short"]
     return [*(cause for cause in curves if cause not in late), *found, *late]
 
 
-def vitals(history: History) -> dict[str, Any]:
+def vitals(history: RunRecord) -> dict[str, Any]:
     """Figures of a run's learning that are worth seeing also where all is well; ``None`` for what is not known.
 
     ``update_ratio`` is the median ratio of updates to weights at the peak learning rate,
     ``noise_scale`` and ``batch`` are in examples, ``epochs`` are passes over the training data.
     """
-    found = sorted(layers.ratios(history).values()) if history.looks else []
+    found = sorted(layers.ratios(history).values()) if history.diagnoses else []
     points = curve.validation(history)
-    scale = layers.noise_scale(history) if history.looks else None
+    scale = layers.noise_scale(history) if history.diagnoses else None
     return {
         "update_ratio": found[len(found) // 2] if found else None,
         "noise_scale": scale if scale is None or math.isfinite(scale) else None,
         "batch": history.start.get("batch"),
         "epochs": history.epochs,
-        "training_loss": history.loss_near(history.steps[-1]) if history.train else None,
+        "training_loss": history.loss_near(history.train_steps[-1]) if history.train else None,
         "validation_loss": points[-1][1] if points else None,
     }
 
 
-def unknown(history: History) -> list[str]:
+def unknown(history: RunRecord) -> list[str]:
     """What the records can't tell, and how to learn it, in a line each."""
     again = f"systolic train --resume {history.path} --diagnose {EVERY}"
     if not history.train:
@@ -57,7 +46,7 @@ def unknown(history: History) -> list[str]:
     found = []
     if len(history.train) < curve.FEW:
         found.append(f"{len(history.train)} records make no curve; train for more steps")
-    if not history.looks:
+    if not history.diagnoses:
         found.append(f"gradients, updates and noise by layer were never looked at; {again}")
     elif not layers.training(history):
         found.append(

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from systolic.artifact.record import RunRecord
 from systolic.explaining.cause import Cause
 
 _OPTION = re.compile(
@@ -12,6 +13,11 @@ _OPTION = re.compile(
 )
 """An option that recipes have; the verbs' own, such as --flags, are always there."""
 _LACKS = "(the recipe has no option for it; change it there)"
+
+
+def settings_of(run: RunRecord) -> "Settings":
+    """Settings of the recipe that a run trains."""
+    return Settings(run.job.get("options") or {})
 
 
 class Settings:

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Callable, Mapping
 
 from systolic.artifact import spent as records
-from systolic.artifact.run import Run
+from systolic.artifact.record import RunRecord
 from systolic.core.units import duration
 from systolic.explaining.cause import Cause
-from systolic.explaining.history import History, read_session
+from systolic.explaining.settings import settings_of
 
 WAIT = 0.05
 """Share of the wall time, waiting for data, that is worth a line."""
@@ -25,22 +25,17 @@ IDLE = 0.05
 """An accelerator that the host waits for less than this share of the time waits for the host."""
 
 
-def speed(run: Run) -> list[Cause]:
-    """What took the time of a run's last session besides its steps, most first; shares are of the wall time.
+def speed(history: RunRecord) -> list[Cause]:
+    """What took the time of a session besides its steps, most first; shares are of the wall time.
 
-    Raises:
-        RunError: a line of its records is damaged.
+    Args:
+        history: Its last session alone: the summary's times are of that one.
     """
-    return causes(read_session(run))
-
-
-def causes(history: History) -> list[Cause]:
-    """As :func:`speed`, of a session that was read."""
     spent = seconds_by_kind(history)
     total = sum(spent.values())
     if not history.train or not total:
         return []
-    rules: tuple[Callable[[History, Mapping[str, float], float], Cause | None], ...] = (
+    rules: tuple[Callable[[RunRecord, Mapping[str, float], float], Cause | None], ...] = (
         input_wait,
         host,
         recompilation,
@@ -55,14 +50,14 @@ def causes(history: History) -> list[Cause]:
     return sorted(found, key=lambda cause: -(cause.share or 0.0))
 
 
-def seconds_by_kind(history: History) -> dict[str, float]:
+def seconds_by_kind(history: RunRecord) -> dict[str, float]:
     """The summary's ``time``; of a run without one what its records add up to, which leaves out the start."""
     if history.summary is not None:
         return dict(history.summary["time"])
     return records.spent(history.train, history.evals, history.events, history.resumed_from)
 
 
-def input_wait(history: History, spent: Mapping[str, float], total: float) -> Cause | None:
+def input_wait(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
     """Steps that waited for their batch."""
     waited = spent["data_wait"]
     if waited < WAIT * total:
@@ -72,12 +67,12 @@ def input_wait(history: History, spent: Mapping[str, float], total: float) -> Ca
         f"{duration(waited)} of {duration(waited + spent['step'])} in the loop; worst before step {worst['step']}: {worst['data_wait'] * 100:.0f} %"
     ]
     advice = [f"--workers {max((os.cpu_count() or 2) // 2, 1)}"]
-    if history.is_text:
+    if history.reads_text:
         advice.append("systolic data pack, so that text is tokenized once and not while training")
     return _cause("input-wait", "Steps wait for their batches", (waited, total), evidence, advice)
 
 
-def host(history: History, spent: Mapping[str, float], total: float) -> Cause | None:
+def host(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
     """An accelerator that waits for Python: the host never waits for it."""
     name = str(history.start.get("devices", "cpu"))
     known = [record["device_wait"] for record in history.train if "device_wait" in record]
@@ -91,13 +86,13 @@ def host(history: History, spent: Mapping[str, float], total: float) -> Cause | 
     size = history.start.get("batch")
     advice = ["systolic doctor, to see what else this machine does"]
     if size:
-        advice.insert(0, history.settings.batch(2 * size, size))
+        advice.insert(0, settings_of(history).batch(2 * size, size))
     return _cause(
         "host-synchronisation", "The host is slower than the device", None, evidence, advice
     )
 
 
-def recompilation(history: History, spent: Mapping[str, float], total: float) -> Cause | None:
+def recompilation(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
     """Steps that were compiled again because a batch had another shape."""
     events = [event for event in history.events if event["name"] == "recompile"]
     if not events:
@@ -112,7 +107,7 @@ def recompilation(history: History, spent: Mapping[str, float], total: float) ->
     return _cause("recompilation", title, (seconds, total), evidence, advice)
 
 
-def stalls(history: History, spent: Mapping[str, float], total: float) -> Cause | None:
+def stalls(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
     """Stretches in which steps took far longer than usual."""
     if len(history.train) < 12:
         return None
@@ -132,7 +127,7 @@ def stalls(history: History, spent: Mapping[str, float], total: float) -> Cause 
     return _cause("stalls", "Some steps are far slower than most", (lost, total), evidence, advice)
 
 
-def evaluation(history: History, spent: Mapping[str, float], total: float) -> Cause | None:
+def evaluation(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
     """Evaluations that are long or many."""
     seconds = spent["eval"]
     if seconds < EVALUATION * total:
@@ -140,7 +135,7 @@ def evaluation(history: History, spent: Mapping[str, float], total: float) -> Ca
     count = len(history.evals)
     each = seconds / max(count, 1)
     evidence = [f"{count} evaluations of {duration(each)}"]
-    settings, advice = history.settings, []
+    settings, advice = settings_of(history), []
     every = settings.get("evaluation.every")
     if every:
         factor = math.ceil(seconds / total / (EVALUATION / 2))
@@ -152,14 +147,14 @@ def evaluation(history: History, spent: Mapping[str, float], total: float) -> Ca
     return _cause("evaluation", "Evaluation takes long", (seconds, total), evidence, advice)
 
 
-def checkpoints(history: History, spent: Mapping[str, float], total: float) -> Cause | None:
+def checkpoints(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
     """Checkpoints that are slow or many."""
     seconds = spent["checkpoint"]
     if seconds < CHECKPOINT * total:
         return None
     count = sum(event["name"] == "checkpoint" for event in history.events)
     evidence = [f"{count} checkpoints, {duration(seconds / max(count, 1))} each"]
-    settings = history.settings
+    settings = settings_of(history)
     every = settings.get("checkpoints.every")
     advice = ["a faster disk for --run"]
     if every:
@@ -168,7 +163,7 @@ def checkpoints(history: History, spent: Mapping[str, float], total: float) -> C
     return _cause("checkpoints", "Saving takes long", (seconds, total), evidence, advice)
 
 
-def compiling(history: History, spent: Mapping[str, float], total: float) -> Cause | None:
+def compiling(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
     """A run so short that compiling is much of it."""
     seconds = spent["compile"]
     if seconds < COMPILE * total:
@@ -180,12 +175,12 @@ def compiling(history: History, spent: Mapping[str, float], total: float) -> Cau
     )
 
 
-def looks(history: History, spent: Mapping[str, float], total: float) -> Cause | None:
+def looks(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
     """Looks at layers that somebody asked for too often."""
-    seconds, count = spent.get("diagnose", 0.0), len(history.looks)
+    seconds, count = spent.get("diagnose", 0.0), len(history.diagnoses)
     if seconds < DIAGNOSE * total or count < 2:
         return None
-    gap = history.looks[-1]["step"] - history.looks[-2]["step"]
+    gap = history.diagnoses[-1]["step"] - history.diagnoses[-2]["step"]
     evidence = [f"{count} looks, {duration(seconds / count)} each"]
     every = max(gap, 1) * math.ceil(seconds / total / (DIAGNOSE / 2))
     return _cause(
@@ -197,7 +192,7 @@ def looks(history: History, spent: Mapping[str, float], total: float) -> Cause |
     )
 
 
-def other(history: History, spent: Mapping[str, float], total: float) -> Cause | None:
+def other(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
     """Start-up and everything without a name."""
     seconds = spent.get("start", 0.0) + spent.get("other", 0.0)
     if seconds < OTHER * total:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from systolic.artifact.metrics import number
 from systolic.core.units import duration, gibibytes, si
 
 MISSING = "–"
@@ -34,13 +35,6 @@ _OWN_KEYS = frozenset(
         *("memory_bytes", "eta_seconds"),
     )
 )
-
-
-def number(value: Any) -> float | None:
-    """A record's value as a float: ``None`` stays absent, NaN stays NaN, text is absent."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value)
 
 
 def figure(value: Any) -> str:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from systolic.artifact.record import load_run
 from systolic.core.errors import RunError
 from systolic.report import curves
 from systolic.report.pages import columns, is_even
 from systolic.report.run import charts
 from systolic.report.run.page import MAX_EVENTS, render, tiles, write_report
-from systolic.report.run.record import load_run
 from systolic.training.ledger import KINDS
 from tests.report.run.fabricate_run import (
     JOB,
@@ -216,7 +216,7 @@ def test_many_events_samples_and_damage_are_cut_and_said(tmp_path: Path) -> None
         "trouble: 750 more are not drawn.",
         "the last 6 of 50",
         "(5,000 characters more)",
-        "1 line of metrics.jsonl damaged and skipped.",
+        "line 1052 of metrics.jsonl is damaged and left out.",
     ):
         assert words in page.text, words
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from systolic.core.errors import NotFoundError, RunError
+from systolic.artifact.record import RunRecord, State, load_run
 from systolic.report.run import readings
-from systolic.report.run.record import RunRecord, State, load_run
 from systolic.report.run.summary import plain_summary, print_summary
 from systolic.report.run.verdict import Tone, commands, judge
 from tests.report.run.fabricate_run import failed_records, records, summary, write_run
@@ -26,40 +25,6 @@ def loaded(path: Path, lines: list[dict], **changes: object) -> RunRecord:
     metrics = {name: value for name, value in final.items() if value is not None}
     end["final"] = end["final"] | {"metrics": metrics}
     return load_run(write_run(path, lines, end | changes))
-
-
-def test_a_finished_run(tmp_path: Path, whole: list[dict]) -> None:
-    run = loaded(tmp_path, whole)
-    assert (run.name, run.state, run.step, run.steps) == ("bytes", State.finished, 600, 600)
-    assert [r["step"] for r in run.train] == list(range(1, 601))
-    assert run.num_sessions == 2
-    assert run.num_damaged == 0
-
-
-def test_time_goes_on_where_a_session_stopped(tmp_path: Path, whole: list[dict]) -> None:
-    run = loaded(tmp_path, whole)
-    elapsed = [r["elapsed"] for r in run.train]
-    assert elapsed == sorted(elapsed)
-    assert run.seconds < 300, "the night between the sessions is not training"
-
-
-def test_nan_and_infinity_come_back_as_numbers(tmp_path: Path, whole: list[dict]) -> None:
-    lines = [
-        *whole,
-        whole[-4] | {"kind": "train", "step": 600, "loss": math.inf, "grad_norm": math.nan},
-    ]
-    last = load_run(write_run(tmp_path, lines)).train[-1]
-    assert last["loss"] == math.inf
-    assert math.isnan(last["grad_norm"])
-
-
-def test_a_torn_line_is_counted_and_the_rest_is_read(tmp_path: Path, whole: list[dict]) -> None:
-    write_run(tmp_path, whole)
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(path.read_bytes()[:-40])
-    run = load_run(tmp_path)
-    assert run.num_damaged == 1
-    assert len(run.train) == 600
 
 
 @pytest.mark.parametrize(
@@ -221,15 +186,3 @@ def test_the_summary_of_a_pipe_has_no_escapes(
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert "beats gzip" in out
-
-
-def test_not_a_run(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="is not a run"):
-        load_run(tmp_path / "nothing")
-
-
-def test_a_damaged_file_is_named(tmp_path: Path, whole: list[dict]) -> None:
-    write_run(tmp_path, whole)
-    (tmp_path / "summary.json").write_text('{"run": ')
-    with pytest.raises(RunError, match=r"summary\.json is damaged"):
-        load_run(tmp_path)

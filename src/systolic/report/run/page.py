@@ -8,11 +8,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from systolic.artifact.record import Record, RunRecord, load_run
 from systolic.core.files import write_atomically
 from systolic.report import curves, figures
 from systolic.report.pages import Tile, fill, is_even
 from systolic.report.run import charts, plain, readings
-from systolic.report.run.record import Record, RunRecord, load_run
 from systolic.report.run.verdict import commands, judge
 from systolic.report.terminal import printable
 
@@ -276,11 +276,7 @@ def notes(run: RunRecord) -> list[str]:
     hidden = charts.hidden_terms(run)
     if hidden:
         found.append(f"Without a chart, in metrics.jsonl only: {', '.join(hidden)}.")
-    if run.num_damaged:
-        found.append(
-            f"{figures.plural(run.num_damaged, 'line')} of metrics.jsonl damaged and skipped."
-        )
-    return found
+    return [*found, *(f"{damage}." for damage in run.damage)]
 
 
 def _date(seconds: float) -> str:

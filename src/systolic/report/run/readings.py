@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from systolic.artifact import spent as records
+from systolic.artifact.record import RunRecord
 from systolic.report import figures
-from systolic.report.run.record import Record, RunRecord
 
 _ORDER = (
     "step",
@@ -88,7 +88,7 @@ def scope(run: RunRecord) -> str:
 
 def speed(run: RunRecord) -> list[tuple[str, str]]:
     """Throughput and MFU as (name, text): of the session, or of the last record; what is known."""
-    latest: Record = run.train[-1] if run.train else {}
+    latest: Mapping[str, Any] = run.train[-1] if run.train else {}
     record = latest if run.summary is None else run.summary
     found = [
         ("throughput", figures.throughput_text(record)),
@@ -98,7 +98,7 @@ def speed(run: RunRecord) -> list[tuple[str, str]]:
     return [(name, text) for name, text in found if text != figures.MISSING]
 
 
-def _forecast(record: Record) -> str:
+def _forecast(record: Mapping[str, Any]) -> str:
     """The step as it was forecast and as it was measured, of a summary or a train record."""
     told = record.get("forecast") or {}
     measured = told.get("measured_step_seconds", record.get("step_seconds"))

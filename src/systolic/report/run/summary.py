@@ -13,10 +13,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from systolic.artifact.record import RunRecord, load_run, loss_of
 from systolic.report import figures, terminal
 from systolic.report.run import readings
 from systolic.report.run.page import NAME
-from systolic.report.run.record import RunRecord, load_run, loss_of
 from systolic.report.run.verdict import Tone, judge
 
 SAMPLE_LINES = 8

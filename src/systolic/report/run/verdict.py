@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from systolic.artifact.record import RunRecord, State
 from systolic.artifact.run import RECIPE
 from systolic.report import figures
 from systolic.report.run import readings
-from systolic.report.run.record import RunRecord, State
 from systolic.report.terminal import one_line
 
 LEVEL = 0.02
