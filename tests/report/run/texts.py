@@ -21,7 +21,8 @@ PATH = Path("runs/bytes")
 def loaded(lines: list[dict], end: dict | None) -> RunRecord:
     """A run read from a folder that is gone afterwards."""
     with tempfile.TemporaryDirectory() as folder:
-        return replace(load_run(fabricate_run.write_run(Path(folder), lines, end)), path=PATH)
+        run = load_run(fabricate_run.write_run(Path(folder), lines, end))
+        return replace(run, path=PATH, summary=end)
 
 
 def log() -> str:
