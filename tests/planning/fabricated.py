@@ -13,7 +13,8 @@ from systolic.forecasting.memory import MemoryMap
 from systolic.job import Axis, Layout, Precision, Remat
 from systolic.planning import Candidate, Facts, Goal, Objective, Plan, Trial, facts_of
 from systolic.planning.analytic import analyse
-from systolic.planning.space import Refused
+from systolic.planning.plan import SearchStop
+from systolic.planning.space import RefusalRule, Refused
 
 OPTIONS = {
     "model": {
@@ -50,7 +51,7 @@ def candidate(on: str, batch: int = 256, **layout: object) -> Candidate:
 
 
 def tried(
-    one: Candidate, seconds: float, gib: float, goal: Goal = GOAL, whole: bool = False
+    one: Candidate, seconds: float, gib: float, goal: Goal = GOAL, full: bool = False
 ) -> Trial:
     """One that takes so long a step and so much of each device; above the capacity it does not fit."""
     on = one.on
@@ -87,37 +88,37 @@ def tried(
         forecast=made,
         total=total,
         broken=None if total is None else goal.broken(total),
-        whole=whole,
+        full=full,
     )
 
 
-def plan(goal: Goal = GOAL, stopped: str = "") -> Plan:
+def plan(goal: Goal = GOAL, stopped: SearchStop | None = None) -> Plan:
     """Of four slices: five layouts fit, one does not, one did not compile."""
-    full, most = Remat.full, Remat.minimal
+    keep_none, most = Remat.full, Remat.minimal
     found = (
-        tried(candidate("v5e-64", data=4, fsdp=16, remat=most), 1.02, 13.1, goal, whole=True),
-        tried(candidate("v5e-64", fsdp=64, remat=full), 1.21, 7.4, goal),
-        tried(candidate("v5e-16", fsdp=16, remat=full, accumulate=2), 4.4, 11.9, goal),
+        tried(candidate("v5e-64", data=4, fsdp=16, remat=most), 1.02, 13.1, goal, full=True),
+        tried(candidate("v5e-64", fsdp=64, remat=keep_none), 1.21, 7.4, goal),
+        tried(candidate("v5e-16", fsdp=16, remat=keep_none, accumulate=2), 4.4, 11.9, goal),
         tried(candidate("v5p-16", data=2, fsdp=2, tensor=2, remat=Remat.none), 2.65, 61.0, goal),
         tried(candidate("v6e-16", fsdp=16, remat=most, attention_block=1024), 1.31, 22.0, goal),
         tried(candidate("v5e-16", fsdp=16, remat=Remat.none), 4.0, 20.3, goal),
         Trial(
-            candidate=candidate("v6e-16", fsdp=8, tensor=2, remat=full),
-            analysis=analyse(facts(), candidate("v6e-16", fsdp=8, tensor=2, remat=full)),
+            candidate=candidate("v6e-16", fsdp=8, tensor=2, remat=keep_none),
+            analysis=analyse(facts(), candidate("v6e-16", fsdp=8, tensor=2, remat=keep_none)),
             problem="compiling lm for v6e-16 failed: the compiler died of SIGKILL",
         ),
     )
     refused = (
         Refused(
             on=slice("v5e-4"),
-            layout="1,204 layouts",
-            rule="memory bound",
+            layouts=1204,
+            rule=RefusalRule.memory_bound,
             reason="weights, optimizer state and layer inputs alone are 18.20 GiB of 15.75 GiB or more (nearest: fsdp 4 remat full)",
         ),
         Refused(
             on=slice("v5e-64"),
-            layout="412 layouts",
-            rule="not compiled",
+            layouts=412,
+            rule=RefusalRule.not_compiled,
             reason="estimated slower than what was compiled, or less likely to fit",
         ),
     )

@@ -3,7 +3,7 @@
 from systolic.chips import slice
 from systolic.core.origin import Origin
 from systolic.job import Axis, Layout, Remat
-from systolic.planning import Candidate, Freedom, Goal, Limits, Search, facts_of
+from systolic.planning import Candidate, CompileDepth, Freedom, Goal, Limits, Search, facts_of
 from systolic.planning.analytic import analyse
 from systolic.planning.space import candidates
 from systolic.planning.variants import changes
@@ -41,7 +41,7 @@ def test_a_search_of_gpus_is_of_rooflines_within_its_bounds() -> None:
     )
     plan = search.run()
     assert plan.best is not None
-    assert [one.compile for one in plan.ranking] == ["roofline"] * 2
+    assert [one.depth for one in plan.ranking] == [CompileDepth.roofline] * 2
     assert plan.to_json()["best"]["compile"] == "roofline"
     for one in plan.ranking:
         made = one.forecast

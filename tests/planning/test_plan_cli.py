@@ -15,7 +15,7 @@ from systolic.cli import plan as cli
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.job import Batch, Layout
-from systolic.planning import Freedom, Goal, Objective, PriceTerm, Search
+from systolic.planning import Freedom, Goal, Objective, PriceTerm, Search, SearchStage, SearchStop
 from systolic.planning.search import SearchProgress
 from tests.planning import fabricated
 
@@ -120,7 +120,7 @@ def test_freedom() -> None:
     assert cli.freed("batch, precision") == Freedom(batch=True, precision=True)
 
 
-def played(monkeypatch: pytest.MonkeyPatch, stopped: str, **goal: Any) -> None:
+def played(monkeypatch: pytest.MonkeyPatch, stopped: SearchStop | None, **goal: Any) -> None:
     """Searches answer the fabricated plan, result by result."""
 
     def run(self: Search) -> Any:
@@ -129,7 +129,7 @@ def played(monkeypatch: pytest.MonkeyPatch, stopped: str, **goal: Any) -> None:
             self.tried.append(one)
             self.watch(
                 SearchProgress(
-                    stage="compiling",
+                    stage=SearchStage.compiling,
                     compiled=number,
                     of=24,
                     running=["v5e-64 fsdp 64 remat full"],
@@ -148,7 +148,7 @@ def test_an_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    played(monkeypatch, "")
+    played(monkeypatch, None)
     words = ["plan", "lm", "--on", "v5e-64,v6e-16", "--tokens", "20e9", "--html", "page.html"]
     assert main(words) == 0
     out, err = capsys.readouterr()
@@ -170,7 +170,7 @@ def test_a_killed_search_leaves_the_best_so_far(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    played(monkeypatch, "")
+    played(monkeypatch, None)
     seen = []
 
     def write(path: Path, value: Any) -> None:
@@ -193,7 +193,7 @@ def test_ctrl_c_answers_with_the_best_so_far(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    played(monkeypatch, "interrupted")
+    played(monkeypatch, SearchStop.interrupted)
     assert main(["plan", "lm", "--on", "v5e-64", "--tokens", "20e9", "--json"]) == 130
     out, err = capsys.readouterr()
     told = json.loads(out)
@@ -206,7 +206,7 @@ def test_no_answer_says_what_came_nearest(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    played(monkeypatch, "", budget_usd=100.0)
+    played(monkeypatch, None, budget_usd=100.0)
     assert main(["plan", "lm", "--on", "v5e-64", "--tokens", "20e9", "--budget", "100"]) == 1
     out, _ = capsys.readouterr()
     assert "none keeps the goal" in out

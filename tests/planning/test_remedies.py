@@ -1,12 +1,9 @@
 """Changes that are tried: each divides, differs from what there is, and says when training would notice."""
 
-from concurrent.futures import Future
-from typing import Any
+import random
 
 import pytest
 
-import systolic.planning.remedies as module
-from systolic.aot import Compiler
 from systolic.chips import slice
 from systolic.chips.flags import merged, name_of, resolved
 from systolic.cli.command import changed, command
@@ -19,8 +16,8 @@ from systolic.planning.ladder import difference
 from systolic.planning.remedies import Remedy, base_of, changes, try_all
 from systolic.planning.space import check
 from tests.planning import fabricated
+from tests.planning.evaluators import AnsweringEvaluator
 from tests.planning.jobs import decoder_job
-from tests.planning.pool import Pool
 
 
 @pytest.mark.parametrize("experts", [1, 4])
@@ -70,27 +67,39 @@ def test_what_a_plan_has_tuned_is_not_advised_again() -> None:
     assert not [one for one in changes(facts, base) if ChangedPart.flags in one.touches]
 
 
-def test_what_is_compiled_has_the_flags_that_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, ...]] = []
-
-    class Recording(Pool):
-        def submit(self, program: Any, on: Any, compiler: Compiler) -> Future:
-            asked.append(tuple(compiler.flags))
-            answer: Future = Future()
-            answer.set_exception(RunError("none"))
-            return answer
-
-    monkeypatch.setattr(module, "Pool", Recording)
+def test_what_is_compiled_has_the_flags_that_are_shown() -> None:
+    evaluator = AnsweringEvaluator(lambda *_: RunError("none"))
     on = slice("v6e-8")
     facts = facts_of(decoder_job())
     base = base_of(facts, on, resolved("", on.chip))
     wanted = changes(facts, base)
     fabricated_forecast = fabricated.tried(fabricated.candidate("v6e-8", fsdp=8), 1.0, 8.0).forecast
     assert fabricated_forecast is not None
-    made = try_all(facts, fabricated_forecast, base, wanted, Compiler(), 1)
+    made = try_all(facts, fabricated_forecast, base, wanted, evaluator)
+    asked = [one.compiler_flags for one in evaluator.asked]
     assert {tuple(one.to_json({})["flags"]) for one in made} == set(asked)
     shared = set(resolved("", on.chip))
     assert all({name_of(f) for f in shared} <= {name_of(f) for f in flags} for flags in asked)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_remedies_come_in_the_order_of_the_changes(seed: int) -> None:
+    late = random.Random(seed)
+    facts = facts_of(decoder_job())
+    base = base_of(facts, slice("v6e-8"))
+    wanted = changes(facts, base)[:6]
+    made = fabricated.tried(fabricated.candidate("v6e-8", fsdp=8), 1.0, 8.0).forecast
+    assert made is not None
+    told: list[str] = []
+    evaluator = AnsweringEvaluator(
+        lambda job, one, full: fabricated.tried(one, 0.5, 8.0).forecast,
+        lambda _: late.randrange(6),
+    )
+    found = try_all(facts, made, base, wanted, evaluator, lambda one, *_: told.append(one.text))
+    assert told[:6] == [one.text(base) for one in wanted]
+    # A batch of twice as many gains most, the others the same: these stay in the order in which they were asked for.
+    same = [one.text for one in found if one.same_result and one.text in told[:6]]
+    assert same == [one.text(base) for one in wanted if one.same_result]
 
 
 def test_sets_that_help_add_up() -> None:

@@ -1,20 +1,20 @@
 """The search on 60 recorded layouts, whose best is known: it finds it with a quarter of the compiles."""
 
 import json
-from concurrent.futures import Future
+import random
 from typing import Any
 
 import pytest
 
-import systolic.planning.search as module
 from systolic.core.errors import RunError
 from systolic.core.origin import Origin
 from systolic.forecasting import Forecast
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.memory import MemoryMap
-from systolic.planning import Candidate, Goal, Limits, Search
+from systolic.job import Job
+from systolic.planning import Candidate, Goal, Limits, RefusalRule, Search, SearchStop
+from tests.planning.evaluators import AnsweringEvaluator
 from tests.planning.fabricated import facts
-from tests.planning.pool import Pool
 from tests.planning.recorded import ON, candidate, rows
 
 
@@ -41,21 +41,8 @@ def forecast(row: dict[str, Any]) -> Forecast:
     )
 
 
-class Recorded(Pool):
-    """A pool whose compiles were made before."""
-
-    def submit(self, program: Any, on: Any, compiler: Any) -> Future:
-        job = program.job
-        one = Candidate(on=on, layout=job.layout, batch=256, precision=job.precision)
-        answer: Future = Future()
-        answer.set_result(forecast(rows()[one.text]))
-        return answer
-
-
-@pytest.fixture(autouse=True)
-def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "Pool", Recorded)
-    monkeypatch.setattr(module, "of_outcome", lambda outcome, *_: outcome)
+def recorded(job: Job, one: Candidate, full: bool) -> Forecast:
+    return forecast(rows()[one.text])
 
 
 def search(only: list[Candidate], **more: Any) -> Search:
@@ -66,7 +53,7 @@ def search(only: list[Candidate], **more: Any) -> Search:
         goal=more.pop("goal", Goal(units=20e9)),
         limits=limits,
         only=only,
-        **more,
+        **{"evaluator": AnsweringEvaluator(recorded), **more},
     )
 
 
@@ -98,8 +85,9 @@ def test_it_is_no_luck_with_one_space(missing: int) -> None:
 
 def test_what_was_not_compiled_is_accounted_for() -> None:
     plan = search(space(), programs=6).run()
-    left = next(one for one in plan.refused if one.rule == "not compiled")
+    left = next(one for one in plan.refused if one.rule is RefusalRule.not_compiled)
     assert plan.searched == 60
+    assert left.layouts == 60 - len(plan.tried)
     assert left.layout == f"{60 - len(plan.tried)} layouts"
 
 
@@ -107,7 +95,7 @@ def test_a_budget_that_nothing_keeps_is_refused_before_any_compile() -> None:
     plan = search(space(), goal=Goal(units=20e9, budget_usd=1.0)).run()
     assert plan.tried == ()
     assert plan.best is None
-    assert {one.rule for one in plan.refused} == {"goal"}
+    assert {one.rule for one in plan.refused} == {RefusalRule.goal}
     assert "the budget is $1" in plan.refused[0].reason
 
 
@@ -120,7 +108,7 @@ def test_a_limit_of_the_goal_is_kept_among_what_was_compiled() -> None:
     assert any(one.broken and "deadline" in one.broken for one in plan.tried)
 
 
-def test_ctrl_c_leaves_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_leaves_the_best_so_far() -> None:
     seen = []
 
     def watch(progress: Any) -> None:
@@ -129,26 +117,33 @@ def test_ctrl_c_leaves_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
 
     plan = search(space(), watch=watch).run()
-    assert plan.stopped == "interrupted"
+    assert plan.stopped is SearchStop.interrupted
     assert len(plan.tried) == 4
     assert plan.best is not None
 
 
-def test_a_compile_that_fails_is_said_and_the_search_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_compile_that_fails_is_said_and_the_search_goes_on() -> None:
     calls = []
 
-    def sometimes(outcome: Any, *_: Any) -> Any:
-        calls.append(outcome)
+    def sometimes(job: Job, one: Candidate, full: bool) -> Forecast | RunError:
+        calls.append(one)
         if len(calls) == 1:
-            raise RunError("compiling lm for v5e-16 failed: a failed check")
-        return outcome
+            return RunError("compiling lm for v5e-16 failed: a failed check")
+        return recorded(job, one, full)
 
-    monkeypatch.setattr(module, "of_outcome", sometimes)
-    plan = search(space()).run()
+    plan = search(space(), evaluator=AnsweringEvaluator(sometimes)).run()
     assert plan.tried[0].problem is not None
     assert plan.best is not None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_which_compile_ends_first_changes_nothing(seed: int) -> None:
+    late = random.Random(seed)
+    evaluator = AnsweringEvaluator(recorded, lambda _: late.randrange(6))
+    at_once = search(space(), workers=4).run()
+    plan = search(space(), workers=4, evaluator=evaluator).run()
+    assert [one.candidate for one in plan.tried] == [one.candidate for one in at_once.tried]
+    assert evaluator.asked == [one.candidate for one in plan.tried]
 
 
 def test_the_json_has_the_published_names() -> None:

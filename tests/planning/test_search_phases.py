@@ -1,65 +1,48 @@
 """What the search compiles, and in which order, where compiles answer with its own estimates."""
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
-import systolic.planning.search as module
 from systolic.chips import slice
 from systolic.chips.flags import name_of, resolved
 from systolic.core.errors import MissingExtraError
-from systolic.job import Precision
-from systolic.planning import Candidate, Goal, Limits, Objective, Search
+from systolic.forecasting import Forecast
+from systolic.job import Job, Precision
+from systolic.planning import Candidate, CompileDepth, Goal, Limits, Objective, Search, SearchStop
 from systolic.planning.analytic import analyse
 from systolic.planning.flags import DEFAULT
 from systolic.planning.plan import Plan, Trial, ranking
-from systolic.planning.search import shared
+from systolic.planning.search import SearchProgress, SearchStage, shared
 from systolic.report.plan import readings
 from tests.planning import fabricated
-from tests.planning.pool import Pool
+from tests.planning.evaluators import AnsweringEvaluator
 
 FLAGS_HELP = 0.8
-WHOLE_HELPS = 0.85
+FULL_HELPS = 0.85
 
 
-class Estimates(Pool):
-    """A pool whose steps take their estimate; flags help, and so does a whole compile."""
-
-    whole_ends = True
-    asked: ClassVar[list[tuple[str, Any, tuple[str, ...]]]] = []
-
-    def submit(self, program: Any, on: Any, compiler: Any) -> Future:
-        job = program.job
-        one = Candidate(on=on, layout=job.layout, batch=256, precision=job.precision)
-        found = analyse(fabricated.facts(), one)
-        more = set(compiler.flags) - set(shared(on))
-        seconds = found.seconds_estimate * (FLAGS_HELP if more else 1.0)
-        self.asked.append((on.name, job, compiler.flags))
-        seconds *= 1.0 if compiler == compiler.quick() else WHOLE_HELPS
-        made = fabricated.tried(one, seconds, found.bytes_estimate / 2**30).forecast
-        answer: Future = Future()
-        if compiler == compiler.quick() or self.whole_ends:
-            answer.set_result(made)
-        return answer
-
-
-@pytest.fixture(autouse=True)
-def estimates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "Pool", Estimates)
-    monkeypatch.setattr(Estimates, "asked", [])
-    monkeypatch.setattr(module, "of_outcome", lambda outcome, *_: outcome)
+def estimate(job: Job, one: Candidate, full: bool) -> Forecast | None:
+    """Steps take their estimate; flags help, and so does a full compile."""
+    found = analyse(fabricated.facts(), one)
+    more = set(one.compiler_flags) - set(shared(one.on))
+    seconds = found.seconds_estimate * (FLAGS_HELP if more else 1.0)
+    seconds *= FULL_HELPS if full else 1.0
+    return fabricated.tried(one, seconds, found.bytes_estimate / 2**30).forecast
 
 
 def planned(*slices: str, goal: Goal, programs: int = 8, finalists: int = 0, **more: Any) -> Plan:
+    limits = Limits(programs=programs, finalists=finalists, workers=1)
+    if "settle_seconds" in more:
+        limits = replace(limits, settle_seconds=more.pop("settle_seconds"))
     search = Search(
-        **more,
+        **{"evaluator": AnsweringEvaluator(estimate), **more},
         facts=fabricated.facts(),
         slices=[slice(name) for name in slices],
         goal=goal,
-        limits=Limits(programs=programs, finalists=finalists, workers=1),
+        limits=limits,
     )
     return search.run()
 
@@ -78,22 +61,22 @@ def test_each_chip_has_a_compile_before_a_second_slice_has() -> None:
 
 
 @pytest.mark.parametrize("finalists", [0, 1])
-def test_a_deadline_just_missed_is_met_by_flags_or_a_whole_compile(finalists: int) -> None:
+def test_a_deadline_just_missed_is_met_by_flags_or_a_full_compile(finalists: int) -> None:
     free = Goal(units=20e9, objective=Objective.cost)
     plain = best_seconds(planned("v6e-8", goal=free, finalists=finalists))
     tight = replace(free, deadline_seconds=plain * 1.01)
     assert best_seconds(planned("v6e-8", goal=tight, finalists=finalists)) == pytest.approx(plain)
 
 
-def test_schedules_are_ranked_as_if_they_were_compiled_whole() -> None:
+def test_schedules_are_ranked_as_if_they_were_compiled_in_full() -> None:
     goal = Goal(units=20e9, objective=Objective.time)
 
-    def one(seconds: float, whole: bool = False, **layout: int) -> Trial:
+    def one(seconds: float, full: bool = False, **layout: int) -> Trial:
         candidate = fabricated.candidate("v5e-16", **layout)
-        found = fabricated.tried(candidate, seconds, 8.0, goal, whole)
-        return replace(found, schedule_seconds=2.0) if whole else found
+        found = fabricated.tried(candidate, seconds, 8.0, goal, full)
+        return replace(found, schedule_seconds=2.0) if full else found
 
-    slower = one(2.4, whole=True, fsdp=16)
+    slower = one(2.4, full=True, fsdp=16)
     near, far = one(2.05, data=2, fsdp=8), one(2.6, data=4, fsdp=4)
     assert ranking([far, near, slower], goal) == [slower, near, far]
     assert ranking([far, near], goal) == [near, far]
@@ -107,24 +90,50 @@ def test_loss_chunks_are_expected_to_cost_time() -> None:
     assert analyse(facts, plain).seconds_bound == analyse(facts, tiled).seconds_bound
 
 
-def test_a_whole_compile_that_does_not_end_leaves_the_schedules_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Estimates, "whole_ends", False)
-    monkeypatch.setattr(module, "SETTLE_SECONDS", 0.0)
-    plan = planned("v6e-8", goal=Goal(units=20e9), finalists=2)
+def test_a_full_compile_that_does_not_end_leaves_the_schedules_answer() -> None:
+    def unending(job: Job, one: Candidate, full: bool) -> Forecast | None:
+        return None if full else estimate(job, one, full)
+
+    def late(progress: SearchProgress) -> None:
+        if progress.stage is SearchStage.settling:
+            search.limits = replace(search.limits, seconds=-1.0)
+
+    search = Search(
+        facts=fabricated.facts(),
+        slices=[slice("v6e-8")],
+        goal=Goal(units=20e9),
+        limits=Limits(programs=8, finalists=2, workers=1),
+        evaluator=AnsweringEvaluator(unending),
+        watch=late,
+    )
+    plan = search.run()
     assert plan.best is not None
-    assert plan.best.compile == "schedule"
-    assert plan.stopped == ""
+    assert plan.best.depth is CompileDepth.schedule
+    assert plan.stopped is SearchStop.time_limit
 
 
-def test_without_the_compiler_no_layout_is_tried_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(*_: Any) -> Any:
-        raise MissingExtraError("compiling for v6e-8", "tpu")
+def test_full_compiles_have_a_limit_of_their_own() -> None:
+    def unending(job: Job, one: Candidate, full: bool) -> Forecast | None:
+        return None if full else estimate(job, one, full)
 
-    monkeypatch.setattr(module, "of_outcome", none)
+    plan = planned(
+        "v6e-8",
+        goal=Goal(units=20e9),
+        finalists=2,
+        settle_seconds=0.0,
+        evaluator=AnsweringEvaluator(unending),
+    )
+    assert plan.best is not None
+    assert plan.best.depth is CompileDepth.schedule
+    assert plan.stopped is None
+
+
+def test_without_the_compiler_no_layout_is_tried_in_vain() -> None:
+    def none(*_: Any) -> MissingExtraError:
+        return MissingExtraError("compiling for v6e-8", "tpu")
+
     with pytest.raises(MissingExtraError, match="pip install"):
-        planned("v6e-8", goal=Goal(units=20e9))
+        planned("v6e-8", goal=Goal(units=20e9), evaluator=AnsweringEvaluator(none))
 
 
 def names(flags: Sequence[str]) -> set[str]:
@@ -132,20 +141,27 @@ def names(flags: Sequence[str]) -> set[str]:
 
 
 def test_every_program_has_the_flags_of_its_chip() -> None:
-    plan = planned("v6e-8", "v5e-16", goal=Goal(units=20e9), programs=12)
+    asked = AnsweringEvaluator(estimate)
+    plan = planned("v6e-8", "v5e-16", goal=Goal(units=20e9), programs=12, evaluator=asked)
     assert plan.tried
-    for on, _, flags in Estimates.asked:
-        assert names(resolved("", slice(on).chip)) <= names(flags)
+    for one in asked.asked:
+        assert names(resolved("", one.on.chip)) <= names(one.compiler_flags)
     best = plan.to_json()["best"]
     assert names(resolved("", slice(best["slice"]).chip)) <= names(best["flags"])
 
 
 def test_flags_of_the_user_reach_every_program() -> None:
     words = "none --xla_tpu_x=1"
-    planned("v6e-8", goal=Goal(units=20e9), flags=lambda on: resolved(words, on.chip))
-    assert Estimates.asked
-    for _, _, flags in Estimates.asked:
-        assert "--xla_tpu_x=1" in flags
+    asked = AnsweringEvaluator(estimate)
+    planned(
+        "v6e-8",
+        goal=Goal(units=20e9),
+        flags=lambda on: resolved(words, on.chip),
+        evaluator=asked,
+    )
+    assert asked.asked
+    for one in asked.asked:
+        assert "--xla_tpu_x=1" in one.compiler_flags
 
 
 @pytest.mark.parametrize("order", [("v5e-8", "v5e-16"), ("v5e-16", "v5e-8")])
@@ -181,9 +197,7 @@ def test_what_comes_nearest_is_the_same_in_any_order_of_slices(limit: dict[str, 
     assert nearest in sentence
 
 
-def test_bf16_that_does_not_fit_leaves_int8_of_the_same_layout(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_bf16_that_does_not_fit_leaves_int8_of_the_same_layout() -> None:
     search = Search(
         facts=fabricated.facts(), slices=[slice("v5e-16")], goal=Goal(units=20e9), only=[]
     )

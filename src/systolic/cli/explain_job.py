@@ -171,6 +171,7 @@ class Explanation:
     def remedies(self, made: Forecast) -> dict[str, Any]:
         """Changes with what each gains, told as they come, and the command of the best that trains the same."""
         from systolic.planning import facts_of
+        from systolic.planning.evaluator import CompilingEvaluator
         from systolic.planning.remedies import base_of, changes, try_all
         from systolic.report.forecast.progress import ProgressLine
 
@@ -190,7 +191,8 @@ class Explanation:
             count = f"{len(wanted)} changes" if len(wanted) != 1 else "1 change"
             title = f"\n{count}, each compiled and forecast again, and what helps together:"
             progress.told(title, stream, f"0 of {len(wanted)} compiled")
-            found = try_all(facts, made, base, wanted, self.compiler, self.workers, told)
+            with CompilingEvaluator(self.workers, self.compiler) as evaluator:
+                found = try_all(facts, made, base, wanted, evaluator, told)
         better = [one for one in found if (one.gain or 0) > 0.005 and one.same_result]
         typed = None
         if better:
@@ -215,6 +217,7 @@ class Explanation:
         from systolic.planning.plan import reason_of
         from systolic.report.forecast.progress import ProgressLine
         from systolic.report.forecast.text import print_forecast
+        from systolic.report.plan.progress import stage
         from systolic.report.plan.readings import step
 
         if not self.json:
@@ -228,7 +231,7 @@ class Explanation:
                 one, done = now.latest, f"{now.compiled} compiled"
                 if one is None:
                     if not now.compiled:
-                        progress.say(now.stage)
+                        progress.say(stage(now))
                     return
                 text = difference(before, one.candidate)
                 where = "" if one.candidate.on == self.on else f"{one.candidate.on.name} "

@@ -28,7 +28,7 @@ from systolic.planning import (
     facts_of,
 )
 from systolic.planning.goal import hourly, span
-from systolic.planning.plan import default_objective, whole_over_schedule
+from systolic.planning.plan import CompileDepth, SearchStop, default_objective, full_over_schedule
 from systolic.planning.space import global_batch
 
 USAGE = """usage: systolic plan RECIPE --on SLICES [options]
@@ -182,7 +182,7 @@ def show(plan: Plan, verb: Mapping[str, Any], notes: Sequence[str], written: boo
     from systolic.report.plan.readings import command
 
     path = verb["out"]
-    early = plan.stopped == "interrupted" and not plan.tried
+    early = plan.stopped is SearchStop.interrupted and not plan.tried
     if verb["html"] is not None and not early:
         from systolic.report.plan.page import write_page
 
@@ -198,13 +198,13 @@ def show(plan: Plan, verb: Mapping[str, Any], notes: Sequence[str], written: boo
         for name, where in (("plan", path if written else None), ("report", verb["html"])):
             if where is not None:
                 print(f"{name:<10}{where}")
-    if plan.best is None and plan.stopped == "interrupted" and not plan.tried:
+    if plan.best is None and plan.stopped is SearchStop.interrupted and not plan.tried:
         print(
             "systolic: interrupted before the first compile ended; the same command starts again",
             file=sys.stderr,
         )
         return 130
-    if plan.stopped == "interrupted":
+    if plan.stopped is SearchStop.interrupted:
         print(
             "systolic: interrupted; the same command goes on from here, what was compiled is kept",
             file=sys.stderr,
@@ -326,15 +326,15 @@ def after(plan: Plan, slices: Sequence[Slice], freedom: Freedom, finalists: int)
     """What is to be said about an answer, or to be done where there is none."""
     if plan.best is not None:
         found = []
-        if plan.best.compile == "schedule":
-            whole = sum(one.whole for one in plan.tried)
+        if plan.best.depth is CompileDepth.schedule:
+            whole = sum(one.full for one in plan.tried)
             more = f"--finalists {whole + 2} compiles more of the best to the end"
             if finalists > whole:
                 more = "its whole compile did not end in the time there was, --time-limit 2h gives it longer"
             found.append(
                 f"the best was compiled up to the schedule: memory is exact, the time of ops estimated; {more}"
             )
-        for name, ratio in whole_over_schedule(plan.tried).items():
+        for name, ratio in full_over_schedule(plan.tried).items():
             if abs(ratio - 1) > OFF:
                 found.append(
                     f"compiled whole, steps on {name} take {ratio:.0%} of what their schedules said; the others are ranked as if theirs did too"

@@ -1,14 +1,17 @@
 """The right slice and layout for a job: what is searched, by which rules, towards which goal."""
 
 from systolic.planning.candidate import Candidate
+from systolic.planning.evaluator import CandidateEvaluator
 from systolic.planning.facts import Facts, facts_of
 from systolic.planning.goal import Goal, Objective, PriceTerm
-from systolic.planning.plan import Plan, Trial
-from systolic.planning.search import Limits, Search, SearchProgress
-from systolic.planning.space import Freedom
+from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial
+from systolic.planning.search import Limits, Search, SearchProgress, SearchStage
+from systolic.planning.space import Freedom, RefusalRule
 
 __all__ = [
     "Candidate",
+    "CandidateEvaluator",
+    "CompileDepth",
     "Facts",
     "Freedom",
     "Goal",
@@ -16,8 +19,11 @@ __all__ = [
     "Objective",
     "Plan",
     "PriceTerm",
+    "RefusalRule",
     "Search",
     "SearchProgress",
+    "SearchStage",
+    "SearchStop",
     "Trial",
     "facts_of",
 ]

@@ -8,10 +8,11 @@ from systolic.chips import Slice
 from systolic.chips.slices import named_slices
 from systolic.job import Batch, Layout, OptimizerKind
 from systolic.planning.candidate import Candidate
+from systolic.planning.evaluator import CompilingEvaluator, OpenEvaluator
 from systolic.planning.facts import Facts
 from systolic.planning.flags import DEFAULT
 from systolic.planning.goal import Goal, Objective
-from systolic.planning.plan import Trial, reason_of
+from systolic.planning.plan import SearchStop, Trial, reason_of
 from systolic.planning.search import Limits, Search, Watch
 from systolic.planning.space import global_batch
 
@@ -64,11 +65,17 @@ def find_fit(
     flags: Callable[[Slice], tuple[str, ...]],
     workers: int,
     watch: Watch = lambda _: None,
-    told: Callable[[Attempt], None] = lambda _: None,
+    evaluator: OpenEvaluator = CompilingEvaluator,
 ) -> list[Attempt]:
-    """Rungs until one fits: other layouts, fewer optimizer moments, larger slices of the same chip.
+    """Attempts until one fits: other layouts, larger slices of the same chip, fewer optimizer moments.
 
-    ``flags`` are those of the compiler that every program on a slice has.
+    Args:
+        facts: The job that does not fit.
+        on: The slice that it does not fit.
+        flags: Compiler flags of every program on a slice.
+        workers: Compiles at once.
+        watch: Is given the progress of each search.
+        evaluator: Tells what fits.
     """
     made: list[Attempt] = []
 
@@ -80,13 +87,13 @@ def find_fit(
             limits=Limits(programs=programs, finalists=0, workers=workers),
             flags=flags,
             watch=watch,
+            evaluator=evaluator,
         )
         plan = search.run()
-        if plan.stopped == "interrupted":
+        if plan.stopped is SearchStop.interrupted:
             raise KeyboardInterrupt
         one = Attempt(text=text, on=at, tried=tuple(plan.tried), facts=of, same_result=same)
         made.append(one)
-        told(one)
         return one.best is not None
 
     if attempt(f"other layouts of {on.name}", facts, on, FIRST):

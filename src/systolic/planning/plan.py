@@ -1,5 +1,6 @@
 """The answer of a search, as a value and as JSON."""
 
+import enum
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,25 @@ from systolic.planning.analytic import Analysis
 from systolic.planning.candidate import Candidate
 from systolic.planning.facts import Facts
 from systolic.planning.goal import Goal, Objective, Total, front
-from systolic.planning.space import Refused
+from systolic.planning.space import RefusalRule, Refused
+
+
+class SearchStop(enum.Enum):
+    """Why a search ended before it was done."""
+
+    interrupted = "interrupted"
+    time_limit = "time limit"
+
+
+class CompileDepth(enum.Enum):
+    """How far a candidate was compiled; the values are those of a plan's JSON."""
+
+    full = "whole"
+    """To the end, with the compiler's own cycles."""
+    schedule = "schedule"
+    """Up to the schedule: memory is exact, the time of ops estimated."""
+    roofline = "roofline"
+    """A GPU's program, however far it was compiled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +47,17 @@ class Trial:
     """The goal's limit that it breaks."""
     problem: str | None = None
     """Why there is no forecast."""
-    whole: bool = False
-    """Compiled to the end, with the compiler's cycles; else up to the schedule."""
+    full: bool = False
+    """Compiled to the end; else up to the schedule."""
     schedule_seconds: float | None = None
-    """Of one that was compiled whole: a step as its schedule alone had said."""
+    """Of a full compile: the step time that its schedule alone had given."""
 
     @property
-    def compile(self) -> str:
-        """How far it was compiled: ``whole`` or ``schedule``; a GPU's time is a ``roofline`` either way."""
+    def depth(self) -> CompileDepth:
+        """How far it was compiled."""
         if self.candidate.on.platform != "tpu":
-            return "roofline"
-        return "whole" if self.whole else "schedule"
+            return CompileDepth.roofline
+        return CompileDepth.full if self.full else CompileDepth.schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +71,8 @@ class Plan:
     searched: int
     """Candidates that the analytic model saw."""
     seconds: float
-    stopped: str = ""
-    """``interrupted`` or ``time limit`` when the search did not end by itself."""
+    stopped: SearchStop | None = None
+    """Why the search ended early; None when it ended by itself."""
     target: str = ""
     """The recipe as it was given."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -102,21 +121,21 @@ class Plan:
             "candidates": [self._one(one, front) for one in self.ranking],
             "rejected": [self._failed(one) for one in self.failed]
             + [
-                {"slice": r.on.name, "layout": r.layout, "rule": r.rule, "reason": r.reason}
+                {"slice": r.on.name, "layout": r.layout, "rule": r.rule.value, "reason": r.reason}
                 for r in self.refused
             ],
             "searched": self.searched,
             "compiled": len(self.tried),
             "seconds": round(self.seconds, 2),
-            "stopped": self.stopped,
+            "stopped": "" if self.stopped is None else self.stopped.value,
         }
 
     def _one(self, one: Trial, front: set[int]) -> dict[str, Any]:
         assert one.forecast is not None
         assert one.total is not None
-        whole = one.forecast.to_json()
+        plain = one.forecast.to_json()
         return {
-            **{name: value for name, value in whole.items() if name not in COSTS},
+            **{name: value for name, value in plain.items() if name not in COSTS},
             "settings": one.candidate.settings(self.facts.job),
             "flags": list(one.candidate.compiler_flags),
             "total": {
@@ -132,14 +151,14 @@ class Plan:
                 "step_seconds_bound": one.analysis.seconds_bound,
                 "peak_bytes_bound": one.analysis.bytes_bound,
             },
-            "compile": one.compile,
+            "compile": one.depth.value,
         }
 
     def _failed(self, one: Trial) -> dict[str, Any]:
         return {
             "slice": one.candidate.on.name,
             "layout": one.candidate.text,
-            "rule": "goal" if one.broken else "compiler",
+            "rule": (RefusalRule.goal if one.broken else RefusalRule.compiler).value,
             "reason": reason_of(one),
         }
 
@@ -147,25 +166,25 @@ class Plan:
 def ranking(tried: Sequence[Trial], goal: Goal) -> list[Trial]:
     """What fits and keeps the goal's limits, best first.
 
-    A step that only its schedule tells is taken to differ from the whole compile as others of its chip did.
+    A step time from the schedule alone is taken to differ from that of the full compile as others of its chip did.
     """
-    ratios = whole_over_schedule(tried)
+    ratios = full_over_schedule(tried)
 
     def score(one: Trial) -> float:
         assert one.total is not None
-        known = 1.0 if one.whole else ratios.get(one.candidate.on.chip.name, 1.0)
+        known = 1.0 if one.full else ratios.get(one.candidate.on.chip.name, 1.0)
         return goal.score(one.total.times(known))
 
     good = [one for one in tried if one.total is not None and one.broken is None]
     return sorted(good, key=score)
 
 
-def whole_over_schedule(tried: Sequence[Trial]) -> dict[str, float]:
-    """Chip to the median ratio of step times: compiled whole, over what the schedule alone had said."""
+def full_over_schedule(tried: Sequence[Trial]) -> dict[str, float]:
+    """Chip to the median ratio of step times: of full compiles, over what the schedule alone had given."""
     found: dict[str, list[float]] = {}
     for one in tried:
         seconds = one.forecast.step_seconds if one.forecast is not None else None
-        if one.whole and one.schedule_seconds and seconds:
+        if one.full and one.schedule_seconds and seconds:
             found.setdefault(one.candidate.on.chip.name, []).append(seconds / one.schedule_seconds)
     return {name: statistics.median(ratios) for name, ratios in found.items()}
 

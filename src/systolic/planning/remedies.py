@@ -3,23 +3,20 @@
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from systolic.aot import Compiler, JobProgram, Outcome
-from systolic.aot.compile import Pool
 from systolic.chips import Slice
 from systolic.core.errors import SystolicError
 from systolic.core.units import gibibytes
 from systolic.forecasting import Forecast
-from systolic.forecasting.run import of_outcome
 from systolic.job import Axis, Layout, Precision, Remat
 from systolic.job.layout import Group
 from systolic.planning import variants
 from systolic.planning.analytic import analyse, capacity
 from systolic.planning.candidate import Candidate
 from systolic.planning.change import Change, ChangedPart, compatible, layout_change, together
+from systolic.planning.evaluator import CandidateEvaluator, PendingForecast
 from systolic.planning.facts import Facts
 from systolic.planning.space import NAMED, check, narrower
 
@@ -36,11 +33,11 @@ class Remedy:
     candidate: Candidate
     same_result: bool = True
     """Whether the trained model stays the same but for rounding."""
-    step_seconds: float | None
-    units_per_second: float | None
-    need_bytes: int
+    step_seconds: float | None = None
+    units_per_second: float | None = None
+    need_bytes: int = 0
     have_bytes: int
-    gain: float | None
+    gain: float | None = None
     """Units a second over the present ones, less 1; None when it does not fit or compile."""
     problem: str = ""
 
@@ -129,7 +126,8 @@ def _meshes(facts: Facts, layout: Layout) -> Iterator[Change]:
             yield layout_change(**{source.value: size // 2, target.value: 2 * layout.size(target)})
 
 
-Told = Callable[[Remedy, int, int], None]
+RemedyWatch = Callable[[Remedy, int, int], None]
+"""Is given each remedy in the order of the changes, how many are compiled, and of how many."""
 
 
 def try_all(
@@ -137,9 +135,8 @@ def try_all(
     made: Forecast,
     base: Candidate,
     wanted: Sequence[Change],
-    compiler: Compiler,
-    workers: int,
-    told: Told = lambda *_: None,
+    evaluator: CandidateEvaluator,
+    watch: RemedyWatch = lambda *_: None,
 ) -> list[Remedy]:
     """Each change compiled up to its schedule and simulated, the largest gain first.
 
@@ -150,34 +147,26 @@ def try_all(
         made: Forecast of ``base``, which gains are measured against.
         base: What is changed.
         wanted: Changes to try.
-        compiler: How to compile; flags come from the candidates.
-        workers: Compiles at once.
-        told: Is given each remedy as it comes, how many are done, and of how many.
+        evaluator: Forecasts what is tried.
+        watch: Is given each remedy as it comes.
     """
+
+    def start(candidate: Candidate) -> PendingForecast:
+        return evaluator.submit(facts.job, candidate, full=False)
+
     found: dict[Change, Remedy] = {}
-    with Pool(workers) as pool:
-
-        def start(candidate: Candidate) -> Future[Outcome]:
-            program = JobProgram(job=candidate.job(facts.job))
-            how = replace(compiler, flags=candidate.compiler_flags).quick()
-            return pool.submit(program, candidate.on, how)
-
-        def remedy(candidate: Candidate, text: str, same: bool, future: Future[Outcome]) -> Remedy:
-            done = _remedy(facts, made, candidate, future.result)
-            return replace(done, text=text, same_result=same)
-
-        running = {start(one.on(base)): one for one in wanted}
-        for future in as_completed(running):
-            one = running[future]
-            found[one] = remedy(one.on(base), one.text(base), one.same_result, future)
-            told(found[one], len(found), len(wanted))
-        joint = compatible(_helped(found))
-        after = together(base, joint)
-        last = []
-        if len(joint) > 1 and check(facts.job, after) is None:
-            text = "together: " + "; ".join(found[one].text for one in joint)
-            last.append(remedy(after, text, True, start(after)))
-            told(last[0], len(found) + 1, len(wanted) + 1)
+    # Answers are taken in the order of the changes, whichever compile ends first.
+    for one, pending in [(one, start(one.on(base))) for one in wanted]:
+        text = one.text(base)
+        found[one] = _remedy(made, one.on(base), pending, text, same_result=one.same_result)
+        watch(found[one], len(found), len(wanted))
+    joint = compatible(_helped(found))
+    after = together(base, joint)
+    last = []
+    if len(joint) > 1 and check(facts.job, after) is None:
+        text = "together: " + "; ".join(found[one].text for one in joint)
+        last.append(_remedy(made, after, start(after), text, same_result=True))
+        watch(last[0], len(found) + 1, len(wanted) + 1)
     return sorted((*found.values(), *last), key=lambda one: -_gain(one))
 
 
@@ -192,20 +181,17 @@ def _helped(found: Mapping[Change, Remedy]) -> list[Change]:
 
 
 def _remedy(
-    facts: Facts, base: Forecast, candidate: Candidate, outcome: Callable[[], Outcome]
+    base: Forecast, candidate: Candidate, pending: PendingForecast, text: str, *, same_result: bool
 ) -> Remedy:
     have = int(capacity(candidate.on))
     try:
-        found = of_outcome(outcome(), facts.job.name, candidate.on, 0.0)
+        found = pending.result()
     except SystolicError as error:
         return Remedy(
-            text="",
+            text=text,
             candidate=candidate,
-            step_seconds=None,
-            units_per_second=None,
-            need_bytes=0,
+            same_result=same_result,
             have_bytes=have,
-            gain=None,
             problem=str(error),
         )
     need = found.memory.peak_bytes if found.memory is not None else 0
@@ -213,8 +199,9 @@ def _remedy(
     speed, before = found.units_per_second, base.units_per_second
     gain = speed / before - 1 if speed and before and found.fits else None
     return Remedy(
-        text="",
+        text=text,
         candidate=candidate,
+        same_result=same_result,
         step_seconds=found.step_seconds,
         units_per_second=speed,
         need_bytes=need,

@@ -1,35 +1,39 @@
-"""Best first: the analytic model ranks, the quick compile tells what fits and how fast, whole compiles settle the end.
+"""Best first: the analytic model ranks, the quick compile tells what fits and how fast, full compiles settle the end.
 
-Every compile is in the store, so a search that was stopped goes over what it knew in seconds.
+Every compile is in the store, so a search that was stopped goes over what it knew in seconds. Answers are taken in
+the order in which they were asked for: with as many workers, what is searched does not depend on which compile ends first.
 """
 
+import enum
 import itertools
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 
 import psutil
 
-from systolic.aot import Compiler, JobProgram, Outcome
-from systolic.aot.compile import Pool
 from systolic.chips import Slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import MissingExtraError, SystolicError
 from systolic.core.machine import bounded
 from systolic.core.units import gibibytes
-from systolic.forecasting.run import of_outcome
 from systolic.job.layout import Group
 from systolic.planning.analytic import Analysis, analyse, capacity
 from systolic.planning.candidate import Candidate
 from systolic.planning.change import together
+from systolic.planning.evaluator import (
+    CandidateEvaluator,
+    CompilingEvaluator,
+    OpenEvaluator,
+    PendingForecast,
+)
 from systolic.planning.facts import Facts
 from systolic.planning.goal import Goal, days
 from systolic.planning.judge import Judge, Ranked
-from systolic.planning.plan import Plan, Trial, ranking
-from systolic.planning.space import Freedom, Refused, check
+from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial, ranking
+from systolic.planning.space import Freedom, RefusalRule, Refused, check
 from systolic.planning.survey import Survey
 from systolic.planning.variants import changes, like
 
@@ -44,9 +48,11 @@ HELPS = 0.995
 NEW_SLICE = 1.5
 """A slice's first layout is compiled when it may score so many times the best one: what is learned there counts for others."""
 NEAR = 1.5
-"""A limit broken by less may be kept after all: by flags, or by a whole compile."""
+"""A limit broken by less may be kept after all: by flags, or by a full compile."""
 SETTLE_SECONDS = 900.0
-"""Whole compiles that take longer are left, where no time limit says otherwise: flags that schedule anew can take hours."""
+"""Full compiles that take longer are left, where no time limit says otherwise: flags that schedule anew can take hours."""
+POLL_SECONDS = 0.5
+"""Between two reports of progress while a compile runs."""
 PATIENCE = 10
 """Compiles without a better score after which the search is done, when each slice worth it had its turn."""
 
@@ -61,7 +67,9 @@ class Limits:
     workers: int = 0
     """Compiles at once, at most one a core; 0: as many as cores and memory allow."""
     finalists: int = 2
-    """Candidates that get a whole compile, with the compiler's own cycles."""
+    """Candidates that get a full compile, with the compiler's own cycles."""
+    settle_seconds: float = SETTLE_SECONDS
+    """For the full compiles, where ``seconds`` sets no limit."""
 
     @property
     def at_once(self) -> int:
@@ -71,11 +79,24 @@ class Limits:
         return max(1, bounded(int(psutil.virtual_memory().available // WORKER_BYTES)))
 
 
-@dataclass
+class SearchStage(enum.Enum):
+    """What a search is at."""
+
+    analysing = "analysing"
+    """Layouts of a slice, before any compile."""
+    compiling = "compiling"
+    """Up to the schedule."""
+    settling = "settling"
+    """Full compiles of the best."""
+
+
+@dataclass(kw_only=True)
 class SearchProgress:
     """Where the search is, for whoever watches."""
 
-    stage: str
+    stage: SearchStage
+    subject: str = ""
+    """The slice that is analysed, or the candidates that are compiled to the end."""
     compiled: int
     of: int
     running: Sequence[str]
@@ -101,18 +122,18 @@ class Search:
     goal: Goal
     freedom: Freedom = field(default_factory=Freedom)
     limits: Limits = field(default_factory=Limits)
-    compiler: Compiler = field(default_factory=Compiler)
+    evaluator: OpenEvaluator = CompilingEvaluator
     flags: Callable[[Slice], tuple[str, ...]] = shared
     """Compiler flags of every program on a slice; the sets that are tried come on top."""
     watch: Watch = lambda _: None
     only: Sequence[Candidate] | None = None
     """The space, where it is not all that a slice allows."""
     tried: list[Trial] = field(default_factory=list)
-    stopped: str = ""
+    stopped: SearchStop | None = None
     _judge: Judge = field(init=False)
     _survey: Survey = field(init=False)
     _began: float = field(default_factory=time.monotonic)
-    _running: dict[Future[Outcome], Ranked] = field(default_factory=dict)
+    _running: deque[tuple[Ranked, PendingForecast]] = field(default_factory=deque)
     _since: int = 0
 
     def __post_init__(self) -> None:
@@ -126,8 +147,10 @@ class Search:
     def run(self) -> Plan:
         """The plan; after Ctrl-C the best so far, marked so."""
         try:
-            self._survey.look(self.slices, self._say)
-            with Pool(self.limits.at_once) as pool:
+            self._survey.look(
+                self.slices, lambda on: self._say(SearchStage.analysing, subject=on.name)
+            )
+            with self.evaluator(self.limits.at_once) as pool:
                 if self.only is not None:
                     self._compile_best_first(pool, self.limits.programs)
                 else:
@@ -145,7 +168,7 @@ class Search:
                     self._compile_best_first(pool, most)
                 self._settle(pool)
         except KeyboardInterrupt:
-            self.stopped = "interrupted"
+            self.stopped = SearchStop.interrupted
         return self.answer()
 
     def answer(self) -> Plan:
@@ -159,8 +182,8 @@ class Search:
         waiting = [
             Refused(
                 on=by_name[name],
-                layout=f"{left[name]:,} layouts",
-                rule="not compiled",
+                layouts=left[name],
+                rule=RefusalRule.not_compiled,
                 reason=self._not_compiled(ranked),
             )
             for name, ranked in nearest.items()
@@ -189,7 +212,7 @@ class Search:
 
     # Compiling
 
-    def _compile_best_first(self, pool: Pool, most: int) -> None:
+    def _compile_best_first(self, pool: CandidateEvaluator, most: int) -> None:
         """Until so many were compiled in all."""
         for ranked in self._turns(min(most, self.limits.programs) - len(self.tried)):
             self._submit(pool, ranked)
@@ -223,7 +246,14 @@ class Search:
                 return
             queue.remove(pick)
             if (why := self._dominated(pick.candidate)) is not None:
-                self._survey.refuse(pick.candidate.on, pick.candidate.text, "more memory", why)
+                self._survey.refused.append(
+                    Refused(
+                        on=pick.candidate.on,
+                        candidate=pick.candidate,
+                        rule=RefusalRule.more_memory,
+                        reason=why,
+                    )
+                )
                 continue
             visited.add(pick.candidate.on.name)
             chips.add(pick.candidate.on.chip.name)
@@ -273,7 +303,7 @@ class Search:
             and one.candidate.on.platform == "tpu"
         ]
 
-    def _refine_rivals(self, pool: Pool, rivals: Sequence[Trial], most: int) -> None:
+    def _refine_rivals(self, pool: CandidateEvaluator, rivals: Sequence[Trial], most: int) -> None:
         """What helped the best layout on the best of each other slice; then these by themselves, in equal shares."""
         leader = self.leader()
         if leader is None:
@@ -285,7 +315,7 @@ class Search:
             share = (most - len(self.tried)) // (len(rivals) - number)
             self._refine(pool, len(self.tried) + share, one.candidate.on)
 
-    def _refine(self, pool: Pool, most: int, on: Slice | None = None) -> None:
+    def _refine(self, pool: CandidateEvaluator, most: int, on: Slice | None = None) -> None:
         """Attention blocks, loss chunks and flag sets on the best (of a slice), two at a time; what helps stays."""
         first = self.leader(on)
         if first is None:
@@ -308,7 +338,7 @@ class Search:
             if len(helped) > 1:
                 self._try(pool, [together(base.candidate, helped)], most)
 
-    def _spread(self, pool: Pool, most: int) -> None:
+    def _spread(self, pool: CandidateEvaluator, most: int) -> None:
         """What helped the best layout on the next best ones, and on those that were not compiled."""
         leader = self.leader()
         assert leader is not None
@@ -319,7 +349,7 @@ class Search:
         turns = (c for pair in itertools.zip_longest(plain, waiting) for c in pair if c is not None)
         self._try(pool, (like(leader.candidate, one) for one in turns), most)
 
-    def _try(self, pool: Pool, wanted: Iterable[Candidate], most: int) -> None:
+    def _try(self, pool: CandidateEvaluator, wanted: Iterable[Candidate], most: int) -> None:
         """Compiles what is new of these until so many were compiled in all."""
         known = {one.candidate for one in self.tried}
         for candidate in wanted:
@@ -336,80 +366,77 @@ class Search:
         while self._running:
             self._take()
 
-    def _settle(self, pool: Pool) -> None:
-        """Whole compiles of the best few, as many at once as there are workers: each time the best that has none."""
+    def _settle(self, pool: CandidateEvaluator) -> None:
+        """Full compiles of the best few, as many at once as there are workers: each time the best that has none."""
         asked: set[Candidate] = set()
         began = time.monotonic()
-        running: dict[Future[Outcome], tuple[Trial, float]] = {}
+        running: deque[tuple[Trial, PendingForecast]] = deque()
         most = self.limits.finalists
         while True:
             for one in self.leaders()[:most]:
                 room = len(asked) < most and len(running) < self.limits.at_once
-                new = one.compile == "schedule" and one.candidate not in asked
+                new = one.depth is CompileDepth.schedule and one.candidate not in asked
                 if new and room and not self._late():
                     asked.add(one.candidate)
-                    running[self._whole(pool, one)] = one, time.monotonic()
+                    pending = pool.submit(self.facts.job, one.candidate, full=True)
+                    running.append((one, pending))
             if not running:
                 return
-            done, _ = wait(list(running), timeout=1.0, return_when=FIRST_COMPLETED)
-            names = " and ".join(one.candidate.name for one, _ in running.values())
-            self._say(f"whole compile of {names}")
-            for future in done:
-                one, since = running.pop(future)
-                seconds = time.monotonic() - since
-                made = self._tried(one.candidate, future, one.analysis, seconds, True)
-                if made.forecast is not None and one.forecast is not None:
-                    made = replace(made, schedule_seconds=one.forecast.step_seconds)
-                    self.tried[self.tried.index(one)] = made
-                self._say("whole compile done", made)
-            if running and self._late():
-                self.stopped = "time limit"
-                return
-            if self.limits.seconds is None and time.monotonic() - began > SETTLE_SECONDS:
-                return
+            names = " and ".join(one.candidate.name for one, _ in running)
+            self._say(SearchStage.settling, subject=names)
+            if running[0][1].wait(POLL_SECONDS):
+                self._settled(*running.popleft())
+                continue
+            if self._late():
+                self.stopped = SearchStop.time_limit
+            elif (
+                self.limits.seconds is not None
+                or time.monotonic() - began <= self.limits.settle_seconds
+            ):
+                continue
+            for one, pending in running:
+                if pending.wait(0.0):
+                    self._settled(one, pending)
+            return
 
-    def _whole(self, pool: Pool, one: Trial) -> "Future[Outcome]":
-        program = JobProgram(job=one.candidate.job(self.facts.job))
-        compiler = replace(self.compiler, flags=one.candidate.compiler_flags)
-        return pool.submit(program, one.candidate.on, compiler)
+    def _settled(self, one: Trial, pending: PendingForecast) -> None:
+        """Puts the full compile of a candidate in the place of its schedule."""
+        made = self._tried(one.candidate, pending, one.analysis, full=True)
+        if made.forecast is not None and one.forecast is not None:
+            made = replace(made, schedule_seconds=one.forecast.step_seconds)
+            self.tried[self.tried.index(one)] = made
+        self._say(SearchStage.settling, made, subject=one.candidate.name)
 
-    def _submit(self, pool: Pool, ranked: Ranked) -> None:
-        program = JobProgram(job=ranked.candidate.job(self.facts.job))
-        compiler = replace(self.compiler, flags=ranked.candidate.compiler_flags).quick()
-        self._running[pool.submit(program, ranked.candidate.on, compiler)] = ranked
-        self._say("compiling")
+    def _submit(self, pool: CandidateEvaluator, ranked: Ranked) -> None:
+        pending = pool.submit(self.facts.job, ranked.candidate, full=False)
+        self._running.append((ranked, pending))
+        self._say(SearchStage.compiling)
 
     def _take(self) -> None:
-        """Waits for the next answer and learns from it."""
-        done, _ = wait(list(self._running), timeout=0.5, return_when=FIRST_COMPLETED)
+        """Waits for the answer that was asked for first and learns from it."""
+        ready = self._running[0][1].wait(POLL_SECONDS)
         if self._late():
-            self.stopped = "time limit"
-        for future in done:
-            ranked = self._running.pop(future)
-            before = self.best()
-            one = self._tried(ranked.candidate, future, ranked.analysis, 0.0, False)
-            self.tried.append(one)
-            self._judge.learn(ranked, one)
-            self._since = 0 if self.best() is not before else self._since + 1
-            self._say("compiling", one)
-        if not done:
-            self._say("compiling")
+            self.stopped = SearchStop.time_limit
+        if not ready:
+            self._say(SearchStage.compiling)
+            return
+        ranked, pending = self._running.popleft()
+        before = self.best()
+        one = self._tried(ranked.candidate, pending, ranked.analysis, full=False)
+        self.tried.append(one)
+        self._judge.learn(ranked, one)
+        self._since = 0 if self.best() is not before else self._since + 1
+        self._say(SearchStage.compiling, one)
 
     def _tried(
-        self,
-        candidate: Candidate,
-        future: "Future[Outcome]",
-        analysis: Analysis,
-        seconds: float,
-        whole: bool,
+        self, candidate: Candidate, pending: PendingForecast, analysis: Analysis, *, full: bool
     ) -> Trial:
         try:
-            outcome = future.result()
-            made = of_outcome(outcome, self.facts.job.name, candidate.on, seconds)
+            made = pending.result()
         except MissingExtraError:
             raise  # no other layout would compile either
         except SystolicError as error:
-            return Trial(candidate=candidate, analysis=analysis, problem=str(error), whole=whole)
+            return Trial(candidate=candidate, analysis=analysis, problem=str(error), full=full)
         total = None
         if made.step_seconds:
             total = self._judge.total(candidate, made.step_seconds)
@@ -419,7 +446,7 @@ class Search:
             forecast=made,
             total=total,
             broken=self.goal.broken(total) if total is not None else None,
-            whole=whole,
+            full=full,
         )
 
     # What is known
@@ -448,13 +475,14 @@ class Search:
         limit = self.limits.seconds
         return limit is not None and time.monotonic() - self._began > limit
 
-    def _say(self, stage: str, latest: Trial | None = None) -> None:
+    def _say(self, stage: SearchStage, latest: Trial | None = None, *, subject: str = "") -> None:
         self.watch(
             SearchProgress(
                 stage=stage,
+                subject=subject,
                 compiled=len(self.tried),
                 of=self.limits.programs,
-                running=[r.candidate.name for r in self._running.values()],
+                running=[ranked.candidate.name for ranked, _ in self._running],
                 best=self.best(),
                 seconds=time.monotonic() - self._began,
                 latest=latest,

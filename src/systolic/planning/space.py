@@ -1,5 +1,6 @@
 """What is searched: every layout of a slice that divides the model, the batch and the devices."""
 
+import enum
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -47,16 +48,53 @@ class Freedom:
     """Only these mesh axes; None: all that the model has."""
 
 
+class RefusalRule(enum.Enum):
+    """Why a layout is no answer, in the order of interest; the values are those of a plan's JSON."""
+
+    compiler = "compiler"
+    """Compiled, and does not fit or did not compile."""
+    goal = "goal"
+    """Breaks the deadline or the budget."""
+    memory_bound = "memory bound"
+    """Weights, optimizer state and layer inputs alone exceed the memory."""
+    estimate = "estimate"
+    """Estimated slower than the rest of its slice."""
+    more_memory = "more memory"
+    """Keeps no less than one that did not fit."""
+    divisibility = "divisibility"
+    """No mesh divides the model and the batch."""
+    unknown_chip = "unknown chip"
+    """The catalogue lacks a rate."""
+    not_compiled = "not compiled"
+    """Left when the search ended."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
-    """A part of the space that was not searched, and by which rule."""
+    """A part of the space that was not searched, and by which rule.
+
+    It is one ``candidate``, or so many ``layouts`` of a slice; all of them where neither is given.
+    """
 
     on: Slice
-    layout: str
-    rule: str
+    candidate: Candidate | None = None
+    layouts: int | None = None
+    rule: RefusalRule
     reason: str
     miss: float | None = None
     """Times by which the nearest of them exceeds what the rule allows; None where no figure tells."""
+
+    @property
+    def count(self) -> int:
+        """Layouts that it is about; 0 where it is about the slice."""
+        return 1 if self.candidate is not None else self.layouts or 0
+
+    @property
+    def layout(self) -> str:
+        """``1,204 layouts``, ``all layouts``, or the one in words."""
+        if self.candidate is not None:
+            return self.candidate.text
+        return "all layouts" if self.layouts is None else f"{self.layouts:,} layouts"
 
 
 def candidates(job: Job, on: Slice, freedom: Freedom) -> Iterator[Candidate]:

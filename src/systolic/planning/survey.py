@@ -10,7 +10,7 @@ from systolic.core.units import duration, gibibytes
 from systolic.planning.analytic import analyse, capacity
 from systolic.planning.candidate import Candidate
 from systolic.planning.judge import Judge, Ranked
-from systolic.planning.space import Freedom, Refused, candidates, global_batch
+from systolic.planning.space import Freedom, RefusalRule, Refused, candidates, global_batch
 
 KEEP = 300
 """Layouts of a slice that are kept by their estimate."""
@@ -29,30 +29,30 @@ class Survey:
     refused: list[Refused] = field(default_factory=list)
     searched: int = 0
 
-    def look(self, slices: Iterable[Slice], say: Callable[[str], None]) -> None:
-        """Analyses every layout of every slice; ``say`` is told the slice."""
+    def look(self, slices: Iterable[Slice], begin: Callable[[Slice], None]) -> None:
+        """Analyses every layout of every slice; ``begin`` is called with each slice before."""
         for on in slices:
-            say(f"looking at {on.name}")
+            begin(on)
             try:
                 kept = list(self._possible(on))
             except (NotFoundError, SystolicError) as error:
-                self.refuse(on, "all layouts", "unknown chip", str(error))
+                self._refuse(on, None, RefusalRule.unknown_chip, str(error))
                 continue
             kept.sort(key=self.judge.estimated)
             self.queue += kept[:KEEP]
             if len(kept) > KEEP:
                 last = duration(kept[KEEP].analysis.seconds_estimate)
-                self.refuse(
+                self._refuse(
                     on,
-                    f"{len(kept) - KEEP:,} layouts",
-                    "estimate",
+                    len(kept) - KEEP,
+                    RefusalRule.estimate,
                     f"estimated at {last} a step or more, {KEEP} others of the slice at less",
                 )
 
     def _possible(self, on: Slice) -> Iterator[Ranked]:
         have = capacity(on)
-        over: Counter[str] = Counter()
-        least: dict[str, tuple[float, str]] = {}
+        over: Counter[RefusalRule] = Counter()
+        least: dict[RefusalRule, tuple[float, str]] = {}
         """Rule to how far its nearest miss is off, and that in words."""
         seen = set()
         base = self.base(on)
@@ -65,15 +65,15 @@ class Survey:
             seen.add(candidate)
             self.searched += 1
             found = analyse(self.judge.facts, candidate)
-            rule, miss, text = "", 0.0, ""
+            rule, miss, text = None, 0.0, ""
             if found.bytes_bound > have:
-                rule, miss = "memory bound", found.bytes_bound / have
+                rule, miss = RefusalRule.memory_bound, found.bytes_bound / have
                 text = f"weights, optimizer state and layer inputs alone are {gibibytes(found.bytes_bound)} of {gibibytes(have)} or more"
             elif problem := self.judge.broken(candidate, found.seconds_bound):
                 total = self.judge.total(candidate, found.seconds_bound)
-                rule, miss = "goal", self.judge.goal.excess(total)
+                rule, miss = RefusalRule.goal, self.judge.goal.excess(total)
                 text = f"at the chip's peak rate it {problem}"
-            if not rule:
+            if rule is None:
                 yield Ranked(candidate=candidate, analysis=found)
                 continue
             over[rule] += 1
@@ -81,19 +81,24 @@ class Survey:
                 least[rule] = (miss, f"{text} (nearest: {candidate.text})")
         for rule, number in over.items():
             miss, text = least[rule]
-            self.refuse(on, f"{number:,} layouts", rule, text, miss)
+            self._refuse(on, number, rule, text, miss)
         if not seen:
             batch = global_batch(self.judge.facts.job, on)
-            self.refuse(
+            self._refuse(
                 on,
-                "all layouts",
-                "divisibility",
+                None,
+                RefusalRule.divisibility,
                 f"no mesh of {on.num_devices} devices divides the model and a batch of {batch}; change the batch or let it go with --free batch",
             )
 
-    def refuse(
-        self, on: Slice, layout: str, rule: str, reason: str, miss: float | None = None
+    def _refuse(
+        self,
+        on: Slice,
+        layouts: int | None,
+        rule: RefusalRule,
+        reason: str,
+        miss: float | None = None,
     ) -> None:
-        """Notes a part of the space that is not searched."""
-        refused = Refused(on=on, layout=layout, rule=rule, reason=reason, miss=miss)
+        """Notes layouts of a slice, or all of them, that are not searched."""
+        refused = Refused(on=on, layouts=layouts, rule=rule, reason=reason, miss=miss)
         self.refused.append(refused)

@@ -11,7 +11,7 @@ import pytest
 from systolic.chips import slice
 from systolic.core.files import write_json
 from systolic.job import Remat
-from systolic.planning import Goal, Objective, Plan, Trial
+from systolic.planning import Goal, Objective, Plan, RefusalRule, SearchStage, SearchStop, Trial
 from systolic.planning.search import SearchProgress
 from systolic.report.forecast.text import plain
 from systolic.report.plan import readings
@@ -57,15 +57,15 @@ def test_the_ranking_marks_the_front() -> None:
 
 def test_rejections_have_their_numbers() -> None:
     found = {reason.rule: reason for reason in readings.reasons(plan())}
-    assert found["compiler"].layouts == 2
-    assert "1 does not fit, 1 did not compile" in found["compiler"].words
-    assert found["compiler"].nearest.endswith("which needs 20.30 GiB of 16.00 GiB")
-    assert found["memory bound"].layouts == 1204
-    assert "18.20 GiB of 15.75 GiB" in found["memory bound"].nearest
+    assert found[RefusalRule.compiler].layouts == 2
+    assert "1 does not fit, 1 did not compile" in found[RefusalRule.compiler].words
+    assert found[RefusalRule.compiler].nearest.endswith("which needs 20.30 GiB of 16.00 GiB")
+    assert found[RefusalRule.memory_bound].layouts == 1204
+    assert "18.20 GiB of 15.75 GiB" in found[RefusalRule.memory_bound].nearest
 
 
 def test_a_search_that_was_stopped_says_so() -> None:
-    made = plan(stopped="interrupted")
+    made = plan(stopped=SearchStop.interrupted)
     assert readings.verdict(made).word == "best so far"
     assert readings.searched(made).endswith("; interrupted")
 
@@ -80,7 +80,7 @@ def test_without_an_answer_the_nearest_is_told() -> None:
     told = readings.verdict(unfit)
     assert told.word == "nothing fits"
     assert "which needs 20.30 GiB of 16.00 GiB" in told.sentence
-    assert readings.verdict(replace(unfit, stopped="time limit")).word == "no answer yet"
+    assert readings.verdict(replace(unfit, stopped=SearchStop.time_limit)).word == "no answer yet"
     paper = replace(plan(), tried=(), refused=plan().refused[:1])
     assert "18.20 GiB of 15.75 GiB" in readings.verdict(paper).sentence
 
@@ -100,7 +100,7 @@ def test_rows_that_are_shown_have_each_slice() -> None:
 
 def progress(one: Trial, best: Trial | None) -> SearchProgress:
     return SearchProgress(
-        stage="compiling",
+        stage=SearchStage.compiling,
         compiled=3,
         of=24,
         running=["v5e-64 fsdp 64 remat full"] * 6,
@@ -116,18 +116,17 @@ def test_elsewhere_than_on_a_terminal_a_line_a_result() -> None:
     with SearchDisplay(stream, environ={}, width=100) as view:
         for one in made.tried[:2]:
             view.see(progress(one, made.tried[0]))
-        view.see(replace_latest(progress(made.tried[0], None), "whole compile of v5e-64"))
+        view.see(settling(progress(made.tried[0], None), "v5e-64"))
     shown = stream.getvalue().splitlines()
     assert shown == [
         "[ 3/24, 41.2 s] v5e-64 data 4 fsdp 16 remat minimal: 1.02 s, 27.9 % MFU, 13.10 of 16.00 GiB, 10.8 hours, $830  <- best so far",
         "[ 3/24, 41.2 s] v5e-64 fsdp 64 remat full: 1.21 s, 23.5 % MFU, 7.40 of 16.00 GiB, 12.8 hours, $985",
-        "[ 3/24, 41.2 s] whole compile of v5e-64",
+        "[ 3/24, 41.2 s] full compile of v5e-64",
     ]
 
 
-def replace_latest(told: SearchProgress, stage: str) -> SearchProgress:
-    told.latest, told.stage = None, stage
-    return told
+def settling(told: SearchProgress, name: str) -> SearchProgress:
+    return replace(told, latest=None, stage=SearchStage.settling, subject=name)
 
 
 class Terminal(io.StringIO):
@@ -147,8 +146,8 @@ def test_on_a_terminal_a_few_lines_are_redrawn() -> None:
         assert words in text, words
 
 
-@pytest.mark.parametrize("stopped", ["", "interrupted"])
-def test_the_page_needs_nothing_else(stopped: str) -> None:
+@pytest.mark.parametrize("stopped", [None, SearchStop.interrupted])
+def test_the_page_needs_nothing_else(stopped: SearchStop | None) -> None:
     text = render(plan(stopped=stopped), PATH, ["a note"], root=Path("/nowhere"))
     page = Page(text)
     assert not re.search(r"https?://|@import|url\(", text)

@@ -17,7 +17,7 @@ from systolic.core.units import duration
 from systolic.planning import Trial
 from systolic.planning.goal import days
 from systolic.planning.plan import reason_of
-from systolic.planning.search import SearchProgress
+from systolic.planning.search import SearchProgress, SearchStage
 from systolic.report import figures, terminal
 from systolic.report.plan import readings
 
@@ -36,7 +36,7 @@ class SearchDisplay:
         columns = width or shutil.get_terminal_size((100, 24)).columns
         self._stream = stream
         self._live: Live | None = None
-        self._stage = ""
+        self._said = ""
         if terminal.can_redraw(stream, environ, columns):
             console = Console(file=stream, force_terminal=True, width=width, highlight=False)
             self._live = Live(console=console, auto_refresh=False, transient=True)
@@ -64,9 +64,19 @@ class SearchDisplay:
             return
         if progress.latest is not None:
             terminal.say(self._stream, line(progress, progress.latest))
-        elif progress.stage != self._stage and progress.stage.startswith("whole"):
-            terminal.say(self._stream, f"{_place(progress)} {progress.stage}")
-        self._stage = progress.stage
+        elif progress.stage is SearchStage.settling and stage(progress) != self._said:
+            terminal.say(self._stream, f"{_place(progress)} {stage(progress)}")
+        self._said = stage(progress)
+
+
+def stage(progress: SearchProgress) -> str:
+    """What the search is at, in words."""
+    words = {
+        SearchStage.analysing: f"analysing {progress.subject}",
+        SearchStage.compiling: "compiling",
+        SearchStage.settling: f"full compile of {progress.subject}",
+    }
+    return words[progress.stage]
 
 
 def line(progress: SearchProgress, one: Trial) -> str:
@@ -105,7 +115,7 @@ def drawing(progress: SearchProgress) -> Group:
     head.add_row(bar, counted, Text(duration(progress.seconds), style="dim"))
     busy = list(progress.running)
     if not busy:
-        rows = [_row("now", progress.stage, "dim")]
+        rows = [_row("now", stage(progress), "dim")]
     else:
         rows = [
             _row("compiling" if not i else "", name, "dim") for i, name in enumerate(busy[:RUNNING])

@@ -1,14 +1,21 @@
 """Figures of a plan as words, the same in the terminal and on the page."""
 
 import math
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from systolic.core.units import GIB, duration, si
-from systolic.planning import Plan, Trial
+from systolic.planning import (
+    CompileDepth,
+    Objective,
+    Plan,
+    PriceTerm,
+    RefusalRule,
+    SearchStop,
+    Trial,
+)
 from systolic.planning.goal import days, dollars
 from systolic.planning.plan import reason_of
 from systolic.planning.space import Refused
@@ -16,21 +23,27 @@ from systolic.report import figures
 from systolic.report.forecast import readings
 from systolic.report.run.verdict import Tone, Verdict
 
-_COUNT = re.compile(r"([\d,]+) layouts?")
 PLAN = "plan.json"
 """Named in commands where nothing was written."""
 
 RULES = {
-    "compiler": "compiled, and not an answer",
-    "goal": "breaks the goal at the chip's peak rate",
-    "memory bound": "weights, states and inputs alone exceed the memory",
-    "estimate": "estimated slower than the rest of its slice",
-    "more memory": "keeps no less than one that did not fit",
-    "divisibility": "no mesh divides the model and the batch",
-    "unknown chip": "the catalogue lacks a rate",
-    "not compiled": "not compiled",
+    RefusalRule.compiler: "compiled, and not an answer",
+    RefusalRule.goal: "breaks the goal at the chip's peak rate",
+    RefusalRule.memory_bound: "weights, states and inputs alone exceed the memory",
+    RefusalRule.estimate: "estimated slower than the rest of its slice",
+    RefusalRule.more_memory: "keeps no less than one that did not fit",
+    RefusalRule.divisibility: "no mesh divides the model and the batch",
+    RefusalRule.unknown_chip: "the catalogue lacks a rate",
+    RefusalRule.not_compiled: "not compiled",
 }
-"""Why layouts were rejected, in words, in the order of interest."""
+"""Why layouts were rejected, in words."""
+DEPTHS = {
+    CompileDepth.full: "full",
+    CompileDepth.schedule: "schedule",
+    CompileDepth.roofline: "roofline",
+}
+"""How far a candidate was compiled, in words."""
+STOPS = {SearchStop.interrupted: "interrupted", SearchStop.time_limit: "time limit"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +71,7 @@ class RankingRow:
 class Reason:
     """Layouts that one rule rejected."""
 
-    rule: str
+    rule: RefusalRule
     words: str
     layouts: int
     slices: int
@@ -105,7 +118,7 @@ def verdict(plan: Plan) -> Verdict:
     best = plan.best
     if best is None:
         broken = any(one.broken for one in plan.tried) or any(
-            one.rule == "goal" for one in plan.refused
+            one.rule is RefusalRule.goal for one in plan.refused
         )
         word = "none keeps the goal" if broken else "nothing fits"
         if plan.stopped:
@@ -122,18 +135,23 @@ def verdict(plan: Plan) -> Verdict:
     if interval := sure(best):
         text += f"; sure to about {interval}"
     tone = Tone.good if not plan.stopped else Tone.fair
-    word = {"": "planned", "interrupted": "best so far", "time limit": "best in the time"}
-    return Verdict(word=word.get(plan.stopped, "planned"), sentence=f"{text}.", tone=tone)
+    words = {
+        None: "planned",
+        SearchStop.interrupted: "best so far",
+        SearchStop.time_limit: "best in the time",
+    }
+    return Verdict(word=words[plan.stopped], sentence=f"{text}.", tone=tone)
 
 
 def nearest(plan: Plan) -> str:
     """What comes nearest to an answer where there is none, with its numbers."""
-    if found := [reason for reason in reasons(plan) if reason.rule in ("compiler", "goal")]:
+    tried = (RefusalRule.compiler, RefusalRule.goal)
+    if found := [reason for reason in reasons(plan) if reason.rule in tried]:
         return f"nearest is {found[0].nearest}"
     others = reasons(plan)
     if others:
         return f"nothing was worth a compile: {others[0].nearest}"
-    return plan.stopped or "no layout was found"
+    return "no layout was found" if plan.stopped is None else STOPS[plan.stopped]
 
 
 def command(plan: Plan, path: Path | None, number: int = 1) -> str:
@@ -166,7 +184,7 @@ def _row(rank: int, one: Trial, pareto: bool) -> RankingRow:
         time=days(total.seconds),
         usd=money(total.usd),
         kwh=energy(total.kwh),
-        compile=one.compile,
+        compile=DEPTHS[one.depth],
         pareto=pareto,
     )
 
@@ -194,27 +212,26 @@ def reasons(plan: Plan) -> list[Reason]:
         names = {one.candidate.on.name for one in failed}
         found.append(
             Reason(
-                rule="compiler",
+                rule=RefusalRule.compiler,
                 words=words,
                 layouts=len(failed),
                 slices=len(names),
                 nearest=_nearest_failed(plan, failed),
             )
         )
-    by_rule: dict[str, list[Refused]] = {}
+    by_rule: dict[RefusalRule, list[Refused]] = {}
     for one in plan.refused:
         by_rule.setdefault(one.rule, []).append(one)
-    order = list(RULES)
-    for rule in sorted(by_rule, key=lambda name: order.index(name) if name in order else 99):
+    for rule in sorted(by_rule, key=list(RefusalRule).index):
         group = by_rule[rule]
         near = min(group, key=_miss)
-        if rule == "not compiled":
+        if rule is RefusalRule.not_compiled:
             near = group[0]  # the search puts what it expects most of first
         found.append(
             Reason(
                 rule=rule,
-                words=RULES.get(rule, rule),
-                layouts=sum(_layouts(one) for one in group),
+                words=RULES[rule],
+                layouts=sum(one.count for one in group),
                 slices=len({one.on.name for one in group}),
                 nearest=f"{near.on.name}: {near.reason}",
             )
@@ -253,44 +270,35 @@ def _nearest_failed(plan: Plan, failed: Sequence[Trial]) -> str:
         return 2, 0.0, name
 
     one = min(failed, key=miss)
-    return f"{one.candidate.name}, which {_lower(reason_of(one))}"
-
-
-def _lower(text: str) -> str:
-    return text if text.startswith(("needs", "takes", "costs")) else f"failed: {text}"
-
-
-def _layouts(one: Refused) -> int:
-    """How many layouts a refusal is about; one that is named, and none for a whole slice."""
-    if (counted := _COUNT.match(one.layout)) is not None:
-        return int(counted[1].replace(",", ""))
-    return 0 if one.layout == "all layouts" else 1
+    failure = "" if one.problem is None else "failed: "
+    return f"{one.candidate.name}, which {failure}{reason_of(one)}"
 
 
 def work(plan: Plan) -> str:
     """``20 G tokens, shortest time, within 3 days, below $1,000``."""
     goal = plan.goal
     words = {
-        "time": "shortest time",
-        "cost": "lowest cost",
-        "energy": "lowest energy",
-        "pareto": "time and cost",
+        Objective.time: "shortest time",
+        Objective.cost: "lowest cost",
+        Objective.energy: "lowest energy",
+        Objective.pareto: "time and cost",
     }
-    parts = [f"{si(goal.units)} {goal.unit}", words[goal.objective.value]]
+    parts = [f"{si(goal.units)} {goal.unit}", words[goal.objective]]
     if goal.deadline_seconds is not None:
         parts.append(f"within {days(goal.deadline_seconds)}")
     if goal.budget_usd is not None:
         parts.append(f"for {money(goal.budget_usd)} at most")
-    if goal.price.value != "on-demand":
+    if goal.price is not PriceTerm.on_demand:
         parts.append(f"{goal.price.value} prices")
     return ", ".join(parts)
 
 
 def searched(plan: Plan) -> str:
-    """``12,345 layouts of 3 slices looked at, 24 compiled (2 whole), 4 m 05 s``."""
+    """``12,345 layouts of 3 slices analysed, 24 compiled (2 in full), 4 m 05 s``."""
     names = {one.candidate.on.name for one in plan.tried} | {one.on.name for one in plan.refused}
-    whole = sum(one.whole for one in plan.tried)
-    text = f"{figures.plural(plan.searched, 'layout')} of {figures.plural(len(names), 'slice')} looked at, {len(plan.tried)} compiled"
-    if whole:
-        text += f" ({whole} whole)"
-    return f"{text}, {duration(plan.seconds)}" + (f"; {plan.stopped}" if plan.stopped else "")
+    full = sum(one.full for one in plan.tried)
+    text = f"{figures.plural(plan.searched, 'layout')} of {figures.plural(len(names), 'slice')} analysed, {len(plan.tried)} compiled"
+    if full:
+        text += f" ({full} in full)"
+    text += f", {duration(plan.seconds)}"
+    return text if plan.stopped is None else f"{text}; {STOPS[plan.stopped]}"

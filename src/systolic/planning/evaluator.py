@@ -1,0 +1,102 @@
+"""What tells a candidate's step time and memory: the compiler and the simulation, or in tests recorded figures."""
+
+import abc
+import time
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
+
+from systolic.aot import Compiler, JobProgram, Outcome
+from systolic.aot.compile import Pool
+from systolic.forecasting import Forecast
+from systolic.forecasting.run import of_outcome
+from systolic.job import Job
+from systolic.planning.candidate import Candidate
+
+
+class PendingForecast(Protocol):
+    """A forecast that is being made."""
+
+    def wait(self, seconds: float) -> bool:
+        """Waits so long at most; returns whether :meth:`result` has its answer."""
+        ...
+
+    def result(self) -> Forecast:
+        """The forecast, when it is there.
+
+        Raises:
+            SystolicError: there is none; the message says why.
+        """
+        ...
+
+
+class CandidateEvaluator(abc.ABC):
+    """A context that forecasts candidates; leaving it ends what still runs."""
+
+    @abc.abstractmethod
+    def submit(self, job: Job, candidate: Candidate, *, full: bool) -> PendingForecast:
+        """Begins a forecast of a job under a candidate's settings.
+
+        Args:
+            job: The job, whose layout, batch and precision give way to the candidate's.
+            candidate: What to forecast, with its compiler flags.
+            full: Whether to compile to the end; else up to the schedule.
+        """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        return None
+
+
+OpenEvaluator = Callable[[int], CandidateEvaluator]
+"""Makes an evaluator that forecasts so many candidates at once."""
+
+
+class CompilingEvaluator(CandidateEvaluator):
+    """Compiles candidates, each in a child process, and simulates their schedules.
+
+    Args:
+        workers: Compiles at once.
+        compiler: How to compile; flags come from the candidates.
+    """
+
+    def __init__(self, workers: int, compiler: Compiler | None = None) -> None:
+        self._pool = Pool(workers)
+        self._compiler = compiler or Compiler()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._pool.__exit__(kind, error, trace)
+
+    def submit(self, job: Job, candidate: Candidate, *, full: bool) -> PendingForecast:
+        """As :meth:`CandidateEvaluator.submit`."""
+        compiler = replace(self._compiler, flags=candidate.compiler_flags)
+        program = JobProgram(job=candidate.job(job))
+        how = compiler if full else compiler.quick()
+        outcome = self._pool.submit(program, candidate.on, how)
+        return _Compiling(outcome=outcome, name=job.name, candidate=candidate)
+
+
+@dataclass
+class _Compiling:
+    outcome: "Future[Outcome]"
+    name: str
+    candidate: Candidate
+    began: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.outcome.add_done_callback(self._end)
+
+    def _end(self, _: "Future[Outcome]") -> None:
+        self.seconds = time.monotonic() - self.began
+
+    def wait(self, seconds: float) -> bool:
+        return bool(futures.wait([self.outcome], timeout=seconds).done)
+
+    def result(self) -> Forecast:
+        outcome = self.outcome.result()
+        return of_outcome(outcome, self.name, self.candidate.on, self.seconds)
