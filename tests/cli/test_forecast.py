@@ -106,9 +106,9 @@ def test_a_dump_for_another_number_of_devices(capsys, dump: Path) -> None:
 
 
 def test_what_does_not_fit_ends_with_one(capsys) -> None:
-    assert verb.show(recorded.refused(), {}, None) == 1
+    assert verb.show(recorded.refused(), verb.ForecastOptions(on="v5e-4"), None) == 1
     assert "does not fit" in capsys.readouterr().out
-    assert verb.show(recorded.refused(), {"json": True}, None) == 1
+    assert verb.show(recorded.refused(), verb.ForecastOptions(on="v5e-4", json=True), None) == 1
     assert json.loads(capsys.readouterr().out)["rejected"]["need_bytes"] > 20 << 30
 
 
@@ -127,7 +127,7 @@ def store(tmp_path: Path) -> Path:
     """A store that holds the recorded answer for the recipe with :data:`WORDS`."""
     if version("libtpu") is None:
         pytest.skip("libtpu is not installed")
-    asked = request("lm", ["--on", "v5e-4", *WORDS], "forecast", verb.options)
+    asked = request("lm", ["--on", "v5e-4", *WORDS], "forecast", verb.ForecastOptions)
     flags = resolved("", slice("v5e-4").chip)
     program, compiler = JobProgram(job=asked.job), Compiler(root=tmp_path, flags=flags)
     # As the command asks: in a process that has no JAX, and so no settings of it.

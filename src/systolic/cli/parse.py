@@ -8,8 +8,10 @@ import contextlib
 import inspect
 import io
 import re
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeVar
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import tyro
 
@@ -21,9 +23,6 @@ T = TypeVar("T")
 CONFIG = (tyro.conf.AvoidSubcommands, tyro.conf.EnumChoicesFromValues)
 """One flat set of options a verb; enums by value."""
 
-_LISTED = re.compile(r"^[│ ] ((?:-\w, )?--[a-z].*?)(?:  | │|$)", re.MULTILINE)
-"""The options at the beginning of a line of the help; what stands behind them is prose."""
-_OPTION = re.compile(r"--[a-z][\w.-]*\w")
 _NUMBER = {"INT": "a whole number", "FLOAT": "a number"}
 _REWORDED: Sequence[tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = (
     (
@@ -58,18 +57,151 @@ _FRAME = re.compile(r"[│╭╮╰╯─]+|-{4,}")
 
 
 def parse(function: Callable[..., T], args: Sequence[str], prog: str) -> T:
-    """Calls ``function`` with its parameters read from ``args``; raises as :func:`arguments`."""
-    return function(**arguments(function, args, prog))
-
-
-def arguments(function: Callable[..., Any], args: Sequence[str], prog: str) -> dict[str, Any]:
-    """The parameters of ``function`` by name, read from ``args``.
+    """Calls ``function`` with its parameters read from ``args``; of a class, an instance.
 
     Raises:
         OptionError: an unknown option (with the nearest known one), or a value that does not parse or
             is outside the :class:`~systolic.core.ranges.Range` of its parameter.
         SystemExit: after ``--help`` was printed.
     """
+    return function(**arguments(function, args, prog))
+
+
+def arguments(function: Callable[..., Any], args: Sequence[str], prog: str) -> dict[str, Any]:
+    """Parameters of ``function`` by name, read from ``args``; raises as :func:`parse`."""
+    if asks_help(args):
+        print_help(function, prog)
+    values, rest = known(function, args, prog)
+    refuse_unknown(rest, option_names(function), prog)
+    return values
+
+
+def known(
+    function: Callable[..., Any], args: Sequence[str], prog: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Parameters of ``function`` by name, and the words of ``args`` that are none of its options.
+
+    Raises:
+        OptionError: an option is missing, does not parse or is out of its range.
+    """
+    capture, captured = _capture(function)
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            _, unknown = tyro.cli(
+                capture,
+                args=list(args),
+                prog=prog,
+                config=CONFIG,
+                return_unknown_args=True,
+                add_help=False,
+            )
+    except SystemExit as stop:
+        told = _one_line(complaint.getvalue())
+        for name, needs in _required(function).items():
+            if told.startswith(f"{prog} needs {name} "):
+                raise OptionError(f"{prog} needs {needs.text}") from stop
+        raise OptionError(f"{told}; see {prog} --help") from stop
+    check_arguments(function, captured, lambda name: f"--{name.replace('_', '-')}")
+    return captured, unknown
+
+
+def refuse_unknown(rest: Sequence[str], names: Iterable[str], prog: str) -> None:
+    """Refuses words that are no option of a command.
+
+    Raises:
+        OptionError: for the first of ``rest``, with the nearest of ``names``.
+    """
+    if not rest:
+        return
+    option = rest[0].split("=")[0]
+    what = "option" if option.startswith("-") else "argument"
+    near = nearest(option, sorted(names))
+    raise OptionError(f"{prog} has no {what} {option}{near}; see {prog} --help")
+
+
+def asks_help(args: Sequence[str]) -> bool:
+    """Whether a command line asks for help; it then needs nothing else."""
+    return "-h" in args or "--help" in args
+
+
+def print_help(function: Callable[..., Any], prog: str) -> NoReturn:
+    """Prints the options of a function or class and ends the command.
+
+    Raises:
+        SystemExit: always.
+    """
+    tyro.cli(_capture(function)[0], args=["--help"], prog=prog, config=CONFIG)
+    raise SystemExit(0)
+
+
+def print_verb_help(forms: str, *kinds: type) -> int:
+    """Prints what ``systolic VERB --help`` shows: the forms of the command, then the options of each form.
+
+    Args:
+        forms: Lines such as ``systolic forecast RECIPE --on SLICE [options]``, and what the words in capitals stand for.
+        kinds: Classes of options; the summary in its docstring titles each but the first.
+    """
+    print(forms)
+    for number, kind in enumerate(kinds):
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+            print_help(kind, "systolic")
+        _, _, described = text.getvalue().rstrip().partition("\n\n")
+        summary, _, options = described.partition("\n\n")
+        # The help of one form of several is shown by each form's own --help.
+        lines = [line for line in options.splitlines() if not line.startswith(_HELP)]
+        print("\n".join(["", *([summary, ""] if number else []), *lines]))
+    return 0
+
+
+_HELP = ("  -h, --help", "│ -h, --help")
+
+
+@dataclass(frozen=True, slots=True)
+class Required:
+    """What a command needs, beside a field without a default: ``Annotated[str, Required("a slice; add --on v5e-16")]``."""
+
+    text: str
+
+
+def option_names(function: Callable[..., Any], prefix: str = "") -> set[str]:
+    """Options of a function or class as they are typed: ``--model.layers``, ``--json``."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    found: set[str] = set()
+    for name, parameter in inspect.signature(function).parameters.items():
+        hint = hints.get(name, parameter.annotation)
+        extras = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
+        plain = typing.get_args(hint)[0] if extras else hint
+        typed = f"{prefix}{name.replace('_', '-')}"
+        if isinstance(plain, type) and is_dataclass(plain):
+            flat = any(isinstance(one, _ARG) and one.name == "" for one in extras)
+            found |= option_names(plain, prefix if flat else f"{typed}.")
+        elif tyro.conf.Positional not in extras:
+            found.add(f"--{typed}")
+            if plain is bool and (prefix or parameter.default):
+                part, dot, last = typed.rpartition(".")
+                found.add(f"--{part}{dot}no-{last}")
+    return found
+
+
+_ARG = type(tyro.conf.arg())
+
+
+def _required(function: Callable[..., Any]) -> dict[str, Required]:
+    """Option, as it is typed, to what the command says where it is missing."""
+    hints = typing.get_type_hints(function, include_extras=True)
+    return {
+        f"--{name.replace('_', '-')}": extra
+        for name, hint in hints.items()
+        if typing.get_origin(hint) is Annotated
+        for extra in typing.get_args(hint)[1:]
+        if isinstance(extra, Required)
+    }
+
+
+def _capture(function: Callable[..., Any]) -> tuple[Callable[..., None], dict[str, Any]]:
+    """A stand-in for ``function`` that tyro may call, and the arguments that it was called with."""
     captured: dict[str, Any] = {}
 
     def capture(*positional: Any, **named: Any) -> None:
@@ -79,24 +211,7 @@ def arguments(function: Callable[..., Any], args: Sequence[str], prog: str) -> d
     capture.__signature__ = signature  # ty: ignore[missing-attribute]
     capture.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
     capture.__doc__ = function.__doc__
-    if "-h" in args or "--help" in args:
-        tyro.cli(capture, args=["--help"], prog=prog, config=CONFIG)
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            _, unknown = tyro.cli(
-                capture, args=list(args), prog=prog, config=CONFIG, return_unknown_args=True
-            )
-    except SystemExit as stop:
-        raise OptionError(f"{_one_line(complaint.getvalue())}; see {prog} --help") from stop
-    if unknown:
-        option = unknown[0].split("=")[0]
-        kind = "option" if option.startswith("-") else "argument"
-        raise OptionError(
-            f"{prog} has no {kind} {option}{nearest(option, _options(capture))}; see {prog} --help"
-        )
-    check_arguments(function, captured, lambda name: f"--{name.replace('_', '-')}")
-    return captured
+    return capture, captured
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
@@ -113,15 +228,6 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
         for p in signature.parameters.values()
     ]
     return signature.replace(parameters=switched)
-
-
-def _options(function: Callable[..., Any]) -> list[str]:
-    """The options that the help text names; tyro has no lasting way to ask for them."""
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
-        tyro.cli(function, args=["--help"], config=CONFIG)
-    listed = " ".join(_LISTED.findall(text.getvalue()))
-    return sorted(set(_OPTION.findall(listed)))
 
 
 def _one_line(complaint: str) -> str:

@@ -1,36 +1,49 @@
 """What a verb works on: a recipe with its options, or a run."""
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from systolic import recipes
-from systolic.artifact.chosen import Chosen
-from systolic.cli.parse import arguments
+from systolic.cli.parse import asks_help, known, option_names, print_help, refuse_unknown
 from systolic.core.errors import NotFoundError, OptionError
-from systolic.job import Job, Layout
-from systolic.recipes import Recipe
+
+if TYPE_CHECKING:
+    from systolic.artifact.chosen import Chosen
+    from systolic.job import Job
+    from systolic.recipes import Recipe
+
+Options = TypeVar("Options")
+"""A verb's own options, a dataclass."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(Generic[Options]):
     """A recipe with its arguments, and the verb's own options."""
 
-    recipe: Recipe
+    recipe: "Recipe"
     options: Mapping[str, Any]
-    verb: Mapping[str, Any]
-    chosen: Chosen | None = None
+    """Of the recipe, by parameter."""
+    verb: Options
+    typed: Sequence[str] = ()
+    """Options of the recipe as they were typed."""
+    chosen: "Chosen | None" = None
     """What a plan decided of the job."""
 
     @property
-    def job(self) -> Job:
+    def job(self) -> "Job":
         """The job these options make, with the plan's settings."""
         return under_plan(self.recipe(self.options), self.chosen)
 
+    def gives(self, option: str) -> bool:
+        """Whether an option of the recipe was typed: ``steps``, ``layout.fsdp``."""
+        names = (word[2:].partition("=")[0] for word in self.typed if word.startswith("--"))
+        return option.replace("_", "-") in {name.replace("_", "-") for name in names}
 
-def under_plan(job: Job, chosen: Chosen | None) -> Job:
+
+def under_plan(job: "Job", chosen: "Chosen | None") -> "Job":
     """A job with the layout, batch, precision and steps of a plan, where there is one."""
     if chosen is None:
         return job
@@ -66,57 +79,140 @@ def require_slice(verb: str, target: str, args: Sequence[str], what: str) -> Non
         raise OptionError(f"systolic {verb} {target} needs {what}")
 
 
-def request(target: str, args: Sequence[str], verb: str, options: Callable[..., Any]) -> Request:
+@overload
+def request(
+    target: str, args: Sequence[str], verb: str, options: type[Options]
+) -> Request[Options]: ...
+
+
+@overload
+def request(
+    target: str, args: Sequence[str], verb: str, options: Callable[..., None]
+) -> Request[Any]: ...
+
+
+def request(target: str, args: Sequence[str], verb: str, options: Any) -> Request[Any]:
     """Reads a recipe's options and the verb's from one command line.
 
     Args:
         target: A recipe's name or file.
         args: What follows it.
         verb: For messages.
-        options: A function whose parameters are the verb's own options.
+        options: The class of the verb's own options.
+
+    Raises:
+        NotFoundError: there is no such recipe.
+        OptionError: an option is missing, unknown, out of its range or without effect.
     """
-    asked = request_for(recipes.find(target), args, verb, options, {})
+    from systolic.job import Layout
+
+    asked = request_for(target, args, verb, options, {})
     for value in asked.options.values():
         if isinstance(value, Layout):
             value.check_effects()
     return asked
 
 
+Saved = Mapping[str, Any] | Callable[["Recipe", Any], Mapping[str, Any]]
+"""Arguments of a recipe, or what finds them from the recipe and the verb's own options."""
+
+
+@overload
 def request_for(
-    recipe: Recipe,
+    recipe: "Recipe | str", args: Sequence[str], verb: str, options: type[Options], saved: Saved
+) -> Request[Options]: ...
+
+
+@overload
+def request_for(
+    recipe: "Recipe | str",
     args: Sequence[str],
     verb: str,
-    options: Callable[..., Any],
-    saved: Mapping[str, Any],
-) -> Request:
-    """As :func:`request` for a recipe at hand; an option that is not given has its ``saved`` value."""
-    target = recipe.target
-    own = inspect.signature(options).parameters
-    theirs = {
-        name: p.replace(default=saved[name]) if name in saved else p
-        for name, p in inspect.signature(recipe.function, eval_str=True).parameters.items()
-    }
-    clash = set(own) & set(theirs)
+    options: Callable[..., None],
+    saved: Saved,
+) -> Request[Any]: ...
+
+
+def request_for(
+    recipe: "Recipe | str", args: Sequence[str], verb: str, options: Any, saved: Saved
+) -> Request[Any]:
+    """Reads the verb's own options, then the recipe's from what is left; one that is not given has its ``saved`` value.
+
+    Raises: as :func:`request`.
+    """
+    from systolic import recipes
+
+    prog = f"systolic {verb} {recipe if isinstance(recipe, str) else recipe.target}"
+    own: Any = None
+    rest = renamed(args)
+    if not asks_help(args):
+        # Before the recipe is imported, which takes longer than to refuse a line.
+        values, rest = known(options, rest, prog)
+        own = options(**values) if inspect.isclass(options) else values
+    found = recipes.find(recipe) if isinstance(recipe, str) else recipe
+    taken = inspect.signature(options).parameters
+    clash = set(taken) & set(inspect.signature(found.function).parameters)
     if clash:
         raise OptionError(
-            f"{target} has an option {clash.pop()} that systolic {verb} needs for itself; rename it in the recipe"
+            f"{found.target} has an option {clash.pop()} that systolic {verb} needs for itself; rename it in the recipe"
         )
+    if asks_help(args):
+        print_help(_both(found, options), prog)
+    defaults = saved if isinstance(saved, Mapping) else saved(found, own)
+    function = _with_defaults(found, defaults)
+    values, unknown = known(function, rest, prog)
+    refuse_unknown(unknown, option_names(function) | option_names(options), prog)
+    return Request(recipe=found, options=values, verb=own, typed=tuple(rest))
 
-    def both() -> None:
+
+def renamed(args: Sequence[str]) -> list[str]:
+    """``args`` with today's names for options of the last version, each reported on stderr."""
+    from systolic.job.layout import RENAMED
+
+    options = {
+        f"--layout.{_dashed(old)}": f"--layout.{_dashed(new)}" for old, new in RENAMED.items()
+    }
+    found = []
+    for word in args:
+        name, equals, value = word.partition("=")
+        now = options.get(_dashed(name))
+        if now is not None:
+            print(f"systolic: {_dashed(name)} is now called {now}; use that name", file=sys.stderr)
+        found.append(word if now is None else f"{now}{equals}{value}")
+    return found
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _with_defaults(recipe: "Recipe", saved: Mapping[str, Any]) -> Callable[..., None]:
+    """A function with a recipe's parameters, of which those in ``saved`` have its values as defaults."""
+    return _function(
+        [
+            p.replace(default=saved[name]) if name in saved else p
+            for name, p in inspect.signature(recipe.function, eval_str=True).parameters.items()
+        ],
+        inspect.getdoc(recipe.function) or "",
+    )
+
+
+def _both(recipe: "Recipe", options: Callable[..., Any]) -> Callable[..., None]:
+    """A function with a recipe's parameters and a verb's, for their help."""
+    signatures = [inspect.signature(one, eval_str=True) for one in (recipe.function, options)]
+    parameters = [p for one in signatures for p in one.parameters.values()]
+    return _function(parameters, _documented(recipe.function, options))
+
+
+def _function(parameters: Sequence[inspect.Parameter], doc: str) -> Callable[..., None]:
+    def function() -> None:
         pass
 
-    merged = [
-        p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*theirs.values(), *own.values())
-    ]
-    both.__signature__ = inspect.Signature(merged)  # ty: ignore[missing-attribute]
-    both.__annotations__ = {p.name: p.annotation for p in merged}
-    both.__doc__ = _documented(recipe.function, options)
-    values = arguments(both, args, f"systolic {verb} {target}")
-    return Request(
-        recipe=recipe,
-        options={name: value for name, value in values.items() if name in theirs},
-        verb={name: value for name, value in values.items() if name in own},
-    )
+    keywords = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
+    function.__signature__ = inspect.Signature(keywords)  # ty: ignore[missing-attribute]
+    function.__annotations__ = {p.name: p.annotation for p in keywords}
+    function.__doc__ = doc
+    return function
 
 
 def _documented(recipe: Callable[..., Any], options: Callable[..., Any]) -> str:
@@ -129,8 +225,10 @@ def _documented(recipe: Callable[..., Any], options: Callable[..., Any]) -> str:
     return f"{text}\n\nArgs:\n{own}"
 
 
-def plan_of(record: Mapping[str, Any]) -> Chosen | None:
+def plan_of(record: Mapping[str, Any]) -> "Chosen | None":
     """What a run's job.json says of its plan."""
+    from systolic.artifact.chosen import Chosen
+
     return Chosen.from_json(record["plan"]) if record.get("plan") else None
 
 
