@@ -1,4 +1,4 @@
-"""Each fault of a machine is found, named, and comes with the line that mends it."""
+"""Each fault of a machine is found, named, and comes with the line that fixes it."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ def loud(machine: Machine) -> list[Finding]:
 
 
 @pytest.mark.parametrize("machine", [TPU_VM, GPU_HOST, LAPTOP], ids=lambda m: m.place.name)
-def test_a_healthy_machine_has_nothing_to_mend(machine: Machine) -> None:
+def test_a_healthy_machine_has_nothing_to_fix(machine: Machine) -> None:
     assert loud(machine) == []
     assert examine(replace(machine, measured=None))
 
@@ -162,12 +162,12 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(
-    ("machine", "name", "mend"), [row[1:] for row in FAILURES], ids=[row[0] for row in FAILURES]
+    ("machine", "name", "fix"), [row[1:] for row in FAILURES], ids=[row[0] for row in FAILURES]
 )
-def test_a_failure_is_named_and_mended(machine: Machine, name: str, mend: str) -> None:
+def test_a_failure_is_named_and_fixed(machine: Machine, name: str, fix: str) -> None:
     found = [f for f in loud(machine) if f.name == name]
     assert [f.status for f in found] == [Status.failed]
-    assert mend in found[0].mend
+    assert fix in found[0].fix
 
 
 WARNINGS = [
@@ -240,12 +240,12 @@ WARNINGS = [
 
 
 @pytest.mark.parametrize(
-    ("machine", "name", "mend"), [row[1:] for row in WARNINGS], ids=[row[0] for row in WARNINGS]
+    ("machine", "name", "fix"), [row[1:] for row in WARNINGS], ids=[row[0] for row in WARNINGS]
 )
-def test_a_warning_is_named_and_mended(machine: Machine, name: str, mend: str) -> None:
+def test_a_warning_is_named_and_fixed(machine: Machine, name: str, fix: str) -> None:
     found = [f for f in loud(machine) if f.name == name]
     assert [f.status for f in found] == [Status.warning]
-    assert mend in found[0].mend
+    assert fix in found[0].fix
 
 
 def test_the_fallback_is_loud_and_says_what_jax_said() -> None:

@@ -41,14 +41,14 @@ def test_one_screen_with_the_verdict_first(machine: Machine) -> None:
     assert max(map(len, lines)) <= WIDTH
 
 
-def test_each_failure_is_followed_by_what_mends_it() -> None:
+def test_each_failure_is_followed_by_its_fix() -> None:
     lines = _screen(BAD)
     assert lines[0] == "NOT FIT: JAX HAS FALLEN BACK TO THE CPU; 3 checks failed, 4 warnings"
     text = "\n".join(lines)
     assert "JAX HAS FALLEN BACK TO THE CPU" in text
     loud = [f for f in examine(BAD) if f.status in (Status.failed, Status.warning)]
-    assert [line.strip() for line in lines if line.strip().startswith("mend:")] == [
-        f"mend: {f.mend}" for f in sorted(loud, key=lambda f: f.status is Status.warning)
+    assert [line.strip() for line in lines if line.strip().startswith("fix:")] == [
+        f"fix: {f.fix}" for f in sorted(loud, key=lambda f: f.status is Status.warning)
     ]
 
 

@@ -1,4 +1,4 @@
-"""``systolic doctor``: the verdict first, then what to mend, then the facts."""
+"""``systolic doctor``: the verdict first, then what to fix, then the facts."""
 
 import json as jsonlib
 from dataclasses import replace
@@ -86,7 +86,7 @@ def show(machine: Machine, findings: list[Finding], console: Console) -> None:
         mark = "x" if finding.status is Status.failed else "!"
         line = Text(f"{mark} {finding.name}: ", style=STYLES[finding.status])
         console.print(line.append(finding.text, style="default"))
-        console.print(Text(f"    mend: {finding.mend}", style="bold"))
+        console.print(Text(f"    fix: {finding.fix}", style="bold"))
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="dim")
     table.add_column(overflow="fold")

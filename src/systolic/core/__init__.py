@@ -1,1 +1,1 @@
-"""What every layer stands on: errors, units, origins, digests and files that are never half written."""
+"""Errors, units, origins, digests and atomic files: the base of every layer."""

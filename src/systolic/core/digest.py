@@ -1,4 +1,4 @@
-"""Content digests: the same value has the same name on every machine."""
+"""Content digests: the same value has the same digest on every machine."""
 
 import hashlib
 import json

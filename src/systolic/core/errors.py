@@ -1,4 +1,4 @@
-"""The error tree. A user's mistake is one line: what was given, the limit, what to do next.
+"""The error tree. A user's mistake is one line: what was given, the limit, the next step.
 
 Expected outcomes (a program that does not fit, a candidate that is rejected) are values, not
 exceptions. What is raised here reaches the terminal as one line and a non-zero exit code.
@@ -9,22 +9,21 @@ from collections.abc import Iterable
 
 
 class SystolicError(Exception):
-    """Base of all errors that a user can cause or mend. ``str(error)`` is one line."""
+    """Base of all errors that a user can cause or fix. ``str(error)`` is one line."""
 
     exit_code = 1
-    """2 where the command line is wrong: an option, its value, a path that leads nowhere, to something of another
-    kind or to a place that is taken. 1 where the line is right: what files hold is damaged or does not fit
-    together, or the machine, the compiler or the training failed."""
+    """2 for a wrong command line: an option, its value, or a path that is missing, of another kind or taken.
+    1 for a right one: files are damaged or do not match, or the machine, the compiler or the training failed."""
 
 
 class OptionError(SystolicError):
-    """A command line option or argument that does not exist, does not parse, or asks for what can't be."""
+    """A command line option or argument that does not exist, does not parse, or asks for the impossible."""
 
     exit_code = 2
 
 
 class NotFoundError(SystolicError):
-    """A name, a file or a folder that is not there."""
+    """A name, a file or a folder that does not exist."""
 
     exit_code = 2
 
@@ -40,11 +39,11 @@ class LayoutError(SystolicError):
 
 
 class RunError(SystolicError):
-    """A run that cannot go on: damaged, diverged, or failed to save."""
+    """A run that cannot continue: damaged, diverged, or failed to save."""
 
 
 class TakenError(RunError):
-    """A folder for a new run that holds something already."""
+    """A folder for a new run that is not empty."""
 
     exit_code = 2
 

@@ -10,7 +10,7 @@ from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
 
 
 def _mode() -> int:
-    """What open() gives a new file; a temporary file is its owner's alone."""
+    """Mode that open() gives a new file; a temporary file is private to its owner."""
     mask = os.umask(0)
     os.umask(mask)
     return 0o666 & ~mask
@@ -45,23 +45,23 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Whether a file can be written there, before hours go into what will be in it.
+    """Checks that a file can be written, before hours of work go into its content.
 
     Raises:
-        OptionError: it is a directory, or the folder it would be in is none.
-        RunError: that folder may not be written to.
+        OptionError: it is a directory, or its parent is a file.
+        RunError: the folder is not writable.
     """
     if path.is_dir():
         raise OptionError(f"{path} is a directory; name a file in it, such as {path / 'result'}")
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir():
-        raise OptionError(f"{folder} is a file, so {path} can't be below it; choose another folder")
+        raise OptionError(f"{folder} is a file, so {path} cannot be in it; choose another folder")
     if not os.access(folder, os.W_OK):
-        raise RunError(f"{folder} may not be written to; choose another folder for {path.name}")
+        raise RunError(f"{folder} is not writable; choose another folder for {path.name}")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """``value`` as indented JSON, atomically."""
+    """Writes ``value`` as indented JSON, atomically."""
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -70,12 +70,12 @@ def read_given(path: Path, again: str) -> Any:
 
     Args:
         path: The file.
-        again: How such a file is made, for the message.
+        again: How to make such a file, for the message.
 
     Raises:
-        NotFoundError: it can't be read.
+        NotFoundError: it cannot be read.
         OptionError: it is of another kind.
-        DataError: it begins as JSON of ours and is cut short or damaged.
+        DataError: it begins like a JSON file of this package and is cut short or damaged.
     """
     try:
         text = path.read_text()

@@ -1,8 +1,8 @@
-"""Threads in native code that nothing can interrupt, and leaving a process while one of them works.
+"""Threads in uninterruptible native code, and leaving a process while one of them runs.
 
 A daemon thread that comes back from native code after the interpreter has ended is cancelled inside
-a C++ destructor, which aborts the process. So these threads are none: a Python program that ends
-waits for them, and a command, whose answer is out, does not.
+a C++ destructor, which aborts the process. So these threads are not daemons: a Python program waits
+for them at its end, and a command that has printed its answer does not.
 """
 
 import atexit
@@ -30,15 +30,15 @@ def start_native(name: str, work: Callable[[], None]) -> threading.Thread:
 
 
 def remember_interrupts() -> None:
-    """Makes Ctrl-C hold for a command: imports contain code that catches KeyboardInterrupt and goes on.
+    """Keeps Ctrl-C from being lost in a command: some imported code catches KeyboardInterrupt and continues.
 
-    The exception is raised as ever; :func:`raise_lost_interrupt` raises it again.
+    The exception is raised as usual; :func:`raise_lost_interrupt` raises it again.
     """
     signal.signal(signal.SIGINT, _interrupted)
 
 
 def raise_lost_interrupt() -> None:
-    """Raises KeyboardInterrupt where an earlier one was caught by somebody and the command goes on."""
+    """Raises KeyboardInterrupt if other code caught an earlier one."""
     if _lost:
         _lost.clear()
         raise KeyboardInterrupt
@@ -56,7 +56,7 @@ def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
 def leave(code: int) -> NoReturn:
     """Ends the process with an exit code, at once even while native code works.
 
-    What was registered to run at exit runs, and what was printed is out.
+    Functions registered with atexit run, and printed output is flushed.
     """
     if any(thread.name.startswith(_NAME) for thread in threading.enumerate()):
         atexit._run_exitfuncs()

@@ -1,4 +1,4 @@
-"""What this machine has for processes of ours, and how they end."""
+"""Cores of this machine, and worker processes that end with their parent."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ def num_cores() -> int:
 
 
 def bounded(workers: int) -> int:
-    """So many worker processes, and no more than there are cores: beyond that each only takes memory."""
+    """Number of worker processes, at most one a core: more would only take memory."""
     return min(workers, num_cores())
 
 

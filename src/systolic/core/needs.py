@@ -16,14 +16,14 @@ from systolic.core.errors import OptionError
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What gives a field its effect."""
+    """The option that a field depends on."""
 
     partner: str
     """The option to set, as it is typed."""
     lacking: str
-    """What is so where the field has no effect."""
+    """Why the field has no effect, for the message."""
     given: Callable[[Any], Any]
-    """Of the record that has the field: whether it has an effect."""
+    """Whether the field has an effect, from the record that has it."""
 
 
 def check_needs(record: Any, prefix: str) -> None:

@@ -1,4 +1,4 @@
-"""Where a number comes from. A predicted number never stands where a measured one could without it."""
+"""Origin of a number: every number that could be predicted or measured carries it."""
 
 import enum
 
@@ -15,4 +15,4 @@ class Origin(enum.Enum):
     published = "published"
     """Printed by a source that is cited beside it."""
     assumed = "assumed"
-    """A rule or a default of ours."""
+    """A rule or a default of this package."""

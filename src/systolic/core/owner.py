@@ -1,4 +1,4 @@
-"""Who may write a file: code that is read back (a pickle) must not come from somebody else."""
+"""Write access to a file: code that is loaded (a pickle) must not come from another user."""
 
 import grp
 import os
@@ -10,9 +10,9 @@ ROOT = 0
 
 
 def others_who_write(path: Path) -> str | None:
-    """Who but this user and root may change what is at ``path``, through it or a folder above it.
+    """Other users (not root) who can change ``path``, directly or through a folder above it.
 
-    Returns ``/a/b belongs to eve``, ``/a is writable by all (mode 777)`` or None for nobody. A folder
+    Returns ``/a/b belongs to eve``, ``/a is writable by all (mode 777)`` or ``None``. A folder
     with the sticky bit (``/tmp``) lets others add entries but not replace this user's.
     """
     real = path.resolve()

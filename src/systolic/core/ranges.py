@@ -1,4 +1,4 @@
-"""Ranges of numbers, stated once beside the field or the parameter that they belong to.
+"""Ranges of numbers, stated once beside their field or parameter.
 
 ``learning_rate: Annotated[float, Range(above=0)] = 3e-4`` says what the field takes; :func:`check` in
 the record's ``__post_init__`` enforces it, and the command line checks the parameters of its verbs
@@ -60,15 +60,15 @@ class Range:
 
 
 COUNT = Range(least=1)
-"""Of things of which there is at least one."""
+"""Number of things, at least one."""
 NOT_NEGATIVE = Range(least=0)
 POSITIVE = Range(above=0)
 SHARE = Range(least=0, below=1)
-"""A part of a whole that is never all of it, or the decay of a moving average."""
+"""Part of a whole that is less than all of it, or the decay of a moving average."""
 
 
 class Ranged(typing.NamedTuple):
-    """What is known of one field or parameter with a :class:`Range`."""
+    """Type and range of one field or parameter."""
 
     range: Range
     whole: bool
@@ -85,7 +85,7 @@ def check(record: Any, prefix: str = "", error: type[Exception] = OptionError) -
     Args:
         record: The instance; its class annotates fields with :class:`Range`.
         prefix: What the options of its fields begin with, as in ``model`` for ``--model.layers``.
-        error: What is raised.
+        error: Type of the exception.
 
     Raises:
         OptionError: or ``error``, for the first value out of its range: the value and the range.
@@ -104,7 +104,7 @@ def check_arguments(
     """Checks the ranged parameters of a function against the values that it is to be called with.
 
     Raises:
-        OptionError: the first one out of its range; ``spell`` turns the parameter into what the user typed.
+        OptionError: for the first one out of its range; ``spell`` gives the option as the user typed it.
     """
     for name, ranged in ranges_of(function).items():
         if name in values:
@@ -114,7 +114,7 @@ def check_arguments(
 
 
 def complaint(name: str, ranged: Ranged, value: Any) -> str | None:
-    """What is wrong with a value, in one line; ``None`` where nothing is."""
+    """Describes in one line why a value is invalid; ``None`` if it is valid."""
     if value is None and ranged.optional:
         return None
     for one in value if ranged.several else (value,):
@@ -168,5 +168,5 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
 
 
 def _option(name: str) -> str:
-    """A field as its option is spelt, without the dashes before it."""
+    """Name of a field's option, without the leading dashes."""
     return re.sub("_", "-", name)

@@ -1,4 +1,4 @@
-"""A content-addressed store on disk: a folder an entry, whole or absent, never changed."""
+"""A content-addressed store on disk: one folder an entry, complete or absent, never changed."""
 
 import errno
 import fcntl
@@ -18,7 +18,7 @@ _SCRATCH = ".new-"
 SUMS = "sha256.json"
 """Digest of each file of an entry, written when the entry is put."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a disk, a quota or a limit on files that takes no more."""
+"""Errors of a full disk, quota or file limit."""
 ROOM_BYTES = 1 << 20
 """A disk with less than this free counts as full."""
 
@@ -38,11 +38,11 @@ class Store:
         self.root = (root or cache_home()) / kind
 
     def path(self, digest: str) -> Path:
-        """Where the entry of that digest is, or would be."""
+        """Folder of an entry, which need not exist."""
         return self.root / digest[:2] / digest
 
     def get(self, digest: str) -> Path | None:
-        """The entry's folder; None when there is none or its files are not those that were put."""
+        """The entry's folder; ``None`` if it is absent or its files have changed."""
         found = self.path(digest)
         return found if _whole(found) else None
 
@@ -50,10 +50,10 @@ class Store:
     def scratch(self) -> Generator[Path]:
         """A folder to fill for :meth:`put`; gone afterwards unless it was put.
 
-        What a process leaves behind that was killed is removed by the next that asks for a folder.
+        Leftovers of a killed process are removed at the next call.
 
         Raises:
-            RunError: the store's disk can't be written.
+            RunError: the store's disk is not writable.
         """
         made = self.root / f"{_SCRATCH}{secrets.token_hex(8)}"
         owner = self._locks / made.name
@@ -85,10 +85,10 @@ class Store:
         return self.root / ".locks"
 
     def put(self, digest: str, folder: Path) -> Path:
-        """Moves a filled folder in, in the place of a damaged entry; a whole one stays. Returns its place.
+        """Moves a filled folder into the store, replacing a damaged entry; an intact one stays. Returns its path.
 
         Raises:
-            RunError: the store's disk is full or can't be written.
+            RunError: the store's disk is full or not writable.
         """
         target = self.path(digest)
         try:
@@ -105,10 +105,10 @@ class Store:
 
     @contextmanager
     def lock(self, digest: str, waiting: Callable[[], None] = lambda: None) -> Generator[None]:
-        """One process at a time for a digest; others wait, told so. A dead process holds nothing.
+        """Admits one process at a time for a digest; calls ``waiting`` before it waits. A dead process holds no lock.
 
         Raises:
-            RunError: the store's disk can't be written.
+            RunError: the store's disk is not writable.
         """
         path = self._locks / digest
         try:
@@ -119,12 +119,12 @@ class Store:
         try:
             yield
         finally:
-            # Unlinked while it is held: who waits for it sees that it is gone and makes a new one.
+            # Unlinked while held: a waiting process sees that it is gone and makes a new one.
             path.unlink(missing_ok=True)
             file.close()
 
     def check_room(self) -> None:
-        """Whether anything more can be kept here.
+        """Checks that the disk has room for another entry.
 
         Raises:
             RunError: the disk is full.
@@ -135,14 +135,14 @@ class Store:
 
 
 def unwritable(root: Path, error: OSError) -> RunError:
-    """One line on a store that can't be written."""
+    """Error of one line for a store that cannot be written."""
     return RunError(
         f"{root} could not be written ({error.strerror}); free some space or set SYSTOLIC_CACHE to another folder"
     )
 
 
 def _locked(path: Path, waiting: Callable[[], None]) -> IO[str]:
-    """The open file at ``path``, locked; that of another owner is gone once it is free."""
+    """Opens and locks the file at ``path``; another owner removes it when done."""
     while True:
         file = path.open("w")
         try:

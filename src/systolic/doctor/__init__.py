@@ -1,4 +1,4 @@
-"""Is this machine fit to train on, and if not, which line mends it?
+"""Checks whether this machine is fit to train on, with a fix for each fault.
 
 ``gather`` reads a :class:`Machine` from the system, ``measure`` lets JAX run in a child process,
 ``examine`` turns the record into findings with pure functions, so that any machine can be examined

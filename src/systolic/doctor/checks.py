@@ -24,7 +24,7 @@ POOR_SHARE = 0.5
 
 
 def examine(machine: Machine) -> list[Finding]:
-    """All findings, in the order in which to mend them."""
+    """Findings of all checks, in the order in which to fix them."""
     checks: tuple[Callable[[Machine], list[Finding]], ...] = (
         python,
         packages,
@@ -44,7 +44,7 @@ def examine(machine: Machine) -> list[Finding]:
 
 
 def python(machine: Machine) -> list[Finding]:
-    """Python is new enough."""
+    """Checks that Python is new enough."""
     if Version(machine.python) < Version(OLDEST_PYTHON):
         text = f"Python {machine.python} is older than {OLDEST_PYTHON}"
         return [failed("python", text, f"make an environment with Python {OLDEST_PYTHON} or newer")]
@@ -52,7 +52,7 @@ def python(machine: Machine) -> list[Finding]:
 
 
 def packages(machine: Machine) -> list[Finding]:
-    """jax is there, and installed versions are those that systolic and jax ask for."""
+    """Checks that jax is installed, and that versions are those that systolic and jax require."""
     if machine.version("jax") is None or machine.version("jaxlib") is None:
         missing = "jax" if machine.version("jax") is None else "jaxlib"
         extra = f"[{_extra(machine)}]" if machine.accelerators else ""
@@ -67,21 +67,21 @@ def packages(machine: Machine) -> list[Finding]:
         if _fits(have, want.specifier):
             continue
         text = f"{want.package} {have} is installed, but {want.by} wants {want.specifier}"
-        mend = f"pip install -U '{want.package}{want.specifier}'"
+        fix = f"pip install -U '{want.package}{want.specifier}'"
         if want.package == "libtpu":
-            mend = f"pip install -U 'jax[tpu]=={machine.version('jax')}'"
+            fix = f"pip install -U 'jax[tpu]=={machine.version('jax')}'"
         if want.package == "libtpu" and not machine.tpu_chips:
-            rows.append(warned("packages", f"{text} (it compiles for TPUs here)", mend))
+            rows.append(warned("packages", f"{text} (it compiles for TPUs here)", fix))
         else:
-            rows.append(failed("packages", text, mend))
+            rows.append(failed("packages", text, fix))
     if machine.version("libtpu") and machine.version("libtpu-nightly"):
-        mend = "pip uninstall -y libtpu-nightly"
-        rows.append(warned("packages", "libtpu and libtpu-nightly are both installed", mend))
+        fix = "pip uninstall -y libtpu-nightly"
+        rows.append(warned("packages", "libtpu and libtpu-nightly are both installed", fix))
     return rows or [fine("packages", "installed versions fit together")]
 
 
 def tpu_software(machine: Machine) -> list[Finding]:
-    """A machine with a TPU has libtpu."""
+    """Checks that a machine with a TPU has libtpu."""
     if machine.tpu_chips and machine.version("libtpu") is None:
         text = f"{machine.accelerators}, but libtpu is not installed"
         jax = f"=={machine.version('jax')}" if machine.version("jax") else ""
@@ -90,7 +90,7 @@ def tpu_software(machine: Machine) -> list[Finding]:
 
 
 def gpu_software(machine: Machine) -> list[Finding]:
-    """A machine with a GPU has a driver that answers, JAX's plugin, and the two fit."""
+    """Checks that a machine with a GPU has a working driver and a plugin of JAX that match."""
     if machine.nvidia is None:
         return []
     driver = machine.nvidia.driver
@@ -105,29 +105,29 @@ def gpu_software(machine: Machine) -> list[Finding]:
     oldest = min((CUDA_DRIVERS[name] for name in plugins), key=Version)
     if not _at_least(driver, oldest):
         text = f"NVIDIA driver {driver} is older than {oldest}, which {plugins[0]} needs"
-        mend = f"update the driver to {oldest} or newer"
+        fix = f"update the driver to {oldest} or newer"
         if plugins == ["jax-cuda13-plugin"] and _at_least(
             driver, CUDA_DRIVERS["jax-cuda12-plugin"]
         ):
-            mend = f"pip uninstall -y jax-cuda13-plugin; pip install 'jax[cuda12]=={machine.version('jax')}'"
-        return [failed("driver", text, mend)]
+            fix = f"pip uninstall -y jax-cuda13-plugin; pip install 'jax[cuda12]=={machine.version('jax')}'"
+        return [failed("driver", text, fix)]
     return [fine("driver", f"NVIDIA driver {driver}")]
 
 
 def tensorflow(machine: Machine) -> list[Finding]:
-    """TensorFlow's full package takes the TPU when it is imported first."""
+    """Checks for TensorFlow's full package, which takes the TPU when it is imported first."""
     if not machine.tpu_chips:
         return []
     for name in ("tensorflow", "tensorflow-tpu"):
         if machine.version(name):
             text = f"{name} {machine.version(name)} can take the TPU before JAX does"
-            mend = f"pip uninstall -y {name} && pip install tensorflow-cpu"
-            return [warned("tensorflow", text, mend)]
+            fix = f"pip uninstall -y {name} && pip install tensorflow-cpu"
+            return [warned("tensorflow", text, fix)]
     return []
 
 
 def holders(machine: Machine) -> list[Finding]:
-    """No other process has the TPU or its lock file open."""
+    """Checks that no other process has the TPU or its lock file open."""
     if not machine.tpu_chips:
         return []
     rows = [
@@ -139,13 +139,13 @@ def holders(machine: Machine) -> list[Finding]:
         for held in machine.holders
     ]
     if not rows and machine.unseen_processes and isinstance(machine.measured, Unmeasured):
-        text = f"{machine.unseen_processes} processes of other users could not be looked into"
+        text = f"{machine.unseen_processes} processes of other users could not be inspected"
         rows.append(warned("TPU in use", text, "sudo -E systolic doctor"))
     return rows or [fine("TPU in use", "no other process holds the TPU")]
 
 
 def lock_file(machine: Machine) -> list[Finding]:
-    """libtpu's lock file is absent, or held by someone who is alive."""
+    """Checks that libtpu's lock file is absent or held by a live process."""
     lock = machine.lock_file
     held = any(lock is not None and held.path == lock.path for held in machine.holders)
     if lock is None or held or not machine.tpu_chips:
@@ -154,13 +154,13 @@ def lock_file(machine: Machine) -> list[Finding]:
         text = f"{lock.path} was left by {lock.owner}; {machine.user} cannot open it"
         return [failed("lock file", text, f"sudo rm {lock.path}")]
     if isinstance(machine.measured, Unmeasured) and not machine.holders:
-        text = f"{lock.path} is there and nobody visible holds it"
+        text = f"{lock.path} exists and no visible process holds it"
         return [warned("lock file", text, f"rm {lock.path}")]
     return []
 
 
 def devices(machine: Machine) -> list[Finding]:
-    """JAX starts, and shows the devices that the hardware has."""
+    """Checks that JAX starts and shows the devices of the hardware."""
     found = machine.measured
     if found is None or machine.version("jax") is None:
         return []
@@ -178,15 +178,19 @@ def devices(machine: Machine) -> list[Finding]:
     shown = f"{found.num_local_devices} x {found.device_kind}"
     if expected is not None and found.num_local_devices != expected:
         hidden = [n for n, _ in machine.environment if "VISIBLE" in n or "PROCESS_BOUNDS" in n]
-        text = f"JAX shows {shown} where the machine has {expected}"
+        text = f"JAX shows {shown}, the machine has {expected}"
         if hidden:
             return [noted("devices", f"{text}, as {hidden[0]} asks")]
-        return [failed("devices", text, "restart the machine; if it stays so, report it as broken")]
+        return [
+            failed(
+                "devices", text, "restart the machine; if that does not help, report it as broken"
+            )
+        ]
     return [fine("devices", f"JAX shows {shown}")]
 
 
 def rates(machine: Machine) -> list[Finding]:
-    """The device reaches a fair share of its peak in the catalogue."""
+    """Checks that the device reaches a fair share of its peak in the catalogue."""
     found = machine.measured
     if not isinstance(found, Measured):
         return []
@@ -206,15 +210,15 @@ def rates(machine: Machine) -> list[Finding]:
             continue
         text += f", {rate / peak:.0%} of the peak of {si(peak, unit, digits=4)}"
         if rate / peak < POOR_SHARE:
-            mend = "see who else uses the device (nvidia-smi, tpu-info), then run this again"
-            findings.append(warned(name, text, mend))
+            fix = "see who else uses the device (nvidia-smi, tpu-info), then run this again"
+            findings.append(warned(name, text, fix))
         else:
             findings.append(fine(name, text))
     return findings
 
 
 def memory(machine: Machine) -> list[Finding]:
-    """There is memory on the host and on the first GPU."""
+    """Checks free memory on the host and on the first GPU."""
     rows = []
     text = f"{machine.memory_free_bytes / GIB:.1f} of {machine.memory_bytes / GIB:.1f} GiB free"
     if machine.memory_free_bytes < LITTLE_MEMORY_BYTES:
@@ -224,21 +228,23 @@ def memory(machine: Machine) -> list[Finding]:
     gpu = machine.nvidia
     if gpu is not None and gpu.memory_bytes and gpu.used_bytes is not None:
         share = gpu.used_bytes / gpu.memory_bytes
-        text = f"{share:.0%} of the first GPU's {gpu.memory_bytes / GIB:.0f} GiB are taken"
+        text = f"{share:.0%} of the first GPU's {gpu.memory_bytes / GIB:.0f} GiB are in use"
         if share > 0.1:
-            rows.append(warned("GPU memory", text, "nvidia-smi shows by whom; end that process"))
+            rows.append(
+                warned("GPU memory", text, "run nvidia-smi to see by which process, and end it")
+            )
     return rows
 
 
 def disk(machine: Machine) -> list[Finding]:
-    """There is room for checkpoints and for the data loader's shared memory."""
+    """Checks disk space for checkpoints and for the data loader's shared memory."""
     rows = []
     for folder, free in machine.disk_free_bytes:
         text = f"{free / GIB:.1f} GiB free in {folder}"
         if folder.endswith("/dev/shm"):
             if free < LITTLE_SHARED_MEMORY_BYTES:
-                mend = "start the container with --shm-size=8g"
-                rows.append(warned("shared memory", f"{text}: data workers need more", mend))
+                fix = "start the container with --shm-size=8g"
+                rows.append(warned("shared memory", f"{text}: data workers need more", fix))
         elif free < NO_DISK_BYTES:
             rows.append(failed("disk", text, f"free some space: du -xh {folder} | sort -h | tail"))
         elif free < LITTLE_DISK_BYTES:
@@ -249,25 +255,23 @@ def disk(machine: Machine) -> list[Finding]:
 
 
 def hugepages(machine: Machine) -> list[Finding]:
-    """TPU hosts start and transfer faster with transparent huge pages."""
+    """Checks for transparent huge pages, with which TPU hosts start and transfer faster."""
     if not machine.tpu_chips or machine.transparent_hugepages in (None, True):
         return []
-    mend = 'sudo sh -c "echo always > /sys/kernel/mm/transparent_hugepage/enabled"'
-    return [
-        warned("huge pages", "transparent huge pages are off: slow start, slow transfers", mend)
-    ]
+    fix = 'sudo sh -c "echo always > /sys/kernel/mm/transparent_hugepage/enabled"'
+    return [warned("huge pages", "transparent huge pages are off: slow start, slow transfers", fix)]
 
 
 def _fallback(machine: Machine, found: Measured) -> Finding:
     text = f"{FALLEN_BACK}: the machine has {machine.accelerators}, JAX uses none"
     if forced := flags.forces_cpu(machine):
-        return failed("devices", f"{text} ({forced} says so)", f"unset {forced.split('=')[0]}")
+        return failed("devices", f"{text} ({forced} is set)", f"unset {forced.split('=')[0]}")
     if found.complaint:
         text += f" ({found.complaint})"
     if machine.holders:
         return failed("devices", text, f"end process {machine.holders[0].pid}, then try again")
-    mend = f"pip install -U 'jax[{_extra(machine)}]=={machine.version('jax')}'"
-    return failed("devices", text, mend)
+    fix = f"pip install -U 'jax[{_extra(machine)}]=={machine.version('jax')}'"
+    return failed("devices", text, fix)
 
 
 def _death(machine: Machine, found: Unmeasured) -> Finding:
@@ -277,18 +281,18 @@ def _death(machine: Machine, found: Unmeasured) -> Finding:
         if machine.holders:
             return failed("devices", text, f"end process {machine.holders[0].pid}, then try again")
         if machine.tpu_chips:
-            mend = "on one host of several, run this on all at once; alone: --limit-seconds 600"
-            return failed("devices", text, mend)
+            fix = "on one host of several, run this on all at once; alone: --limit-seconds 600"
+            return failed("devices", text, fix)
         return failed("devices", text, "systolic doctor --limit-seconds 600")
     how = f"died with signal {-(found.exit_code or 0)}"
     if found.death is Death.failed:
         how = f"ended with exit code {found.exit_code}"
-    mend = "mend what is named above, then run: python -c 'import jax; print(jax.devices())'"
-    return failed("devices", f"JAX {how}{said}", mend)
+    fix = "fix what is named above, then run: python -c 'import jax; print(jax.devices())'"
+    return failed("devices", f"JAX {how}{said}", fix)
 
 
 def _expected_devices(machine: Machine, found: Measured) -> int | None:
-    """Devices that the hardware should show on this host; ``None`` when it cannot be said."""
+    """Devices that the hardware should show on this host; ``None`` when that is unknown."""
     if found.platform == "tpu" and machine.tpu_chips:
         known = by_device_kind(found.device_kind)
         if known is None and machine.tpu_kind is not None:
@@ -301,7 +305,7 @@ def _expected_devices(machine: Machine, found: Measured) -> int | None:
 
 
 def _peak(known: Chip | None, what: str) -> float | None:
-    """A device's share of its chip's peak."""
+    """Peak of one device: its part of the chip's."""
     if known is None or known.devices_per_chip is None:
         return None
     peak = known.peak_bf16_flops_per_second if what == "bf16" else known.hbm_bytes_per_second

@@ -1,4 +1,4 @@
-"""A finding: what was looked at, how it is, and the line that mends it."""
+"""A finding: what was checked, its state, and the command that fixes it."""
 
 import enum
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that was checked. A warning or a failure has the one line that mends it."""
+    """Outcome of one check. A warning or a failure has one line that fixes it."""
 
     name: str
     status: Status
     text: str
-    mend: str = ""
+    fix: str = ""
 
     def __post_init__(self) -> None:
-        if self.status in (Status.warning, Status.failed) and not self.mend:
+        if self.status in (Status.warning, Status.failed) and not self.fix:
             raise ValueError(f"the finding {self.name} says what is wrong but not what to do")
-        if "\n" in self.text + self.mend:
+        if "\n" in self.text + self.fix:
             raise ValueError(f"the finding {self.name} has more than one line")
 
     def to_json(self) -> dict[str, str]:
@@ -34,7 +34,8 @@ class Finding:
             "name": self.name,
             "status": self.status.value,
             "text": self.text,
-            "mend": self.mend,
+            "fix": self.fix,
+            "mend": self.fix,  # The earlier name, kept for one version.
         }
 
 
@@ -44,20 +45,20 @@ def fine(name: str, text: str) -> Finding:
 
 
 def noted(name: str, text: str) -> Finding:
-    """Neither good nor bad, but worth knowing."""
+    """A fact worth knowing, neither good nor bad."""
     return Finding(name=name, status=Status.note, text=_one_line(text))
 
 
-def warned(name: str, text: str, mend: str) -> Finding:
-    """Works, but costs something."""
-    return Finding(name=name, status=Status.warning, text=_one_line(text), mend=mend)
+def warned(name: str, text: str, fix: str) -> Finding:
+    """Something that works at a cost."""
+    return Finding(name=name, status=Status.warning, text=_one_line(text), fix=fix)
 
 
-def failed(name: str, text: str, mend: str) -> Finding:
-    """Does not work until mended."""
-    return Finding(name=name, status=Status.failed, text=_one_line(text), mend=mend)
+def failed(name: str, text: str, fix: str) -> Finding:
+    """Something that does not work until it is fixed."""
+    return Finding(name=name, status=Status.failed, text=_one_line(text), fix=fix)
 
 
 def _one_line(text: str) -> str:
-    """What a variable or a program said may have line breaks in it."""
+    """Text without the line breaks that a variable or a message of a program may have."""
     return " ".join(text.split())

@@ -1,4 +1,4 @@
-"""Environment variables and compiler flags that are known to bite."""
+"""Environment variables and compiler flags that are known to cause trouble."""
 
 from systolic.doctor.findings import Finding, Status, failed, noted, warned
 from systolic.doctor.machine import Machine
@@ -58,8 +58,8 @@ def _jax_variables(machine: Machine) -> list[Finding]:
     precision = (machine.variable("JAX_DEFAULT_MATMUL_PRECISION") or "").lower()
     if precision in _MANY_PASSES and machine.accelerators:
         text = f"JAX_DEFAULT_MATMUL_PRECISION={precision} costs several passes per f32 matmul"
-        mend = "unset JAX_DEFAULT_MATMUL_PRECISION"
-        rows.append(warned("JAX_DEFAULT_MATMUL_PRECISION", text, mend))
+        fix = "unset JAX_DEFAULT_MATMUL_PRECISION"
+        rows.append(warned("JAX_DEFAULT_MATMUL_PRECISION", text, fix))
     if machine.variable("JAX_PLATFORM_NAME"):
         text = "JAX_PLATFORM_NAME is deprecated and does not stop other backends from starting"
         rows.append(warned("JAX_PLATFORM_NAME", text, "use JAX_PLATFORMS instead"))
@@ -100,12 +100,12 @@ def _gpu_variables(machine: Machine) -> list[Finding]:
     allocator = (machine.variable("XLA_PYTHON_CLIENT_ALLOCATOR") or "").lower()
     if allocator == "platform":
         text = "XLA_PYTHON_CLIENT_ALLOCATOR=platform allocates every buffer from the driver: slow"
-        mend = "unset XLA_PYTHON_CLIENT_ALLOCATOR"
-        rows.append(warned("XLA_PYTHON_CLIENT_ALLOCATOR", text, mend))
+        fix = "unset XLA_PYTHON_CLIENT_ALLOCATOR"
+        rows.append(warned("XLA_PYTHON_CLIENT_ALLOCATOR", text, fix))
     if (machine.variable("XLA_PYTHON_CLIENT_PREALLOCATE") or "").lower() in ("false", "0"):
         text = "XLA_PYTHON_CLIENT_PREALLOCATE=false fragments memory: large models run out sooner"
-        mend = "unset XLA_PYTHON_CLIENT_PREALLOCATE"
-        rows.append(warned("XLA_PYTHON_CLIENT_PREALLOCATE", text, mend))
+        fix = "unset XLA_PYTHON_CLIENT_PREALLOCATE"
+        rows.append(warned("XLA_PYTHON_CLIENT_PREALLOCATE", text, fix))
     return rows
 
 

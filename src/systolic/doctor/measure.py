@@ -1,4 +1,4 @@
-"""Lets JAX run in a child process with a time limit; its death is an outcome, not an exception."""
+"""Lets JAX run in a child process with a time limit; its death is a value, not an exception."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def outcome(code: int | None, out: str, err: str, seconds: float) -> Outcome:
 
 
 def last_line(text: str) -> str:
-    """The last line that says something, without the logger's prefix."""
+    """The last informative line, without the logger's prefix."""
     lines = [line for line in text.splitlines() if line.strip() and not _NOISE.match(line)]
     said = _LOG_PREFIX.sub("", lines[-1]).strip() if lines else ""
     return said if len(said) <= _LONGEST_COMPLAINT else said[: _LONGEST_COMPLAINT - 1] + "…"
