@@ -1,11 +1,64 @@
 """The command line that applies settings: what a user typed, with some options replaced."""
 
 import enum
+import inspect
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from systolic.job import Layout
+
+
+def option_words(
+    function: Callable[..., Any],
+    values: Mapping[str, Any],
+    settings: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Words that give a recipe, or a verb's class of options, these values: what differs from the defaults.
+
+    Args:
+        function: Its parameters, and the fields of the dataclasses among them, are the options.
+        values: Arguments of ``function``; those that are left out have their defaults.
+        settings: Values by dotted name (``layout.fsdp``) that take the place of those in ``values``; a
+            ``batch`` takes the place of a batch per device, too.
+    """
+    parameters = inspect.signature(function).parameters
+    defaults = _flat({n: p.default for n, p in parameters.items() if p.default is not p.empty})
+    given = _flat(values)
+    for name, value in (settings or {}).items():
+        given[name.replace("-", "_")] = value
+        if name == "batch":
+            given.pop("batch_per_device", None)
+    found: list[str] = []
+    for name, value in given.items():
+        if name not in defaults or _words(value) != _words(defaults[name]):
+            found += _option(name, value)
+    return found
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted name: the fields of a dataclass each on their own."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if is_dataclass(value) and not isinstance(value, type):
+            inner = {field.name: getattr(value, field.name) for field in fields(value)}
+            found |= _flat(inner, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def _option(name: str, value: Any) -> list[str]:
+    """An option as one or more words; a text that begins with a dash follows an equals sign."""
+    option = f"--{_dashed(name)}"
+    if isinstance(value, bool):
+        part, dot, last = _dashed(name).rpartition(".")
+        return [option if value else f"--{part}{dot}no-{last}"]
+    words = _words(value)
+    if (isinstance(value, str) and value.startswith("-")) or value == "":
+        return [f"{option}={value}"]
+    return [option, *words]
 
 
 def command(
@@ -79,8 +132,10 @@ def _dashed(name: str) -> str:
 def _words(value: Any) -> list[str]:
     if isinstance(value, enum.Enum):
         return [value.value]
+    if isinstance(value, Mapping):
+        return [word for pair in value.items() for part in pair for word in _words(part)]
     if isinstance(value, (tuple, list)):
-        return [str(one) for one in value]
+        return [word for part in value for word in _words(part)]
     return [str(value)]
 
 

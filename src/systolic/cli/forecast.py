@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.aot import StepKind
+from systolic.cli.command import option_words
 from systolic.cli.output import print_json
 from systolic.cli.parse import Required, parse, print_verb_help
 from systolic.cli.target import Request, first, request
@@ -128,11 +129,14 @@ def forecast_recipe(asked: Request[ForecastOptions]) -> int:
 
 def arguments_of(asked: Request[ForecastOptions]) -> list[str]:
     """The words that say what was forecast, without those that say where results go."""
-    options = asked.verb
-    words = [*asked.typed, "--on", options.on]
-    if options.step is not StepKind.train:
-        words += ["--step", options.step.value]
-    return [*words, f"--flags={options.flags}"] if options.flags else words
+    options = replace(
+        asked.verb,
+        **dict.fromkeys(("save", "html", "perfetto", "xprof", "against")),
+        json=False,
+        quick=False,
+    )
+    given = option_words(asked.recipe.function, asked.options)
+    return [*given, *option_words(ForecastOptions, vars(options))]
 
 
 def is_text(target: str) -> bool:

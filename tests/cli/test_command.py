@@ -1,0 +1,66 @@
+"""A command that is printed gives the values that it was made from."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from systolic import recipes
+from systolic.cli.command import option_words
+from systolic.cli.forecast import ForecastOptions
+from systolic.cli.target import request
+
+LM = recipes.find("lm")
+
+
+def asked(*words: str):
+    return request("lm", [*words, "--on", "v5e-4"], "forecast", ForecastOptions)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--model.layers", "2", "--layout.fsdp", "8"],
+        ["--layout.remat", "save-names", "--layout.remat-names", "query", "key"],
+        ["--model.no-tie-embeddings", "--prompt", "a text of words"],
+        ["--path", "a file.txt", "--batch-per-device", "0.5"],
+        ["--prompt=--dashed", "--optimizer.learning-rate", "0.0001"],
+        ["--layout.fsdp", "-1", "--layout.data", "2"],
+    ],
+    ids=" ".join,
+)
+def test_words_give_the_values_back(words: list[str]) -> None:
+    options = asked(*words).options
+    made = option_words(LM.function, options)
+    assert asked(*shlex.split(shlex.join(made))).options == options
+    assert len(made) <= len(words)
+
+
+def test_what_is_a_default_is_not_typed() -> None:
+    assert option_words(LM.function, asked("--steps", "1000", "--seed", "3").options) == [
+        "--seed",
+        "3",
+    ]
+
+
+def test_settings_take_the_place_of_what_was_given() -> None:
+    options = asked("--layout.fsdp", "8", "--batch-per-device", "2", "--steps", "7").options
+    settings = {"layout.fsdp": 4, "layout.remat": "full", "batch": 16, "layout.tensor": 1}
+    words = option_words(LM.function, options, settings)
+    again = asked(*words).options
+    assert (again["layout"].fsdp, again["layout"].remat.value) == (4, "full")
+    assert (again["batch"], again["batch_per_device"], again["steps"]) == (16, None, 7)
+    assert "--layout.tensor" not in words
+
+
+def test_a_verbs_own_options() -> None:
+    options = ForecastOptions(on="v5e-4", quick=True, flags="--xla_a=1", html=Path("a b.html"))
+    assert option_words(ForecastOptions, vars(options)) == [
+        "--on",
+        "v5e-4",
+        "--flags=--xla_a=1",
+        "--quick",
+        "--html",
+        "a b.html",
+    ]
