@@ -14,15 +14,14 @@ from systolic import recipes
 from systolic.artifact import Run
 from systolic.artifact.chosen import Chosen, apply, read
 from systolic.cli import planned as module
-from systolic.cli.flags import settled
 from systolic.cli.main import main
-from systolic.cli.own import rebuild
-from systolic.cli.planned import resumed
-from systolic.cli.target import plan_of
 from systolic.cli.train import options
 from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError
 from systolic.core.files import write_json
 from systolic.job import Axis, Layout, Precision, Remat
+from systolic.session.planned import plan_of, resumed
+from systolic.session.run_files import rebuild
+from systolic.session.run_flags import settled
 from tests.planning import fabricated
 
 TINY = f"{Path(__file__).parents[1] / 'cli' / 'tiny.py'}:job"

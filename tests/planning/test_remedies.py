@@ -6,7 +6,6 @@ import pytest
 
 from systolic.chips import slice
 from systolic.chips.flags import merged, name_of, resolved
-from systolic.cli.command import changed, command
 from systolic.core.errors import RunError
 from systolic.job import Layout, Remat
 from systolic.planning import facts_of
@@ -15,6 +14,7 @@ from systolic.planning.flags import SETS, joined
 from systolic.planning.ladder import difference
 from systolic.planning.remedies import Remedy, base_of, changes, try_all
 from systolic.planning.space import check
+from systolic.session.command_line import changed, command
 from tests.planning import fabricated
 from tests.planning.evaluators import AnsweringEvaluator
 from tests.planning.jobs import decoder_job

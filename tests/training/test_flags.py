@@ -14,9 +14,9 @@ from systolic import recipes
 from systolic.artifact.run import Run
 from systolic.chips import chip
 from systolic.chips.flags import SHARED
-from systolic.cli.flags import kept
 from systolic.cli.main import main
 from systolic.cli.trained import set_up_here
+from systolic.session.run_flags import kept
 from systolic.steps.programs import jit_evaluate, jit_train
 from systolic.steps.steps import StepFunctions
 from systolic.training.machine import LocalDevices

@@ -14,7 +14,6 @@ from systolic.aot import Compiled, Compiler, JobProgram, StepKind
 from systolic.aot import compile as compile_program
 from systolic.chips import Slice, slice
 from systolic.chips.flags import described, resolved, spoken
-from systolic.cli.command import command
 from systolic.cli.output import bounded_workers, print_json
 from systolic.cli.target import request, require_slice
 from systolic.core.errors import OptionError
@@ -24,6 +23,7 @@ from systolic.explaining.cause import Cause
 from systolic.explaining.settings import Settings
 from systolic.forecasting import Forecast
 from systolic.job import Job
+from systolic.session.command_line import command
 
 if TYPE_CHECKING:
     from systolic.planning import Candidate

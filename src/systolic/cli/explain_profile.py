@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 from systolic.artifact.run import ENVIRONMENT, JOB, Run
 from systolic.chips import Slice, by_device_kind, slice
-from systolic.cli.command import without
 from systolic.cli.output import print_json
 from systolic.cli.parse import arguments
 from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
 from systolic.core.ranges import NOT_NEGATIVE
 from systolic.core.units import duration
 from systolic.job import Layout
+from systolic.session.command_line import without
 
 
 def is_profile(path: Path) -> bool:
@@ -81,11 +81,11 @@ def remedies(folder: Path, measured: float, verb: Mapping[str, Any]) -> dict[str
     from systolic.aot import JobProgram
     from systolic.aot import compile as compile_program
     from systolic.cli.explain_job import Explanation
-    from systolic.cli.flags import recorded
-    from systolic.cli.own import rebuild
-    from systolic.cli.target import plan_of
     from systolic.forecasting.run import of_outcome
     from systolic.report.forecast.progress import ProgressLine
+    from systolic.session.planned import plan_of
+    from systolic.session.run_files import rebuild
+    from systolic.session.run_flags import recorded
 
     stream = sys.stderr if verb["json"] else sys.stdout
     try:

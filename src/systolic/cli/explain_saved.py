@@ -12,7 +12,6 @@ from systolic.artifact import trust
 from systolic.artifact.chosen import is_plan, load
 from systolic.chips import slice
 from systolic.chips.flags import NONE, resolved, spoken
-from systolic.cli.command import without, words
 from systolic.cli.explain_job import explain_recipe, options
 from systolic.cli.output import print_json
 from systolic.cli.target import request
@@ -21,6 +20,7 @@ from systolic.core.files import read_given
 from systolic.core.units import duration
 from systolic.explaining.cause import Cause
 from systolic.forecasting import Forecast
+from systolic.session.command_line import without, words
 
 ALIKE = 0.002
 """Share of the step below which two figures are the same."""

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.aot import StepKind
-from systolic.cli.command import option_words
 from systolic.cli.output import print_json
 from systolic.cli.parse import Required, parse, print_verb_help
 from systolic.cli.target import Request, first, request
 from systolic.core.errors import OptionError
 from systolic.core.files import check_writable
+from systolic.session.command_line import option_words
 
 if TYPE_CHECKING:
     from systolic.chips import Slice

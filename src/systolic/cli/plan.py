@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from systolic import recipes
 from systolic.chips import ChipKind, Slice, chips, named_slices, slice
 from systolic.chips.flags import described, resolved
-from systolic.cli.command import without
 from systolic.cli.output import bounded_workers, print_json
 from systolic.cli.target import Request, first, request, require_slice
 from systolic.core.errors import OptionError, nearest
@@ -30,6 +29,7 @@ from systolic.planning import (
 from systolic.planning.goal import hourly, span
 from systolic.planning.plan import CompileDepth, SearchStop, default_objective, full_over_schedule
 from systolic.planning.space import global_batch
+from systolic.session.command_line import without
 
 USAGE = """usage: systolic plan RECIPE --on SLICES [options]
 

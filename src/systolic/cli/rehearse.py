@@ -15,11 +15,12 @@ from systolic import recipes
 from systolic.chips import Slice, slice
 from systolic.cli.main import guarded
 from systolic.cli.output import bounded_workers, print_json
-from systolic.cli.target import Request, plan_of, under_plan
+from systolic.cli.target import Request
 from systolic.core.errors import OptionError
 from systolic.core.machine import end_with
 from systolic.core.units import duration, si
 from systolic.report.forecast.progress import ProgressLine
+from systolic.session.planned import plan_of, under_plan
 
 MANY_DEVICES = 64
 """Above it a rehearsal takes minutes."""

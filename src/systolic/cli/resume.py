@@ -11,17 +11,17 @@ from systolic.artifact import paths
 from systolic.artifact.access import Access
 from systolic.artifact.run import Run
 from systolic.chips.flags import resolved
-from systolic.cli import own
-from systolic.cli.command import plain_words, typed
-from systolic.cli.continues import DATA, agreed, continues, flat
-from systolic.cli.flags import kept
 from systolic.cli.output import print_json
-from systolic.cli.planned import expected, resumed
 from systolic.cli.session import INIT, RECORDED, begun, describe, join, load, session
-from systolic.cli.target import Request, existing, plan_of, request_for
+from systolic.cli.target import Request, existing, request_for
 from systolic.core.errors import NotFoundError, RunError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.job import Batch, Job
+from systolic.session import run_files
+from systolic.session.command_line import plain_words, typed
+from systolic.session.planned import expected, plan_of, resumed
+from systolic.session.resume_checks import DATA, agreed, continues, flat
+from systolic.session.run_flags import kept
 from systolic.training.ledger import Ledger
 
 
@@ -59,7 +59,7 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
     access = Access.write if not hosts.joined() or hosts.is_first() else Access.read
     with Run.open(path, access=access) as directory:
         record = directory.read_job()
-        recipe, _, saved = own.rebuild(directory, trust_code="--trust" in args)
+        recipe, _, saved = run_files.rebuild(directory, trust_code="--trust" in args)
         asked = request_for(recipe, ["--resume", str(path), *args], "train", resume_options, saved)
         asked = replace(asked, options=paths.absolute(dict(asked.options)))
         changed = {name for name, value in asked.options.items() if value != saved.get(name)}
@@ -83,7 +83,7 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
         flags = kept(record, asked.chosen, asked.verb["flags"])
         job, description = continued(asked, record, saved, flags)
         if "tokenizer" not in changed:
-            job = replace(job, data=own.with_tokenizer(directory, job.data))
+            job = replace(job, data=run_files.with_tokenizer(directory, job.data))
         from systolic.training.setup import set_up
 
         setup = replace(set_up(job, flags=flags["compiler"]), expected=expected(asked.chosen))
@@ -91,7 +91,11 @@ def resume(path: Path, args: Sequence[str], ledger: Ledger) -> int:
         source = record.get(INIT)
         if source is not None and not any(directory.checkpoints.glob("[0-9]*")):
             setup, _ = begun(setup, source)
-        description |= {INIT: source, DATA: data, own.LABELS: record.get(own.LABELS, [])}
+        description |= {
+            INIT: source,
+            DATA: data,
+            run_files.LABELS: record.get(run_files.LABELS, []),
+        }
         loaded = load(setup, asked.verb, ledger)
 
         def go_on() -> None:

@@ -12,12 +12,12 @@ from systolic import __version__
 from systolic.artifact.access import Access
 from systolic.artifact.revision import REVISION
 from systolic.artifact.run import JOB, Run
-from systolic.cli import own
 from systolic.cli.output import bounded_workers, print_json
 from systolic.cli.target import Request
 from systolic.core.digest import digest
 from systolic.core.errors import SystolicError
 from systolic.job import Job
+from systolic.session import run_files
 from systolic.training.ledger import Ledger
 
 INIT = "init_from"
@@ -149,13 +149,13 @@ def exit_code(summary: Mapping[str, Any], tells: bool) -> int:
 def describe(
     asked: Request, job: Job, flags: Mapping[str, Any], run: Path | None = None
 ) -> dict[str, Any]:
-    """The content of job.json, of a new run or of one that is there; ``flags`` are the compiler's as :mod:`systolic.cli.flags` has them."""
+    """The content of job.json, of a new run or of one that is there; ``flags`` are the compiler's as :mod:`systolic.session.run_flags` has them."""
     plain = job.to_json()
     return {
         "systolic": __version__,
         "revision": REVISION,
         "recipe": asked.recipe.target,
-        "options": own.options(asked, job, run),
+        "options": run_files.options(asked.options, job, run),
         "job": plain,
         "plan": None if asked.chosen is None else asked.chosen.to_json(),
         "layout": job.layout.mesh_shape,

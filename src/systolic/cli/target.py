@@ -3,7 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
@@ -35,26 +35,14 @@ class Request(Generic[Options]):
     @property
     def job(self) -> "Job":
         """The job these options make, with the plan's settings."""
+        from systolic.session.planned import under_plan
+
         return under_plan(self.recipe(self.options), self.chosen)
 
     def gives(self, option: str) -> bool:
         """Whether an option of the recipe was typed: ``steps``, ``layout.fsdp``."""
         names = (word[2:].partition("=")[0] for word in self.typed if word.startswith("--"))
         return option.replace("_", "-") in {name.replace("_", "-") for name in names}
-
-
-def under_plan(job: "Job", chosen: "Chosen | None") -> "Job":
-    """A job with the layout, batch, precision and steps of a plan, where there is one."""
-    if chosen is None:
-        return job
-    job = chosen.applied(job)
-    if not chosen.steps:
-        return job
-    schedule = job.schedule
-    if schedule.warmup >= chosen.steps:
-        # The recipe fitted it to its own steps.
-        schedule = schedule.shortened(schedule, chosen.steps)
-    return replace(job, steps=chosen.steps, schedule=schedule)
 
 
 def first(args: Sequence[str], verb: str, what: str) -> tuple[str, list[str]]:
@@ -223,13 +211,6 @@ def _documented(recipe: Callable[..., Any], options: Callable[..., Any]) -> str:
         head, _, tail = text.partition("Args:\n")
         return f"{head}Args:\n{own.rstrip()}\n{tail}"
     return f"{text}\n\nArgs:\n{own}"
-
-
-def plan_of(record: Mapping[str, Any]) -> "Chosen | None":
-    """What a run's job.json says of its plan."""
-    from systolic.artifact.chosen import Chosen
-
-    return Chosen.from_json(record["plan"]) if record.get("plan") else None
 
 
 def existing(path: str) -> Path:

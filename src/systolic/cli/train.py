@@ -7,22 +7,17 @@ from typing import Annotated, Any
 
 from systolic.artifact import paths
 from systolic.artifact.run import Run
-from systolic.cli import own
-from systolic.cli.continues import DATA, told
-from systolic.cli.flags import kept, settled
 from systolic.cli.output import print_json
-from systolic.cli.planned import (
-    check_machine,
-    check_rehearsal,
-    expected,
-    is_planned,
-    planned,
-)
+from systolic.cli.planned import is_planned, planned
 from systolic.cli.resume import resume
 from systolic.cli.session import INIT, begun, describe, join, load, session
-from systolic.cli.target import first, plan_of, request
+from systolic.cli.target import first, request
 from systolic.core.errors import NotFoundError, OptionError, RunError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
+from systolic.session import run_files
+from systolic.session.planned import check_machine, check_rehearsal, expected, plan_of
+from systolic.session.resume_checks import DATA, told
+from systolic.session.run_flags import kept, settled
 from systolic.training.ledger import Ledger
 
 USAGE = """usage: systolic train RECIPE [options]
@@ -116,10 +111,10 @@ def run(args: Sequence[str]) -> int:
     description = describe(asked, setup.job, flags) | {
         INIT: source,
         DATA: told(setup.job),
-        own.LABELS: list(setup.job.data.labels()),
+        run_files.LABELS: list(setup.job.data.labels()),
     }
     loaded = load(setup, asked.verb, ledger)
-    files = own.files(asked, setup.job)
+    files = run_files.files(asked.recipe, asked.options, setup.job)
     with create(asked.verb["run"], description, files) as directory:
         return session(setup, directory, ledger, asked.verb, loaded=loaded)
 
@@ -159,7 +154,7 @@ def replay(path: Path, args: Sequence[str]) -> int:
     if not path.is_file():
         raise NotFoundError(f"{path} is not a file; give RUN/bad/step-N.npz")
     with Run.open(path.parent.parent) as directory:
-        _, job, _ = own.rebuild(directory, trust_code=asked.get("trust", False))
+        _, job, _ = run_files.rebuild(directory, trust_code=asked.get("trust", False))
         record = directory.read_job()
         flags = kept(record, plan_of(record), None)
         from systolic.training.replay import replay as again

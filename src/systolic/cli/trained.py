@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from systolic.artifact.run import Run
-from systolic.cli.flags import kept
-from systolic.cli.own import rebuild
-from systolic.cli.target import plan_of
 from systolic.job import Job
+from systolic.session.planned import plan_of
+from systolic.session.run_files import rebuild
+from systolic.session.run_flags import kept
 
 
 @dataclass(frozen=True, kw_only=True)

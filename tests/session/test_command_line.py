@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from systolic import recipes
-from systolic.cli.command import option_words
 from systolic.cli.forecast import ForecastOptions
 from systolic.cli.target import request
+from systolic.session.command_line import option_words
 
 LM = recipes.find("lm")
 

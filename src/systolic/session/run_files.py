@@ -1,6 +1,7 @@
 """What a run keeps of all that it was made from, and the job made again from that alone."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,31 +10,31 @@ from systolic import recipes
 from systolic.artifact import paths, trust
 from systolic.artifact.revision import check_revision
 from systolic.artifact.run import MODULES, RECIPE, TOKENIZER, Run
-from systolic.cli.target import Request, plan_of, under_plan
 from systolic.core.errors import NotFoundError, RunError
 from systolic.data.text.fields import TextData
 from systolic.job import Data, Job
 from systolic.recipes import Recipe
+from systolic.session.planned import plan_of, under_plan
 
 LABELS = "labels"
 """The entry of job.json with the names of the classes."""
 
 
-def files(asked: Request, job: Job) -> dict[str, bytes]:
+def files(recipe: Recipe, options: Mapping[str, Any], job: Job) -> dict[str, bytes]:
     """The files that a new run holds: path in the run to content. What is too large is named on stderr.
 
     Args:
-        asked: The request.
-        job: Made from it; what the recipe opens beside its file has been opened.
+        recipe: The recipe.
+        options: Its arguments.
+        job: Made from them; what the recipe opens beside its file has been opened.
 
     Raises:
         DataError: the tokenizer's file has changed since it was read.
     """
     found: dict[str, bytes] = {}
-    recipe = asked.recipe
     if recipe.reads is not None:
         recipe.reads.close()
-        read, too_large = recipe.reads.kept(paths.named(dict(asked.options)))
+        read, too_large = recipe.reads.kept(paths.named(dict(options)))
         found |= {f"{MODULES}/{name}": content for name, content in read.items()}
         for line in too_large:
             print(f"systolic: {line}", file=sys.stderr)
@@ -46,15 +47,15 @@ def files(asked: Request, job: Job) -> dict[str, bytes]:
     return found
 
 
-def options(asked: Request, job: Job, run: Path | None) -> dict[str, Any]:
-    """A request's options for job.json: a tokenizer is that in the run.
+def options(given: Mapping[str, Any], job: Job, run: Path | None) -> dict[str, Any]:
+    """A recipe's options for job.json: a tokenizer is that in the run.
 
     Args:
-        asked: The request.
-        job: Made from it.
+        given: The options.
+        job: Made from them.
         run: The run's directory; None for one that is not there yet.
     """
-    found = paths.absolute(dict(asked.options))
+    found = paths.absolute(dict(given))
     if run is not None:
         return recipes.plain(paths.saved(found, run))
     file = job.data.get_tokenizer().file() if isinstance(job.data, TextData) else None

@@ -7,11 +7,11 @@ from typing import Any
 
 from systolic.artifact import manifest
 from systolic.artifact.run import Run
-from systolic.cli.command import plain_words, typed
 from systolic.core.errors import DataError, OptionError, SystolicError
 from systolic.data.contents import contents_of, difference
 from systolic.job import Job, Split
 from systolic.job.data import Contents
+from systolic.session.command_line import plain_words, typed
 
 DATA = "data"
 """The entry of job.json with what tells the run's data from other data, by split."""
