@@ -82,13 +82,13 @@ def commands(run: Path, text: Path) -> Iterator[Command]:
     yield Command(("eval", str(run)), tuple(_options(evaluation.evaluate)))
     yield Command(("generate", str(run), "ab"), tuple(_options(generate.generate)))
     yield Command(("predict", str(run), str(text)), tuple(_options(predict.predict)))
-    yield Command(("data", "pack", str(text)), tuple(_options(data.pack)))
-    words = tuple(_options(data.tokenizer))
+    yield Command(("data", "pack", str(text)), tuple(_options(data.PackOptions)))
+    words = tuple(_options(data.TokenizerOptions))
     yield Command(("data", "tokenizer", str(text)), words)
-    yield Command(("data", "inspect", "bytes"), tuple(_options(data.options)))
-    yield Command(("chips",), tuple(_options(chips_verb.show)))
-    yield Command(("doctor",), tuple(_options(doctor.doctor)))
-    yield Command(("recipes",), tuple(_options(recipes_verb.listing)))
+    yield Command(("data", "inspect", "bytes"), tuple(_options(data.InspectRecipeOptions)))
+    yield Command(("chips",), tuple(_options(chips_verb.ChipsOptions)))
+    yield Command(("doctor",), tuple(_options(doctor.DoctorOptions)))
+    yield Command(("recipes",), tuple(_options(recipes_verb.RecipesOptions)))
 
 
 def wrong_lines(run: Path, text: Path, number: int, seed: int) -> list[Wrong]:

@@ -1,7 +1,8 @@
 """``systolic chips [NAME]``: all chips, one chip with its sources, or one slice."""
 
-import json as jsonlib
-from dataclasses import asdict
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import tyro
@@ -20,12 +21,8 @@ from systolic.core.units import GIB, gibibytes, si
 WIDTH = 100
 
 
-def run(args: list[str]) -> int:
-    """Prints what is known; returns 0."""
-    return parse(show, args, "systolic chips")
-
-
-def show(name: Annotated[str | None, tyro.conf.Positional] = None, json: bool = False) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ChipsOptions:
     """The catalogue of chips and slices, each number with its source.
 
     Prices and power can be replaced in ~/.config/systolic/catalogue.toml, or in the file that
@@ -35,9 +32,17 @@ def show(name: Annotated[str | None, tyro.conf.Positional] = None, json: bool = 
         name: A chip (v5e, tpu7x, h200, cpu) or a slice (v5e-16, v5p:4x4x8, 2xv5e-256, 8xh100).
         json: Print one JSON object.
     """
-    found = _find(name) if name is not None else None
-    if json:
-        print(jsonlib.dumps(_record(found), indent=2, ensure_ascii=False))
+
+    name: Annotated[str | None, tyro.conf.Positional] = None
+    json: bool = False
+
+
+def run(args: Sequence[str]) -> int:
+    """The verb."""
+    options = parse(ChipsOptions, args, "systolic chips")
+    found = _find(options.name) if options.name is not None else None
+    if options.json:
+        print(json.dumps(_record(found), indent=2, ensure_ascii=False))
         return 0
     console = Console(width=WIDTH, highlight=False)
     if found is None:

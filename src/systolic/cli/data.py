@@ -4,13 +4,14 @@ import shlex
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from systolic.cli.output import print_json
-from systolic.cli.parse import parse
+from systolic.cli.parse import parse, print_verb_help
 from systolic.core.errors import DataError, NotFoundError, OptionError, nearest
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, SHARE, Range
 from systolic.core.units import gibibytes
@@ -19,7 +20,7 @@ from systolic.job import Data, Split
 
 WIDTH = 100
 
-USAGE = """usage: systolic data pack PATH --to OUT [options]
+FORMS = """usage: systolic data pack PATH --to OUT [options]
        systolic data inspect RECIPE_OR_PATH [options]
        systolic data tokenizer PATH --to FOLDER [options]
 
@@ -27,37 +28,27 @@ USAGE = """usage: systolic data pack PATH --to OUT [options]
   inspect    shows what a model will see: fields, counts, a decoded row or a contact sheet
   tokenizer  learns a byte-level BPE vocabulary from text and writes its tokenizer.json
 
-systolic data pack --help and the like show the options of each."""
+systolic data pack --help and the like show each on its own."""
 PARTS = ("pack", "inspect", "tokenizer")
 
 
 def run(args: Sequence[str]) -> int:
     """The verb."""
     if not args or args[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0
+        return print_verb_help(FORMS, PackOptions, InspectOptions, TokenizerOptions)
     if args[0] == "pack":
-        return parse(pack, args[1:], "systolic data pack")
+        return pack(parse(PackOptions, args[1:], "systolic data pack"))
     if args[0] == "inspect":
         return _inspect(args[1:])
     if args[0] == "tokenizer":
-        return parse(tokenizer, args[1:], "systolic data tokenizer")
+        return tokenizer(parse(TokenizerOptions, args[1:], "systolic data tokenizer"))
     raise OptionError(
         f"systolic data has no {args[0]!r}{nearest(args[0], PARTS)}; it has {', '.join(PARTS)}, see systolic data --help"
     )
 
 
-def pack(
-    path: Annotated[Path, tyro.conf.Positional],
-    to: Path,
-    tokenizer: Path | None = None,
-    field: str = "text",
-    validation: Path | None = None,
-    validation_share: Annotated[float | None, SHARE] = None,
-    shard_mib: Annotated[int, COUNT] = 256,
-    images: bool = False,
-    json: bool = False,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class PackOptions:
     """Writes data once in the form that trains fastest: compressed, sharded, readable at random.
 
     Text is tokenised; pictures are kept as they are. OUT appears when all is written: a pack that
@@ -74,19 +65,22 @@ def pack(
         images: PATH holds pictures.
         json: Print one JSON object.
     """
-    if images:
-        made = _pack_images(path, to, 0.1 if validation_share is None else validation_share, json)
-    else:
-        made = _pack_text(
-            path,
-            to,
-            tokenizer,
-            field,
-            validation,
-            0.01 if validation_share is None else validation_share,
-            shard_mib,
-            json,
-        )
+
+    path: Annotated[Path, tyro.conf.Positional]
+    to: Path
+    tokenizer: Path | None = None
+    field: str = "text"
+    validation: Path | None = None
+    validation_share: Annotated[float | None, SHARE] = None
+    shard_mib: Annotated[int, COUNT] = 256
+    images: bool = False
+    json: bool = False
+
+
+def pack(options: PackOptions) -> int:
+    """``systolic data pack``."""
+    to = options.to
+    made = _pack_images(options) if options.images else _pack_text(options)
     written = sum(file.stat().st_size for file in to.iterdir())
     record: dict[str, Any] = {
         "to": str(to),
@@ -94,7 +88,7 @@ def pack(
         "file_bytes": written,
         "next": f"systolic data inspect {to}",
     }
-    if json:
+    if options.json:
         print_json(record)
         return 0
     for split, about in record["splits"].items():
@@ -111,42 +105,41 @@ def pack(
     return 0
 
 
-def _pack_text(
-    path: Path,
-    to: Path,
-    tokenizer: Path | None,
-    field: str,
-    validation: Path | None,
-    share: float,
-    shard_mib: int,
-    quiet: bool,
-) -> dict[str, Any]:
+def _pack_text(options: PackOptions) -> dict[str, Any]:
     from systolic.data.text.documents import Documents
     from systolic.data.text.pack import pack_text
 
-    if shard_mib < 1:
-        raise OptionError(f"--shard-mib {shard_mib}; a file holds 1 MiB or more")
+    share = options.validation_share
     data = Documents(
-        path=path, tokenizer=tokenizer, field=field, validation=validation, validation_share=share
+        path=options.path,
+        tokenizer=options.tokenizer,
+        field=options.field,
+        validation=options.validation,
+        validation_share=0.01 if share is None else share,
     )
-    with _progress(quiet) as tell:
+    with _progress(options.json) as tell:
+
+        def show(split: Split, done: int, total: int) -> None:
+            tell(split.value, done, total)
+
         try:
-            return pack_text(
-                data, to, shard_mib << 20, lambda split, done, total: tell(split.value, done, total)
-            )
+            return pack_text(data, options.to, options.shard_mib << 20, show)
         except DataError as error:
-            if _holds_pictures(path):
-                raise OptionError(f"{path} holds pictures, not text; add --images") from error
+            if _holds_pictures(options.path):
+                raise OptionError(
+                    f"{options.path} holds pictures, not text; add --images"
+                ) from error
             raise
 
 
-def _pack_images(path: Path, to: Path, share: float, quiet: bool) -> dict[str, Any]:
+def _pack_images(options: PackOptions) -> dict[str, Any]:
     from systolic.data.image.images import Images
     from systolic.data.image.images import pack as pack_pictures
     from systolic.data.text.pack import fresh_folder
 
-    images = Images(path=path, held_out=share)
-    with _progress(quiet) as tell, fresh_folder(to) as scratch:
+    share = options.validation_share
+    images = Images(path=options.path, held_out=0.1 if share is None else share)
+    with _progress(options.json) as tell, fresh_folder(options.to) as scratch:
         counts = pack_pictures(
             images, scratch, lambda split, done: tell(split, done, images.size(Split(split)))
         )
@@ -157,38 +150,50 @@ def _pack_images(path: Path, to: Path, share: float, quiet: bool) -> dict[str, A
     }
 
 
-def tokenizer(
-    path: Annotated[Path, tyro.conf.Positional],
-    to: Path,
-    vocab: Annotated[int, Range(least=SMALLEST_VOCAB)] = 32_768,
-    field: str = "text",
-    documents: Annotated[int, NOT_NEGATIVE] = 0,
-    json: bool = False,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class TokenizerOptions:
     """Learns a byte-level BPE vocabulary from text, for systolic train lm --tokenizer OUT.
 
-    A hundredth of the documents is held out, and what a token stands for is measured on them.
+    A hundredth of the documents is held out to measure how many bytes a token stands for.
 
     Args:
         path: Text: a file or folder of text, JSONL, Parquet, ArrayRecord or a datasets folder.
         to: The folder to write tokenizer.json to; it must not exist.
         vocab: Tokens at most, with the 256 bytes and the start and end of a document among them.
         field: The JSONL field or column that holds the text.
-        documents: Learn from only so many, spread over the text; 0 is all.
+        documents: Documents to learn from, spread over the text; 0 is all.
         json: Print one JSON object.
     """
+
+    path: Annotated[Path, tyro.conf.Positional]
+    to: Path
+    vocab: Annotated[int, Range(least=SMALLEST_VOCAB)] = 32_768
+    field: str = "text"
+    documents: Annotated[int, NOT_NEGATIVE] = 0
+    json: bool = False
+
+
+def tokenizer(options: TokenizerOptions) -> int:
+    """``systolic data tokenizer``."""
     from systolic.data.text.documents import Documents
     from systolic.data.text.learned import train
 
-    data = Documents(path=path, field=field)
-    with _progress(json) as tell:
-        made = train(data, to, vocab, documents, lambda done, total: tell("documents", done, total))
+    to = options.to
+    data = Documents(path=options.path, field=options.field)
+    with _progress(options.json) as tell:
+        made = train(
+            data,
+            to,
+            options.vocab,
+            options.documents,
+            lambda done, total: tell("documents", done, total),
+        )
     following = shlex.join(
-        ["systolic", "train", "lm", "--path", str(path), "--tokenizer", str(to)]
-        + ([] if field == "text" else ["--field", field])
+        ["systolic", "train", "lm", "--path", str(options.path), "--tokenizer", str(to)]
+        + ([] if options.field == "text" else ["--field", options.field])
     )
     record = {"to": str(to), **made, "next": following}
-    if json:
+    if options.json:
         print_json(record)
         return 0
     print(f"{to}: {made['vocab']:,} tokens from {made['documents']:,} documents")
@@ -215,27 +220,23 @@ def _progress(quiet: bool) -> Generator[Any, None, None]:
         yield tell
 
 
-def options(
-    split: Split = Split.train, examples: Annotated[int, COUNT] = 256, json: bool = False
-) -> None:
-    """The verb's own options.
+@dataclass(frozen=True, kw_only=True)
+class InspectRecipeOptions:
+    """Shows what a model will see of a recipe's data.
 
     Args:
         split: Whose examples are shown.
-        examples: How many are looked at, in the order of training.
+        examples: Examples to look at, in the order of training.
         json: Print one JSON object.
     """
 
+    split: Split = Split.train
+    examples: Annotated[int, COUNT] = 256
+    json: bool = False
 
-def path_options(
-    target: Annotated[Path, tyro.conf.Positional],
-    tokenizer: Path | None = None,
-    sequence: int = 1024,
-    field: str = "text",
-    split: Split = Split.train,
-    examples: Annotated[int, COUNT] = 256,
-    json: bool = False,
-) -> dict[str, Any]:
+
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
     """Shows what a model will see of some data, or of a recipe's with the recipe's options.
 
     Args:
@@ -244,35 +245,37 @@ def path_options(
         sequence: For text: tokens per row.
         field: For text: the JSONL field or column.
         split: Whose examples are shown.
-        examples: How many are looked at, in the order of training.
+        examples: Examples to look at, in the order of training.
         json: Print one JSON object.
     """
-    return {
-        "data": _data(target, tokenizer, sequence, field),
-        "split": split,
-        "examples": examples,
-        "json": json,
-    }
+
+    target: Annotated[Path, tyro.conf.Positional]
+    tokenizer: Path | None = None
+    sequence: int = 1024
+    field: str = "text"
+    split: Split = Split.train
+    examples: Annotated[int, COUNT] = 256
+    json: bool = False
 
 
 def _inspect(args: Sequence[str]) -> int:
     if not args or args[0].startswith("-") or _is_path(args[0]):
-        found = parse(path_options, args, "systolic data inspect")
-        data, verb = found["data"], found
-    else:
-        from systolic.cli.target import request
+        options = parse(InspectOptions, args, "systolic data inspect")
+        shown = InspectRecipeOptions(
+            split=options.split, examples=options.examples, json=options.json
+        )
+        return _show(str(options.target), _data(options), shown)
+    from systolic.cli.target import request
 
-        asked = request(args[0], args[1:], "data inspect", options)
-        defaults: dict[str, Any] = {"split": Split.train, "examples": 256, "json": False}
-        data, verb = asked.job.data, defaults | dict(asked.verb)
-    return _show(args[0], data, verb["split"], verb["examples"], verb["json"])
+    asked = request(args[0], args[1:], "data inspect", InspectRecipeOptions)
+    return _show(args[0], asked.job.data, asked.verb)
 
 
-def _show(target: str, data: Data, split: Split, examples: int, json: bool) -> int:
+def _show(target: str, data: Data, options: InspectRecipeOptions) -> int:
     from systolic.data.inspect import inspect, pictures
 
-    record = {"target": target, **inspect(data, split, examples)}
-    if json:
+    record = {"target": target, **inspect(data, options.split, options.examples)}
+    if options.json:
         print_json(record)
         return 0
     from rich.console import Console
@@ -281,7 +284,7 @@ def _show(target: str, data: Data, split: Split, examples: int, json: bool) -> i
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(summary(record))
-    shown = pictures(data, split, 12)
+    shown = pictures(data, options.split, 12)
     if shown:
         console.print(sheet(shown, data.labels(), colour=console.color_system is not None))
     return 0
@@ -295,11 +298,12 @@ def _is_path(target: str) -> bool:
     return target not in recipes.shipped() and path.exists() and path.suffix != ".py"
 
 
-def _data(path: Path, tokenizer: Path | None, sequence: int, field: str) -> Data:
+def _data(options: InspectOptions) -> Data:
     """The data that lies at a path."""
     from systolic.data.image.images import INDEX, Images
     from systolic.data.text.documents import Documents
 
+    path = options.target
     if not path.exists():
         from systolic import recipes
 
@@ -308,7 +312,12 @@ def _data(path: Path, tokenizer: Path | None, sequence: int, field: str) -> Data
         )
     if path.is_dir() and ((path / INDEX).is_file() or _holds_pictures(path)):
         return Images(path=path)
-    return Documents(path=path, tokenizer=tokenizer, sequence=sequence, field=field)
+    return Documents(
+        path=path,
+        tokenizer=options.tokenizer,
+        sequence=options.sequence,
+        field=options.field,
+    )
 
 
 def _holds_pictures(path: Path) -> bool:

@@ -1,7 +1,8 @@
 """``systolic doctor``: the verdict first, then what to fix, then the facts."""
 
-import json as jsonlib
-from dataclasses import replace
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from rich.console import Console
@@ -27,29 +28,32 @@ STYLES = {
 }
 
 
-def run(args: list[str]) -> int:
-    """Examines this machine; 0 when it is fit (warnings allowed), 1 when a check failed."""
-    return parse(doctor, args, "systolic doctor")
-
-
-def doctor(
-    json: bool = False,
-    no_measure: bool = False,
-    limit_seconds: Annotated[float, POSITIVE] = LIMIT_SECONDS,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
     """Checks this machine: versions, devices, who holds the TPU, measured peaks.
+
+    Exits with 1 when a check failed; warnings are allowed.
 
     Args:
         json: Print one JSON object.
         no_measure: Do not start JAX: nothing is measured and no device is touched.
-        limit_seconds: How long JAX may take to start and measure.
+        limit_seconds: Seconds that JAX may take to start and measure.
     """
+
+    json: bool = False
+    no_measure: bool = False
+    limit_seconds: Annotated[float, POSITIVE] = LIMIT_SECONDS
+
+
+def run(args: Sequence[str]) -> int:
+    """The verb."""
+    options = parse(DoctorOptions, args, "systolic doctor")
     machine = gather()
-    if not no_measure and machine.version("jax") is not None:
-        machine = replace(machine, measured=measure(machine, limit_seconds))
+    if not options.no_measure and machine.version("jax") is not None:
+        machine = replace(machine, measured=measure(machine, options.limit_seconds))
     findings = examine(machine)
-    if json:
-        print(jsonlib.dumps(record(machine, findings), indent=2, ensure_ascii=False))
+    if options.json:
+        print(json.dumps(record(machine, findings), indent=2, ensure_ascii=False))
     else:
         show(machine, findings, Console(width=WIDTH, highlight=False))
     return int(any(finding.status is Status.failed for finding in findings))

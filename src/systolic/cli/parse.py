@@ -140,10 +140,10 @@ def print_verb_help(forms: str, *kinds: type) -> int:
 
     Args:
         forms: Lines such as ``systolic forecast RECIPE --on SLICE [options]``, and what the words in capitals stand for.
-        kinds: Classes of options; the summary in its docstring titles each but the first.
+        kinds: Classes of options; where there are several, each is titled with its docstring's summary.
     """
     print(forms)
-    for number, kind in enumerate(kinds):
+    for kind in kinds:
         text = io.StringIO()
         with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
             print_help(kind, "systolic")
@@ -151,7 +151,7 @@ def print_verb_help(forms: str, *kinds: type) -> int:
         summary, _, options = described.partition("\n\n")
         # The help of one form of several is shown by each form's own --help.
         lines = [line for line in options.splitlines() if not line.startswith(_HELP)]
-        print("\n".join(["", *([summary, ""] if number else []), *lines]))
+        print("\n".join(["", *([summary, ""] if len(kinds) > 1 else []), *lines]))
     return 0
 
 

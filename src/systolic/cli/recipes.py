@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import json as jsonlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -12,21 +13,15 @@ from rich.table import Table
 from systolic import recipes
 from systolic.cli import train
 from systolic.cli.output import print_json
-from systolic.cli.parse import parse
+from systolic.cli.parse import known, parse
 from systolic.cli.target import request
 from systolic.recipes import Recipe
 
 WIDTH = 100
 
 
-def run(args: Sequence[str]) -> int:
-    """The verb."""
-    if args and not args[0].startswith("-"):
-        return show(args[0], args[1:])
-    return parse(listing, args, "systolic recipes")
-
-
-def listing(json: bool = False) -> int:
+@dataclass(frozen=True, kw_only=True)
+class RecipesOptions:
     """The recipes that come with Systolic.
 
     systolic recipes NAME shows one recipe's options and the job that they make; options may follow
@@ -35,8 +30,21 @@ def listing(json: bool = False) -> int:
     Args:
         json: Print one JSON object.
     """
+
+    json: bool = False
+
+
+def run(args: Sequence[str]) -> int:
+    """The verb."""
+    if args and not args[0].startswith("-"):
+        return show(args[0], args[1:])
+    return listing(parse(RecipesOptions, args, "systolic recipes"))
+
+
+def listing(options: RecipesOptions) -> int:
+    """All shipped recipes; returns the exit code."""
     found = [recipes.find(name) for name in recipes.shipped()]
-    if json:
+    if options.json:
         print_json({"recipes": [{"name": r.target, "summary": r.summary} for r in found]})
         return 0
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
@@ -53,24 +61,18 @@ def listing(json: bool = False) -> int:
     return 0
 
 
-def options(json: bool = False) -> None:
-    """The verb's own options.
-
-    Args:
-        json: Print one JSON object.
-    """
-
-
 def show(target: str, args: Sequence[str]) -> int:
     """One recipe: its options as ``systolic train`` takes them, and the resolved job."""
+    own, rest = known(RecipesOptions, args, f"systolic recipes {target}")
+    options = RecipesOptions(**own)
     recipe = recipes.find(target)
     missing = required(recipe)
-    if missing and not [arg for arg in args if arg != "--json"]:
-        json, values, job = "--json" in args, {}, None
-    else:
-        asked = request(target, args, "recipes", options)
-        json, values, job = asked.verb["json"], asked.options, asked.job.to_json()
-    if json:
+    values: Mapping[str, Any] = {}
+    job = None
+    if rest or not missing:
+        asked = request(target, args, "recipes", RecipesOptions)
+        values, job = asked.options, asked.job.to_json()
+    if options.json:
         print_json(record(recipe, values, job))
         return 0
     with contextlib.suppress(SystemExit):
