@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import systolic
-from systolic.chips import Chip, ChipKind, by_device_kind, chip, chips
+from systolic.chips import Chip, ChipKind, by_device_kind, catalogue, chip, chips, usual
 from systolic.chips.host import memory_bytes, model_name
 from systolic.core.errors import NotFoundError, OptionError
 
@@ -48,12 +48,32 @@ def test_every_number_is_sourced_and_dated(known: Chip) -> None:
 def test_every_key_of_the_file_is_used() -> None:
     figures = {f.name for f in dataclasses.fields(Chip)} | {"slices", "usd_per_chip_hour"}
     cited = {k for known in CATALOGUED for f in known.figures.values() for k in f.sources}
-    used = {source.key for source in cited}
+    standing_in = [figure for of in TABLES["usual"] for figure in usual(of).values()]
+    used = {source.key for source in cited.union(*(f.sources for f in standing_in))}
     for rule in (known.slice_rule for known in CATALOGUED if known.slice_rule):
         used |= set(rule.sources)
     for name, table in TABLES["chips"].items():
         assert set(table) <= figures, name
+    for name, table in TABLES["usual"].items():
+        assert set(table) == set(usual(name)), name
     assert used == set(TABLES["sources"])
+
+
+def test_what_stands_in_fits_the_chips() -> None:
+    tpus = [known for known in CATALOGUED if known.kind is ChipKind.tpu]
+    widths = {of.mxu_shape[0] for of in tpus if of.mxu_shape}
+    assert set(usual("tpu")["mxu_widths"].value) == widths
+    assert usual("tpu")["mxu_shape"].value == (min(widths),) * 2
+    assert {of.vpu_shape for of in tpus if of.vpu_shape} == {usual("tpu")["vpu_shape"].value}
+    rates = [k.dcn_bytes_per_second_per_host for k in tpus if k.dcn_bytes_per_second_per_host]
+    assert usual("tpu")["dcn_bytes_per_second_per_host"].value == min(rates)
+
+
+def test_a_number_of_a_chip_or_the_usual_one() -> None:
+    assert catalogue.known(chip("v6e"), "pcie_bytes_per_second_per_chip") == 64e9
+    assert catalogue.known(chip("v2"), "pcie_bytes_per_second_per_chip") == 16e9
+    with pytest.raises(NotFoundError, match="no source gives pcie"):
+        catalogue.known(chip("h100"), "pcie_bytes_per_second_per_chip")
 
 
 @pytest.mark.parametrize("known", CATALOGUED, ids=lambda known: known.name)

@@ -4,7 +4,7 @@
 hosts and links. Both come from ``catalogue.toml``, the one file with hardware numbers.
 """
 
-from systolic.chips.catalogue import by_device_kind, chip, chips
+from systolic.chips.catalogue import by_device_kind, chip, chips, known, usual
 from systolic.chips.record import Chip, ChipKind, Figure, Prices, Source
 from systolic.chips.slices import Slice, named_slices, slice
 
@@ -18,6 +18,8 @@ __all__ = [
     "by_device_kind",
     "chip",
     "chips",
+    "known",
     "named_slices",
     "slice",
+    "usual",
 ]

@@ -11,6 +11,7 @@ import functools
 import math
 import os
 import tomllib
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
@@ -68,6 +69,24 @@ def by_device_kind(device_kind: str) -> Chip | None:
     return None
 
 
+def usual(of: str) -> Mapping[str, Figure]:
+    """Figures that hold for all chips of a kind or stand in where a chip has none: of ``tpu``, or of ``data_centre``."""
+    return _usual()[of]
+
+
+def known(chip: Chip, name: str) -> Any:
+    """Number of a chip by its field's name, or the one that stands in for it.
+
+    Raises:
+        NotFoundError: no source gives the number for this chip, and nothing stands in.
+    """
+    value = getattr(chip, name)
+    if value is not None:
+        return value
+    standing_in = _usual().get(chip.kind.value, {})
+    return standing_in[name].value if name in standing_in else chip.source(name).value
+
+
 def user_file() -> Path | None:
     """The user's catalogue: ``$SYSTOLIC_CATALOGUE``, else ``~/.config/systolic/catalogue.toml``."""
     named = os.environ.get(USER_FILE_VARIABLE)
@@ -82,19 +101,35 @@ def user_file() -> Path | None:
     return usual if usual.is_file() else None
 
 
+@functools.cache
+def _tables() -> dict[str, Any]:
+    text = resources.files("systolic.chips").joinpath("catalogue.toml").read_text("utf-8")
+    return tomllib.loads(text)
+
+
+@functools.cache
+def _usual() -> dict[str, dict[str, Figure]]:
+    return _figures(_tables()["usual"])
+
+
+def _figures(named: dict[str, dict[str, Any]]) -> dict[str, dict[str, Figure]]:
+    """Figures of each of the tables, by name and field."""
+    units = _tables()["fields"]
+    sources = {key: Source(key=key, **entry) for key, entry in _tables()["sources"].items()}
+    return {
+        name: {
+            field: _figure(field, entry, units, sources)
+            for field, entry in _entries(table)
+            if field in units
+        }
+        for name, table in named.items()
+    }
+
+
 @functools.lru_cache(maxsize=4)
 def _catalogue(path: Path | None, _modified_ns: int) -> tuple[Chip, ...]:
-    text = resources.files("systolic.chips").joinpath("catalogue.toml").read_text("utf-8")
-    tables = tomllib.loads(text)
-    sources = {key: Source(key=key, **entry) for key, entry in tables["sources"].items()}
-    figures = {
-        name: {
-            field: _figure(field, entry, tables["fields"], sources)
-            for field, entry in _entries(table)
-            if field in tables["fields"]
-        }
-        for name, table in tables["chips"].items()
-    }
+    tables = _tables()
+    figures = _figures(tables["chips"])
     if path is not None:
         for name, field, entry in _user_entries(path, figures, tables):
             figures[name][field] = _user_figure(path, field, entry, tables["fields"])

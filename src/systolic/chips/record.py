@@ -155,6 +155,7 @@ class Chip:
     power_watts_min: float | None = None
     power_watts_max: float | None = None
     tdp_watts: float | None = None
+    ici_hop_seconds: float | None = None
     measured_matmul_bf16_flops_per_second: float | None = None
     measured_hbm_copy_bytes_per_second: float | None = None
     measured_ici_bytes_per_second_per_link: float | None = None

@@ -16,12 +16,10 @@ from systolic.profile import Profile
 from systolic.profile import ProfiledOp as Measured
 from systolic.profile.profile import CONTAINERS, COPIES
 from systolic.profile.xplane import Backend
-from systolic.sim.rates import rates_of
+from systolic.sim.rates import matrix_width, rates_of
 from systolic.sim.timeline import Resource, Span
 from systolic.sim.work import work_of
 
-MXU_WIDTH = 128
-"""Where the chip is not known: the narrowest there is."""
 _CALLBACK = re.compile(r"callback", re.I)
 _COPY = re.compile(r"(copy|transpose)")
 _F32 = re.compile(r"\bf32\[")
@@ -55,7 +53,7 @@ def step_of_forecast(forecast: Forecast, module: Module, model: Model | None) ->
         mesh=mesh,
         microbatches=int(layout.get("microbatches", 0)),
         peak=rates.peak,
-        mxu_width=(rates.chip.mxu_shape or (MXU_WIDTH, MXU_WIDTH))[0],
+        mxu_width=matrix_width(rates.chip),
         memory_peak=rates.hbm,
         f32_passes=True,
         # Prefill and decode fit their slots to what they hold.
@@ -124,7 +122,7 @@ def step_of_profile(profile: Profile, mesh: Mapping[str, int]) -> Step:
         mesh={axis: mesh[axis] for axis in MESH if axis in mesh},
         microbatches=int(mesh.get("microbatches", 0)),
         peak=lambda dtype: peak,
-        mxu_width=((chip.mxu_shape if chip else None) or (MXU_WIDTH, MXU_WIDTH))[0],
+        mxu_width=matrix_width(chip),
         memory_peak=trace.peak_bytes,
         f32_passes=trace.backend is not Backend.cpu,
     )

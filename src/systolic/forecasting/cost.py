@@ -2,11 +2,7 @@
 
 from dataclasses import dataclass
 
-from systolic.chips import Slice
-
-PUE = 1.10
-"""Power usage effectiveness: the average of Google's data centres in the second quarter of 2021, as
-quoted by CNBC, 2022-04-13 (https://www.cnbc.com/2022/04/13/google-data-center-goal-100percent-green-energy-by-2030.html)."""
+from systolic.chips import Slice, usual
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +16,8 @@ class Bill:
     watts: float | None
     """All chips, hosts and cooling not counted."""
     watts_source: str
-    pue: float = PUE
+    pue: float
+    """Power usage effectiveness: energy at the meter over energy of the chips."""
 
     def usd_per(self, units: float, step_units: float, step_seconds: float) -> float | None:
         """Dollars on demand for so many units of work."""
@@ -49,5 +46,6 @@ def bill_of(on: Slice) -> Bill:
         committed_usd_per_hour=prices.committed,
         price_as_of=priced.as_of if priced else "",
         watts=watts,
+        pue=usual("data_centre")["pue"].value,
         watts_source=f"{kind}, {of.sources[0].text}" if of and of.sources else "",
     )

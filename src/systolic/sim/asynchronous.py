@@ -5,6 +5,7 @@ import enum
 from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.collectives import COLLECTIVES
 from systolic.hlo.shape import SEMAPHORE
+from systolic.sim.calibration import constant
 
 
 class Role(enum.Enum):
@@ -64,8 +65,7 @@ def collective_in(module: Module, held: Computation) -> tuple[Instruction, Compu
     return None
 
 
-CARRIED = 0.5
-"""Of a gather that compute carries, at least; see :func:`edge_seconds`."""
+CARRIED: float = constant("asynchronous.carried")
 
 
 def edge_seconds(seconds: float, steps: int) -> float:

@@ -11,15 +11,13 @@ to 256; benchmarks/results); the part that is not hidden is fitted to measured k
 
 import math
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 from systolic.hlo import Computation, Instruction, Module, Shape
+from systolic.sim.calibration import fitted
 from systolic.sim.masks import Grid, block_share, compares_positions, listed_blocks
-from systolic.sim.rates import Rates, cores, cores_used, f32_passes, vector_rate
+from systolic.sim.rates import Rates, cores, cores_used, f32_passes, matrix_width, vector_rate
 
 _NUMBER = re.compile(r'\\?"((?:block|[qkv])_\w+)\\?":\s*(\d+)')
 _CAP = re.compile(r'\\?"attn_logits_soft_cap\\?":\s*[\d.]')
@@ -34,8 +32,6 @@ _CAUSAL, _SEGMENTS, _SOFT_CAP = 1.0, 1.0, 3.0
 """Further ones: comparing positions, comparing segments, scaling into and out of tanh."""
 _SEQUENCE_MINOR = 2
 """Layout of an operand whose last dim is the sequence, as the kernels number it."""
-_LANES = 128
-_REGISTER = 1024
 _FLOATS = ("bf16", "f16", "f32")
 
 
@@ -63,16 +59,9 @@ class AttentionPace:
         return self.staged_backward if attention.staged else self.backward
 
 
-@cache
-def _fitted() -> dict[str, AttentionPace]:
-    table = tomllib.loads((Path(__file__).parent / "attention.toml").read_text())
-    return {name: AttentionPace(**{**table["all"], **row}) for name, row in table.items()}
-
-
 def pace_of(generation: str) -> AttentionPace:
-    """Fitted for a generation, or what stands for all others."""
-    fitted = _fitted()
-    return fitted.get(generation, fitted["all"])
+    """Pace that was fitted for a generation, or the one of all others."""
+    return fitted("attention", AttentionPace, generation)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +118,7 @@ def seconds_of(
 ) -> float:
     """Seconds of a call; ``own_bytes`` are its operands and results, each once. ``pace`` is the generation's own for None."""
     pace = pace_of(rates.chip.name) if pace is None else pace
-    width = (rates.chip.mxu_shape or (_LANES, _LANES))[0]
+    width = matrix_width(rates.chip)
     used = cores_used(attention.parallel, rates)
     part = used / cores(rates)
     depths = attention.depths(width)

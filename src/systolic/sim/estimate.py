@@ -7,16 +7,14 @@ for the windows at its ends. The rates are fitted to measured operations (benchm
 
 import math
 import re
-import tomllib
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 from systolic.hlo import Computation, Instruction, Module, Shape
 from systolic.hlo.shape import HBM
-from systolic.sim.rates import Rates, cores, vector_rate
+from systolic.sim.calibration import constant, fitted
+from systolic.sim.rates import LANES, REGISTER, Rates, cores, matrix_width, vector_rate
 from systolic.sim.traffic import UPDATES, update_of
-from systolic.sim.work import WIDTHS, Work
+from systolic.sim.work import Work
 
 _OPS = {
     "exponential": 4,
@@ -54,16 +52,13 @@ _NONE = frozenset(
 )
 
 
-F32_OPERANDS = 1.2
-"""Further slowdown of a matmul at the default precision with an f32 operand that comes from HBM: it is fetched
-and rounded again for each window of columns. The backward pass of losses on TPU7x. One that lies in VMEM costs nothing
-more: the logits of v6e with f32 activations take 1.0 to 1.08 of the matrix units' time, as with bf16."""
-LANE_CYCLES = 1.6
-"""Of the cross-lane units for each register that is reduced over its lanes, or filled with one value a row:
-normalizations over 128 lanes on TPU7x, at 2.2 to 2.6 cycles with all other work in them."""
-_LANES = 128
-_REGISTER = 1024
-"""Elements of a register of 8 x 128, 32 bits each."""
+F32_OPERANDS: float = constant("estimate.f32_operands")
+"""Slowdown of a matmul with an f32 operand from HBM, which is fetched and rounded again for each window of columns.
+
+An operand that lies in VMEM costs nothing more: the logits of v6e with f32 activations take 1.0 to 1.08 of the matrix
+units' time, as with bf16.
+"""
+LANE_CYCLES: float = constant("estimate.lane_cycles")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,16 +76,9 @@ class Slowdown:
     fusion's ends."""
 
 
-@cache
-def _fitted() -> dict[str, Slowdown]:
-    table = tomllib.loads((Path(__file__).parent / "estimates.toml").read_text())
-    return {name: Slowdown(**{**table["all"], **row}) for name, row in table.items()}
-
-
 def slowdown_of(generation: str) -> Slowdown:
-    """Fitted for a generation, or what was fitted over all of them."""
-    fitted = _fitted()
-    return fitted.get(generation, fitted["all"])
+    """Slowdown that was fitted for a generation, or over all of them."""
+    return fitted("estimates", Slowdown, generation)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +114,7 @@ def told(cycles: float, parts: Parts, slow: Slowdown) -> float:
 
 def matrix_seconds(work: Work, rates: Rates) -> float:
     """Seconds of the matrix units at their peak, with what their width leaves idle."""
-    return work.matrix((rates.chip.mxu_shape or WIDTHS)[0]) / rates.peak(work.dtype)
+    return work.matrix(matrix_width(rates.chip)) / rates.peak(work.dtype)
 
 
 def parts_of(
@@ -206,8 +194,8 @@ def _crossing(computation: Computation, instruction: Instruction) -> float:
         return 0.0
     if not crosses:
         return 0.0
-    along = -(-shape.dims[_fastest(shape)] // _LANES)
-    return math.prod(shape.padded_dims) / _REGISTER / along
+    along = -(-shape.dims[_fastest(shape)] // LANES)
+    return math.prod(shape.padded_dims) / REGISTER / along
 
 
 def _used(computation: Computation) -> dict[str, float]:

@@ -16,15 +16,21 @@ many balanced routing fills is in the call's scope, ``rows_EXPECTED_of_ROWS``.
 import itertools
 import math
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 from systolic.hlo import Computation, Instruction
+from systolic.sim.calibration import fitted
 from systolic.sim.kernels import KernelCost
-from systolic.sim.rates import Rates, cores, cores_used, f32_passes, vector_rate
+from systolic.sim.rates import (
+    REGISTER,
+    Rates,
+    cores,
+    cores_used,
+    f32_passes,
+    matrix_width,
+    vector_rate,
+)
 
 _XLA = re.compile(r'ragged_dot_tiling="(\d+),(\d+),(\d+)"')
 _TOKAMAX = re.compile(r'tile_m\\*": (\d+), \\*"tile_k\\*": (\d+), \\*"tile_n\\*": (\d+)')
@@ -33,8 +39,6 @@ _INTEGER = re.compile(r"-?\d+")
 _THROUGH = ("copy", "copy-start", "copy-done", "bitcast", "get-tuple-element", "reshape")
 _METADATA = "ragged-dot-metadata"
 """XLA's kernel that makes the lists of visits from the groups' sizes."""
-_LANES = 128
-_REGISTER = (8, 128)
 _MASK_OPS = 3.0
 """An element of both operands' tiles where the last one reaches beyond the depth: index, comparison, selection."""
 _NARROW = ("bf16", "f16", "f32", "s8", "u8", "s4", "u4", "f8")
@@ -54,16 +58,9 @@ class GroupedPace:
     """Of the catalogue's HBM rate at which windows come."""
 
 
-@cache
-def _fitted() -> dict[str, GroupedPace]:
-    table = tomllib.loads((Path(__file__).parent / "grouped.toml").read_text())
-    return {name: GroupedPace(**{**table["all"], **row}) for name, row in table.items()}
-
-
 def pace_of(generation: str) -> GroupedPace:
-    """Fitted for a generation, or what stands for all others."""
-    fitted = _fitted()
-    return fitted.get(generation, fitted["all"])
+    """Pace that was fitted for a generation, or the one of all others."""
+    return fitted("grouped", GroupedPace, generation)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,13 +111,13 @@ def seconds_of(grouped: Grouped, rates: Rates, pace: GroupedPace | None = None) 
     pace = pace_of(rates.chip.name) if pace is None else pace
     used = cores_used(grouped.parallel, rates)
     rows, *narrow = grouped.tile
-    width = (rates.chip.mxu_shape or (_LANES, _LANES))[0]
+    width = matrix_width(rates.chip)
     depth, columns = (-(-size // width) * width for size in narrow)
     rate = rates.peak(grouped.dtypes[0]) / cores(rates)
     rate /= f32_passes(rates) if grouped.dtypes[0] == "f32" else 1.0
     matrix = 2.0 * rows * depth * columns / rate
     sums = (depth if grouped.transposed else rows) * columns
-    storing = sums / math.prod(rates.chip.vpu_shape or _REGISTER) / rates.clock_hz
+    storing = sums / REGISTER / rates.clock_hz
     matrix += pace.unhidden * min(matrix, storing) + pace.step_seconds
     moving = pace.share * rates.hbm / min(used, cores(rates))
 

@@ -12,14 +12,14 @@ from typing import Any
 
 from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.attention import attention_of, flops_of, seconds_of
+from systolic.sim.calibration import constant
 from systolic.sim.rates import Rates, cores, cores_used, f32_passes, vector_rate
+from systolic.sim.work import PASSES
 
 _NAME = re.compile(r"(splash_mha|splash_mqa|flash_attention|flash_mha)")
 """How the names of attention kernels begin. A scope around another kernel may hold the same letters."""
 
-STEP_SECONDS = 3.5e-7
-"""Of one step of a kernel's grid, for its scalar work and the ends of its transfers. Assumed: a third of a
-microsecond is what Pallas kernels with nothing to do show; no source prints it for these chips."""
+STEP_SECONDS: float = constant("kernels.step_seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,12 @@ def _estimated(rates: Rates, estimate: Mapping[str, Any]) -> KernelCost | None:
     return KernelCost(max(compute, moved / rates.hbm), flops)
 
 
-F32_PASSES = 6.0
-"""bf16 products of an f32 matmul at full precision."""
-
-
 def _counted(
     computation: Computation, call: Instruction, rates: Rates, counted: Mapping[str, Any]
 ) -> KernelCost:
     """Seconds of a kernel by what its body was counted to do (:mod:`systolic.aot.kernels`)."""
     narrow = f32_passes(rates)
-    passes = {"f32": narrow, "f32x6": max(narrow, F32_PASSES)}
+    passes = {"f32": narrow, "f32x6": max(narrow, PASSES["highest"])}
     flops = {name: float(number) for name, number in counted["flops"].items()}
     matrix = sum(
         n * passes.get(name, 1.0) / rates.peak(_HLO.get(name, name)) for name, n in flops.items()

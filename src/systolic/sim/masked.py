@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from systolic.hlo import Instruction
+from systolic.sim.calibration import constant
 from systolic.sim.rates import Rates, cores
 
 _STARTS = "ITERATION_SKIPPER_MODE_GROUP_STARTS"
 _MODES = (_STARTS, "ITERATION_SKIPPER_MODE_ITERATION_INDICES")
-VISITED = 1.7
-"""Seconds of a step that is left over the compiler's cycles for it, which know neither the mask nor the starts: median of
-the gradients on v5e and TPU7x (benchmarks/operations, fit half)."""
+VISITED: float = constant("masked.visited")
 
 
 def masked_share(instruction: Instruction) -> float | None:

@@ -13,14 +13,12 @@ from functools import cached_property
 
 from systolic.chips import Slice
 from systolic.hlo import Crossing, Groups, Instruction, crossing_of
+from systolic.sim.calibration import constant
 from systolic.sim.rates import Rates
 
-PERMUTE_SECONDS = 4e-6
-"""Fixed cost of a permute: with one hop 5 us, between 4.5 us on v5p and 5.6 us on v6e, measured for 1 KiB
-(marin-community/marin, issue 6736)."""
-ALL_REDUCE_OVER_RINGS = 0.68
-"""Of both directions of all axes, what an all-reduce over two rings reaches: 235.8 GB/s were measured on the 16 x 16
-chips of v6e-256 (accelerator-microbenchmarks), where four directions of 86.8 GB/s come together."""
+PERMUTE_SECONDS: float = constant("network.permute_seconds")
+ALL_REDUCE_OVER_RINGS: float = constant("network.all_reduce_over_rings")
+DIE_LINKS: float = constant("network.die_links")
 
 Place = tuple[int, ...]
 """(x, y, z, core, slice) of a device."""
@@ -215,7 +213,7 @@ class Network:
         latency = sum(span.hops for span in extent.spans) * self.rates.hop_seconds
         rounds = 2.0 if kind == "all-reduce" else 1.0
         if not extent.spans:  # the two dies of a chip
-            rate = self.rates.chip.die_to_die_bytes_per_second or 4 * self.rates.link
+            rate = self.rates.chip.die_to_die_bytes_per_second or DIE_LINKS * self.rates.link
             return rounds * whole / 2 / rate, rounds * whole / 2
         n = extent.members
         if kind == "all-to-all":

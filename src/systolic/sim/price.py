@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, replace
 
 from systolic.hlo import Computation, Instruction, Module
-from systolic.sim.calibration import Calibration
+from systolic.sim.calibration import Calibration, constant
 from systolic.sim.estimate import matrix_seconds, parts_of, slowdown_of, taken, told
 from systolic.sim.grouped import grouped_cost
 from systolic.sim.kernels import kernel_cost
@@ -46,7 +46,7 @@ FREE_TARGETS = frozenset(
 )
 _SMALL = 4096
 """Bytes below which an op without an estimate is scalar bookkeeping."""
-_SMALL_SECONDS = 2e-7
+_SMALL_SECONDS: float = constant("price.small_seconds")
 
 
 @dataclass(frozen=True, slots=True)

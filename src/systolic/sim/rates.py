@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from systolic.chips import Chip, Slice
+from systolic.chips import Chip, Slice, known, usual
 from systolic.core.errors import NotFoundError
 
 _NARROW = {"s8": "int8", "u8": "int8", "s4": "int4", "u4": "int4"}
@@ -38,8 +38,16 @@ class Rates:
         return self.peaks.get(_NARROW.get(dtype, "bf16"), self.peaks["bf16"])
 
 
-_TILE_LANES = 128
-"""Of the tiles that a kernel's f32 matmuls feed the matrix units with."""
+SUBLANES, LANES = usual("tpu")["vpu_shape"].value
+"""Rows and columns of a vector register, and of the tiles that arrays lie in."""
+REGISTER = SUBLANES * LANES
+"""Elements of a vector register, 32 bits each."""
+
+
+def matrix_width(chip: Chip | None) -> int:
+    """Rows and columns of a chip's matrix units; the narrowest there are where they are not known."""
+    shape = chip.mxu_shape if chip is not None else None
+    return (shape or usual("tpu")["mxu_shape"].value)[0]
 
 
 def f32_passes(rates: "Rates") -> float:
@@ -49,15 +57,13 @@ def f32_passes(rates: "Rates") -> float:
     wider array. On v6e (256 wide) that is 1/8 of the bf16 rate; 8.1 was measured there on a Pallas matmul
     (vlasenkoalexey/xprof-cli, tests/fixtures). Assumed for other generations.
     """
-    width = (rates.chip.mxu_shape or (_TILE_LANES, _TILE_LANES))[0]
-    return 2.0 * (width / _TILE_LANES) ** 2
+    return 2.0 * (matrix_width(rates.chip) / LANES) ** 2
 
 
 def vector_rate(rates: Rates) -> float:
     """f32 operations per second of a device's vector units: lanes x ALUs x clock."""
-    chip = rates.chip
-    rows, lanes = chip.vpu_shape or (8, 128)
-    return rows * lanes * (chip.vpu_alus_per_lane or 4) * cores(rates) * rates.clock_hz
+    alus = known(rates.chip, "vpu_alus_per_lane")
+    return REGISTER * alus * cores(rates) * rates.clock_hz
 
 
 def cores(rates: Rates) -> int:
@@ -72,16 +78,6 @@ def cores_used(parallel: Sequence[int], rates: Rates) -> float:
     """
     largest = max([1, *parallel])
     return largest / -(-largest // cores(rates))
-
-
-HOP_SECONDS = 1e-6
-"""Latency of one ICI hop: about 1 us (How to Scale Your Model, sharding.md)."""
-
-COLLECTIVE_SECONDS = 5e-6
-"""Fixed cost of a collective where the catalogue has none: the scaling book measured 8 us for an
-all-gather that its formula puts at 3 us."""
-
-DCN_SHARE = 1.0
 
 
 _STATE = re.compile(r"--xla_tpu_dvfs_p_state=(\d+)")
@@ -141,9 +137,8 @@ def rates_of(on: Slice, power_state: int | None = None, flags: Sequence[str] = (
         "int8": chip.peak_int8_ops_per_second,
         "int4": chip.peak_int4_ops_per_second,
     }
-    per_host = chip.chips_per_host or 4
     dcn = chip.measured_dcn_bytes_per_second_per_chip or (
-        (chip.dcn_bytes_per_second_per_host or 25e9) / per_host
+        known(chip, "dcn_bytes_per_second_per_host") / known(chip, "chips_per_host")
     )
     return Rates(
         chip=chip,
@@ -160,9 +155,9 @@ def rates_of(on: Slice, power_state: int | None = None, flags: Sequence[str] = (
             or needed["ici_bytes_per_second_per_link"]
             or 0.0
         ),
-        axes=chip.ici_axes or 2,
-        hop_seconds=HOP_SECONDS,
-        collective_seconds=chip.measured_all_gather_fixed_seconds or COLLECTIVE_SECONDS,
+        axes=known(chip, "ici_axes"),
+        hop_seconds=known(chip, "ici_hop_seconds"),
+        collective_seconds=known(chip, "measured_all_gather_fixed_seconds"),
         dcn=dcn / devices,
-        host=(chip.pcie_bytes_per_second_per_chip or 16e9) / devices,
+        host=known(chip, "pcie_bytes_per_second_per_chip") / devices,
     )

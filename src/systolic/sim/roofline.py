@@ -18,6 +18,7 @@ from systolic.hlo.collectives import COLLECTIVES
 from systolic.hlo.groups import groups_of
 from systolic.hlo.loops import trip_count
 from systolic.hlo.origin import named
+from systolic.sim.calibration import constant
 from systolic.sim.estimate import vector_operations
 from systolic.sim.layers import layer_of
 from systolic.sim.notes import merged
@@ -27,19 +28,12 @@ from systolic.sim.switched import Switched, switched
 from systolic.sim.timeline import Resource, Span, Timeline
 from systolic.sim.work import Work, work_of
 
-MATMUL_EFFICIENCY = 0.80
-"""Of the published peak, for chips without a measured matmul in the catalogue: the best bf16 matmul
-on H100 (794.5 of 989 TFLOP/s, the catalogue's ml-engineering)."""
-MEMORY_EFFICIENCY = 0.94
-"""Of the published bandwidth, for chips without a measured one: the sum of two arrays of 4 GiB on
-H100 (How to Scale Your Model, gpus.md, question 7: 3.84 ms in theory, 4.1 ms measured)."""
-F32_SHARE = 0.5
-"""Rate of f32 matmuls over bf16's: JAX's default precision is TF32 on GPUs, at half the bf16 rate."""
-ATTENTION = ((64, 0.41), (128, 0.61))
-"""Head dim and share of the bf16 peak that cuDNN's attention reaches: forward, 2k to 16k tokens, H100
-(FlashAttention-3, arXiv 2407.08608, figure 5). The backward pass is taken to reach the same."""
-LAUNCH_SECONDS = 1.5e-6
-"""The least a GPU kernel takes (How to Scale Your Model, gpus.md, question 7)."""
+MATMUL_EFFICIENCY: float = constant("roofline.matmul_efficiency")
+MEMORY_EFFICIENCY: float = constant("roofline.memory_efficiency")
+F32_SHARE: float = constant("roofline.f32_share")
+ATTENTION: tuple[tuple[int, float], ...] = constant("roofline.attention")
+"""Head dim, and share of the bf16 peak that attention reaches with it."""
+LAUNCH_SECONDS: float = constant("roofline.launch_seconds")
 _FMHA = "__cudnn$fmha"
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
 

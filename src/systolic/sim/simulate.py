@@ -26,7 +26,7 @@ from systolic.sim.asynchronous import (
     kind_of,
     role_of,
 )
-from systolic.sim.calibration import Calibration, calibration_of
+from systolic.sim.calibration import Calibration, calibration_of, constant
 from systolic.sim.layers import layer_of
 from systolic.sim.network import Network, Place, crossings, default_places
 from systolic.sim.notes import merged
@@ -35,14 +35,11 @@ from systolic.sim.rates import Rates, rates_of
 from systolic.sim.timeline import Resource, Span, Timeline
 from systolic.sim.waits import slowest_slice, wait_for_slices
 
-DMA_SECONDS = 1e-6
-"""Latency of a copy between memories: 0.6 to 1.9 us were measured on v4 (tpu-v4-latency-numbers)."""
-DMA_SHARE = 0.9
-"""Of the HBM rate that a copy reaches."""
+DMA_SECONDS: float = constant("simulate.dma_seconds")
+DMA_SHARE: float = constant("simulate.dma_share")
+TURN_SECONDS: float = constant("simulate.turn_seconds")
 MUCH = 0.02
 """Share of the step above which it is said that ops were estimated."""
-TURN_SECONDS = 3e-7
-"""Of a loop's turn: the condition and the jump."""
 
 SPARSE = "sparse"
 """The lane of what is offloaded to SparseCores."""

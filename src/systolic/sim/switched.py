@@ -11,16 +11,13 @@ from dataclasses import dataclass
 from systolic.chips import Slice
 from systolic.core.errors import NotFoundError
 from systolic.hlo import Groups
+from systolic.sim.calibration import constant
 from systolic.sim.network import CollectiveCost
 
-LINK_EFFICIENCY = 370 / 450
-"""Of the published rate of a GPU's links: what a large all-reduce reaches on eight H100 (How to Scale
-Your Model, gpus.md). Taken for the network between hosts as well."""
-CALL_SECONDS = 8.4e-6
-HOP_SECONDS = 3.4e-6
-NET_HOP_SECONDS = 14e-6
-"""Fixed cost of a ring, of a step of it over NVLink, and over the network: NCCL's own tuning model
-(src/graph/tuning.cc, 2.2x, protocol Simple)."""
+LINK_EFFICIENCY: float = constant("switched.link_efficiency")
+CALL_SECONDS: float = constant("switched.call_seconds")
+HOP_SECONDS: float = constant("switched.hop_seconds")
+NET_HOP_SECONDS: float = constant("switched.net_hop_seconds")
 _ROUNDS = {"all-reduce": 2}
 """A reduce-scatter and an all-gather."""
 

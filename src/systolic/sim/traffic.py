@@ -14,14 +14,15 @@ from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.aliases import shared_operand
 from systolic.hlo.collectives import COLLECTIVES
 from systolic.hlo.shape import HBM
+from systolic.sim.rates import LANES
 
 UPDATES = frozenset(("dynamic-update-slice", "scatter"))
 """Ops whose result takes the memory of the buffer that they update; XLA copies it before where it can't."""
 _SLICES = frozenset(("dynamic-slice", "slice", "gather"))
 _RENAMES = frozenset(("bitcast", "copy", "reshape"))
 _PASSING = ("AsyncCollectiveStart", "AsyncCollectiveDone")
-_LANES, _WORD_BITS = 128, 32
-"""An array's rows lie in memory as words of 32 bits, 128 to a row of a tile."""
+_WORD_BITS = 32
+"""An array's rows lie in memory as words of 32 bits, as many to a row of a tile as the vector unit has lanes."""
 
 
 def plain_bytes(module: Module, computation: Computation, instruction: Instruction) -> float:
@@ -106,7 +107,7 @@ def updated_bytes(module: Module, computation: Computation, update: Instruction)
     order = buffer.minor_to_major or tuple(range(len(sizes) - 1, -1, -1))
     packed = max(_WORD_BITS // max(buffer.bits, 1), 1)
     filled = list(sizes)
-    for dim, unit in zip(order, (_LANES, packed), strict=False):
+    for dim, unit in zip(order, (LANES, packed), strict=False):
         filled[dim] = min(-(-sizes[dim] // unit) * unit, max(buffer.padded_dims[dim], 1))
     touched = min(windows * math.prod(filled) * buffer.bits / 8, float(buffer.padded_bytes))
     read_before = filled != sizes or _combines(module, update)

@@ -6,12 +6,10 @@ step ends when the slowest slice has ended. The growth is about as much for each
 
 import math
 
+from systolic.sim.calibration import constant
 from systolic.sim.timeline import Resource, Span
 
-SHARE_PER_DOUBLING = 0.021
-"""Of the step, for each doubling of the slices. Fitted to half of the published series of growth (MaxText 16B on 1
-to 32 slices of v5e-256 and 22B on 1 to 4 of v4-128), judged on the other half (32B on v5e, 12B on v6e): a mean error
-of 2.6 % with it and 7.4 % without. Series and fit: benchmarks/accuracy/slices.py."""
+SHARE_PER_DOUBLING: float = constant("waits.share_per_doubling")
 
 
 def wait_for_slices(seconds: float, num_slices: int) -> float:

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from systolic.chips import usual
 from systolic.hlo import Computation, Instruction, Module, Shape
 from systolic.sim.traffic import fusion_bytes, plain_bytes
 
@@ -40,7 +41,7 @@ class Work:
         return max(self.issued[1 if width > WIDTHS[0] else 0], self.flops)
 
 
-WIDTHS = (128, 256)
+WIDTHS: tuple[int, int] = usual("tpu")["mxu_widths"].value
 """Rows and columns of a matrix unit: v2 to v5p, v6e and TPU7x."""
 
 
@@ -58,7 +59,7 @@ def work_of(module: Module, computation: Computation, instruction: Instruction) 
     return Work(bytes=moved, vector_flops=_summed(computation, instruction))
 
 
-_PASSES = {"highest": 6.0, "high": 3.0}
+PASSES = {"highest": 6.0, "high": 3.0}
 """bf16 products of an f32 matmul (XLA's bf16_6x and bf16_3x); one at the default precision."""
 
 
@@ -66,7 +67,7 @@ def _passes(instruction: Instruction, dtype: str) -> float:
     if dtype != "f32":
         return 1.0
     asked = instruction.attribute("operand_precision") or "{}"
-    return max(_PASSES.get(word.strip(), 1.0) for word in asked.strip("{}").split(","))
+    return max(PASSES.get(word.strip(), 1.0) for word in asked.strip("{}").split(","))
 
 
 def _matmul(instruction: Instruction, operands: list[Shape]) -> Work:
