@@ -23,6 +23,7 @@ def test_public_names() -> None:
         "chip",
         "chips",
         "forecast",
+        "plan",
         "slice",
     ]
     for name in systolic.__all__:

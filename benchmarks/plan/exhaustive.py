@@ -19,8 +19,11 @@ from systolic.chips import slice
 from systolic.core.files import write_json
 from systolic.forecasting.run import of_outcome
 from systolic.job import Job, Layout, Precision, Remat
-from systolic.planning import Candidate, Goal, Limits, Search, facts_of
 from systolic.planning.analytic import analyse
+from systolic.planning.candidate import Candidate
+from systolic.planning.facts import facts_of
+from systolic.planning.goal import Goal
+from systolic.planning.search import Limits, Search
 from systolic.planning.space import NAMED, check
 
 MODEL = {

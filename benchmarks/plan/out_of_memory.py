@@ -16,7 +16,7 @@ from systolic.aot import compile as compile_program
 from systolic.chips import slice
 from systolic.core.files import write_json
 from systolic.forecasting.run import of_outcome
-from systolic.planning import facts_of
+from systolic.planning.facts import facts_of
 from systolic.planning.ladder import find_fit
 from systolic.planning.search import shared
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from systolic.core.errors import SystolicError
     from systolic.forecasting import Forecast, Spread
     from systolic.forecasting import forecast_function as forecast
+    from systolic.session.planning import plan
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ _HOME = {
     "chip": "systolic.chips",
     "chips": "systolic.chips",
     "forecast": "systolic.forecasting",
+    "plan": "systolic.session.planning",
     "slice": "systolic.chips",
 }
 
@@ -39,6 +41,7 @@ __all__ = [
     "chip",
     "chips",
     "forecast",
+    "plan",
     "slice",
 ]
 

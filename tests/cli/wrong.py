@@ -76,7 +76,7 @@ def commands(run: Path, text: Path) -> Iterator[Command]:
         yield Command(("train", name, *given, *small), (*own, *_options(train.options)))
         on = ("--on", "v5e-4", "--quick")
         yield Command(("forecast", name, *given, *on), (*own, *_options(forecast.ForecastOptions)))
-    yield Command(("plan", "lm", "--on", "v5e-4"), tuple(_options(plan.options)))
+    yield Command(("plan", "lm", "--on", "v5e-4"), tuple(_options(plan.PlanOptions)))
     yield Command(("explain", "lm", "--on", "v5e-4"), tuple(_options(explain_job.options)))
     yield Command(("train", "--resume", str(run)), tuple(_options(resume.resume_options)))
     yield Command(("eval", str(run)), tuple(_options(evaluation.evaluate)))

@@ -11,9 +11,13 @@ from systolic.forecasting import Forecast
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.memory import MemoryMap
 from systolic.job import Axis, Layout, Precision, Remat
-from systolic.planning import Candidate, Facts, Goal, Objective, Plan, Trial, facts_of
 from systolic.planning.analytic import analyse
-from systolic.planning.plan import SearchStop
+from systolic.planning.candidate import Candidate
+from systolic.planning.facts import Facts, facts_of
+from systolic.planning.goal import Goal
+from systolic.planning.notes import NoAnswer, WayToAnswer
+from systolic.planning.objective import Objective
+from systolic.planning.plan import Plan, SearchStop, Trial
 from systolic.planning.space import RefusalRule, Refused
 
 OPTIONS = {
@@ -132,4 +136,5 @@ def plan(goal: Goal = GOAL, stopped: SearchStop | None = None) -> Plan:
         stopped=stopped,
         target="lm",
         options=OPTIONS,
+        notes=(NoAnswer(ways=tuple(WayToAnswer)),),
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from systolic.chips import slice
 from systolic.job import Layout, Precision, Remat, Residual
-from systolic.planning import Candidate
+from systolic.planning.candidate import Candidate
 from systolic.planning.space import NAMED
 
 ON = slice("v5e-16")

@@ -3,9 +3,13 @@
 from systolic.chips import slice
 from systolic.core.origin import Origin
 from systolic.job import Axis, Layout, Remat
-from systolic.planning import Candidate, CompileDepth, Freedom, Goal, Limits, Search, facts_of
 from systolic.planning.analytic import analyse
-from systolic.planning.space import candidates
+from systolic.planning.candidate import Candidate
+from systolic.planning.facts import facts_of
+from systolic.planning.goal import Goal
+from systolic.planning.plan import CompileDepth
+from systolic.planning.search import Limits, Search
+from systolic.planning.space import Freedom, candidates
 from systolic.planning.variants import changes
 from tests.planning.jobs import decoder_job
 

@@ -7,9 +7,8 @@ import pytest
 
 from systolic.chips import slice
 from systolic.job import Remat
-from systolic.planning import Freedom
 from systolic.planning.learned import Correction, likely
-from systolic.planning.space import candidates
+from systolic.planning.space import Freedom, candidates
 from tests.planning.jobs import decoder_job
 
 SPACE = list(candidates(decoder_job(), slice("v5e-16"), Freedom()))

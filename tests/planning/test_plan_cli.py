@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,83 +9,15 @@ from typing import Any
 import pytest
 
 from systolic.artifact.chosen import read
-from systolic.chips import slice
 from systolic.cli import plan as cli
 from systolic.cli.main import main
-from systolic.core.errors import NotFoundError, OptionError
-from systolic.job import Batch, Layout
-from systolic.planning import Freedom, Goal, Objective, PriceTerm, Search, SearchStage, SearchStop
-from systolic.planning.search import SearchProgress
+from systolic.cli.target import request
+from systolic.job import Layout
+from systolic.planning.plan import Plan, SearchStop
+from systolic.planning.search import SearchProgress, SearchStage
 from tests.planning import fabricated
 
 TINY = f"{Path(__file__).parents[1] / 'cli' / 'tiny.py'}:job"
-VERB = {
-    "tokens": None,
-    "examples": None,
-    "goal": None,
-    "deadline": None,
-    "budget": None,
-    "price": PriceTerm.on_demand,
-    "free": "",
-}
-
-
-def named(text: str, max_chips: int = 256) -> list[str]:
-    return [on.name for on in cli.slices_of(text, max_chips, PriceTerm.on_demand)]
-
-
-def test_slices_by_name_by_chip_and_all() -> None:
-    assert named("v5p-8, v5e-4,v5e-4") == ["v5p-8", "v5e-4"]
-    assert named("v5e", max_chips=8) == ["v5e-1", "v5e-4", "v5e-8"]
-    assert named("2xv5e-256", max_chips=8) == ["2xv5e-256"]
-    assert named("v5e-4,8xh100") == ["v5e-4", "8xh100"]
-    everything = [slice(name) for name in named("any", max_chips=16)]
-    assert {"v5e-16", "v5p-8", "v6e-4"} <= {on.name for on in everything}
-    for on in everything:
-        assert on.platform == "tpu"
-        assert on.num_chips <= 16
-        assert on.usd_per_hour.on_demand is not None
-
-
-@pytest.mark.parametrize(
-    ("text", "max_chips", "error", "said"),
-    [
-        ("v5e-17", 256, NotFoundError, "did you mean v5e-16"),
-        (",", 256, OptionError, "--on names no slice"),
-        ("8xcpu", 256, OptionError, "plan is for TPU and GPU slices"),
-        ("v5p", 1, OptionError, "no slice of v5p has 1 chips or fewer"),
-    ],
-)
-def test_slices_that_are_none(text: str, max_chips: int, error: Any, said: str) -> None:
-    with pytest.raises(error, match=re.escape(said)):
-        named(text, max_chips)
-
-
-def goal(**verb: Any) -> tuple[Goal, list[str]]:
-    slices = [slice("v5e-4"), slice("v5e-16")]
-    return cli.goal_of(fabricated.facts(), slices, {**VERB, **verb})
-
-
-def test_the_goal_is_the_jobs_own_work_unless_told() -> None:
-    own, notes = goal()
-    assert own.units == 1000 * 256 * 2048
-    assert own.objective is Objective.pareto
-    assert "the job's own 1,000 steps of 256 examples" in notes[0]
-    told, notes = goal(tokens=20e9, deadline="3d")
-    assert (told.units, told.deadline_seconds) == (20e9, 259200)
-    assert told.objective is Objective.cost
-    assert not notes
-    assert goal(examples=10.0)[0].units == 10 * 2048
-    assert goal(budget=1000.0)[0].objective is Objective.time
-
-
-def test_a_batch_per_device_is_said_to_differ() -> None:
-    job = replace(fabricated.facts().job, batch=Batch(per_device=8))
-    facts = replace(fabricated.facts(), job=job)
-    slices = [slice("v5e-4"), slice("v5e-16")]
-    _, notes = cli.goal_of(facts, slices, {**VERB, "tokens": 1e9})
-    assert "differs by slice (32 to 128 examples a step)" in notes[0]
-    assert "--batch fixes it" in notes[0]
 
 
 @pytest.mark.parametrize(
@@ -115,42 +46,36 @@ def test_tokens_of_a_job_without_any(capsys: pytest.CaptureFixture[str]) -> None
     assert "digits has no tokens; give --examples" in capsys.readouterr().err
 
 
-def test_freedom() -> None:
-    assert cli.freed("") == Freedom()
-    assert cli.freed("batch, precision") == Freedom(batch=True, precision=True)
+def planned(words: list[str], stopped: SearchStop | None = None, **goal: Any) -> int:
+    """The command with a planner that answers the fabricated plan, result by result."""
 
-
-def played(monkeypatch: pytest.MonkeyPatch, stopped: SearchStop | None, **goal: Any) -> None:
-    """Searches answer the fabricated plan, result by result."""
-
-    def run(self: Search) -> Any:
+    def planner(asked: Any, watch: Any) -> Plan:
         made = fabricated.plan(replace(fabricated.GOAL, **goal), stopped)
         for number, one in enumerate(made.tried, 1):
-            self.tried.append(one)
-            self.watch(
+            so_far = replace(made, tried=made.tried[:number])
+            watch(
                 SearchProgress(
                     stage=SearchStage.compiling,
                     compiled=number,
                     of=24,
                     running=["v5e-64 fsdp 64 remat full"],
-                    best=self.best(),
+                    best=so_far.best,
                     seconds=10.0 * number,
                     latest=one,
+                    answer=lambda so_far=so_far: so_far,
                 )
             )
         return made
 
-    monkeypatch.setattr(Search, "run", run)
-    monkeypatch.setattr(cli, "facts_of", lambda job: fabricated.facts())
+    asked = request("lm", [*words, "--tokens", "20e9"], "plan", cli.PlanOptions)
+    return cli.answer(asked, planner)
 
 
 def test_an_answer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    played(monkeypatch, None)
-    words = ["plan", "lm", "--on", "v5e-64,v6e-16", "--tokens", "20e9", "--html", "page.html"]
-    assert main(words) == 0
+    assert planned(["--on", "v5e-64,v6e-16", "--html", "page.html"]) == 0
     out, err = capsys.readouterr()
     assert "v6e-16 fsdp 16 remat minimal attention block 1024: 13.9 hours, $600" in out
     assert "run       systolic train lm --plan plan.json\n" in out
@@ -170,7 +95,6 @@ def test_a_killed_search_leaves_the_best_so_far(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    played(monkeypatch, None)
     seen = []
 
     def write(path: Path, value: Any) -> None:
@@ -180,7 +104,7 @@ def test_a_killed_search_leaves_the_best_so_far(
 
     monkeypatch.setattr(cli, "write_json", write)
     with pytest.raises(SystemExit):
-        main(["plan", "lm", "--on", "v5e-64", "--tokens", "20e9", "--goal", "pareto"])
+        planned(["--on", "v5e-64", "--goal", "pareto"])
     # The first result is the first best, the fifth the next.
     assert [(one["best"]["slice"], one["compiled"]) for one in seen] == [
         ("v5e-64", 1),
@@ -193,21 +117,19 @@ def test_ctrl_c_answers_with_the_best_so_far(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    played(monkeypatch, SearchStop.interrupted)
-    assert main(["plan", "lm", "--on", "v5e-64", "--tokens", "20e9", "--json"]) == 130
+    assert planned(["--on", "v5e-64", "--json"], SearchStop.interrupted) == 130
     out, err = capsys.readouterr()
     told = json.loads(out)
     assert told["stopped"] == "interrupted"
     assert told["command"] == "systolic train lm --plan plan.json"
-    assert "the same command goes on from here" in err
+    assert err.endswith("systolic: interrupted, finished compiles are kept; rerun to continue\n")
 
 
 def test_no_answer_says_what_came_nearest(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    played(monkeypatch, None, budget_usd=100.0)
-    assert main(["plan", "lm", "--on", "v5e-64", "--tokens", "20e9", "--budget", "100"]) == 1
+    assert planned(["--on", "v5e-64", "--budget", "100"], budget_usd=100.0) == 1
     out, _ = capsys.readouterr()
     assert "none keeps the goal" in out
     assert "nearest is v6e-16 fsdp 16 remat minimal attention block 1024, which costs $600" in (

@@ -8,8 +8,8 @@ from systolic.chips import slice
 from systolic.chips.flags import merged, name_of, resolved
 from systolic.core.errors import RunError
 from systolic.job import Layout, Remat
-from systolic.planning import facts_of
 from systolic.planning.change import Change, ChangedPart, compatible, layout_change, together
+from systolic.planning.facts import facts_of
 from systolic.planning.flags import SETS, joined
 from systolic.planning.ladder import difference
 from systolic.planning.remedies import Remedy, base_of, changes, try_all

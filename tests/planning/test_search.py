@@ -12,7 +12,11 @@ from systolic.forecasting import Forecast
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.memory import MemoryMap
 from systolic.job import Job
-from systolic.planning import Candidate, Goal, Limits, RefusalRule, Search, SearchStop
+from systolic.planning.candidate import Candidate
+from systolic.planning.goal import Goal
+from systolic.planning.plan import SearchStop
+from systolic.planning.search import Limits, Search
+from systolic.planning.space import RefusalRule
 from tests.planning.evaluators import AnsweringEvaluator
 from tests.planning.fabricated import facts
 from tests.planning.recorded import ON, candidate, rows

@@ -11,11 +11,13 @@ from systolic.chips.flags import name_of, resolved
 from systolic.core.errors import MissingExtraError
 from systolic.forecasting import Forecast
 from systolic.job import Job, Precision
-from systolic.planning import Candidate, CompileDepth, Goal, Limits, Objective, Search, SearchStop
 from systolic.planning.analytic import analyse
+from systolic.planning.candidate import Candidate
 from systolic.planning.flags import DEFAULT
-from systolic.planning.plan import Plan, Trial, ranking
-from systolic.planning.search import SearchProgress, SearchStage, shared
+from systolic.planning.goal import Goal
+from systolic.planning.objective import Objective
+from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial, ranking
+from systolic.planning.search import Limits, Search, SearchProgress, SearchStage, shared
 from systolic.report.plan import readings
 from tests.planning import fabricated
 from tests.planning.evaluators import AnsweringEvaluator

@@ -9,11 +9,10 @@ from systolic.chips.flags import shared_flags
 from systolic.job import Axis, Batch, Job, Layout, Precision, Remat, Residual
 from systolic.job.layout import Group
 from systolic.models.decoder.config import Decoder
-from systolic.planning import Freedom
 from systolic.planning.change import layout_change, together
 from systolic.planning.flags import DEFAULT, SETS, joined, sets_for
 from systolic.planning.goal import front, span
-from systolic.planning.space import candidates, check, meshes
+from systolic.planning.space import Freedom, candidates, check, meshes
 from systolic.planning.variants import changes
 from tests.planning.jobs import decoder_job, plain_job
 

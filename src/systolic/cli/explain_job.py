@@ -26,7 +26,7 @@ from systolic.job import Job
 from systolic.session.command_line import command
 
 if TYPE_CHECKING:
-    from systolic.planning import Candidate
+    from systolic.planning.candidate import Candidate
     from systolic.planning.ladder import Attempt
 
 QUICK = "from the compiler's schedule, the time of ops estimated: systolic forecast without --quick has their cycles"
@@ -170,8 +170,8 @@ class Explanation:
 
     def remedies(self, made: Forecast) -> dict[str, Any]:
         """Changes with what each gains, told as they come, and the command of the best that trains the same."""
-        from systolic.planning import facts_of
         from systolic.planning.evaluator import CompilingEvaluator
+        from systolic.planning.facts import facts_of
         from systolic.planning.remedies import base_of, changes, try_all
         from systolic.report.forecast.progress import ProgressLine
 
@@ -212,7 +212,7 @@ class Explanation:
 
     def out_of_memory(self, made: Forecast) -> int:
         """What holds the memory, then other layouts and slices until one fits; exit code 1 when none does."""
-        from systolic.planning import facts_of
+        from systolic.planning.facts import facts_of
         from systolic.planning.ladder import difference, find_fit
         from systolic.planning.plan import reason_of
         from systolic.report.forecast.progress import ProgressLine

@@ -1,6 +1,5 @@
 """What a plan is to reach: the shortest time, the lowest bill or energy, a deadline, a budget."""
 
-import enum
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,27 +8,10 @@ from systolic.chips import Slice
 from systolic.core.errors import OptionError
 from systolic.core.units import duration
 from systolic.forecasting.cost import bill_of
+from systolic.planning.objective import Objective, PriceTerm
 
 HOUR = 3600.0
 _SPANS = {"s": 1.0, "m": 60.0, "h": HOUR, "d": 24 * HOUR, "w": 7 * 24 * HOUR}
-
-
-class Objective(enum.Enum):
-    """What is made small."""
-
-    time = "time"
-    cost = "cost"
-    energy = "energy"
-    pareto = "pareto"
-    """Time and cost: every candidate that no other beats in both; the best is the cheapest per speed."""
-
-
-class PriceTerm(enum.Enum):
-    """Which price of the catalogue."""
-
-    on_demand = "on-demand"
-    spot = "spot"
-    committed = "committed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

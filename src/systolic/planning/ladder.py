@@ -11,7 +11,8 @@ from systolic.planning.candidate import Candidate
 from systolic.planning.evaluator import CompilingEvaluator, OpenEvaluator
 from systolic.planning.facts import Facts
 from systolic.planning.flags import DEFAULT
-from systolic.planning.goal import Goal, Objective
+from systolic.planning.goal import Goal
+from systolic.planning.objective import Objective
 from systolic.planning.plan import SearchStop, Trial, reason_of
 from systolic.planning.search import Limits, Search, Watch
 from systolic.planning.space import global_batch

@@ -4,7 +4,7 @@ import enum
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from systolic.artifact.chosen import FORMAT
 from systolic.forecasting import Forecast
@@ -12,8 +12,12 @@ from systolic.forecasting.forecast import COSTS
 from systolic.planning.analytic import Analysis
 from systolic.planning.candidate import Candidate
 from systolic.planning.facts import Facts
-from systolic.planning.goal import Goal, Objective, Total, front
+from systolic.planning.goal import Goal, Total, front
+from systolic.planning.objective import Objective
 from systolic.planning.space import RefusalRule, Refused
+
+if TYPE_CHECKING:
+    from systolic.planning.notes import PlanNote
 
 
 class SearchStop(enum.Enum):
@@ -79,6 +83,7 @@ class Plan:
     """The recipe's options."""
     arguments: Sequence[str] = ()
     """The same as they were typed."""
+    notes: "Sequence[PlanNote]" = ()
 
     @property
     def ranking(self) -> list[Trial]:

@@ -103,6 +103,8 @@ class SearchProgress:
     best: Trial | None
     seconds: float
     latest: Trial | None = None
+    answer: Callable[[], Plan]
+    """Makes the plan as it stands."""
 
 
 Watch = Callable[[SearchProgress], None]
@@ -486,5 +488,6 @@ class Search:
                 best=self.best(),
                 seconds=time.monotonic() - self._began,
                 latest=latest,
+                answer=self.answer,
             )
         )

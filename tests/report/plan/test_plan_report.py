@@ -11,8 +11,11 @@ import pytest
 from systolic.chips import slice
 from systolic.core.files import write_json
 from systolic.job import Remat
-from systolic.planning import Goal, Objective, Plan, RefusalRule, SearchStage, SearchStop, Trial
-from systolic.planning.search import SearchProgress
+from systolic.planning.goal import Goal
+from systolic.planning.objective import Objective
+from systolic.planning.plan import Plan, SearchStop, Trial
+from systolic.planning.search import SearchProgress, SearchStage
+from systolic.planning.space import RefusalRule
 from systolic.report.forecast.text import plain
 from systolic.report.plan import readings
 from systolic.report.plan.page import chart, places, render
@@ -28,7 +31,7 @@ LARGEST = 600_000
 
 
 def screen(made: Plan, width: int = 100) -> str:
-    return "\n".join(plain(lines(made, PATH, ["a note"], width)))
+    return "\n".join(plain(lines(made, PATH, width)))
 
 
 def with_more(*more: Trial, **goal: Any) -> Plan:
@@ -107,6 +110,7 @@ def progress(one: Trial, best: Trial | None) -> SearchProgress:
         best=best,
         seconds=41.2,
         latest=one,
+        answer=plan,
     )
 
 
@@ -148,7 +152,7 @@ def test_on_a_terminal_a_few_lines_are_redrawn() -> None:
 
 @pytest.mark.parametrize("stopped", [None, SearchStop.interrupted])
 def test_the_page_needs_nothing_else(stopped: SearchStop | None) -> None:
-    text = render(plan(stopped=stopped), PATH, ["a note"], root=Path("/nowhere"))
+    text = render(plan(stopped=stopped), PATH, root=Path("/nowhere"))
     page = Page(text)
     assert not re.search(r"https?://|@import|url\(", text)
     assert not {"link", "img", "iframe", "object", "embed"} & set(page.tags)
@@ -158,7 +162,7 @@ def test_the_page_needs_nothing_else(stopped: SearchStop | None) -> None:
         "systolic train lm --plan plan.json --candidate 2",
         "Time against cost",
         "no other is faster and cheaper",
-        "A note.",
+        "What may help: other slices",
         "1 does not fit, 1 did not compile",
     ):
         assert words in page.text, words

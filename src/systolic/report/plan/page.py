@@ -9,12 +9,13 @@ from systolic.aot.outcome import REPORT
 from systolic.core.errors import SystolicError
 from systolic.core.files import write_atomically
 from systolic.core.store import Store, cache_home, read_json
-from systolic.planning import Plan, Trial
 from systolic.planning.goal import HOUR, days, hourly
+from systolic.planning.plan import Plan, Trial
 from systolic.report import curves, figures
 from systolic.report.curves import PlotAxis
 from systolic.report.pages import Tile, fill
 from systolic.report.plan import readings
+from systolic.report.plan.notes import notes
 from systolic.report.plan.progress import result
 from systolic.report.plan.readings import RankingRow
 from systolic.report.plan.torus import Torus, torus
@@ -57,24 +58,21 @@ class ScatterChart:
     y_name: str
 
 
-def write_page(plan: Plan, path: Path, plan_path: Path | None, notes: Sequence[str] = ()) -> None:
+def write_page(plan: Plan, path: Path, plan_path: Path | None) -> None:
     """Writes the page.
 
     Raises:
         RunError: the file can't be written.
     """
-    write_atomically(path, render(plan, plan_path, notes))
+    write_atomically(path, render(plan, plan_path))
 
 
-def render(
-    plan: Plan, plan_path: Path | None, notes: Sequence[str] = (), root: Path | None = None
-) -> str:
+def render(plan: Plan, plan_path: Path | None, root: Path | None = None) -> str:
     """The page as text.
 
     Args:
         plan: What was found.
         plan_path: Of the JSON, for the commands.
-        notes: More to be said.
         root: Of the store that has the compiled programs; the usual one by default.
     """
     best = plan.best
@@ -87,7 +85,7 @@ def render(
         "lead": verdict.sentence,
         "facts": _facts(plan),
         "tiles": tiles(plan),
-        "notes": [*notes],
+        "notes": notes(plan),
         "commands": _commands(plan, plan_path, found),
         "chart": chart(plan, colours),
         "rows": found[:ROWS],

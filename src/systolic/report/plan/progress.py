@@ -14,9 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from systolic.core.units import duration
-from systolic.planning import Trial
 from systolic.planning.goal import days
-from systolic.planning.plan import reason_of
+from systolic.planning.plan import Trial, reason_of
 from systolic.planning.search import SearchProgress, SearchStage
 from systolic.report import figures, terminal
 from systolic.report.plan import readings

@@ -7,18 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from systolic.core.units import GIB, duration, si
-from systolic.planning import (
-    CompileDepth,
-    Objective,
-    Plan,
-    PriceTerm,
-    RefusalRule,
-    SearchStop,
-    Trial,
-)
 from systolic.planning.goal import days, dollars
-from systolic.planning.plan import reason_of
-from systolic.planning.space import Refused
+from systolic.planning.objective import Objective, PriceTerm
+from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial, reason_of
+from systolic.planning.space import RefusalRule, Refused
 from systolic.report import figures
 from systolic.report.forecast import readings
 from systolic.report.run.verdict import Tone, Verdict

@@ -11,10 +11,11 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
-from systolic.planning import Plan
+from systolic.planning.plan import Plan
 from systolic.report import figures, terminal
 from systolic.report.forecast.text import plain
 from systolic.report.plan import readings
+from systolic.report.plan.notes import notes
 from systolic.report.plan.readings import RankingRow
 from systolic.report.run.verdict import Tone
 
@@ -29,7 +30,6 @@ _LEFT = ("slice", "compile")
 def print_plan(
     plan: Plan,
     path: Path | None,
-    notes: Sequence[str] = (),
     *,
     stream: TextIO | None = None,
     environ: Mapping[str, str] | None = None,
@@ -40,7 +40,6 @@ def print_plan(
     Args:
         plan: What was found.
         path: Where it was written, for the commands.
-        notes: More to be said, one line each.
         stream: Where to.
         environ: The environment's variables.
         width: Columns of the terminal.
@@ -48,7 +47,7 @@ def print_plan(
     stream = sys.stdout if stream is None else stream
     environ = os.environ if environ is None else environ
     columns = width or shutil.get_terminal_size((100, 24)).columns
-    shown = lines(plan, path, notes, min(columns, MAX_WIDTH))
+    shown = lines(plan, path, min(columns, MAX_WIDTH))
     if terminal.can_redraw(stream, environ, columns):
         console = Console(file=stream, force_terminal=True, width=columns, highlight=False)
         for line in shown:
@@ -58,7 +57,7 @@ def print_plan(
         terminal.say(stream, line)
 
 
-def lines(plan: Plan, path: Path | None, notes: Sequence[str], width: int) -> list[Text]:
+def lines(plan: Plan, path: Path | None, width: int) -> list[Text]:
     """The screen, in lines of ``width`` columns; commands are never cut."""
     verdict = readings.verdict(plan)
     colour = _COLOURS[verdict.tone]
@@ -72,7 +71,7 @@ def lines(plan: Plan, path: Path | None, notes: Sequence[str], width: int) -> li
     rejected = _rejected(plan, width)
     shown += [Text(""), *rejected] if rejected else []
     shown += [Text(""), _cut(_row("searched", readings.searched(plan)), width)]
-    for number, note in enumerate(notes):
+    for number, note in enumerate(notes(plan)):
         first, *rest = textwrap.wrap(note, width - INDENT) or [""]
         shown.append(_row("notes" if not number else "", first, "dim"))
         shown += [_row("", line, "dim") for line in rest]

@@ -1,0 +1,173 @@
+"""What is worth reporting about a plan beside its figures, as values."""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from systolic.chips import Slice
+from systolic.planning.facts import Facts
+from systolic.planning.goal import Goal, hourly
+from systolic.planning.objective import PriceTerm
+from systolic.planning.plan import CompileDepth, Plan, full_over_schedule
+from systolic.planning.space import Freedom, global_batch
+
+OFF = 0.03
+"""Difference between full compiles and their schedules that is worth a note."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnWork:
+    """The goal is the job's own steps times its batch, since no other was given."""
+
+    units: float
+    unit: str
+    steps: int
+    batch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchDiffers:
+    """The job's batch is per device, so the global batch differs by slice."""
+
+    smallest: int
+    largest: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleOnly:
+    """The best was compiled up to its schedule."""
+
+    full_compiles: int
+    """How many candidates were compiled in full."""
+    asked: bool
+    """Whether more full compiles were asked for than have ended."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FullCompileRatio:
+    """Steps of full compiles on a chip take so many times what their schedules said."""
+
+    chip: str
+    ratio: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseFlags:
+    """Every program on the best candidate's chip is compiled with these flags."""
+
+    chip: str
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChipsNotCompiled:
+    """No slice of these chips was compiled."""
+
+    chips: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpusByRoofline:
+    """GPUs are among the slices, and their times are rooflines."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PricesUnknown:
+    """The catalogue has no such price of these slices."""
+
+    price: PriceTerm
+    slices: tuple[str, ...]
+
+
+class WayToAnswer(enum.Enum):
+    """What may give an answer where there is none."""
+
+    slices = "slices"
+    batch = "batch"
+    deadline = "deadline"
+    budget = "budget"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoAnswer:
+    """Nothing fits and keeps the goal."""
+
+    ways: tuple[WayToAnswer, ...]
+
+
+PlanNote = (
+    OwnWork
+    | BatchDiffers
+    | ScheduleOnly
+    | FullCompileRatio
+    | BaseFlags
+    | ChipsNotCompiled
+    | GpusByRoofline
+    | PricesUnknown
+    | NoAnswer
+)
+
+
+def before_search(
+    facts: Facts, slices: Sequence[Slice], freedom: Freedom, own_work: bool
+) -> list[PlanNote]:
+    """Notes on what is planned.
+
+    Args:
+        facts: Of the job.
+        slices: Where it may run.
+        freedom: What the search may change.
+        own_work: Whether the goal is the job's own steps.
+    """
+    job, found = facts.job, list[PlanNote]()
+    batches = {global_batch(job, on) for on in slices}
+    if own_work:
+        units = float(job.steps * min(batches) * facts.units_per_example)
+        found.append(OwnWork(units=units, unit=facts.unit, steps=job.steps, batch=min(batches)))
+    if len(batches) > 1 and not freedom.batch:
+        found.append(BatchDiffers(smallest=min(batches), largest=max(batches)))
+    return found
+
+
+def after_search(
+    plan: Plan, slices: Sequence[Slice], freedom: Freedom, finalists: int
+) -> list[PlanNote]:
+    """Notes on an answer, or on how to get one where there is none.
+
+    Args:
+        plan: What was found.
+        slices: Where it was searched.
+        freedom: What the search might change.
+        finalists: Full compiles that were asked for.
+    """
+    best = plan.best
+    if best is None:
+        return [NoAnswer(ways=_ways(plan.goal, freedom))]
+    found: list[PlanNote] = []
+    if best.depth is CompileDepth.schedule:
+        full = sum(one.full for one in plan.tried)
+        found.append(ScheduleOnly(full_compiles=full, asked=finalists > full))
+    for chip, ratio in full_over_schedule(plan.tried).items():
+        if abs(ratio - 1) > OFF:
+            found.append(FullCompileRatio(chip=chip, ratio=ratio))
+    if best.candidate.base:
+        found.append(BaseFlags(chip=best.candidate.on.chip.name, flags=best.candidate.base))
+    compiled = {one.candidate.on.chip.name for one in plan.tried}
+    if left := sorted({on.chip.name for on in slices} - compiled):
+        found.append(ChipsNotCompiled(chips=tuple(left)))
+    if any(on.platform == "gpu" for on in slices):
+        found.append(GpusByRoofline())
+    price = plan.goal.price
+    if unknown := sorted({on.name for on in slices if hourly(on, price) is None}):
+        found.append(PricesUnknown(price=price, slices=tuple(unknown)))
+    return found
+
+
+def _ways(goal: Goal, freedom: Freedom) -> tuple[WayToAnswer, ...]:
+    helps = {
+        WayToAnswer.slices: True,
+        WayToAnswer.batch: not freedom.batch,
+        WayToAnswer.deadline: goal.deadline_seconds is not None,
+        WayToAnswer.budget: goal.budget_usd is not None,
+    }
+    return tuple(way for way, may in helps.items() if may)

@@ -1,0 +1,205 @@
+"""From a job and the slices it may run on to a plan: what ``systolic plan`` and :func:`systolic.plan` call."""
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from systolic.chips import ChipKind, Slice, chips, named_slices, slice
+from systolic.chips.flags import resolved
+from systolic.core.errors import OptionError, nearest
+from systolic.job import Job
+from systolic.planning.evaluator import CompilingEvaluator, OpenEvaluator
+from systolic.planning.facts import Facts, facts_of
+from systolic.planning.goal import Goal, hourly, span
+from systolic.planning.notes import after_search, before_search
+from systolic.planning.objective import Objective, PriceTerm
+from systolic.planning.plan import Plan, default_objective
+from systolic.planning.search import Limits, Search, SearchProgress
+from systolic.planning.space import Freedom, global_batch
+
+ANY = "any"
+FREE = ("batch", "precision")
+MAX_CHIPS = 256
+
+
+def plan(  # noqa: PLR0913  the options of systolic plan
+    job: Job,
+    *,
+    on: str | Sequence[Slice],
+    tokens: float | None = None,
+    examples: float | None = None,
+    goal: Objective | str | None = None,
+    deadline: str | None = None,
+    budget: float | None = None,
+    price: PriceTerm | str = PriceTerm.on_demand,
+    free: str = "",
+    flags: str = "",
+    max_chips: int = MAX_CHIPS,
+    limits: Limits | None = None,
+    watch: Callable[[SearchProgress], None] = lambda _: None,
+    evaluator: OpenEvaluator = CompilingEvaluator,
+) -> Plan:
+    """The slice and the layout that reach a goal best; nothing of the slices need be there.
+
+    Args:
+        job: What to train; its layout is what is searched.
+        on: Slices, or names with commas: ``v5e-16,v5p-8``; ``v5e`` for all slices of a chip, ``any`` for all of TPUs.
+        tokens: To train on; by default the job's own steps times its batch.
+        examples: To train on, instead of tokens.
+        goal: ``time``, ``cost``, ``energy`` or ``pareto``; by default by the limits, as the command's.
+        deadline: For all the training: ``90m``, ``36h``, ``3d``.
+        budget: Dollars for all the training.
+        price: ``on-demand``, ``spot`` or ``committed``.
+        free: What may change beside the layout: ``batch``, ``precision`` or ``batch,precision``.
+        flags: Of the compiler, beside those that all jobs on a chip share; ``none`` leaves these out.
+        max_chips: Of a slice that ``any`` or the name of a chip stands for.
+        limits: When the search ends.
+        watch: Is given the progress; Ctrl-C ends the search with the best so far.
+        evaluator: Tells what a candidate does; by default the compiler.
+
+    Raises:
+        OptionError: options that contradict each other or do not parse.
+        NotFoundError: a name that is neither a slice nor a chip.
+    """
+    if tokens is not None and examples is not None:
+        raise OptionError("--tokens and --examples say the same in two ways; give one of them")
+    resolved(flags, None)  # its words, before anything takes time
+    freedom, limits = freed(free), limits or Limits()
+    wanted = Wanted(
+        tokens=tokens,
+        examples=examples,
+        objective=None if goal is None else _member(Objective, goal, "--goal"),
+        deadline_seconds=None if deadline is None else span(deadline),
+        budget_usd=budget,
+        price=_member(PriceTerm, price, "--price"),
+    )
+    slices = slices_of(on, max_chips, wanted.price) if isinstance(on, str) else list(on)
+    facts = facts_of(job)
+    search = Search(
+        facts=facts,
+        slices=slices,
+        goal=goal_of(facts, slices, wanted),
+        freedom=freedom,
+        flags=lambda on: resolved(flags, on.chip),
+        limits=limits,
+        watch=watch,
+        evaluator=evaluator,
+    )
+    return _with_notes(search.run(), search, wanted)
+
+
+def _with_notes(made: Plan, search: Search, wanted: "Wanted") -> Plan:
+    own = wanted.tokens is None and wanted.examples is None
+    before = before_search(search.facts, search.slices, search.freedom, own_work=own)
+    after = after_search(made, search.slices, search.freedom, search.limits.finalists)
+    return replace(made, notes=(*before, *after))
+
+
+Member = TypeVar("Member", bound=enum.Enum)
+
+
+def _member(kind: type[Member], value: Member | str, option: str) -> Member:
+    names = [one.value for one in kind]
+    if isinstance(value, str) and value not in names:
+        raise OptionError(
+            f"{option} is {value!r}{nearest(value, names)}; it takes {', '.join(names)}"
+        )
+    return kind(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """A goal as it was asked for, before the job's own work and the slices fill in the rest."""
+
+    tokens: float | None = None
+    examples: float | None = None
+    objective: Objective | None = None
+    deadline_seconds: float | None = None
+    budget_usd: float | None = None
+    price: PriceTerm = PriceTerm.on_demand
+
+
+def goal_of(facts: Facts, slices: Sequence[Slice], wanted: Wanted) -> Goal:
+    """The goal, made definite.
+
+    Raises:
+        OptionError: tokens of a job that has none.
+    """
+    job = facts.job
+    if wanted.tokens is not None and facts.unit != "tokens":
+        raise OptionError(f"{job.name} has no tokens; give --examples")
+    if wanted.tokens is not None:
+        units = wanted.tokens
+    elif wanted.examples is not None:
+        units = wanted.examples * facts.units_per_example
+    else:
+        # A batch per device makes more work on a larger slice: the smallest counts, whatever the order of slices.
+        batch = min(global_batch(job, on) for on in slices)
+        units = float(job.steps * batch * facts.units_per_example)
+    objective = wanted.objective or default_objective(
+        len(slices), wanted.deadline_seconds is not None, wanted.budget_usd is not None
+    )
+    return Goal(
+        objective=objective,
+        units=units,
+        unit=facts.unit,
+        deadline_seconds=wanted.deadline_seconds,
+        budget_usd=wanted.budget_usd,
+        price=wanted.price,
+    )
+
+
+def freed(text: str) -> Freedom:
+    """``batch,precision`` as what the search may change.
+
+    Raises:
+        OptionError: another word.
+    """
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    for word in words:
+        if word not in FREE:
+            raise OptionError(
+                f"--free is {word!r}{nearest(word, FREE)}; it takes batch, precision or batch,precision"
+            )
+    return Freedom(batch="batch" in words, precision="precision" in words)
+
+
+def slices_of(text: str, max_chips: int, price: PriceTerm) -> list[Slice]:
+    """The slices of a list of names, of chips and of ``any``; each once, as given.
+
+    Raises:
+        NotFoundError: a name that is neither a slice nor a chip.
+        OptionError: nothing is left below ``max_chips``.
+    """
+    found: dict[str, Slice] = {}
+    for word in (part.strip() for part in text.split(",")):
+        if word:
+            found |= {on.name: on for on in _meant(word, max_chips, price)}
+    if not found:
+        raise OptionError("--on names no slice; give v5e-16,v5p-8, a chip such as v5e, or any")
+    return list(found.values())
+
+
+def _meant(word: str, max_chips: int, price: PriceTerm) -> list[Slice]:
+    """The slices that one word of the list stands for."""
+    tpus = [one for one in chips() if one.kind is ChipKind.tpu and one.slice_rule is not None]
+    if word.lower() == ANY:
+        found = [on for one in tpus for on in named_slices(one) if hourly(on, price) is not None]
+        what = f"with a price {price.value}"
+    else:
+        meant = [one for one in tpus if word.lower() in (one.name, *one.aliases)]
+        if not meant:
+            on = slice(word)
+            if on.platform == "cpu":
+                raise OptionError(
+                    f"{on.name} is this machine: plan is for TPU and GPU slices; systolic forecast --on {on.name} shows one layout"
+                )
+            return [on]
+        found, what = named_slices(meant[0]), f"of {meant[0].name}"
+    small = [on for on in found if on.num_chips <= max_chips]
+    if not small:
+        raise OptionError(
+            f"no slice {what} has {max_chips} chips or fewer; raise --max-chips or name a slice"
+        )
+    return small

@@ -1,0 +1,136 @@
+"""``systolic.plan``: slices, goals and freedom from the words that people use, and the notes on an answer."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import systolic
+from systolic.chips import slice
+from systolic.core.errors import NotFoundError, OptionError
+from systolic.forecasting import Forecast
+from systolic.job import Batch, Job
+from systolic.planning.analytic import analyse
+from systolic.planning.candidate import Candidate
+from systolic.planning.goal import Goal
+from systolic.planning.notes import BaseFlags, BatchDiffers, OwnWork, ScheduleOnly, before_search
+from systolic.planning.objective import Objective, PriceTerm
+from systolic.planning.search import Limits, SearchProgress, SearchStage
+from systolic.planning.space import Freedom
+from systolic.report.plan.notes import text
+from systolic.session import planning
+from tests.planning import fabricated
+from tests.planning.evaluators import AnsweringEvaluator
+
+
+def named(text: str, max_chips: int = 256) -> list[str]:
+    return [on.name for on in planning.slices_of(text, max_chips, PriceTerm.on_demand)]
+
+
+def test_slices_by_name_by_chip_and_all() -> None:
+    assert named("v5p-8, v5e-4,v5e-4") == ["v5p-8", "v5e-4"]
+    assert named("v5e", max_chips=8) == ["v5e-1", "v5e-4", "v5e-8"]
+    assert named("2xv5e-256", max_chips=8) == ["2xv5e-256"]
+    assert named("v5e-4,8xh100") == ["v5e-4", "8xh100"]
+    everything = [slice(name) for name in named("any", max_chips=16)]
+    assert {"v5e-16", "v5p-8", "v6e-4"} <= {on.name for on in everything}
+    for on in everything:
+        assert on.platform == "tpu"
+        assert on.num_chips <= 16
+        assert on.usd_per_hour.on_demand is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "max_chips", "error", "said"),
+    [
+        ("v5e-17", 256, NotFoundError, "did you mean v5e-16"),
+        (",", 256, OptionError, "--on names no slice"),
+        ("8xcpu", 256, OptionError, "plan is for TPU and GPU slices"),
+        ("v5p", 1, OptionError, "no slice of v5p has 1 chips or fewer"),
+    ],
+)
+def test_slices_that_are_none(text: str, max_chips: int, error: Any, said: str) -> None:
+    with pytest.raises(error, match=re.escape(said)):
+        named(text, max_chips)
+
+
+SLICES = (slice("v5e-4"), slice("v5e-16"))
+
+
+def goal(**wanted: Any) -> Goal:
+    return planning.goal_of(fabricated.facts(), SLICES, planning.Wanted(**wanted))
+
+
+def test_the_goal_is_the_jobs_own_work_unless_told() -> None:
+    own = goal()
+    assert own.units == 1000 * 256 * 2048
+    assert own.objective is Objective.pareto
+    told = goal(tokens=20e9, deadline_seconds=259200.0)
+    assert (told.units, told.deadline_seconds) == (20e9, 259200)
+    assert told.objective is Objective.cost
+    assert goal(examples=10.0).units == 10 * 2048
+    assert goal(budget_usd=1000.0).objective is Objective.time
+
+
+def test_work_that_nobody_gave_is_a_note() -> None:
+    (note,) = before_search(fabricated.facts(), SLICES, Freedom(), own_work=True)
+    assert "the job's own 1,000 steps of 256 examples" in text(note)
+    assert not before_search(fabricated.facts(), SLICES, Freedom(), own_work=False)
+
+
+def test_a_batch_per_device_is_said_to_differ() -> None:
+    job = replace(fabricated.facts().job, batch=Batch(per_device=8))
+    facts = replace(fabricated.facts(), job=job)
+    (note,) = before_search(facts, SLICES, Freedom(), own_work=False)
+    assert note == BatchDiffers(smallest=32, largest=128)
+    assert "differs by slice (32 to 128 examples a step)" in text(note)
+    assert "--batch fixes it" in text(note)
+    assert not before_search(facts, SLICES, Freedom(batch=True), own_work=False)
+
+
+def test_freedom() -> None:
+    assert planning.freed("") == Freedom()
+    assert planning.freed("batch, precision") == Freedom(batch=True, precision=True)
+
+
+def estimate(job: Job, one: Candidate, full: bool) -> Forecast | None:
+    found = analyse(fabricated.facts(), one)
+    return fabricated.tried(
+        one, found.seconds_estimate, found.bytes_estimate / 2**30, full=full
+    ).forecast
+
+
+def test_a_plan_from_python_is_a_value_and_tells_its_progress() -> None:
+    stages = []
+
+    def watch(progress: SearchProgress) -> None:
+        stages.append(progress.stage)
+        assert len(progress.answer().tried) == progress.compiled
+
+    made = systolic.plan(
+        fabricated.facts().job,
+        on="v6e-8",
+        budget=1e9,
+        limits=Limits(programs=3, finalists=0, workers=1),
+        watch=watch,
+        evaluator=AnsweringEvaluator(estimate),
+    )
+    assert made.goal.objective is Objective.time
+    assert made.best is not None
+    assert made.best.candidate.on == slice("v6e-8")
+    assert [type(note) for note in made.notes] == [OwnWork, ScheduleOnly, BaseFlags]
+    assert {SearchStage.analysing, SearchStage.compiling} == set(stages)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"goal": "fast"}, "--goal is 'fast'; it takes time, cost, energy, pareto"),
+        ({"price": "sport"}, "--price is 'sport'; did you mean spot?"),
+        ({"tokens": 1.0, "examples": 1.0}, "give one of them"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(said)):
+        systolic.plan(fabricated.facts().job, on="v6e-8", **options)
