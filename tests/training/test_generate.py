@@ -88,7 +88,7 @@ def test_programs_are_compiled_once_for_prompts_of_a_size(precision: Precision):
     generator = Generator(steps, params, rest, GREEDY)
     texts = ["".join(generator.stream(text, tokens=20)) for text in ("a", "some text", "a")]
     assert texts[0] == texts[2] != ""
-    assert generator._prefill._cache_size() == generator._decode._cache_size() == 1
+    assert generator._programs.prefill._cache_size() == generator._programs.step._cache_size() == 1
     assert generator.context == 32
     assert generator.beyond("x" * 11, 20) == "", "11 bytes and the document's token and 20"
     assert "33 tokens of prompt and up to 1 new" in generator.beyond("x" * 32, 1)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from systolic.aot.program import StepKind, Traced
 from systolic.chips import Slice
 from systolic.core.errors import OptionError
-from systolic.job import Job
-from systolic.steps.decode import Decode, Sampling
+from systolic.job import Job, Sampling
+from systolic.steps.decode import Decode
 from systolic.steps.programs import jit_decode, jit_evaluate, jit_prefill, jit_train
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
@@ -77,10 +77,10 @@ def _generation(steps: StepFunctions, verb: StepKind, sequence: int) -> tuple[An
     model_state, begun = steps.abstract_state.model_state, decode.abstract_state(size, sequence)
     if verb is StepKind.decode:
         traced = jit_decode(decode, size).trace(params, model_state, begun, count=1)
-        return traced, decode.model.decode_flops(sequence) * size, size
+        return traced, decode.decode_flops(sequence) * size, size
     where = steps.target.sharding(steps.target.fit((size, sequence), ("batch", None)))
     tokens = jax.ShapeDtypeStruct((size, sequence), jnp.int32, sharding=where)
     traced = jit_prefill(decode, size).trace(
         params, model_state, tokens, begun.token, begun.key, capacity=sequence
     )
-    return traced, decode.model.prefill_flops(sequence) * size, size * sequence
+    return traced, decode.prefill_flops(sequence) * size, size * sequence

@@ -15,7 +15,14 @@ from systolic.job.layout import (
     Remat,
     Residual,
 )
-from systolic.job.model import Model, ModelStats, Target, Task
+from systolic.job.model import (
+    IncrementalDecoder,
+    Model,
+    ModelStats,
+    Target,
+    Task,
+    TokenScorer,
+)
 from systolic.job.optimizer import (
     Optimizer,
     OptimizerChange,
@@ -39,6 +46,7 @@ __all__ = [
     "FileReading",
     "Guard",
     "GuardRule",
+    "IncrementalDecoder",
     "Job",
     "Layout",
     "Mode",
@@ -62,4 +70,5 @@ __all__ = [
     "Stored",
     "Target",
     "Task",
+    "TokenScorer",
 ]

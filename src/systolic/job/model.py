@@ -1,7 +1,7 @@
 """The contracts of models and tasks, and what they may know about where they will run."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -118,6 +118,16 @@ class Model(ABC):
         del fields
         return 0.0
 
+    def prefill_flops(self, sequence: int) -> float | None:
+        """Matmul FLOPs of reading a prompt of ``sequence`` tokens into a cache; ``None``: counted from the program."""
+        del sequence
+        return None
+
+    def decode_flops(self, sequence: int) -> float | None:
+        """Matmul FLOPs of token ``sequence`` over a cache of those before it; ``None``: counted from the program."""
+        del sequence
+        return None
+
     def axes(self) -> frozenset[Axis]:
         """The mesh axes that can split it; any model can be copied and have its parameters sharded."""
         return frozenset((Axis.data, Axis.fsdp))
@@ -146,6 +156,81 @@ class Model(ABC):
         """A small model of the same structure that the same layout divides, for rehearsals."""
         del layout
         return self
+
+
+class TokenScorer(ABC):
+    """A module of a language model that scores targets itself, so that the logits of a batch need not exist at once.
+
+    It may sow ``router_loss`` and ``dropped``, f32[] each, as ``nnx.Intermediate``. A module without
+    this contract is called with ``inputs`` for the logits [batch, sequence, vocab].
+    """
+
+    @abstractmethod
+    def score(
+        self,
+        read: "Callable[[jax.Array, jax.Array], Any]",
+        targets: "jax.Array",
+        inputs: "tuple[jax.Array, jax.Array, jax.Array]",
+    ) -> Any:
+        """What ``read`` computes from the logits and the targets, under the layout's loss chunks.
+
+        Args:
+            read: Turns logits [..., vocab] and targets int32[...] into a tree of arrays [...].
+            targets: int32[batch, sequence].
+            inputs: tokens, segments and positions, int32[batch, sequence] each; a token sees earlier
+                tokens of its own segment only, and positions count within the segment.
+
+        Returns:
+            The tree, its arrays [batch, sequence].
+        """
+
+
+class IncrementalDecoder(ABC):
+    """A module of a language model that generates token by token over a cache.
+
+    The cache is a pytree of arrays. Rows of a batch are independent of each other, so that prompts of
+    different lengths share one: each row has its own count of tokens.
+    """
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions that the model can take, for learned ones; ``None`` where there is no limit."""
+        return None
+
+    @abstractmethod
+    def empty_cache(self, batch: int, capacity: int, dtype: Any) -> Any:
+        """A cache with room for ``capacity`` positions of ``batch`` rows, its keys and values in ``dtype``."""
+
+    @abstractmethod
+    def cache_axes(self) -> Any:
+        """The cache's tree with the logical names of each array's dims, a tuple, in place of the array.
+
+        ``batch`` names the dim of rows.
+        """
+
+    @abstractmethod
+    def prefill(
+        self, tokens: "jax.Array", count: "jax.Array", capacity: int, dtype: Any
+    ) -> "tuple[jax.Array, Any]":
+        """Reads the start of each row.
+
+        Args:
+            tokens: int32[batch, n], padded at the end: no token sees what comes after it.
+            count: int32[batch]: how many of the n are real.
+            capacity: Positions that the cache has room for.
+            dtype: Of the cache's keys and values.
+
+        Returns:
+            What :meth:`logits` takes, [batch, n, d_model], and the cache.
+        """
+
+    @abstractmethod
+    def logits(self, hidden: "jax.Array") -> "jax.Array":
+        """Logits [batch, n, vocab] of the last layer's output [batch, n, d_model]."""
+
+    @abstractmethod
+    def extend(self, tokens: "jax.Array", cache: Any) -> "tuple[jax.Array, Any]":
+        """Reads the next token of each row, int32[batch]: logits [batch, vocab] and the cache with the tokens in it."""
 
 
 class Mean(NamedTuple):

@@ -1,6 +1,7 @@
 """Text generation as pure functions: prefill reads a prompt into the cache, decode writes tokens from it."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,10 +10,8 @@ from jax.experimental.layout import Format
 from jax.experimental.layout import Layout as Order
 
 from systolic.core.errors import RunError
-from systolic.job import Sampling
-from systolic.models.decoder.cache import Cache
-from systolic.models.decoder.config import Decoder
-from systolic.models.decoder.module import DecoderModule
+from systolic.job import IncrementalDecoder, Sampling
+from systolic.steps import flops
 from systolic.steps.network import Arrays
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import RULES, SERVING
@@ -30,7 +29,8 @@ class DecodeState:
     """int32[batch]: the last token picked, not yet in the cache."""
     key: jax.Array
     """Random key."""
-    cache: Cache
+    cache: Any
+    """Of the model: see :class:`systolic.job.IncrementalDecoder`."""
 
 
 class Decode:
@@ -47,11 +47,13 @@ class Decode:
         module = jax.eval_shape(
             lambda: steps.network.module(*steps.network.init(jax.random.key(0)), train=False)
         )
-        if not isinstance(module, DecoderModule):
+        if not isinstance(module, IncrementalDecoder):
             raise RunError(
                 f"{steps.job.name} trains a model that does not generate text; use systolic eval, or systolic predict where its data has single files"
             )
-        self.model: Decoder = module.config
+        self.max_positions = module.max_positions
+        """Positions that the model can take; ``None`` where there is no limit."""
+        self._cache_axes = module.cache_axes()
 
     @property
     def placement(self) -> dict[str, Any]:
@@ -82,25 +84,47 @@ class Decode:
 
         def begin() -> DecodeState:
             module = self._module(*self.steps.network.init(jax.random.key(0)))
-            cache = module.empty_cache(size, capacity, jnp.dtype(target.dtype))
-            return DecodeState(token=cache.length, key=jax.random.key(0), cache=cache)
+            return DecodeState(
+                token=jnp.zeros((size,), jnp.int32),
+                key=jax.random.key(0),
+                cache=module.empty_cache(size, capacity, jnp.dtype(target.dtype)),
+            )
 
-        def split(array: Any, *axes: str | None) -> Any:
+        def split(array: Any, axes: tuple[str | None, ...]) -> Any:
             where = target.sharding(target.fit(array.shape, axes))
             return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
 
         shapes = jax.eval_shape(begin)
-        rows = (None, "batch", "kv_heads", None, None)
         return DecodeState(
-            token=split(shapes.token, "batch"),
-            key=split(shapes.key),
-            cache=Cache(
-                key=split(shapes.cache.key, *rows),
-                value=split(shapes.cache.value, *rows),
-                length=split(shapes.cache.length, "batch"),
-                recent=split(shapes.cache.recent, "batch", None),
-            ),
+            token=split(shapes.token, ("batch",)),
+            key=split(shapes.key, ()),
+            cache=jax.tree.map(split, shapes.cache, self._cache_axes),
         )
+
+    def prefill_flops(self, sequence: int) -> float:
+        """Matmul FLOPs of reading one prompt of ``sequence`` tokens."""
+        known = self.steps.job.model.prefill_flops(sequence)
+        if known is not None:
+            return known
+        state, tokens = (
+            self.abstract_state(1, sequence),
+            jax.ShapeDtypeStruct((1, sequence), jnp.int32),
+        )
+        prefill = partial(self.prefill, capacity=sequence)
+        return flops.count(prefill, *self._abstract_weights, tokens, state.token, state.key)
+
+    def decode_flops(self, sequence: int) -> float:
+        """Matmul FLOPs of token ``sequence`` of one row over a cache of those before it."""
+        known = self.steps.job.model.decode_flops(sequence)
+        if known is not None:
+            return known
+        state = self.abstract_state(1, sequence)
+        return flops.count(partial(self.decode, count=1), *self._abstract_weights, state)
+
+    @property
+    def _abstract_weights(self) -> tuple[Any, Any]:
+        state = self.steps.abstract_state
+        return jax.eval_shape(self.weights, state.params), state.model_state
 
     def prefill(
         self,

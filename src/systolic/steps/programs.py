@@ -1,9 +1,11 @@
 """The jitted programs of a job: what is trained and what is forecast is one and the same."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from systolic.job import Sampling
 from systolic.steps.decode import Decode
 from systolic.steps.steps import StepFunctions
 
@@ -48,6 +50,38 @@ def jit_decode(decode: Decode, size: int) -> Any:
         out_shardings=(_places(decode, size), None),
         compiler_options=decode.steps.target.compiler_options,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """The jitted programs that continue rows of text, compiled once for each size of prompt and cache."""
+
+    decode: Decode
+    weights: Any
+    """See :func:`jit_weights`."""
+    prefill: Any
+    """See :func:`jit_prefill`."""
+    step: Any
+    """See :func:`jit_decode`."""
+
+
+def generation(steps: StepFunctions, sampling: Sampling, rows: int = 1) -> Generation:
+    """The generation programs of a job: one object for each sampling and number of rows, so that each is traced once.
+
+    Raises:
+        RunError: the model does not generate text.
+    """
+    made = steps.generations.get((sampling, rows))
+    if made is None:
+        decode = Decode(steps, sampling)
+        made = Generation(
+            decode=decode,
+            weights=jit_weights(decode),
+            prefill=jit_prefill(decode, rows),
+            step=jit_decode(decode, rows),
+        )
+        steps.generations[sampling, rows] = made
+    return made
 
 
 def _places(decode: Decode, size: int) -> Any:

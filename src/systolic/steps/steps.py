@@ -52,6 +52,8 @@ class StepFunctions:
             for path, dims in self.network.axes.items()
         }
         self.optimizer = build(job.optimizer, self.learning_rate, axes)
+        self.generations: dict[Any, Any] = {}
+        """Jitted generation programs, kept by :func:`systolic.steps.programs.generation`."""
 
     # What there is: shapes and shardings
 

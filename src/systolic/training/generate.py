@@ -10,15 +10,16 @@ import numpy as np
 from systolic.core.errors import OptionError
 from systolic.data.text.fields import TextData
 from systolic.job import Job, Sampling
-from systolic.steps.decode import Decode
-from systolic.steps.programs import jit_decode, jit_prefill, jit_weights
+from systolic.steps.programs import generation
 from systolic.steps.steps import StepFunctions
 
 CHUNK = 16
 """Tokens per call of the compiled loop: long enough to hide the call, short enough to feel live."""
-SMALLEST_PROMPT = 128
-"""Tokens that a prompt is padded to at least, as a TPU's attention takes them; above it to powers of two, so that few programs are compiled."""
-SMALLEST_CACHE = 256
+BUCKET = 128
+"""Tokens that a prompt is padded to at least, as a TPU's attention takes them, and room for as many new ones; above it powers of two.
+
+So all prompts of a bucket share their programs, whatever their lengths.
+"""
 
 
 def tokenizer_of(job: Job) -> Any:
@@ -35,7 +36,10 @@ def tokenizer_of(job: Job) -> Any:
 
 
 class Generator:
-    """Continues prompts with one set of weights. Its programs are compiled once for each size.
+    """Continues prompts with one set of weights.
+
+    All generators of the same steps and sampling share their programs, compiled once for each bucket
+    of prompts and of new tokens.
 
     Args:
         steps: The programs of a text job.
@@ -53,10 +57,9 @@ class Generator:
     ) -> None:
         self.job, self.model_state = steps.job, model_state
         self.tokenizer = tokenizer_of(steps.job)
-        programs = Decode(steps, sampling)
+        self._programs = generation(steps, sampling)
         # Once, not in every call: cast, and on a TPU in the order that the decode step reads.
-        self.params = jit_weights(programs)(params)
-        self._prefill, self._decode = jit_prefill(programs, 1), jit_decode(programs, 1)
+        self.params = self._programs.weights(params)
 
     @property
     def context(self) -> int:
@@ -68,6 +71,11 @@ class Generator:
         tokenizer = self.tokenizer
         start = [] if tokenizer.start is None else [tokenizer.start]
         return start + list(tokenizer.encode(prompt)) or [0]
+
+    def room(self, prompt: str) -> int | None:
+        """New tokens that the model has positions for after a prompt; ``None`` where there is no limit."""
+        most = self._programs.decode.max_positions
+        return None if most is None else most - len(self.encode(prompt))
 
     def beyond(self, prompt: str, tokens: int) -> str:
         """A warning where a prompt and its new tokens pass the rows of training; else ""."""
@@ -88,36 +96,41 @@ class Generator:
             stop: The text ends before the first of these strings.
 
         Raises:
-            OptionError: ``tokens`` is below 1, or a stop string is empty.
+            OptionError: ``tokens`` is below 1, a stop string is empty, or the model has no positions
+                for so many tokens.
         """
         if tokens < 1:
             raise OptionError(f"tokens is {tokens}; ask for 1 or more")
+        if (room := self.room(prompt)) is not None and tokens > room:
+            raise OptionError(
+                f"tokens is {tokens} and the model has positions for {max(room, 0)} after this prompt; give a shorter prompt or fewer --tokens"
+            )
         ends = Stops(stop)
         for piece in self._pieces(prompt, tokens, seed):
-            told = ends.push(piece)
-            if told:
-                yield told
+            if certain := ends.push(piece):
+                yield certain
             if ends.met:
                 return
-        if model_state := ends.flush():
-            yield model_state
+        if rest := ends.flush():
+            yield rest
 
     def _pieces(self, prompt: str, tokens: int, seed: int) -> Iterator[str]:
         ids = self.encode(prompt)
-        row = np.zeros((1, _bucket(len(ids), SMALLEST_PROMPT)), np.int32)
+        size = _bucket(len(ids))
+        row = np.zeros((1, size), np.int32)
         row[0, : len(ids)] = ids
-        state = self._prefill(
+        state = self._programs.prefill(
             self.params,
             self.model_state,
             jnp.asarray(row),
             jnp.asarray([len(ids)], jnp.int32),
             jax.random.key(seed),
-            capacity=_bucket(len(ids) + tokens, SMALLEST_CACHE),
+            capacity=size + _bucket(tokens),
         )
         text = self.tokenizer.stream()
         left = tokens
         while left > 0:
-            state, found = self._decode(self.params, self.model_state, state, count=CHUNK)
+            state, found = self._programs.step(self.params, self.model_state, state, count=CHUNK)
             for token in np.asarray(found)[0][:left].tolist():
                 if token == self.tokenizer.end:
                     left = 0
@@ -125,8 +138,8 @@ class Generator:
                 if piece := text.push(token):
                     yield piece
             left -= CHUNK
-        if model_state := text.flush():
-            yield model_state
+        if rest := text.flush():
+            yield rest
 
 
 class Stops:
@@ -170,6 +183,6 @@ def _overlap(text: str, stop: str) -> int:
     return next((size for size in sizes if text.endswith(stop[:size])), 0)
 
 
-def _bucket(size: int, least: int) -> int:
-    """The smallest power of two from ``least`` that holds ``size``."""
-    return max(least, 1 << (size - 1).bit_length())
+def _bucket(size: int) -> int:
+    """The smallest power of two from :data:`BUCKET` that holds ``size``."""
+    return max(BUCKET, 1 << (size - 1).bit_length())

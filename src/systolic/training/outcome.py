@@ -4,8 +4,9 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from systolic.job import Job
+from systolic.job import Job, Sampling
 from systolic.steps.steps import StepFunctions
+from systolic.training.generate import Generator
 from systolic.training.ledger import Ledger
 from systolic.training.meter import Meter
 from systolic.training.progress import TrainingProgress
@@ -63,9 +64,8 @@ def next_command(job: Job, run: Path, *, unfinished: bool) -> str:
 
 def sample(steps: StepFunctions, params: Any, model_state: Any, prompt: str) -> str:
     """What a language model writes after ``prompt``."""
-    from systolic.job import Sampling
-    from systolic.training.generate import Generator
-
     generator = Generator(steps, params, model_state, Sampling())
-    pieces = generator.stream(prompt, tokens=SAMPLE_TOKENS, seed=steps.job.seed)
+    room = generator.room(prompt)
+    tokens = SAMPLE_TOKENS if room is None else min(room, SAMPLE_TOKENS)
+    pieces = generator.stream(prompt, tokens=tokens, seed=steps.job.seed)
     return "".join(pieces)

@@ -20,7 +20,6 @@ from systolic.chips import Slice
 from systolic.core.errors import LayoutError, RunError
 from systolic.core.units import duration, gibibytes
 from systolic.job import Batch, Job, Split
-from systolic.models.decoder.pipeline import num_microbatches
 from systolic.steps.programs import jit_evaluate, jit_train
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
@@ -158,7 +157,7 @@ def shrunk(job: Job, steps: StepFunctions) -> Job:
     layout = job.layout
     batch = layout.batch_ways * layout.accumulate
     if layout.pipeline > 1:
-        batch *= num_microbatches(steps.target, steps.batch_size // layout.accumulate)
+        batch *= layout.num_microbatches(steps.batch_size // layout.accumulate)
     return replace(
         job,
         model=job.model.shrink(layout),

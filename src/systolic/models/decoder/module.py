@@ -7,32 +7,22 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from systolic.job import Target
-from systolic.models.attention import attention, plain_dtype
-from systolic.models.decoder.cache import (
-    Cache,
-    ScorePart,
-    Sight,
-    appended,
-    attend_one,
-    latest,
-    stored,
-)
+from systolic.job import IncrementalDecoder, Target, TokenScorer
+from systolic.models.decoder.block import DecoderBlock
+from systolic.models.decoder.cache import Cache, appended, latest, stored
 from systolic.models.decoder.chunks import score_chunks
 from systolic.models.decoder.config import Decoder
-from systolic.models.decoder.latent import LatentAttention
 from systolic.models.decoder.moe import Mixture
 from systolic.models.decoder.ngrams import NGrams
-from systolic.models.decoder.parts import MLP, RMSNorm, rope
+from systolic.models.decoder.parts import RMSNorm
 from systolic.models.decoder.pipeline import run_stages
 from systolic.models.decoder.router import balance, moved
 from systolic.models.decoder.stack import at, run_layers, stack
 from systolic.models.decoder.stretch import Step, Stretch
-from systolic.models.masking import Logits, Masking, soft_cap
+from systolic.models.masking import Masking, soft_cap
 from systolic.models.order import Order, balanced
 from systolic.models.parameters import weight
-from systolic.models.product import product
-from systolic.models.remat import name, rematerialise
+from systolic.models.remat import rematerialise
 from systolic.models.residual import STREAM, gathered
 
 TIED_GAIN = 0.5
@@ -44,147 +34,7 @@ be that token again, at a loss of about the root of the width.
 """
 
 
-class DecoderBlock(nnx.Module):
-    """Attention and a feed-forward part, each behind a norm and added to the residual stream."""
-
-    def __init__(self, config: Decoder, mixture: bool, rngs: nnx.Rngs, target: Target) -> None:
-        d, h, k, e = config.d_model, config.heads, config.kv_heads, config.head_dim
-        self.attention_norm = RMSNorm(d, config.norm_eps, "norm")
-        self.latent = LatentAttention(config, rngs, target) if config.latent else None
-        if self.latent is None:
-            self.query = weight(rngs, (d, h, e), ("embed", "heads", "head_dim"), d)
-            self.key = weight(rngs, (d, k, e), ("embed", "kv_heads", "head_dim"), d)
-            self.value = weight(rngs, (d, k, e), ("embed", "kv_heads", "head_dim"), d)
-        read = config.value_dim
-        self.out = weight(
-            rngs,
-            (h, read, d),
-            ("heads", "head_dim", "embed"),
-            h * read,
-            (2 * config.layers) ** -0.5,
-        )
-        if config.qk_norm:
-            self.query_norm = RMSNorm(e, config.norm_eps, "norm")
-            self.key_norm = RMSNorm(e, config.norm_eps, "norm")
-        if config.sinks:
-            self.sinks = nnx.Param(jnp.zeros((h,)), out_sharding=("heads",))
-        self.mlp_norm = RMSNorm(d, config.norm_eps, "norm")
-        self.mlp = (
-            Mixture(config, rngs, target)
-            if mixture
-            else MLP(config, config.dense_width, rngs, target)
-        )
-        self.config, self.target = config, target
-
-    @property
-    def attention_logits(self) -> Logits:
-        """What the products of queries and keys go through."""
-        sinks = self.sinks[...] if self.config.sinks else None
-        return Logits(scale=self.config.query_dim**-0.5, cap=self.config.attention_cap, sinks=sinks)
-
-    def project(
-        self, x: jax.Array, positions: jax.Array, window: int = 0
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values [batch, sequence, heads or kv_heads, head_dim] of x [batch, sequence, d_model], without latents."""
-        x = gathered(self.target, x)
-        query = product(
-            self.target, "bsd,dhe->bshe", x, self.query[...], self.config.rounding, heads=True
-        )
-        key = product(
-            self.target, "bsd,dhe->bshe", x, self.key[...], self.config.rounding, heads=True
-        )
-        value = product(
-            self.target, "bsd,dhe->bshe", x, self.value[...], self.config.rounding, heads=True
-        )
-        if self.config.qk_norm:
-            query, key = self.query_norm(query), self.key_norm(key)
-        theta = self.config.theta(window)
-        return (
-            name(rope(query, positions, theta), "query"),
-            name(rope(key, positions, theta), "key"),
-            name(value, "value"),
-        )
-
-    def merge(
-        self,
-        x: jax.Array,
-        attended: jax.Array,
-        count: jax.Array | None = None,
-        order: Order | None = None,
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The rest of the block after attention: the residual stream and how its tokens were routed.
-
-        count int32[batch]: how many tokens of each row are real, the rest being padding; all without it.
-        """
-        constrain = self.target.constrain
-        with jax.named_scope("attention"):
-            attended = constrain(name(attended, "attention"), "batch", "sequence", "heads", None)
-            # Scattered before it is named, so that what a policy keeps of it is split too.
-            out = constrain(
-                product(
-                    self.target, "bshe,hed->bsd", attended, self.out[...], self.config.rounding
-                ),
-                *STREAM,
-            )
-            x = constrain(x + name(out, "out"), *STREAM)
-        with jax.named_scope("mlp"):
-            update, routing = self.mlp(self.mlp_norm(x), count, order)
-            return constrain(x + update, *STREAM), routing
-
-    def __call__(
-        self,
-        x: jax.Array,
-        segments: jax.Array,
-        positions: jax.Array,
-        order: Order | None = None,
-        window: int = 0,
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """x [batch, sequence, d_model], segments and positions int32[batch, sequence], all in ``order``; its own ``window``."""
-        x = name(x, "layer_input")
-        masking = Masking(segments=segments, causal=True, window=window, order=order)
-        attended, _ = self.attend(x, positions, masking)
-        return self.merge(x, attended, order=order)
-
-    def attend(
-        self, x: jax.Array, positions: jax.Array, masking: Masking
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """What the heads read, [batch, sequence, heads, size of a value], of x [batch, sequence, d_model], and what a cache keeps.
-
-        Kept are [batch, sequence, kv_heads, head_dim] each: keys and values, or a key for all heads and the latents.
-        """
-        with jax.named_scope("attention"):
-            given = self.attention_norm(x)
-            if self.latent is None:
-                query, key, value = self.project(given, positions, masking.window)
-                kept = (key, value)
-            else:
-                theta = self.config.theta(masking.window)
-                query, key, value, kept = self.latent.project(given, positions, theta)
-            constrain = self.target.constrain
-            query = constrain(query, "batch", "sequence", "heads", None)
-            key, value = (
-                constrain(part, "batch", "sequence", "kv_heads", None) for part in (key, value)
-            )
-            if self.latent is None:
-                kept = (key, value)
-            attended = attention(self.target, query, key, value, masking, self.attention_logits)
-            return attended, kept
-
-    def attend_next(
-        self, x: jax.Array, positions: jax.Array, cached: tuple[jax.Array, jax.Array], window: int
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """:meth:`attend` for one new token x [batch, 1, d_model] over a layer of the cache, which keeps what came before."""
-        given = self.attention_norm(x)
-        sight = Sight(positions, window, self.attention_logits, self.config.rolling)
-        dtype = plain_dtype(self.target, x.dtype)
-        if self.latent is not None:
-            return self.latent.read(given, self.config.theta(window), cached, sight, dtype)
-        query, key, value = self.project(given, positions, window)
-        part = ScorePart(query.astype(dtype), key, cached[0])
-        return attend_one([part], value, cached[1], sight).astype(x.dtype), (key, value)
-
-
-class DecoderModule(nnx.Module):
+class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
     """Tokens to logits."""
 
     def __init__(self, config: Decoder, rngs: nnx.Rngs, target: Target) -> None:
@@ -383,6 +233,12 @@ class DecoderModule(nnx.Module):
             jnp.zeros((batch,), jnp.int32),
             self.no_history(batch),
         )
+
+    def cache_axes(self) -> Any:
+        """See :class:`systolic.job.IncrementalDecoder`."""
+        rows, one = (None, "batch", "kv_heads", None, None), ("batch",)
+        axes: Any = Cache
+        return axes(key=rows, value=rows, length=one, recent=(*one, None))
 
     def _rows(self, capacity: int) -> int:
         """Of a cache for so many positions."""

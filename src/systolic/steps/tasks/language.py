@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.core.ranges import NOT_NEGATIVE, SHARE, check
-from systolic.job import Task
+from systolic.job import Task, TokenScorer
 from systolic.job.model import Mean
 
 if TYPE_CHECKING:
@@ -101,16 +101,11 @@ class LanguageModel(Task):
 def score(
     model: Any, batch: "Mapping[str, jax.Array]", read: "Callable[[jax.Array, jax.Array], Scores]"
 ) -> "tuple[Scores, Any]":
-    """What ``read`` makes of the logits and targets, and what the model sowed as ``nnx.Intermediate``.
-
-    A decoder whose layout has loss chunks never holds all logits; any other model is called for them.
-    """
+    """What ``read`` computes from the logits and the targets, and what the model sowed as ``nnx.Intermediate``."""
     from flax import nnx
 
-    from systolic.models.decoder.module import DecoderModule
-
     inputs = (batch["tokens"], batch["segments"], batch["positions"])
-    if isinstance(model, DecoderModule):
+    if isinstance(model, TokenScorer):
         call: Any = nnx.capture(model.score, nnx.Intermediate)
         return call(read, batch["targets"], inputs)
     call = nnx.capture(model, nnx.Intermediate)
