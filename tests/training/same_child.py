@@ -15,7 +15,7 @@ import numpy as np
 
 from systolic.core.errors import SystolicError
 from systolic.data.arrays import Arrays
-from systolic.data.skipped import Skipped
+from systolic.data.skipped_files import Skipped
 from systolic.data.text.documents import Documents
 from systolic.job import Data, Layout, Read, Split
 from systolic.training import hosts

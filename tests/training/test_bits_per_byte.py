@@ -11,7 +11,7 @@ import pytest
 from systolic.artifact.weights import Weights
 from systolic.data.text.bytes import StandardLibrary
 from systolic.data.text.documents import Documents
-from systolic.data.text.fields import TextData
+from systolic.data.text.text_data import TextData
 from systolic.job import Split
 from systolic.models.decoder.config import Decoder
 from systolic.training.evaluate import evaluate

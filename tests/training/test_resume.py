@@ -217,7 +217,7 @@ def test_a_resume_that_is_refused_changes_nothing(tmp_path: Path, whole: Whole):
     for other, told in (
         (
             replace(job, seed=1),
-            "the checkpoint was saved with examples in the order of seed 0, and now there are examples in the order of seed 1",
+            "the checkpoint was saved with examples in the order of seed 0, the data now has examples in the order of seed 1",
         ),
         (replace(job, steps=4), f"steps is 4, but {tmp_path} has a checkpoint of step "),
         (tiny.job(width=8), "is of another model"),

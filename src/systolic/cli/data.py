@@ -176,7 +176,7 @@ class TokenizerOptions:
 def tokenizer(options: TokenizerOptions) -> int:
     """``systolic data tokenizer``."""
     from systolic.data.text.documents import Documents
-    from systolic.data.text.learned import train
+    from systolic.data.text.train_tokenizer import train
 
     to = options.to
     data = Documents(path=options.path, field=options.field)

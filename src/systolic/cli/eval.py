@@ -84,7 +84,7 @@ def evaluate(
 
 def _name_skipped() -> None:
     """Damaged files that count in no metric, a line each."""
-    from systolic.data.skipped import FILES
+    from systolic.data.skipped_files import FILES
 
     for line in FILES.take():
         print(f"systolic: {line}; it was left out", file=sys.stderr)

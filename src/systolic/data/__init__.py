@@ -1,6 +1,6 @@
-"""Where examples come from: sources, shuffling, packing, batches with a saveable position.
+"""Data sources, shuffling, packing, and batches with a saveable position.
 
-``Data`` values (``arrays``, ``bytes``, ``documents`` and the image sources) open a ``Table`` of
-random-access examples or a stream of packed windows; Grain reads both ahead. Import the sources
-from their modules; importing this package loads nothing.
+``Data`` values (``arrays``, ``text.documents``, ``image.images`` …) open a ``Table`` of random-access
+examples or a stream of packed windows; Grain reads both ahead, and ``device_batches`` moves each batch
+to the devices. Import the sources from their modules; importing this package loads nothing.
 """

@@ -127,7 +127,7 @@ class Arrays(Data):
 
     def contents(self, split: Split) -> Contents | None:
         """Of the split's arrays; makes them."""
-        from systolic.data.contents import of_arrays
+        from systolic.data.fingerprint import of_arrays
 
         where = f"{split.value} arrays of {self.held}"
         return of_arrays(where, self.held.splits().get(split, {}))
@@ -138,14 +138,14 @@ class Arrays(Data):
         Raises:
             DataError: no such split, no examples, or arrays that are not as declared.
         """
-        from systolic.data.memory import Memory
-        from systolic.data.table import open_table
+        from systolic.data.array_table import ArrayTable
+        from systolic.data.random_access import open_table
 
         arrays = self.held.splits().get(read.split, {})
         fields = self.fields()
         if arrays:
             _agree(read.split, arrays, fields)
-        return open_table(Memory(arrays), read, fields, fill={"label": -1, "targets": -1})
+        return open_table(ArrayTable(arrays), read, fields, fill={"label": -1, "targets": -1})
 
     def labels(self) -> tuple[str, ...]:
         """The names of the classes."""

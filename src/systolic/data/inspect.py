@@ -8,7 +8,7 @@ import numpy as np
 
 from systolic.core.errors import DataError
 from systolic.data.text.documents import Documents
-from systolic.data.text.fields import TextData
+from systolic.data.text.text_data import TextData
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.job.data import MASK, Data, Read, Split
 

@@ -75,7 +75,7 @@ class Read:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """What tells the data of a split from other data (made by :mod:`systolic.data.contents`)."""
+    """What tells the data of a split from other data (made by :mod:`systolic.data.fingerprint`)."""
 
     where: str
     """A path for people; data that was moved is the same."""

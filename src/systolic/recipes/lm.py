@@ -8,7 +8,7 @@ from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT
 from systolic.data.text.bytes import StandardLibrary
 from systolic.data.text.documents import Documents
-from systolic.data.text.fields import TextData
+from systolic.data.text.text_data import TextData
 from systolic.job import (
     Batch,
     Checkpoints,

@@ -8,7 +8,7 @@ from typing import Any
 from systolic.artifact import manifest
 from systolic.artifact.run import Run
 from systolic.core.errors import DataError, OptionError, SystolicError
-from systolic.data.contents import contents_of, difference
+from systolic.data.fingerprint import contents_of, difference
 from systolic.job import Job, Split
 from systolic.job.data import Contents
 from systolic.session.command_line import plain_words, typed

@@ -11,7 +11,7 @@ from systolic.artifact import paths, trust
 from systolic.artifact.revision import check_revision
 from systolic.artifact.run import MODULES, RECIPE, TOKENIZER, Run
 from systolic.core.errors import NotFoundError, RunError
-from systolic.data.text.fields import TextData
+from systolic.data.text.text_data import TextData
 from systolic.job import Data, Job
 from systolic.recipes import Recipe
 from systolic.session.planned import plan_of, under_plan

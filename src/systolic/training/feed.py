@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 
-from systolic.data.blocks import Blocks, ProcessShare
-from systolic.data.place import Placed, share_of
+from systolic.data.device_batches import DeviceBatches, share_of
+from systolic.data.process_share import Blocks, ProcessShare
 from systolic.job import Job, Read, Split
 from systolic.job.data import MASK, Batches
 from systolic.steps.steps import StepFunctions
 
 
-def training(job: Job, steps: StepFunctions, workers: int) -> Placed:
+def training(job: Job, steps: StepFunctions, workers: int) -> DeviceBatches:
     """Endless shuffled batches of the job's size, laid out as the train step wants them."""
 
     def read(share: ProcessShare, block: int) -> Read:
@@ -26,7 +26,7 @@ def training(job: Job, steps: StepFunctions, workers: int) -> Placed:
     return _placed(job, steps, steps.batch_size, read)
 
 
-def evaluation(job: Job, steps: StepFunctions, split: Split) -> Placed:
+def evaluation(job: Job, steps: StepFunctions, split: Split) -> DeviceBatches:
     """One pass over a split in order, the last batch padded."""
 
     def read(share: ProcessShare, block: int) -> Read:
@@ -45,11 +45,11 @@ def evaluation(job: Job, steps: StepFunctions, split: Split) -> Placed:
 
 def _placed(
     job: Job, steps: StepFunctions, rows: int, read: Callable[[ProcessShare, int], Read]
-) -> Placed:
+) -> DeviceBatches:
     """Batches of ``rows`` over all processes, of which this one reads what its devices hold."""
     share = share_of(steps.batch_shardings[MASK], rows)
 
     def open_block(block: int) -> Batches:
         return job.data.open(read(share, block))
 
-    return Placed(Blocks(job.data, share, open_block), steps.batch_shardings)
+    return DeviceBatches(Blocks(job.data, share, open_block), steps.batch_shardings)

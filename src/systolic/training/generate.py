@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from systolic.core.errors import OptionError
-from systolic.data.text.fields import TextData
+from systolic.data.text.text_data import TextData
 from systolic.job import Job, Sampling
 from systolic.steps.programs import generation
 from systolic.steps.steps import StepFunctions

@@ -13,7 +13,7 @@ from typing import Any
 
 from systolic.artifact.reading import Peers
 from systolic.core.errors import DataError, OptionError, RunError
-from systolic.data.skipped import Skipped
+from systolic.data.skipped_files import Skipped
 
 TEXT_BYTES = 4096
 """Room for a text that the first process shares."""

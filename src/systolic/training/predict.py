@@ -10,7 +10,7 @@ import numpy as np
 
 from systolic.artifact.weights import Weights
 from systolic.core.errors import DataError, NotFoundError
-from systolic.data.text.fields import TextData
+from systolic.data.text.text_data import TextData
 from systolic.job.data import MASK, Data
 from systolic.training.setup import Setup
 
@@ -110,7 +110,7 @@ class Runner:
 
 def _score(run: Runner, data: TextData, file: Path) -> dict[str, Any]:
     """How well the model predicts a text."""
-    from systolic.data.text.listing import check_text
+    from systolic.data.text.find_corpus import check_text
     from systolic.data.text.rows import cut, lay
 
     check_text(file)

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import DataError, RunError, SystolicError
-from systolic.data.contents import contents_of, difference
+from systolic.data.fingerprint import contents_of, difference
 from systolic.job import Data, Split
 from systolic.job.data import Contents
 from systolic.training import hosts
@@ -58,7 +58,7 @@ def _settings(setup: "Setup") -> dict[str, Any]:
 def require_same_data(data: Data) -> None:
     """Refuses to begin where processes have different data, in any split.
 
-    Every process calls it at the same point. It covers what :mod:`systolic.data.contents` does, and
+    Every process calls it at the same point. It covers what :mod:`systolic.data.fingerprint` does, and
     the sizes of splits; data that can't tell its contents is compared by batches only.
 
     Raises:

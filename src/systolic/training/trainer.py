@@ -15,8 +15,8 @@ from systolic.aot.executable import Loaded
 from systolic.artifact import Run
 from systolic.artifact.checkpoint import Restored
 from systolic.core.errors import RunError
-from systolic.data.blocks import first_reader
-from systolic.data.skipped import FILES
+from systolic.data.process_share import first_reader
+from systolic.data.skipped_files import FILES
 from systolic.job import GuardRule, Mode, Split
 from systolic.training import hosts
 from systolic.training.evaluate import Evaluator

@@ -9,8 +9,8 @@ import pytest
 
 from systolic.core.errors import DataError, NotFoundError
 from systolic.data.image.idx import DEBIAN, Idx, read_idx
-from systolic.data.image.small import SmallImages
-from systolic.data.table import Picks
+from systolic.data.image.small_images import SmallImages
+from systolic.data.random_access import Picks
 from systolic.job import Read, Split
 
 NUM_TRAIN, NUM_TEST = 240, 50

@@ -468,7 +468,7 @@ def test_text_mistakes_are_one_line(tmp_path, tokenizer_file):
         Documents(path=path, validation_share=1.5)
     state = Documents(path=path).open(read()).get_state()
     with pytest.raises(
-        DataError, match="tokens of the tokenizer bytes, and now there are tokens of"
+        DataError, match="tokens of the tokenizer bytes, the data now has tokens of"
     ):
         Documents(path=path, tokenizer=tokenizer_file).open(read()).set_state(state)
 

@@ -168,10 +168,10 @@ def test_one_validation_document_and_sorted_groups_are_reported(
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"sequence": 32}, "windows of 2 documents, and now there are windows of 1 documents"),
-        ({"packing": Packing.cut}, "rows packed by fit, and now there are rows packed by cut"),
-        ({"shuffle_windows": 3}, "16 windows mixed, and now there are 3 windows mixed"),
-        ({"validation_share": 0.5}, "60 documents, and now there are "),
+        ({"sequence": 32}, "windows of 2 documents, the data now has windows of 1 documents"),
+        ({"packing": Packing.cut}, "rows packed by fit, the data now has rows packed by cut"),
+        ({"shuffle_windows": 3}, "16 windows mixed, the data now has 3 windows mixed"),
+        ({"validation_share": 0.5}, "60 documents, the data now has "),
     ],
 )
 def test_a_position_of_other_data_is_refused_in_words(

@@ -52,8 +52,8 @@ class Digits(Data):
         Raises:
             NotFoundError: scikit-learn is not installed.
         """
-        from systolic.data.image.small import SmallImages
-        from systolic.data.table import open_table
+        from systolic.data.image.small_images import SmallImages
+        from systolic.data.random_access import open_table
 
         images, labels = _splits()[read.split]
         changed = read.split is Split.train and read.shuffle
@@ -62,7 +62,7 @@ class Digits(Data):
 
     def load(self, path: Path) -> dict[str, Any]:
         """A picture (a light digit on dark ground) as image uint8[8, 8, 1]."""
-        from systolic.data.image.small import read_picture
+        from systolic.data.image.small_images import read_picture
 
         return {"image": read_picture(path, SIZE, 1)}
 
@@ -76,7 +76,7 @@ def _splits() -> "dict[Split, tuple[np.ndarray, np.ndarray]]":
     """Split to images uint8[n, 8, 8, 1] and labels int32[n]."""
     import numpy as np
 
-    from systolic.data.image.small import hold_out
+    from systolic.data.image.small_images import hold_out
 
     table = np.loadtxt(_file(), delimiter=",", dtype=np.float32)
     pixels, labels = table[:, :-1], table[:, -1].astype(np.int32)

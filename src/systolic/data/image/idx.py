@@ -63,7 +63,7 @@ class Idx(Data):
 
     def contents(self, split: Split) -> Contents | None:
         """Of the files for training, which validation comes out of too, and of those for the test."""
-        from systolic.data.contents import of_files
+        from systolic.data.fingerprint import of_files
 
         if split not in _FILES:
             return None
@@ -81,8 +81,8 @@ class Idx(Data):
             NotFoundError: no such folder, or no such file in it.
             DataError: a damaged file, or images or labels that are not as declared.
         """
-        from systolic.data.image.small import SmallImages
-        from systolic.data.table import open_table
+        from systolic.data.image.small_images import SmallImages
+        from systolic.data.random_access import open_table
 
         images, labels = self._examples(read.split)
         changed = read.split is Split.train and read.shuffle
@@ -97,7 +97,7 @@ class Idx(Data):
 
     def load(self, path: Path) -> dict[str, Any]:
         """A picture (a light thing on dark ground) as image uint8[size, size, 1]."""
-        from systolic.data.image.small import read_picture
+        from systolic.data.image.small_images import read_picture
 
         return {"image": read_picture(path, self.side, 1)}
 
@@ -107,7 +107,7 @@ class Idx(Data):
 
     def _examples(self, split: Split) -> "tuple[np.ndarray, np.ndarray]":
         """Images uint8[n, size, size, 1] and labels int32[n]."""
-        from systolic.data.image.small import hold_out
+        from systolic.data.image.small_images import hold_out
 
         stem = _FILES.get(split, "train")
         images, labels = _pair(

@@ -136,7 +136,7 @@ class Images(Data):
 
     def contents(self, split: Split) -> Contents | None:
         """Of the split's pictures."""
-        from systolic.data.contents import of_files
+        from systolic.data.fingerprint import of_files
 
         if (packed := _index(self.path)) is None:
             found = self.listing(split).files
@@ -161,7 +161,7 @@ class Images(Data):
 
         from systolic.core.errors import MissingExtraError
         from systolic.data.image.decoding import Crops, Decoded, PackedPictures, PictureFiles
-        from systolic.data.table import open_table
+        from systolic.data.random_access import open_table
 
         if importlib.util.find_spec("PIL") is None:
             raise MissingExtraError("reading pictures", "image")
@@ -185,7 +185,7 @@ class Images(Data):
     def load(self, path: Path) -> dict[str, Any]:
         """A picture or a .npy array as image uint8[side, side, channels], cropped as in evaluation."""
         from systolic.data.image.pictures import EVALUATION_SHARE
-        from systolic.data.image.small import read_picture
+        from systolic.data.image.small_images import read_picture
 
         return {"image": read_picture(path, self.side, self.channels, EVALUATION_SHARE)}
 
@@ -203,7 +203,7 @@ def listing(path: Path, held_out: float, split: Split, classes: tuple[str, ...] 
         NotFoundError: no such folder.
         DataError: no class in it, or a split with a class that training lacks.
     """
-    from systolic.data.image.small import hold_out
+    from systolic.data.image.small_images import hold_out
 
     root, own = _layout(path)
     classes = classes or _classes(root)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from systolic.core.errors import DataError, NotFoundError
 from systolic.core.ranges import check
-from systolic.data.text.fields import FILL, ROW, TextData, row_fields
+from systolic.data.text.text_data import FILL, ROW, TextData, row_fields
 from systolic.job import Layout
 from systolic.job.data import Batches, Contents, Field, Read, Split
 
@@ -60,7 +60,7 @@ class StandardLibrary(TextData):
 
     def contents(self, split: Split) -> Contents | None:
         """Of the split's files."""
-        from systolic.data.contents import of_files
+        from systolic.data.fingerprint import of_files
 
         return of_files(self._folder(), self.files(split))
 
@@ -79,7 +79,7 @@ class StandardLibrary(TextData):
         Raises:
             DataError: the split has no bytes.
         """
-        from systolic.data.table import open_table
+        from systolic.data.random_access import open_table
         from systolic.data.text.rows import RecordRows
 
         files = self.files(read.split)

@@ -12,7 +12,7 @@ import numpy as np
 
 from systolic.core.errors import DataError, MissingExtraError, nearest
 from systolic.data.shuffle import mix
-from systolic.data.text.sorted import sorted_by
+from systolic.data.text.parquet_order import sorted_by
 
 CHECKED_BYTES = 1 << 20
 """Of the first JSONL file, whose lines are checked when it is opened; all others when they are read."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from systolic.core.errors import DataError
 from systolic.core.ranges import COUNT, SHARE, check
-from systolic.data.text.fields import FILL, ROW, TextData, row_fields
 from systolic.data.text.packing import Packing
+from systolic.data.text.text_data import FILL, ROW, TextData, row_fields
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.job import Layout
 from systolic.job.data import Batches, Contents, Field, Read, Split
@@ -97,7 +97,7 @@ class Documents(TextData):
 
     def contents(self, split: Split) -> Contents | None:
         """Of the files of the training text, and of those for validation where they are others."""
-        from systolic.data.contents import of_files
+        from systolic.data.fingerprint import of_files
         from systolic.data.text.packed import find_packed
 
         path = self._path(split)
@@ -138,7 +138,7 @@ class Documents(TextData):
         """
         import numpy as np
 
-        from systolic.data.text.listing import changed_ns, find_corpus
+        from systolic.data.text.find_corpus import changed_ns, find_corpus
 
         path = self._path(split)
         corpus = find_corpus(path, self.field, PIECE_BYTES, changed_ns(path))
@@ -180,7 +180,7 @@ class Documents(TextData):
             NotFoundError: no such path, or no such tokenizer.
             DataError: no document, no such field, a damaged file, or a wrong tokenizer file.
         """
-        from systolic.data.table import check_read, open_table
+        from systolic.data.random_access import check_read, open_table
         from systolic.data.text.packed import find_packed
         from systolic.data.text.rows import RecordRows
         from systolic.data.text.windows import WindowBatches, Windows

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, Range, check
-from systolic.data.text.fields import TextData
+from systolic.data.text.text_data import TextData
 from systolic.job import Layout
 from systolic.job.data import Batches, Contents, Field, Read, Split
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from systolic.data.table import Picks, Table
+from systolic.data.random_access import Picks, Table
 
 
 class Piece(NamedTuple):

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from systolic.core.errors import DataError
+from systolic.data.random_access import check_read, prefetched
 from systolic.data.shuffle import keys, order, permute
-from systolic.data.table import check_read, prefetched
 from systolic.data.text.corpus import Corpus
-from systolic.data.text.fields import FILL
 from systolic.data.text.packing import Packing
 from systolic.data.text.rows import cut, fit, lay
+from systolic.data.text.text_data import FILL
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.job.data import MASK, Field, Read
 
@@ -253,7 +253,7 @@ class WindowBatches:
         for name, value in self._identity().items():
             if saved.get(name) != value:
                 raise DataError(
-                    f"the checkpoint was saved with {_phrase(name, saved.get(name))}, and now there are {_phrase(name, value)}; give the run the data and the options that it began with, or train a new run"
+                    f"the checkpoint was saved with {_phrase(name, saved.get(name))}, the data now has {_phrase(name, value)}; use the data and options the run began with, or start a new run"
                 )
         self._stop()
         self.first, self.window = int(saved["first"]), int(saved["window"])
@@ -365,7 +365,7 @@ class WindowBatches:
 
 
 def _phrase(name: str, value: Any) -> str:
-    """A part of a position's identity in words that follow "with" and "there are"."""
+    """Describes one part of a position's identity, to follow "with" or "has"."""
     words = {
         "documents": f"{value} documents",
         "documents per window": f"windows of {value} documents",

@@ -9,18 +9,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from systolic.core.errors import DataError
 from systolic.data.arrays import Arrays
-from systolic.data.blocks import Blocks, ProcessShare
-from systolic.data.place import Placed
+from systolic.data.device_batches import DeviceBatches
+from systolic.data.process_share import Blocks, ProcessShare
 from systolic.job.data import Read, Split
 
 DATA = Arrays.of(train={"number": np.arange(24)})
 
 
-def placed(epochs=None, ahead=2) -> Placed:
+def placed(epochs=None, ahead=2) -> DeviceBatches:
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     read = Read(split=Split.train, batch=4, epochs=epochs)
-    return Placed(whole(DATA.open(read)), {"number": sharding, "mask": sharding}, ahead)
+    return DeviceBatches(whole(DATA.open(read)), {"number": sharding, "mask": sharding}, ahead)
 
 
 def whole(batches) -> Blocks:
@@ -71,7 +71,7 @@ def test_an_error_of_the_data_reaches_the_consumer_and_closing_ends_the_thread()
             pass
 
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
-    batches = Placed(whole(Broken()), {"number": NamedSharding(mesh, PartitionSpec())})
+    batches = DeviceBatches(whole(Broken()), {"number": NamedSharding(mesh, PartitionSpec())})
     next(batches)
     next(batches)
     with pytest.raises(DataError, match="damaged"):

@@ -130,7 +130,7 @@ def test_a_position_goes_back_and_outlives_another_batch_size():
 
 def test_a_position_of_other_data_is_refused():
     state = numbered(10).open(read()).get_state()
-    with pytest.raises(DataError, match="saved with 10 examples, and now there are 11 examples"):
+    with pytest.raises(DataError, match="saved with 10 examples, the data now has 11 examples"):
         numbered(11).open(read()).set_state(state)
     with pytest.raises(DataError, match="seed"):
         numbered(10).open(read(seed=3)).set_state(state)
@@ -168,7 +168,7 @@ def test_bad_data_is_said_in_one_line():
         Arrays.of(train={"a": np.array(["x"])})
     with pytest.raises(DataError, match="more than int32"):
         Arrays.of(train={"a": np.array([2**40])})
-    with pytest.raises(OptionError, match="shard 2 of 2"):
+    with pytest.raises(OptionError, match="shard is 2 of 2"):
         numbered(3).open(read(shard=2, shards=2))
     declared = Arrays.call(lambda: {"train": {"a": np.zeros((2, 3))}}, fields=numbered(1).fields())
     with pytest.raises(DataError, match="make them agree"):

@@ -1,4 +1,7 @@
-"""From batches on the host to global arrays on the devices, a few ahead."""
+"""Batches on the devices: numpy arrays of the host become global sharded ``jax.Array`` here, a few batches ahead.
+
+:meth:`DeviceBatches._to_devices` is the one place where a batch becomes arrays on devices.
+"""
 
 import queue
 import threading
@@ -11,17 +14,17 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from systolic.core.errors import DataError
-from systolic.data.blocks import Blocks, ProcessShare
+from systolic.data.process_share import Blocks, ProcessShare
 
 Index = tuple[slice, ...]
 
 
 def share_of(sharding: NamedSharding, rows: int) -> ProcessShare:
-    """What this process reads of a batch of ``rows``: the rows that its devices hold, by the sharding's own map.
+    """Share of a global batch that this process reads: the rows that its devices hold.
 
     Args:
-        sharding: Of an array [rows] of the batch.
-        rows: Of the global batch.
+        sharding: Sharding of an array [rows] of the batch.
+        rows: Rows of the global batch.
     """
     indices = sharding.devices_indices_map((rows,))
     starts = {device: index[0].indices(rows)[0] for device, index in indices.items()}
@@ -33,24 +36,24 @@ def share_of(sharding: NamedSharding, rows: int) -> ProcessShare:
 
 
 class _Item(NamedTuple):
-    """What the feeding thread hands over: a batch, or why there is none."""
+    """Result of the feeding thread: a batch, the end, or an error."""
 
     batch: dict[str, jax.Array] | None
     state: bytes
-    """The position after the batch."""
+    """Position in the data after the batch."""
     error: Exception | None = None
 
 
-class Placed:
-    """Batches laid out as a step wants them.
+class DeviceBatches:
+    """Iterator over batches on the devices, sharded as the step expects.
 
-    A thread takes the host's batches and starts their transfers, so that the consumer waits only
-    when none has arrived; how long it did is :attr:`waited_seconds`.
+    A thread reads the host's batches and starts their transfers, so that the consumer waits only
+    when none has arrived; :attr:`waited_seconds` counts that.
 
     Args:
         blocks: The blocks of each batch that this process reads.
-        shardings: Where each array of a global batch lives.
-        ahead: Batches whose transfer has started before they are asked for, 1 or more.
+        shardings: Sharding of each array of the global batch.
+        ahead: Batches in transfer before they are requested, 1 or more.
     """
 
     def __init__(
@@ -67,21 +70,21 @@ class Placed:
 
     @property
     def share(self) -> ProcessShare:
-        """What this process reads of each batch."""
+        """Share of each batch that this process reads."""
         return self._blocks.share
 
     def __iter__(self) -> Iterator[dict[str, jax.Array]]:
         return self
 
     def start(self) -> None:
-        """Begins to read ahead; otherwise the first batch that is asked for does."""
+        """Starts to read ahead; by default the first request does."""
         if self._thread is None and not self._ended:
             self._stop.clear()
             self._thread = threading.Thread(target=self._feed, name="systolic-feed", daemon=True)
             self._thread.start()
 
     def __next__(self) -> dict[str, jax.Array]:
-        """Name to global jax.Array [batch, ...]; raises what reading the data raised."""
+        """Next batch: name to global jax.Array [batch, ...]; raises errors of reading the data."""
         if self._ended:
             raise StopIteration
         self.start()
@@ -98,21 +101,21 @@ class Placed:
         return item.batch
 
     def get_state(self) -> bytes:
-        """The position after the last batch that was handed out, not the last one read ahead."""
+        """Position after the last batch returned, not the last one read ahead."""
         return self._state
 
     def set_states(self, states: Sequence[bytes]) -> None:
-        """Goes to the position that :meth:`get_state` gave in each process of a run, in their order.
+        """Moves to the position that :meth:`get_state` returned in each process of a run, in their order.
 
         Raises:
-            DataError: see :meth:`systolic.data.blocks.Blocks.set_states`.
+            DataError: see :meth:`systolic.data.process_share.Blocks.set_states`.
         """
         self._halt()
         self._blocks.set_states(states)
         self._state, self._ended = self._blocks.get_state(), False
 
     def close(self) -> None:
-        """Ends the feeding thread and the host's readers."""
+        """Stops the feeding thread and the host's readers."""
         self._halt()
         self._ended = True
         self._blocks.close()
@@ -124,11 +127,11 @@ class Placed:
         self.close()
 
     def _feed(self) -> None:
-        """Runs in the thread, until the data ends, fails or is no longer wanted."""
+        """Feeds the queue until the data ends, fails or the thread is stopped."""
         while not self._stop.is_set():
             try:
                 item = self._next_item()
-            except Exception as error:  # raised again where the batch is asked for
+            except Exception as error:  # raised again at the request
                 item = _Item(None, self._state, error)
             self._ready.put(item)
             if item.batch is None:
@@ -140,11 +143,11 @@ class Placed:
         except StopIteration:
             return _Item(None, self._state)
         names = next(iter(parts.values()))
-        placed = {name: self._place(name, parts) for name in names}
-        return _Item(placed, self._blocks.get_state())
+        arrays = {name: self._to_devices(name, parts) for name in names}
+        return _Item(arrays, self._blocks.get_state())
 
-    def _place(self, name: str, parts: Mapping[int, Mapping[str, np.ndarray]]) -> jax.Array:
-        """The global array of which this process has read blocks."""
+    def _to_devices(self, name: str, parts: Mapping[int, Mapping[str, np.ndarray]]) -> jax.Array:
+        """Makes the global array, of which this process has read some blocks."""
         share = self._blocks.share
         arrays = {block: part[name] for block, part in parts.items()}
         first = next(iter(arrays.values()))
@@ -154,7 +157,7 @@ class Placed:
         ):
             told = ", ".join(str(len(array)) for array in arrays.values())
             raise DataError(
-                f"the data gave {told} examples of {name} where each of {share.count} parts of a batch of {share.rows} has {share.block_rows}; every process must read as many"
+                f"the data returned {told} examples of {name}, but each of the {share.count} blocks of a batch of {share.rows} has {share.block_rows}; return as many in every process"
             )
 
         def shard(index: Index | None) -> np.ndarray:
@@ -167,12 +170,12 @@ class Placed:
         return jax.make_array_from_callback(shape, self._shardings[name], shard)
 
     def _halt(self) -> None:
-        """Ends the thread and drops what it read ahead."""
+        """Stops the thread and drops its batches."""
         if self._thread is None:
             return
         self._stop.set()
         while self._thread.is_alive():
-            # The thread may be waiting for room.
+            # The thread may be waiting for room in the queue.
             self._drop()
             self._thread.join(0.01)
         self._thread = None

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError
+from systolic.data.random_access import Picks, Table
 from systolic.data.shuffle import uniform
-from systolic.data.table import Picks, Table
 
 
 class SmallImages(Table):

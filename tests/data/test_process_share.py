@@ -6,7 +6,7 @@ import pytest
 
 from systolic.core.errors import DataError
 from systolic.data.arrays import Arrays
-from systolic.data.blocks import Blocks, ProcessShare, first_reader
+from systolic.data.process_share import Blocks, ProcessShare, first_reader
 from systolic.job.data import Data, Read, Split
 
 DATA = Arrays.of(train={"number": list(range(24))})

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from systolic.core.errors import DataError
-from systolic.data import contents
+from systolic.data import fingerprint
 from systolic.data.arrays import Arrays
-from systolic.data.contents import contents_of, difference, of_files
+from systolic.data.fingerprint import contents_of, difference, of_files
 from systolic.data.image.images import Images
 from systolic.data.text.documents import Documents
 from systolic.job import Split
@@ -49,8 +49,8 @@ def test_any_byte_of_small_data_counts(files: list[Path], name: str, place: int)
 def test_of_large_data_blocks_at_even_distances_count(
     files: list[Path], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(contents, "SAMPLE_BYTES", 40)
-    monkeypatch.setattr(contents, "BLOCK_BYTES", 10)
+    monkeypatch.setattr(fingerprint, "SAMPLE_BYTES", 40)
+    monkeypatch.setattr(fingerprint, "BLOCK_BYTES", 10)
     # 4 blocks of 10 in 2000 bytes begin at 0, 663, 1326 and 1990; a has 0 to 699, c to 999, d the rest.
     noticed = [0, 9, 663, 672, 1326, 1335, 1990, 1999]
     unnoticed = [10, 662, 673, 1325, 1336, 1989]

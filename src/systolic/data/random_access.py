@@ -1,6 +1,6 @@
-"""From a table of examples to a stream of batches, whose position is one number.
+"""Random-access tables of examples, and streams of batches of them whose position is one number.
 
-A :class:`Table` gives any examples by number, many at a time. Batch ``i`` of a host is a pure
+A :class:`Table` returns examples by number, many at a time. Batch ``i`` of a host is a pure
 function of ``i``, so Grain reads ahead in threads or processes, resuming costs nothing, and the
 global order of examples is the same for every number of hosts and every batch size.
 """
@@ -18,7 +18,7 @@ import numpy as np
 from systolic.core.errors import DataError, OptionError
 from systolic.core.machine import bounded, end_with
 from systolic.data.shuffle import order
-from systolic.data.skipped import SIDE, unload
+from systolic.data.skipped_files import SIDE, unload
 from systolic.job.data import MASK, Batches, Field, Read
 
 _FOREVER = 1 << 60
@@ -26,12 +26,12 @@ _FOREVER = 1 << 60
 
 
 class Picks(NamedTuple):
-    """Which examples a batch holds."""
+    """Examples of a batch."""
 
     indices: np.ndarray
-    """int64[n]: their numbers in the table."""
+    """int64[n]: numbers in the table."""
     positions: np.ndarray
-    """int64[n]: their places in the stream of all epochs; seeds for random changes."""
+    """int64[n]: positions in the stream of all epochs; seeds of augmentation."""
 
 
 class Table(ABC):
@@ -39,14 +39,14 @@ class Table(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many examples there are."""
+        """Number of examples."""
 
     @abstractmethod
     def take(self, picks: Picks) -> dict[str, np.ndarray]:
         """The picked examples: name to array [n, *shape]. Called from several threads at once.
 
-        ``mask`` f32[n] may be among them, 0 for an example that can't be read, and what
-        :func:`systolic.data.skipped.pack` makes of the reasons.
+        It may hold ``mask`` f32[n], 0 for an unreadable example, and the reasons packed by
+        :func:`systolic.data.skipped_files.pack`.
         """
 
 
@@ -101,26 +101,26 @@ class _Batching:
 
 
 def check_read(read: Read) -> None:
-    """Refuses a :class:`Read` that cannot be carried out.
+    """Refuses an invalid :class:`Read`.
 
     Raises:
         OptionError: a batch below 1, or a shard that is not one of the shards.
     """
     if read.batch < 1:
-        raise OptionError(f"batch of {read.batch} per host; it is 1 or more")
+        raise OptionError(f"batch is {read.batch} per host; give 1 or more")
     if not 0 <= read.shard < read.shards:
-        raise OptionError(f"shard {read.shard} of {read.shards}; shards are numbered from 0")
+        raise OptionError(f"shard is {read.shard} of {read.shards}; give 0 to {read.shards - 1}")
 
 
 def prefetched(source: Any, workers: int, threads: int, buffer: int) -> Any:
-    """Grain's iterator over ``source[0], source[1], ...``, read ahead.
+    """Grain's iterator over ``source[0], source[1], ...``, with prefetch.
 
     Args:
         source: has ``__len__`` and ``__getitem__(int)``.
-        workers: processes that read, at most one a core; 0 reads in threads of this process. They
-            end with this process, in whatever way it ends.
+        workers: worker processes, at most one a core; 0 reads in threads of this process. They
+            end with this process, however it ends.
         threads: threads that read (of each process).
-        buffer: items that are read ahead.
+        buffer: items to read ahead.
     """
     import grain
     from absl import flags
@@ -131,7 +131,7 @@ def prefetched(source: Any, workers: int, threads: int, buffer: int) -> Any:
     if workers:
         workers = bounded(workers)
         if not flags.FLAGS.is_parsed():
-            # Grain sends its absl flags to its workers and dies on flags that nobody parsed.
+            # Grain sends its absl flags to its workers and fails on unparsed flags.
             flags.FLAGS(["systolic"])
         options = grain.MultiprocessingOptions(
             num_workers=workers, per_worker_buffer_size=max(1, buffer // workers)
@@ -141,7 +141,7 @@ def prefetched(source: Any, workers: int, threads: int, buffer: int) -> Any:
 
 
 def _end_with_parent(_worker: int, _workers: int) -> None:
-    """Grain's workers outlive a reader that is killed, and hold its memory."""
+    """Ends this worker with its parent: Grain's workers outlive a killed reader and keep its memory."""
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         end_with(parent.pid)
@@ -149,7 +149,7 @@ def _end_with_parent(_worker: int, _workers: int) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class _TableBatches:
-    """Grain's iterator over :class:`_Batching`, with a position of our own.
+    """Grain's iterator over :class:`_Batching`, with a position independent of Grain.
 
     The position counts examples, not Grain's steps, so that it outlives a change of workers,
     hosts, batch size or Grain's version.
@@ -176,13 +176,13 @@ class _TableBatches:
         return unload(batch)
 
     def get_state(self) -> bytes:
-        """The number of examples that all hosts have seen, and what would make it meaningless."""
+        """Number of examples that all hosts have read, with the size and order it is valid for."""
         read = self.batching.read
         examples = self.batching.start + self.seen * read.batch * read.shards
         return json.dumps({"examples": examples, **self._identity()}, sort_keys=True).encode()
 
     def set_state(self, state: bytes) -> None:
-        """Goes to a saved position.
+        """Moves to a saved position.
 
         Raises:
             DataError: it belongs to data of another size or to another shuffle.
@@ -193,7 +193,7 @@ class _TableBatches:
         for name, value in self._identity().items():
             if saved.get(name) != value:
                 raise DataError(
-                    f"the checkpoint was saved with {_phrase(name, saved.get(name))}, and now there are {_phrase(name, value)}; give the run the data and the seed that it began with, or train a new run"
+                    f"the checkpoint was saved with {_phrase(name, saved.get(name))}, the data now has {_phrase(name, value)}; use the data and seed the run began with, or start a new run"
                 )
         self._stop()
         self.batching = dataclasses.replace(self.batching, start=int(saved["examples"]))
@@ -215,7 +215,7 @@ class _TableBatches:
 
 
 def _phrase(name: str, value: Any) -> str:
-    """A part of a position's identity in words that follow "with" and "there are"."""
+    """Describes one part of a position's identity, to follow "with" or "has"."""
     words = {
         "size": f"{value} examples",
         "seed": f"examples in the order of seed {value}",
@@ -238,15 +238,15 @@ def open_table(
     every host gets the same number of batches.
 
     Args:
-        table: where examples come from.
+        table: the examples.
         read: batch, shuffle, shard, workers.
-        fields: shape and dtype of each array, for batches that are all padding.
-        fill: what padding holds where it is not 0 (such as -1 for labels).
+        fields: shape and dtype of each array, for batches of padding alone.
+        fill: padding values other than 0 (such as -1 for labels).
         threads: threads that read ahead (of each worker); by default up to 4.
 
     Raises:
         DataError: the table is empty.
-        OptionError: ``read`` makes no sense.
+        OptionError: ``read`` is invalid.
     """
     check_read(read)
     if len(table) == 0:

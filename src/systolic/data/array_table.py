@@ -1,14 +1,14 @@
-"""The table of examples that lie in memory as numpy arrays."""
+"""Table of examples in memory, as numpy arrays."""
 
 from collections.abc import Mapping
 
 import numpy as np
 
-from systolic.data.table import Picks, Table
+from systolic.data.random_access import Picks, Table
 
 
-class Memory(Table):
-    """Name to array [examples, ...]; a batch is one fancy indexing an array."""
+class ArrayTable(Table):
+    """Name to array [examples, ...]; a batch is one gather of each array."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
         self._arrays = dict(arrays)

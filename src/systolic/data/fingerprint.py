@@ -1,9 +1,9 @@
-"""What tells data from other data of the same size, at a cost that does not grow with it.
+"""Fingerprint of data, to recognise other data of the same size at a bounded cost.
 
-Compared are how many files there are, their names and sizes, and :data:`SAMPLE_BYTES` of their contents:
-all of them up to that size, beyond it blocks at even distances over all files, the first and the last byte
-among them. A change between two blocks that keeps the size of its file is not noticed. Names are relative
-to the data's folder and times don't count, so that data may be copied and moved.
+It covers the number of files, their names and sizes, and :data:`SAMPLE_BYTES` of their contents: all bytes up
+to that size, beyond it evenly spaced blocks, the first and the last byte included. A change between two
+blocks that keeps the size of its file is not noticed. Names are relative to the data's folder and times do
+not count, so data may be copied and moved.
 """
 
 import hashlib
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     import numpy as np
 
 SAMPLE_BYTES = 1 << 26
-"""Of contents that are read; 64 MiB take about a tenth of a second from memory."""
+"""Bytes of contents that are read; 64 MiB take about a tenth of a second from memory."""
 
 BLOCK_BYTES = 1 << 16
-"""Read at a time where not everything is."""
+"""Size of a block where only a sample is read."""
 
 MOST_FILES = 1 << 17
-"""Files whose sizes and contents count, at even distances where there are more: each costs the disk a question. Names all count."""
+"""Files whose sizes and contents count, evenly spaced if there are more: each costs a call to the file system. All names count."""
 
 _DIGITS = 16
 
 
 def of_files(root: Path, files: Sequence[Path]) -> Contents | None:
-    """What tells these files from others; ``None`` where there are none.
+    """Fingerprint of files; ``None`` if there are none.
 
     Args:
-        root: The folder that names are relative to.
-        files: Below it, in the order in which they are read.
+        root: Folder that names are relative to.
+        files: Files below it, in reading order.
 
     Raises:
-        DataError: one of them can't be read.
+        DataError: one of them cannot be read.
     """
     if not files:
         return None
@@ -61,7 +61,7 @@ def of_files(root: Path, files: Sequence[Path]) -> Contents | None:
 
 
 def of_arrays(where: str, arrays: "Mapping[str, np.ndarray]") -> Contents | None:
-    """What tells these arrays from others: names, shapes, dtypes and a sample of their bytes."""
+    """Fingerprint of arrays: names, shapes, dtypes and a sample of their bytes."""
     import numpy as np
 
     if not arrays:
@@ -83,13 +83,13 @@ def of_arrays(where: str, arrays: "Mapping[str, np.ndarray]") -> Contents | None
 
 
 def contents_of(data: Data) -> dict[str, Contents]:
-    """Split to what tells its data from other data, of the splits that have something of their own."""
+    """Split to fingerprint of its data, for the splits with data of their own."""
     found = {split.value: data.contents(split) for split in Split}
     return {name: contents for name, contents in found.items() if contents is not None}
 
 
 def difference(before: Contents, now: Contents) -> str | None:
-    """What is otherwise, in a few words; ``None`` where nothing is."""
+    """Describes the difference in a few words; ``None`` if there is none."""
     if before.files != now.files:
         return f"{now.files} files, {before.files} before"
     if before.names != now.names:
@@ -107,7 +107,7 @@ def difference(before: Contents, now: Contents) -> str | None:
 
 
 def _sampled(files: Sequence[Path], sizes: Sequence[int]) -> str:
-    """Of the bytes of all files, one after another."""
+    """Digest of the sampled bytes of all files, concatenated."""
     hashed = hashlib.sha256()
     blocks = _blocks(sum(sizes), SAMPLE_BYTES)
     number, begins = 0, 0
@@ -125,7 +125,7 @@ def _sampled(files: Sequence[Path], sizes: Sequence[int]) -> str:
 
 
 def _blocks(size: int, most: int) -> list[tuple[int, int]]:
-    """Ranges that cover ``size`` bytes, or ``most`` of them at even distances."""
+    """Ranges that cover ``size`` bytes, or ``most`` of them evenly spaced."""
     if size <= most:
         return [(start, min(start + most, size)) for start in range(0, size, most)]
     count = most // BLOCK_BYTES
@@ -135,7 +135,7 @@ def _blocks(size: int, most: int) -> list[tuple[int, int]]:
 
 
 def _spread(count: int, most: int) -> Sequence[int]:
-    """Numbers below ``count``: all, or ``most`` of them at even distances."""
+    """Numbers below ``count``: all, or ``most`` of them evenly spaced."""
     if count <= most:
         return range(count)
     return [(count - 1) * number // (most - 1) for number in range(most)]

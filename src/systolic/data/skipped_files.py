@@ -1,7 +1,7 @@
-"""Files that reading left out because they are damaged: counted and named, each once.
+"""Damaged files that reading skipped: counted and named, each once.
 
-Threads note them here. A worker process sends them beside its batch, for it shares no memory with
-the process that trains.
+Threads note them here. A worker process sends them beside its batch, since it shares no memory with
+the training process.
 """
 
 import json
@@ -15,7 +15,7 @@ SIDE = "skipped"
 
 
 class Skipped:
-    """Messages about files, in the order in which they were met."""
+    """Messages about files, oldest first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -23,12 +23,12 @@ class Skipped:
         self._taken = 0
 
     def note(self, lines: Iterable[str]) -> None:
-        """Keeps messages; one that is known already counts once."""
+        """Adds messages; a repeated one counts once."""
         with self._lock:
             self._lines.update(dict.fromkeys(lines))
 
     def take(self) -> list[str]:
-        """The messages that came since the last time."""
+        """Messages since the last call."""
         with self._lock:
             lines = list(self._lines)[self._taken :]
             self._taken = len(self._lines)
@@ -36,27 +36,27 @@ class Skipped:
 
     @property
     def count(self) -> int:
-        """Files so far."""
+        """Number of files so far."""
         return len(self._lines)
 
     def clear(self) -> None:
-        """Begins anew, for another session of the same process."""
+        """Forgets all messages, for another session of the same process."""
         with self._lock:
             self._lines.clear()
             self._taken = 0
 
 
 FILES = Skipped()
-"""Of this process."""
+"""Skipped files of this process."""
 
 
 def pack(lines: Iterable[str]) -> np.ndarray:
-    """Messages as the :data:`SIDE` entry of a batch."""
+    """Encodes messages as the :data:`SIDE` entry of a batch."""
     return np.frombuffer(json.dumps(list(lines)).encode(), np.uint8)
 
 
 def unload(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The batch without its :data:`SIDE` entry, whose messages are noted."""
+    """Removes the :data:`SIDE` entry of a batch and notes its messages."""
     if SIDE not in batch:
         return dict(batch)
     FILES.note(json.loads(batch[SIDE].tobytes()))

@@ -1,4 +1,4 @@
-"""Which rows of a global batch a process reads, as equal blocks, and where each block's reader stands.
+"""The rows of a global batch that a process reads, as equal blocks, each with a reader of its own.
 
 A global batch of ``rows`` is ``count`` equal contiguous blocks. Block ``b`` is what
 ``Read(batch=rows // count, shard=b, shards=count)`` gives, whichever process reads it, so processes
@@ -17,7 +17,7 @@ from systolic.core.errors import DataError
 from systolic.job.data import Batches, Data
 
 _SEVERAL = b"blocks "
-"""What the position of one of several blocks begins with; the position of a whole batch is its reader's own."""
+"""Prefix of a position of several blocks; the position of a whole batch is its reader's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,11 +25,11 @@ class ProcessShare:
     """The part of every global batch that one process reads."""
 
     rows: int
-    """Of a global batch."""
+    """Rows of a global batch."""
     count: int
-    """Equal blocks of a global batch, the same number in every process."""
+    """Number of equal blocks of a global batch, the same in every process."""
     blocks: tuple[int, ...]
-    """Those that this process reads, ascending."""
+    """Blocks that this process reads, ascending."""
 
     @property
     def block_rows(self) -> int:
@@ -38,13 +38,13 @@ class ProcessShare:
 
     @classmethod
     def of(cls, held: Mapping[int, Set[int]], process: int, rows: int) -> Self:
-        """The largest blocks that make up what every process holds.
+        """Share of a process, in the largest blocks that divide the rows of every process.
 
         Args:
-            held: Each process to the parts of the batch that its devices hold; parts are equal,
-                numbered from 0, and all of them are held somewhere.
-            process: The one that asks.
-            rows: Of a global batch, a multiple of the number of parts.
+            held: Process to the parts of the batch on its devices; parts are equal, numbered from 0,
+                and each is on some device.
+            process: Index of this process.
+            rows: Rows of a global batch, a multiple of the number of parts.
         """
         num_parts = 1 + max(max(parts) for parts in held.values())
         for count in range(1, num_parts + 1):
@@ -65,9 +65,9 @@ class Blocks:
     """The blocks of a process's share, read in step.
 
     Args:
-        data: Whose batches they are.
-        share: Which blocks.
-        open_block: The batches of one block; of a block's rows each.
+        data: Source of the batches.
+        share: The blocks to read.
+        open_block: Opens the batches of one block, each with the rows of a block.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Blocks:
         return {block: next(reader) for block, reader in self._readers.items()}
 
     def get_state(self) -> bytes:
-        """The position of this process; :meth:`set_states` takes those of all processes."""
+        """Position of this process; :meth:`set_states` takes those of all processes."""
         states = {block: reader.get_state() for block, reader in self._readers.items()}
         if self.share.count == 1:
             return states[0]
@@ -92,13 +92,13 @@ class Blocks:
         return _SEVERAL + json.dumps({"count": self.share.count, "states": coded}).encode()
 
     def set_states(self, states: Sequence[bytes]) -> None:
-        """Goes to the position that the processes of a run saved, however many they were.
+        """Moves to the position that the processes of a run saved, whatever their number.
 
         Args:
-            states: What :meth:`get_state` gave in each process, in their order.
+            states: Results of :meth:`get_state` in each process, in their order.
 
         Raises:
-            DataError: it belongs to other data, or this data goes on only with the blocks it was
+            DataError: it belongs to other data, or this data resumes only with the blocks it was
                 saved with.
         """
         count, saved = _saved(states)
@@ -115,24 +115,24 @@ class Blocks:
             reader.set_state(saved[block])
 
     def close(self) -> None:
-        """Ends all readers."""
+        """Closes all readers."""
         for reader in self._readers.values():
             reader.close()
 
 
 def first_reader(state: bytes) -> bytes:
-    """The first reader's own position in what :meth:`Blocks.get_state` gave."""
+    """The first reader's own position in a result of :meth:`Blocks.get_state`."""
     _, saved = _saved([state])
     return saved[min(saved)]
 
 
 def _saved(states: Sequence[bytes]) -> tuple[int, dict[int, bytes]]:
-    """The number of blocks that positions were saved for, and each block's."""
+    """Number of blocks of saved positions, and the position of each."""
     several = [state for state in states if state.startswith(_SEVERAL)]
     if not several:
         if len(set(states)) == 1:
             return 1, {0: states[0]}
-        # Written when every process read a block of its own.
+        # From versions in which every process read one block of its own.
         return len(states), dict(enumerate(states))
     found: dict[int, bytes] = {}
     count = 0
