@@ -182,4 +182,4 @@ def test_a_position_of_other_data_is_refused_in_words(
     with pytest.raises(DataError) as raised:
         now.set_state(before.get_state())
     assert str(raised.value).startswith(f"the checkpoint was saved with {told}")
-    assert str(raised.value).endswith("that it began with, or train a new run")
+    assert str(raised.value).endswith("the run began with, or start a new run")
