@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from systolic.aot.program import StepKind
+from systolic.aot import StepKind
 from systolic.aot.steps import trace_job
 from systolic.chips import slice
 from systolic.core.errors import OptionError

@@ -2,7 +2,8 @@
 
 from systolic.aot.compile import Compiler, compile
 from systolic.aot.outcome import Compiled, Failed, Outcome, Rejected
-from systolic.aot.program import FunctionProgram, JobProgram, Program, StepKind
+from systolic.aot.program import FunctionProgram, JobProgram, Program
+from systolic.aot.traced import StepKind
 
 __all__ = [
     "Compiled",

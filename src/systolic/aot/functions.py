@@ -7,14 +7,14 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from systolic.aot.program import FunctionProgram, Traced, is_filtered, name_of
+from systolic.aot.traced import FunctionCall, Traced, is_filtered, name_of
 from systolic.chips import Slice
 from systolic.core.errors import OptionError
 from systolic.steps.mesh import place, slices_of
 
 
-def trace_function(program: FunctionProgram, on: Slice, devices: Sequence[Any]) -> Traced:
-    """See :class:`FunctionProgram`."""
+def trace_function(program: FunctionCall, on: Slice, devices: Sequence[Any]) -> Traced:
+    """See :class:`FunctionCall`."""
     mesh = _mesh(program.mesh, devices)
     leaves, tree = jax.tree.flatten((program.args, dict(program.kwargs)))
     placed = [_placed(leaf, spec, mesh) for leaf, spec in zip(leaves, program.specs, strict=True)]
@@ -44,7 +44,7 @@ def trace_function(program: FunctionProgram, on: Slice, devices: Sequence[Any]) 
     )
 
 
-def _jitted(program: FunctionProgram, mesh: Mesh) -> Any:
+def _jitted(program: FunctionCall, mesh: Mesh) -> Any:
     out: dict[str, Any] = {}
     if program.out_specs is not None:
         out["out_shardings"] = jax.tree.map(

@@ -1,13 +1,13 @@
 """What to compile: a step of a job, or anyone's function. Sent to the child as bytes."""
 
-import enum
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Protocol
 
+from systolic.aot.traced import FunctionCall, StepKind, Traced
 from systolic.chips import Prices, Slice
 from systolic.core.errors import SystolicError
 from systolic.job import Job
@@ -16,26 +16,6 @@ _KNOWN = ("systolic", "builtins")
 """Packages whose code is a part of every key."""
 _UNASKED = ("power_watts", "power_watts_min", "power_watts_max", "tdp_watts")
 """Numbers of a chip that no program depends on; nor does one on its prices."""
-
-
-class StepKind(enum.Enum):
-    """Which of a job's programs."""
-
-    train = "train"
-    eval = "eval"
-    prefill = "prefill"
-    decode = "decode"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traced:
-    """A program with abstract, sharded arguments, and what is known of it before any compiler."""
-
-    traced: Any
-    """``jax.stages.Traced``."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """model_flops, unit and units per call, notes, layout, precision."""
-    mesh: Any = None
 
 
 class Program(Protocol):
@@ -82,23 +62,8 @@ class JobProgram:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FunctionProgram:
-    """Anyone's function with abstract arguments.
-
-    ``args`` hold ShapeDtypeStructs (or arrays) whose shardings are PartitionSpecs over ``mesh``:
-    each leaf's spec is in ``specs``, the flat list of the arguments' leaves.
-    """
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    mesh: Mapping[str, int]
-    specs: tuple[Any, ...]
-    out_specs: Any = None
-    static_argnums: tuple[int, ...] = ()
-    donate_argnums: tuple[int, ...] = ()
-    model_flops: float | None = None
-    units: tuple[str, float] | None = None
+class FunctionProgram(FunctionCall):
+    """Anyone's function with abstract arguments."""
 
     def key(self) -> Any:
         """None: a function has no name that tells its code; it is known once it is lowered."""
@@ -132,15 +97,3 @@ def decisive(on: Slice) -> str:
     """All of a slice and of its chip that a program may depend on."""
     chip = replace(on.chip, usd_per_chip_hour=Prices(), **dict.fromkeys(_UNASKED))
     return repr(replace(on, chip=chip))
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    """What to call a function in a report."""
-    inner = inspect.unwrap(function)
-    return getattr(inner, "__name__", type(function).__name__)
-
-
-def is_filtered(function: Callable[..., Any]) -> bool:
-    """Whether ``equinox.filter_jit`` made it: arrays are traced, all else in its arguments is static."""
-    equinox = sys.modules.get("equinox")  # loaded, where a function is of it
-    return equinox is not None and isinstance(function, type(equinox.filter_jit(name_of)))

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from systolic.aot.program import StepKind, Traced
+from systolic.aot.traced import StepKind, Traced
 from systolic.chips import Slice
 from systolic.core.errors import OptionError
 from systolic.job import Job, Sampling

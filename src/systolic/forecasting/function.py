@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from systolic.aot import Compiler, FunctionProgram
-from systolic.aot.program import is_filtered, name_of
+from systolic.aot.traced import is_filtered, name_of
 from systolic.chips import Slice
 from systolic.chips import slice as slice_named
 from systolic.core.errors import OptionError

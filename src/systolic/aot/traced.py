@@ -1,0 +1,60 @@
+"""What a trace is made of and what it gives: values that import nothing of this package."""
+
+import enum
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class StepKind(enum.Enum):
+    """Which of a job's programs."""
+
+    train = "train"
+    eval = "eval"
+    prefill = "prefill"
+    decode = "decode"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A program with abstract, sharded arguments, and what is known of it before any compiler."""
+
+    traced: Any
+    """``jax.stages.Traced``."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """model_flops, unit and units per call, notes, layout, precision."""
+    mesh: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionCall:
+    """A function with abstract arguments and where they lie.
+
+    ``args`` hold ShapeDtypeStructs (or arrays) whose shardings are PartitionSpecs over ``mesh``:
+    each leaf's spec is in ``specs``, the flat list of the arguments' leaves.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    mesh: Mapping[str, int]
+    specs: tuple[Any, ...]
+    out_specs: Any = None
+    static_argnums: tuple[int, ...] = ()
+    donate_argnums: tuple[int, ...] = ()
+    model_flops: float | None = None
+    units: tuple[str, float] | None = None
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """What to call a function in a report."""
+    inner = inspect.unwrap(function)
+    return getattr(inner, "__name__", type(function).__name__)
+
+
+def is_filtered(function: Callable[..., Any]) -> bool:
+    """Whether ``equinox.filter_jit`` made it: arrays are traced, all else in its arguments is static."""
+    equinox = sys.modules.get("equinox")  # loaded, where a function is of it
+    return equinox is not None and isinstance(function, type(equinox.filter_jit(name_of)))

@@ -1,0 +1,27 @@
+"""No module of ``aot`` imports, at any depth and in any function, one that imports it."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import systolic.aot
+
+FOLDER = Path(systolic.aot.__file__).parent
+
+
+def imported(path: Path) -> set[str]:
+    """Siblings that a module names, those in functions and for type checkers included."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "systolic.aot":
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("systolic.aot."):
+            names.add((node.module or "").removeprefix("systolic.aot."))
+    return names
+
+
+def test_there_is_no_circle() -> None:
+    modules = {path.stem: imported(path) for path in FOLDER.glob("*.py") if path.stem != "__init__"}
+    assert {"steps", "functions"} <= modules["program"], "imports in functions count"
+    order = list(TopologicalSorter(modules).static_order())
+    assert order.index("traced") < order.index("steps") < order.index("program")
