@@ -19,10 +19,12 @@ def test_public_names() -> None:
         "Slice",
         "Spread",
         "SystolicError",
+        "TrainedModel",
         "__version__",
         "chip",
         "chips",
         "forecast",
+        "open",
         "plan",
         "slice",
     ]

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from systolic.forecasting import Forecast, Spread
     from systolic.forecasting import forecast_function as forecast
     from systolic.session.planning import plan
+    from systolic.session.trained import TrainedModel
+    from systolic.session.trained import open_model as open
 
 __version__ = "0.1.0"
 
@@ -21,15 +23,17 @@ _HOME = {
     "Slice": "systolic.chips",
     "Spread": "systolic.forecasting",
     "SystolicError": "systolic.core.errors",
+    "TrainedModel": "systolic.session.trained",
     "chip": "systolic.chips",
     "chips": "systolic.chips",
     "forecast": "systolic.forecasting",
+    "open": "systolic.session.trained",
     "plan": "systolic.session.planning",
     "slice": "systolic.chips",
 }
 
-_NAMES = {"forecast": "forecast_function"}
-"""Public names that their package spells out."""
+_NAMES = {"forecast": "forecast_function", "open": "open_model"}
+"""Public names that have another one where they are defined."""
 
 __all__ = [
     "Chip",
@@ -37,10 +41,12 @@ __all__ = [
     "Slice",
     "Spread",
     "SystolicError",
+    "TrainedModel",
     "__version__",
     "chip",
     "chips",
     "forecast",
+    "open",
     "plan",
     "slice",
 ]

@@ -20,8 +20,6 @@ MOST_PARAMETERS = 8
 COMMAND = "the signature is the command line and the docstring its help"
 
 LONG_FUNCTIONS: dict[str, str] = {
-    "src/systolic/cli/data.py:pack": COMMAND,
-    "src/systolic/cli/generate.py:generate": COMMAND,
     "src/systolic/session/planning.py:plan": "the options of systolic plan, for Python",
     "src/systolic/models/splash.py:splash_attention": "one kernel: its blocks, masks and shardings are read together",
 }
@@ -29,12 +27,9 @@ LONG_FUNCTIONS: dict[str, str] = {
 
 MANY_PARAMETERS: dict[str, str] = {
     "tests/training/tiny.py:job": COMMAND,
-    "src/systolic/cli/forecast.py:options": COMMAND,
     "src/systolic/session/planning.py:plan": "the options of systolic plan, for Python",
     "src/systolic/cli/train.py:options": COMMAND,
     "src/systolic/cli/resume.py:resume_options": COMMAND,
-    "src/systolic/cli/data.py:pack": COMMAND,
-    "src/systolic/cli/generate.py:generate": COMMAND,
 }
 """``path:function`` to the reason why it may have more than MOST_PARAMETERS parameters."""
 

@@ -15,8 +15,8 @@ from systolic.artifact.run import Run
 from systolic.chips import chip
 from systolic.chips.flags import SHARED
 from systolic.cli.main import main
-from systolic.cli.trained import set_up_here
 from systolic.session.run_flags import kept
+from systolic.session.trained import set_up_here
 from systolic.steps.programs import jit_evaluate, jit_train
 from systolic.steps.steps import StepFunctions
 from systolic.training.machine import LocalDevices

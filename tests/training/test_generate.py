@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from systolic.artifact import Run
 from systolic.artifact.weights import begin_with
 from systolic.cli.main import main
-from systolic.cli.trained import set_up_here
 from systolic.job import Precision, Sampling
 from systolic.models.decoder.config import Decoder
 from systolic.session.run_files import rebuild
+from systolic.session.trained import set_up_here
 from systolic.steps.decode import Decode
 from systolic.training.generate import Generator, Stops
 from systolic.training.setup import set_up

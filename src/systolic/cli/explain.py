@@ -132,8 +132,8 @@ def explain_run(target: str, args: Sequence[str]) -> int:
 
 def look(directory: Run, *, trust_code: bool = False) -> tuple[list[dict[str, Any]], str]:
     """Looks at the newest checkpoint, or why there are none."""
-    from systolic.cli.trained import set_up_here
     from systolic.session.run_files import rebuild
+    from systolic.session.trained import set_up_here
     from systolic.training.probe import examine, too_large
 
     if not any(directory.checkpoints.glob("[0-9]*")):

@@ -1,38 +1,26 @@
 """``systolic generate RUN "prompt"``: continues texts, streamed."""
 
-import json as jsonlib
+import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from systolic.cli.output import print_json
+from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse
 from systolic.core.errors import DataError, NotFoundError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.job import Sampling
 
-
-def run(args: Sequence[str]) -> int:
-    """The verb."""
-    return parse(generate, args, "systolic generate")
+SAMPLING = Sampling()
 
 
-def generate(
-    run: Annotated[Path, tyro.conf.Positional],
-    prompt: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
-    file: Path | None = None,
-    tokens: Annotated[int, COUNT] = 200,
-    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = Sampling(),  # noqa: B008
-    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
-    seed: Annotated[int, NOT_NEGATIVE] = 0,
-    checkpoint: str = "best",
-    trust: bool = False,
-    json: bool = False,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
     """Continues prompts with a trained language model.
 
     Args:
@@ -47,27 +35,45 @@ def generate(
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         json: Print one JSON object at the end instead of streaming.
     """
-    asked = prompts(prompt, file)
-    from systolic.cli.trained import load
-    from systolic.training.generate import Generator, Stops, tokenizer_of
 
-    Stops(stop)
-    trained = load(run, checkpoint, trust=trust)
-    tokenizer_of(trained.setup.job)
-    weights = trained.weights
-    generator = Generator(trained.setup.steps, weights.params, weights.model_state, sampling)
+    run: Annotated[Path, tyro.conf.Positional]
+    prompt: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    file: Path | None = None
+    tokens: Annotated[int, COUNT] = 200
+    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = SAMPLING
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    seed: Annotated[int, NOT_NEGATIVE] = 0
+    checkpoint: str = "best"
+    trust: bool = False
+    json: bool = False
+
+
+def run(args: Sequence[str]) -> int:
+    """The verb."""
+    options = parse(GenerateOptions, args, "systolic generate")
+    asked = prompts(options.prompt, options.file)
+    from systolic.session.trained import open_model
+    from systolic.training.generate import Stops, tokenizer_of
+
+    Stops(options.stop)
+    model = open_model(options.run, options.checkpoint, trust=options.trust, warn=warn)
+    tokenizer_of(model.job)
     answers: list[dict[str, Any]] = []
     begun = time.perf_counter()
     for number, text in enumerate(asked):
-        if warning := generator.beyond(text, tokens):
-            print(f"systolic: {warning}", file=sys.stderr)
         start = time.perf_counter()
-        pieces = generator.stream(text, tokens=tokens, seed=seed, stop=stop)
-        answer = "".join(pieces) if json else show(text, pieces, first=number == 0)
+        pieces = model.stream(
+            text,
+            tokens=options.tokens,
+            sampling=options.sampling,
+            stop=options.stop,
+            seed=options.seed,
+        )
+        answer = "".join(pieces) if options.json else show(text, pieces, first=number == 0)
         seconds = time.perf_counter() - start
         answers.append({"prompt": text, "text": answer, "seconds": seconds})
-    if json:
-        record: dict[str, Any] = {"run": str(run), "step": weights.step}
+    if options.json:
+        record: dict[str, Any] = {"run": str(options.run), "step": model.step}
         # One prompt is answered by one text, several by a list.
         record |= answers[0] if len(answers) == 1 else {"answers": answers}
         print_json({**record, "seconds": time.perf_counter() - begun})
@@ -114,7 +120,7 @@ def prompts(given: Sequence[str], file: Path | None) -> list[str]:
 
 def _prompt(line: str, file: Path, number: int) -> str:
     try:
-        row = jsonlib.loads(line)
+        row = json.loads(line)
     except ValueError as error:
         raise DataError(f"{file}: prompt {number} is not JSON ({error})") from error
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):

@@ -14,13 +14,17 @@ def print_json(value: Any) -> None:
     sys.stdout.flush()
 
 
+def warn(text: str) -> None:
+    """One line on stderr."""
+    print(f"systolic: {text}", file=sys.stderr)
+
+
 def bounded_workers(asked: int) -> int:
     """The worker processes that ``--workers`` asks for, at most one a core; a bound is reported on stderr."""
     given = bounded(asked)
     if given < asked:
-        print(
-            f"systolic: --workers {asked} is more than the {given} cores of this machine; {given} work at once",
-            file=sys.stderr,
+        warn(
+            f"--workers {asked} is more than the {given} cores of this machine; {given} work at once"
         )
     return given
 

@@ -1,29 +1,19 @@
 """``systolic predict RUN FILES...``: the model's answer for each file."""
 
-import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from systolic.cli.output import print_json
+from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse
 from systolic.core.errors import NotFoundError, OptionError
 
 
-def run(args: Sequence[str]) -> int:
-    """The verb."""
-    return parse(predict, args, "systolic predict")
-
-
-def predict(
-    run: Annotated[Path, tyro.conf.Positional],
-    files: Annotated[tuple[Path, ...], tyro.conf.Positional] = (),
-    checkpoint: str = "best",
-    trust: bool = False,
-    json: bool = False,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions:
     """Labels files with a trained model; a language model scores texts in bits per byte.
 
     A file that can't be read is named, the others are answered, and the exit code is 1.
@@ -35,31 +25,40 @@ def predict(
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         json: Print one JSON object.
     """
+
+    run: Annotated[Path, tyro.conf.Positional]
+    files: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
+    checkpoint: str = "best"
+    trust: bool = False
+    json: bool = False
+
+
+def run(args: Sequence[str]) -> int:
+    """The verb."""
+    options = parse(PredictOptions, args, "systolic predict")
+    files = options.files
     if not files:
-        raise OptionError(f"systolic predict {run} needs files; name one or more after the run")
+        raise OptionError(
+            f"systolic predict {options.run} needs files; name one or more after the run"
+        )
     if not any(file.is_file() for file in files):
         raise NotFoundError(f"{files[0]} is not a file; check the path")
-    from systolic.cli.trained import load
-    from systolic.training.predict import predictions
+    from systolic.session.trained import open_model
 
-    trained = load(run, checkpoint, trust=trust)
+    model = open_model(options.run, options.checkpoint, trust=options.trust, warn=warn)
     found: list[dict[str, Any]] = []
-    for file, answer in predictions(trained.setup, trained.weights, files):
+    for file, answer in model.predictions(files):
         found.append({"file": str(file), **answer})
         if "error" in answer:
-            print(f"systolic: {answer['error']}", file=sys.stderr)
-        elif not json:
-            print(
-                f"{file}  " + "  ".join(f"{name} {_text(value)}" for name, value in answer.items())
-            )
-    if json:
-        print_json({"run": str(run), "step": trained.weights.step, "predictions": found})
+            warn(answer["error"])
+        elif not options.json:
+            told = "  ".join(f"{name} {_text(value)}" for name, value in answer.items())
+            print(f"{file}  {told}")
+    if options.json:
+        print_json({"run": str(options.run), "step": model.step, "predictions": found})
     failed = sum("error" in answer for answer in found)
     if failed:
-        print(
-            f"systolic: no answer for {failed} of {len(found)} files; see the lines above",
-            file=sys.stderr,
-        )
+        warn(f"no answer for {failed} of {len(found)} files; see the lines above")
     return 1 if failed else 0
 
 

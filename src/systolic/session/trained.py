@@ -1,0 +1,289 @@
+"""A trained model, opened from its run: it evaluates, generates and predicts on this machine's devices."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from systolic.artifact.run import Run
+from systolic.core.errors import NotFoundError, OptionError, nearest
+from systolic.job import Job, Layout, Remat, Sampling, Split
+from systolic.session.planned import plan_of
+from systolic.session.run_files import rebuild
+from systolic.session.run_flags import kept
+
+if TYPE_CHECKING:
+    from systolic.artifact.weights import Weights
+    from systolic.training.generate import Generator
+    from systolic.training.setup import Setup
+
+Metrics = dict[str, float]
+"""Name of a metric to its mean over the data, such as ``bits_per_byte``."""
+
+
+def open_model(
+    path: Path | str,
+    checkpoint: str | int = "best",
+    *,
+    trust: bool = False,
+    warn: Callable[[str], None] | None = None,
+) -> "TrainedModel":
+    """Loads the weights of a run onto this machine's devices; any number of devices will do.
+
+    Args:
+        path: The run's directory.
+        checkpoint: ``best``, ``last`` or the number of a step. A damaged best or last checkpoint gives
+            way to another one, with a warning.
+        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
+        warn: Called with each warning, one line; by default they are collected in ``warnings``.
+
+    Raises:
+        NotFoundError: there is no such run or checkpoint.
+        TrustError: the run's recipe belongs to another user.
+        RunError: the run can't be rebuilt by this version, or no checkpoint is intact.
+    """
+    from systolic.artifact import weights
+    from systolic.core.store import cache_home
+    from systolic.training.programs import compiler_cache
+
+    # The next process that opens the run finds its programs compiled.
+    compiler_cache(str(cache_home() / "xla"))
+    with Run.open(path) as run:
+        _, job, _ = rebuild(run, trust_code=trust)
+        setup = set_up_here(job, run)
+        found = weights.load(run, setup.steps, str(checkpoint))
+    model = TrainedModel(Path(path), setup, found, warn)
+    for line in found.skipped:
+        model.warn(f"{line}; using step {found.step}")
+    return model
+
+
+class TrainedModel:
+    """The weights of a run with the programs that use them; made by :func:`open_model`, ``systolic.open``.
+
+    Attributes:
+        path: The run's directory.
+        setup: The job on this machine's devices.
+        weights: What the checkpoint holds.
+        warnings: Lines that no ``warn`` took.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        setup: "Setup",
+        weights: "Weights",
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
+        self.path, self.setup, self.weights = path, setup, weights
+        self.warnings: list[str] = []
+        self.warn = self.warnings.append if warn is None else warn
+        self._generators: dict[Sampling, Generator] = {}
+
+    @property
+    def job(self) -> Job:
+        """The run's job, laid out over this machine's devices."""
+        return self.setup.job
+
+    @property
+    def step(self) -> int:
+        """The training step of the checkpoint."""
+        return self.weights.step
+
+    @property
+    def baselines(self) -> Metrics:
+        """What to compare metrics with, such as the bits per byte of gzip; of the run's own data."""
+        return dict(self.job.data.baselines())
+
+    # Evaluation
+
+    def evaluate(
+        self,
+        split: Split | str | None = None,
+        *,
+        path: Path | str | None = None,
+        batches: int = 0,
+    ) -> dict[str, Metrics]:
+        """Metrics over held-out data by the name of the split, or by ``path``.
+
+        Args:
+            split: Which part of the run's own data; by default all held-out parts.
+            path: Other data, read as the run's own was; all of it is evaluated.
+            batches: Reads only the first so many batches; 0 reads all.
+
+        Raises:
+            OptionError: both a split and a path are given, or there is no such data.
+            NotFoundError: the data is gone, or nothing is at ``path``.
+        """
+        from systolic.data.skipped_files import FILES
+        from systolic.steps.programs import jit_evaluate
+        from systolic.training.evaluate import evaluate
+
+        asked = split_of(split) if isinstance(split, str) else split
+        check_data(asked, path)
+        job = self.job_on(path)
+        try:
+            chosen = splits(job, asked)
+        except NotFoundError as error:
+            gone = str(error).partition("; ")[0]
+            raise NotFoundError(f"{gone}; give {self.path} other data with --path") from error
+        steps, weights = self.setup.steps, self.weights
+        program = jit_evaluate(steps)
+        found = {
+            str(path or one.value): evaluate(
+                job, steps, program, weights.params, weights.model_state, one, batches
+            )
+            for one in chosen
+        }
+        for line in FILES.take():
+            self.warn(f"{line}; it was left out")
+        return found
+
+    def job_on(self, path: Path | str | None) -> Job:
+        """The job with the data at a path in place of its own, where one is given.
+
+        Raises:
+            NotFoundError: nothing is at the path.
+            OptionError: the job's kind of data can't be read from elsewhere.
+        """
+        if path is None:
+            return self.job
+        if not Path(path).exists():
+            raise NotFoundError(f"{path} does not exist; check the path")
+        return replace(self.job, data=self.job.data.at(Path(path).absolute()))
+
+    # Generation
+
+    def generate(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        tokens: int = 200,
+        sampling: Sampling = Sampling(),  # noqa: B008
+        stop: Sequence[str] = (),
+        seed: int = 0,
+    ) -> list[str]:
+        """Texts that continue ``prompts``, one for each, without the prompt; arguments as :meth:`stream`."""
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        return [
+            "".join(self.stream(text, tokens=tokens, sampling=sampling, stop=stop, seed=seed))
+            for text in texts
+        ]
+
+    def stream(
+        self,
+        prompt: str,
+        *,
+        tokens: int = 200,
+        sampling: Sampling = Sampling(),  # noqa: B008
+        stop: Sequence[str] = (),
+        seed: int = 0,
+    ) -> Iterator[str]:
+        """The text that continues a prompt, piece by piece as it is generated.
+
+        Args:
+            prompt: May be empty.
+            tokens: At most so many new tokens.
+            sampling: How tokens are picked.
+            stop: The text ends before the first of these strings.
+            seed: The same seed gives the same text for a prompt.
+
+        Raises:
+            OptionError: the run was not trained on text, ``tokens`` is below 1, or a stop string is empty.
+            RunError: its model does not generate.
+        """
+        generator = self._generator(sampling)
+        if warning := generator.beyond(prompt, tokens):
+            self.warn(warning)
+        return generator.stream(prompt, tokens=tokens, seed=seed, stop=stop)
+
+    def _generator(self, sampling: Sampling) -> "Generator":
+        """The compiled programs of a way of sampling, kept for the next prompt."""
+        from systolic.training.generate import Generator
+
+        if sampling not in self._generators:
+            weights = self.weights
+            self._generators[sampling] = Generator(
+                self.setup.steps, weights.params, weights.model_state, sampling
+            )
+        return self._generators[sampling]
+
+    # Prediction
+
+    def predict(self, files: Sequence[Path | str]) -> list[dict[str, Any]]:
+        """An answer for each file, in their order: arguments and errors as :meth:`predictions`."""
+        return [answer for _, answer in self.predictions(files)]
+
+    def predictions(self, files: Sequence[Path | str]) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """Each file with its answer as plain values, as soon as it is known.
+
+        The answer is ``label``, ``probability`` and ``top`` of an image, ``bits_per_byte``, ``perplexity``
+        and ``tokens`` of a text, and ``error`` (one line) of a file that can't be read.
+
+        Args:
+            files: Images or arrays for an image model, texts for a language model.
+        """
+        from systolic.training.predict import predictions
+
+        yield from predictions(self.setup, self.weights, [Path(file) for file in files])
+
+
+def set_up_here(job: Job, run: Run) -> "Setup":
+    """The job of a run on this machine's devices: any number of them can use what any layout trained."""
+    from systolic.training.machine import LocalDevices
+    from systolic.training.setup import set_up
+
+    machine = LocalDevices.here()
+    ways = len(machine.devices)
+    batch = (
+        replace(job.batch, total=job.batch.resolve(Layout(data=1, fsdp=1)), per_device=None)
+        if job.batch.total
+        else job.batch
+    )
+    free = Layout(data=1, fsdp=-1, remat=Remat.none)
+    if job.batch.total and job.batch.total % ways:
+        batch = replace(batch, total=-(-job.batch.total // ways) * ways)
+    record = run.read_job()
+    flags = kept(record, plan_of(record), None)["compiler"]
+    return set_up(replace(job, layout=free, batch=batch), machine, flags, reads=False)
+
+
+def split_of(name: str) -> Split:
+    """The split of a name.
+
+    Raises:
+        OptionError: there is no such split.
+    """
+    names = [one.value for one in Split]
+    if name not in names:
+        raise OptionError(f"{name!r} is no split{nearest(name, names)}; give {' or '.join(names)}")
+    return Split(name)
+
+
+def check_data(split: Split | None, path: Path | str | None) -> None:
+    """Refuses a split of a run's own data beside other data.
+
+    Raises:
+        OptionError: both are given.
+    """
+    if path is not None and split is not None:
+        raise OptionError(
+            f"--split {split.value} is a part of the run's own data and --path is other data; give one of them"
+        )
+
+
+def splits(job: Job, asked: Split | None) -> list[Split]:
+    """The splits to evaluate: the one asked for, else all that are held out and not empty.
+
+    Raises:
+        OptionError: there is none, or the one asked for is empty.
+    """
+    held_out = [one for one in (Split.validation, Split.test) if job.data.size(one) != 0]
+    if asked is None and not held_out:
+        raise OptionError(
+            f"{job.name} has no held-out data; choose --split train, or give the recipe data for validation"
+        )
+    if asked is not None and job.data.size(asked) == 0:
+        others = " or ".join(one.value for one in (*held_out, Split.train) if one is not asked)
+        raise OptionError(f"{job.name} has no {asked.value} data; choose --split {others}")
+    return held_out if asked is None else [asked]

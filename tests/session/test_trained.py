@@ -1,0 +1,114 @@
+"""A trained run opened from Python answers as the commands do, and prints nothing."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import systolic
+from systolic.cli.main import main
+from systolic.core.errors import NotFoundError, OptionError
+
+SIZES = "--model.layers 1 --model.d-model 16 --model.d-ff 16 --model.heads 2 --model.kv-heads 2"
+JOB = f"{SIZES} --model.head-dim 8 --sequence 32 --batch 4 --steps 3 --checkpoints.every 2"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of text in ``text`` and a byte model of it in ``run``."""
+    home = tmp_path_factory.mktemp("opened")
+    (home / "text").mkdir()
+    for number in range(30):
+        (home / "text" / f"{number}.txt").write_text(f"def f{number}(): return {number}\n" * 5)
+    args = ["train", "lm", "--path", str(home / "text"), *JOB.split(), "--json"]
+    assert main([*args, "--run", str(home / "run")]) == 0
+    return home
+
+
+SCRIPT = """
+import json, sys
+import systolic
+
+run, text = sys.argv[1:]
+model = systolic.open(run)
+made = {
+    "step": model.step,
+    "metrics": model.evaluate(),
+    "train": model.evaluate("train", batches=2),
+    "other": model.evaluate(path=text),
+    "baselines": model.baselines,
+    "texts": model.generate(["def", "return"], tokens=8, seed=3),
+    "pieces": list(model.stream("def", tokens=8, seed=3)),
+    "long": model.generate("x" * 40, tokens=2),
+    "answers": model.predict([text, "nowhere.txt"]),
+    "warnings": model.warnings,
+}
+with open("made.json", "w") as file:
+    json.dump(made, file)
+"""
+
+
+def _command(capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main([*args, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_python_answers_as_the_commands_do(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, text = str(home / "run"), str(home / "text" / "7.txt")
+    command = [sys.executable, "-c", SCRIPT, run, text]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    made = json.loads((tmp_path / "made.json").read_text())
+
+    told = _command(capsys, "eval", run)
+    assert made["step"] == told["step"] == 3
+    assert made["metrics"] == told["metrics"]
+    assert made["baselines"] == told["baselines"]
+    train = _command(capsys, "eval", run, "--split", "train", "--batches", "2")
+    assert made["train"] == train["metrics"]
+    assert made["other"] == _command(capsys, "eval", run, "--path", text)["metrics"]
+    told = _command(capsys, "generate", run, "def", "return", "--tokens", "8", "--seed", "3")
+    assert made["texts"] == [answer["text"] for answer in told["answers"]]
+    assert "".join(made["pieces"]) == made["texts"][0]
+    told = _command(capsys, "predict", run, text, "nowhere.txt", code=1)
+    for answer in told["predictions"]:
+        del answer["file"]
+    assert made["answers"] == told["predictions"]
+    (warning,) = made["warnings"]
+    assert warning.startswith("41 tokens of prompt and up to 2 new ones are more than the 32")
+
+
+def test_a_damaged_checkpoint_is_a_warning(home: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(home / "run", run)
+    files = [path for path in (run / "checkpoints" / "3" / "params").rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+    told: list[str] = []
+    model = systolic.open(run, warn=told.append)
+    (line,) = told
+    assert line.startswith("checkpoint 3 is damaged")
+    assert line.endswith("using step 2")
+    assert model.warnings == []
+    assert systolic.open(run, 2).step == 2
+
+
+def test_mistakes_are_errors_of_one_line(home: Path) -> None:
+    with pytest.raises(NotFoundError):
+        systolic.open(home / "nowhere")
+    model = systolic.open(home / "run")
+    with pytest.raises(OptionError, match="give one of them"):
+        model.evaluate("train", path=home / "text")
+    with pytest.raises(OptionError, match="lm has no test data"):
+        model.evaluate("test")
+    with pytest.raises(OptionError, match="tokens is 0"):
+        model.generate("a", tokens=0)
+    with pytest.raises(OptionError, match="'tset' is no split; did you mean test"):
+        model.evaluate("tset")
