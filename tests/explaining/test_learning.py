@@ -414,15 +414,13 @@ def test_the_screen_holds_many_causes_and_begins_with_the_verdict():
         for n in range(12)
     ]
     shown = [line.plain for line in lines("runs/x", many, 80)]
-    assert shown[0] == "runs/x: 12 things hold it back"
+    assert shown[0] == "runs/x: 12 problems found"
     assert len(shown) <= HEIGHT
     assert all(len(line) <= 80 for line in shown)
     assert "more (--json): " in shown[-1] or "more (--json): " in shown[-2]
     few = [line.plain for line in lines("runs/x", many[:1], 80)]
     assert sum(line.startswith("    try") for line in few) == 1
-    assert next(line.plain for line in lines("runs/x", [], 80)).endswith(
-        "nothing on record holds it back"
-    )
+    assert next(line.plain for line in lines("runs/x", [], 80)).endswith("no problem found")
 
 
 def test_looks_at_the_end_of_a_decay_tell_nothing_of_updates(tmp_path: Path):

@@ -21,7 +21,8 @@ from systolic.forecasting.platforms import GPU_ERROR, STAND_IN
 from systolic.forecasting.run import of_outcome
 from systolic.hlo import Groups, parse
 from systolic.report.forecast import readings
-from systolic.report.forecast.text import lines, plain
+from systolic.report.forecast.text import lines
+from systolic.report.printing import plain
 from systolic.sim.roofline import ModuleSource, Peaks, gpu_peaks, roofline
 from systolic.sim.switched import switched
 

@@ -93,7 +93,7 @@ class Explanation:
         from systolic.explaining.causes import causes_of_forecast
         from systolic.forecasting.run import of_outcome
         from systolic.hlo import parse
-        from systolic.report.forecast.progress import ProgressLine
+        from systolic.report.progress import ProgressLine
 
         name, began, step = self.job.name, time.monotonic(), self.verb["step"]
         with ProgressLine(sys.stderr, f"{name} for {self.on.name}") as progress:
@@ -173,7 +173,7 @@ class Explanation:
         from systolic.planning.evaluator import CompilingEvaluator
         from systolic.planning.facts import facts_of
         from systolic.planning.remedies import base_of, changes, try_all
-        from systolic.report.forecast.progress import ProgressLine
+        from systolic.report.progress import ProgressLine
 
         if self.verb["remedies"] < 1:
             return {"remedies": [], "command": None}
@@ -215,10 +215,10 @@ class Explanation:
         from systolic.planning.facts import facts_of
         from systolic.planning.ladder import difference, find_fit
         from systolic.planning.plan import reason_of
-        from systolic.report.forecast.progress import ProgressLine
         from systolic.report.forecast.text import print_forecast
         from systolic.report.plan.progress import stage
         from systolic.report.plan.readings import step
+        from systolic.report.progress import ProgressLine
 
         if not self.json:
             print_forecast(made)

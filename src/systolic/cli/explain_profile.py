@@ -82,7 +82,7 @@ def remedies(folder: Path, measured: float, verb: Mapping[str, Any]) -> dict[str
     from systolic.aot import compile as compile_program
     from systolic.cli.explain_job import Explanation
     from systolic.forecasting.run import of_outcome
-    from systolic.report.forecast.progress import ProgressLine
+    from systolic.report.progress import ProgressLine
     from systolic.session.planned import plan_of
     from systolic.session.run_files import rebuild
     from systolic.session.run_flags import recorded

@@ -149,7 +149,7 @@ def compiled(job: "Job", on: "Slice", options: ForecastOptions) -> "Forecast":
     from systolic.aot import Compiler
     from systolic.chips.flags import resolved
     from systolic.forecasting import forecast_job
-    from systolic.report.forecast.progress import ProgressLine
+    from systolic.report.progress import ProgressLine
 
     flags = resolved(options.flags, on.chip)
     compiler = Compiler(flags=flags, save=options.save is not None)

@@ -19,7 +19,7 @@ from systolic.cli.target import Request
 from systolic.core.errors import OptionError
 from systolic.core.machine import end_with
 from systolic.core.units import duration, si
-from systolic.report.forecast.progress import ProgressLine
+from systolic.report.progress import ProgressLine
 from systolic.session.planned import plan_of, under_plan
 
 MANY_DEVICES = 64

@@ -6,7 +6,8 @@ from pathlib import Path
 from systolic.chips import slice
 from systolic.forecasting import forecast_text
 from systolic.report.forecast import readings
-from systolic.report.forecast.text import lines, plain
+from systolic.report.forecast.text import lines
+from systolic.report.printing import plain
 from tests.recorded import hlo
 
 

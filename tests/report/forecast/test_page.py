@@ -41,7 +41,7 @@ def test_what_fits_says_how_fast() -> None:
 
 def test_what_does_not_fit_says_by_how_much() -> None:
     page = Page(render(refused()))
-    assert "Needs 20.50 GiB where 15.75 GiB are there: 4.75 GiB too much." in page.text
+    assert "Needs 20.50 GiB, 15.75 GiB available (4.75 GiB over)." in page.text
     assert "12.00 GiB saved activations f32[64,2048,32768]" in page.text
     assert "Time line" not in page.text
 

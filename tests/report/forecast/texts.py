@@ -3,13 +3,14 @@
 from collections.abc import Callable
 
 from systolic.forecasting import Forecast
+from systolic.report import printing
 from systolic.report.forecast import record, text
 from tests.report.forecast import recorded
 
 
 def screen(forecast: Forecast) -> str:
     """The screen without colour."""
-    return "\n".join(text.plain(text.lines(forecast, 80))) + "\n"
+    return "\n".join(printing.plain(text.lines(forecast, 80))) + "\n"
 
 
 def comparison() -> str:

@@ -9,7 +9,8 @@ import pytest
 from systolic.artifact.record import RunRecord, State, load_run
 from systolic.report.run import readings
 from systolic.report.run.summary import plain_summary, print_summary
-from systolic.report.run.verdict import Tone, commands, judge
+from systolic.report.run.verdict import commands, judge
+from systolic.report.verdict import Tone
 from tests.report.run.fabricate_run import failed_records, records, summary, write_run
 
 

@@ -1,18 +1,15 @@
 """Causes on one screen: the verdict first, then each with its evidence and what to try."""
 
-import os
-import shutil
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from rich.console import Console
 from rich.text import Text
 
 from systolic.core.units import duration
 from systolic.explaining.cause import Cause
 from systolic.report import terminal
+from systolic.report.printing import print_lines
 
 HEIGHT = 23
 """Lines of a screen that leave one for the prompt."""
@@ -43,17 +40,13 @@ def print_causes(
         environ: Variables that say what the terminal can do.
         width: Columns; by default the terminal's.
     """
-    stream = sys.stdout if stream is None else stream
-    environ = os.environ if environ is None else environ
-    columns = width or shutil.get_terminal_size((80, 24)).columns
-    shown = lines(title, causes, min(columns, MAX_WIDTH), remarks=remarks, notes=notes)
-    if terminal.can_redraw(stream, environ, columns):
-        console = Console(file=stream, force_terminal=True, width=columns, highlight=False)
-        for line in shown:
-            console.print(line, soft_wrap=True)
-        return
-    for line in shown:
-        terminal.say(stream, line.plain.rstrip())
+    print_lines(
+        lambda columns: lines(title, causes, columns, remarks=remarks, notes=notes),
+        MAX_WIDTH,
+        stream=stream,
+        environ=environ,
+        width=width,
+    )
 
 
 def lines(
@@ -89,10 +82,9 @@ def verdict(title: str, causes: Sequence[Cause]) -> Text:
     """The first line."""
     line = Text(title, style="bold")
     if not causes:
-        return line.append(": nothing on record holds it back", "green")
-    count = f"{len(causes)} thing" + ("s" if len(causes) > 1 else "")
-    hold = "holds" if len(causes) == 1 else "hold"
-    return line.append(f": {count} {hold} it back", "yellow")
+        return line.append(": no problem found", "green")
+    count = f"{len(causes)} problem{'s' if len(causes) > 1 else ''}"
+    return line.append(f": {count} found", "yellow")
 
 
 def _cause(index: int, cause: Cause, width: int, most: int) -> list[Text]:

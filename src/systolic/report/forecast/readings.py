@@ -7,11 +7,11 @@ from systolic.core.origin import Origin
 from systolic.core.units import duration, gibibytes, si
 from systolic.forecasting import Forecast
 from systolic.report import figures
-from systolic.report.run.verdict import Tone, Verdict
+from systolic.report.verdict import Tone, Verdict
 
 SCALES = {"tokens": ("billion tokens", 1e9), "examples": ("million examples", 1e6)}
 CLOSE = 0.9
-"""Share of the memory above which little is left for what the compiler does not count."""
+"""Share of the memory above which little is left for allocations that the compiler does not count."""
 
 RESOURCES = {
     "mxu": "the matrix units",
@@ -22,7 +22,7 @@ RESOURCES = {
     "host": "waiting for the host",
     "idle": "idle",
 }
-"""What the core does or waits for, in words."""
+"""Names of the resources."""
 ELSEWHERE = {
     "mxu": "matmuls",
     "vpu": "elementwise work",
@@ -30,23 +30,23 @@ ELSEWHERE = {
     "dcn": "waiting for the network",
     "host": "starting kernels",
 }
-"""The words that differ on CPUs and GPUs."""
+"""Names that differ on CPUs and GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Portion:
-    """A part of a whole: bytes of a kind of memory, or seconds of a resource."""
+    """Part of a whole: bytes of a kind of memory, or seconds of a resource."""
 
     key: str
     name: str
     value: float
     share: float
-    """Of the whole, 0 to 1."""
+    """Share of the whole, 0 to 1."""
     text: str
 
 
 def verdict(forecast: Forecast) -> Verdict:
-    """Fits or not, by how much, and how fast."""
+    """Verdict on the memory: whether the step fits, and by how much."""
     need, have = needed(forecast), forecast.capacity_bytes
     if not forecast.fits:
         space = (forecast.rejected or {}).get("space", "hbm")
@@ -55,7 +55,7 @@ def verdict(forecast: Forecast) -> Verdict:
             return Verdict(
                 word="does not fit", sentence=f"More than {gibibytes(have)}{where}.", tone=Tone.bad
             )
-        sentence = f"Needs {gibibytes(need)}{where} where {gibibytes(have)} are there: {gibibytes(need - have)} too much."
+        sentence = f"Needs {gibibytes(need)}{where}, {gibibytes(have)} available ({gibibytes(need - have)} over)."
         return Verdict(word="does not fit", sentence=sentence, tone=Tone.bad)
     spare = f"{gibibytes(have - need)} of {gibibytes(have)} to spare" if have else "memory unknown"
     tone = Tone.fair if have and need > CLOSE * have else Tone.good
@@ -66,21 +66,21 @@ def verdict(forecast: Forecast) -> Verdict:
 
 
 def needed(forecast: Forecast) -> int:
-    """Bytes of one device at the peak; 0 where they are unknown."""
+    """Peak bytes of one device; 0 if unknown."""
     if forecast.memory is not None:
         return forecast.memory.peak_bytes
     return int((forecast.rejected or {}).get("need_bytes") or 0)
 
 
 def speed(forecast: Forecast) -> list[tuple[str, str]]:
-    """Step time, throughput and utilisation as (name, text); what is unknown is left out."""
+    """Step time, throughput and utilisation as (name, text); unknown ones are left out."""
     if forecast.step_seconds is None:
         return []
     least = "at least " if forecast.is_lower_bound else ""
     found = [("step", f"{least}{duration(forecast.step_seconds)}")]
     if (rate := forecast.units_per_second) is not None and forecast.unit != "calls":
         found.append(("throughput", f"{si(rate)} {forecast.unit}/s"))
-    if not forecast.is_lower_bound:  # what the kernels do is not in the FLOPs either
+    if not forecast.is_lower_bound:  # The FLOPs of unknown kernels are not counted either.
         found += [
             ("MFU", figures.percent(forecast.mfu)),
             ("HFU", figures.percent(forecast.hfu)),
@@ -92,7 +92,7 @@ def speed(forecast: Forecast) -> list[tuple[str, str]]:
 
 
 def words(forecast: Forecast) -> dict[str, str]:
-    """What each resource is called on the forecast's platform."""
+    """Names of the resources on the forecast's platform."""
     return RESOURCES if forecast.on.platform == "tpu" else {**RESOURCES, **ELSEWHERE}
 
 
@@ -104,12 +104,12 @@ def interval(forecast: Forecast) -> str:
 
 
 def time_origin(forecast: Forecast) -> str:
-    """Where the step time comes from: ``simulated``, or ``lower bound`` where kernels are not known."""
+    """Origin of the step time: ``simulated``, or ``lower bound`` for unknown kernels."""
     return "lower bound" if forecast.is_lower_bound else forecast.origin.value
 
 
 def memory_origin(forecast: Forecast) -> Origin:
-    """Whether the peak is the compiler's, the schedule's or assumed."""
+    """Origin of the peak: compiled, simulated from the schedule, or assumed."""
     return forecast.memory_origin
 
 
@@ -129,7 +129,7 @@ def _key(kind: str) -> str:
 
 
 def time_parts(forecast: Forecast) -> list[Portion]:
-    """The step by what the core did or waited for."""
+    """Step time by resource."""
     if not forecast.step_seconds:
         return []
     step = forecast.step_seconds
@@ -141,7 +141,7 @@ def time_parts(forecast: Forecast) -> list[Portion]:
 
 
 def money(forecast: Forecast) -> str:
-    """Dollars by the hour and by work; empty without a price."""
+    """Dollars per hour and per unit of work; empty without a price."""
     bill = forecast.bill
     if bill.usd_per_hour is None:
         return ""
@@ -158,7 +158,7 @@ def money(forecast: Forecast) -> str:
 
 
 def energy(forecast: Forecast) -> str:
-    """Kilowatt-hours by work and where the watts come from; empty without watts."""
+    """Kilowatt-hours per unit of work with the source of the watts; empty without watts."""
     bill = forecast.bill
     if bill.watts is None or not forecast.step_seconds:
         return ""
@@ -169,7 +169,7 @@ def energy(forecast: Forecast) -> str:
 
 
 def figure(value: float | None) -> str:
-    """Three digits without an exponent: dollars and kilowatt-hours."""
+    """Formats dollars and kilowatt-hours: three digits, no exponent."""
     if value is None:
         return figures.MISSING
     if abs(value) >= 100:
@@ -178,7 +178,7 @@ def figure(value: float | None) -> str:
 
 
 def notes(forecast: Forecast) -> list[str]:
-    """What slows it down, where the interval comes from, what has no price, what was assumed."""
+    """Warnings, the source of the interval, ops without a price, assumptions."""
     found = [*forecast.warnings]
     if forecast.interval:
         found.append(f"interval: {forecast.interval}")
@@ -200,7 +200,7 @@ def compiler_text(forecast: Forecast) -> str:
 
 
 def flags_text(forecast: Forecast) -> str:
-    """What its compiler flags change of XLA's defaults, in few words."""
+    """Compiler flags that differ from XLA's defaults, in few words."""
     return described(forecast.compiler.get("flags") or [])
 
 

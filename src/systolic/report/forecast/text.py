@@ -1,15 +1,10 @@
 """A forecast on one screen: the verdict first, then memory, time, costs and the bill."""
 
-import io
-import os
-import shutil
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TextIO
 
-from rich.console import Console
 from rich.text import Text
 
 from systolic.core.units import duration, gibibytes
@@ -18,7 +13,8 @@ from systolic.forecasting.costs import by_place
 from systolic.report import figures, terminal
 from systolic.report.forecast import readings
 from systolic.report.forecast.readings import Portion
-from systolic.report.run.verdict import Tone
+from systolic.report.printing import print_lines
+from systolic.report.verdict import COLOURS
 
 HEIGHT = 23
 """Lines of a screen that leave one for the prompt."""
@@ -29,7 +25,6 @@ INDENT = 9
 SMALL = 0.02
 """Share of the peak below which kinds of memory are shown together."""
 
-_COLOURS = {Tone.good: "green", Tone.fair: "yellow", Tone.bad: "red", Tone.neutral: "cyan"}
 _FILLS = "█▓▒░▞▚▤▥"
 """Segments of a bar differ without colour, too."""
 _HUES = ("blue", "magenta", "yellow", "green", "cyan", "red", "white", "bright_black")
@@ -52,26 +47,13 @@ def print_forecast(
     width: int | None = None,
 ) -> None:
     """Prints the screen to ``stream`` (stdout), in colour on a terminal."""
-    stream = sys.stdout if stream is None else stream
-    environ = os.environ if environ is None else environ
-    columns = width or shutil.get_terminal_size((80, 24)).columns
-    shown = lines(forecast, min(columns, MAX_WIDTH))
-    if terminal.can_redraw(stream, environ, columns):
-        console = Console(file=stream, force_terminal=True, width=columns, highlight=False)
-        for line in shown:
-            console.print(line, soft_wrap=True)
-        return
-    for line in plain(shown):
-        terminal.say(stream, line)
-
-
-def plain(shown: Sequence[Text]) -> list[str]:
-    """Lines without colour."""
-    stream = io.StringIO()
-    console = Console(file=stream, width=MAX_WIDTH, color_system=None, highlight=False)
-    for line in shown:
-        console.print(line, soft_wrap=True)
-    return [line.rstrip() for line in stream.getvalue().splitlines()]
+    print_lines(
+        lambda columns: lines(forecast, columns),
+        MAX_WIDTH,
+        stream=stream,
+        environ=environ,
+        width=width,
+    )
 
 
 def lines(forecast: Forecast, width: int) -> list[Text]:
@@ -92,7 +74,7 @@ def lines(forecast: Forecast, width: int) -> list[Text]:
 
 def _verdict(forecast: Forecast, width: int) -> list[Text]:
     verdict = readings.verdict(forecast)
-    colour = _COLOURS[verdict.tone]
+    colour = COLOURS[verdict.tone]
     head = Text(f"{forecast.recipe} on {forecast.on.name}  ", style="bold")
     head.append(f" {verdict.word} ", f"bold reverse {colour}")
     told = Text(verdict.sentence, style="bold")

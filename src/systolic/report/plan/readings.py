@@ -13,7 +13,7 @@ from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial, reason
 from systolic.planning.space import RefusalRule, Refused
 from systolic.report import figures
 from systolic.report.forecast import readings
-from systolic.report.run.verdict import Tone, Verdict
+from systolic.report.verdict import Tone, Verdict
 
 PLAN = "plan.json"
 """Named in commands where nothing was written."""

@@ -1,28 +1,23 @@
 """A plan on one screen: the answer and its command first, then the ranking, then what was rejected."""
 
-import os
-import shutil
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console
 from rich.text import Text
 
 from systolic.planning.plan import Plan
 from systolic.report import figures, terminal
-from systolic.report.forecast.text import plain
 from systolic.report.plan import readings
 from systolic.report.plan.notes import notes
 from systolic.report.plan.readings import RankingRow
-from systolic.report.run.verdict import Tone
+from systolic.report.printing import print_lines
+from systolic.report.verdict import COLOURS
 
 MAX_WIDTH = 120
 ROWS = 8
 INDENT = 10
-_COLOURS = {Tone.good: "green", Tone.fair: "yellow", Tone.bad: "red", Tone.neutral: "cyan"}
 _COLUMNS = ("slice", "step", "MFU", "GiB", "time", "$", "kWh", "batch", "compile")
 _LEFT = ("slice", "compile")
 
@@ -44,23 +39,20 @@ def print_plan(
         environ: The environment's variables.
         width: Columns of the terminal.
     """
-    stream = sys.stdout if stream is None else stream
-    environ = os.environ if environ is None else environ
-    columns = width or shutil.get_terminal_size((100, 24)).columns
-    shown = lines(plan, path, min(columns, MAX_WIDTH))
-    if terminal.can_redraw(stream, environ, columns):
-        console = Console(file=stream, force_terminal=True, width=columns, highlight=False)
-        for line in shown:
-            console.print(line, soft_wrap=True)
-        return
-    for line in plain(shown):
-        terminal.say(stream, line)
+    print_lines(
+        lambda columns: lines(plan, path, columns),
+        MAX_WIDTH,
+        stream=stream,
+        environ=environ,
+        width=width,
+        usual=100,
+    )
 
 
 def lines(plan: Plan, path: Path | None, width: int) -> list[Text]:
     """The screen, in lines of ``width`` columns; commands are never cut."""
     verdict = readings.verdict(plan)
-    colour = _COLOURS[verdict.tone]
+    colour = COLOURS[verdict.tone]
     head = Text(f"{plan.facts.job.name}: {readings.work(plan)}  ", style="bold")
     head.append(f" {verdict.word} ", f"bold reverse {colour}")
     shown = [head, *_wrapped(verdict.sentence, width, f"bold {colour}")]

@@ -17,15 +17,14 @@ from systolic.artifact.record import RunRecord, load_run, loss_of
 from systolic.report import figures, terminal
 from systolic.report.run import readings
 from systolic.report.run.page import NAME
-from systolic.report.run.verdict import Tone, judge
+from systolic.report.run.verdict import judge
+from systolic.report.verdict import COLOURS
 
 SAMPLE_LINES = 8
 SAMPLE_CHARACTERS = 600
 CURVE_WIDTH = 40
 MAX_WIDTH = 100
 """Columns of the panel on a wide terminal."""
-
-_COLOURS = {Tone.good: "green", Tone.fair: "yellow", Tone.bad: "red", Tone.neutral: "cyan"}
 
 
 def print_summary(
@@ -139,7 +138,7 @@ def print_panel(run: RunRecord, console: Console) -> None:
             Text(""),
             Panel(Text(sample), title=title, title_align="left", border_style="dim"),
         ]
-    colour = _COLOURS[verdict.tone]
+    colour = COLOURS[verdict.tone]
     console.print(
         Panel(
             Group(*parts),

@@ -1,10 +1,8 @@
 """The verdict on a run in a word and a sentence, and the commands that follow from it."""
 
-import enum
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from systolic.artifact.record import RunRecord, State
@@ -12,30 +10,13 @@ from systolic.artifact.run import RECIPE
 from systolic.report import figures
 from systolic.report.run import readings
 from systolic.report.terminal import one_line
+from systolic.report.verdict import Tone, Verdict
 
 LEVEL = 0.02
 """Compression within this share of gzip's counts as level with it."""
 
 SAME = "the same run again"
 """The purpose of the command that made a run."""
-
-
-class Tone(enum.Enum):
-    """How a verdict is coloured."""
-
-    good = "good"
-    fair = "fair"
-    bad = "bad"
-    neutral = "neutral"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """What to think of a run at first sight."""
-
-    word: str
-    sentence: str
-    tone: Tone
 
 
 def judge(run: RunRecord) -> Verdict:
