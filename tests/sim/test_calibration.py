@@ -9,19 +9,24 @@ from systolic.sim.attention import AttentionPace
 from systolic.sim.calibration import constant, fitted
 from tests.house.budget import ROOT
 
-FOLDER = ROOT / "src" / "systolic" / "sim"
-CONSTANTS = tomllib.loads((FOLDER / "constants.toml").read_text())
-NAMED = [(table, name) for table in CONSTANTS for name in CONSTANTS[table]]
+PACKAGE = ROOT / "src" / "systolic"
+TABLES = {
+    folder: tomllib.loads((PACKAGE / folder / "constants.toml").read_text())
+    for folder in ("sim", "planning")
+}
+NAMED = [
+    (f, table, name) for f, tables in TABLES.items() for table in tables for name in tables[table]
+]
 
 
-@pytest.mark.parametrize(("table", "name"), NAMED)
-def test_a_constant_says_what_it_is(table: str, name: str) -> None:
-    entry = CONSTANTS[table][name]
+@pytest.mark.parametrize(("folder", "table", "name"), NAMED)
+def test_a_constant_says_what_it_is(folder: str, table: str, name: str) -> None:
+    entry = TABLES[folder][table][name]
     assert set(entry) == {"value", "origin", "what", "source"}
     assert entry["origin"] in ("fitted", "measured", "assumed")
     assert entry["what"]
     assert entry["source"]
-    assert f'constant("{table}.{name}")' in (FOLDER / f"{table}.py").read_text()
+    assert f'constant("{table}.{name}"' in (PACKAGE / folder / f"{table}.py").read_text()
 
 
 def test_values() -> None:

@@ -70,7 +70,7 @@ def by_device_kind(device_kind: str) -> Chip | None:
 
 
 def usual(of: str) -> Mapping[str, Figure]:
-    """Figures that hold for all chips of a kind or stand in where a chip has none: of ``tpu``, or of ``data_centre``."""
+    """Figures that hold for all chips of a kind or stand in where a chip has none: ``tpu``, ``cpu`` or ``data_centre``."""
     return _usual()[of]
 
 

@@ -13,18 +13,19 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from systolic.chips import usual
 from systolic.job import Target
 
 ROWS = (128, 256, 512)
 """Heights of a tile of rows."""
-ARRAY_ROWS = 256
-"""Rows that a matrix unit of v6e and TPU7x takes while the next weights are loaded: fewer cost as many."""
-VMEM_BYTES = 12 * 2**20
-"""Of a kernel's windows and sums: the 16 MiB that v4 to v5p give a kernel, less what the compiler adds."""
-FLOPS_PER_BYTE = 300.0
-"""Between v5p's 166 and v6e's 560 (peak over HBM rate): what a byte that is fetched again counts."""
-STEP_FLOPS = 1.5e8
-"""What a step of the grid counts beside its work: a third of a microsecond at v5p's peak."""
+ARRAY_ROWS: int = usual("tpu")["rows_per_weights"].value
+"""Rows of a tile that take as long as fewer do."""
+VMEM_BYTES: int = usual("tpu")["kernel_vmem_bytes"].value
+"""Memory of a kernel's windows and sums."""
+FLOPS_PER_BYTE: float = usual("tpu")["flops_per_hbm_byte"].value
+"""Work that a byte counts which is fetched again."""
+STEP_FLOPS: float = usual("tpu")["kernel_step_flops"].value
+"""Work that a step of the grid counts beside its own."""
 
 
 def grouped_product(

@@ -9,24 +9,22 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from systolic.chips import Slice
 from systolic.job import Axis, Remat, Residual
 from systolic.planning.candidate import Candidate
 from systolic.planning.facts import Facts
+from systolic.sim.calibration import constant
 from systolic.sim.rates import rates_of
 from systolic.sim.roofline import gpu_peaks
 
-EFFICIENCY = 0.85
-"""Share of the peak that matmuls reach in compiled schedules, beside the traffic of their activations."""
-REREAD = 5.0
-"""Times that an activation passes through memory in a step: made, used, used again for its gradient."""
-HIDDEN = 0.9
-"""Share of the compute time that gathers of weights and sums of gradients can hide behind."""
-EXPOSED = 0.5
-"""Share of that traffic that is seen all the same, in partial matmuls and first and last layers."""
-VISIBLE = {Axis.tensor: 0.7, Axis.context: 0.5, Axis.expert: 1.0}
-"""Share of an axis's traffic that is not hidden: the work that needs it comes right after it."""
+FOLDER = Path(__file__).parent
+EFFICIENCY: float = constant("analytic.efficiency", FOLDER)
+REREAD: float = constant("analytic.reread", FOLDER)
+HIDDEN: float = constant("analytic.hidden", FOLDER)
+EXPOSED: float = constant("analytic.exposed", FOLDER)
+VISIBLE = {Axis[name]: share for name, share in constant("analytic.visible", FOLDER).items()}
 HALF = 2.0
 """Bytes of a bf16 element."""
 LOGIT_BYTES = 8.0

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 _Row = TypeVar("_Row")
 
+FOLDER = Path(__file__).parent
+
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
@@ -40,15 +42,15 @@ def fitted(name: str, kind: type[_Row], generation: str) -> _Row:
     return kind(**{**table["all"], **table.get(generation, {})})
 
 
-def constant(name: str) -> Any:
-    """Value of a constant of ``constants.toml``, named ``table.constant``: a number, or tuples of numbers."""
+def constant(name: str, folder: Path = FOLDER) -> Any:
+    """Value of a constant of ``constants.toml``, named ``table.constant``: a number, or tables and tuples of numbers."""
     table, _, key = name.partition(".")
-    return _plain(_table("constants")[table][key]["value"])
+    return _plain(_table("constants", folder)[table][key]["value"])
 
 
 @cache
-def _table(name: str) -> dict[str, Any]:
-    return tomllib.loads((Path(__file__).parent / f"{name}.toml").read_text())
+def _table(name: str, folder: Path = FOLDER) -> dict[str, Any]:
+    return tomllib.loads((folder / f"{name}.toml").read_text())
 
 
 def _plain(value: Any) -> Any:

@@ -12,6 +12,7 @@ import psutil
 
 from systolic.artifact import CheckpointStore, Run
 from systolic.artifact.access import Access
+from systolic.chips import usual
 from systolic.core.errors import NotFoundError
 from systolic.core.units import duration, gibibytes
 from systolic.steps.diagnose import jit_diagnose, num_parts
@@ -33,8 +34,8 @@ LEAST_SECONDS = 2.0
 LOOKS_AFTERWARDS = 4
 """At a checkpoint."""
 
-CPU_FLOPS_PER_SECOND = 1e10
-"""What a small CPU does at least, to keep :func:`examine` from taking for ever."""
+CPU_FLOPS_PER_SECOND: float = usual("cpu")["least_flops_per_second"].value
+"""Rate that bounds the time of :func:`examine` on a CPU."""
 
 MOST_SECONDS = 120.0
 

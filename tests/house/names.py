@@ -1,0 +1,153 @@
+"""Finds public names that nothing uses, classes of one name, and attributes that are asked for by luck."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+USERS = ("src", "benchmarks", "examples", "docs", "README.md")
+"""Folders and files of a project whose words count as a use; tests alone do not."""
+
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_PATH = re.compile(r"[A-Za-z_][\w.:]*")
+_CODE = re.compile(r"```.*?```|`[^`]+`", re.DOTALL)
+
+
+def dead(root: Path) -> list[str]:
+    """Public functions, methods, classes and constants of the package that nothing uses but tests, as ``path:name``.
+
+    A function, class or constant is used where its module reads it outside of its own definition, where another module
+    imports it, or as an attribute; a method as an attribute. Texts that are a name, and code in Markdown, count as well.
+    An ``__init__`` that hands a name on does not use it.
+    """
+    loose: set[str] = set()
+    imported: set[str] = set()
+    defined: list[tuple[str, str, str, bool]] = []
+    package = root / "src"
+    for path in _files(root):
+        text = path.read_text(errors="replace")
+        if path.suffix == ".md":
+            loose.update(word for code in _CODE.findall(text) for word in _WORD.findall(code))
+        if path.suffix != ".py":
+            continue
+        tree = ast.parse(text)
+        loose.update(_loose(tree))
+        if path.name != "__init__.py":
+            imported.update(_imported(tree))
+        if path.is_relative_to(package):
+            name = path.relative_to(package).as_posix()
+            for qualified, node in _public(tree):
+                inside = "." not in qualified and _reads(tree, qualified, node)
+                defined.append((name, qualified, qualified.rpartition(".")[2], inside))
+    return sorted(
+        f"{path}:{qualified}"
+        for path, qualified, word, inside in defined
+        if not inside and word not in loose and ("." in qualified or word not in imported)
+    )
+
+
+def doubles(root: Path) -> dict[str, list[str]]:
+    """Names of several classes of the package, and the files of each."""
+    places: dict[str, list[str]] = defaultdict(list)
+    package = root / "src"
+    for path in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(path.relative_to(package).as_posix())
+    return {name: files for name, files in places.items() if len(files) > 1}
+
+
+def by_luck(root: Path) -> list[str]:
+    """Calls of ``hasattr``, and of ``getattr`` with a default, in the package: ``path:function:attribute``."""
+    found = []
+    package = root / "src"
+    for path in sorted(package.rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        for holder in ast.walk(tree):
+            if not isinstance(holder, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
+                continue
+            for call in _own(holder):
+                if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+                    continue
+                if (call.func.id, len(call.args)) in (("hasattr", 2), ("getattr", 3)):
+                    where = "" if isinstance(holder, ast.Module) else holder.name
+                    asked = ast.unparse(call.args[1]).strip("'\"")
+                    found.append(f"{path.relative_to(package).as_posix()}:{where}:{asked}")
+    return sorted(found)
+
+
+def _files(root: Path) -> Iterator[Path]:
+    for user in USERS:
+        at = root / user
+        found = [at] if at.is_file() else sorted(at.rglob("*"))
+        yield from (path for path in found if path.suffix in (".py", ".md") and path.is_file())
+
+
+def _public(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
+    """Qualified names and definitions of what a module holds for others."""
+    for node in tree.body:
+        names: list[tuple[str, ast.stmt]] = []
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                names = [(node.name, node)]
+            case ast.ClassDef():
+                names = [(node.name, node)]
+                if not node.name.startswith("_"):
+                    names += [
+                        (f"{node.name}.{part.name}", part)
+                        for part in node.body
+                        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
+                    ]
+            case ast.Assign():
+                found = [n for t in node.targets for n in ast.walk(t) if isinstance(n, ast.Name)]
+                names = [(name.id, node) for name in found]
+            case ast.AnnAssign(target=ast.Name()):
+                names = [(node.target.id, node)]
+        yield from (pair for pair in names if not pair[0].rpartition(".")[2].startswith("_"))
+
+
+def _reads(tree: ast.Module, name: str, definition: ast.stmt) -> bool:
+    """Whether a module reads a name of its own outside of its definition."""
+    own = set(map(id, ast.walk(definition)))
+    return any(
+        isinstance(node, ast.Name)
+        and node.id == name
+        and isinstance(node.ctx, ast.Load)
+        and id(node) not in own
+        for node in ast.walk(tree)
+    )
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names)
+
+
+def _loose(tree: ast.Module) -> Iterator[str]:
+    """Attributes that a module reads, and texts that are a name or a path of names."""
+    skipped = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        for part in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(ctx=ast.Load()):
+                yield node.attr
+            case ast.Constant(value=str()) if id(node) not in skipped and _PATH.fullmatch(
+                node.value
+            ):
+                yield from _WORD.findall(node.value)
+
+
+def _own(holder: ast.AST) -> Iterator[ast.AST]:
+    """Nodes of a function or module without those of functions inside."""
+    todo = list(ast.iter_child_nodes(holder))
+    while todo:
+        node = todo.pop()
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+            todo.extend(ast.iter_child_nodes(node))
