@@ -3,13 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
-from systolic.doctor.machine import Machine, MachineKind, Measured, Nvidia, Wanted
+from systolic.doctor.machine import Machine, MachineKind, Measured, Nvidia, VersionBound
 
 WANTED = (
-    Wanted(package="jax", specifier="<0.13,>=0.10.2", by="systolic"),
-    Wanted(package="jaxlib", specifier="<=0.10.2,>=0.10.1", by="jax"),
+    VersionBound(package="jax", specifier="<0.13,>=0.10.2", by="systolic"),
+    VersionBound(package="jaxlib", specifier="<=0.10.2,>=0.10.1", by="jax"),
 )
-LIBTPU = Wanted(package="libtpu", specifier="==0.0.42.*", by="jax")
+LIBTPU = VersionBound(package="libtpu", specifier="==0.0.42.*", by="jax")
 COMMON: dict[str, Any] = {
     "system": "Linux x86_64",
     "python": "3.11.7",

@@ -11,6 +11,7 @@ USERS = ("src", "benchmarks", "examples", "docs", "README.md")
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _PATH = re.compile(r"[A-Za-z_][\w.:]*")
+_TEMPLATE = re.compile(r"\{[{%].*?[}%]\}", re.DOTALL)
 _CODE = re.compile(r"```.*?```|`[^`]+`", re.DOTALL)
 
 
@@ -18,7 +19,7 @@ def dead(root: Path) -> list[str]:
     """Public functions, methods, classes and constants of the package that nothing uses but tests, as ``path:name``.
 
     A function, class or constant is used where its module reads it outside of its own definition, where another module
-    imports it, or as an attribute; a method as an attribute. Texts that are a name, and code in Markdown, count as well.
+    imports it, or as an attribute; a method as an attribute. Texts that are a name, code in Markdown and in templates, count as well.
     An ``__init__`` that hands a name on does not use it.
     """
     loose: set[str] = set()
@@ -29,6 +30,8 @@ def dead(root: Path) -> list[str]:
         text = path.read_text(errors="replace")
         if path.suffix == ".md":
             loose.update(word for code in _CODE.findall(text) for word in _WORD.findall(code))
+        if path.suffix == ".html":
+            loose.update(word for code in _TEMPLATE.findall(text) for word in _WORD.findall(code))
         if path.suffix != ".py":
             continue
         tree = ast.parse(text)
@@ -81,7 +84,9 @@ def _files(root: Path) -> Iterator[Path]:
     for user in USERS:
         at = root / user
         found = [at] if at.is_file() else sorted(at.rglob("*"))
-        yield from (path for path in found if path.suffix in (".py", ".md") and path.is_file())
+        yield from (
+            path for path in found if path.suffix in (".py", ".md", ".html") and path.is_file()
+        )
 
 
 def _public(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:

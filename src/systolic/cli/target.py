@@ -39,11 +39,6 @@ class Request(Generic[Options]):
 
         return under_plan(self.recipe(self.options), self.chosen)
 
-    def gives(self, option: str) -> bool:
-        """Whether an option of the recipe was typed: ``steps``, ``layout.fsdp``."""
-        names = (word[2:].partition("=")[0] for word in self.typed if word.startswith("--"))
-        return option.replace("_", "-") in {name.replace("_", "-") for name in names}
-
 
 def first(args: Sequence[str], verb: str, what: str) -> tuple[str, list[str]]:
     """The target and the rest of the arguments.

@@ -15,7 +15,7 @@ import psutil
 from packaging.requirements import InvalidRequirement, Requirement
 
 from systolic.chips.host import memory_bytes, model_name, num_cpus
-from systolic.doctor.machine import Holder, LockFile, Machine, MachineKind, Nvidia, Wanted
+from systolic.doctor.machine import Holder, LockFile, Machine, MachineKind, Nvidia, VersionBound
 
 PACKAGES = (
     *("systolic", "jax", "jaxlib", "libtpu", "libtpu-nightly", "flax", "optax", "orbax-checkpoint"),
@@ -105,7 +105,7 @@ def installed(names: Iterable[str]) -> tuple[tuple[str, str], ...]:
     return tuple(rows)
 
 
-def wanted(versions: Mapping[str, str]) -> tuple[Wanted, ...]:
+def wanted(versions: Mapping[str, str]) -> tuple[VersionBound, ...]:
     """What systolic and jax themselves say must fit together."""
     rows = []
     extras = {"libtpu": "tpu", "jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13"}
@@ -124,7 +124,7 @@ def wanted(versions: Mapping[str, str]) -> tuple[Wanted, ...]:
             applies = need.marker is None or need.marker.evaluate({"extra": extra})
             always = need.marker is None or need.marker.evaluate({"extra": ""})
             if (always and (by == "systolic" or name == "jaxlib")) or (extra and applies):
-                rows.append(Wanted(package=name, specifier=str(need.specifier), by=by))
+                rows.append(VersionBound(package=name, specifier=str(need.specifier), by=by))
     return tuple(dict.fromkeys(rows))
 
 

@@ -47,7 +47,7 @@ class Nvidia:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class VersionBound:
     """A version that an installed package asks of another, as a specifier (``>=0.10.2,<0.13``)."""
 
     package: str
@@ -101,7 +101,7 @@ class Machine:
     user: str
     packages: tuple[tuple[str, str], ...] = ()
     """(name, version) of the installed packages that matter here."""
-    wanted: tuple[Wanted, ...] = ()
+    wanted: tuple[VersionBound, ...] = ()
     tpu_chips: int = 0
     tpu_kind: str | None = None
     """Name in the catalogue, from the PCI device id; ``None`` when unknown."""

@@ -54,7 +54,7 @@ class PlacedArray:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
+class PlacedArrays:
     """Where the arrays of the real job lie."""
 
     num_parameters: int
@@ -123,7 +123,7 @@ def rehearse(job: Job, on: Slice, say: Say, workers: int = 0) -> dict[str, Any]:
     }
 
 
-def spread_of(steps: StepFunctions) -> Placement:
+def spread_of(steps: StepFunctions) -> PlacedArrays:
     """Traces the real train step and reads where its arrays lie; computes nothing.
 
     Raises:
@@ -140,7 +140,7 @@ def spread_of(steps: StepFunctions) -> Placement:
     }
     held = sum(part.bytes_per_device for part in parameters)
     whole = sum(part.bytes_per_device for part in parameters if part.spec == WHOLE)
-    return Placement(
+    return PlacedArrays(
         num_parameters=steps.network.num_parameters,
         parameters=sorted(parameters, key=lambda part: -math.prod(part.shape)),
         batch=[_part(name, array) for name, array in batch.items()],
@@ -262,7 +262,7 @@ def _raw(array: Any) -> bytes:
     return np.asarray(array).tobytes()
 
 
-def _check_memory(spread: Placement, on: Slice) -> None:
+def _check_memory(spread: PlacedArrays, on: Slice) -> None:
     memory, devices = on.chip.hbm_bytes, on.chip.devices_per_chip or 1
     kinds = ("parameters", "optimizer", "other")
     needed = sum(spread.bytes_per_device[kind] for kind in kinds)

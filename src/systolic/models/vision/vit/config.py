@@ -95,11 +95,6 @@ class ViT(Model):
         """Width of one attention head."""
         return self.d_model // self.heads
 
-    @property
-    def num_tokens(self) -> int:
-        """Patches, and the extra token when there is one."""
-        return (self.pixels.size // self.patch) ** 2 + (self.pooling is Pooling.token)
-
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
         """A :class:`~systolic.models.vision.vit.module.ViTModule` in float32."""
         from systolic.models.vision.vit.module import ViTModule
