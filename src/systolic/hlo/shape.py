@@ -38,7 +38,7 @@ _NARROW = re.compile(r"f([48])e\dm\d(?:b11)?(?:fn|fnu|fnuz)?")
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\]]*)\](?:\{([^}]*)\})?")
 _TILE = re.compile(r"\(([^)]*)\)")
 
-HBM, SEMAPHORE, HOST = 0, 2, 5
+HBM, VMEM, SEMAPHORE, HOST = 0, 1, 2, 5
 """Memory spaces as libtpu numbers them: ``S(1)`` is VMEM, no ``S`` is HBM, 5 the host's pinned memory."""
 
 
