@@ -157,7 +157,10 @@ def none_chosen(path: Path, parts: Sequence[str], half: str | None) -> str:
 
 
 def check_out(path: Path | None) -> None:
-    """Ends the process where lines can't be written to a file, before there are any."""
+    """Prepares a file for lines that are appended: ends its last line, or drops one that a kill cut short.
+
+    Ends the process where the file can't be written.
+    """
     if path is None:
         return
     # Permissions do not tell all: root may write in /proc, which takes no files.
@@ -167,8 +170,27 @@ def check_out(path: Path | None) -> None:
             pass
         if not there:
             path.unlink()
+        elif path.is_file():
+            _end_last_line(path)
     except OSError as error:
         refuse(f"{path} cannot be written ({error.strerror}); name another file with --out")
+
+
+def _end_last_line(path: Path) -> None:
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    last = content[whole:]
+    # Anything but the start of an object is no line of a benchmark; who reads the file says so.
+    if not last.startswith(b"{"):
+        return
+    try:
+        json.loads(last)
+    except ValueError:
+        with path.open("r+b") as file:
+            file.truncate(whole)
+    else:
+        with path.open("ab") as file:
+            file.write(b"\n")
 
 
 def count(text: str) -> int:

@@ -16,6 +16,7 @@ import gzip
 import json
 import lzma
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -23,8 +24,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
 from cases import Case, case_of, jobs
 from physics import floor_of, table
+from records import check_out
 
 from systolic.aot import Compiler, StepKind
 from systolic.chips import slice
@@ -133,6 +136,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path)
     parser.add_argument("--again", action="store_true")
     asked = parser.parse_args()
+    check_out(asked.out)
     compiler, done = Compiler(), read(asked.out)
     cases = jobs(asked.count, asked.seed)
     known = [done[case.key] for case in cases if case.key in done]

@@ -166,6 +166,8 @@ def main() -> None:
     rows = chosen(asked)
     if asked.left_out:
         return
+    if not rows:
+        refuse("none of the rows can be used; --left-out prints them by reason")
     if asked.again:
         rows = [row for row in rows if compiling.report_of(row) is not None]
         if not rows:

@@ -273,3 +273,29 @@ def test_operations_whose_shapes_are_none(tmp_path: Path) -> None:
         "e": "4 heads of q are no multiple of 3 of k",
         "f": "tuple index out of range",
     }
+
+
+def test_rows_none_of_which_can_be_used_are_one_line_instead_of_a_table(tmp_path: Path) -> None:
+    row = {"id": "a", "generation": "v6e", "what": "sort", "shapes": {}, "measured_seconds": 1e-3}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    (made,) = called("operations", ["--measured", str(path)])
+    assert (made["code"], made["out"]) == (2, "")
+    last = made["err"].splitlines()[-1]
+    assert last == "none of the rows can be used; --left-out prints them by reason"
+
+
+@pytest.mark.parametrize(
+    ("end", "kept"), [('{"id": "b", "mo', ""), ('{"id": "b"}', '{"id": "b"}\n'), ("", "")]
+)
+def test_a_cut_last_line_of_an_earlier_run_is_ended_or_dropped(
+    end: str, kept: str, tmp_path: Path
+) -> None:
+    sizes = {"m": 128, "k": 128, "n": 131, "dtype": "bf16"}
+    row = {"id": "never compiled", "generation": "v6e", "what": "matmul", "shapes": sizes}
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    rows.write_text(json.dumps(row | {"measured_seconds": 1e-3}) + "\n")
+    out.write_text('{"id": "a"}\n' + end)
+    (made,) = called("operations", ["--measured", str(rows), "--out", str(out), "--again"])
+    assert made["err"].splitlines()[-1].startswith("none of these rows was compiled before")
+    assert out.read_text() == '{"id": "a"}\n' + kept
