@@ -9,6 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from systolic.aot import StepKind
+from systolic.aot.steps import trace_job
+from systolic.chips import slice
 from systolic.core.errors import OptionError
 from systolic.job import Precision, RoundedBackward, Rounding
 from systolic.models.decoder.config import Decoder
@@ -17,7 +20,7 @@ from systolic.models.vision.cnn.config import CNN
 from systolic.steps.mesh import make_mesh
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
-from systolic.training.setup import check_matmul_format, computed_in
+from systolic.training.setup import computed_in
 from tests.steps import tiny
 
 
@@ -88,9 +91,35 @@ def test_precisions_say_their_operands() -> None:
 def test_what_is_computed_in_is_said_and_what_no_matmul_follows_is_refused() -> None:
     assert computed_in(target("fp8")) == "float32, fp8 operands (emulated on a CPU)"
     assert computed_in(target(None)) == target(None).dtype
-    check_matmul_format(Decoder(), Precision.fp8)
+    Decoder().check_precision(Precision.fp8)
     with pytest.raises(OptionError, match="precision is fp8, which CNN has no matmuls for"):
-        check_matmul_format(CNN(), Precision.fp8)
+        CNN().check_precision(Precision.fp8)
+
+
+def test_a_forecast_says_where_a_chip_has_no_hardware_for_the_operands() -> None:
+    def notes(precision: Precision, on: str) -> list[str]:
+        job = replace(tiny.job(layout=tiny.ONE_DEVICE), precision=precision)
+        facts = trace_job(job, StepKind.eval, slice(on), jax.devices()[:1]).facts
+        return [note for note in facts["notes"] if "hardware" in note]
+
+    (said,) = notes(Precision.fp8, "v5e-1")
+    assert said == (
+        "v5e has no fp8 matmul hardware in the catalogue (native: bf16, int8, int4): expect no gain over bf16"
+    )
+    assert notes(Precision.int8, "v5e-1") == notes(Precision.fp8, "v6e-1") == []
+    with pytest.raises(OptionError, match="precision is fp8, which CNN has no matmuls for"):
+        replace(tiny.job(), model=CNN(), precision=Precision.fp8).settle(slice("v5e-1"))
+
+
+def test_a_field_without_effect_is_refused() -> None:
+    narrow = replace(Decoder(), rounding=Rounding(largest=224.0))
+    narrow.check_effects(Precision.fp8)
+    with pytest.raises(OptionError, match=r"model\.rounding is set but precision is bf16"):
+        replace(tiny.job(), model=narrow, precision=Precision.bf16).check_effects()
+    windows = Decoder(layers=4, window=8, global_every=4)
+    windows.check_effects(Precision.auto)
+    with pytest.raises(OptionError, match=r"global-every is 5 and model\.layers 4, so that it has"):
+        replace(windows, global_every=5).check_effects(Precision.auto)
 
 
 def test_gradients_of_matmuls_that_do_not_round_them_are_exact_beside_rounded_operands() -> None:

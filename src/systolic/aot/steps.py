@@ -20,6 +20,10 @@ def trace_job(job: Job, verb: StepKind, on: Slice, devices: Sequence[Any]) -> Tr
     """The step of ``job`` that ``verb`` names, on a mesh of ``devices``."""
     job = job.settle(on)
     target = MeshTarget.of(job, on.platform, devices)
+    if target.matmul_format is not None and target.matmul_format not in on.chip.native:
+        target.note(
+            f"{on.chip.name} has no {target.matmul_format} matmul hardware in the catalogue (native: {', '.join(on.chip.native) or 'none'}): expect no gain over bf16"
+        )
     steps = StepFunctions(job, target)
     fields = job.data.fields()
     unit = "tokens" if "tokens" in fields else "examples"

@@ -87,12 +87,8 @@ def request(target: str, args: Sequence[str], verb: str, options: Any) -> Reques
         NotFoundError: there is no such recipe.
         OptionError: an option is missing, unknown, out of its range or without effect.
     """
-    from systolic.job import Layout
-
     asked = request_for(target, args, verb, options, {})
-    for value in asked.options.values():
-        if isinstance(value, Layout):
-            value.check_effects()
+    asked.job.check_effects()
     return asked
 
 

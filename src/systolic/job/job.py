@@ -206,11 +206,24 @@ class Job:
 
         Raises:
             LayoutError: as :meth:`on`, or several slices of a CPU.
+            OptionError: the model has no matmuls in the precision's format.
         """
         if on.platform == "cpu" and on.num_slices > 1:
             raise LayoutError(f"{on.name} has several slices; a CPU has one")
         made = self.on(on.num_devices, on.num_slices)
-        return replace(made, precision=made.precision.resolve(on.platform))
+        precision = made.precision.resolve(on.platform)
+        made.model.check_precision(precision)
+        return replace(made, precision=precision)
+
+    def check_effects(self) -> None:
+        """Whether each field of model and layout that is set has an effect in this job.
+
+        Raises:
+            LayoutError: one of the layout has none.
+            OptionError: one of the model has none.
+        """
+        self.layout.check_effects()
+        self.model.check_effects(self.precision)
 
     def to_json(self) -> dict[str, Any]:
         """The job as plain values; parts that are chosen by class carry it as ``type``."""

@@ -5,8 +5,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from systolic.core.errors import OptionError
 from systolic.job.data import Field
 from systolic.job.layout import Axis, Layout, Remat
+from systolic.job.precision import Precision
 
 if TYPE_CHECKING:
     import jax
@@ -103,6 +105,18 @@ class Model(ABC):
     def check_batch(self, examples: int) -> None:
         """Raises OptionError where a pass of so many examples can't be trained on; before any compile."""
         del examples
+
+    def check_precision(self, precision: Precision) -> None:
+        """Raises OptionError where the precision rounds matmuls to a format that this model has none in."""
+        wanted = precision.matmul_format
+        if wanted is not None and wanted not in self.matmul_formats():
+            raise OptionError(
+                f"precision is {precision.value}, which {type(self).__name__} has no matmuls for; use bf16 or f32"
+            )
+
+    def check_effects(self, precision: Precision) -> None:
+        """Raises OptionError for a field that has no effect, beside the others or at this precision."""
+        del precision
 
     def lasting(self) -> frozenset[str]:
         """Names of the fields that a run keeps to its end: with another value its weights would not fit, or mean something else."""

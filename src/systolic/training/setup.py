@@ -14,7 +14,7 @@ from systolic.aot.steps import described
 from systolic.artifact.weights import Weights
 from systolic.chips.flags import compile_options, name_of, resolved
 from systolic.core.errors import DataError, OptionError, nearest
-from systolic.job import Job, Model, Precision, Split, Target
+from systolic.job import Job, Split, Target
 from systolic.steps.mesh import slices_of
 from systolic.steps.programs import jit_evaluate, jit_train
 from systolic.steps.steps import StepFunctions, wide_copy
@@ -138,7 +138,7 @@ def set_up(
     Raises:
         LayoutError: an axis does not divide the devices, the batch or the model.
         DataError: the training split is empty.
-        OptionError: the compiler does not know a flag.
+        OptionError: the compiler does not know a flag, or the model has no matmuls in the precision's format.
     """
     machine = machine or LocalDevices.here()
     flags = resolved("", machine.chip) if flags is None else flags
@@ -152,26 +152,11 @@ def set_up(
     precision = job.precision.resolve(machine.platform)
     if reads:
         job.schedule.check_steps(job.steps)
-        check_matmul_format(job.model, precision)
+        job.model.check_precision(precision)
     if reads and job.data.size(Split.train) == 0:
         raise DataError(f"the training split of {job.name} is empty; give the recipe other data")
     target = MeshTarget.of(job, machine.platform, machine.devices, own)
     return Setup(job=job, machine=machine, steps=StepFunctions(job, target))
-
-
-def check_matmul_format(model: Model, precision: Precision) -> None:
-    """Whether a model's matmuls can round to what the precision asks of them.
-
-    Raises:
-        OptionError: they can't, so that it would compute in bfloat16 alone.
-    """
-    if (
-        precision.matmul_format is not None
-        and precision.matmul_format not in model.matmul_formats()
-    ):
-        raise OptionError(
-            f"precision is {precision.value}, which {type(model).__name__} has no matmuls for; use bf16 or f32"
-        )
 
 
 def computed_in(target: Target) -> str:

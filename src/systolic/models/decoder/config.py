@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 from systolic.core.errors import LayoutError, OptionError, nearest
 from systolic.core.needs import Needs, check_needs
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check
-from systolic.job import Axis, Field, Layout, Model, ModelStats, Remat, Rounding, Target
+from systolic.job import (
+    Axis,
+    Field,
+    Layout,
+    Model,
+    ModelStats,
+    Precision,
+    Remat,
+    Rounding,
+    Target,
+)
 from systolic.models.decoder import count
 from systolic.models.decoder.switches import Latent, Router, Score
 
@@ -303,6 +313,17 @@ class Decoder(Model):
                 raise LayoutError(
                     f"layout.{axis} {ways} does not divide model.{dim} {size}; use a divisor of {size}, or change model.{dim}"
                 )
+
+    def check_effects(self, precision: Precision) -> None:
+        """Some layer is global where some are to be, and roundings are of matmuls that round."""
+        if self.global_every > self.layers:
+            raise OptionError(
+                f"model.global-every is {self.global_every} and model.layers {self.layers}, so that it has no effect: no layer is global; lower it, or leave it out"
+            )
+        if precision.matmul_format is None and self.rounding != PER_CHANNEL:
+            raise OptionError(
+                f"model.rounding is set but precision is {precision.value}, so that it has no effect; leave it out, or set --precision int8 or fp8"
+            )
 
     def lasting(self) -> frozenset[str]:
         """All but losses, capacity, how tokens reach their experts, rounding, and constants."""
