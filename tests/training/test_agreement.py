@@ -35,7 +35,7 @@ def no_manifest(step: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "flip": (flip, "other content in process 1"),
-    "cut": (cut, "bytes, written were"),
+    "cut": (cut, "were written"),
     "no manifest": (no_manifest, "missing in process 1"),
     "gone": (shutil.rmtree, "not there in process 1"),
 }

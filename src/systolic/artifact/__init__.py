@@ -1,4 +1,4 @@
-"""What training leaves on disk: the run directory and its checkpoints."""
+"""The run directory and its checkpoints: what training writes to disk, and how it is read back."""
 
 from systolic.artifact.access import Access
 from systolic.artifact.checkpoint import CheckpointStore, Restored, SavedCheckpoint

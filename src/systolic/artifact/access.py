@@ -1,4 +1,4 @@
-"""Who may write: one process at a time owns a run, others look."""
+"""Access to a run: one process at a time writes, others read."""
 
 import contextlib
 import enum
@@ -10,20 +10,20 @@ from pathlib import Path
 from systolic.core.errors import RunError
 
 LOCK = ".lock"
-"""The file in a run's folder that its writer holds."""
+"""Lock file of a run, held by its writer."""
 
 
 class Access(enum.Enum):
     """What a process may do with a run or its checkpoints."""
 
     read = "read"
-    """Look, beside another process that writes."""
+    """Read, also while another process writes."""
     write = "write"
-    """Own it: clean up after a kill, append, save, drop old checkpoints."""
+    """Own the run: clean up after a kill, append, save, drop old checkpoints."""
 
 
 class Lock:
-    """Holds a folder for this process until it is released or the process ends, however it ends.
+    """Locks a folder for this process until it is released or the process ends.
 
     A POSIX record lock: forked data workers do not inherit it, so a worker that outlives its
     trainer does not keep the run. File systems without locks (some network mounts) are not held.
@@ -42,7 +42,7 @@ class Lock:
         Lock._held.add(self._path)
 
     def release(self) -> None:
-        """Lets the next process in, and leaves no file behind."""
+        """Releases the folder and removes the lock file."""
         if self._handle is not None:
             # Removed while it is held: who opened it before sees that it is gone, and makes another.
             with contextlib.suppress(OSError):

@@ -19,14 +19,14 @@ from systolic.artifact.quiet import hush
 from systolic.job import Mode
 
 EXTRA = "_extra"
-"""The item with what is not an array: one file per process."""
+"""Item for values that are no arrays: one file per process."""
 CHANGES_AT_COMMIT = ("_CHECKPOINT_METADATA", "commit_success.txt")
 """Files that Orbax writes after the manifest, in the same commit; a restore reads neither."""
 _SCRATCH = ".orbax-checkpoint-tmp"
 
 
 def is_first() -> bool:
-    """Whether this is the only process of its job, or the first one."""
+    """Whether this is the first or only process of its job."""
     return jax.process_index() == 0
 
 
@@ -39,7 +39,7 @@ def scratch_folders(folder: Path) -> list[Path]:
 
 
 def scratch_folder(folder: Path, step: int) -> Path:
-    """The folder of the save that is about to commit.
+    """Folder of the save that is about to commit.
 
     Raises:
         FileNotFoundError: there is none.
@@ -52,7 +52,7 @@ def scratch_folder(folder: Path, step: int) -> Path:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """Which checkpoints stay when a new one is committed."""
+    """Which checkpoints to keep when a new one is committed."""
 
     keep_last: int
     keep_best: int
@@ -67,7 +67,7 @@ class _Info:
 
 
 class _Keep(policies.PreservationPolicy):
-    """Orbax's newest-N and best-N together, with metrics from our manifests.
+    """Orbax's newest-N and best-N together, with metrics from the manifests.
 
     Orbax would read metrics from its own files and fail to open a folder where one is damaged.
     """
@@ -167,11 +167,11 @@ class Saver:
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def saving(self) -> bool:
-        """Whether a save is still on its way to the disk."""
+        """Whether a save is in progress."""
         return self._manager.is_saving_in_progress()
 
     def wait(self) -> None:
-        """Blocks until the save is committed; raises what went wrong with it."""
+        """Blocks until the save is committed; raises its error."""
         self._manager.wait_until_finished()
 
     def close(self) -> None:
@@ -221,7 +221,7 @@ def load(folder: Path, wanted: Mapping[tuple[str, ...], Any]) -> dict[tuple[str,
 
 
 def _by_item(table: Mapping[tuple[str, ...], Any]) -> dict[str, dict[tuple[str, ...], Any]]:
-    """The leaves of each item. Arrays without elements are in none: Orbax does not write them."""
+    """Leaves of each item, without empty arrays, which Orbax does not write."""
     grouped: dict[str, dict[tuple[str, ...], Any]] = {}
     for path, leaf in table.items():
         if leaf.size:
@@ -238,5 +238,5 @@ def _empty(leaf: Any) -> jax.Array:
 
 
 def load_extra(folder: Path) -> list[dict[str, Any]]:
-    """What each process saved beside the arrays, in their order."""
+    """Values that each process saved beside the arrays, in order of the processes."""
     return _ExtraHandler().restore(folder / EXTRA)

@@ -28,31 +28,31 @@ from systolic.job import Mode
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedCheckpoint:
-    """A checkpoint that is on disk."""
+    """A committed checkpoint."""
 
     step: int
     seconds: float
-    """From the call of ``save`` to the commit was noticed by ``wait`` or ``poll``, at most."""
+    """Upper bound: from the call of ``save`` until ``wait`` or ``poll`` noticed the commit."""
     num_bytes: int
     path: Path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """What a checkpoint held."""
+    """Content of a checkpoint."""
 
     step: int
     state: Any
-    """The abstract state's containers with arrays; leaves outside ``only`` are as they were given."""
+    """The abstract state with arrays in place; leaves outside ``only`` are unchanged."""
     extras: Sequence[Mapping[str, Any]]
-    """What each process saved beside the arrays, in their order."""
+    """Values that each process saved beside the arrays, in order of the processes."""
     metrics: Mapping[str, float]
     skipped: Sequence[tuple[int, str]]
     """Newer (or better) checkpoints that are damaged: step and reason."""
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        """What the first process saved beside the arrays."""
+        """Values that the first process saved beside the arrays."""
         return self.extras[0]
 
 
@@ -122,7 +122,7 @@ class CheckpointStore:
         return max(self.steps(), default=None)
 
     def best_step(self) -> int | None:
-        """The committed step with the best metric; the later one of equals."""
+        """The committed step with the best metric; the later one if two are equal."""
         ranked = self._ranked()
         return ranked[0] if ranked else None
 
@@ -165,7 +165,7 @@ class CheckpointStore:
             False when the step is there already.
 
         Raises:
-            RunError: this save or the one before failed; says which checkpoint is intact.
+            RunError: this save or the one before failed; names the intact checkpoint.
             TypeError: a leaf is not a ``jax.Array``.
         """
         import jax
@@ -193,7 +193,7 @@ class CheckpointStore:
         return True
 
     def rate(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Gives the newest checkpoint the metrics that were measured after it was saved.
+        """Adds metrics, measured after the save, to the newest checkpoint.
 
         Checkpoints that are no longer among the newest or the best go.
 
@@ -219,20 +219,20 @@ class CheckpointStore:
                 shutil.rmtree(self.path(found))
 
     def poll(self) -> SavedCheckpoint | None:
-        """A look without waiting: a checkpoint that was committed and not yet returned, oldest first.
+        """Returns the oldest committed checkpoint not yet returned, without waiting.
 
         Raises:
-            RunError: the save failed; says which checkpoint is intact.
+            RunError: the save failed; names the intact checkpoint.
         """
         if self._flight is not None and not self._saver.saving():
             self._settle()
         return self._news.popleft() if self._news else None
 
     def wait(self) -> SavedCheckpoint | None:
-        """Blocks until the save under way is committed; returns as :meth:`poll`.
+        """Blocks until the save in progress is committed; returns as :meth:`poll`.
 
         Raises:
-            RunError: the save failed; says which checkpoint is intact.
+            RunError: the save failed; names the intact checkpoint.
         """
         self._settle()
         return self._news.popleft() if self._news else None
@@ -244,7 +244,7 @@ class CheckpointStore:
         step: int | str | None = None,
         only: Sequence[str] | None = None,
     ) -> Restored:
-        """Reads a checkpoint that verifies, into the shardings of ``abstract_state``.
+        """Reads and verifies a checkpoint, into the shardings of ``abstract_state``.
 
         Several processes choose together: a checkpoint is read by all of them, or by none because one
         does not see it or finds it damaged. Each verifies a share of the files' bytes.
@@ -286,7 +286,7 @@ class CheckpointStore:
         raise RunError(self._nothing_intact(step, skipped))
 
     def require_same(self, abstract_state: Any) -> None:
-        """Whether the newest checkpoint, where there is one that says so, holds the leaves of a state; reads no array.
+        """Checks that the newest checkpoint with an intact manifest holds the leaves of a state; reads no array.
 
         Raises:
             RunError: it does not; names the first path that differs.
@@ -300,10 +300,10 @@ class CheckpointStore:
     def discard_after(self, step: int) -> list[int]:
         """Makes ``step`` the newest: later checkpoints go, damaged ones are set aside, not deleted.
 
-        For a run that goes on from an earlier checkpoint than its newest.
+        For a run that continues from an earlier checkpoint than its newest.
 
         Returns:
-            The steps that are gone.
+            The steps that were removed.
         """
         self._require_write()
         self._settle()
@@ -321,7 +321,7 @@ class CheckpointStore:
         return later
 
     def close(self) -> None:
-        """Waits for the save under way and frees the threads.
+        """Waits for the save in progress and frees the threads.
 
         Raises:
             RunError: that save failed.
@@ -426,7 +426,7 @@ class CheckpointStore:
             raise RunError(f"{self.folder} is open for reading; open it with Access.write")
 
     def _first(self) -> bool:
-        """Whether this process, of those that share the folder, changes what was committed."""
+        """Whether this process, of those that share the folder, may change committed checkpoints."""
         from systolic.artifact import backend
 
         return backend.is_first()

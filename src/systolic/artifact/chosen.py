@@ -15,33 +15,33 @@ from systolic.job import Batch, Job, Layout, Precision
 from systolic.job.layout import RENAMED
 
 FORMAT = 1
-"""Of plan.json."""
+"""Version of plan.json."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """What a plan says of one candidate, and the job that it was planned for."""
+    """A candidate of a plan, with the job that was planned."""
 
     path: str
-    """Of the plan."""
+    """Path of the plan."""
     recipe: str
     options: Mapping[str, Any]
-    """The recipe's options, as they were planned with."""
+    """The recipe's options in the plan."""
     slice: str
     settings: Mapping[str, Any]
-    """``layout.fsdp``, ``batch``, ``precision``: what the plan decides of the job."""
+    """Settings that the plan decides: ``layout.fsdp``, ``batch``, ``precision`` …"""
     steps: int
-    """Optimizer steps that make up the plan's tokens or examples."""
+    """Optimizer steps for the plan's tokens or examples."""
     flags: Sequence[str] = ()
-    """Of libtpu."""
+    """Compiler flags of libtpu."""
     forecast: Mapping[str, float | None]
-    """Seconds a step with their interval, and MFU."""
+    """Seconds a step with interval, and MFU."""
 
     def applied(self, job: Job) -> Job:
         """The job with the plan's settings.
 
         Raises:
-            DataError: a setting that this version does not know.
+            DataError: a setting is unknown to this version.
         """
         return apply(job, self.settings)
 
@@ -60,7 +60,7 @@ class _Total(msgspec.Struct):
 
 
 class Planned(msgspec.Struct):
-    """A candidate in plan.json, as far as a verb needs it."""
+    """A candidate in plan.json: the fields that verbs read."""
 
     slice: str
     settings: dict[str, Any]
@@ -73,7 +73,7 @@ class Planned(msgspec.Struct):
 
 
 class SavedPlan(msgspec.Struct):
-    """A plan.json, as far as a verb needs it."""
+    """A plan.json: the fields that verbs read."""
 
     format: int
     recipe: str
@@ -83,7 +83,7 @@ class SavedPlan(msgspec.Struct):
     candidates: list[Planned]
     """Ranked; the first is the best."""
     arguments: list[str] | None = None
-    """Of the recipe as they were typed; plans of earlier versions lack them."""
+    """Arguments of the recipe as typed; absent in plans of earlier versions."""
 
 
 def is_plan(plain: Any) -> bool:
@@ -96,7 +96,7 @@ def load(path: Path) -> SavedPlan:
 
     Raises:
         NotFoundError: there is no such file.
-        OptionError: it is no plan.
+        OptionError: it is not a plan.
         DataError: it is damaged (names the field), or nothing in it fits.
     """
     plain = read_given(path, "systolic plan RECIPE --on SLICES writes a plan")
@@ -159,7 +159,7 @@ def apply(job: Job, settings: Mapping[str, Any]) -> Job:
     """A job with settings by option: ``layout.*``, ``batch`` (examples a step) and ``precision``.
 
     Raises:
-        DataError: another option, or a value that it can't have.
+        DataError: an unknown setting, or an invalid value.
     """
     kinds = typing.get_type_hints(Layout)
     layout: dict[str, Any] = {}

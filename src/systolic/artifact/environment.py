@@ -1,4 +1,4 @@
-"""Where and with what a run was started: enough to find out later why two runs differ."""
+"""Machine, versions and flags of a run, to explain later why two runs differ."""
 
 import importlib.metadata
 import os

@@ -1,4 +1,4 @@
-"""Why a write failed, in the operating system's words, whoever wrapped them."""
+"""Reason of a failed write, in the operating system's words."""
 
 import errno
 import os
@@ -9,12 +9,12 @@ _KNOWN = (*_FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOEN
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether the disk, a quota or a size limit is the cause."""
+    """Whether a full disk, a quota or a size limit is the cause."""
     return _number(error) in _FULL
 
 
 def reason(error: BaseException) -> str:
-    """One line: the system's message, or the first line of the error."""
+    """Reason in one line: the system's message, or the first line of the error."""
     number = _number(error)
     if number is not None:
         return os.strerror(number)
@@ -23,7 +23,7 @@ def reason(error: BaseException) -> str:
 
 
 def of_save(error: BaseException, step: int | None, intact: int | None, run: Path) -> str:
-    """One line about a checkpoint that could not be written.
+    """Message of one line for a checkpoint that could not be written.
 
     Args:
         error: What went wrong.
@@ -34,12 +34,12 @@ def of_save(error: BaseException, step: int | None, intact: int | None, run: Pat
     kept = "there is no earlier checkpoint"
     if intact is not None:
         kept = f"the checkpoint of step {intact} is intact"
-    cure = "free space" if is_full(error) else "mend that"
+    cure = "free space" if is_full(error) else "fix that"
     return f"checkpoint of step {step} failed: {reason(error)}; {kept}; {cure} and continue with --resume {run}"
 
 
 def _number(error: BaseException) -> int | None:
-    """The error number at the root; native code passes it on as text only."""
+    """Error number of the root cause; native code passes it on as text only."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno:

@@ -1,4 +1,4 @@
-"""A save on its way to the disk."""
+"""A save in progress."""
 
 import math
 from collections.abc import Mapping
@@ -11,18 +11,18 @@ from systolic.artifact.manifest import Leaf
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flight:
-    """What is written, and where it will be committed."""
+    """State being written, with the step and folder to commit."""
 
     step: int
     root: Path
-    """The folder that gets it: the store's own, or the one beside it where it replaces a checkpoint."""
+    """Folder to write to: the store's own, or the one beside it if it replaces a checkpoint."""
     started: float
     """Seconds of ``time.monotonic``."""
     leaves: Mapping[tuple[str, ...], Leaf]
     metrics: Mapping[str, float]
 
     def seal(self) -> None:
-        """Writes the manifest, when every array is on disk and before the commit.
+        """Writes the manifest: after every array is on disk, before the commit.
 
         Raises:
             OSError: a file does not read.
@@ -40,5 +40,5 @@ class Flight:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that can be ranked."""
+    """Metrics that can be ranked."""
     return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}

@@ -23,7 +23,7 @@ _READERS = 8
 
 
 class DamagedError(Exception):
-    """A checkpoint that is not what was written; the text says where."""
+    """A checkpoint that differs from what was written; the message names the place."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,18 +44,18 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a checkpoint holds."""
+    """Content of a checkpoint."""
 
     step: int
     leaves: Mapping[tuple[str, ...], Leaf]
-    """By path, e.g. ``("params", "layers", "0", "kernel")``."""
+    """Leaves by path, e.g. ``("params", "layers", "0", "kernel")``."""
     metrics: Mapping[str, float]
     files: Mapping[str, tuple[int, int]]
     """Size in bytes and CRC-32 by path relative to the checkpoint, with ``/``."""
 
     @property
     def digest(self) -> str:
-        """Of all that it says."""
+        """Digest of the whole manifest."""
         return digest(_plain(self))
 
     @property
@@ -65,7 +65,7 @@ class Manifest:
 
 
 def crc32(path: Path, *, sync: bool = False) -> tuple[int, int]:
-    """Size in bytes and CRC-32 of a file; with ``sync`` the file is on the disk, not in a cache, after."""
+    """Size in bytes and CRC-32 of a file; ``sync`` flushes the file to disk."""
     size, crc = 0, 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -84,7 +84,7 @@ def seal(
     metrics: Mapping[str, float],
     ignore: Iterable[str],
 ) -> Manifest:
-    """Reads every file below ``folder`` back, flushes it to disk and writes the manifest.
+    """Reads back every file below ``folder``, flushes it to disk and writes the manifest.
 
     Args:
         folder: a checkpoint that is written but not yet committed.
@@ -115,7 +115,7 @@ def seal(
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest of a checkpoint, or another in its place, atomically.
+    """Writes or replaces the manifest of a checkpoint, atomically.
 
     Raises:
         RunError: it does not write.
@@ -128,7 +128,7 @@ def read(folder: Path) -> Manifest:
     """The manifest of a checkpoint.
 
     Raises:
-        DamagedError: it is absent or not what was written.
+        DamagedError: it is absent or damaged.
     """
     try:
         plain = json.loads((folder / NAME).read_bytes())
@@ -172,7 +172,7 @@ def verify(
         except OSError as error:
             raise DamagedError(f"{name} is missing") from error
         if found != size:
-            raise DamagedError(f"{name} has {found} bytes, written were {size}")
+            raise DamagedError(f"{name} has {found} bytes, {size} were written")
 
     def check(name: str) -> str | None:
         try:

@@ -1,4 +1,4 @@
-"""The log of a run: one JSON record a line, appended whole or not at all."""
+"""Log of a run: one JSON record a line, appended completely or not at all."""
 
 import json
 import math
@@ -14,13 +14,13 @@ from systolic.core.files import write_atomically
 
 _SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _TEXT = frozenset({"prompt", "text", "detail", "name"})
-"""Fields that are text whatever they say."""
+"""Fields that are always text."""
 _LASTING = frozenset({"bad_step", "skip", "resume", "stop", "interrupt"})
-"""Events that happened even if training later went back to an earlier checkpoint."""
+"""Events that stay when training returns to an earlier checkpoint."""
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
-    """One line of JSON. What JSON has no number for is the text ``NaN``, ``Infinity``, ``-Infinity``.
+    """One line of JSON. Numbers that JSON lacks become the text ``NaN``, ``Infinity``, ``-Infinity``.
 
     Raises:
         TypeError: a value that is neither JSON nor a NumPy scalar.
@@ -76,13 +76,12 @@ class Log:
             ) from error
 
     def truncate(self, step: int, again: Callable[[Record], bool]) -> int:
-        """Drops what was recorded after ``step``, atomically; returns how many records went.
+        """Drops the records after ``step``, atomically; returns their number.
 
-        Records of earlier steps and of ``step`` itself go where ``again`` says that they will be made
-        once more.
+        Earlier records, and those of ``step`` itself, are dropped where ``again`` says that they will be made again.
 
-        Bad steps, skips, resumes, stops and interruptions stay: they happened. A run's ``end`` goes
-        at any step, for the run goes on.
+        Bad steps, skips, resumes, stops and interruptions stay. A run's ``end`` is dropped at any step, since
+        the run continues.
         """
         records = list(read(self.path))
         kept = [record for record in records if _stays(record, step) and not again(record)]
@@ -101,7 +100,7 @@ class Log:
         if self._handle is None:
             try:
                 self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-                _mend(self.path, self._handle)
+                _end_last_line(self.path, self._handle)
             except OSError as error:
                 raise RunError(
                     f"{self.path} could not be opened ({error.strerror}); choose another folder"
@@ -110,7 +109,7 @@ class Log:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a log, oldest first; a last line that a kill cut short is left out.
+    """Records of a log, oldest first, without a cut last line.
 
     Raises:
         RunError: a line before the last is damaged; names it.
@@ -142,8 +141,8 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
-def _mend(path: Path, handle: int) -> None:
-    """Ends the last line, or removes it where a kill cut it short."""
+def _end_last_line(path: Path, handle: int) -> None:
+    """Ends the last line, or removes it if a kill cut it short."""
     content = path.read_bytes()
     if not content or content.endswith(b"\n"):
         return

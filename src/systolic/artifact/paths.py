@@ -1,4 +1,4 @@
-"""Paths among a recipe's options: saved so that a run works from any folder, and after a move."""
+"""Paths in a recipe's options, saved so that a run works from any folder and after a move."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ DIRECTORY = "directory"
 
 
 def mapped(value: Any, change: Callable[[Path], Path]) -> Any:
-    """A value with all paths in it changed: in mappings, lists, tuples and dataclasses too."""
+    """Maps all paths in a value, also inside mappings, lists, tuples and dataclasses."""
     if isinstance(value, Path):
         return change(value)
     if isinstance(value, Mapping):
@@ -41,7 +41,7 @@ def named(value: Any) -> list[Path]:
 
 
 def absolute(value: Any) -> Any:
-    """Options as a run's process uses them: no path depends on the working directory."""
+    """Options with absolute paths, for use in this process."""
     return mapped(value, Path.absolute)
 
 
@@ -57,7 +57,7 @@ def saved(value: Any, run: Path) -> Any:
 
 
 def located(value: Any, run: Path, record: Mapping[str, Any]) -> Any:
-    """Options from job.json as they are now.
+    """Options from job.json, with the paths of where the run is now.
 
     Args:
         value: As :func:`saved` made them.

@@ -1,4 +1,4 @@
-"""Keeps a failed save to the one line that tells it."""
+"""Silences the log messages around a failed save: the run reports it in one line."""
 
 import logging
 import os
@@ -10,7 +10,7 @@ _installed = False
 
 
 def hush() -> None:
-    """Drops what Orbax and its event loops print about a save, from now until the process ends.
+    """Drops messages of Orbax and its event loops about saves, until the process ends.
 
     When a disk fills up, every array of a checkpoint fails. Orbax raises the first failure and closes
     its event loop; the others are logged as tasks whose exception nobody retrieved, whenever they are
@@ -33,12 +33,12 @@ def hush() -> None:
 
 
 def _progress(record: logging.LogRecord) -> bool:
-    """Failures surface as one error, and progress is the run's to tell."""
+    """Drops messages of a library: failures surface as one error, and the run reports progress."""
     return _ORBAX not in record.pathname
 
 
 def _failures(record: logging.LogRecord) -> bool:
-    """Whether a line of asyncio is about something else than a task of Orbax."""
+    """Whether a message of asyncio is not about a task of Orbax."""
     error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
     trace: TracebackType | None = None if error is None else error.__traceback__
     while trace is not None:

@@ -1,7 +1,7 @@
-"""Reading a checkpoint, alone or in several processes that must come to the same answer.
+"""Reads of a checkpoint, in one process or in several that must agree.
 
-A checkpoint is read by every process of a job or by none. What each one found (no such step, damage,
-another model) is exchanged before anything is decided, so all of them raise or return alike.
+A checkpoint is read by every process of a job or by none. Their findings (no such step, damage, another
+model) are exchanged before a decision, so that all raise or return alike.
 """
 
 import json
@@ -30,14 +30,14 @@ class Peers:
     index: int = 0
     count: int = 1
     exchange: Callable[[str], list[str]] = _alone
-    """A text of each process to those of all, in order; every process calls it at the same point."""
+    """Exchanges a text of each process for the texts of all, in order; every process calls it at the same point."""
 
     def tell(self, **mine: Any) -> list[dict[str, Any]]:
-        """What every process says here, as plain values, in order."""
+        """Values of every process, in order."""
         return [json.loads(text) for text in self.exchange(json.dumps(mine))]
 
     def named(self, index: int, reason: str) -> str:
-        """``reason`` with the process that gave it, where there are several."""
+        """``reason`` with its process, if there are several."""
         return f"{reason} in process {index}" if self.count > 1 else reason
 
 
@@ -54,10 +54,10 @@ class Restore:
     def common(
         self, candidates: Callable[[], list[int]]
     ) -> tuple[list[int], list[tuple[int, str]]]:
-        """The steps that every process sees, in the first one's order; the others, newest first, with the reason.
+        """Steps that every process sees, in the first one's order; then the others, newest first, with the reason.
 
         Args:
-            candidates: Those that this process sees, the preferred first.
+            candidates: Steps that this process sees, the preferred first.
 
         Raises:
             NotFoundError: ``candidates`` raised it in a process.
@@ -82,9 +82,9 @@ class Restore:
         return common, sorted(unseen.items(), reverse=True)
 
     def verified(self, step: int, wanted: Wanted, only: Sequence[str] | None) -> Manifest:
-        """The manifest of a checkpoint whose files are as they were written.
+        """Manifest of a checkpoint after a check of its files.
 
-        Every process compares all sizes and its share of the bytes, so that they are read once.
+        Every process compares all sizes and its share of the bytes, so that bytes are read once.
 
         Raises:
             DamagedError: a process found damage, or reads another manifest.
@@ -122,11 +122,11 @@ class Restore:
     def load(
         self, step: int, wanted: Wanted
     ) -> tuple[dict[tuple[str, ...], Any], list[dict[str, Any]]]:
-        """The arrays by path, and what each process saved beside them.
+        """Arrays by path, and the values that each process saved beside them.
 
         Raises:
             DamagedError: a file has disappeared meanwhile in a process.
-            RunError: the files are as they were written and yet do not load.
+            RunError: the files are intact but do not load.
         """
         from systolic.artifact import backend
 
@@ -151,5 +151,5 @@ class Restore:
         return loaded
 
     def path(self, step: int) -> Path:
-        """The folder of a step's checkpoint."""
+        """Folder of a step's checkpoint."""
         return self.folder / str(step)

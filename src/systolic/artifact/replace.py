@@ -1,6 +1,6 @@
-"""Checkpoints that make room for others: set aside where they are damaged, or replaced.
+"""Replaced checkpoints, and damaged ones that are set aside.
 
-A new checkpoint of a step is written beside the old one and takes its place when it is whole.
+A new checkpoint of a step is written beside the old one and replaces it when complete.
 Between the two renames of a swap the old one waits under another name; :func:`recover` ends what a
 kill cut short.
 """
@@ -15,7 +15,7 @@ _NEW, _OLD, _DAMAGED = "replacing", "replaced", "damaged"
 
 
 def beside(folder: Path) -> Path:
-    """Where the new checkpoints of ``folder`` are written."""
+    """Folder where new checkpoints of ``folder`` are written."""
     return folder / _NEW
 
 
@@ -23,7 +23,7 @@ def find(folder: Path, step: int) -> manifests.Manifest:
     """The manifest of a replaced step, before or after another process swaps the new one in.
 
     Raises:
-        DamagedError: it is absent or not what was written.
+        DamagedError: it is absent or damaged.
     """
     try:
         return manifests.read(beside(folder) / str(step))
@@ -32,7 +32,7 @@ def find(folder: Path, step: int) -> manifests.Manifest:
 
 
 def swap(folder: Path, step: int) -> None:
-    """Puts the new checkpoint of a step into the place of the old one, which goes.
+    """Replaces the old checkpoint of a step by the new one.
 
     Raises:
         OSError: a rename failed.
@@ -45,13 +45,13 @@ def swap(folder: Path, step: int) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Drops what is neither old nor new any more."""
+    """Removes leftovers of finished swaps."""
     shutil.rmtree(folder / _OLD, ignore_errors=True)
     shutil.rmtree(beside(folder), ignore_errors=True)
 
 
 def set_aside(folder: Path, step: int) -> None:
-    """Keeps a damaged checkpoint where nothing reads it, in place of an earlier one of its step."""
+    """Sets a damaged checkpoint aside, replacing an earlier one of its step."""
     aside = folder / _DAMAGED / str(step)
     shutil.rmtree(aside, ignore_errors=True)
     aside.parent.mkdir(exist_ok=True)
@@ -59,7 +59,7 @@ def set_aside(folder: Path, step: int) -> None:
 
 
 def recover(folder: Path) -> None:
-    """Ends swaps that a kill cut short: with the new checkpoint where it is whole, else with the old one."""
+    """Completes swaps that a kill interrupted: with the new checkpoint if complete, else with the old one."""
     if (folder / _OLD).is_dir():
         for old in (folder / _OLD).iterdir():
             place, new = folder / old.name, beside(folder) / old.name

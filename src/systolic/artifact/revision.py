@@ -1,4 +1,4 @@
-"""Whether this version reads a run's weights as the version that trained them did."""
+"""Check that this version reads a run's weights like the version that trained them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,18 +7,18 @@ from typing import Any
 from systolic.core.errors import RunError
 
 REVISION = 2
-"""Of what a run's weights mean; raised where the same weights would give another function."""
+"""Revision of the meaning of weights; raised when the same weights would give another function."""
 
 
 def check_revision(run: Path, record: Mapping[str, Any]) -> None:
-    """Refuses weights that this version would read otherwise than the version that trained them.
+    """Refuses weights that this version would read differently from the version that trained them.
 
     Args:
         run: The run's directory, for the message.
         record: The content of its job.json.
 
     Raises:
-        RunError: a decoder with tied embeddings of before they lost their scale (revision 1).
+        RunError: a decoder with tied embeddings from before they lost their scale (revision 1).
     """
     model = record.get("job", {}).get("model", {})
     if record.get("revision", 1) < REVISION and model.get("tie_embeddings"):

@@ -1,7 +1,7 @@
-"""The run directory: everything that one training leaves, readable with a text editor.
+"""The run directory: everything that a training writes, readable with a text editor.
 
-``job.json`` says what was computed, ``environment.json`` where, ``metrics.jsonl`` what happened,
-``diagnoses.jsonl`` how gradients and updates were by layer, ``summary.json`` what came out; ``checkpoints/`` belongs to :mod:`systolic.artifact.checkpoint`.
+``job.json`` holds the job, ``environment.json`` the machine, ``metrics.jsonl`` the records,
+``diagnoses.jsonl`` gradients and updates by layer, ``summary.json`` the result; ``checkpoints/`` belongs to :mod:`systolic.artifact.checkpoint`.
 ``recipe.py`` and ``modules/`` are a user's recipe with what it imports from its folder, ``tokenizer/`` is the text's.
 """
 
@@ -47,8 +47,8 @@ class Run:
     """One run's directory. Make it with :meth:`create` or :meth:`open`, and close it.
 
     Args:
-        path: the directory, which is a run.
-        access: a writer holds the directory's lock and may append.
+        path: the directory of a run.
+        access: a writer locks the directory and may append.
 
     Raises:
         RunError: another process writes to it.
@@ -71,7 +71,7 @@ class Run:
         files: Mapping[str, bytes] = MappingProxyType({}),
         now: datetime.datetime | None = None,
     ) -> Self:
-        """Makes a run: the files that it keeps, then its ``job.json``, which makes it one.
+        """Creates a run: first the files that it keeps, then ``job.json``, which makes it a run.
 
         Args:
             path: an absent or empty directory; ``None`` makes ``runs/<job's name>-<UTC time>``.
@@ -109,7 +109,7 @@ class Run:
 
     @classmethod
     def open(cls, path: Path | str, *, access: Access = Access.read) -> Self:
-        """Opens a run that is there; a reader may look while another process trains.
+        """Opens an existing run; a reader may do so while another process trains.
 
         Raises:
             NotFoundError: it is not a run; names the nearest one.
@@ -138,22 +138,22 @@ class Run:
 
     @property
     def checkpoints(self) -> Path:
-        """Where its checkpoints are."""
+        """Folder of its checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def tensorboard(self) -> Path:
-        """Where TensorBoard looks."""
+        """Folder of TensorBoard files."""
         return self.path / "tensorboard"
 
     @property
     def report(self) -> Path:
-        """The page about it."""
+        """Path of its report page."""
         return self.path / "report.html"
 
     @property
     def recipe(self) -> Path:
-        """The copy of a user's recipe file; absent for a shipped recipe."""
+        """Copy of a user's recipe file; absent for a shipped recipe."""
         return self.path / RECIPE
 
     @property
@@ -169,7 +169,7 @@ class Run:
     def code(self) -> dict[str, bytes]:
         """The files of the run's recipe: path in the run to content; empty for a shipped recipe.
 
-        All that lies among the modules counts: Python also imports bytecode and shared libraries.
+        All files among the modules count: Python also imports bytecode and shared libraries.
         """
         if not self.recipe.is_file():
             return {}
@@ -177,7 +177,7 @@ class Run:
         return {file.relative_to(self.path).as_posix(): file.read_bytes() for file in files}
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Adds a record to ``metrics.jsonl``; it is in the file on return.
+        """Appends a record to ``metrics.jsonl``; it is in the file on return.
 
         Raises:
             RunError: the disk is full (the records before are intact), or the run is open for reading.
@@ -198,17 +198,17 @@ class Run:
                 yield record
 
     def truncate(self, step: int, again: Callable[[metrics.Record], bool] = _never) -> int:
-        """Drops the records after ``step`` before training goes on from there, atomically.
+        """Drops the records after ``step``, from which training continues, atomically.
 
         Starts, bad steps, skips, resumes, stops and interruptions stay at any step. Samples and
-        diagnoses after the step go too.
+        diagnoses after the step are dropped too.
 
         Args:
-            step: the last that stays.
-            again: which records of ``metrics.jsonl`` and samples up to there will be made once more.
+            step: the last step to keep.
+            again: which earlier records and samples will be made again.
 
         Returns:
-            How many records of ``metrics.jsonl`` went.
+            Number of records of ``metrics.jsonl`` that were dropped.
         """
         if self._metrics is None:
             self._metrics = metrics.Log(self._own(METRICS))
@@ -233,22 +233,22 @@ class Run:
         yield from metrics.read(self.path / SAMPLES)
 
     def append_diagnosis(self, record: Mapping[str, Any]) -> None:
-        """Adds a look at a step (see :mod:`systolic.steps.diagnose`) to ``diagnoses.jsonl``."""
+        """Appends a gradient probe of a step (see :mod:`systolic.steps.diagnose`) to ``diagnoses.jsonl``."""
         if self._diagnoses is None:
             self._diagnoses = metrics.Log(self._own(DIAGNOSES))
         self._diagnoses.append(record)
 
     def diagnoses(self) -> Iterator[dict[str, Any]]:
-        """The looks, oldest first."""
+        """The gradient probes, oldest first."""
         yield from metrics.read(self.path / DIAGNOSES)
 
     def write_job(self, description: Mapping[str, Any]) -> None:
-        """Writes ``job.json``: what is computed, how it is spread, on what, and where the run is."""
+        """Writes ``job.json``: job, layout, slice, and the path of the run."""
         where = {DIRECTORY: str(self.path.absolute())}
         write_json(self._own(JOB), {**description, **where})
 
     def read_job(self) -> dict[str, Any]:
-        """What :meth:`write_job` wrote.
+        """Reads ``job.json``.
 
         Raises:
             RunError: the file is damaged.
@@ -277,11 +277,11 @@ class Run:
         write_json(self._own(SUMMARY), plain)
 
     def drop_summary(self) -> None:
-        """Removes the summary of a run that goes on, so that nobody takes it for finished."""
+        """Removes the summary of a run that continues, so that it does not look finished."""
         self._own(SUMMARY).unlink(missing_ok=True)
 
     def read_summary(self) -> dict[str, Any]:
-        """What :meth:`write_summary` wrote, its paths as the run is named now.
+        """Reads ``summary.json``; its paths are those of the run's present place.
 
         Raises:
             NotFoundError: the run has not ended.
@@ -289,12 +289,12 @@ class Run:
         """
         if not (self.path / SUMMARY).exists():
             raise NotFoundError(
-                f"{self.path} has no summary, so it has not ended; continue it with --resume {self.path}"
+                f"{self.path} has no summary: it has not ended; continue it with --resume {self.path}"
             )
         return renamed(self._read(SUMMARY, metrics.decode), self.path)
 
     def write_bad(self, step: int, arrays: Mapping[str, np.ndarray]) -> Path:
-        """Keeps the batch of a bad step as ``bad/step-<n>.npz``; returns the file."""
+        """Saves the batch of a bad step as ``bad/step-<n>.npz``; returns the file."""
         path = self._own(f"bad/step-{step}.npz")
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -306,7 +306,7 @@ class Run:
         return path
 
     def close(self) -> None:
-        """Closes the files and lets the next process in."""
+        """Closes the files and releases the lock."""
         for log in (self._metrics, self._samples, self._diagnoses):
             if log is not None:
                 log.close()
@@ -342,18 +342,18 @@ def _fresh(description: Mapping[str, Any], now: datetime.datetime | None) -> Pat
 
 
 _KEPT = frozenset((RECIPE, MODULES, TOKENIZER))
-"""What is written before job.json."""
+"""Files written before job.json."""
 
 
 def _content(folder: Path) -> list[Path]:
-    """What is in a folder, less what a start leaves that was killed before it wrote job.json."""
+    """Content of a folder, without the leftovers of a start that was killed before it wrote job.json."""
     found = [path for path in folder.iterdir() if path.name != LOCK]
     began = (folder / LOCK).exists() and not (folder / JOB).exists()
     return [path for path in found if not (began and _is_kept(path.name))]
 
 
 def _is_kept(name: str) -> bool:
-    """Whether it is a file that a start keeps, or one of these half written."""
+    """Whether a start writes a file of that name, complete or not."""
     return name in _KEPT or any(name.startswith(f".{kept}.") for kept in (*_KEPT, JOB))
 
 
@@ -364,7 +364,7 @@ def _remove(folder: Path) -> None:
 
 
 def renamed(summary: dict[str, Any], path: Path) -> dict[str, Any]:
-    """A summary whose commands and paths name the run as it was opened."""
+    """Summary whose commands and paths name the run's present place."""
     before, now = summary.get("run"), str(path)
     found = dict(summary)
     if before is not None and before != now:

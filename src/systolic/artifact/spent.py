@@ -1,4 +1,4 @@
-"""What a run's records say of its time, where no summary counted it."""
+"""Time of a run by kind, from its records, for runs without a summary."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -8,9 +8,9 @@ KINDS = ("step", "data_wait", "compile", "eval", "checkpoint")
 
 
 def steps_of(train: Iterable[Record], resumed_from: int = 0) -> Iterator[tuple[Record, int]]:
-    """Each record with the number of steps that it is the mean of.
+    """Pairs each record with the number of steps it averages.
 
-    Records of earlier versions do not hold it: there it is the steps since the record before.
+    Records of earlier versions lack the number: it is then the steps since the previous record.
 
     Args:
         resumed_from: steps done before the first record's session.

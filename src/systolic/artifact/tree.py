@@ -41,7 +41,7 @@ def flatten(state: Any) -> dict[Path, Any]:
 
 
 def unflatten(state: Any, table: Mapping[Path, Any]) -> Any:
-    """``state`` with the leaves of ``table`` in their places; other leaves stay."""
+    """``state`` with the leaves of ``table`` replaced; other leaves stay."""
     import jax
 
     leaves = [table.get(path, leaf) for path, leaf in flatten(state).items()]
@@ -49,7 +49,7 @@ def unflatten(state: Any, table: Mapping[Path, Any]) -> Any:
 
 
 def text(path: Path) -> str:
-    """A path for people: ``params/layers/0/kernel``."""
+    """A path as text: ``params/layers/0/kernel``."""
     return "/".join(path) or "(the whole state)"
 
 
@@ -59,7 +59,7 @@ def item(path: Path) -> str:
 
 
 def nest(table: Mapping[Path, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
-    """One item's leaves as nested dicts, which other readers of the checkpoint see."""
+    """One item's leaves as nested dicts, as other readers of the checkpoint see them."""
     tree: dict[str, Any] = {}
     for path, leaf in table.items():
         *folders, name = _inside(path)
@@ -71,7 +71,7 @@ def nest(table: Mapping[Path, Any], convert: Callable[[Any], Any]) -> dict[str, 
 
 
 def pick(tree: Mapping[str, Any], path: Path) -> Any:
-    """The leaf at ``path`` of what :func:`nest` made."""
+    """The leaf at ``path`` in a result of :func:`nest`."""
     node: Any = tree
     for name in _inside(path):
         node = node[name]
@@ -143,7 +143,7 @@ def _key_impl(leaf: Any) -> str | None:
 
 
 def require_same(step: int, held: Mapping[Path, Leaf], wanted: Mapping[Path, Any]) -> None:
-    """Whether a checkpoint holds the leaves that a job has.
+    """Checks that a checkpoint holds the leaves of a job.
 
     Args:
         step: Of the checkpoint.

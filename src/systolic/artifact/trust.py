@@ -1,4 +1,4 @@
-"""Whether a run's code may be executed: it is the user's own, or the user has said so once.
+"""Check that a run's code may be executed: it is the user's own, or the user has trusted it once.
 
 A run keeps a copy of a recipe's file, which is Python. Who may write a run decides what it does, so
 a run of somebody else is read by the user first and then trusted by the digest of its code.
@@ -15,7 +15,7 @@ from systolic.core.owner import others_who_write
 
 
 class TrustError(RunError):
-    """Code that is not the user's own and was not trusted."""
+    """Code that is neither the user's own nor trusted."""
 
 
 def config_home() -> Path:
@@ -24,7 +24,7 @@ def config_home() -> Path:
 
 
 def require(run: Path, code: Mapping[str, bytes], *, trust: bool) -> None:
-    """Returns where the code of a run may be executed.
+    """Checks that the code of a run may be executed.
 
     Args:
         run: The run's directory.
@@ -49,7 +49,7 @@ def require(run: Path, code: Mapping[str, bytes], *, trust: bool) -> None:
 
 
 def foreign(paths: list[Path]) -> str:
-    """Why files and folders are not safely the user's own; "" when they are."""
+    """Reason why files and folders are not safely the user's own; "" if they are."""
     return next((reason for path in paths if (reason := others_who_write(path))), "")
 
 
@@ -73,7 +73,7 @@ def _file() -> Path:
 
 
 def _remembered() -> set[str]:
-    """Digests in the user's list; a list that others can write is none."""
+    """Digests in the user's list; empty if others can write the list."""
     file = _file()
     if not file.is_file() or foreign([file, file.parent]):
         return set()

@@ -19,14 +19,14 @@ from systolic.steps.steps import StepFunctions
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weights:
-    """What evaluation and generation need."""
+    """Weights for evaluation and generation."""
 
     step: int
     params: dict[str, Any]
     """The moving average where the job keeps one, else the weights."""
     model_state: dict[str, Any]
     skipped: list[str]
-    """Damaged checkpoints that were passed over, a line each."""
+    """Damaged checkpoints that were skipped, a line each."""
 
 
 def load(run: Run, steps: StepFunctions, which: str = "best") -> Weights:
@@ -74,7 +74,7 @@ def load(run: Run, steps: StepFunctions, which: str = "best") -> Weights:
 
 
 def begin_with(path: Path, steps: StepFunctions) -> Weights:
-    """The weights that another run ended with, for a training that begins with them.
+    """Final weights of another run, as the start of a training.
 
     No code of that run is executed: its arrays are read by their names and shapes.
 
@@ -85,7 +85,7 @@ def begin_with(path: Path, steps: StepFunctions) -> Weights:
 
     Raises:
         NotFoundError: it is neither.
-        RunError: it is of another kind of model, or of a version that read its weights otherwise; or the arrays have other names or shapes than the job's; names the first. Or all are damaged.
+        RunError: it is of another kind of model, or of a version that read its weights differently; or the arrays have other names or shapes than the job's; names the first. Or all are damaged.
     """
     folder, step, metric, mode = _source(path, steps.job)
     with CheckpointStore(folder, metric=metric, mode=mode, access=Access.read) as store:
@@ -116,7 +116,7 @@ def begin_with(path: Path, steps: StepFunctions) -> Weights:
 
 
 def _leaves(store: CheckpointStore, steps: Sequence[int]) -> Mapping[tuple[str, ...], Leaf]:
-    """The leaves of the first of some checkpoints whose manifest is intact; {} where none is."""
+    """Leaves of the first checkpoint with an intact manifest; {} if there is none."""
     for step in steps:
         with contextlib.suppress(DamagedError):  # restoring names it
             return manifests.read(store.path(step)).leaves
@@ -124,7 +124,7 @@ def _leaves(store: CheckpointStore, steps: Sequence[int]) -> Mapping[tuple[str, 
 
 
 def _as_held(params: Mapping[str, Any], held: Mapping[str, Leaf]) -> dict[str, Any]:
-    """The abstract weights in the dtypes that a checkpoint holds them in: a run may begin in others."""
+    """Abstract weights in the dtypes of a checkpoint, which may differ from the run's."""
     import jax
 
     def of(path: str, leaf: Any) -> Any:
@@ -136,7 +136,7 @@ def _as_held(params: Mapping[str, Any], held: Mapping[str, Leaf]) -> dict[str, A
 
 
 def _source(path: Path, job: Job) -> tuple[Path, int | str | None, str | None, Mode]:
-    """The folder of checkpoints, the step asked for, and what ranks them."""
+    """Folder of checkpoints, requested step, and the metric that ranks them."""
     if (path / JOB).is_file():
         with Run.open(path) as run:
             record = run.read_job()
@@ -157,10 +157,10 @@ def _source(path: Path, job: Job) -> tuple[Path, int | str | None, str | None, M
 
 
 def _check(path: Path, record: Mapping[str, Any], job: Job) -> None:
-    """Whether weights of the run with this job.json can begin a job, as far as it tells.
+    """Checks from a run's job.json that its weights can start a job.
 
     Raises:
-        RunError: they are of another kind of model, or of a version that read them otherwise.
+        RunError: they are of another kind of model, or of a version that read them differently.
     """
     check_revision(path, record)
     theirs, ours = record.get("job", {}).get("model", {}).get("type"), type(job.model).__name__
