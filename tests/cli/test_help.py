@@ -2,10 +2,14 @@
 
 import contextlib
 import dataclasses
+import re
+import subprocess
+import sys
 from importlib import import_module
 
 import pytest
 
+from systolic import recipes
 from systolic.cli.forecast import ForecastOptions
 from systolic.cli.main import VERBS, main
 from systolic.cli.parse import option_names
@@ -60,3 +64,46 @@ def test_a_verbs_options_are_found_wherever_they_stand() -> None:
     assert asked.verb.flags == "--xla_a=1"
     layout = ["--layout.remat-names", "query", "key", "--layout.remat=save-names"]
     assert list(asked.typed) == ["--steps", "7", *layout]
+
+
+@pytest.mark.parametrize("name", recipes.shipped())
+def test_the_types_of_a_recipe_name_the_options_that_its_help_lists(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A misspelt option is refused by these names, before the line is parsed."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "dumb")
+    with contextlib.suppress(SystemExit):
+        main(["forecast", name, "--help"])
+    rows = re.findall(r"^(?:│ |  )(--[a-z].*?)(?:  | │|$)", capsys.readouterr().out, re.MULTILINE)
+    listed = set(re.findall(r"--[a-z][\w.-]*\w", " ".join(rows)))
+    known = option_names(recipes.find(name).function) | option_names(ForecastOptions)
+    assert listed == known - {"--help"}
+
+
+MISTAKES = """
+import sys
+from systolic.cli.main import main
+
+codes = [main(line.split()) for line in sys.argv[1:]]
+heavy = {"jax", "flax", "orbax", "grain", "numpy", "pandas", "pyarrow"} & set(sys.modules)
+print(codes, sorted(heavy))
+"""
+LINES = [
+    "--help",
+    "chips v5",
+    "eval nowhere",
+    "generate nowhere",
+    "predict nowhere none.txt",
+    "forecast lm",
+    "forecast lm --on v5e-4 --modle 3",
+    "forecast lm --on v5e-4 --steps many",
+    "plan lm",
+]
+
+
+def test_mistakes_are_refused_before_anything_heavy_is_imported() -> None:
+    """What keeps them below 0.3 seconds."""
+    command = [sys.executable, "-c", MISTAKES, *LINES]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == f"{[0] + [2] * (len(LINES) - 1)} []"

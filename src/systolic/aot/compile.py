@@ -1,7 +1,6 @@
 """The parent's side: ask the store, else a child; turn its answer, or its death, into an outcome."""
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import re
@@ -403,7 +402,9 @@ DECISIVE = ("jax", "jaxlib", "libtpu", "flax", "optax", "qwix", "numpy")
 
 @cache
 def version(name: str) -> str | None:
-    """Of an installed package; None when it is not."""
+    """Version of an installed package; None when it is not installed."""
+    import importlib.metadata  # here, for a mistake is answered before anything is compiled
+
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -1,6 +1,5 @@
 """Machine, versions and flags of a run, to explain later why two runs differ."""
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -43,6 +42,8 @@ def environment(devices: Sequence[str], flags: Sequence[str] = ()) -> dict[str, 
 
 def packages() -> dict[str, str]:
     """Versions of all installed packages by name."""
+    import importlib.metadata
+
     found = {
         str(package.metadata["Name"]): package.version
         for package in importlib.metadata.distributions()

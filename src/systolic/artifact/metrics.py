@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from systolic.core.errors import RunError
 from systolic.core.files import write_atomically
 
@@ -166,6 +164,8 @@ def _stays(record: Mapping[str, Any], step: int) -> bool:
 
 
 def _plain(value: Any) -> Any:
+    import numpy as np  # here, for a run is opened by commands that need no arrays
+
     match value:
         case None | bool() | int() | str():
             return value

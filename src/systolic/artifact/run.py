@@ -15,9 +15,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Self
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Self
 
 from systolic.artifact import metrics
 from systolic.artifact.access import LOCK, Access, Lock
@@ -25,6 +23,9 @@ from systolic.artifact.environment import environment
 from systolic.artifact.paths import DIRECTORY
 from systolic.core.errors import NotFoundError, RunError, TakenError, nearest
 from systolic.core.files import write_atomically, write_json
+
+if TYPE_CHECKING:
+    import numpy as np
 
 JOB = "job.json"
 RECIPE = "recipe.py"
@@ -293,8 +294,10 @@ class Run:
             )
         return renamed(self._read(SUMMARY, metrics.decode), self.path)
 
-    def write_bad(self, step: int, arrays: Mapping[str, np.ndarray]) -> Path:
+    def write_bad(self, step: int, arrays: "Mapping[str, np.ndarray]") -> Path:
         """Saves the batch of a bad step as ``bad/step-<n>.npz``; returns the file."""
+        import numpy as np
+
         path = self._own(f"bad/step-{step}.npz")
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:

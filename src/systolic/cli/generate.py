@@ -53,11 +53,10 @@ def run(args: Sequence[str]) -> int:
     options = parse(GenerateOptions, args, "systolic generate")
     asked = prompts(options.prompt, options.file)
     from systolic.session.trained import open_model
-    from systolic.training.generate import Stops, tokenizer_of
+    from systolic.training.stops import Stops
 
-    Stops(options.stop)
+    Stops(options.stop)  # refuses an empty string before the run is opened
     model = open_model(options.run, options.checkpoint, trust=options.trust, warn=warn)
-    tokenizer_of(model.job)
     answers: list[dict[str, Any]] = []
     begun = time.perf_counter()
     for number, text in enumerate(asked):

@@ -9,7 +9,7 @@ import inspect
 import io
 import re
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -118,6 +118,11 @@ def refuse_unknown(rest: Sequence[str], names: Iterable[str], prog: str) -> None
     what = "option" if option.startswith("-") else "argument"
     near = nearest(option, sorted(names))
     raise OptionError(f"{prog} has no {what} {option}{near}; see {prog} --help")
+
+
+def is_unknown(word: str, names: Container[str]) -> bool:
+    """Whether a word is an option, as ``--steps=3``, that is not among ``names``."""
+    return word.startswith("--") and word.partition("=")[0].replace("_", "-") not in names
 
 
 def asks_help(args: Sequence[str]) -> bool:

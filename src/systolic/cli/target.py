@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
-from systolic.cli.parse import asks_help, known, option_names, print_help, refuse_unknown
+from systolic.cli.parse import (
+    asks_help,
+    is_unknown,
+    known,
+    option_names,
+    print_help,
+    refuse_unknown,
+)
 from systolic.core.errors import NotFoundError, OptionError
 
 if TYPE_CHECKING:
@@ -139,8 +146,12 @@ def request_for(
         print_help(_both(found, options), prog)
     defaults = saved if isinstance(saved, Mapping) else saved(found, own)
     function = _with_defaults(found, defaults)
+    names = option_names(function) | option_names(options)
+    if found.file is None:
+        # A shipped recipe's types name all of its options: no need to parse what is misspelt.
+        refuse_unknown([word for word in rest if is_unknown(word, names)], names, prog)
     values, unknown = known(function, rest, prog)
-    refuse_unknown(unknown, option_names(function) | option_names(options), prog)
+    refuse_unknown(unknown, names, prog)
     return Request(recipe=found, options=values, verb=own, typed=tuple(rest))
 
 

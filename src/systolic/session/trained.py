@@ -42,13 +42,13 @@ def open_model(
         TrustError: the run's recipe belongs to another user.
         RunError: the run can't be rebuilt by this version, or no checkpoint is intact.
     """
-    from systolic.artifact import weights
-    from systolic.core.store import cache_home
-    from systolic.training.programs import compiler_cache
-
-    # The next process that opens the run finds its programs compiled.
-    compiler_cache(str(cache_home() / "xla"))
     with Run.open(path) as run:
+        from systolic.artifact import weights
+        from systolic.core.store import cache_home
+        from systolic.training.programs import compiler_cache
+
+        # The next process that opens the run finds its programs compiled.
+        compiler_cache(str(cache_home() / "xla"))
         _, job, _ = rebuild(run, trust_code=trust)
         setup = set_up_here(job, run)
         found = weights.load(run, setup.steps, str(checkpoint))

@@ -12,6 +12,7 @@ from systolic.data.text.text_data import TextData
 from systolic.job import Job, Sampling
 from systolic.steps.programs import generation
 from systolic.steps.steps import StepFunctions
+from systolic.training.stops import Stops
 
 CHUNK = 16
 """Tokens per call of the compiled loop: long enough to hide the call, short enough to feel live."""
@@ -140,47 +141,6 @@ class Generator:
             left -= CHUNK
         if rest := text.flush():
             yield rest
-
-
-class Stops:
-    """Ends a text before the string of several that is complete first, however the text is cut into pieces.
-
-    Raises:
-        OptionError: a string is empty.
-    """
-
-    def __init__(self, strings: Sequence[str]) -> None:
-        if "" in strings:
-            raise OptionError("a stop string is empty; give one with a character or leave it out")
-        self.strings = tuple(strings)
-        self.met = False
-        """Whether one of the strings has come."""
-        self._held = ""
-
-    def push(self, piece: str) -> str:
-        """The text that has become certain: what may be the start of a stop string is held back."""
-        text = self._held + piece
-        found = [(text.find(stop) + len(stop), stop) for stop in self.strings if stop in text]
-        if found:
-            self.met, self._held = True, ""
-            # Of two that end at the same place, the longer.
-            end = min(end for end, _ in found)
-            return text[: end - max(len(stop) for at, stop in found if at == end)]
-        longest = max((_overlap(text, stop) for stop in self.strings), default=0)
-        certain = len(text) - longest
-        self._held = text[certain:]
-        return text[:certain]
-
-    def flush(self) -> str:
-        """What was held back, at the end of the text."""
-        held, self._held = self._held, ""
-        return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of ``text`` that are the start of ``stop``."""
-    sizes = range(min(len(text), len(stop) - 1), 0, -1)
-    return next((size for size in sizes if text.endswith(stop[:size])), 0)
 
 
 def _bucket(size: int) -> int:
