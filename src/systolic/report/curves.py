@@ -1,4 +1,4 @@
-"""Curves made ready to draw: smoothed, thinned, on axes with round ticks, as SVG paths.
+"""Curves for drawing: smoothed, thinned, on axes with round ticks, as SVG paths.
 
 A plot's lines live in a box of 1000 x 300 units that the page stretches; axis labels are placed in
 per cent, so that text keeps its size on any screen.
@@ -16,10 +16,10 @@ WIDTH, HEIGHT = 1000, 300
 BUCKETS = 300
 """Columns of a thinned raw curve; each keeps its lowest and its highest value."""
 MIN_SMOOTHED = 30
-"""Records below which smoothing would hide more than it shows."""
+"""Number of records below which curves are not smoothed."""
 
 FEWEST = 8
-"""Values from which one that stands far above the others is a spike."""
+"""Number of values from which an outlier counts as a spike."""
 
 Points = Sequence[tuple[float, float]]
 
@@ -41,7 +41,7 @@ class PlotAxis:
     scale: Scale = Scale.linear
 
     def place(self, value: float) -> float:
-        """Where a value lies: 0 at ``low``, 1 at ``high``; far outside it is cut at 10 ranges."""
+        """Position of a value: 0 at ``low``, 1 at ``high``; clipped at 10 ranges outside."""
         low, high = self.low, self.high
         if self.scale is Scale.log:
             if value <= 0:
@@ -90,7 +90,7 @@ def log_axis(low: float, high: float) -> PlotAxis:
 
 
 def tick(value: float, step: float) -> str:
-    """A tick's label with no more digits than its step needs."""
+    """Label of a tick, with no more digits than its step needs."""
     if abs(value) < step * 1e-6:
         return "0"
     if max(abs(value), step) >= 1e4:
@@ -120,7 +120,7 @@ def median_around(points: Points, index: int) -> float:
 
 
 def smooth(points: Points, num: int = BUCKETS) -> list[tuple[float, float]]:
-    """At most ``num`` points of the smoothed curve; values that are not finite are passed over."""
+    """At most ``num`` points of the smoothed curve; values that are not finite are skipped."""
     finite = [p for p in points if math.isfinite(p[1])]
     return [(finite[i][0], median_around(finite, i)) for i in evenly(len(finite), num)]
 

@@ -1,4 +1,4 @@
-"""Numbers and names as people read them, the same in the terminal and on the page."""
+"""Formats numbers and names for people, the same in the terminal and on pages."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from systolic.artifact.metrics import number
 from systolic.core.units import duration, gibibytes, si
 
 MISSING = "–"
-"""Shown where a number is unknown; never a zero."""
+"""Text for an unknown number; never a zero."""
 
 _LABELS = {
     "mfu": "MFU",
@@ -100,7 +100,7 @@ def throughput_text(record: Mapping[str, Any]) -> str:
 
 
 def forecast_text(record: Mapping[str, Any]) -> str:
-    """The step as it was forecast, and how many times it was measured: ``311 ms, × 1.04``; ``""`` without."""
+    """Forecast step time and the ratio of the measured one: ``311 ms, × 1.04``; ``""`` without a forecast."""
     forecast, ratio = number(record.get("forecast_step_seconds")), record.get("forecast_ratio")
     if forecast is None:
         return ""
@@ -128,7 +128,7 @@ def metrics_text(metrics: Mapping[str, Any]) -> str:
 
 
 def terms(record: Mapping[str, Any]) -> dict[str, float]:
-    """What the task adds to a train record beside the trainer's own keys."""
+    """Values that the task adds to a train record."""
     found = {name: number(value) for name, value in record.items() if name not in _OWN_KEYS}
     return {name: value for name, value in found.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""What all pages have in common: one self-contained file, from a template that extends ``base.html``."""
+"""Common parts of all pages: one self-contained file, from a template that extends ``base.html``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Tile:
 
 
 def columns(num_tiles: int) -> tuple[int, int]:
-    """Columns of the key figures on a wide page and on one of half the width: as even rows as there can be."""
+    """Columns of the key figures on a wide page and on one of half the width, for rows as even as possible."""
     if num_tiles <= 5:
         return max(num_tiles, 1), max(num_tiles, 1)
     wide = max((3, 4, 5), key=lambda count: (-(-num_tiles % count), count))
@@ -25,16 +25,16 @@ def columns(num_tiles: int) -> tuple[int, int]:
 
 
 def is_even(num_tiles: int) -> bool:
-    """Whether the rows of so many key figures are all full."""
+    """Whether all rows of key figures are full."""
     return num_tiles % columns(num_tiles)[0] == 0
 
 
 def fill(template: str, page: Mapping[str, Any]) -> str:
-    """A page as text.
+    """Renders a page.
 
     Args:
-        template: Its file in the assets.
-        page: What the template names; for ``base.html`` heading, verdict, lead, facts and tiles.
+        template: File in the assets.
+        page: Values for the template; for ``base.html`` heading, verdict, lead, facts and tiles.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 

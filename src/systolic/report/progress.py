@@ -1,4 +1,4 @@
-"""Progress of a compile on stderr: one line that ticks on a terminal, a line a stage elsewhere."""
+"""Progress of a command on stderr: one line that ticks on a terminal, one line for each stage elsewhere."""
 
 import os
 import threading
@@ -14,7 +14,7 @@ TICK_SECONDS = 0.2
 
 
 class ProgressLine:
-    """A context whose :meth:`say` is told the stage."""
+    """A context manager; :meth:`say` shows a stage."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ProgressLine:
             self._write("\r\x1b[K")
 
     def say(self, stage: str) -> None:
-        """The program is at this stage now."""
+        """Shows the present stage."""
         if not stage or stage == self._stage:
             return
         self._stage = stage
@@ -59,9 +59,9 @@ class ProgressLine:
             self._ticker.start()
 
     def told(self, text: str, stream: TextIO, stage: str) -> None:
-        """A line that stays, on any stream, above the line that ticks; then the program is at ``stage``.
+        """Prints a line that stays, on any stream, above the ticking line; then shows ``stage``.
 
-        Where nothing ticks, the lines that stay are progress enough.
+        Without a ticking line the stage is not shown: the printed lines are progress enough.
         """
         if self._live:
             self._write("\r\x1b[K")

@@ -1,4 +1,4 @@
-"""The terminal: whether it can be redrawn, lines of block characters, and text that is safe to print."""
+"""Terminals: whether they can be redrawn, sparklines, and text that is safe to print."""
 
 import itertools
 import math
@@ -7,13 +7,13 @@ from typing import TextIO
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 BAD = "×"
-"""A column of a sparkline that holds a value which is not a number."""
+"""Column of a sparkline with a value that is not a number."""
 
 MIN_CUT = 20
 """Columns from which a sparkline cuts its highest tenth."""
 
 MIN_WIDTH = 60
-"""Columns below which the live view gives way to plain lines."""
+"""Columns below which plain lines replace the live view."""
 
 _NOTEBOOKS = ("COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE")
 """Notebook services whose cells show a terminal's output without moving the cursor back."""
@@ -29,7 +29,7 @@ class BoundedCurve:
         self.values: list[float] = []
 
     def add(self, value: float) -> None:
-        """One more value; constant time on average."""
+        """Adds a value, in constant time on average."""
         self._pending.append(value)
         if len(self._pending) < self._stride:
             return
@@ -99,7 +99,7 @@ def one_line(text: str, width: int = 120) -> str:
 
 
 def say(stream: TextIO, line: str) -> None:
-    """One line, in what the stream can encode; a stream that is gone is no reason to end a run."""
+    """Writes one line in the stream's encoding; a closed stream is ignored, it must not end a run."""
     encoding = stream.encoding or "utf-8"
     try:
         stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")

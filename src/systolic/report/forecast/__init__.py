@@ -1,1 +1,1 @@
-"""What people look at of a forecast: the terminal, a page, traces, and what changed."""
+"""Views of a forecast: terminal, page, traces, and a comparison of two."""

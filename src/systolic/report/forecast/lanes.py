@@ -1,4 +1,4 @@
-"""A step unrolled into events: loops repeated, as far as a cap allows."""
+"""A step unrolled into events: loops are repeated up to a cap."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ LANES = {
 
 
 TINY = 1e-12
-"""Seconds that rounding may move an event by."""
+"""Tolerance in seconds for rounding of event times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +26,24 @@ class LaneEvent:
     span: Span
     start: float
     seconds: float
-    """Of all iterations for a loop."""
+    """For a loop, of all iterations."""
     iterations: int = 0
-    """Of a loop: how many are unrolled; 0 for an op."""
+    """Unrolled iterations of a loop; 0 for an op."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unrolled:
-    """Events in the order of their starts, and what was left out."""
+    """Events in order of their starts, and the number left out."""
 
     events: Sequence[LaneEvent]
     total: int
     """Events of the whole step."""
     iterations: int | None
-    """Unrolled of each loop; None for all of them."""
+    """Unrolled iterations of each loop; None for all."""
 
     @property
     def note(self) -> str:
-        """What a reader must know."""
+        """Note on what was left out."""
         if self.iterations is None:
             return f"all {self.total:,} events of the step"
         first = "iteration" if self.iterations == 1 else f"{self.iterations} iterations"
@@ -82,7 +82,7 @@ def tracks(events: Sequence[LaneEvent]) -> list[tuple[str, list[LaneEvent]]]:
 
 
 def busy(span: Span) -> Resource:
-    """What a span keeps busy, a loop too: the resource that takes most of it."""
+    """Resource that takes most of a span or loop."""
     if not span.inside:
         return span.resource
     spent: dict[Resource, float] = {}

@@ -80,7 +80,7 @@ def write_page(forecast: Forecast, path: Path) -> None:
 
 
 def render(forecast: Forecast) -> str:
-    """The page of a forecast as text."""
+    """Renders the page of a forecast."""
     timeline = forecast.timeline
     groups: Mapping[str, str] = {}
     costs: Sequence[OpCost] = []
@@ -117,7 +117,7 @@ def render(forecast: Forecast) -> str:
 
 
 def _lead(forecast: Forecast) -> str:
-    """The verdict, and how fast."""
+    """Verdict and step time in a sentence."""
     text = readings.verdict(forecast).sentence
     if not forecast.step_seconds:
         return text
@@ -127,7 +127,7 @@ def _lead(forecast: Forecast) -> str:
 
 
 def _more(forecast: Forecast, costs: Sequence[OpCost]) -> str:
-    """The places that have no row of their own."""
+    """Sum of the places without a row of their own."""
     if not costs or forecast.timeline is None:
         return ""
     seconds = sum(cost.seconds for cost in costs)
@@ -140,7 +140,7 @@ def _colour(group: str, shown: Sequence[str]) -> int:
 
 
 def facts(forecast: Forecast) -> list[tuple[str, str]]:
-    """For what, how spread, by which compiler."""
+    """Slice, layout and compiler."""
     on = forecast.on
     found = [
         ("slice", f"{on.name}, {on.num_chips} × {on.chip.title or on.chip.name}"),
@@ -212,7 +212,7 @@ def memory(forecast: Forecast) -> dict[str, Any] | None:
 
 
 def _what(buffer: LiveBuffer) -> str:
-    """A parameter's path, or the op that makes the buffer and its place."""
+    """Path of a parameter, or the op and place that make the buffer."""
     path = (buffer.op or buffer.name).replace("\\'", "'")
     if (found := _STATE.search(path)) is not None:
         return f"{found[1]} {found[2]}".removeprefix("params ")
@@ -221,7 +221,7 @@ def _what(buffer: LiveBuffer) -> str:
 
 
 def _blocks(forecast: Forecast) -> list[BufferTile]:
-    """The largest buffers, and the rest of each kind as one."""
+    """The largest buffers, with the rest of each kind as one."""
     assert forecast.memory is not None
     buffers = [b for b in forecast.memory.buffers if b.bytes > 0]
     entries = [(b.bytes, b.kind, _what(b), b.shape) for b in buffers[:MAP_BOXES]]
@@ -248,7 +248,7 @@ def _blocks(forecast: Forecast) -> list[BufferTile]:
 
 
 def refused(forecast: Forecast) -> dict[str, Any] | None:
-    """Bytes needed and there, and the buffers that the compiler names."""
+    """Bytes needed and available, and the buffers that the compiler names."""
     told = forecast.rejected
     if told is None:
         return None

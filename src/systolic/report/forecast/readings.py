@@ -1,4 +1,4 @@
-"""Figures of a forecast as words, the same in the terminal and on the page."""
+"""Formats the figures of a forecast, the same in the terminal and on the page."""
 
 from dataclasses import dataclass
 

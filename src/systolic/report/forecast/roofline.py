@@ -1,4 +1,4 @@
-"""Ops between the roofs of a device: what they could do with their traffic, and what they do."""
+"""Roofline of a device: attainable and actual FLOP/s of ops over their intensity."""
 
 import math
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from systolic.report.curves import PlotAxis
 
 MAX_DOTS = 150
 LEAST_SHARE = 2e-4
-"""Ops below this share of the step are no dots."""
+"""Ops below this share of the step are not drawn."""
 LOWEST = 1e-6
-"""Of the peak: ops that slow are drawn at the lower edge."""
+"""Share of the peak at the lower edge; slower ops are drawn there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class Roofline:
     num_hidden: int
     """Ops too short to be dots."""
     num_inside: int
-    """Ops whose operands are all on the chip: they have no place on the axis."""
+    """Ops whose operands are all on the chip, which have no intensity."""
 
 
 def roofline(forecast: Forecast) -> Roofline | None:

@@ -111,7 +111,7 @@ def _memory(forecast: Forecast, width: int) -> list[Text]:
 
 
 def _merged(parts: Sequence[Portion]) -> list[Portion]:
-    """Kinds that would be too thin to see as one."""
+    """Merges kinds that would be too thin to see."""
     total = sum(part.value for part in parts)
     kept = [part for part in parts if part.value >= SMALL * total]
     rest = [part for part in parts if part not in kept]
@@ -137,7 +137,7 @@ def _time(forecast: Forecast, width: int) -> list[Text]:
 
 
 def _bar(parts: Sequence[Portion], looks: Mapping[str, tuple[str, str]], width: int) -> Text:
-    """Segments by share; what is not in any part is free."""
+    """Draws segments by share; the remainder is free."""
     line, room = Text(" " * INDENT), width - INDENT
     done, at = 0.0, 0
     for part in parts:
@@ -155,7 +155,7 @@ def _legend(
     width: int,
     share: bool = False,
 ) -> list[Text]:
-    """What the segments are, on as few lines as hold them."""
+    """Explains the segments, on as few lines as possible."""
     found = [Text(" " * INDENT)]
     for part in parts:
         text = figures.percent(part.share) if share else part.text
@@ -186,7 +186,7 @@ def _costs(forecast: Forecast, width: int, rows: int) -> list[Text]:
 
 
 def _refused(forecast: Forecast, width: int) -> list[Text]:
-    """The largest buffers of what does not fit."""
+    """The largest buffers of a step that does not fit."""
     refused = forecast.rejected or {}
     buffers = list(refused.get("buffers") or [])
     if not buffers:
@@ -215,7 +215,7 @@ def _bill(forecast: Forecast) -> list[Text]:
 
 
 def _notes(notes: Sequence[str], room: int, width: int) -> list[Text]:
-    """Whole ones, as many as there is room for; how many are left out is said."""
+    """Complete notes, as many as fit; the last line counts the others."""
     wrapped = [textwrap.wrap(terminal.one_line(note, 400), width - INDENT) for note in notes]
     found: list[Text] = []
     shown = 0
@@ -245,7 +245,7 @@ def _cut(line: Text, width: int) -> Text:
 
 
 def _middle(text: str, width: int) -> str:
-    """Cut in the middle: both the block and the op of a path tell something."""
+    """Cuts text in the middle, keeping the block and the op of a path."""
     if len(text) <= width:
         return text
     head = (width - 1) // 2

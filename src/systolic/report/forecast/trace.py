@@ -83,7 +83,7 @@ def _event(event: LaneEvent, tid: int) -> dict[str, Any]:
 
 
 def _name(event: LaneEvent) -> str:
-    """What a reader looks for first: waits by what they wait for, ops by their place."""
+    """Name of an event: waits by what they wait for, ops by their place."""
     span = event.span
     place = place_of(span)
     told = span.opcode if span.opcode.startswith("wait ") else span.name

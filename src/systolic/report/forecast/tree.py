@@ -44,7 +44,7 @@ def tree(timeline: Timeline, groups: Mapping[str, str], shown: Sequence[str]) ->
 
 
 def _floor(timeline: Timeline) -> tuple[float, int]:
-    """Seconds below which spans are left out, and how many that are."""
+    """Seconds below which spans are left out, and their number."""
     lengths = sorted((span.seconds for span in _all(timeline.spans)), reverse=True)
     if len(lengths) <= MAX_SPANS:
         return 0.0, 0

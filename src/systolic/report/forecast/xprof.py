@@ -133,7 +133,7 @@ def _issued(event: LaneEvent) -> LaneEvent:
 
 
 def utilization(forecast: Forecast, timeline: Timeline) -> dict[str, float]:
-    """What the overview shows, by the name of its stat: percent of a device's peaks over the whole step.
+    """Stats of the overview by name: percent of a device's peaks over the step.
 
     Matrix FLOPs that the step computes (with those of rematerialization) over the published bf16 peak,
     and bytes of HBM that it moves over the published bandwidth. A peak that is not published is left out.
@@ -154,14 +154,14 @@ def utilization(forecast: Forecast, timeline: Timeline) -> dict[str, float]:
 
 
 def _peak(forecast: Forecast, of: str) -> float | None:
-    """A second's worth of one device."""
+    """Peak rates of one device per second."""
     chip = forecast.on.chip
     peak = chip.peak_bf16_flops_per_second if of == "flops" else chip.hbm_bytes_per_second
     return None if peak is None else peak / (chip.devices_per_chip or 1)
 
 
 def _host(forecast: Forecast, timeline: Timeline) -> Iterable[bytes]:
-    """The host's plane, which has no events: the simulation knows nothing of the host."""
+    """The host's plane, without events: the host is not simulated."""
     shares = utilization(forecast, timeline)
     yield integer(1, 2)
     yield text(2, "/host:CPU")
@@ -171,7 +171,7 @@ def _host(forecast: Forecast, timeline: Timeline) -> Iterable[bytes]:
 
 
 def _peaks(forecast: Forecast) -> Iterable[bytes]:
-    """What the roofline is drawn from: rates of one device."""
+    """Stats of the roofline: rates of one device."""
     chip = forecast.on.chip
     yield message(
         6, integer(1, _STAT["device_type_string"]), text(5, chip.device_kind or chip.name)
@@ -276,7 +276,7 @@ def own_share(event: LaneEvent) -> float:
 
 
 def _scale(value: float) -> bytes:
-    """By what xprof multiplies an event's time to have it at the nominal clock."""
+    """Factor by which xprof scales an event's time to the nominal clock."""
     return message(4, integer(1, _STAT["Time Scale Multiplier"]), double(2, value))
 
 

@@ -1,1 +1,1 @@
-"""One run: the live view, the summary, TensorBoard and the page, all of the same records."""
+"""Views of one run: live view, summary, TensorBoard and page, all from the same records."""

@@ -1,4 +1,4 @@
-"""The charts of a run's page: which curves there are and how each is shown."""
+"""Charts of a run's page: its curves and how each is drawn."""
 
 import math
 from collections.abc import Callable
@@ -16,24 +16,24 @@ MAX_EVALS = 200
 """Evaluations drawn; more are sampled evenly."""
 
 MAX_TERMS = 8
-"""Charts of what the task reports beside the loss."""
+"""Most charts of terms that the task reports beside the loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """What one chart is drawn from."""
+    """Source of one chart."""
 
     key: str
     title: str
     unit: str
     value: Callable[[Record], Any]
-    """Of a train record, in the unit of the axis; ``None`` where it has none."""
+    """Value of a train record, in the unit of the axis; ``None`` if absent."""
     text: Callable[[Record], str]
-    """The same for the read-out."""
+    """Text of the value for the read-out."""
     metric: str | None = None
-    """The name of the same quantity in evaluations."""
+    """Name of the quantity in evaluations."""
     scale: float = 1.0
-    """Of the evaluations' values to the unit of the axis."""
+    """Factor from evaluations' values to the unit of the axis."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +82,7 @@ def all_charts(run: RunRecord) -> list[Chart]:
 
 
 def hidden_terms(run: RunRecord) -> list[str]:
-    """Names of the task's terms that are too many to be drawn."""
+    """Names of the task's terms beyond those that are drawn."""
     return _terms(run)[MAX_TERMS:]
 
 
@@ -115,7 +115,7 @@ def hover_table(run: RunRecord) -> dict[str, Any]:
 
 
 def _all_series(run: RunRecord) -> list[Series]:
-    """All but the loss: the task's terms, then what every run has."""
+    """All series but the loss: the task's terms, then those of every run."""
     unit = next((found[1] for r in run.train if (found := figures.throughput(r))), "")
     return [
         *(_term_series(name) for name in _terms(run)[:MAX_TERMS]),
@@ -173,7 +173,7 @@ def _scaled(value: Any, scale: float) -> float | None:
 
 
 def _eval_points(run: RunRecord, metric: str, scale: float = 1.0) -> Points:
-    """(step, value) of the evaluations while training; the test at the end is another thing."""
+    """(step, value) of the evaluations while training, without the test at the end."""
     pairs = (
         (float(r["step"]), _scaled(r["metrics"].get(metric), scale))
         for r in run.evals
@@ -281,7 +281,7 @@ def _padded(low: float, high: float) -> PlotAxis:
 
 
 def _spread(marks: list[float]) -> list[float]:
-    """Marks that would fall on one pixel are drawn once."""
+    """Thins marks so that each pixel has at most one."""
     kept: list[float] = []
     for mark in marks:
         if not kept or mark - kept[-1] >= 0.15:

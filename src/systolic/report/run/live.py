@@ -23,10 +23,10 @@ class Quiet:
     """A watcher that shows nothing, for ``--json``."""
 
     def see(self, record: dict[str, Any]) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class Live:
@@ -62,7 +62,7 @@ class Live:
             self._view = Plain(stream=stream, clock=clock)
 
     def see(self, record: dict[str, Any]) -> None:
-        """Notes a record; after ``close`` it is forgotten."""
+        """Notes a record; ignored after ``close``."""
         if self._closed:
             return
         self._view.see(record)
@@ -70,7 +70,7 @@ class Live:
             self._ticker.start()
 
     def close(self) -> None:
-        """Prints what is still to be said, gives the terminal back and stops the timer; may be called twice."""
+        """Prints the remaining lines, restores the terminal and stops the timer; may be called twice."""
         self._closed = True
         if self._ticker is not None:
             self._ticker.stop()
@@ -78,7 +78,7 @@ class Live:
 
 
 class _Ticker:
-    """Calls ``screen.draw`` from a thread of its own, from the first record until it is stopped."""
+    """Calls ``screen.draw`` from its own thread, from the first record until stopped."""
 
     def __init__(self, screen: "Screen", seconds: float) -> None:
         self._screen = screen
@@ -105,7 +105,7 @@ class _Ticker:
         idle = 0
         while not self._stop.wait(self._seconds):
             idle += 1
-            # Without news only the clocks on the screen move: once a second is enough.
+            # Without a new record only the clocks on the screen change: once a second is enough.
             if self._screen.has_news or idle * self._seconds >= 1:
                 self._screen.draw()
                 idle = 0

@@ -1,4 +1,4 @@
-"""One HTML file for a run: opens without a network, says everything that the run directory knows."""
+"""One HTML file for a run: opens without a network, shows everything in the run directory."""
 
 import json
 import math
@@ -64,7 +64,7 @@ class Branch:
 def write_report(run_dir: Path) -> Path:
     """Writes ``report.html`` into a run directory from its files and returns its path.
 
-    Works for unfinished and failed runs too; what is missing is left out, what is thinned says so.
+    Works for unfinished and failed runs too; missing parts are left out, and thinning is noted.
 
     Raises:
         NotFoundError: not a run directory.
@@ -76,7 +76,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def render(run: RunRecord) -> str:
-    """The page of a run as text."""
+    """Renders the page of a run."""
     events = run.events[-MAX_EVENTS:]
     verdict = judge(run)
     page = {
@@ -110,7 +110,7 @@ def render(run: RunRecord) -> str:
 
 
 def header_facts(run: RunRecord) -> list[tuple[str, str]]:
-    """Where, when and on what it ran."""
+    """Recipe, devices, layout and dates of the run."""
     start = run.start
     layout = run.job.get("layout") or {}
     axes = " × ".join(f"{axis} {size}" for axis, size in layout.items() if size != 1)
@@ -189,7 +189,7 @@ def _lane(run: RunRecord, name: str, records: list[tuple[Record, str]]) -> Lane:
 
 
 def lead_in(run: RunRecord) -> str:
-    """The part of the measured time that lies before the first record; ``""`` for less than a second."""
+    """Measured time before the first record; ``""`` for less than a second."""
     if run.summary is None or run.num_sessions > 1:
         return ""
     before = run.summary["seconds"] - run.seconds
@@ -223,7 +223,7 @@ def samples(run: RunRecord) -> list[dict[str, str]]:
 
 
 def job_view(run: RunRecord) -> Record:
-    """The resolved job, with what job.json says beside it."""
+    """The resolved job, with the other entries of job.json."""
     beside = {k: v for k, v in run.job.items() if k not in ("job", "options")}
     return {**(run.job.get("job") or {}), "kept with it": beside} if run.job else {}
 
@@ -267,7 +267,7 @@ def _cut(text: str, limit: int) -> str:
 
 
 def notes(run: RunRecord) -> list[str]:
-    """What the reader should know about the record itself."""
+    """Notes about the records: their scope, terms without a chart, damage."""
     found = []
     if readings.scope(run):
         found.append(

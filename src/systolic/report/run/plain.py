@@ -8,11 +8,11 @@ from systolic.chips.flags import described
 from systolic.report import figures, terminal
 
 SLOWEST = 60.0
-"""Seconds: however long a run takes, a line appears at least this often."""
+"""Longest time between lines, however long the run."""
 
 
 class Plain:
-    """A watcher that prints one line at a time and not too many of them.
+    """A watcher that prints one line at a time, at a limited rate.
 
     A train record is printed when it is the first or the last, when the loss is not a number, when
     another tenth of the steps is done, or when ``every_seconds`` have passed since the last line (a
@@ -35,7 +35,7 @@ class Plain:
         self._closed = False
 
     def see(self, record: dict[str, Any]) -> None:
-        """Prints a record, or leaves it out."""
+        """Prints a record, or skips it."""
         if self._closed:
             return
         kind = record.get("kind")
@@ -51,7 +51,7 @@ class Plain:
             terminal.say(self._stream, line)
 
     def close(self) -> None:
-        """Nothing is printed from here on."""
+        """Stops printing."""
         self._closed = True
 
     def _is_due(self, record: dict[str, Any]) -> bool:
@@ -84,7 +84,7 @@ def is_bad(record: dict[str, Any]) -> bool:
 
 
 def line_of(record: dict[str, Any], steps: int | None) -> str:
-    """One record as one line; ``""`` for the end, which the summary tells."""
+    """Formats a record as one line; ``""`` for the end, which the summary shows."""
     kind = record.get("kind")
     if kind == "start":
         return f"start   {headline(record)}"
@@ -105,7 +105,7 @@ def line_of(record: dict[str, Any], steps: int | None) -> str:
 
 
 def evaluating_text(record: dict[str, Any]) -> str:
-    """How far an evaluation is: ``validation: 12 of 32 batches``."""
+    """Progress of an evaluation: ``validation: 12 of 32 batches``."""
     of = f" of {record['of']}" if record.get("of") else ""
     return f"{record.get('split')}: {record.get('batches')}{of} batches"
 
@@ -119,7 +119,7 @@ def part_text(record: dict[str, Any]) -> str:
 
 
 def headline(start: dict[str, Any]) -> str:
-    """The start record on one line: what runs where."""
+    """The start record on one line: name, parameters, devices, batch, steps."""
     num_parameters = figures.number(start.get("num_parameters"))
     parts = [str(start.get("name") or "run")]
     if num_parameters is not None:

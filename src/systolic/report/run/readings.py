@@ -23,7 +23,7 @@ _ORDER = (
 
 
 OVERFLOW = 700.0
-"""A loss from which exp is no float64."""
+"""A loss above which exp overflows float64."""
 
 LEAST = 0.0005
 """Shares below this round to nothing and are left out."""
@@ -41,7 +41,7 @@ class TimeShare:
 
 
 def shares(run: RunRecord) -> list[TimeShare]:
-    """Where the time went, in the order of use to waste."""
+    """Shares of the wall time, from useful to wasted."""
     spent = seconds_by_kind(run)
     total = sum(spent.values())
     return [
@@ -58,7 +58,7 @@ def shares(run: RunRecord) -> list[TimeShare]:
 
 
 def seconds_by_kind(run: RunRecord) -> dict[str, float]:
-    """The summary's ``time``, or, where there is none, what the records add up to."""
+    """The summary's ``time``, or without a summary the sum of the records."""
     if run.summary is not None:
         return run.summary["time"]
     spent = dict.fromkeys(_ORDER, 0.0) | records.spent(run.train, run.evals, run.events)
@@ -80,14 +80,14 @@ def wall(run: RunRecord) -> str:
 
 
 def scope(run: RunRecord) -> str:
-    """What a summary's times are about where that is not the whole run: ``last of 2 sessions``."""
+    """Scope of a summary's times if that is not the whole run: ``last of 2 sessions``."""
     if run.summary is None or run.num_sessions == 1:
         return ""
     return f"last of {run.num_sessions} sessions"
 
 
 def speed(run: RunRecord) -> list[tuple[str, str]]:
-    """Throughput and MFU as (name, text): of the session, or of the last record; what is known."""
+    """Throughput and MFU as (name, text): of the session, or of the last record; unknown ones are left out."""
     latest: Mapping[str, Any] = run.train[-1] if run.train else {}
     record = latest if run.summary is None else run.summary
     found = [
@@ -99,7 +99,7 @@ def speed(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _forecast(record: Mapping[str, Any]) -> str:
-    """The step as it was forecast and as it was measured, of a summary or a train record."""
+    """Forecast and measured step time, of a summary or a train record."""
     told = record.get("forecast") or {}
     measured = told.get("measured_step_seconds", record.get("step_seconds"))
     forecast = told.get("step_seconds", record.get("forecast_step_seconds"))
@@ -112,7 +112,7 @@ def _forecast(record: Mapping[str, Any]) -> str:
 
 
 def metrics(run: RunRecord) -> dict[str, str]:
-    """The final metrics, ready to read, the one that tells most first.
+    """The final metrics as text, the most informative first.
 
     Of a language model that is bits per byte, or perplexity, which follows from the loss.
     """
@@ -134,6 +134,6 @@ def perplexity(metrics: Mapping[str, Any], split: str) -> float | None:
 
 
 def _rank(name: str) -> int:
-    """Where a metric stands: what a reader looks for first, its reference beside it."""
+    """Rank of a metric: the most informative first, with its baseline beside it."""
     ends = ("bits_per_byte", "perplexity", "accuracy", "loss")
     return next((place for place, end in enumerate(ends) if name.endswith(end)), len(ends))

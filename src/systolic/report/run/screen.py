@@ -34,7 +34,7 @@ _ALARMS = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
-    """What one drawing shows; records keep coming while it is drawn."""
+    """Content of one drawing; more records may arrive while it is drawn."""
 
     start: dict[str, Any]
     latest: dict[str, Any]
@@ -42,7 +42,7 @@ class Frame:
     began: float
     evaluation: dict[str, Any]
     evaluating: dict[str, Any]
-    """An evaluation that runs; empty where none does."""
+    """The evaluation in progress; empty if there is none."""
     curves: dict[str, list[float]]
 
 
@@ -92,7 +92,7 @@ class Screen:
                 self._unsaid += 1
 
     def panel(self) -> Panel:
-        """The panel as it would be drawn now."""
+        """The panel at this moment."""
         with self._noting:
             frame = Frame(
                 start=self._start,
@@ -107,7 +107,7 @@ class Screen:
         return panel(frame, self._clock(), self._console.width)
 
     def take_lines(self) -> list[Text]:
-        """The new lines of the log, handed out once; the last says how many there was no room for."""
+        """Returns the new lines of the log, once; the last counts those without room."""
         with self._noting:
             lines, self._lines = self._lines, []
             unsaid, self._unsaid = self._unsaid, 0
@@ -121,7 +121,7 @@ class Screen:
                 self._show(self.take_lines(), self.panel())
 
     def close(self) -> None:
-        """Prints the rest of the log and takes the panel away; the end summary follows on stdout."""
+        """Prints the rest of the log and removes the panel; the final summary follows on stdout."""
         with self._drawing:
             if not self._closed:
                 lines = self.take_lines()
@@ -144,7 +144,7 @@ class Screen:
                 self._curves[name].add(value)
 
     def _show(self, lines: list[Text], drawing: RenderableType) -> None:
-        """Draws; a terminal that is gone is no reason to end a run."""
+        """Draws; a closed terminal is ignored, it must not end a run."""
         try:
             live = self._started(drawing)
             live.update(drawing, refresh=not lines)

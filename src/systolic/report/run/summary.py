@@ -1,4 +1,4 @@
-"""What is said once when a run is over: a panel on a terminal, plain lines in a pipe."""
+"""Summary at the end of a run: a panel on a terminal, plain lines in a pipe."""
 
 import os
 import shlex
@@ -65,7 +65,7 @@ def plain_summary(run: RunRecord) -> list[str]:
 
 
 def rows(run: RunRecord) -> list[tuple[str, str]]:
-    """The figures as (name, text): progress, loss, metrics, speed and where the time went."""
+    """Figures as (name, text): progress, loss, metrics, speed and shares of time."""
     summary = run.summary or {}
     loss = run.final_loss
     trouble = [
@@ -93,7 +93,7 @@ def _progress(run: RunRecord) -> str:
 
 
 def pointers(run: RunRecord) -> list[tuple[str, str]]:
-    """Where things are and what to type next."""
+    """Paths of the results, and the next command."""
     summary = run.summary or {}
     page = run.path / NAME
     found = [
@@ -118,7 +118,7 @@ def _sample(run: RunRecord) -> str:
 
 
 def print_panel(run: RunRecord, console: Console) -> None:
-    """Prints the summary as a panel, and below it what is there to be copied."""
+    """Prints the summary as a panel, with paths and commands to copy below it."""
     verdict = judge(run)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
 
 FLUSH_SECONDS = 10.0
-"""Of the records' own time: TensorBoard sees them this late at most."""
+"""Longest delay until TensorBoard sees a record."""
 
 _TRAIN = {
     "loss": "train/loss",
@@ -28,7 +28,7 @@ _TRAIN = {
 class TensorBoard:
     """Writes events into ``folder`` (``RUN/tensorboard``) from the first record on, one a record.
 
-    A resumed run adds a file that hides what an earlier one wrote after the step it resumed from.
+    A resumed run adds a file that hides earlier values after the step it resumed from.
     A disk that fills up ends the events, not the run. For that the events are written in place:
     the library's queue would block the run for ever once its thread has met a full disk.
     """
@@ -40,7 +40,7 @@ class TensorBoard:
         self._closed = False
 
     def see(self, record: dict[str, Any]) -> None:
-        """Writes a record's values into the file's buffer; after ``close`` it is forgotten."""
+        """Writes a record's values into the file's buffer; ignored after ``close``."""
         if self._closed or record["kind"] == "evaluating":
             return
         try:

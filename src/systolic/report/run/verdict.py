@@ -1,4 +1,4 @@
-"""The verdict on a run in a word and a sentence, and the commands that follow from it."""
+"""Verdict on a run, and the commands to type next."""
 
 import math
 import shlex
@@ -13,14 +13,14 @@ from systolic.report.terminal import one_line
 from systolic.report.verdict import Tone, Verdict
 
 LEVEL = 0.02
-"""Compression within this share of gzip's counts as level with it."""
+"""Difference to gzip's compression that counts as equal."""
 
 SAME = "the same run again"
 """The purpose of the command that made a run."""
 
 
 def judge(run: RunRecord) -> Verdict:
-    """The verdict from how the run ended, its last loss and its metrics against their baseline."""
+    """Judges a run by how it ended, its last loss, and its metrics against their baseline."""
     place = f"step {figures.count(run.step)} of {figures.count(run.steps)}"
     if run.state is State.interrupted:
         return Verdict(
@@ -72,7 +72,7 @@ def _judge_metrics(metrics: Mapping[str, Any], loss: float | None, *, text: bool
 
 
 def _of_text(metrics: Mapping[str, Any]) -> str:
-    """What a language model makes of held-out text; "" where it was not evaluated."""
+    """Result on held-out text of a language model; "" without an evaluation."""
     for split in ("test", "validation"):
         bits = figures.number(metrics.get(f"{split}_bits_per_byte"))
         if bits is not None and math.isfinite(bits):
@@ -90,7 +90,7 @@ def _reason(run: RunRecord, name: str) -> str:
 
 
 def commands(run: RunRecord) -> list[tuple[str, str]]:
-    """What to type: (purpose, command) pairs."""
+    """Next commands: (purpose, command) pairs."""
     where = shlex.quote(str(run.path))
     argv = _started(run)
     found = [(SAME, shlex.join(argv))] if argv else []
@@ -113,7 +113,7 @@ def commands(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def _started(run: RunRecord) -> list[str]:
-    """The words that started the run, without its directory, which is taken now; [] after a resume."""
+    """Words of the command that started the run, without its directory; [] after a resume."""
     argv = [str(word) for word in run.environment.get("argv") or []]
     if len(argv) < 3 or argv[1] != "train" or argv[2].startswith("-"):
         return []
