@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from systolic.chips import Chip, Slice, chip, chips, slice
     from systolic.core.errors import SystolicError
     from systolic.forecasting import Forecast, Spread
-    from systolic.forecasting import forecast_function as forecast
+    from systolic.session.forecast import forecast
     from systolic.session.planning import plan
     from systolic.session.trained import TrainedModel
     from systolic.session.trained import open_model as open
@@ -26,13 +26,13 @@ _HOME = {
     "TrainedModel": "systolic.session.trained",
     "chip": "systolic.chips",
     "chips": "systolic.chips",
-    "forecast": "systolic.forecasting",
+    "forecast": "systolic.session.forecast",
     "open": "systolic.session.trained",
     "plan": "systolic.session.planning",
     "slice": "systolic.chips",
 }
 
-_NAMES = {"forecast": "forecast_function", "open": "open_model"}
+_NAMES = {"open": "open_model"}
 """Public names that have another one where they are defined."""
 
 __all__ = [

@@ -18,6 +18,7 @@ from systolic.cli import forecast as verb
 from systolic.cli.main import main
 from systolic.cli.target import request
 from systolic.core.store import Store
+from systolic.session.forecast import save_executable
 from tests.report.forecast import recorded
 
 WORDS = ["--model.layers=2", "--sequence=1024"]
@@ -116,7 +117,7 @@ def test_the_executable_is_copied_with_what_made_it(tmp_path: Path) -> None:
     (tmp_path / "executable.jax").write_bytes(b"code")
     (tmp_path / "report.json").write_text('{"program": {"name": "of who asked first"}}')
     answer = Compiled(tmp_path, "recorded", True, {"name": "mine"})
-    verb.save(replace(recorded.fitting(), answer=answer), tmp_path / "there" / "step.bin")
+    save_executable(replace(recorded.fitting(), answer=answer), tmp_path / "there" / "step.bin")
     assert (tmp_path / "there" / "step.bin").read_bytes() == b"code"
     beside = json.loads((tmp_path / "there" / "step.bin.json").read_text())
     assert beside == {"program": {"name": "mine"}}
@@ -169,3 +170,34 @@ def test_from_the_store_without_jax(store: Path, monkeypatch) -> None:
     made = json.loads(done.stdout)
     assert made["compiler"]["cached"]
     assert made["recipe"] == "lm"
+
+
+PYTHON = """
+import dataclasses, json, sys
+import systolic
+from systolic.models.decoder.config import Decoder
+from systolic.recipes.lm import lm
+
+job = lm(model=Decoder(layers=2), sequence=1024)
+made = systolic.forecast(job, on="v5e-4", step="train")
+print(json.dumps(made.to_json()))
+try:
+    systolic.forecast(job, on="v5e-4", step="evil")
+except systolic.SystolicError as error:
+    print(error)
+"""
+
+
+def test_python_forecasts_a_job_as_the_command_does(store: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("SYSTOLIC_CACHE", str(store))
+    command = [sys.executable, "-c", PYTHON]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    line, mistake = done.stdout.splitlines()
+    assert mistake == "--step is 'evil'; did you mean eval?; it takes train, eval, prefill, decode"
+    made = json.loads(line)
+    assert made["compiler"]["cached"]
+    assert main(["forecast", "lm", "--on", "v5e-4", "--json", *WORDS]) == 0
+    told = json.loads(capsys.readouterr().out)
+    for name in ("step_seconds", "hbm", "mfu", "bound_by", "layout", "usd_per_hour"):
+        assert made[name] == told[name]

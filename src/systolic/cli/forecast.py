@@ -11,7 +11,6 @@ from systolic.aot import StepKind
 from systolic.cli.output import print_json
 from systolic.cli.parse import Required, parse, print_verb_help
 from systolic.cli.target import Request, first, request
-from systolic.core.errors import OptionError
 from systolic.core.files import check_writable
 from systolic.session.command_line import option_words
 
@@ -115,10 +114,6 @@ def forecast_recipe(asked: Request[ForecastOptions]) -> int:
 
     options, target = asked.verb, asked.recipe.target
     on, before = slice(options.on), _before(options)
-    if options.quick and options.save is not None:
-        raise OptionError(
-            "--save keeps what runs on the slice and --quick stops before there is such a thing; leave one of them out"
-        )
     made = compiled(asked.job, on, options)
     remade = arguments_of(asked)
     if made.rejected is not None and options.step is StepKind.train and on.platform == "tpu":
@@ -146,32 +141,19 @@ def is_text(target: str) -> bool:
 
 def compiled(job: "Job", on: "Slice", options: ForecastOptions) -> "Forecast":
     """The forecast of a job's step, with progress on stderr."""
-    from systolic.aot import Compiler
-    from systolic.chips.flags import resolved
-    from systolic.forecasting import forecast_job
     from systolic.report.progress import ProgressLine
+    from systolic.session.forecast import forecast_step
 
-    flags = resolved(options.flags, on.chip)
-    compiler = Compiler(flags=flags, save=options.save is not None)
-    if options.quick:
-        compiler = compiler.quick()
     with ProgressLine(sys.stderr, f"{job.name} for {on.name}") as progress:
-        made = forecast_job(job, on, verb=options.step, compiler=compiler, say=progress.say)
-    if options.save is not None:
-        save(made, options.save)
-    return made
-
-
-def save(made: "Forecast", path: Path) -> None:
-    """Copies the serialized executable out of the store, and what it was made by beside it.
-
-    Raises:
-        RunError: others could have written the store's, or the copy can't be written.
-    """
-    from systolic.aot import executable
-
-    if made.fits and made.answer is not None:
-        executable.save(made.answer, path)
+        return forecast_step(
+            job,
+            on=on,
+            step=options.step,
+            flags=options.flags,
+            quick=options.quick,
+            save=options.save,
+            watch=progress.say,
+        )
 
 
 def show(

@@ -1,0 +1,104 @@
+"""From a Job, or anyone's function, to a forecast: what ``systolic forecast`` and :func:`systolic.forecast` call."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, overload
+
+from systolic.aot import Compiler, StepKind, executable
+from systolic.chips import Slice, slice
+from systolic.chips.flags import resolved
+from systolic.core.errors import OptionError, nearest
+from systolic.forecasting import Forecast, forecast_function, forecast_job
+from systolic.job import Job
+
+
+@overload
+def forecast(
+    what: Job,
+    /,
+    *,
+    on: str | Slice,
+    step: StepKind | str = StepKind.train,
+    flags: str = "",
+    quick: bool = False,
+    save: Path | str | None = None,
+    watch: Callable[[str], None] = ...,
+) -> Forecast: ...
+
+
+@overload
+def forecast(
+    what: Callable[..., Any], /, *args: Any, on: str | Slice, **options: Any
+) -> Forecast: ...
+
+
+def forecast(what: Any, /, *args: Any, on: str | Slice, **options: Any) -> Forecast:
+    """Memory, time and cost of a Job's step, or of a function, on a slice that need not be there.
+
+    A Job takes the options of :func:`forecast_step`; anything else is a function, jitted or plain, whose
+    arguments and options are those of :func:`~systolic.forecasting.forecast_function`.
+    """
+    if isinstance(what, Job):
+        return forecast_step(what, *args, on=on, **options)
+    return forecast_function(what, *args, on=on, **options)
+
+
+def forecast_step(
+    job: Job,
+    *,
+    on: str | Slice,
+    step: StepKind | str = StepKind.train,
+    flags: str = "",
+    quick: bool = False,
+    save: Path | str | None = None,
+    watch: Callable[[str], None] = lambda _: None,
+) -> Forecast:
+    """One of a job's steps on a slice.
+
+    Args:
+        job: Under the layout of which the step is compiled.
+        on: The slice, or its name.
+        step: ``train``, ``eval``, ``prefill`` or ``decode``.
+        flags: Compiler flags on top of the set that all jobs on the chip share; ``none`` leaves that set out.
+        quick: Stop at the compiler's schedule: memory is exact, the time of ops estimated.
+        save: A file for the compiled executable; nothing is written when the step does not fit.
+        watch: Called with each stage of the compile, a few words.
+
+    Raises:
+        OptionError: an option has no such value, or ``quick`` is asked for with ``save``.
+        LayoutError: the layout does not divide the slice, the model or the batch.
+        RunError: the compiler failed, or ``save`` can't be written.
+    """
+    if quick and save is not None:
+        raise OptionError(
+            "--save keeps what runs on the slice and --quick stops before there is such a thing; leave one of them out"
+        )
+    target = slice(on) if isinstance(on, str) else on
+    compiler = Compiler(flags=resolved(flags, target.chip), save=save is not None)
+    made = forecast_job(
+        job,
+        target,
+        verb=step if isinstance(step, StepKind) else _kind(step),
+        compiler=compiler.quick() if quick else compiler,
+        say=watch,
+    )
+    if save is not None:
+        save_executable(made, Path(save))
+    return made
+
+
+def save_executable(made: Forecast, path: Path) -> None:
+    """Copies the serialized executable of a step that fits out of the store, with what it was made by beside it.
+
+    Raises:
+        RunError: others could have written the store's, or the copy can't be written.
+    """
+    if made.fits and made.answer is not None:
+        executable.save(made.answer, path)
+
+
+def _kind(name: str) -> StepKind:
+    names = [one.value for one in StepKind]
+    if name not in names:
+        raise OptionError(f"--step is {name!r}{nearest(name, names)}; it takes {', '.join(names)}")
+    return StepKind(name)
