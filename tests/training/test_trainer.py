@@ -14,7 +14,7 @@ from systolic.artifact.access import Access
 from systolic.core.errors import OptionError
 from systolic.job import Checkpoints, Evaluation, Guard, GuardRule, Mode, Schedule
 from systolic.training.evaluate import Evaluator
-from systolic.training.ledger import KINDS, Ledger
+from systolic.training.ledger import Ledger, Spent
 from systolic.training.meter import Meter
 from systolic.training.setup import set_up
 from tests.training import tiny
@@ -98,7 +98,7 @@ def test_the_time_of_a_session_adds_up(tmp_path: Path):
     seen = Collect()
     summary = train(tiny.job(), tmp_path, watchers=[seen])
     time = summary["time"]
-    assert tuple(time) == KINDS
+    assert tuple(time) == tuple(kind.value for kind in Spent)
     assert math.fsum(time.values()) == pytest.approx(summary["seconds"])
     assert all(time[kind] > 0 for kind in ("compile", "step", "eval", "checkpoint"))
     assert summary["goodput"] == pytest.approx(time["step"] / summary["seconds"])
@@ -119,12 +119,12 @@ def test_every_second_of_a_ledger_is_somewhere():
     now = [100.0]
     ledger = Ledger(lambda: now[0])
     now[0] = 103
-    ledger.settle("start")
-    with ledger.spend("step"):
+    ledger.settle(Spent.start)
+    with ledger.spend(Spent.step):
         now[0] = 105
-        with ledger.spend("eval"):
+        with ledger.spend(Spent.eval):
             now[0] = 109
-            ledger.add("data_wait", 1.0)
+            ledger.add(Spent.data_wait, 1.0)
         now[0] = 110
     now[0] = 112
     assert ledger.close() == {

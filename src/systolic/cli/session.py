@@ -18,7 +18,7 @@ from systolic.core.digest import digest
 from systolic.core.errors import SystolicError
 from systolic.job import Job
 from systolic.session import run_files
-from systolic.training.ledger import Ledger
+from systolic.training.ledger import Ledger, Spent
 
 INIT = "init_from"
 """The entry of job.json with the checkpoint whose weights a run began with."""
@@ -44,7 +44,7 @@ def load(setup: Any, verb: Mapping[str, Any], ledger: Ledger) -> Any:
     """The train step of ``--executable``, before a run is made; None where it is to be compiled."""
     if verb["executable"] is None:
         return None
-    with ledger.spend("compile"):
+    with ledger.spend(Spent.compile):
         return setup.load(verb["executable"])
 
 

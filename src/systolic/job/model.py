@@ -71,8 +71,6 @@ class ModelStats:
     """
 
     parameters: int
-    expert_parameters: int = 0
-    """Of ``parameters``, those that the expert axis divides as well."""
     layers: int = 1
     stream: int = 0
     """Elements of the residual stream a token: what full rematerialisation keeps of a layer."""

@@ -12,7 +12,7 @@ from systolic.job import Job, Split
 from systolic.steps.steps import StepFunctions
 from systolic.training.feed import evaluation
 from systolic.training.interrupt import Interrupt
-from systolic.training.ledger import Ledger
+from systolic.training.ledger import Ledger, Spent
 from systolic.training.programs import CompiledStep
 from systolic.training.same import SameBatches
 from systolic.training.setup import Setup
@@ -128,7 +128,7 @@ class Evaluator:
             self.show({"kind": "evaluating", "split": split.value, "batches": done, "of": of})
             return interrupt.soon()
 
-        with self.ledger.spend("eval"):
+        with self.ledger.spend(Spent.eval):
             while not self.program.wait(0.1):
                 if interrupt.alone():
                     return None

@@ -7,7 +7,7 @@ from systolic.artifact import CheckpointStore, Run
 from systolic.artifact.checkpoint import Restored
 from systolic.core.errors import OptionError
 from systolic.training import hosts
-from systolic.training.ledger import Ledger
+from systolic.training.ledger import Ledger, Spent
 from systolic.training.progress import TrainingProgress
 from systolic.training.setup import Setup
 
@@ -60,7 +60,7 @@ class Keeper:
         job = self._setup.job
         if not hosts.any_of(self.store.latest_step() is not None):
             return None
-        with self._ledger.spend("checkpoint"):
+        with self._ledger.spend(Spent.checkpoint):
             restored = self.store.restore(self._setup.steps.abstract_state)
         feed.set_states([extra["data"] for extra in restored.extras])
         if TrainingProgress.from_json(restored.extra["progress"]).step > job.steps:
@@ -88,7 +88,7 @@ class Keeper:
         if step == 0 or (self._kept[0] == step and self._kept[1] >= measured):
             return
         start = self._ledger.clock()
-        with self._ledger.spend("checkpoint"):
+        with self._ledger.spend(Spent.checkpoint):
             extra = {"data": feed.get_state(), "progress": progress.to_json()}
             self.store.save(step, state, extra=extra, metrics=metrics)
         self._kept = (step, measured)
@@ -98,7 +98,7 @@ class Keeper:
         """Adds the last evaluation's metrics to the checkpoint of the last step, where it has none."""
         if not self.unrated(step):
             return
-        with self._ledger.spend("checkpoint"):
+        with self._ledger.spend(Spent.checkpoint):
             self.store.rate(step, metrics)
         self._kept = (step, True)
 

@@ -3,7 +3,7 @@
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from systolic.training.ledger import Ledger
+from systolic.training.ledger import Ledger, Spent
 
 if TYPE_CHECKING:
     from systolic.training.setup import Setup
@@ -111,7 +111,7 @@ class Meter:
 
     def step_seconds(self) -> float | None:
         """Mean of the session's steps, waiting for data included; ``None`` where no step was made."""
-        seconds = self.ledger.spent("step") + self.ledger.spent("data_wait")
+        seconds = self.ledger.spent(Spent.step) + self.ledger.spent(Spent.data_wait)
         return seconds / self.session_steps if self.session_steps and seconds else None
 
     def overall(self) -> tuple[float | None, float | None]:
@@ -126,6 +126,6 @@ class Meter:
             steps=steps,
             clock=self.ledger.clock(),
             claimed=self.ledger.claimed,
-            waited=self.ledger.spent("data_wait"),
+            waited=self.ledger.spent(Spent.data_wait),
             device_waited=self._device_waited,
         )

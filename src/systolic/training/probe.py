@@ -18,7 +18,7 @@ from systolic.core.units import duration, gibibytes
 from systolic.steps.diagnose import jit_diagnose, num_parts
 from systolic.training import hosts
 from systolic.training.feed import training
-from systolic.training.ledger import Ledger
+from systolic.training.ledger import Ledger, Spent
 from systolic.training.programs import CompiledStep
 from systolic.training.setup import Setup
 
@@ -83,9 +83,9 @@ class Probe:
         wanted = self.setup.steps.abstract_batch()
         if {k: v.shape for k, v in batch.items()} != {k: v.shape for k, v in wanted.items()}:
             return None
-        start, compiled = self.ledger.clock(), self.ledger.spent("compile")
+        start, compiled = self.ledger.clock(), self.ledger.spent(Spent.compile)
         try:
-            with self.ledger.spend("diagnose"):
+            with self.ledger.spend(Spent.diagnose):
                 found = jax.device_get(self._program(state, batch))
         except jax.errors.JaxRuntimeError as error:
             # Where the step itself just fits, this program, which keeps no memory of its own, may not.
@@ -95,13 +95,13 @@ class Probe:
             return None
         seconds = self.ledger.clock() - start
         self._spent += seconds
-        own = seconds - (self.ledger.spent("compile") - compiled)
+        own = seconds - (self.ledger.spent(Spent.compile) - compiled)
         self._dearest = max(self._dearest, own)
         return record(self.setup, step, found) | {"seconds": own}
 
     def _affordable(self) -> bool:
         # The compile is dearer than that of the train step, which may have come out of a cache.
-        cost = self._dearest or max(2 * self.ledger.spent("compile"), LEAST_SECONDS)
+        cost = self._dearest or max(2 * self.ledger.spent(Spent.compile), LEAST_SECONDS)
         return self._spent + cost <= SHARE * (self.ledger.clock() - self._began)
 
 

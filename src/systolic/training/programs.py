@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from systolic.core.leave import start_native
-from systolic.training.ledger import Ledger
+from systolic.training.ledger import Ledger, Spent
 
 Signature = Mapping[str, tuple[tuple[int, ...], str]]
 
@@ -39,7 +39,7 @@ class CompiledStep:
         Arguments whose batch is of another signature, when they come, count as a recompile: the
         data is not what its fields say.
         """
-        with self._ledger.spend("compile"):
+        with self._ledger.spend(Spent.compile):
             started = self._ledger.clock()
             lowered = self._jitted.lower(*arguments)
             self._ahead = _Ahead(lowered, arguments[-1], self._ledger.clock, started)
@@ -58,7 +58,7 @@ class CompiledStep:
         """Whether the compile that was started ahead is done, after waiting at most so long."""
         if self._ahead is None:
             return True
-        with self._ledger.spend("compile"):
+        with self._ledger.spend(Spent.compile):
             return self._ahead.wait(seconds)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -73,13 +73,13 @@ class CompiledStep:
 
     def _await(self, ahead: "_Ahead") -> None:
         self._ahead = None
-        with self._ledger.spend("compile"):
+        with self._ledger.spend(Spent.compile):
             compiled, seconds = ahead.result()
         self._keep(ahead.batch, compiled, seconds)
 
     def _compile(self, arguments: tuple[Any, ...]) -> Any:
         start = self._ledger.clock()
-        with self._ledger.spend("compile"):
+        with self._ledger.spend(Spent.compile):
             compiled = self._jitted.lower(*arguments).compile()
         self._keep(arguments[-1], compiled, self._ledger.clock() - start)
         return compiled

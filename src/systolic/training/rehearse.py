@@ -25,7 +25,7 @@ from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 from systolic.training.evaluate import evaluate
 from systolic.training.feed import training
-from systolic.training.ledger import Ledger
+from systolic.training.ledger import Ledger, Spent
 from systolic.training.machine import LocalDevices
 from systolic.training.programs import CompiledStep
 from systolic.training.setup import Setup, set_up
@@ -197,7 +197,7 @@ class _Stage:
                 f"the train step was compiled {1 + program.recompiles} times in {STEPS} steps; give every batch the same shapes"
             )
         text = ", ".join(f"{loss:.4g}" for loss in losses)
-        self.say("steps", f"loss {text}; compiled once, in {duration(ledger.spent('compile'))}")
+        self.say("steps", f"loss {text}; compiled once, in {duration(ledger.spent(Spent.compile))}")
         metrics = self._evaluate(state)
         return {
             "num_parameters": steps.network.num_parameters,

@@ -23,7 +23,7 @@ from systolic.training.evaluate import Evaluator
 from systolic.training.feed import training
 from systolic.training.interrupt import Interrupt
 from systolic.training.keeper import Keeper
-from systolic.training.ledger import Ledger
+from systolic.training.ledger import Ledger, Spent
 from systolic.training.meter import Meter
 from systolic.training.outcome import next_command, sample, summarise
 from systolic.training.probe import Probe
@@ -163,9 +163,9 @@ class Trainer:
             try:
                 state = self._begin(feed, resume, interrupt)
                 self._await_program(interrupt)
-                self.ledger.settle("start")
+                self.ledger.settle(Spent.start)
                 self.meter = Meter(self.setup, self.ledger, self.progress.step)
-                with self.ledger.spend("step"):
+                with self.ledger.spend(Spent.step):
                     state = self._loop(state, feed, interrupt)
                 return self._finish(state, feed, interrupt)
             finally:
@@ -219,7 +219,7 @@ class Trainer:
         if self.loaded is not None:
             loaded = self.loaded
             self.train_program.adopt(steps.abstract_batch(), loaded.compiled, loaded.seconds)
-        with self.ledger.spend("compile"):
+        with self.ledger.spend(Spent.compile):
             state = self.setup.first_state(interrupt.alone) if restored is None else restored.state
         if self.validates and not interrupt.alone():
             self.eval_program.prepare(*self.setup.abstract_evaluation)
@@ -275,7 +275,7 @@ class Trainer:
                 asked = clock()
                 with part(DATA):
                     batch = next(feed)
-                ledger.add("data_wait", clock() - asked)
+                ledger.add(Spent.data_wait, clock() - asked)
                 self.same.check(batch)
                 if self.probe.due(progress.step + 1):
                     self._drain(pending)
@@ -437,7 +437,7 @@ class Trainer:
         if ranked is not None:
             self.keeper.rate(self.progress.step, ranked)
         final = {f"{s.value}_{k}": v for s, metrics in measured.items() for k, v in metrics.items()}
-        with self.ledger.spend("checkpoint"):
+        with self.ledger.spend(Spent.checkpoint):
             self.store.wait()
         # Asked of all, so that they end alike.
         stopped = interrupt.signal if interrupt.agreed() else None
@@ -445,9 +445,9 @@ class Trainer:
             where = f"{stopped.name} at step {self.progress.step}"
             self.event("interrupt", 0.0, where)
         else:
-            with self.ledger.spend("eval"):
+            with self.ledger.spend(Spent.eval):
                 final |= self.evaluator.baselines()
-            with self.ledger.spend("sample"):
+            with self.ledger.spend(Spent.sample):
                 self._sample(state)
         self._skipped()
         summary = summarise(

@@ -14,7 +14,7 @@ from systolic.report import curves
 from systolic.report.pages import columns, is_even
 from systolic.report.run import charts
 from systolic.report.run.page import MAX_EVENTS, render, tiles, write_report
-from systolic.training.ledger import KINDS
+from systolic.training.ledger import Spent
 from tests.report.run.fabricate_run import (
     JOB,
     SAMPLE,
@@ -306,6 +306,6 @@ def test_one_spike_among_few_values_does_not_flatten_them() -> None:
 
 
 def test_the_parts_of_the_time_have_colours_of_their_own(whole: tuple[str, Page]) -> None:
-    for kind in KINDS:
+    for kind in (one.value for one in Spent):
         assert re.search(rf"\.t-{kind} \{{ background: var\(--t-{kind}\)", whole[0]), kind
         assert len(re.findall(rf"--t-{kind}: #", whole[0])) == 2, f"{kind}: light and dark"

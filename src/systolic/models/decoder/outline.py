@@ -32,7 +32,6 @@ def outline(config: "Decoder", layout: Layout) -> ModelStats:
     everything = kept({*whole, *split})
     return ModelStats(
         parameters=config.num_parameters,
-        expert_parameters=_expert_parameters(config),
         layers=config.layers,
         stream=config.d_model,
         keys=_key_heads(config) * (config.query_dim + config.value_dim),
@@ -83,10 +82,6 @@ def activations(config: "Decoder") -> tuple[dict[str, int], dict[str, int]]:
 
 def _key_heads(config: "Decoder") -> int:
     return config.heads if config.latent else config.kv_heads
-
-
-def _expert_parameters(config: "Decoder") -> int:
-    return config.mixtures * config.experts * count.expert(config)
 
 
 def _costs(config: "Decoder") -> dict[str, float]:
