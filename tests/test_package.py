@@ -23,6 +23,7 @@ def test_public_names() -> None:
         "__version__",
         "chip",
         "chips",
+        "explain",
         "forecast",
         "open",
         "plan",

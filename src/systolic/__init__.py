@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from systolic.chips import Chip, Slice, chip, chips, slice
     from systolic.core.errors import SystolicError
     from systolic.forecasting import Forecast, Spread
+    from systolic.session.explaining import explain
     from systolic.session.forecast import forecast
     from systolic.session.planning import plan
     from systolic.session.trained import TrainedModel
@@ -26,6 +27,7 @@ _HOME = {
     "TrainedModel": "systolic.session.trained",
     "chip": "systolic.chips",
     "chips": "systolic.chips",
+    "explain": "systolic.session.explaining",
     "forecast": "systolic.session.forecast",
     "open": "systolic.session.trained",
     "plan": "systolic.session.planning",
@@ -45,6 +47,7 @@ __all__ = [
     "__version__",
     "chip",
     "chips",
+    "explain",
     "forecast",
     "open",
     "plan",

@@ -6,22 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from systolic.artifact.run import ENVIRONMENT, JOB, Run
-from systolic.cli.explain_profile import is_profile, slice_of, words_of
+from systolic.artifact.run import JOB, Run
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError
+from systolic.session.profiles import is_profile, slice_of
 
 SIZES = {"layers": 2, "d-model": 64, "d-ff": 128, "heads": 2, "kv-heads": 2, "head-dim": 32}
 JOB_OPTIONS = [word for name, size in SIZES.items() for word in (f"--model.{name}", str(size))]
 SMALL = ["lm", *JOB_OPTIONS, "--batch", "4", "--sequence", "128", "--steps", "7"]
 
 
-def made(path: Path, devices: str, argv: list[str] | None = None) -> Run:
+def made(path: Path, devices: str, **more: object) -> Run:
     """A run that was trained on such devices."""
     path.mkdir()
     (path / JOB).write_text("{}")
-    (path / ENVIRONMENT).write_text(json.dumps({"argv": argv or []}))
-    start = {"kind": "start", "step": 0, "time": 0.0, "devices": devices}
+    start = {"kind": "start", "step": 0, "time": 0.0, "devices": devices, **more}
     (path / "metrics.jsonl").write_text(json.dumps(start) + "\n")
     return Run.open(path)
 
@@ -62,8 +61,13 @@ def test_a_profile_of_a_tpu_run_is_followed_by_changes_with_their_gain(
     run = tmp_path / "run"
     shutil.copytree(traced, run)
     records = (run / "metrics.jsonl").read_text()
-    assert '"1 x cpu"' in records
-    (run / "metrics.jsonl").write_text(records.replace('"1 x cpu"', '"4 x TPU v5 lite"'))
+    for old, new in (
+        ('"num_devices": 1', '"num_devices": 4'),
+        ('"device_kind": "cpu"', '"device_kind": "TPU v5 lite"'),
+    ):
+        assert old in records
+        records = records.replace(old, new)
+    (run / "metrics.jsonl").write_text(records)
     assert main(["explain", str(run / "profile"), "--remedies", "2", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["kind"] == "profile"
@@ -94,17 +98,13 @@ def test_a_profile_of_a_tpu_run_is_followed_by_changes_with_their_gain(
     ],
 )
 def test_the_devices_of_a_run_name_its_slice(tmp_path: Path, devices: str, name: str) -> None:
-    assert slice_of(made(tmp_path / "run", devices)).name == name
+    earlier = made(tmp_path / "earlier", devices)  # whose records have the text alone
+    number, _, kind = devices.partition(" x ")
+    now = made(tmp_path / "now", "", num_devices=int(number), device_kind=kind)
+    assert slice_of(earlier).name == slice_of(now).name == name
 
 
 @pytest.mark.parametrize("devices", ["3 x TPU v5 lite", "1 x Abacus"])
 def test_devices_that_are_no_slice_are_named(tmp_path: Path, devices: str) -> None:
     with pytest.raises(NotFoundError, match=devices.split(" x ")[1]):
         slice_of(made(tmp_path / "run", devices))
-
-
-def test_the_command_repeats_what_was_typed_of_the_job(tmp_path: Path) -> None:
-    argv = ["systolic", "train", "lm", "--steps", "7", "--profile", "2", "--run", "r", "--batch=4"]
-    assert words_of(made(tmp_path / "run", "1 x cpu", argv)) == ["--steps", "7", "--batch=4"]
-    resumed = ["systolic", "train", "--resume", "r"]
-    assert words_of(made(tmp_path / "other", "1 x cpu", resumed)) == []

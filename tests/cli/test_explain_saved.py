@@ -9,8 +9,9 @@ import pytest
 from systolic.artifact.chosen import FORMAT
 from systolic.chips import slice
 from systolic.chips.flags import merged, resolved
-from systolic.cli import explain_saved as module
+from systolic.cli.explain import saved_request
 from systolic.cli.main import main
+from systolic.core.errors import DataError
 from systolic.planning.flags import SETS
 
 TINY = f"{Path(__file__).with_name('tiny.py')}:job"
@@ -38,36 +39,48 @@ def plan(path: Path, flags: tuple[str, ...]) -> Path:
 @pytest.mark.parametrize("flags", [(), SHARED, TUNED, ("--xla_tpu_x=1",)])
 @pytest.mark.parametrize("given", ["", "--xla_tpu_y=1", "none", "none --xla_tpu_y=1"])
 def test_flags_of_a_plan_are_kept_and_added_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], given: str
+    tmp_path: Path, flags: tuple[str, ...], given: str
 ) -> None:
-    asked: list[list[str]] = []
-
-    def explain(target: str, args: list[str]) -> int:
-        asked.append(args)
-        return 0
-
-    monkeypatch.setattr(module, "explain_recipe", explain)
     path = plan(tmp_path / "plan.json", flags)
-    assert main(["explain", str(path), *([f"--flags={given}"] if given else [])]) == 0
-    made = resolved(module.flags_in(asked[0]) or "", ON.chip)
+    of, _ = saved_request(str(path), [f"--flags={given}"] if given else [])
     more = tuple(word for word in given.split() if word != "none")
-    assert set(made) == set(more if "none" in given else merged(flags, more))
-    assert asked[0][asked[0].index("--on") + 1] == ON.name
+    assert set(of.flags) == set(more if "none" in given else merged(flags, more))
+    assert of.on == ON
+    assert (of.job.layout.fsdp, of.job.batch.total) == (8, 64)
+
+
+def test_options_on_top_of_a_plan_take_the_place_of_its_settings(tmp_path: Path) -> None:
+    path = plan(tmp_path / "plan.json", TUNED)
+    words = ["--layout.fsdp", "4", "--layout.tensor=2", "--on", "v6e-16", "--step", "eval"]
+    of, _ = saved_request(str(path), words)
+    assert (of.job.layout.fsdp, of.job.layout.tensor, of.job.batch.total) == (4, 2, 64)
+    assert (of.on.name, of.step.value) == ("v6e-16", "eval")
+    assert set(of.flags) == set(TUNED)
+    # On another chip the flags that its jobs share take the place of this one's.
+    other, _ = saved_request(str(plan(path, SHARED)), ["--on", "v5e-16"])
+    assert other.flags == resolved("", slice("v5e-16").chip)
 
 
 def test_flags_of_a_forecast_are_those_of_its_compile(tmp_path: Path) -> None:
     record: dict[str, Any] = {
         "target": "lm",
-        "arguments": ["--on", ON.name, "--flags=--xla_tpu_y=1"],
+        "arguments": ["--on", ON.name, "--sequence", "256", "--flags=--xla_tpu_y=1"],
         "slice": ON.name,
         "step_seconds": 0.05,
         "compiler": {"flags": ["--xla_tpu_y=1"]},  # of a version without a shared set
     }
     path = tmp_path / "forecast.json"
     path.write_text(json.dumps(record))
-    found = module.saved_forecast(path)
-    assert found is not None
-    assert resolved(module.flags_in(found[1]) or "", ON.chip) == ("--xla_tpu_y=1",)
+    of, _ = saved_request(str(path), [])
+    assert of.flags == ("--xla_tpu_y=1",)
+    assert of.options["sequence"] == 256
+    # This version's files have the options themselves.
+    path.write_text(json.dumps({**record, "options": {"sequence": 512}, "step": "decode"}))
+    of, _ = saved_request(str(path), [])
+    assert (of.options["sequence"], of.step.value) == (512, "decode")
+    path.write_text(json.dumps({**record, "options": []}))
+    with pytest.raises(DataError, match="is a damaged forecast"):
+        saved_request(str(path), [])
 
 
 def test_a_forecast_of_another_step_is_explained_as_that_step(

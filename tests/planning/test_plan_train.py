@@ -271,7 +271,7 @@ def test_a_damaged_plan_is_one_line(
         "explain": ["explain", str(path), "--remedies", "0"],
         "against": ["explain", str(sound), "--against", str(path)],
     }[verb]
-    reads = {"train": ("arguments",), "explain": ("options",), "against": ("options",)}
+    reads = {"train": ("arguments",), "explain": ("arguments",), "against": ("arguments",)}
     if place in reads[verb] or (verb == "against" and ".settings." in place):
         pytest.skip("not read by this verb before anything is compiled")
     for value in DAMAGE[place]:

@@ -1,178 +1,289 @@
-"""``systolic explain RUN``: what holds a run back, with evidence, and what to change."""
+"""``systolic explain``: what holds a step or a run back, with evidence, and what to change."""
 
-import enum
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
-from systolic import recipes
-from systolic.artifact.record import load_run
-from systolic.artifact.run import JOB, Run
-from systolic.cli.explain_job import explain_recipe, is_recipe
-from systolic.cli.explain_profile import explain_profile, is_profile
-from systolic.cli.explain_saved import explain_saved, saved_forecast
-from systolic.cli.output import print_json
-from systolic.cli.parse import arguments
-from systolic.cli.target import first
-from systolic.core.errors import NotFoundError, SystolicError, nearest
-from systolic.explaining.cause import Cause
-from systolic.explaining.settings import settings_of
+from systolic.aot import StepKind
+from systolic.cli.output import bounded_workers
+from systolic.cli.parse import Required, parse, print_verb_help
+from systolic.cli.target import Request, first, request, request_for
+from systolic.core.errors import NotFoundError, OptionError, nearest
+from systolic.core.ranges import NOT_NEGATIVE
 
-USAGE = """usage: systolic explain RUN [options]
-       systolic explain RECIPE --on SLICE [options]
-       systolic explain FORECAST.json [--against OTHER.json]
-       systolic explain PROFILE [--remedies N] [--json]
+if TYPE_CHECKING:
+    from systolic.session.saved import RecipeStep
 
-RECIPE is forecast on the slice: where its step's time goes, and what changes of settings gain, each
-compiled and forecast again; a step that does not fit is taken to a layout or a slice where it does.
-FORECAST.json is what systolic forecast --json or systolic plan wrote; --against says what makes one slower.
+FORMS = """usage: systolic explain RECIPE --on SLICE [options]
+       systolic explain FORECAST.json [--against OTHER.json] [options]
+       systolic explain RUN [--quick] [--trust] [--json]
+       systolic explain PROFILE [--remedies N] [--workers N] [--trust] [--json]
 
-RUN is a directory that systolic train made, of a run that has ended or still trains. Says what keeps
-it from learning (spikes, dead gradients, learning rate, batch, rounding, overfitting) and what took
-its time besides the steps (input, recompilation, evaluation, checkpoints), worst first.
+RECIPE is forecast on the slice: where its step's time goes, and what changes of settings gain, each compiled
+and forecast again; for a step that does not fit, layouts and slices where it does. FORECAST.json is what
+systolic forecast --json or systolic plan wrote; it takes the options of a recipe too, and --against says
+what makes one slower. Both are forecast from the compiler's schedule, whichever way the files were made.
 
-PROFILE is an XProf xplane.pb of a TPU, GPU or CPU or a directory with one: RUN/profile after systolic
-train --profile N, or what jax.profiler.trace wrote. Says where the median step's time goes: waiting for
-input, for the host and for other devices, recompilation, and the ops that are slow; of a run on
-TPUs also what changes of its settings gain, each forecast for its slice.
+RUN is a directory that systolic train made, of a run that has ended or still trains: what keeps it from
+learning (spikes, dead gradients, learning rate, batch, rounding, overfitting) and what took its time besides
+the steps (input, recompilation, evaluation, checkpoints), worst first.
 
-  --on SLICE       explain a recipe there: v5e-16, v5p-128, 2xv5e-256
-  --step STEP      of a recipe: train (default), eval, prefill or decode, the last three without changes to try
-  --remedies N     changes to try (default 10, of a run's profile 4); 0 names causes only
-  --quick          of a run: judge by what the run has recorded only. Otherwise a run whose layers were never
-                   looked at is looked at now, at its newest checkpoint, where this machine can
-  --trust          execute the run's recipe.py although it is not yours; remembered by its digest
-  --json           print one JSON object"""
+PROFILE is an XProf xplane.pb of a TPU, GPU or CPU or a directory with one: RUN/profile after systolic train
+--profile N, or what jax.profiler.trace wrote. Where the median step's time goes: waiting for input, for the
+host and for other devices, recompilation, and the ops that are slow; of a run on TPUs also what changes of
+its settings gain, each forecast for its slice.
+
+Exits with 1 when a step does not fit and nothing that was tried does. Changes are tried for train steps
+only; systolic plan searches further."""
+
+SLICE = Required("a slice; add --on v5e-16, systolic chips lists them")
 
 
-class TargetKind(enum.Enum):
-    """What a target is."""
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions:
+    """Explains why a step is slow or does not fit, and what changes that.
 
-    run = "run"
-    recipe = "recipe"
-    forecast = "forecast"
-    """Saved, of its own or in a plan."""
-    profile = "profile"
+    Args:
+        on: The slice: v5e-16, v5p-128, tpu7x-8, 2xv5e-256.
+        step: Which of the job's steps: train, eval, prefill or decode; changes of settings are tried for train steps only.
+        flags: Compiler flags on top of the set that all jobs on the chip share (systolic chips v5e lists it); none leaves that set out.
+        remedies: Changes of settings to compile and forecast again where the step fits; 0 names causes only.
+        workers: Compiles at once; 0 takes as many as cores and memory allow.
+        json: Print one JSON object on stdout.
+    """
+
+    on: Annotated[str, SLICE]
+    step: StepKind = StepKind.train
+    flags: str = ""
+    remedies: Annotated[int, NOT_NEGATIVE] = 10
+    workers: Annotated[int, NOT_NEGATIVE] = 0
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainSavedOptions:
+    """Options of a saved forecast or plan.
+
+    Args:
+        against: Another saved forecast or plan: print what makes one slower.
+        on: Another slice than the file's.
+        step: Another of the job's steps than the file's.
+        flags: Compiler flags on top of those of the file; none leaves these out.
+        remedies: Changes of settings to compile and forecast again where the step fits; 0 names causes only.
+        workers: Compiles at once; 0 takes as many as cores and memory allow.
+        json: Print one JSON object on stdout.
+    """
+
+    against: Path | None = None
+    on: str | None = None
+    step: StepKind | None = None
+    flags: str = ""
+    remedies: Annotated[int, NOT_NEGATIVE] = 10
+    workers: Annotated[int, NOT_NEGATIVE] = 0
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainRunOptions:
+    """Options of a run.
+
+    Args:
+        quick: Judge by its records only. Otherwise a run without gradient probes is probed now, at its newest checkpoint, where this machine can.
+        trust: Execute the run's recipe.py although it is another user's, now and later: its digest is remembered.
+        json: Print one JSON object on stdout.
+    """
+
+    quick: bool = False
+    trust: bool = False
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainProfileOptions:
+    """Options of a profile.
+
+    Args:
+        remedies: Changes of settings to compile and forecast, of the profile of a run on TPUs; 0 names causes only.
+        workers: Compiles at once; 0 takes as many as cores and memory allow.
+        trust: Execute the run's recipe.py although it is another user's, now and later: its digest is remembered.
+        json: Print one JSON object on stdout.
+    """
+
+    remedies: Annotated[int, NOT_NEGATIVE] = 4
+    workers: Annotated[int, NOT_NEGATIVE] = 0
+    trust: bool = False
+    json: bool = False
+
+
+OPTIONS = (ExplainOptions, ExplainSavedOptions, ExplainRunOptions, ExplainProfileOptions)
 
 
 def run(args: Sequence[str]) -> int:
     """The verb."""
+    from systolic.session.explaining import ExplainedKind, kind_of
+
     if not args or args[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0
-    target, rest = first(args, "explain", "a run")
-    return EXPLAINERS[kind(target)](target, rest)
-
-
-def kind(target: str) -> TargetKind:
-    """What a target is, by its content.
-
-    Raises:
-        NotFoundError: nothing that can be explained; names the nearest run.
-    """
-    if (Path(target) / JOB).is_file():
-        return TargetKind.run
-    if is_profile(Path(target)):
-        return TargetKind.profile
-    if saved_forecast(Path(target)) is not None:
-        return TargetKind.forecast
+        return print_verb_help(FORMS, *OPTIONS)
+    target, rest = first(args, "explain", "a run, a recipe, a profile or a saved forecast")
+    explainers: Mapping[ExplainedKind, Callable[[str, Sequence[str]], int]] = {
+        ExplainedKind.run: explain_run,
+        ExplainedKind.forecast: explain_saved,
+        ExplainedKind.profile: explain_profile,
+    }
+    kind = kind_of(Path(target))
+    if kind is not None:
+        return explainers[kind](target, rest)
     if is_recipe(target):
-        return TargetKind.recipe
-    if not Path(target).exists():
-        runs = {str(found.parent) for found in Path(target).parent.glob(f"*/{JOB}")}
-        runs |= {str(found.parent) for found in Path("runs").glob(f"*/{JOB}")}
-        raise NotFoundError(
-            f"{target} is no recipe, and no run, profile or forecast is there{nearest(target, [*recipes.shipped(), *runs])}; systolic recipes lists recipes"
+        return explain_recipe(target, rest)
+    raise unknown(target)
+
+
+def is_recipe(target: str) -> bool:
+    """Whether a target names a recipe, or a function in a file."""
+    from systolic import recipes
+
+    return ".py:" in target or target.endswith(".py") or target in recipes.shipped()
+
+
+def unknown(target: str) -> NotFoundError:
+    """What a target is not; names the nearest run or recipe."""
+    from systolic import recipes
+    from systolic.artifact.run import JOB
+
+    if Path(target).exists():
+        return NotFoundError(
+            f"{target} is no run, profile, recipe or forecast; give a directory that systolic train made, an xplane.pb, a recipe with --on SLICE, or what systolic forecast --json or systolic plan wrote"
         )
-    raise NotFoundError(
-        f"{target} is no run, profile, recipe or forecast; give a directory that systolic train made, an xplane.pb, a recipe with --on SLICE, or what systolic forecast --json or systolic plan wrote"
+    runs = {str(found.parent) for found in Path(target).parent.glob(f"*/{JOB}")}
+    runs |= {str(found.parent) for found in Path("runs").glob(f"*/{JOB}")}
+    return NotFoundError(
+        f"{target} is no recipe, run, profile or forecast{nearest(target, [*recipes.shipped(), *runs])}; systolic recipes lists recipes"
     )
 
 
-def run_options(quick: bool = False, trust: bool = False, json: bool = False) -> None:
-    """Says what holds a run back.
+# Steps
 
-    Args:
-        quick: Judge by what is on record only.
-        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
-        json: Print one JSON object.
-    """
+
+def explain_recipe(target: str, args: Sequence[str]) -> int:
+    """Causes of a recipe's step time with remedies, or how to make it fit."""
+    options = request(target, args, "explain", ExplainOptions)
+    return explain_step(target, recipe_step(options), options.verb)
+
+
+def recipe_step(asked: Request[ExplainOptions]) -> "RecipeStep":
+    """The step that was asked for."""
+    from systolic.chips import slice
+    from systolic.chips.flags import resolved
+    from systolic.session.saved import RecipeStep
+
+    on = slice(asked.verb.on)
+    return RecipeStep(
+        recipe=asked.recipe,
+        options=asked.options,
+        on=on,
+        flags=resolved(asked.verb.flags, on.chip),
+        step=asked.verb.step,
+    )
+
+
+def from_words(target: str, words: Sequence[str]) -> "RecipeStep":
+    """What a forecast of an earlier version was made of."""
+    return recipe_step(request(target, words, "explain", ExplainOptions))
+
+
+def explain_saved(target: str, args: Sequence[str]) -> int:
+    """A forecast's JSON or a plan: its step explained, or what makes it differ ``--against`` another."""
+    from systolic.session.saved import is_saved, saved_step
+
+    of, options = saved_request(target, args)
+    if options.against is None:
+        return explain_step(target, of, options)
+    if not options.against.is_file():
+        raise NotFoundError(
+            f"{options.against} is no file; write one with systolic forecast … --json"
+        )
+    if not is_saved(options.against):
+        raise OptionError(
+            f"{options.against} is not a forecast; write one with systolic forecast … --json"
+        )
+    other = saved_step(options.against, from_words)
+    return compare_steps((target, of), (str(options.against), other), options.json)
+
+
+def saved_request(target: str, args: Sequence[str]) -> "tuple[RecipeStep, ExplainSavedOptions]":
+    """The step that a file names, with what was given on top, and the verb's own options."""
+    from systolic.session.saved import saved_step
+
+    of = saved_step(Path(target), from_words).as_options
+    asked = request_for(of.recipe, args, "explain", ExplainSavedOptions, of.options)
+    return changed(of, asked), asked.verb
+
+
+def changed(of: "RecipeStep", asked: Request[ExplainSavedOptions]) -> "RecipeStep":
+    """A saved step with what was given on top."""
+    from systolic.chips import slice
+
+    options = asked.verb
+    of = replace(of, options=asked.options, step=options.step or of.step)
+    if options.on is not None:
+        of = of.at(slice(options.on))
+    return of.with_flags(options.flags)
+
+
+def explain_step(
+    target: str, of: "RecipeStep", options: ExplainOptions | ExplainSavedOptions
+) -> int:
+    """Explains with progress, prints; returns the exit code."""
+    from systolic.cli.explain_view import ExplainView, show_step
+
+    with ExplainView(f"{of.recipe.target} for {of.on.name}", as_json=options.json) as view:
+        explainer = replace(
+            of.explainer(),
+            remedies=options.remedies,
+            workers=bounded_workers(options.workers),
+            watch=view.see,
+        )
+        made = explainer.explain()
+    return show_step(target, of, made, as_json=options.json)
+
+
+def compare_steps(
+    one: "tuple[str, RecipeStep]", two: "tuple[str, RecipeStep]", as_json: bool
+) -> int:
+    """What makes the first slower or faster than the second; returns the exit code."""
+    from systolic.cli.explain_view import show_comparison
+    from systolic.session.saved import compare
+
+    return show_comparison(one[0], two[0], compare(one[1], two[1]), as_json=as_json)
+
+
+# Runs and profiles
 
 
 def explain_run(target: str, args: Sequence[str]) -> int:
     """Causes of poor learning, then of lost time."""
-    from systolic.explaining import learning, speed
+    from systolic.cli.explain_view import ExplainView, show_run
+    from systolic.session.runs import explain_run as explain
 
-    verb = arguments(run_options, args, "systolic explain RUN")
-    path = Path(target)
-    with Run.open(path) as directory:
-        notes: list[str] = []
-        history = load_run(path)
-        if not verb["quick"] and not history.diagnoses:
-            looks, why = look(directory, trust_code=verb["trust"])
-            history = replace(history, diagnoses=looks)
-            notes += [why] if why else []
-    session = load_run(path, last_session=True)
-    causes = settings_of(history).named([*learning.learning(history), *speed.speed(session)])
-    figures, notes = learning.vitals(history), [*notes, *learning.unknown(history)]
-    if verb["json"]:
-        notes = [*history.damage, *notes]
-        show_json(target, TargetKind.run, causes, figures=figures, notes=notes)
-        return 0
-    from systolic.report.explain.text import print_causes
-
-    lines = [*remarks(figures, history.unit), *history.damage]
-    if is_profile(path / "profile"):
-        lines.append(f"its steps were traced: systolic explain {path / 'profile'}")
-    print_causes(target, causes, remarks=lines, notes=notes)
-    return 0
+    options = parse(ExplainRunOptions, args, "systolic explain RUN")
+    with ExplainView(target, as_json=options.json) as view:
+        made = explain(Path(target), quick=options.quick, trust=options.trust, watch=view.see)
+    return show_run(target, made, as_json=options.json)
 
 
-def look(directory: Run, *, trust_code: bool = False) -> tuple[list[dict[str, Any]], str]:
-    """Looks at the newest checkpoint, or why there are none."""
-    from systolic.session.run_files import rebuild
-    from systolic.session.trained import set_up_here
-    from systolic.training.probe import examine, too_large
+def explain_profile(target: str, args: Sequence[str]) -> int:
+    """Causes of the median step's time and, of a run on TPUs, changes of settings with what forecasts say they gain."""
+    from systolic.cli.explain_view import ExplainView, show_profile
+    from systolic.session.profiles import explain_profile as explain
 
-    if not any(directory.checkpoints.glob("[0-9]*")):
-        return [], "there is no checkpoint to look at"
-    try:
-        setup = set_up_here(rebuild(directory, trust_code=trust_code)[1], directory)
-        reason = too_large(setup)
-        if reason:
-            return [], reason
-        print("systolic: looking at the newest checkpoint, layer by layer", file=sys.stderr)
-        return list(examine(setup, directory)), ""
-    except SystolicError as error:
-        return [], f"its checkpoint could not be looked at: {error}"
-
-
-def remarks(figures: Mapping[str, Any], unit: str) -> list[str]:
-    """The figures in a line."""
-    texts = {
-        "update_ratio": "updates {:.1e} of the weights",
-        "noise_scale": f"gradient noise scale {{:.3g}} {unit}",
-        "batch": "batch {}",
-        "epochs": "data read {:.3g} times",
-        "training_loss": "training loss {:.4g}",
-        "validation_loss": "validation {:.4g}",
-    }
-    known = [text.format(figures[k]) for k, text in texts.items() if figures[k] is not None]
-    return [", ".join(known)] if known else []
-
-
-def show_json(target: str, kind: TargetKind, causes: Sequence[Cause], **more: Any) -> None:
-    """One object on stdout."""
-    plain = [asdict(cause) for cause in causes]
-    print_json({"target": target, "kind": kind.value, "causes": plain, **more})
-
-
-EXPLAINERS: Mapping[TargetKind, Callable[[str, Sequence[str]], int]] = {
-    TargetKind.run: explain_run,
-    TargetKind.recipe: explain_recipe,
-    TargetKind.forecast: explain_saved,
-    TargetKind.profile: explain_profile,
-}
-"""How each kind of target is explained: target and the arguments after it to the exit code."""
+    options = parse(ExplainProfileOptions, args, "systolic explain PROFILE")
+    with ExplainView(target, as_json=options.json) as view:
+        made = explain(
+            Path(target),
+            remedies=options.remedies,
+            workers=bounded_workers(options.workers),
+            trust=options.trust,
+            watch=view.see,
+        )
+    return show_profile(target, made, as_json=options.json)

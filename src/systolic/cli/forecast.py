@@ -110,6 +110,7 @@ def forecast_dump(path: Path, options: ForecastOptions) -> int:
 
 def forecast_recipe(asked: Request[ForecastOptions]) -> int:
     """Forecasts a step of a recipe's job; returns the exit code."""
+    from systolic import recipes
     from systolic.chips import slice
 
     options, target = asked.verb, asked.recipe.target
@@ -119,7 +120,13 @@ def forecast_recipe(asked: Request[ForecastOptions]) -> int:
     if made.rejected is not None and options.step is StepKind.train and on.platform == "tpu":
         way_out = shlex.join(["systolic", "explain", target, *remade])
         made = replace(made, rejected={**made.rejected, "remedies": [way_out]})
-    return show(made, options, before, {"target": target, "arguments": remade})
+    asked_for = {
+        "target": target,
+        "arguments": remade,
+        "options": recipes.plain(asked.options),
+        "step": options.step.value,
+    }
+    return show(made, options, before, asked_for)
 
 
 def arguments_of(asked: Request[ForecastOptions]) -> list[str]:

@@ -58,17 +58,6 @@ def first(args: Sequence[str], verb: str, what: str) -> tuple[str, list[str]]:
     return args[0], list(args[1:])
 
 
-def require_slice(verb: str, target: str, args: Sequence[str], what: str) -> None:
-    """Whether ``--on`` was given, or help is asked for.
-
-    Raises:
-        OptionError: it was not; ``what`` says what to add.
-    """
-    given = any(word == "--on" or word.startswith("--on=") for word in args)
-    if not given and not {"-h", "--help"} & set(args):
-        raise OptionError(f"systolic {verb} {target} needs {what}")
-
-
 @overload
 def request(
     target: str, args: Sequence[str], verb: str, options: type[Options]

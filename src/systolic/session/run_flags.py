@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from systolic.artifact.chosen import Chosen
-from systolic.chips import Slice, slice
-from systolic.chips.flags import NONE, resolved, spoken
+from systolic.chips import slice
+from systolic.chips.flags import NONE, resolved
 
 
 def settled(given: str, chosen: Chosen | None) -> dict[str, Any]:
@@ -50,15 +50,14 @@ def kept(record: Mapping[str, Any], chosen: Chosen | None, given: str | None) ->
     return before if before["chip"] == now["chip"] else now
 
 
-def recorded(record: Mapping[str, Any], chosen: Chosen | None, on: Slice) -> str:
-    """What ``--flags`` says for a forecast of a run as it was compiled.
+def compiled_with(record: Mapping[str, Any], chosen: Chosen | None) -> tuple[str, ...]:
+    """The compiler flags that a run was last compiled with.
 
     Args:
-        record: The run's job.json.
+        record: The run's job.json; one of a version that kept no flags had its plan's, or none.
         chosen: What holds of its plan.
-        on: The slice that it was trained on.
     """
     before = record.get("flags")
     if before is not None:
-        return spoken(before["compiler"], on.chip)
-    return spoken([] if chosen is None else chosen.flags, on.chip)
+        return tuple(before["compiler"])
+    return () if chosen is None else tuple(chosen.flags)

@@ -1,0 +1,380 @@
+"""Explanations as they are printed: while they are made, and at their end; as lines or as one JSON object."""
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, TextIO
+
+from systolic.aot import StepKind
+from systolic.chips.flags import described, spoken
+from systolic.cli.output import print_json
+from systolic.core.units import duration, gibibytes
+from systolic.explaining.cause import Cause
+from systolic.planning.candidate import Candidate
+from systolic.planning.ladder import difference
+from systolic.planning.plan import reason_of
+from systolic.planning.remedies import Remedy
+from systolic.report.explain.text import print_causes
+from systolic.report.forecast.text import print_forecast
+from systolic.report.plan.progress import stage
+from systolic.report.plan.readings import step
+from systolic.report.progress import ProgressLine
+from systolic.session.command_line import option_words
+from systolic.session.explaining import (
+    ExplainedKind,
+    ExplainProgress,
+    ExplainStage,
+    StepExplanation,
+)
+from systolic.session.profiles import ProfileExplanation, is_profile
+from systolic.session.runs import RunExplanation
+from systolic.session.saved import RecipeStep, StepComparison
+
+QUICK = "from the compiler's schedule, the time of ops estimated: systolic forecast without --quick has the compiler's cycles"
+CHANGES_TRAINING = "  [changes training]"
+
+
+class ExplainView:
+    """A context whose :meth:`see` shows how far an explanation is; with JSON on stdout it writes to stderr.
+
+    Args:
+        title: What is explained, for the line that ticks.
+        as_json: Whether stdout is for one JSON object.
+    """
+
+    def __init__(self, title: str, *, as_json: bool) -> None:
+        self._title, self._json = title, as_json
+        self._stream = sys.stderr if as_json else sys.stdout
+        self._stage: ExplainStage | None = None
+        self._line: ProgressLine | None = None
+
+    def __enter__(self) -> "ExplainView":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end_line()
+
+    def see(self, progress: ExplainProgress) -> None:
+        """Shows what is new."""
+        if progress.stage is not self._stage:
+            self._end_line()
+            self._stage = progress.stage
+        match progress.stage:
+            case ExplainStage.compiling:
+                self._ticking(self._title).say(progress.text)
+            case ExplainStage.explained:
+                self._explained(progress.explanation)
+            case ExplainStage.changing:
+                self._changing(progress)
+            case ExplainStage.fitting:
+                self._fitting(progress)
+
+    def _ticking(self, title: str) -> ProgressLine:
+        if self._line is None:
+            self._line = ProgressLine(sys.stderr, title)
+        return self._line
+
+    def _end_line(self) -> None:
+        if self._line is not None:
+            self._line.__exit__(None, None, None)
+        self._line = None
+
+    def _explained(self, made: StepExplanation | ProfileExplanation) -> None:
+        if isinstance(made, ProfileExplanation):
+            if made.forecast is not None and made.of is not None:
+                seconds = made.forecast.step_seconds or 0.0
+                ratio = made.figures["step_seconds"] / seconds
+                text = f"forecast for {made.of.on.name}: {duration(seconds)} a step, measured {ratio:.2f} times that"
+                print(f"\n{text}", file=self._stream)
+            elif not self._json:
+                print_causes(
+                    self._title,
+                    made.causes,
+                    remarks=[profile_remark(made.figures)],
+                    notes=made.notes,
+                )
+        elif not self._json and made.forecast.fits:
+            print_step(made)
+        elif not self._json:
+            print_forecast(made.forecast)
+
+    def _changing(self, progress: ExplainProgress) -> None:
+        line, one = self._ticking("changes"), progress.remedy
+        done = f"{progress.done} of {progress.of} compiled"
+        if one is None:
+            count = f"{progress.of} changes" if progress.of != 1 else "1 change"
+            text = f"\n{count}, each compiled and forecast again, and what helps together:"
+        else:
+            text = f"  {one.verdict:<42}  {one.text}{'' if one.same_result else CHANGES_TRAINING}"
+        line.told(text, self._stream, done)
+
+    def _fitting(self, progress: ExplainProgress) -> None:
+        assert progress.search is not None
+        now, made = progress.search, progress.explanation
+        if self._line is None and not self._json:
+            print("\nlayouts that may fit, each compiled:", flush=True)
+        line, one = self._ticking("layouts"), now.latest
+        if one is None:
+            if not now.compiled:
+                line.say(stage(now))
+            return
+        before = made.job.layout.on(made.on.num_devices, made.on.num_slices)
+        where = "" if one.candidate.on == made.on else f"{one.candidate.on.name} "
+        result = reason_of(one)
+        if one.forecast is not None and one.total is not None:
+            peak = one.forecast.memory.peak_bytes if one.forecast.memory else 0
+            speed = step(one.forecast.step_seconds or 0.0)
+            result = f"fits, {gibibytes(peak)}, {speed} a step"
+        text = f"  {where}{difference(before, one.candidate)}: {result}"
+        line.told(text, self._stream, f"{now.compiled} compiled")
+
+
+def applied(of: RecipeStep, settings: Mapping[str, Any], candidate: Candidate, verb: str) -> str:
+    """The command with some settings, compiled with a candidate's flags.
+
+    Args:
+        of: The step whose settings they change.
+        settings: By option: ``layout.fsdp``, ``batch``.
+        candidate: Where, and with which flags.
+        verb: ``forecast`` or ``train``.
+    """
+    found = option_words(of.recipe.function, of.options, {**of.settings, **settings})
+    if verb == "forecast":
+        found += ["--on", candidate.on.name, "--quick"]  # as the figures above were made
+    words = shlex.join(["systolic", verb, of.recipe.target, *found])
+    flags = spoken(candidate.compiler_flags, candidate.on.chip)
+    return f"{words} --flags={shlex.quote(flags)}" if flags else words
+
+
+# Steps
+
+
+def print_step(made: StepExplanation) -> None:
+    """Causes of a step that fits."""
+    seconds = made.forecast.step_seconds
+    assert seconds is not None
+    title = f"{made.job.name} on {made.on.name}: {duration(seconds)} a step"
+    if made.forecast.mfu is not None:
+        title += f", MFU {made.forecast.mfu:.1%}"
+    words = described(made.flags)
+    remarks = [f"compiled with {words}"] if words else []
+    print_causes(title, made.causes, remarks=[QUICK, *remarks])
+
+
+def show_step(target: str, of: RecipeStep, made: StepExplanation, *, as_json: bool) -> int:
+    """Prints what to do about a step; returns the exit code, 1 where nothing fits."""
+    if not made.forecast.fits:
+        return show_attempts(target, of, made, as_json=as_json)
+    told = show_remedies(of, made.best, made.remedies, made.job, "forecast", as_json=as_json)
+    if as_json:
+        print_json(
+            {
+                "target": target,
+                "kind": ExplainedKind.forecast.value,
+                "slice": made.on.name,
+                "fits": True,
+                "step": made.step.value,
+                "quick": True,
+                "layout": dict(made.forecast.layout),
+                "step_seconds": made.forecast.step_seconds,
+                "mfu": made.forecast.mfu,
+                "flags": list(made.flags),
+                "causes": [plain(cause) for cause in made.causes],
+                **told,
+            }
+        )
+    return 0
+
+
+def show_remedies(
+    of: RecipeStep,
+    best: Remedy | None,
+    remedies: Sequence[Remedy],
+    job: Any,
+    verb: str,
+    *,
+    as_json: bool,
+) -> dict[str, Any]:
+    """Prints the command of the best change; returns what JSON has of all."""
+    stream: TextIO = sys.stderr if as_json else sys.stdout
+    typed = None
+    if best is not None:
+        typed = applied(of, best.candidate.settings(job), best.candidate, verb)
+        text = f"the best that does not change training: {best.text}, {best.verdict}"
+        print(f"\n{text}\n  {typed}", file=stream)
+    elif remedies:
+        print("\nno change that leaves training as it is is faster", file=stream)
+    settings = [one.candidate.settings(job) for one in remedies]
+    return {
+        "remedies": [one.to_json(how) for one, how in zip(remedies, settings, strict=True)],
+        "command": typed,
+    }
+
+
+def show_attempts(target: str, of: RecipeStep, made: StepExplanation, *, as_json: bool) -> int:
+    """Prints the command of a layout that fits, or that none does; returns the exit code."""
+    last, found = (made.attempts[-1] if made.attempts else None), made.fit
+    typed = None
+    if last is not None and found is not None:
+        settings = found.candidate.settings(made.job)
+        if not last.same_result:
+            settings["optimizer.kind"] = last.facts.job.optimizer.kind.value
+        typed = applied(of, settings, found.candidate, "forecast")
+    if as_json:
+        print_json(
+            {
+                "target": target,
+                "kind": ExplainedKind.forecast.value,
+                "slice": made.on.name,
+                "fits": False,
+                "rejected": made.forecast.rejected,
+                "attempts": [attempt.to_json() for attempt in made.attempts],
+                "command": typed,
+            }
+        )
+    elif last is not None and found is not None and found.forecast is not None:
+        peak = found.forecast.memory.peak_bytes if found.forecast.memory else 0
+        print(
+            f"\nthe fastest that fits: {found.candidate.name}, {gibibytes(peak)} of "
+            f"{gibibytes(found.forecast.capacity_bytes)}, {step(found.forecast.step_seconds or 0.0)} a step"
+        )
+        if not last.same_result:
+            print("it changes the optimizer, and with it the result of training")
+        print(f"  {typed}")
+    else:
+        print(nothing_fits(of, made))
+    return 0 if found is not None else 1
+
+
+def nothing_fits(of: RecipeStep, made: StepExplanation) -> str:
+    """What to do where no layout fits."""
+    if made.attempts:
+        return f"\nnothing that was tried fits; try a smaller model or batch, or another chip: systolic plan {of.recipe.target} --on any"
+    if made.step is StepKind.train:
+        return "\n--remedies 0 tries no layouts; leave it out to find one that fits"
+    return f"\nlayouts are tried for train steps only, and this is a step of --step {made.step.value}; try a smaller batch, other --layout options or a larger slice"
+
+
+def show_comparison(one: str, two: str, made: StepComparison, *, as_json: bool) -> int:
+    """Prints what makes the first slower or faster; returns the exit code, 1 where one does not fit."""
+    mine, other = made.forecast.step_seconds, made.against.step_seconds
+    if as_json:
+        print_json(
+            {
+                "target": one,
+                "against": two,
+                "kind": ExplainedKind.forecast.value,
+                "step_seconds": mine,
+                "against_step_seconds": other,
+                "causes": [asdict(row) for row in made.causes],
+            }
+        )
+        return 0
+    if mine is None or other is None:
+        for path, forecast in ((one, made.forecast), (two, made.against)):
+            print(f"{path}: {'fits' if forecast.fits else 'does not fit'} on {forecast.on.name}")
+        return 1
+    if made.alike:
+        print(f"{one} and {two} take the same time: {duration(mine)} a step")
+    else:
+        word = "slower" if mine > other else "faster"
+        ratio = max(mine, other) / min(mine, other)
+        print(
+            f"{one} is {ratio:.2f} times {word}: {duration(mine)} a step, {two} {duration(other)}"
+        )
+    print(f"both forecast {QUICK}")
+    rows = made.worth_showing
+    if not rows:
+        print("and no cause takes more in one of them")
+        return 0
+    print(f"\n{'':>10}  {'first':>8}  {'second':>8}  cause (they may overlap)")
+    for row in rows:
+        change = row.seconds - row.against_seconds
+        sign = "+" if change >= 0 else "-"
+        print(
+            f"{sign + duration(abs(change)):>10}  {duration(row.seconds):>8}  {duration(row.against_seconds):>8}  {row.title}"
+        )
+    return 0
+
+
+# Runs and profiles
+
+
+def show_run(target: str, made: RunExplanation, *, as_json: bool) -> int:
+    """Prints what holds a run back; returns the exit code."""
+    if as_json:
+        print_json(
+            {
+                "target": target,
+                "kind": ExplainedKind.run.value,
+                "causes": [plain(cause) for cause in made.causes],
+                "figures": made.figures,
+                "notes": [*made.damage, *made.notes],
+            }
+        )
+        return 0
+    lines = [*run_remarks(made), *made.damage]
+    if is_profile(made.path / "profile"):
+        lines.append(f"its steps were traced: systolic explain {made.path / 'profile'}")
+    print_causes(target, made.causes, remarks=lines, notes=made.notes)
+    return 0
+
+
+def run_remarks(made: RunExplanation) -> list[str]:
+    """The figures in a line."""
+    texts = {
+        "update_ratio": "updates {:.1e} of the weights",
+        "noise_scale": f"gradient noise scale {{:.3g}} {made.unit}",
+        "batch": "batch {}",
+        "epochs": "data read {:.3g} times",
+        "training_loss": "training loss {:.4g}",
+        "validation_loss": "validation {:.4g}",
+    }
+    figures = made.figures
+    known = [text.format(figures[k]) for k, text in texts.items() if figures[k] is not None]
+    return [", ".join(known)] if known else []
+
+
+def show_profile(target: str, made: ProfileExplanation, *, as_json: bool) -> int:
+    """Prints what changes a measured step; returns the exit code."""
+    more: dict[str, Any] = {}
+    stream = sys.stderr if as_json else sys.stdout
+    if made.problem:
+        print(f"\nno changes were tried: {made.problem}", file=stream)
+        more = {"remedies": [], "command": None, "problem": made.problem}
+    elif made.of is not None and made.simulated is not None:
+        job = made.simulated.job
+        told = show_remedies(made.of, made.best, made.remedies, job, "train", as_json=as_json)
+        seconds = made.simulated.forecast.step_seconds
+        more = {"slice": made.of.on.name, "forecast_step_seconds": seconds, **told}
+    if as_json:
+        print_json(
+            {
+                "target": target,
+                "kind": ExplainedKind.profile.value,
+                "causes": [plain(cause) for cause in made.causes],
+                "figures": made.figures,
+                "notes": made.notes,
+                **more,
+            }
+        )
+    return 0
+
+
+def profile_remark(found: Mapping[str, Any]) -> str:
+    """The figures in a line."""
+    parts = ", ".join(f"{name} {share:.0%}" for name, share in found["shares"].items() if share)
+    steps = f"median of {found['steps']}" if found["steps"] > 1 else "the only one"
+    return f"a step on {found['device']} takes {duration(found['step_seconds'])} ({steps}): {parts}"
+
+
+def plain(cause: Cause) -> dict[str, Any]:
+    """A cause as JSON has it."""
+    return asdict(cause)

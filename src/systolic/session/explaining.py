@@ -1,0 +1,287 @@
+"""From a job, a run, a profile or a saved forecast to its explanation: what ``systolic explain`` and :func:`systolic.explain` call."""
+
+import enum
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from systolic.aot import Compiled, Compiler, JobProgram, StepKind
+from systolic.aot import compile as compile_program
+from systolic.artifact.run import JOB
+from systolic.chips import Slice, slice
+from systolic.chips.flags import resolved
+from systolic.core.errors import NotFoundError, OptionError
+from systolic.explaining.cause import Cause
+from systolic.explaining.causes import causes_of_forecast
+from systolic.explaining.settings import Settings
+from systolic.forecasting import Forecast
+from systolic.forecasting.run import of_outcome
+from systolic.hlo import parse
+from systolic.job import Job
+from systolic.planning.evaluator import CompilingEvaluator, OpenEvaluator
+from systolic.planning.facts import facts_of
+from systolic.planning.ladder import Attempt, find_fit
+from systolic.planning.plan import Trial
+from systolic.planning.remedies import GAIN, Remedy, base_of, changes, try_all
+from systolic.planning.search import Limits, SearchProgress
+
+REMEDIES = 10
+"""Changes that are tried for a step, unless another number is asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepExplanation:
+    """Why a step of a job takes its time, or does not fit, and what changes that."""
+
+    job: Job
+    on: Slice
+    step: StepKind
+    flags: tuple[str, ...]
+    """Of the compiler."""
+    forecast: Forecast
+    """From the compiler's schedule: memory is exact, the time of ops estimated."""
+    causes: Sequence[Cause] = ()
+    """Where the time goes, largest share first; none of a step that does not fit."""
+    remedies: Sequence[Remedy] = ()
+    """Changes of settings of a step that fits, the largest gain first."""
+    attempts: Sequence[Attempt] = ()
+    """Searches for a layout that fits, of a step that does not; the last has it if any."""
+
+    @property
+    def best(self) -> Remedy | None:
+        """The change that gains most and trains the same; None where none gains."""
+        good = [one for one in self.remedies if one.same_result and (one.gain or 0.0) > GAIN]
+        return max(good, key=lambda one: one.gain or 0.0, default=None)
+
+    @property
+    def fit(self) -> Trial | None:
+        """The fastest that was found to fit, where the step itself does not."""
+        return self.attempts[-1].best if self.attempts else None
+
+
+class ExplainStage(enum.Enum):
+    """What an explanation is at."""
+
+    compiling = "compiling"
+    """The step as it is, or the gradients of a checkpoint."""
+    explained = "explained"
+    """Causes are known; of a step that does not fit, what holds its memory."""
+    changing = "changing"
+    """Changes of settings, each compiled."""
+    fitting = "fitting"
+    """Layouts that may fit, each compiled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainProgress:
+    """Where an explanation is, for whoever watches."""
+
+    stage: ExplainStage
+    text: str = ""
+    """What the compiler is at."""
+    explanation: Any = None
+    """What is known so far: of the type of the result."""
+    remedy: Remedy | None = None
+    """The latest change."""
+    done: int = 0
+    of: int = 0
+    search: SearchProgress | None = None
+    """The search for a layout that fits."""
+
+
+ExplainWatch = Callable[[ExplainProgress], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepExplainer:
+    """Explains steps of one job on one slice.
+
+    Args:
+        job: What is trained.
+        on: The slice.
+        step: Which of the job's steps; changes are tried for train steps only.
+        flags: Compiler flags of every program.
+        known: Options that advice may name; None where there is no recipe.
+        remedies: Changes to try; 0 finds causes only.
+        workers: Compiles at once; 0 as many as cores and memory allow.
+        watch: Is given the progress.
+        evaluator: Tells what a change does; by default the compiler.
+    """
+
+    job: Job
+    on: Slice
+    step: StepKind = StepKind.train
+    flags: tuple[str, ...] = ()
+    known: Settings | None = None
+    remedies: int = REMEDIES
+    workers: int = 0
+    watch: ExplainWatch = field(default=lambda _: None)
+    evaluator: OpenEvaluator = CompilingEvaluator
+
+    def explain(self) -> StepExplanation:
+        """Forecasts the step, finds its causes and tries changes, or layouts that fit.
+
+        Raises:
+            OptionError: the slice is not one of TPUs.
+            LayoutError: the layout does not divide the slice, the model or the batch.
+            RunError: the compiler failed.
+        """
+        if self.on.platform != "tpu":
+            raise OptionError(
+                f"{self.on.name} is a {self.on.platform}: a schedule to explain comes from the TPU compiler; systolic forecast shows the roofline of others"
+            )
+        made, outcome = self.forecast()
+        result = StepExplanation(
+            job=self.job, on=self.on, step=self.step, flags=self.flags, forecast=made
+        )
+        tries = self.step is StepKind.train and self.remedies > 0
+        if not made.fits:
+            self.watch(ExplainProgress(stage=ExplainStage.explained, explanation=result))
+            return replace(result, attempts=self._attempts(result)) if tries else result
+        assert isinstance(outcome, Compiled)
+        causes = causes_of_forecast(made, parse(outcome.hlo), self.job.model)
+        result = replace(result, causes=self.known.named(causes) if self.known else causes)
+        self.watch(ExplainProgress(stage=ExplainStage.explained, explanation=result))
+        return replace(result, remedies=self.try_changes(made)) if tries else result
+
+    def forecast(self) -> tuple[Forecast, Any]:
+        """The step as it is, up to its schedule, and the compiler's answer."""
+
+        def say(text: str) -> None:
+            self.watch(ExplainProgress(stage=ExplainStage.compiling, text=text))
+
+        began = time.monotonic()
+        program = JobProgram(job=self.job, verb=self.step)
+        outcome = compile_program(program, self.on, Compiler(flags=self.flags).quick(), say)
+        return of_outcome(outcome, self.job.name, self.on, time.monotonic() - began), outcome
+
+    def try_changes(self, made: Forecast) -> list[Remedy]:
+        """Changes of settings with what each gains over a forecast of the step."""
+        facts = facts_of(self.job)
+        base = base_of(facts, self.on, self.flags)
+        wanted = changes(facts, base)[: self.remedies]
+
+        def watch(one: Remedy | None, done: int, of: int) -> None:
+            self.watch(ExplainProgress(stage=ExplainStage.changing, remedy=one, done=done, of=of))
+
+        watch(None, 0, len(wanted))
+        with self.evaluator(Limits(workers=self.workers).at_once) as evaluator:
+            return try_all(facts, made, base, wanted, evaluator, watch)
+
+    def _attempts(self, result: StepExplanation) -> list[Attempt]:
+        def watch(now: SearchProgress) -> None:
+            self.watch(ExplainProgress(stage=ExplainStage.fitting, explanation=result, search=now))
+
+        return find_fit(
+            facts_of(self.job),
+            self.on,
+            lambda _: self.flags,
+            Limits(workers=self.workers).at_once,
+            watch,
+            self.evaluator,
+        )
+
+
+class ExplainedKind(enum.Enum):
+    """What a path that is explained holds."""
+
+    run = "run"
+    forecast = "forecast"
+    """A saved forecast, or a plan, of which the best is explained."""
+    profile = "profile"
+
+
+def kind_of(path: Path) -> ExplainedKind | None:
+    """What a path holds, by its content; None where it is nothing that can be explained.
+
+    Raises:
+        DataError: a forecast or plan that is damaged.
+        OptionError: a JSON file that is no JSON.
+    """
+    from systolic.session.profiles import is_profile
+    from systolic.session.saved import is_saved
+
+    if (path / JOB).is_file():
+        return ExplainedKind.run
+    if is_profile(path):
+        return ExplainedKind.profile
+    return ExplainedKind.forecast if is_saved(path) else None
+
+
+def explain(
+    target: Job | str | Path,
+    *,
+    on: str | Slice | None = None,
+    step: StepKind = StepKind.train,
+    flags: str = "",
+    remedies: int | None = None,
+    trust: bool = False,
+    watch: ExplainWatch = lambda _: None,
+) -> Any:
+    """Why a step is slow or does not fit, or what keeps a run from learning, and what changes that.
+
+    Args:
+        target: A job; or the path of a run, of a profile, or of what ``systolic forecast --json`` or ``plan`` wrote.
+        on: The slice, of a job.
+        step: Which of a job's steps; changes are tried for train steps only.
+        flags: Compiler flags of a job, beside those that all jobs on the chip share; ``none`` leaves these out.
+        remedies: Changes to try: by default 10 for a step, 4 for a run's profile; 0 finds causes only.
+        trust: Execute a run's recipe although it is another user's.
+        watch: Is given the progress.
+
+    Returns:
+        A :class:`StepExplanation`, :class:`~systolic.session.runs.RunExplanation` or
+        :class:`~systolic.session.profiles.ProfileExplanation`.
+
+    Raises:
+        NotFoundError: the path holds nothing that can be explained.
+        OptionError: a job without a slice, or a slice that is not of TPUs.
+    """
+    if isinstance(target, Job):
+        if on is None:
+            raise OptionError("explaining a job needs a slice; give on='v5e-16'")
+        place = slice(on) if isinstance(on, str) else on
+        most = REMEDIES if remedies is None else remedies
+        return StepExplainer(
+            job=target,
+            on=place,
+            step=step,
+            flags=resolved(flags, place.chip),
+            remedies=most,
+            watch=watch,
+        ).explain()
+    path = Path(target)
+    explainers: Mapping[ExplainedKind, Callable[[], Any]] = {
+        ExplainedKind.run: lambda: _run(path, trust, watch),
+        ExplainedKind.forecast: lambda: _saved(path, remedies, watch),
+        ExplainedKind.profile: lambda: _profile(path, remedies, trust, watch),
+    }
+    kind = kind_of(path)
+    if kind is None:
+        raise NotFoundError(
+            f"{path} is no run, profile or forecast; give a directory that systolic train made, an xplane.pb, or what systolic forecast --json or systolic plan wrote"
+        )
+    return explainers[kind]()
+
+
+def _run(path: Path, trust: bool, watch: ExplainWatch) -> Any:
+    from systolic.session.runs import explain_run
+
+    return explain_run(path, trust=trust, watch=watch)
+
+
+def _saved(path: Path, remedies: int | None, watch: ExplainWatch) -> StepExplanation:
+    from systolic.session.saved import saved_step
+
+    most = REMEDIES if remedies is None else remedies
+    return replace(saved_step(path).explainer(), remedies=most, watch=watch).explain()
+
+
+def _profile(path: Path, remedies: int | None, trust: bool, watch: ExplainWatch) -> Any:
+    from systolic.session.profiles import REMEDIES as FEW
+    from systolic.session.profiles import explain_profile
+
+    most = FEW if remedies is None else remedies
+    return explain_profile(path, remedies=most, trust=trust, watch=watch)
