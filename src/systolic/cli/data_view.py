@@ -1,4 +1,4 @@
-"""How ``systolic data inspect`` looks in a terminal."""
+"""The terminal view of ``systolic data inspect``."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _DOCUMENT_STYLES = ("cyan", "yellow", "green", "magenta")
-"""Neighbouring documents differ."""
+"""Colours of documents, in turn."""
 
 _ROW_LIMIT = 1500
 """Characters of the decoded row that are shown."""
@@ -94,7 +94,7 @@ def _text(text: Mapping[str, Any], rows: int, split: str) -> list[RenderableType
 
 
 def _row(documents: Sequence[Mapping[str, Any]]) -> Text:
-    """One row, its documents in turns of colour and set apart by marks."""
+    """One row; colours alternate by document, and a mark precedes each."""
     shown = Text()
     for number, document in enumerate(documents):
         kind = "document" if document["starts"] else "document, from its middle,"

@@ -1,4 +1,4 @@
-"""``systolic forecast RECIPE --on SLICE [options]``: what a step does on a slice that need not be there."""
+"""``systolic forecast RECIPE --on SLICE [options]``: memory, time and cost of a step on a slice that you need not have."""
 
 import shlex
 import sys
@@ -194,7 +194,7 @@ def show(
 
 
 def write(made: "Forecast", options: ForecastOptions) -> dict[str, str]:
-    """Writes the files that were asked for; returns what is where."""
+    """Writes the files that were asked for; returns kind to path."""
     written: dict[str, str] = {}
     if options.save is not None and made.fits:
         written["saved"] = str(options.save)
@@ -219,7 +219,7 @@ def write(made: "Forecast", options: ForecastOptions) -> dict[str, str]:
 
 
 def _before(options: ForecastOptions) -> dict[str, Any] | None:
-    """The other forecast of ``--against``; checks before anything takes time that what will be written can be."""
+    """The forecast of ``--against``. Checks first that the files to write can be written."""
     for path in (options.html, options.perfetto, options.save):
         if path is not None:
             check_writable(path)

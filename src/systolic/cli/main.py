@@ -21,16 +21,18 @@ VERBS = {
     "doctor": Verb(
         "doctor", "checks this machine: versions, devices, who holds the TPU, measured peaks"
     ),
-    "chips": Verb("chips", "the catalogue of chips and slices, each number with its source"),
+    "chips": Verb("chips", "lists chips and slices, each number with its source"),
     "recipes": Verb("recipes", "lists the recipes, or one recipe's options"),
     "data": Verb(
         "data", "packs data into ArrayRecord, shows what a model will see, trains a tokenizer"
     ),
     "forecast": Verb(
-        "forecast", "what a step will do on a slice, without the slice: memory, time, MFU, cost"
+        "forecast", "memory, time, MFU and cost of a step on a slice that you don't have"
     ),
-    "plan": Verb("plan", "the slice and layout that train a recipe soonest or cheapest"),
-    "explain": Verb("explain", "what holds a run back, with evidence, and what to change"),
+    "plan": Verb("plan", "finds the slice and layout that train a recipe soonest or cheapest"),
+    "explain": Verb(
+        "explain", "why a run, a step or a profile is slow or fails to learn, and what to change"
+    ),
     "train": Verb(
         "train", "trains a recipe; resumes with --resume RUN; rehearses with --rehearse SLICE"
     ),
@@ -101,9 +103,9 @@ def _verb(args: list[str]) -> int | None:
 
 
 def _quiet_libtpu() -> None:
-    """Keeps an installed libtpu from looking for a TPU, at length and aloud, on a machine that has no accelerator.
+    """Stops an installed libtpu from searching for a TPU, for seconds and with warnings, on a machine without an accelerator.
 
-    Must come before jax is imported, which a user's recipe file may do.
+    Runs before jax is imported, which a user's recipe file may do.
     """
     if not any(os.path.exists(path) for path in ("/dev/accel0", "/dev/vfio/0")):
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")

@@ -1,4 +1,4 @@
-"""Where results go: a person's terminal, or one JSON object on stdout."""
+"""JSON on stdout and warnings on stderr."""
 
 import json
 import math

@@ -1,7 +1,8 @@
-"""From a typed function to its command line options, with errors of one line.
+"""Command line options from dataclasses and signatures, with errors of one line.
 
-tyro turns signatures and dataclasses into options. It reports mistakes as boxes of several lines;
-here they become one :class:`OptionError` that names the nearest option.
+tyro turns types into options. It reports mistakes as boxes of several lines; here they become one
+:class:`OptionError` that names the nearest option. A verb with a recipe reads a line in two stages:
+:func:`known` takes the verb's own options, and the recipe's are read from the words that are left.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from systolic.core.ranges import check_arguments
 T = TypeVar("T")
 
 CONFIG = (tyro.conf.AvoidSubcommands, tyro.conf.EnumChoicesFromValues)
-"""One flat set of options a verb; enums by value."""
+"""One flat set of options for each verb; enums by value."""
 
 _NUMBER = {"INT": "a whole number", "FLOAT": "a number"}
 _REWORDED: Sequence[tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = (
@@ -52,7 +53,7 @@ _REWORDED: Sequence[tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] = (
         lambda m: f"{m[2]} is {m[1]!r}; it takes {_choices(m[3])}",
     ),
 )
-"""What tyro says, in the words of the other errors."""
+"""Patterns of tyro's messages, each with the message in our words."""
 _FRAME = re.compile(r"[│╭╮╰╯─]+|-{4,}")
 
 
@@ -97,11 +98,11 @@ def known(
                 add_help=False,
             )
     except SystemExit as stop:
-        told = _one_line(complaint.getvalue())
+        message = _one_line(complaint.getvalue())
         for name, needs in _required(function).items():
-            if told.startswith(f"{prog} needs {name} "):
+            if message.startswith(f"{prog} needs {name} "):
                 raise OptionError(f"{prog} needs {needs.text}") from stop
-        raise OptionError(f"{told}; see {prog} --help") from stop
+        raise OptionError(f"{message}; see {prog} --help") from stop
     check_arguments(function, captured, lambda name: f"--{name.replace('_', '-')}")
     return captured, unknown
 
@@ -126,7 +127,7 @@ def is_unknown(word: str, names: Container[str]) -> bool:
 
 
 def asks_help(args: Sequence[str]) -> bool:
-    """Whether a command line asks for help; it then needs nothing else."""
+    """Whether a command line asks for help; nothing else in it is then read."""
     return "-h" in args or "--help" in args
 
 
@@ -154,7 +155,6 @@ def print_verb_help(forms: str, *kinds: type) -> int:
             print_help(kind, "systolic")
         _, _, described = text.getvalue().rstrip().partition("\n\n")
         summary, _, options = described.partition("\n\n")
-        # The help of one form of several is shown by each form's own --help.
         lines = [line for line in options.splitlines() if not line.startswith(_HELP)]
         print("\n".join(["", *([summary, ""] if len(kinds) > 1 else []), *lines]))
     return 0
@@ -220,10 +220,10 @@ def _capture(function: Callable[..., Any]) -> tuple[Callable[..., None], dict[st
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """The parameters as tyro is to see them.
+    """The signature that tyro reads.
 
-    A verb's own switch is a plain ``--json``. A boolean that is on unless told otherwise, or part of a
-    model, is a pair ``--model.qk-norm, --model.no-qk-norm``, of which the help describes the first.
+    A boolean parameter that is off by default is a plain switch, ``--json``. Any other boolean is a pair,
+    ``--model.qk-norm, --model.no-qk-norm``, of which the help describes the first.
     """
     signature = inspect.signature(function, eval_str=True)
     switched = [
@@ -243,11 +243,11 @@ def _one_line(complaint: str) -> str:
         if not text and words:
             break
         words.append(text)
-    told = " ".join(words) or "the options do not parse"
+    message = " ".join(words) or "the options do not parse"
     for pattern, reword in _REWORDED:
-        if (found := pattern.search(told)) is not None:
+        if (found := pattern.search(message)) is not None:
             return reword(found)
-    return told
+    return message
 
 
 def _needed(listed: str) -> str:

@@ -1,4 +1,4 @@
-"""``systolic recipes [NAME]``: the recipes, or one recipe's options and the job that they make."""
+"""``systolic recipes [NAME]``: lists recipes, or one recipe's options with the resolved job."""
 
 import contextlib
 import inspect

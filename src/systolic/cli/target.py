@@ -1,4 +1,4 @@
-"""What a verb works on: a recipe with its options, or a run."""
+"""The target of a verb: a recipe with its options, or a run."""
 
 import inspect
 import sys
@@ -37,7 +37,7 @@ class Request(Generic[Options]):
     typed: Sequence[str] = ()
     """Options of the recipe as they were typed."""
     chosen: "Chosen | None" = None
-    """What a plan decided of the job."""
+    """The plan's settings of the job."""
 
     @property
     def job(self) -> "Job":
