@@ -1,9 +1,12 @@
 """The README's commands are those that CI runs, and what it names is there."""
 
+import ast
+import inspect
 import re
 
 import pytest
 
+import systolic
 from systolic import recipes
 from systolic.cli.main import VERBS
 from tests.house.budget import ROOT
@@ -42,3 +45,21 @@ def test_links_lead_somewhere() -> None:
     ]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_its_python_calls_public_functions_with_arguments_that_they_take() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    owners = {"systolic": systolic, "model": systolic.TrainedModel}
+    called = []
+    for node in ast.walk(ast.parse(block)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        assert isinstance(node.func.value, ast.Name)
+        name, owner = node.func.attr, owners[node.func.value.id]
+        if owner is systolic:
+            assert name in systolic.__all__
+        bound = [None] * (len(node.args) + (owner is not systolic))
+        keywords = dict.fromkeys(str(keyword.arg) for keyword in node.keywords)
+        inspect.signature(getattr(owner, name)).bind(*bound, **keywords)
+        called.append(name)
+    assert {"forecast", "plan", "open", "evaluate", "generate", "predict"} <= set(called)
