@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+from collections.abc import Iterator
 
 import pytest
 
@@ -63,3 +64,22 @@ def test_its_python_calls_public_functions_with_arguments_that_they_take() -> No
         inspect.signature(getattr(owner, name)).bind(*bound, **keywords)
         called.append(name)
     assert {"forecast", "plan", "open", "evaluate", "generate", "predict"} <= set(called)
+
+
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/dependencies.md")
+PATH = re.compile(r"`((?:[a-z_.]+/)+(?:[a-z_]+\.(?:py|toml|md|html))?)`")
+"""A path in backticks: a folder that ends with a slash, or a file of ours; capitals stand for what the reader has."""
+
+
+def named_paths() -> Iterator[tuple[str, str]]:
+    for page in PAGES:
+        for path in PATH.findall((ROOT / page).read_text()):
+            yield page, path
+
+
+def test_paths_that_pages_name_are_there() -> None:
+    places = (ROOT, ROOT / "src" / "systolic", ROOT / "docs")
+    found = list(named_paths())
+    assert ("docs/architecture.md", "data/device_batches.py") in found
+    gone = [(page, path) for page, path in found if not any((p / path).exists() for p in places)]
+    assert gone == []
