@@ -17,7 +17,7 @@ from systolic.chips import slice
 from systolic.core.errors import SystolicError
 from systolic.forecasting.run import of_outcome
 from systolic.hlo import Computation, Instruction, Module, parse
-from systolic.sim.timeline import Resource, Timeline
+from systolic.sim.timeline import PricedBy, Resource, Timeline
 
 
 def forecast(
@@ -99,7 +99,7 @@ def buckets(timeline: Timeline) -> dict[str, float]:
         if span.lane != "core" or span.resource in (Resource.ici, Resource.dcn):
             continue
         matmul = "matmul" if span.flops else "elementwise"
-        found["attention" if span.priced_by == "kernel" else matmul] += span.seconds * times
+        found["attention" if span.priced_by is PricedBy.kernel else matmul] += span.seconds * times
     return found | {"collective": timeline.seconds - sum(found.values())}
 
 

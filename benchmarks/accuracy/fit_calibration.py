@@ -23,6 +23,7 @@ from systolic.core.store import Store, read_json
 from systolic.hlo import parse
 from systolic.sim import simulate
 from systolic.sim.calibration import Calibration
+from systolic.sim.timeline import PricedBy
 
 PRIOR = 0.01
 """Log error that a factor of e away from 1 is worth."""
@@ -72,7 +73,7 @@ def sample(record: dict[str, Any]) -> Sample | None:
         matmuls=sum(
             s.seconds * n
             for s, n in timeline.leaves()
-            if s.lane == "core" and s.flops and s.priced_by in ("cycles", "estimate")
+            if s.lane == "core" and s.flops and s.priced_by in (PricedBy.cycles, PricedBy.estimate)
         ),
     )
 

@@ -18,6 +18,7 @@ import run
 from systolic.chips import slice
 from systolic.sim.estimate import Parts, Slowdown, parts_of, slowdown_of, taken, told
 from systolic.sim.rates import rates_of
+from systolic.sim.timeline import PricedBy
 from systolic.sim.work import work_of
 
 MATRIX = (1.0, 1.06, 1.12, 1.18, 1.24, 1.3)
@@ -46,7 +47,11 @@ def ops_of(row: measured.Row, mode: str) -> list[Op]:
         slow = slowdown_of(rates.chip.name)
         own = None if op.cycles is None else op.cycles / rates.clock_hz
         parts = None
-        if span.priced_by in ("cycles", "estimate", "bytes") and not span.opcode.startswith("wait"):
+        if span.priced_by in (
+            PricedBy.cycles,
+            PricedBy.estimate,
+            PricedBy.bytes,
+        ) and not span.opcode.startswith("wait"):
             parts = parts_of(module, computation, op, work_of(module, computation, op), rates)
             now = taken(parts, slow) if own is None else told(own, parts, slow)
             if abs(now - span.seconds) > 0.01 * span.seconds:

@@ -28,6 +28,7 @@ from systolic.sim.attention import (
 )
 from systolic.sim.kernels import computation_bytes
 from systolic.sim.rates import Rates, rates_of
+from systolic.sim.timeline import PricedBy
 
 FORWARDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
 BACKWARDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
@@ -70,7 +71,9 @@ def sample(row: measured.Row) -> Sample | None:
     found = attention_of(module, computation, call, counted)
     if found is None:
         return None
-    kernel = sum(span.seconds * n for span, n in timeline.leaves() if span.priced_by == "kernel")
+    kernel = sum(
+        span.seconds * n for span, n in timeline.leaves() if span.priced_by is PricedBy.kernel
+    )
     return Sample(
         id=row["id"],
         measured_seconds=row["measured_seconds"],

@@ -88,7 +88,7 @@ def priced_by(timeline: Timeline) -> dict[str, float]:
     found: dict[str, float] = {}
     for span, times in timeline.leaves():
         if span.lane == "core":
-            found[span.priced_by] = found.get(span.priced_by, 0.0) + span.seconds * times
+            found[span.price_source] = found.get(span.price_source, 0.0) + span.seconds * times
     return found
 
 

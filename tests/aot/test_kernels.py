@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from systolic.aot.kernels import counted, counted_elsewhere
 from systolic.chips import slice
 from systolic.sim import simulate
+from systolic.sim.timeline import PricedBy
 from tests.recorded import hlo
 from tests.recorded.hlo.programs import MATMUL_ARGUMENTS, pallas_matmul
 
@@ -71,7 +72,7 @@ def test_what_is_no_kernel_or_can_t_be_read_stays() -> None:
 def test_a_kernel_without_an_estimate_takes_what_its_body_does() -> None:
     made = simulate(hlo.module("kernel-v6e-1"), slice("v6e-1"))
     span = max((s for s, _ in made.leaves()), key=lambda s: s.seconds)
-    assert span.priced_by == "kernel"
+    assert span.priced_by is PricedBy.kernel
     assert span.flops == 2 * 2048 * 1024 * 2048
     # No faster than its blocks' bytes and its bf16 passes; such a matmul was measured at 75.7 us on a v6e
     # (vlasenkoalexey/xprof-cli, tests/fixtures, blocks of 512 x 512 x 1024).

@@ -25,6 +25,7 @@ from systolic.report.forecast.text import lines
 from systolic.report.printing import plain
 from systolic.sim.roofline import ModuleSource, Peaks, gpu_peaks, roofline
 from systolic.sim.switched import switched
+from systolic.sim.timeline import PricedBy
 
 ROWS, WIDE, DEEP = 4096, 1024, 2048
 MATMUL = 2.0 * ROWS * WIDE * DEEP
@@ -156,7 +157,7 @@ def test_the_roofline_is_the_catalogues(h100: Forecast) -> None:
 
 def test_eight_gpus_gather_and_scatter_over_their_links(eight: Forecast) -> None:
     spans = [span for span, _ in eight.timeline.leaves()]
-    moved = {span.opcode: span for span in spans if span.priced_by == "network"}
+    moved = {span.opcode: span for span in spans if span.priced_by is PricedBy.network}
     assert "all-gather" in moved
     # An eighth of the gradient is all that each device keeps of the sum.
     assert "reduce-scatter" in moved
@@ -204,7 +205,7 @@ def test_attention_is_cudnns_though_it_is_not_here(root: Path) -> None:
     args = (array(1, length, heads, head_dim),) * 3
     whole = (PartitionSpec(),) * 3
     made = ask(root, attend, args, "h100", whole)
-    (kernel,) = [span for span, _ in made.timeline.leaves() if span.priced_by == "kernel"]
+    (kernel,) = [span for span, _ in made.timeline.leaves() if span.priced_by is PricedBy.kernel]
     # Two matmuls over the lower triangle.
     assert kernel.flops == 4 * heads * length**2 * head_dim / 2
     assert kernel.seconds == pytest.approx(kernel.flops / (0.61 * 989e12))

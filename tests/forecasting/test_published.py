@@ -12,7 +12,7 @@ import pytest
 from systolic import recipes
 from systolic.chips import slice
 from systolic.core.origin import Origin
-from systolic.sim.timeline import Resource, Span, Timeline
+from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 from tests.recorded import hlo
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -292,10 +292,10 @@ def test_buckets_by_hand() -> None:
         return Span("x", "fusion", 0.0, seconds, resource, **more)
 
     layer = (
-        span(2.0, Resource.mxu, flops=1.0, priced_by="cycles"),
-        span(1.0, Resource.mxu, flops=1.0, priced_by="kernel"),
-        span(0.5, Resource.hbm, priced_by="bytes"),
-        span(0.7, Resource.ici, priced_by="network"),
+        span(2.0, Resource.mxu, flops=1.0, priced_by=PricedBy.cycles),
+        span(1.0, Resource.mxu, flops=1.0, priced_by=PricedBy.kernel),
+        span(0.5, Resource.hbm, priced_by=PricedBy.bytes),
+        span(0.7, Resource.ici, priced_by=PricedBy.network),
         span(9.0, Resource.ici, lane="ici"),
     )
     made = Timeline(

@@ -9,6 +9,7 @@ from systolic.hlo import parse
 from systolic.sim import simulate
 from systolic.sim.estimate import slowdown_of, vector_operations
 from systolic.sim.rates import rates_of
+from systolic.sim.timeline import PricedBy
 from tests.recorded import hlo
 
 NAMES = {"lm-v5e-4": "v5e-4", "moe-2xv6e-4": "2xv6e-4"}
@@ -29,8 +30,8 @@ def test_a_schedule_alone_is_priced_and_says_that_it_is_estimated(name: str) -> 
     assert not any("without the compiler's cycles" in note for note in whole.notes)
     assert any("without the compiler's cycles" in note for note in bare.notes)
     by = {span.priced_by for span, _ in bare.leaves()}
-    assert "cycles" not in by
-    assert "estimate" in by
+    assert PricedBy.cycles not in by
+    assert PricedBy.estimate in by
     # Small programs are the worst case: what is fitted is the time of large ops.
     assert 1 / 3 < bare.seconds / whole.seconds < 3
 
@@ -59,7 +60,9 @@ def test_what_only_moves_data_takes_its_bytes_at_the_memory_s_rate(name: str) ->
     spans = [
         span
         for span, _ in simulate(hlo.module(name), on).leaves()
-        if span.priced_by == "bytes" and span.lane == "core" and not span.opcode.startswith("wait")
+        if span.priced_by is PricedBy.bytes
+        and span.lane == "core"
+        and not span.opcode.startswith("wait")
     ]
     assert spans
     for span in spans:

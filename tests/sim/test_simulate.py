@@ -13,6 +13,7 @@ from systolic.sim.calibration import Calibration
 from systolic.sim.estimate import F32_OPERANDS, slowdown_of
 from systolic.sim.rates import rates_of
 from systolic.sim.simulate import TURN_SECONDS, _Order
+from systolic.sim.timeline import PricedBy
 from tests.recorded import hlo as recorded
 
 PLAIN = Calibration("none")
@@ -71,7 +72,7 @@ def test_a_sentinel_is_no_estimate() -> None:
     timeline = run(f"  %x = {BIG} parameter(0)\n" + busy("f", "x", 2**62), COMPUTE)
     # Read and written once at the most.
     assert timeline.seconds < 1e-3
-    assert of(timeline, "f").priced_by != "cycles"
+    assert of(timeline, "f").priced_by is not PricedBy.cycles
 
 
 GATHER = "replica_groups={{0,1}}, dimensions={0}"
@@ -247,7 +248,7 @@ def test_what_no_rule_prices_is_listed() -> None:
         f'  %x = {BIG} parameter(0)\n  ROOT %c = {BIG} custom-call(%x), custom_call_target="Odd"'
     )
     assert timeline.notes == ("no rule prices custom-call Odd",)
-    assert of(timeline, "c").priced_by == "nothing"
+    assert of(timeline, "c").priced_by is PricedBy.nothing
     assert timeline.seconds > 0
 
 
@@ -294,7 +295,9 @@ def test_a_step_is_at_least_its_compute_and_each_transfer(name: str) -> None:
 def test_matmuls_are_the_flops_that_the_compiler_counts(name: str) -> None:
     """XLA counts each loop once, elementwise ops too, and no Pallas kernel."""
     timeline = simulated(name)
-    once = {s.name + s.source: s for s, _ in timeline.leaves() if s.priced_by != "kernel"}
+    once = {
+        s.name + s.source: s for s, _ in timeline.leaves() if s.priced_by is not PricedBy.kernel
+    }
     found = sum(span.flops for span in once.values())
     said = recorded.report(name)["flops"]
     assert 0.95 * said < found <= said
@@ -439,7 +442,7 @@ def test_several_slices_number_their_own_devices() -> None:
     timeline = simulated("moe-2xv6e-4")
     by_kind = {}
     for span, _ in timeline.leaves():
-        if span.priced_by == "network" and not span.opcode.startswith("wait"):
+        if span.priced_by is PricedBy.network and not span.opcode.startswith("wait"):
             by_kind.setdefault(span.opcode, set()).add(span.resource)
     # The exchange of experts stays inside a slice; only sends cross.
     assert by_kind["all-to-all"] == {Resource.ici}

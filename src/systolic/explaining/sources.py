@@ -17,7 +17,7 @@ from systolic.profile import ProfiledOp as Measured
 from systolic.profile.profile import CONTAINERS, COPIES
 from systolic.profile.xplane import Backend
 from systolic.sim.rates import matrix_width, rates_of
-from systolic.sim.timeline import Resource, Span
+from systolic.sim.timeline import PricedBy, Resource, Span
 from systolic.sim.work import work_of
 
 _CALLBACK = re.compile(r"callback", re.I)
@@ -93,7 +93,7 @@ def _where(place: Place) -> tuple[Module, Computation, Instruction]:
 def _simulated_kind(span: Span, instruction: Instruction) -> OpKind:
     if _CALLBACK.search(instruction.target):
         return OpKind.callback
-    if span.priced_by == "kernel":
+    if span.priced_by is PricedBy.kernel:
         return OpKind.kernel
     if span.opcode in COPIES or (span.opcode == "fusion" and _COPY.match(span.name)):
         return OpKind.copy

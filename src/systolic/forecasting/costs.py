@@ -163,6 +163,6 @@ def _cost(name: str, found: Sequence[tuple[Span, int]]) -> OpCost:
         source=max(named, key=lambda s: named[s], default=""),
         flops=sum(span.flops * times for span, times in found),
         bytes=sum(span.bytes * times for span, times in found),
-        priced_by=tuple(sorted({span.priced_by for span, _ in found if span.priced_by})),
+        priced_by=tuple(sorted({span.price_source for span, _ in found if span.priced_by})),
         opcode=largest.opcode,
     )

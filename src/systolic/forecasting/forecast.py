@@ -10,7 +10,7 @@ from systolic.core.origin import Origin
 from systolic.forecasting.cost import Bill
 from systolic.forecasting.costs import by_op, seconds_by_place
 from systolic.forecasting.memory import MemoryMap
-from systolic.sim.timeline import Resource, Timeline
+from systolic.sim.timeline import PricedBy, Resource, Timeline
 
 BILLION, MILLION = 1e9, 1e6
 UNKNOWN = 0.02
@@ -121,7 +121,7 @@ class Forecast:
         return [
             (f"{span.opcode} {span.name}", span.seconds * times)
             for span, times in self.timeline.leaves()
-            if span.priced_by == "nothing"
+            if span.priced_by is PricedBy.nothing
         ]
 
     @property

@@ -23,7 +23,7 @@ from systolic.hlo.origin import named
 from systolic.profile.intervals import Interval, exclusive, missing, union
 from systolic.profile.xplane import Backend, DeviceOp, DeviceTrace, Mark, load
 from systolic.sim.layers import layer_of
-from systolic.sim.timeline import Resource, Span, Timeline
+from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 from systolic.sim.work import work_of
 
 CONTAINERS = ("while", "conditional", "call")
@@ -194,7 +194,7 @@ def timeline(profile: Profile) -> Timeline:
                 source=op.source,
                 flops=op.flops,
                 bytes=op.bytes,
-                priced_by=Origin.measured.value,
+                priced_by=PricedBy.measured,
             )
         )
     return Timeline(

@@ -10,7 +10,7 @@ from systolic.sim.grouped import grouped_cost
 from systolic.sim.kernels import kernel_cost
 from systolic.sim.masked import masked_seconds, masked_share
 from systolic.sim.rates import Rates, vector_rate
-from systolic.sim.timeline import Resource
+from systolic.sim.timeline import PricedBy, Resource
 from systolic.sim.work import Work, work_of
 
 FREE = frozenset(
@@ -55,7 +55,7 @@ class OpPrice:
 
     seconds: float
     resource: Resource
-    by: str
+    by: PricedBy
     flops: float = 0.0
     bytes: float = 0.0
     note: str = ""
@@ -104,38 +104,42 @@ def _price(
         )
         if cost is not None:
             seconds = cost.seconds * calibration.factor("kernel")
-            return OpPrice(seconds, Resource.mxu, "kernel", cost.flops, work.bytes, cost.note)
-        return OpPrice(memory, Resource.hbm, "nothing", 0.0, work.bytes)
+            return OpPrice(
+                seconds, Resource.mxu, PricedBy.kernel, cost.flops, work.bytes, cost.note
+            )
+        return OpPrice(memory, Resource.hbm, PricedBy.nothing, 0.0, work.bytes)
     masked = masked_seconds(instruction, rates)
     if masked is not None:
         flops = work.flops * (masked_share(instruction) or 1.0)
         note = f"product {instruction.name}: groups of equal size"
-        return OpPrice(masked, Resource.mxu, "cycles", flops, work.bytes, note)
+        return OpPrice(masked, Resource.mxu, PricedBy.cycles, flops, work.bytes, note)
     cycles = instruction.cycles
     in_order = streams(module, instruction)
     if cycles is not None and not in_order:
         seconds = cycles / rates.clock_hz * calibration.factor("cycles" if work.flops else "vector")
-        return OpPrice(seconds, _bound(seconds, matrix, memory), "cycles", work.flops, work.bytes)
+        return OpPrice(
+            seconds, _bound(seconds, matrix, memory), PricedBy.cycles, work.flops, work.bytes
+        )
     touched = instruction.shape.padded_bytes + sum(
         shape.padded_bytes for shape in computation.operand_shapes(instruction)
     )
     if touched <= _SMALL:
-        return OpPrice(_SMALL_SECONDS, Resource.vpu, "small", 0.0, work.bytes)
+        return OpPrice(_SMALL_SECONDS, Resource.vpu, PricedBy.small, 0.0, work.bytes)
     if opcode == "sort":
         keys = computation.operand_shapes(instruction)[0]
         depth = max(keys.dims[-1] if keys.dims else 1, 2).bit_length()
         seconds = keys.elements * depth * (depth + 1) / 2 * 4 / vector_rate(rates)
-        return OpPrice(max(seconds, memory), Resource.vpu, "rule", 0.0, work.bytes)
+        return OpPrice(max(seconds, memory), Resource.vpu, PricedBy.rule, 0.0, work.bytes)
     if opcode == "custom-call":
-        return OpPrice(memory, Resource.hbm, "nothing", 0.0, work.bytes)
+        return OpPrice(memory, Resource.hbm, PricedBy.nothing, 0.0, work.bytes)
     parts = parts_of(module, computation, instruction, work, rates)
     slow = slowdown_of(rates.chip.name)
     if cycles is None:
-        seconds, by = taken(parts, slow), "estimate" if work.flops else "bytes"
+        seconds, by = taken(parts, slow), PricedBy.estimate if work.flops else PricedBy.bytes
     else:
         seconds = told(cycles / rates.clock_hz, parts, slow)
-        by = "cycles" if work.flops else "bytes"
-    seconds *= calibration.factor(by if work.flops else "memory")
+        by = PricedBy.cycles if work.flops else PricedBy.bytes
+    seconds *= calibration.factor(by.value if work.flops else "memory")
     return OpPrice(seconds, _bound(seconds, matrix, memory), by, work.flops, work.bytes)
 
 

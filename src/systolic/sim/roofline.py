@@ -25,7 +25,7 @@ from systolic.sim.notes import merged
 from systolic.sim.price import FREE
 from systolic.sim.reads import OperandReads
 from systolic.sim.switched import Switched, switched
-from systolic.sim.timeline import Resource, Span, Timeline
+from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 from systolic.sim.work import Work, work_of
 
 MATMUL_EFFICIENCY: float = constant("roofline.matmul_efficiency")
@@ -193,7 +193,7 @@ class _Walk:
                 if inner is not None
                 else float(instruction.shape.elements)
             )
-        return self.priced(computation, instruction, work, "roofline", elements=elements)
+        return self.priced(computation, instruction, work, PricedBy.roofline, elements=elements)
 
     def call(self, computation: Computation, instruction: Instruction) -> Span:
         """Libraries: attention and matmuls by their shapes, what is not known by its bytes."""
@@ -207,7 +207,7 @@ class _Walk:
             flops, head_dim = _attention(instruction, operands)
             rate = self.peaks.attention * _share(head_dim) or self.peaks.of("bf16")
             return self.priced(
-                computation, instruction, Work(flops, moved), "kernel", seconds=flops / rate
+                computation, instruction, Work(flops, moved), PricedBy.kernel, seconds=flops / rate
             )
         found = _CONTRACTED.search(instruction.rest)
         if target.startswith("__cublas") and found is not None and operands:
@@ -215,16 +215,16 @@ class _Walk:
             depth = math.prod(operands[0].dims[dim] for dim in dims)
             out = next(iter(instruction.shape.arrays()))
             work = Work(2.0 * out.elements * depth, moved, operands[0].dtype)
-            return self.priced(computation, instruction, work, "roofline")
+            return self.priced(computation, instruction, work, PricedBy.roofline)
         self.notes[f"no rule prices {instruction.opcode} {target}".strip()] = None
-        return self.priced(computation, instruction, Work(0.0, moved), "nothing")
+        return self.priced(computation, instruction, Work(0.0, moved), PricedBy.nothing)
 
     def priced(
         self,
         computation: Computation,
         instruction: Instruction,
         work: Work,
-        by: str,
+        by: PricedBy,
         *,
         seconds: float | None = None,
         elements: float = 0.0,
@@ -259,7 +259,7 @@ class _Walk:
         if links is None:
             # The devices are threads of one host: what one holds, another copies.
             work = Work(0.0, float(given + made.bytes))
-            span = self.priced(computation, instruction, work, "roofline")
+            span = self.priced(computation, instruction, work, PricedBy.roofline)
             return replace(span, resource=Resource.hbm, opcode=kind)
         size = max(groups.size, 1)
         if (
@@ -273,7 +273,7 @@ class _Walk:
             return None
         resource = Resource.dcn if "dcn" in cost.lanes else Resource.ici
         span = self.span(computation, instruction, cost.seconds, resource)
-        return replace(span, opcode=kind, bytes=cost.bytes, priced_by="network")
+        return replace(span, opcode=kind, bytes=cost.bytes, priced_by=PricedBy.network)
 
     def span(
         self,

@@ -32,7 +32,7 @@ from systolic.sim.network import Network, Place, crossings, default_places
 from systolic.sim.notes import merged
 from systolic.sim.price import price
 from systolic.sim.rates import Rates, rates_of
-from systolic.sim.timeline import Resource, Span, Timeline
+from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 from systolic.sim.waits import slowest_slice, wait_for_slices
 
 DMA_SECONDS: float = constant("simulate.dma_seconds")
@@ -86,7 +86,7 @@ def simulate(
             f"{waited / seconds:.1%} of the step is an allowance for waiting for the slowest of {on.num_slices} slices, as published steps grew"
         ] = None
     made = Timeline(origin=Origin.simulated, seconds=seconds, spans=spans, notes=merged(run.notes))
-    estimated = sum(s.seconds * n for s, n in made.leaves() if s.priced_by == "estimate")
+    estimated = sum(s.seconds * n for s, n in made.leaves() if s.priced_by is PricedBy.estimate)
     if estimated > MUCH * seconds:
         note = f"{estimated / seconds:.0%} of the time is of ops without the compiler's cycles, priced by slowdowns fitted to other programs"
         return replace(made, notes=(*made.notes, note))
@@ -187,7 +187,7 @@ class _Order:
             return
         if paid.note:
             self.on.notes[paid.note] = None
-        if paid.by == "nothing":
+        if paid.by is PricedBy.nothing:
             self.on.notes[f"no rule prices {instruction.opcode} {instruction.target}".strip()] = (
                 None
             )
@@ -364,7 +364,7 @@ class _Order:
         seconds = self.on.computation(held).seconds
         if 'async_execution_thread="sparsecore"' in instruction.rest:
             span = self.span(
-                instruction, self.now, seconds, Resource.vpu, SPARSE, priced_by="bytes"
+                instruction, self.now, seconds, Resource.vpu, SPARSE, priced_by=PricedBy.bytes
             )
             self.put(instruction, span, [SPARSE])
             return
@@ -379,7 +379,13 @@ class _Order:
         if lane == "host" or not seconds:
             seconds = moved / rate + DMA_SECONDS
         span = self.span(
-            instruction, self.now, seconds, resource, lane, bytes=float(moved), priced_by="bytes"
+            instruction,
+            self.now,
+            seconds,
+            resource,
+            lane,
+            bytes=float(moved),
+            priced_by=PricedBy.bytes,
         )
         self.move(instruction, span, into=root.shape)
 
@@ -398,13 +404,19 @@ class _Order:
                 resource,
                 lane,
                 bytes=float(moved),
-                priced_by="bytes",
+                priced_by=PricedBy.bytes,
             )
             transfer = self.put(instruction, span, [lane])
             transfer.finish += DMA_SECONDS
             return
         span = self.span(
-            instruction, self.now, seconds, resource, lane, bytes=float(moved), priced_by="bytes"
+            instruction,
+            self.now,
+            seconds,
+            resource,
+            lane,
+            bytes=float(moved),
+            priced_by=PricedBy.bytes,
         )
         self.move(instruction, span, into=arrays[0])
 
@@ -441,7 +453,7 @@ class _Order:
             resource,
             lane,
             bytes=float(moved),
-            priced_by="network",
+            priced_by=PricedBy.network,
         )
         self.put(instruction, span, [f"{lane} {instruction.opcode}"])
 
@@ -471,7 +483,7 @@ class _Order:
             resource,
             lane if beside else "core",
             bytes=cost.bytes,
-            priced_by="network",
+            priced_by=PricedBy.network,
         )
         if not span.layer:
             span = replace(span, layer=layer_of(inner.op_name))

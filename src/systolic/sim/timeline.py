@@ -25,6 +25,33 @@ class Resource(enum.Enum):
     idle = "idle"
 
 
+class PricedBy(enum.Enum):
+    """Where the seconds of a span come from."""
+
+    cycles = "cycles"
+    """The compiler's own estimate, calibrated."""
+    estimate = "estimate"
+    """Matrix, memory and vector work at fitted rates, for an op without the compiler's cycles."""
+    bytes = "bytes"
+    """Bytes over a rate."""
+    kernel = "kernel"
+    """The steps of a kernel's grid."""
+    network = "network"
+    """A collective on the links."""
+    rule = "rule"
+    """A rule for the opcode."""
+    roofline = "roofline"
+    """The longest of matrix, memory and elementwise work."""
+    small = "small"
+    """A fixed time for bookkeeping on few bytes."""
+    allowance = "allowance"
+    """A share of the step that no schedule shows."""
+    measured = "measured"
+    """A profile."""
+    nothing = "nothing"
+    """No rule; the time of its bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """One op, or a loop of them. Times in seconds from the start of the enclosing span."""
@@ -49,12 +76,17 @@ class Span:
     """FLOPs of a convolution's taps on the padding."""
     bytes: float = 0.0
     """HBM bytes, or bytes on the links."""
-    priced_by: str = ""
-    """``cycles``, ``bytes``, ``kernel``, ``network`` …; ``nothing`` when no rule prices it."""
+    priced_by: PricedBy | None = None
+    """None for loops and waits."""
     repeat: int = 1
     """Iterations of a loop; ``seconds`` is of all of them."""
     inside: "tuple[Span, ...]" = ()
     """One iteration of a loop, from its start."""
+
+    @property
+    def price_source(self) -> str:
+        """Value of ``priced_by`` as JSON and traces have it; empty for loops and waits."""
+        return "" if self.priced_by is None else self.priced_by.value
 
 
 @dataclass(frozen=True, slots=True)

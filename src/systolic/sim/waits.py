@@ -7,7 +7,7 @@ step ends when the slowest slice has ended. The growth is about as much for each
 import math
 
 from systolic.sim.calibration import constant
-from systolic.sim.timeline import Resource, Span
+from systolic.sim.timeline import PricedBy, Resource, Span
 
 SHARE_PER_DOUBLING: float = constant("waits.share_per_doubling")
 
@@ -25,5 +25,5 @@ def slowest_slice(start: float, seconds: float) -> Span:
         start=start,
         seconds=seconds,
         resource=Resource.dcn,
-        priced_by="allowance",
+        priced_by=PricedBy.allowance,
     )

@@ -13,7 +13,7 @@ from systolic.core.origin import Origin
 from systolic.forecasting import Forecast, forecast_text
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.run import of_outcome
-from systolic.sim.timeline import Resource, Span, Timeline
+from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 
 FOLDER = Path(__file__).parents[2] / "recorded" / "hlo"
 ON = slice("v5e-4")
@@ -62,7 +62,12 @@ def refused() -> Forecast:
 
 
 def _span(name: str, start: float, seconds: float, resource: Resource, **more: object) -> Span:
-    given = {"opcode": "fusion", "layer": "mlp", "source": "/src/model.py:7", "priced_by": "cycles"}
+    given = {
+        "opcode": "fusion",
+        "layer": "mlp",
+        "source": "/src/model.py:7",
+        "priced_by": PricedBy.cycles,
+    }
     return Span(name=name, start=start, seconds=seconds, resource=resource, **{**given, **more})  # ty: ignore
 
 

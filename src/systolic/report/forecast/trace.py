@@ -67,7 +67,7 @@ def _event(event: LaneEvent, tid: int) -> dict[str, Any]:
             args["shown"] = event.iterations
     else:
         args["bound by"] = span.resource.value
-        args["priced by"] = span.priced_by
+        args["priced by"] = span.price_source
     facts = {"layer": span.layer, "source": span.source, "flops": span.flops, "bytes": span.bytes}
     args |= {name: value for name, value in facts.items() if value}
     return {

@@ -94,7 +94,7 @@ class _Tables:
             self.colours.get(self.groups.get(place, place), len(self.colours)),
             self.text(place),
             self.text(span.source),
-            self.text(span.priced_by),
+            self.text(span.price_source),
             round(span.flops),
             round(span.bytes),
         ]
