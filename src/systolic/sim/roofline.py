@@ -17,13 +17,12 @@ from systolic.hlo import Computation, Instruction, Module
 from systolic.hlo.collectives import COLLECTIVES
 from systolic.hlo.groups import groups_of
 from systolic.hlo.loops import trip_count
-from systolic.hlo.origin import named
 from systolic.sim.calibration import constant
 from systolic.sim.estimate import vector_operations
-from systolic.sim.layers import layer_of
 from systolic.sim.notes import merged
 from systolic.sim.price import FREE
 from systolic.sim.reads import OperandReads
+from systolic.sim.spans import span_of
 from systolic.sim.switched import Switched, switched
 from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 from systolic.sim.work import Work, work_of
@@ -282,17 +281,7 @@ class _Walk:
         seconds: float,
         resource: Resource,
     ) -> Span:
-        origin = named(self.module, computation, instruction)
-        source = self.module.source(origin)
-        return Span(
-            name=instruction.name,
-            opcode=instruction.opcode,
-            start=0.0,
-            seconds=seconds,
-            resource=resource,
-            layer=layer_of(origin.op_name),
-            source=str(source) if source else "",
-        )
+        return span_of(self.module, computation, instruction, seconds, resource)
 
 
 def _attention(instruction: Instruction, operands: list) -> tuple[float, int]:

@@ -13,11 +13,9 @@ from dataclasses import dataclass, field, replace
 from systolic.chips import Slice
 from systolic.core.origin import Origin
 from systolic.hlo import Computation, Instruction, Module, crosses
-from systolic.hlo.aliases import aliased_operand
 from systolic.hlo.collectives import COLLECTIVES
 from systolic.hlo.groups import groups_of
 from systolic.hlo.loops import trip_count
-from systolic.hlo.origin import named
 from systolic.hlo.shape import HOST, Shape
 from systolic.sim.asynchronous import (
     Role,
@@ -32,6 +30,8 @@ from systolic.sim.network import Network, Place, crossings, default_places
 from systolic.sim.notes import merged
 from systolic.sim.price import price
 from systolic.sim.rates import Rates, rates_of
+from systolic.sim.spans import span_of
+from systolic.sim.starts import started
 from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 from systolic.sim.waits import slowest_slice, wait_for_slices
 
@@ -143,7 +143,7 @@ class _Order:
     def run(self) -> _Ran:
         for instruction in self.computation:
             self.step(instruction)
-        # What nothing waited for ends with the computation.
+        # Transfers without a ``-done`` end with the computation.
         for transfer in self.pending.values():
             self.wait(transfer)
         spans = tuple(sorted(self.spans, key=lambda span: span.start))
@@ -205,31 +205,20 @@ class _Order:
     def add(
         self, instruction: Instruction, seconds: float, resource: Resource, **more: object
     ) -> None:
-        self.spans.append(self.span(instruction, self.now, seconds, resource, "core", **more))
+        self.spans.append(self.span(instruction, seconds, resource, "core", **more))
         self.now += seconds
 
     def span(
         self,
         instruction: Instruction,
-        start: float,
         seconds: float,
         resource: Resource,
-        lane: str,
+        lane: str = "core",
         **more: object,
     ) -> Span:
-        origin = named(self.on.module, self.computation, instruction)
-        source = self.on.module.source(origin)
-        return Span(
-            name=instruction.name,
-            opcode=instruction.opcode,
-            start=start,
-            seconds=seconds,
-            resource=resource,
-            lane=lane,
-            layer=layer_of(origin.op_name),
-            source=str(source) if source else "",
-            **more,  # ty: ignore[invalid-argument-type]
-        )
+        """A span that begins now."""
+        made = span_of(self.on.module, self.computation, instruction, seconds, resource)
+        return replace(made, start=self.now, lane=lane, **more)  # ty: ignore[invalid-argument-type]
 
     def loop(self, instruction: Instruction) -> None:
         count = trip_count(self.on.module, self.computation, instruction)
@@ -267,7 +256,7 @@ class _Order:
                 self.busy[lane] = max(self.busy[lane], transfer.finish)
         for lane, used in inner.used.items():
             self.used[lane] += used * times
-        outer = self.span(instruction, self.now, seconds, Resource.idle, "core")
+        outer = self.span(instruction, seconds, Resource.idle)
         self.spans.append(replace(outer, repeat=times, inside=inner.spans))
         self.now += seconds
 
@@ -306,43 +295,8 @@ class _Order:
 
     def done(self, instruction: Instruction) -> None:
         for name in instruction.operands:
-            if (begun := self.find(name)) is not None:
+            if (begun := started(self.computation, name, self.pending)) is not None:
                 self.wait(self.pending.pop(begun))
-
-    def find(self, name: str) -> str | None:
-        """The pending ``-start`` whose state an operand carries."""
-        seen: set[str] = set()
-        todo = [name]
-        while todo:
-            at = todo.pop()
-            if at in seen:
-                continue
-            seen.add(at)
-            if at in self.pending:
-                return at
-            if (instruction := self.computation.index.get(at)) is not None:
-                todo.extend(self.carried(instruction))
-        return None
-
-    def carried(self, instruction: Instruction) -> Sequence[str]:
-        """What the value of an instruction is handed on from."""
-        if instruction.opcode in ("tuple", "bitcast", "copy", "async-update"):
-            return instruction.operands
-        if instruction.opcode != "get-tuple-element":
-            return ()
-        part, source = instruction.tuple_index, self.computation.index.get(instruction.operands[0])
-        if source is not None and source.opcode == "while":
-            # What a loop hands out at a place, it takes in at that place.
-            source = self.computation.index.get(source.operands[0])
-        if source is None:
-            return ()
-        if source.opcode == "tuple":
-            return source.operands[part : part + 1]
-        if source.opcode == "fusion" and source.name not in self.pending:
-            # A fusion between start and done hands the state on, an operand to a result.
-            passed = aliased_operand(source, part)
-            return () if passed is None else source.operands[passed : passed + 1]
-        return (source.name,)
 
     def begin(self, instruction: Instruction) -> None:
         kind = instruction.opcode.removesuffix("-start")
@@ -363,9 +317,7 @@ class _Order:
             return
         seconds = self.on.computation(held).seconds
         if 'async_execution_thread="sparsecore"' in instruction.rest:
-            span = self.span(
-                instruction, self.now, seconds, Resource.vpu, SPARSE, priced_by=PricedBy.bytes
-            )
+            span = self.span(instruction, seconds, Resource.vpu, SPARSE, priced_by=PricedBy.bytes)
             self.put(instruction, span, [SPARSE])
             return
         root = held.root
@@ -380,7 +332,6 @@ class _Order:
             seconds = moved / rate + DMA_SECONDS
         span = self.span(
             instruction,
-            self.now,
             seconds,
             resource,
             lane,
@@ -394,37 +345,24 @@ class _Order:
         arrays = [s for s in shape.arrays() if s.dtype not in ("u32", "s32") or s.elements > 2]
         moved = min((s.padded_bytes for s in arrays), default=0)
         lane, resource, rate = self.way({s.space for s in arrays})
-        seconds = moved / rate + DMA_SECONDS
-        if lane == "dma":
-            # Engines run side by side: they share the rate, not the latency.
-            span = self.span(
-                instruction,
-                self.now,
-                moved / rate,
-                resource,
-                lane,
-                bytes=float(moved),
-                priced_by=PricedBy.bytes,
-            )
-            transfer = self.put(instruction, span, [lane])
-            transfer.finish += DMA_SECONDS
-            return
+        # DMA engines run side by side: they share the rate, not the latency.
+        latency = 0.0 if lane == "dma" else DMA_SECONDS
         span = self.span(
             instruction,
-            self.now,
-            seconds,
+            moved / rate + latency,
             resource,
             lane,
             bytes=float(moved),
             priced_by=PricedBy.bytes,
         )
-        self.move(instruction, span, into=arrays[0])
+        transfer = self.move(instruction, span, into=arrays[0] if arrays else shape)
+        transfer.finish += DMA_SECONDS - latency
 
-    def move(self, instruction: Instruction, span: Span, into: Shape) -> None:
+    def move(self, instruction: Instruction, span: Span, into: Shape) -> _Transfer:
         """A copy after those of its lane; the link to the host has both directions."""
         out = any(shape.space == HOST for shape in into.arrays())
         way = f"host {'out' if out else 'in'}"
-        self.put(instruction, span, [way if span.lane == "host" else span.lane])
+        return self.put(instruction, span, [way if span.lane == "host" else span.lane])
 
     def way(self, spaces: set[int]) -> tuple[str, Resource, float]:
         """Lane, resource and rate of a copy between memory spaces."""
@@ -448,7 +386,6 @@ class _Order:
         resource = {"dcn": Resource.dcn, "host": Resource.host}.get(lane, Resource.ici)
         span = self.span(
             instruction,
-            self.now,
             moved / rate,
             resource,
             lane,
@@ -478,7 +415,6 @@ class _Order:
         lane = "dcn" if resource is Resource.dcn else "ici"
         span = self.span(
             instruction,
-            self.now,
             seconds,
             resource,
             lane if beside else "core",
