@@ -218,7 +218,7 @@ class _Order:
     ) -> Span:
         """A span that begins now."""
         made = span_of(self.on.module, self.computation, instruction, seconds, resource)
-        return replace(made, start=self.now, lane=lane, **more)  # ty: ignore[invalid-argument-type]
+        return replace(made, start=self.now, lane=lane, **more)
 
     def loop(self, instruction: Instruction) -> None:
         count = trip_count(self.on.module, self.computation, instruction)
