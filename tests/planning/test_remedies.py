@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from systolic import recipes
 from systolic.chips import slice
 from systolic.chips.flags import merged, name_of, resolved
 from systolic.core.errors import RunError
@@ -14,7 +15,7 @@ from systolic.planning.flags import SETS, joined
 from systolic.planning.ladder import difference
 from systolic.planning.remedies import Remedy, base_of, changes, try_all
 from systolic.planning.space import check
-from systolic.session.command_line import changed, command
+from systolic.session.command_line import option_words
 from tests.planning import fabricated
 from tests.planning.evaluators import AnsweringEvaluator
 from tests.planning.jobs import decoder_job
@@ -147,37 +148,10 @@ def test_a_remedy_says_what_became_of_it() -> None:
     assert remedy(None, "the compiler died") == "the compiler died"
 
 
-def test_the_command_replaces_what_was_typed() -> None:
-    typed = [
-        "--model.layers",
-        "4",
-        "--batch-per-device",
-        "8",
-        "--layout.fsdp=4",
-        "--layout.remat-names",
-        "a",
-        "b",
-        "--sequence",
-        "128",
-    ]
-    settings = {"layout.fsdp": 16, "layout.remat_names": ("query", "key"), "batch": 64}
-    assert command("train", "lm", typed, settings, plain=Layout()) == (
-        "systolic train lm --model.layers 4 --sequence 128 --layout.fsdp 16 --layout.remat-names query key --batch 64"
-    )
-
-
-def test_a_default_takes_away_what_was_typed() -> None:
-    typed, one = ["--layout.data", "4"], {"layout.data": 1}
-    assert command("train", "lm", typed, one, plain=Layout()) == "systolic train lm"
-    # A recipe with another default, or of which none is known, is told.
-    for plain in (Layout(data=2), None):
-        told = command("train", "own.py:job", typed, one, plain=plain)
-        assert told == "systolic train own.py:job --layout.data 1"
-
-
 def test_settings_that_are_defaults_are_not_typed() -> None:
     base = base_of(facts_of(decoder_job()), slice("v5e-16"))
-    assert changed(base.settings(decoder_job()), Layout()) == {"layout.fsdp": 16, "batch": 64}
+    words = option_words(recipes.find("lm").function, {}, base.settings(decoder_job()))
+    assert words == ["--layout.fsdp", "16", "--batch", "64"]
 
 
 def test_a_difference_names_what_changed() -> None:

@@ -8,6 +8,7 @@ import pytest
 from systolic import recipes
 from systolic.cli.forecast import ForecastOptions
 from systolic.cli.target import request
+from systolic.job import Layout
 from systolic.session.command_line import option_words
 
 LM = recipes.find("lm")
@@ -52,6 +53,16 @@ def test_settings_take_the_place_of_what_was_given() -> None:
     assert (again["layout"].fsdp, again["layout"].remat.value) == (4, "full")
     assert (again["batch"], again["batch_per_device"], again["steps"]) == (16, None, 7)
     assert "--layout.tensor" not in words
+
+
+def test_a_default_takes_away_what_was_given() -> None:
+    options, one = {"layout": Layout(data=4)}, {"layout.data": 1}
+    assert option_words(LM.function, options, one) == []
+
+    def other(layout: Layout = Layout(data=2)) -> None:  # noqa: B008
+        """A recipe with another default."""
+
+    assert option_words(other, options, one) == ["--layout.data", "1"]
 
 
 def test_a_verbs_own_options() -> None:

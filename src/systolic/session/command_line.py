@@ -1,13 +1,11 @@
-"""The command line that applies settings: what a user typed, with some options replaced."""
+"""Options as words of a command line: a command is printed from values, not from what was typed."""
 
 import enum
 import inspect
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
-
-from systolic.job import Layout
 
 
 def option_words(
@@ -61,54 +59,6 @@ def _option(name: str, value: Any) -> list[str]:
     return [option, *words]
 
 
-def command(
-    verb: str,
-    target: str,
-    args: Sequence[str],
-    settings: Mapping[str, Any],
-    drop: Sequence[str] = (),
-    plain: Layout | None = None,
-) -> str:
-    """``systolic VERB TARGET …``: ``args`` less the options in ``settings`` and ``drop``, then those settings that are no defaults.
-
-    Args:
-        verb: ``train``, ``forecast``.
-        target: The recipe as it was given.
-        args: What was typed after it.
-        settings: Options by dotted name (``layout.fsdp``), values as Python has them.
-        drop: Options of another verb, without dashes.
-        plain: The recipe's own default, of which nothing is typed.
-    """
-    return shlex.join(["systolic", verb, target, *words(args, settings, drop, plain)])
-
-
-def words(
-    args: Sequence[str],
-    settings: Mapping[str, Any],
-    drop: Sequence[str] = (),
-    plain: Layout | None = None,
-) -> list[str]:
-    """``args`` less the options in ``settings`` and ``drop``, then those settings that are no defaults; all where none are known."""
-    replaced = {_dashed(name) for name in settings} | set(drop)
-    if "batch" in settings:
-        replaced.add("batch-per-device")
-    made = without(args, replaced)
-    for name, value in (settings if plain is None else changed(settings, plain)).items():
-        made += [f"--{_dashed(name)}", *_words(value)]
-    return made
-
-
-def changed(settings: Mapping[str, Any], plain: Layout) -> dict[str, Any]:
-    """Settings that are not what an option has when it is left out.
-
-    Args:
-        settings: Options by dotted name.
-        plain: The layout of a recipe whose layout is not given.
-    """
-    defaults = {f"layout.{name}": value for name, value in plain.settings().items()}
-    return {name: value for name, value in settings.items() if defaults.get(name, ...) != value}
-
-
 def typed(name: str, value: Any) -> str:
     """An option as it is typed: ``--layout.remat-names query key``, ``--model.no-qk-norm``."""
     part, dot, last = _dashed(name).rpartition(".")
@@ -137,18 +87,3 @@ def _words(value: Any) -> list[str]:
     if isinstance(value, (tuple, list)):
         return [word for part in value for word in _words(part)]
     return [str(value)]
-
-
-def without(args: Sequence[str], names: set[str]) -> list[str]:
-    """``args`` less some options and their values."""
-    kept: list[str] = []
-    skipping = False
-    for word in args:
-        if word.startswith("--"):
-            skipping = _dashed(word[2:].partition("=")[0]) in names
-            if skipping:
-                continue
-        elif skipping:
-            continue
-        kept.append(word)
-    return kept
