@@ -90,6 +90,6 @@ def test_a_field_without_effect_names_what_it_needs(layout: Layout, said: str) -
 
 def test_an_activation_is_moved_or_kept() -> None:
     with pytest.raises(
-        LayoutError, match="both have query; offload moves an activation or keeps it"
+        LayoutError, match="both have query; an activation is either offloaded or saved"
     ):
         Layout(remat=Remat.offload, remat_names=("query",), saved_names=("query",))

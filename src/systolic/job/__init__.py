@@ -1,4 +1,4 @@
-"""What to compute and how to spread it: plain frozen values, readable without jax.
+"""Job and layout: what to compute and how to shard it, as plain frozen values that import without jax.
 
 A recipe is a function that returns a :class:`Job`. Its model, task and data are values that *can
 build* the real thing (a Flax module, a loss, a stream of batches); nothing is built here.

@@ -1,6 +1,6 @@
 """The contract of data: what an example looks like, and how to read batches of them.
 
-Numbers on the host are numpy; ``systolic.data`` implements the sources, ``systolic.training`` places
+Arrays on the host are numpy; ``systolic.data`` implements the sources, ``systolic.training`` places
 batches on devices.
 """
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 MASK = "mask"
-"""Every batch holds ``mask`` f32[batch]: 1 for an example, 0 for the padding of a last batch."""
+"""Name of the array f32[batch] in every batch: 1 for an example, 0 for padding of the last batch."""
 
 
 class Split(enum.Enum):
-    """Which part of the data."""
+    """Part of the data."""
 
     train = "train"
     validation = "validation"
@@ -30,17 +30,17 @@ class Split(enum.Enum):
 
 
 class OnError(enum.Enum):
-    """What to do about a damaged file."""
+    """Policy for a damaged file."""
 
     skip = "skip"
-    """Leave it out, name it and count it; it weighs nothing in losses and metrics."""
+    """Skip it, name it and count it; it has no weight in losses and metrics."""
     stop = "stop"
     """End the run and name the file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileReading:
-    """How a recipe reads its files."""
+    """Options of reading a recipe's files."""
 
     on_error: OnError = OnError.skip
 
@@ -57,7 +57,7 @@ class Field:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Read:
-    """How one host reads a split."""
+    """Options of reading a split on one host."""
 
     split: Split
     batch: int
@@ -65,26 +65,26 @@ class Read:
     seed: int = 0
     shuffle: bool = True
     epochs: int | None = None
-    """None reads for ever; 1 reads once, and the last batch is padded (``mask`` 0)."""
+    """Passes over the split; None repeats without end, 1 pads the last batch (``mask`` 0)."""
     shard: int = 0
-    """Which of ``shards`` equal parts of the data this host reads."""
+    """Index of the part that this host reads, of ``shards`` equal parts."""
     shards: int = 1
     workers: int = 0
-    """Worker processes that read and transform ahead; 0 does it in threads of this process."""
+    """Worker processes that read and transform ahead; 0 uses threads of this process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """What tells the data of a split from other data (made by :mod:`systolic.data.fingerprint`)."""
+    """Fingerprint of the data of a split (made by :mod:`systolic.data.fingerprint`)."""
 
     where: str
-    """A path for people; data that was moved is the same."""
+    """Path, for display only: data that was moved is the same."""
     files: int
     bytes: int
     names: str
-    """A digest of the files' names."""
+    """Digest of the file names."""
     digest: str
-    """Of the sizes and of contents, up to a bound."""
+    """Digest of the sizes and of the contents, up to a bound."""
 
 
 class Batches(Protocol):
@@ -99,10 +99,10 @@ class Batches(Protocol):
         ...
 
     def set_state(self, state: bytes) -> None:
-        """Goes to a position saved by :meth:`get_state`, also of another process.
+        """Restores a position saved by :meth:`get_state`, also one of another process.
 
-        With another number of ``Read.shards`` than it was saved with, the position is one that all of
-        their readers shared or that :meth:`Data.earliest` chose.
+        If the number of ``Read.shards`` has changed since it was saved, the position is one that all
+        readers shared or that :meth:`Data.earliest` chose.
         """
         ...
 
@@ -112,20 +112,20 @@ class Batches(Protocol):
 
 
 class Data(ABC):
-    """A frozen value that says where examples come from."""
+    """Source of examples, a frozen value."""
 
     @abstractmethod
     def fields(self) -> Mapping[str, Field]:
-        """Name to array of one example; reads no file, so that a step can be compiled without the data."""
+        """Arrays of one example by name; reads no file, so that a step compiles without the data."""
 
     @abstractmethod
     def size(self, split: Split) -> int | None:
-        """Examples in a split, 0 if it has none, ``None`` when only reading tells (packed text)."""
+        """Number of examples in a split, 0 if it is empty, ``None`` if only reading tells (packed text)."""
 
     def contents(self, split: Split) -> Contents | None:
-        """What tells the data of a split from other data, so that a run goes on with its own only.
+        """Fingerprint of a split, by which a resume refuses other data.
 
-        ``None`` where nothing does, or where it comes out of the training split's files.
+        ``None`` if there is none, or if the split comes out of the training split's files.
 
         Raises:
             DataError: a file can't be read.
@@ -134,25 +134,25 @@ class Data(ABC):
         return None
 
     def lasting(self) -> frozenset[str]:
-        """Names of the fields that a run keeps to its end, because its position in the data depends on them."""
+        """Names of the fields that a resume may not change, because the position in the data depends on them."""
         return frozenset()
 
     def epochs(self, position: bytes) -> float | None:
-        """Passes over the training split that a saved position stands for; ``None``: its size tells."""
+        """Passes over the training split at a saved position; ``None`` if its size tells."""
         del position
         return None
 
     def earliest(self, positions: Sequence[bytes]) -> bytes:
-        """The position from which another number of readers goes on without leaving an example out.
+        """Position from which a different number of readers continues without skipping an example.
 
         Args:
-            positions: Of every reader (``Read.shard``) of the training split at one moment, all different.
+            positions: Positions of all readers (``Read.shard``) of the training split at one step, all different.
 
         Raises:
-            DataError: this data goes on only with as many readers as it was saved with.
+            DataError: this data continues only with the number of readers that it was saved with.
         """
         raise DataError(
-            f"the checkpoint holds the positions of {len(positions)} readers of {type(self).__name__} data, which another number of readers cannot take up; resume with the layout and the number of processes that saved it"
+            f"the checkpoint holds the positions of {len(positions)} readers of {type(self).__name__} data, and a different number of readers cannot continue from them; resume with the layout and the number of processes that saved it"
         )
 
     @abstractmethod
@@ -160,7 +160,7 @@ class Data(ABC):
         """Batches of a split: name to array [batch, *shape], and ``mask`` f32[batch].
 
         Raises:
-            DataError: no example, a damaged file or another format than this source reads.
+            DataError: no example, a damaged file, or a format that this source does not read.
             NotFoundError: a path that does not exist.
         """
 
@@ -175,7 +175,7 @@ class Data(ABC):
         )
 
     def at(self, path: Path) -> "Data":
-        """Other data read in the same way, all of which is in the validation split.
+        """The same source at another path, all of it in the validation split.
 
         Raises:
             OptionError: this kind of data can't be read from another path.
@@ -185,23 +185,23 @@ class Data(ABC):
         )
 
     def baselines(self) -> Mapping[str, float]:
-        """Figures of simple methods on the held-out data, for a result to be held against."""
+        """Results of simple methods on the held-out data, to compare with."""
         return {}
 
     def shrink(self, layout: Layout) -> "Data":
-        """The same data in smaller examples that the layout still divides, for rehearsals."""
+        """The same data with smaller examples that the layout still divides, for rehearsals."""
         del layout
         return self
 
     def notes(self) -> tuple[str, ...]:
-        """What is odd about the data and worth a line before training: found in listings and sizes, not by reading it."""
+        """Warnings about the data to print before training, from listings and sizes, without reading it."""
         return ()
 
     def labels(self) -> tuple[str, ...]:
-        """The names of the classes, in label order; () where there are none."""
+        """Class names in label order; () if there are none."""
         return ()
 
     def with_labels(self, labels: tuple[str, ...]) -> "Data":
-        """The same data with the classes that a run was trained on, whatever is there now; itself where they are fixed."""
+        """The same data with the classes that a run was trained on, whatever the files say now; unchanged if they are fixed."""
         del labels
         return self

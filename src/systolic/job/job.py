@@ -18,19 +18,19 @@ from systolic.job.precision import Dtypes, Precision
 
 
 class Mode(enum.Enum):
-    """Whether larger or smaller is better."""
+    """Direction in which a metric improves."""
 
     min = "min"
     max = "max"
 
 
 class GuardRule(enum.Enum):
-    """What to do when the loss is not a number or jumps."""
+    """Policy for a loss that is not finite or jumps."""
 
     stop = "stop"
-    """Stop before the bad update is applied, name the step and keep its batch."""
+    """Stop before the bad update is applied, name the step and save its batch."""
     skip = "skip"
-    """Drop that update, count it, keep the batch and go on; stop after ``patience`` in a row."""
+    """Drop the update, count it, save the batch and continue; stop after ``patience`` in a row."""
     ignore = "ignore"
 
 
@@ -50,7 +50,7 @@ class Batch:
 
     @classmethod
     def given(cls, total: int | None, per_device: float | None, own: "Batch") -> "Batch":
-        """What a recipe's options say, or its ``own`` batch where neither is given.
+        """Batch of a recipe's options, or its ``own`` if neither is given.
 
         Raises:
             OptionError: both are given, or one is out of its range.
@@ -59,7 +59,7 @@ class Batch:
             return own
         if total is not None and per_device is not None:
             raise OptionError(
-                f"--batch is {total} and --batch-per-device {per_device:g}, which decide the same; leave one of them out"
+                f"--batch is {total} and --batch-per-device {per_device:g}, which set the same; give one of them"
             )
         ranges = ranges_of(cls)
         typed = (("--batch", "total", total), ("--batch-per-device", "per_device", per_device))
@@ -108,11 +108,11 @@ class Evaluation:
     every: Annotated[int, NOT_NEGATIVE] = 0
     """Steps between evaluations; 0 evaluates at the end only."""
     batches: Annotated[int, NOT_NEGATIVE] = 0
-    """Batches per evaluation; 0 reads the whole split."""
+    """Batches per evaluation; 0 reads the full split."""
     final_batches: Annotated[int | None, NOT_NEGATIVE] = None
-    """Batches of the last evaluation, 0 for the whole split; by default as many as of the others."""
+    """Batches of the last evaluation, 0 for the full split; by default as many as in the others."""
     metric: str = "loss"
-    """What best checkpoints and early stopping look at."""
+    """Metric that ranks checkpoints and decides early stopping."""
     mode: Mode = Mode.min
     patience: Annotated[int, NOT_NEGATIVE] = 0
     """Evaluations without improvement before stopping early; 0 never stops early."""
@@ -123,18 +123,18 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoints:
-    """Which checkpoints are written and kept.
+    """Checkpoints to write and to keep.
 
     Raises:
         OptionError: a number outside its range.
     """
 
     every: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps between checkpoints; 0 writes the last one (and one when interrupted) only."""
+    """Steps between checkpoints; 0 writes only the last one (and one when interrupted)."""
     keep_last: Annotated[int, COUNT] = 2
-    """The newest so many."""
+    """Number of newest checkpoints to keep."""
     keep_best: Annotated[int, NOT_NEGATIVE] = 1
-    """And the best so many by the evaluation's metric."""
+    """Number of best checkpoints to keep besides, by the evaluation's metric."""
 
     def __post_init__(self) -> None:
         check(self, "checkpoints")
@@ -142,7 +142,7 @@ class Checkpoints:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Guard:
-    """What to do about a loss that is not a number or jumps.
+    """Guard against a loss that is not finite or jumps.
 
     Raises:
         OptionError: a number outside its range.
@@ -150,9 +150,9 @@ class Guard:
 
     rule: GuardRule = GuardRule.stop
     jump: Annotated[float, Range(above=1, only=(0,))] = 3.0
-    """A loss above ``jump`` times its running mean is bad; 0 only looks for NaN and infinity."""
+    """A loss above ``jump`` times its running mean is bad; 0 checks for NaN and infinity only."""
     patience: Annotated[int, COUNT] = 10
-    """skip: bad steps in a row before stopping."""
+    """skip: consecutive bad steps before stopping."""
 
     def __post_init__(self) -> None:
         check(self, "guard")
@@ -160,7 +160,7 @@ class Guard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What to compute. Immutable, comparable, and saved as JSON with every run."""
+    """Everything to compute, immutable, comparable, and saved as JSON with every run."""
 
     name: str
     model: Model
@@ -178,7 +178,7 @@ class Job:
     guard: Guard = field(default_factory=Guard)
     seed: Annotated[int, NOT_NEGATIVE] = 0
     sample: str | None = None
-    """A prompt that a language model continues at the end of training."""
+    """Prompt that a language model continues at the end of training."""
 
     def __post_init__(self) -> None:
         check(self)

@@ -1,6 +1,6 @@
-"""How a job is spread: mesh axes, gradient accumulation, rematerialisation.
+"""Layout of a job: mesh axes, gradient accumulation, rematerialisation.
 
-The mesh has six named axes. A size of 1 leaves an axis out; ``fsdp = -1`` takes what is left.
+The mesh has six named axes. A size of 1 turns an axis off; ``fsdp = -1`` takes the remaining devices.
 """
 
 import enum
@@ -13,21 +13,21 @@ from systolic.core.errors import LayoutError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, Range, check
 
 AXIS = Range(least=1, only=(-1,))
-"""Of an axis; -1 takes the rest of the devices."""
+"""Range of an axis size; -1 takes the remaining devices."""
 
 RENAMED = {"loss_tiles": "loss_chunks"}
 """Earlier names of fields of a layout, which saved jobs and plans may have."""
 
 
 class Axis(enum.Enum):
-    """A mesh axis, from the one that talks least (outermost) to the one that talks most."""
+    """A mesh axis, from the one that communicates least (outermost) to the one that communicates most."""
 
     data = "data"
-    """Copies of the model, each with its share of the batch."""
+    """Replicas of the model, each with its share of the batch."""
     pipeline = "pipeline"
     """Consecutive layers on consecutive devices."""
     fsdp = "fsdp"
-    """Parameters and optimizer state sharded, gathered for each layer; the batch is split too."""
+    """Parameters and optimizer state sharded, gathered layer by layer; the batch is split too."""
     expert = "expert"
     """Experts of a mixture on different devices; the batch is split too."""
     context = "context"
@@ -37,64 +37,64 @@ class Axis(enum.Enum):
 
 
 class Remat(enum.Enum):
-    """Which activations of a layer are kept for the backward pass; the rest is computed again."""
+    """Activations of a layer that are saved for the backward pass; the others are recomputed."""
 
     none = "none"
-    """All are kept: fastest when it fits."""
+    """All are saved: fastest when they fit."""
     minimal = "minimal"
-    """The results of weight matmuls are kept; attention and elementwise work is repeated."""
+    """Results of weight matmuls are saved; attention and elementwise ops are recomputed."""
     save_names = "save-names"
-    """Only the activations named in ``Layout.remat_names`` are kept."""
+    """Only the activations named in ``Layout.remat_names`` are saved."""
     offload = "offload"
-    """The activations named in ``Layout.remat_names`` wait in host memory."""
+    """The activations named in ``Layout.remat_names`` are offloaded to host memory."""
     full = "full"
-    """Only each layer's input is kept."""
+    """Only each layer's input is saved."""
 
 
 class Residual(enum.Enum):
-    """How the tensor axis splits the residual stream between blocks, and with it each saved layer input."""
+    """Sharding of the residual stream over the tensor axis between blocks, and with it of each saved layer input."""
 
     whole = "whole"
-    """Not at all: each device of the axis holds all of it; the results of a block's matmuls are all-reduced."""
+    """Replicated: each device of the axis holds all of it; the results of a block's matmuls are all-reduced."""
     sequence = "sequence"
-    """By tokens: gathered before a block's matmuls, reduce-scattered after them (Korthikanti et al. 2022)."""
+    """Split by tokens: gathered before a block's matmuls, reduce-scattered after them (Korthikanti et al. 2022)."""
     embed = "embed"
-    """By its width, which norms then sum over the axis."""
+    """Split by width, over which norms then sum across the axis."""
 
 
 class AttentionBackward(enum.Enum):
-    """Which kernels compute the gradients of the TPU attention kernel."""
+    """Kernels that compute the gradients of the TPU attention kernel."""
 
     auto = "auto"
     """``fused`` where keys have up to four blocks, else ``split``."""
     fused = "fused"
-    """One kernel with five matmuls a block of scores; each block of keys leaves a sum for the queries' gradient in device memory."""
+    """One kernel with five matmuls per block of scores; each block of keys writes a partial sum of the queries' gradient to device memory."""
     split = "split"
-    """One for keys and values and one for queries, seven matmuls a block of scores and no sums in device memory."""
+    """One kernel for keys and values and one for queries: seven matmuls per block of scores, no partial sums in device memory."""
 
 
 class Placement(enum.Enum):
-    """How mesh axes lie on the torus of a TPU slice."""
+    """Placement of mesh axes on the torus of a TPU slice."""
 
     lines = "lines"
-    """Each axis takes whole rings of the torus where it can, else a part of one (JAX's own assignment)."""
+    """Whole rings of the torus per axis where possible, else a part of one (JAX's own assignment)."""
     blocks = "blocks"
-    """Each axis takes a compact block, the innermost first, so that a short axis has links in two or three directions."""
+    """A compact block per axis, the innermost first, so that a short axis has links in two or three directions."""
 
 
 class ContextOrder(enum.Enum):
-    """How the tokens of a causal decoder lie over the context axis."""
+    """Order of the tokens of a causal decoder over the context axis."""
 
     auto = "auto"
-    """``natural`` on TPUs below 4,096 tokens, where moving the pieces costs more than equal work saves; else ``balanced``."""
+    """``natural`` on TPUs below 4,096 tokens, where reordering costs more than balanced work saves; else ``balanced``."""
     balanced = "balanced"
-    """Each device holds a piece of the start and one of the end, so that attention is equal work for all."""
+    """A piece of the start and one of the end on each device, so that all have equal attention work."""
     natural = "natural"
-    """One piece after the other: the device with the end of the sequence does nearly twice the mean work of attention."""
+    """Contiguous pieces: the device with the end of the sequence has nearly twice the mean attention work."""
 
 
 class Group(enum.Enum):
-    """Fields of a layout that are chosen together: of two changes of one group, only one can hold."""
+    """Fields of a layout that are chosen together: two changes of one group exclude each other."""
 
     mesh = "mesh"
     placement = "placement"
@@ -107,7 +107,7 @@ class Group(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Mesh axes and memory policies. Each field names its :class:`Group`; whatever shows, compares or searches layouts goes by the fields.
+    """Mesh axes and memory policies. Each field names its :class:`Group`; code that prints, compares or searches layouts iterates over the fields.
 
     Raises:
         LayoutError: a number outside its range, or more than one axis at -1.
@@ -116,7 +116,7 @@ class Layout:
     data: Annotated[int, AXIS, Group.mesh] = 1
     """Replicas of the model; across slices this axis crosses the data-centre network."""
     fsdp: Annotated[int, AXIS, Group.mesh] = -1
-    """Ways to shard parameters; -1 takes all devices left."""
+    """Ways to shard parameters; -1 takes the remaining devices."""
     tensor: Annotated[int, AXIS, Group.mesh] = 1
     """Ways to split heads, hidden units and vocabulary."""
     context: Annotated[int, AXIS, Group.mesh] = 1
@@ -128,17 +128,17 @@ class Layout:
     slices: Annotated[Axis, Group.mesh] = Axis.data
     """The axis that crosses slices when there are several (data, pipeline or fsdp)."""
     placement: Annotated[Placement, Group.placement] = Placement.lines
-    """Where the axes lie on a TPU's torus."""
+    """Placement of the axes on a TPU's torus."""
     context_order: Annotated[ContextOrder, Group.attention] = ContextOrder.auto
-    """Which tokens the devices of the context axis hold."""
+    """Order of the tokens over the context axis."""
     microbatches: Annotated[int, NOT_NEGATIVE, Group.passes] = 0
     """Microbatches in flight per pipeline pass; 0 means two per stage."""
     accumulate: Annotated[int, COUNT, Group.passes] = 1
     """Forward and backward passes per optimizer step."""
     residual: Annotated[Residual, Group.residual] = Residual.sequence
-    """How the tensor axis splits the activations between blocks; a dim that it does not divide stays whole."""
+    """Sharding of the activations between blocks over the tensor axis; a dim that it does not divide stays whole."""
     remat: Annotated[Remat, Group.remat] = Remat.none
-    """What the backward pass computes again."""
+    """Activations that the backward pass recomputes."""
     remat_names: Annotated[tuple[str, ...], Group.remat] = (
         "query",
         "key",
@@ -146,27 +146,27 @@ class Layout:
         "attention",
         "mlp",
     )
-    """For save-names and offload: which activations; a decoder also names layer_input, out and down."""
+    """Activations that save-names saves or offload offloads; a decoder also has layer_input, out and down."""
     saved_names: Annotated[tuple[str, ...], Group.remat] = ()
-    """For offload: activations that stay in device memory beside the offloaded ones."""
+    """Activations that offload saves in device memory besides the offloaded ones."""
     loss_chunks: Annotated[int, COUNT, Group.loss] = 1
-    """A language model's loss: parts of the sequence whose logits exist one at a time. More hold less memory; with more than 1 the logits are computed twice."""
+    """Chunks of the sequence in a language model's loss; only one chunk's logits exist at a time. More chunks use less memory; above 1 the logits are computed twice."""
     attention_block: Annotated[int, Range(least=128), Group.attention] = 512
-    """Tokens of a block side of the TPU attention kernel, a multiple of 128; larger ones are faster where they fit VMEM."""
+    """Block size of the TPU attention kernel in tokens, a multiple of 128; larger is faster where it fits VMEM."""
     attention_backward: Annotated[AttentionBackward, Group.attention] = AttentionBackward.auto
-    """Kernels of attention's gradients on TPUs: fused does 5 matmuls for 7 and holds one more array of queries for each block of keys."""
+    """Kernels of attention's gradients on TPUs: fused does 5 matmuls instead of 7 and holds one more array of queries per block of keys."""
 
     def __post_init__(self) -> None:
         check(self, "layout", LayoutError)
         free = [axis.value for axis in Axis if self.size(axis) == -1]
         if len(free) > 1:
             raise LayoutError(
-                f"layout has {' and '.join(free)} at -1; only one axis can take the rest, set the others"
+                f"layout has {' and '.join(free)} at -1; only one axis can take the remaining devices, set the others"
             )
         both = sorted(set(self.remat_names) & set(self.saved_names))
         if self.remat is Remat.offload and both:
             raise LayoutError(
-                f"layout.saved-names and layout.remat-names both have {', '.join(both)}; offload moves an activation or keeps it, name it once"
+                f"layout.saved-names and layout.remat-names both have {', '.join(both)}; an activation is either offloaded or saved, name it once"
             )
         if self.attention_block % 128:
             raise LayoutError(
@@ -181,8 +181,8 @@ class Layout:
     def on(self, num_devices: int, num_slices: int = 1) -> "Layout":
         """The same layout with every axis definite for ``num_devices`` in ``num_slices`` slices.
 
-        Where the axis that crosses slices is 1, it becomes their number if the rest allows it: the default
-        on several slices is a copy of the model on each.
+        If the axis that crosses slices is 1, it becomes their number where the others allow it: the default
+        on several slices is one replica of the model on each.
 
         Raises:
             LayoutError: the axes don't multiply to the number of devices.
@@ -215,7 +215,7 @@ class Layout:
         if self._free:
             return f"layout ({shape}) needs a multiple of {fixed} devices, {num_devices} available; change an axis"
         more = "fewer" if fixed > num_devices else "more"
-        return f"layout ({shape}) is for {fixed} devices, {num_devices} available; give an axis {more}, or set one to -1, which takes the rest"
+        return f"layout ({shape}) is for {fixed} devices, {num_devices} available; give an axis {more}, or set one to -1, which takes the remaining devices"
 
     def check_slices(self, num_slices: int) -> None:
         """Whether a definite layout spreads over so many slices.
@@ -247,14 +247,14 @@ class Layout:
                 )
 
     def take(self, other: "Layout", *groups: Group) -> "Layout":
-        """This layout with the fields of some groups as another has them."""
+        """Copy of this layout with the fields of some groups taken from another."""
         return replace(
             self,
             **{name: getattr(other, name) for group in groups for name in fields_of(group)},
         )
 
     def settings(self) -> dict[str, Any]:
-        """Field to value as it is typed or saved: an enum by its value."""
+        """Values by field as they are typed or saved: an enum by its value."""
         return {
             field.name: value.value if isinstance(value, enum.Enum) else value
             for field in fields(self)
@@ -262,7 +262,7 @@ class Layout:
         }
 
     def words(self) -> dict[str, str]:
-        """What is shown of a setting to its text: ``attention block`` to ``1024``. Axes come first, outermost first."""
+        """Text of each setting by its label: ``attention block`` to ``1024``. Axes come first, outermost first."""
         found = {axis.value: str(self.size(axis)) for axis in Axis}
         found["remat"] = self.policy
         for name, value in self.settings().items():
@@ -272,7 +272,7 @@ class Layout:
 
     @property
     def text(self) -> str:
-        """Axes larger than 1, rematerialisation, and what is not its default: ``data 2 fsdp 8 remat full``."""
+        """Axes larger than 1, rematerialisation, and settings that are not their default: ``data 2 fsdp 8 remat full``."""
         plain = _PLAIN.words() | {axis.value: "1" for axis in Axis} | {"remat": ""}
         if self.tensor == 1:
             plain["residual"] = str(self.residual.value)
@@ -281,13 +281,13 @@ class Layout:
         )
 
     def difference(self, other: "Layout") -> list[str]:
-        """What another layout has otherwise: ``fsdp 16 -> 8``."""
+        """Changes from this layout to another: ``fsdp 16 -> 8``."""
         now, then = self.words(), other.words()
         return [f"{name} {now[name]} -> {then[name]}" for name in now if now[name] != then[name]]
 
     @property
     def policy(self) -> str:
-        """Rematerialisation with the names it keeps or moves."""
+        """Rematerialisation policy with the names that it saves or offloads."""
         if self.remat is Remat.save_names:
             return f"save {'+'.join(self.remat_names)}"
         if self.remat is Remat.offload:
@@ -320,12 +320,12 @@ class Layout:
 
     @property
     def batch_ways(self) -> int:
-        """Into how many parts the batch is split."""
+        """Number of parts that the batch is split into."""
         return self.data * self.fsdp * self.expert
 
 
 _SPOKEN = (*(axis.value for axis in Axis), "remat", "remat_names", "saved_names")
-"""Fields that are shown in their own words."""
+"""Fields whose label is not their name."""
 _PLAIN = Layout()
 
 

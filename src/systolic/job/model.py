@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Target(Protocol):
-    """Where a program will run. Models choose kernels and shardings by it, never by the host's devices."""
+    """Target of a program. Models choose kernels and shardings by it, never by the host's devices."""
 
     @property
     def platform(self) -> str:
@@ -35,7 +35,7 @@ class Target(Protocol):
 
     @property
     def matmul_format(self) -> str | None:
-        """``int8`` or ``fp8``: what weight matmuls round their operands to; None leaves them."""
+        """Format that weight matmuls round their operands to, ``int8`` or ``fp8``; None leaves them."""
         ...
 
     @property
@@ -44,11 +44,11 @@ class Target(Protocol):
         ...
 
     def note(self, text: str) -> None:
-        """Says once why something slower or larger was chosen ("head dim 80 rules out ...")."""
+        """Records once why something slower or larger was chosen ("head dim 80 rules out ...")."""
         ...
 
     def spec(self, *axes: str | None) -> "jax.sharding.PartitionSpec":
-        """The partition of an array whose dims have these logical names."""
+        """Partition of an array whose dims have these logical names."""
         ...
 
     def fit(
@@ -64,7 +64,7 @@ class Target(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelStats:
-    """What an analytic model of time and memory may know of a network before any trace.
+    """Sizes of a network that an analytic model of time and memory uses before any trace.
 
     ``whole`` and ``split`` are elements of one token (or example) in one layer, in the compute dtype;
     the tensor axis divides ``split`` and leaves ``whole``.
@@ -73,16 +73,16 @@ class ModelStats:
     parameters: int
     layers: int = 1
     stream: int = 0
-    """Elements of the residual stream a token: what full rematerialisation keeps of a layer."""
+    """Elements of the residual stream per token: what full rematerialisation saves of a layer."""
     keys: int = 0
-    """Elements of keys and values a token and layer, which the context axis gathers."""
+    """Elements of keys and values per token and layer, which the context axis gathers."""
     routed: int = 0
     """Copies of a token that a mixture sends to its experts; 0 in a dense model."""
     vocab: int = 0
     kept: Mapping[Remat, tuple[int, int]] = field(default_factory=dict)
-    """(whole, split) elements that each policy keeps for the backward pass."""
+    """(whole, split) elements that each policy saves for the backward pass."""
     repeated: Mapping[Remat, float] = field(default_factory=dict)
-    """Share of the forward pass's FLOPs that each policy computes again."""
+    """Share of the forward pass's FLOPs that each policy recomputes."""
 
 
 class Model(ABC):
@@ -93,7 +93,7 @@ class Model(ABC):
         """The module, initialised in float32. Called under ``jit``, so that weights are born sharded.
 
         A parameter says how it may be sharded with ``nnx.Param(value, out_sharding=("embed", "mlp"))``
-        (logical names); one that says nothing gets a generic rule.
+        (logical names); one without names gets a generic rule.
         """
 
     def check(self, layout: Layout) -> None:
@@ -117,7 +117,7 @@ class Model(ABC):
         del precision
 
     def lasting(self) -> frozenset[str]:
-        """Names of the fields that a run keeps to its end: with another value its weights would not fit, or mean something else."""
+        """Names of the fields that a resume may not change: with another value the weights would not fit, or change their meaning."""
         return frozenset()
 
     def flops(self, fields: Mapping[str, Field]) -> float | None:
@@ -126,7 +126,7 @@ class Model(ABC):
         return None
 
     def input_flops(self, fields: Mapping[str, Field]) -> float:
-        """Those of :meth:`flops` whose operand is the input itself, so that no gradient of it is computed."""
+        """FLOPs, of :meth:`flops`, of matmuls whose operand is the input itself, so that no gradient of it is computed."""
         del fields
         return 0.0
 
@@ -141,15 +141,15 @@ class Model(ABC):
         return None
 
     def axes(self) -> frozenset[Axis]:
-        """The mesh axes that can split it; any model can be copied and have its parameters sharded."""
+        """Mesh axes that can split the model; any model can be replicated and have its parameters sharded."""
         return frozenset((Axis.data, Axis.fsdp))
 
     def policies(self) -> frozenset[Remat]:
-        """The rematerialisation policies that it follows."""
+        """Rematerialisation policies that the model follows."""
         return frozenset((Remat.none,))
 
     def matmul_formats(self) -> frozenset[str]:
-        """Formats narrower than the compute dtype that its weight matmuls can round to: int8, fp8."""
+        """Formats narrower than the compute dtype that the weight matmuls can round to: int8, fp8."""
         return frozenset()
 
     def outline(self, layout: Layout) -> ModelStats | None:
@@ -161,7 +161,7 @@ class Model(ABC):
         return None
 
     def slots_per_token(self) -> float:
-        """Slots that a mixture's experts have for each one that an even choice fills; 1 in a model without slots."""
+        """Slots of a mixture's experts over those that a uniform choice fills; 1 in a model without slots."""
         return 1.0
 
     def shrink(self, layout: Layout) -> "Model":
@@ -184,7 +184,7 @@ class TokenScorer(ABC):
         targets: "jax.Array",
         inputs: "tuple[jax.Array, jax.Array, jax.Array]",
     ) -> Any:
-        """What ``read`` computes from the logits and the targets, under the layout's loss chunks.
+        """Result of ``read`` on the logits and the targets, under the layout's loss chunks.
 
         Args:
             read: Turns logits [..., vocab] and targets int32[...] into a tree of arrays [...].
@@ -255,7 +255,7 @@ class Mean(NamedTuple):
 
 
 class Task(ABC):
-    """A frozen value: what to minimise and what to report."""
+    """Loss and metrics, a frozen value."""
 
     @abstractmethod
     def terms(
@@ -268,7 +268,7 @@ class Task(ABC):
         """
 
     def outputs(self, model: Any, batch: Mapping[str, "jax.Array"]) -> "Mapping[str, jax.Array]":
-        """What ``predict`` reports: name to array [batch, ...]."""
+        """Outputs of ``predict``: name to array [batch, ...]."""
         return {
             name: value
             for name, value in self.terms(model, batch, False).items()

@@ -1,4 +1,4 @@
-"""Optimizers and learning rate schedules as values; :mod:`systolic.steps` turns them into Optax."""
+"""Optimizers and learning rate schedules as values; :mod:`systolic.steps` builds them with Optax."""
 
 import enum
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ class OptimizerKind(enum.Enum):
     lion = "lion"
     adafactor = "adafactor"
     lamb = "lamb"
-    """AdamW with each matrix's update scaled to the matrix's norm (You et al. 2020); vectors take it as it is."""
+    """AdamW with each matrix's update scaled to the matrix's norm (You et al. 2020); vectors keep theirs."""
     lars = "lars"
     """SGD with momentum ``b1``, each matrix's gradient scaled to a thousandth of the matrix's norm (You et al. 2017)."""
     muon = "muon"
@@ -36,7 +36,7 @@ class ScheduleKind(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optimizer:
-    """An update rule with its constants; ``None`` takes the rule's usual value.
+    """An update rule with its constants; ``None`` takes the rule's default.
 
     Raises:
         OptionError: a constant outside its range.
@@ -48,17 +48,17 @@ class Optimizer:
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
     """Decoupled decay of matrices; vectors, biases and norms are never decayed."""
     b1: Annotated[float | None, SHARE] = None
-    """Decay of the first moment, or the momentum of sgd and muon."""
+    """Decay of the first moment, or momentum of sgd and muon."""
     b2: Annotated[float | None, SHARE] = None
     """Decay of the second moment."""
     eps: Annotated[float, POSITIVE] = 1e-8
-    """Added to the denominator of the update, against a division by zero."""
+    """Term added to the denominator of the update."""
     clip: Annotated[float, NOT_NEGATIVE] = 1.0
-    """Global gradient norm above which gradients are scaled down; 0 turns it off."""
+    """Global gradient norm to clip to; 0 does not clip."""
     adam_learning_rate: Annotated[float | None, POSITIVE] = None
-    """muon only: the peak rate of the parameters that AdamW updates."""
+    """muon only: peak learning rate of the parameters that AdamW updates."""
     ema: Annotated[float, SHARE] = 0.0
-    """Decay of an exponential moving average of the weights that evaluation uses; 0 keeps none."""
+    """Decay of the exponential moving average of the weights that evaluation uses; 0 keeps none."""
 
     def __post_init__(self) -> None:
         check(self, "optimizer")
@@ -66,36 +66,36 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerChange:
-    """What to change of a recipe's own optimizer, where that depends on the model; ``None`` keeps it.
+    """Changes to a recipe's own optimizer, which may depend on the model; ``None`` keeps a field.
 
     The fields are those of :class:`Optimizer`, which checks the values.
     """
 
     kind: OptimizerKind | None = None
-    """The update rule. Another one than the recipe's brings its own usual constants."""
+    """The update rule. A rule other than the recipe's brings its own default constants."""
     learning_rate: float | None = None
     """Peak learning rate."""
     weight_decay: float | None = None
     """Decoupled decay of matrices; vectors, biases and norms are never decayed."""
     b1: float | None = None
-    """Decay of the first moment, or the momentum of sgd and muon."""
+    """Decay of the first moment, or momentum of sgd and muon."""
     b2: float | None = None
     """Decay of the second moment."""
     eps: float | None = None
-    """Added to the denominator of the update, against a division by zero."""
+    """Term added to the denominator of the update."""
     clip: float | None = None
-    """Global gradient norm above which gradients are scaled down; 0 turns it off."""
+    """Global gradient norm to clip to; 0 does not clip."""
     adam_learning_rate: float | None = None
-    """muon only: the peak rate of the parameters that AdamW updates."""
+    """muon only: peak learning rate of the parameters that AdamW updates."""
     ema: float | None = None
-    """Decay of an exponential moving average of the weights that evaluation uses; 0 keeps none."""
+    """Decay of the exponential moving average of the weights that evaluation uses; 0 keeps none."""
 
     def of(self, own: Optimizer, *others: Optimizer) -> Optimizer:
         """The optimizer with these changes.
 
         Args:
             own: The recipe's, for its model.
-            others: What the recipe uses under other rules; where the rule is changed to one of
+            others: Optimizers of the recipe for other rules; if the rule is changed to one of
                 them, its constants are the defaults.
 
         Raises:
@@ -119,26 +119,26 @@ class Schedule:
 
     kind: ScheduleKind = ScheduleKind.cosine
     warmup: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up."""
     decay: Annotated[float, Range(above=0, most=1)] = 0.2
-    """wsd: the share of the steps that decays."""
+    """wsd: share of the steps that decay."""
     final: Annotated[float, Range(least=0, most=1)] = 0.1
-    """The last learning rate as a share of the peak."""
+    """Final learning rate as a share of the peak."""
 
     def __post_init__(self) -> None:
         check(self, "schedule")
 
     def warms(self, steps: int) -> int:
-        """Steps of warm-up in a job of ``steps``, the last of which at least has the peak."""
+        """Steps of warm-up in a job of ``steps``; the last step at least has the peak."""
         return min(self.warmup, steps - 1)
 
     def note(self, steps: int) -> str | None:
-        """What a job of ``steps`` makes of the schedule otherwise than it says, worth a line; ``None``: nothing."""
+        """Note on how a job of ``steps`` departs from the schedule; ``None`` if it does not."""
         del steps
         return None
 
     def check_steps(self, steps: int) -> None:
-        """Whether the warm-up ends before the job does, so that some step follows the schedule's shape.
+        """Checks that the warm-up ends before the job does.
 
         Raises:
             OptionError: it does not.
@@ -149,7 +149,7 @@ class Schedule:
             )
 
     def shortened(self, own: "Schedule", steps: int) -> "Schedule":
-        """For short runs: the recipe's ``own`` warm-up takes at most a tenth of ``steps``; another one stays."""
+        """Schedule for a short run: the recipe's ``own`` warm-up takes at most a tenth of ``steps``; a typed one is kept."""
         if self.warmup != own.warmup or self.warmup <= _tenth(steps):
             return self
         return Shortened(
@@ -163,10 +163,10 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shortened(Schedule):
-    """A recipe's schedule whose warm-up is cut for a short run, so that the learning rate still decays."""
+    """A recipe's schedule with its warm-up shortened for a short run, so that the learning rate still decays."""
 
     own: Annotated[int, NOT_NEGATIVE]
-    """Steps of warm-up before that."""
+    """Steps of warm-up before it was shortened."""
 
     def note(self, steps: int) -> str | None:
         """See :meth:`Schedule.note`."""
@@ -174,5 +174,5 @@ class Shortened(Schedule):
 
 
 def _tenth(steps: int) -> int:
-    """A tenth of the steps, at least 1 where another follows."""
+    """A tenth of the steps, at least 1 if another step follows."""
     return min(max(steps // 10, 1), max(steps - 1, 0))

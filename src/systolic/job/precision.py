@@ -1,4 +1,4 @@
-"""Numeric formats: of compute, and of what a training keeps between steps."""
+"""Numeric formats of compute and of the arrays that training keeps between steps."""
 
 import enum
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ class Precision(enum.Enum):
     """The dtype of activations and of the weights' working copy."""
 
     auto = "auto"
-    """bf16 where the chip has it natively, else f32."""
+    """bf16 where the chip supports it natively, else f32."""
     bf16 = "bf16"
     f32 = "f32"
     f16 = "f16"
@@ -19,82 +19,82 @@ class Precision(enum.Enum):
     int8 = "int8"
     """bf16 with int8 operands in the layers' weight matmuls, forward and backward, scaled per channel (decoders)."""
     fp8 = "fp8"
-    """The same with float8: e4m3 forward, e5m2 gradients (decoders)."""
+    """bf16 with float8 operands in the same matmuls: e4m3 forward, e5m2 gradients (decoders)."""
 
     def resolve(self, platform: str) -> "Precision":
-        """``auto`` made definite for a platform: ``tpu`` and ``gpu`` have bf16 units, ``cpu`` is taken not to."""
+        """Precision with ``auto`` resolved: bf16 on ``tpu`` and ``gpu``, f32 on ``cpu``."""
         if self is not Precision.auto:
             return self
         return Precision.f32 if platform == "cpu" else Precision.bf16
 
     @property
     def dtype(self) -> str:
-        """The numpy name of the compute dtype of a resolved precision."""
+        """Numpy name of the compute dtype of a resolved precision."""
         return {"f32": "float32", "f16": "float16"}.get(self.value, "bfloat16")
 
     @property
     def matmul_format(self) -> str | None:
-        """``int8`` or ``fp8`` where weight matmuls have narrower operands than the dtype."""
+        """``int8`` or ``fp8`` if weight matmuls have narrower operands than the dtype."""
         return self.value if self in (Precision.int8, Precision.fp8) else None
 
 
 class RoundedBackward(enum.Enum):
-    """Which layers' weight matmuls round their gradients too, with int8 or fp8 operands."""
+    """Weight matmuls that round their gradients too, with int8 or fp8 operands."""
 
     all = "all"
     heads = "heads"
-    """Those that make queries, keys and values; the others have gradients in the compute dtype."""
+    """Matmuls that make queries, keys and values; the others have gradients in the compute dtype."""
     none = "none"
-    """None: operands are rounded in the forward pass only."""
+    """No matmul: operands are rounded in the forward pass only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rounding:
-    """How weight matmuls with int8 or fp8 operands round; other precisions ignore it.
+    """Rounding of weight matmuls with int8 or fp8 operands.
 
     Raises:
         OptionError: a negative range.
     """
 
     backward: RoundedBackward = RoundedBackward.all
-    """Matmuls whose gradients are rounded too; a matmul without it reads its own operands again, not the rounded ones."""
+    """Matmuls whose gradients are rounded too; the backward pass of the others reads the original operands, not the rounded ones."""
     largest: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Largest magnitude of weights and activations that is not cut off, fixed beforehand (MaxText's fp8_full: 224); one scale for each array then. 0 takes each channel's own in each step."""
+    """Fixed clipping range of weights and activations (MaxText's fp8_full: 224), with one scale per array; 0 scales each channel by its own maximum in each step."""
 
     def __post_init__(self) -> None:
         check(self, "model.rounding")
 
     def gradients(self, *, heads: bool) -> bool:
-        """Whether a matmul's gradients are rounded; ``heads`` where it makes queries, keys or values."""
+        """Whether a matmul's gradients are rounded; ``heads`` if it makes queries, keys or values."""
         return self.backward is RoundedBackward.all or (
             heads and self.backward is RoundedBackward.heads
         )
 
 
 class Stored(enum.Enum):
-    """The dtype of arrays that are kept in memory."""
+    """Dtype of arrays that are stored between steps."""
 
     f32 = "f32"
     bf16 = "bf16"
 
     @property
     def dtype(self) -> str:
-        """Its numpy name."""
+        """Numpy name of the dtype."""
         return "float32" if self is Stored.f32 else "bfloat16"
 
     @property
     def bytes(self) -> float:
-        """Of one element."""
+        """Bytes of one element."""
         return 4.0 if self is Stored.f32 else 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dtypes:
-    """What a training keeps its arrays in, whatever the precision of compute."""
+    """Dtypes of the arrays that training keeps, whatever the precision of compute."""
 
     parameters: Stored = Stored.f32
     """Weights. bf16 takes updates with stochastic rounding: exact on average, with noise below 1/128 of a weight."""
     gradients: Stored = Stored.f32
-    """Gradients, and their sum over the passes of a step: in bf16 the sum of many passes loses small ones."""
+    """Gradients and their sum over the passes of a step; in bf16 the sum of many passes loses small terms."""
     moments: Stored = Stored.f32
-    """Optimizer state. bf16 is rounded stochastically, so that slow averages still move."""
+    """Optimizer state. bf16 takes stochastic rounding, so that slow averages still move."""

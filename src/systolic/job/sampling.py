@@ -1,4 +1,4 @@
-"""How generated tokens are picked."""
+"""Options of sampling."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -8,18 +8,18 @@ from systolic.core.ranges import NOT_NEGATIVE, Range, check
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How the next token is picked from the logits.
+    """Sampling of the next token from the logits.
 
     Raises:
         OptionError: a value out of its range.
     """
 
     temperature: Annotated[float, NOT_NEGATIVE] = 0.8
-    """0 always takes the most likely token; larger is more varied."""
+    """Softmax temperature; 0 is greedy, larger is more varied."""
     top_k: Annotated[int, NOT_NEGATIVE] = 0
-    """Only the k most likely tokens; 0 is all."""
+    """Sample from the k most likely tokens; 0 samples from all."""
     top_p: Annotated[float, Range(above=0, most=1)] = 0.95
-    """Only the most likely tokens that together have this probability; 1 is all."""
+    """Sample from the most likely tokens that together have this probability; 1 samples from all."""
 
     def __post_init__(self) -> None:
         check(self)
