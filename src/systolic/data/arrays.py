@@ -1,4 +1,4 @@
-"""Data that is already in memory: numpy arrays, or a function that makes them."""
+"""Data in memory: numpy arrays, or a function that makes them."""
 
 import inspect
 import threading
@@ -72,7 +72,7 @@ class Arrays(Data):
 
     held: LazyArrays
     declared: Mapping[str, Field] = field(default_factory=dict)
-    """The fields, where they should be known without making the arrays, or have logical axes."""
+    """The fields, if they should be known before the arrays, or have logical axes."""
     names: tuple[str, ...] = ()
     """The classes, in label order."""
 
@@ -105,7 +105,7 @@ class Arrays(Data):
         names: tuple[str, ...] = (),
         fields: Mapping[str, Field] | None = None,
     ) -> "Arrays":
-        """Data that ``function`` makes when it is first needed."""
+        """Data that ``function`` makes at first use."""
         return cls(held=LazyArrays(function), declared=fields or {}, names=names)
 
     def fields(self) -> Mapping[str, Field]:
@@ -126,7 +126,7 @@ class Arrays(Data):
         return next((len(array) for array in arrays.values()), 0)
 
     def contents(self, split: Split) -> Contents | None:
-        """Of the split's arrays; makes them."""
+        """Fingerprint of the split's arrays; makes them."""
         from systolic.data.fingerprint import of_arrays
 
         where = f"{split.value} arrays of {self.held}"

@@ -1,4 +1,4 @@
-"""What a model will see of its data, as one plain record."""
+"""Inspects data: what a model will see, as one plain record."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,16 +14,16 @@ from systolic.job.data import MASK, Data, Read, Split
 
 _BATCH = 16
 _COMMON = 10
-"""How many of the most common tokens are told."""
+"""Number of most common tokens to report."""
 
 
 def inspect(data: Data, split: Split, examples: int, seed: int = 0) -> dict[str, Any]:
-    """A record of the fields, the counts, and the first examples in the order of training.
+    """Inspects the fields, the counts, and the first examples in training order.
 
     Args:
         data: any data.
-        split: whose examples are looked at.
-        examples: at most how many.
+        split: split to inspect.
+        examples: most examples to inspect.
         seed: of the shuffle.
 
     Returns:
@@ -71,7 +71,7 @@ def pictures(data: Data, split: Split, count: int, seed: int = 0) -> dict[str, n
 
 def _sample(data: Data, split: Split, examples: int, seed: int) -> dict[str, np.ndarray]:
     if examples < 1:
-        raise DataError(f"{examples} examples show nothing; ask for 1 or more")
+        raise DataError(f"examples is {examples}; give 1 or more")
     batches = data.open(Read(split=split, batch=min(_BATCH, examples), seed=seed, epochs=1))
     parts, have = [], 0
     try:
@@ -89,7 +89,7 @@ def _sample(data: Data, split: Split, examples: int, seed: int) -> dict[str, np.
 
 
 def _counts(data: Data, split: Split) -> dict[str, Any]:
-    """Examples, and documents where rows are not counted before they are packed."""
+    """Number of examples; of documents if rows are not known before packing."""
     size = data.size(split)
     counts: dict[str, Any] = {"examples": size}
     if isinstance(data, Documents) and size is None:
@@ -128,7 +128,7 @@ def _text(sample: Mapping[str, np.ndarray], tokenizer: Tokenizer) -> dict[str, A
 
 
 def _row(row: Mapping[str, np.ndarray], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The documents of one row: where they lie, and their text with the last target."""
+    """Documents of one row: their places, and their text with the last target."""
     parts = []
     for segment in range(1, int(row["segments"].max()) + 1):
         at = np.flatnonzero(row["segments"] == segment)

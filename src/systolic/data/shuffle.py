@@ -1,4 +1,4 @@
-"""Shuffles without a table: where example ``p`` of an endless shuffled stream lies in the data.
+"""Shuffles without a table: the index of example ``p`` of an endless shuffled stream.
 
 A keyed permutation of 0..n-1 is computed for the asked positions only, so any position of any
 epoch is reached at once, in constant memory, and every host agrees without talking. It is a
@@ -17,7 +17,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 """2^64 over the golden ratio: the step that SplitMix64 takes between keys."""
 
 _BLOCK = 1 << 14
-"""Positions that are shuffled at once: numpy's cost per call would dwarf a batch of 128."""
+"""Positions shuffled at once: numpy's cost per call would dwarf a batch of 128."""
 
 
 def mix(values: np.ndarray) -> np.ndarray:
@@ -28,11 +28,11 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def permute(positions: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
-    """Positions 0..size-1 sent to other positions, one to one for each key.
+    """Permutes positions 0..size-1, one permutation for each key.
 
     Args:
         positions: integers[n] below ``size``.
-        size: how many there are.
+        size: number of positions.
         keys: uint64[n] (or [1]): the permutation that each position is under.
 
     Returns:
@@ -64,7 +64,7 @@ def keys(seed: int, epochs: np.ndarray) -> np.ndarray:
 
 
 def order(positions: np.ndarray, size: int, seed: int, shuffled: bool) -> np.ndarray:
-    """Which example stands at each position of the endless stream of epochs.
+    """Index of the example at each position of the endless stream of epochs.
 
     Args:
         positions: int64[n], 0 or more; ``position // size`` is the epoch.

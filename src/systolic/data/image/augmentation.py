@@ -1,4 +1,4 @@
-"""Random changes of training pictures: a part of them, mirrored, recoloured, with a rectangle erased."""
+"""Augmentation of training pictures: crop, mirror, colours, erased rectangle."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -9,18 +9,18 @@ if TYPE_CHECKING:
     import numpy as np
 
 CHANCES = 13
-"""Random numbers a picture: 5 for its part and mirroring, 3 for its colours, 5 for what is erased."""
+"""Random numbers a picture: 5 for crop and mirroring, 3 for colours, 5 for erasing."""
 ERASED_AREA = (0.02, 0.33)
 """Of the picture's area, least and most (Zhong, Zheng, Kang, Li, Yang 2020, table 1)."""
 ERASED_ASPECT = (0.3, 3.3)
-"""Height over width of what is erased, least and most; same source."""
+"""Height over width of the erased rectangle, least and most; same source."""
 LUMA = (0.299, 0.587, 0.114)
 """Grey from red, green and blue (ITU-R BT.601)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Augmentation:
-    """How training pictures vary. Evaluation sees the centre of each, unchanged.
+    """Augmentation of training pictures. Evaluation uses the centre crop, unchanged.
 
     Raises:
         OptionError: a number outside its range.
@@ -39,7 +39,7 @@ class Augmentation:
         check(self, "augmentation")
 
     def apply(self, pixels: "np.ndarray", chance: "np.ndarray") -> "np.ndarray":
-        """The changes that come after cropping.
+        """Applies the changes after cropping.
 
         Args:
             pixels: uint8[side, side, channels].

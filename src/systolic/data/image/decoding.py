@@ -1,4 +1,4 @@
-"""The table of pictures that are decoded when they are needed."""
+"""Tables of pictures that are decoded on access."""
 
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from systolic.data.skipped_files import SIDE, pack
 from systolic.job.data import MASK, OnError
 
 MANY = 8
-"""Pictures of one batch: where so many and no other can be read, something else is wrong than a file."""
+"""Unreadable pictures of one batch without a readable one that count as a failure of all."""
 
 
 class Picture(NamedTuple):
@@ -23,9 +23,9 @@ class Picture(NamedTuple):
     content: bytes
     label: int
     name: str
-    """What an error message calls it."""
+    """Name for error messages."""
     error: DataError | None = None
-    """Why there is no content."""
+    """Reason why there is no content."""
 
 
 class PictureSource(ABC):
@@ -33,7 +33,7 @@ class PictureSource(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of pictures."""
 
     @abstractmethod
     def get(self, indices: np.ndarray) -> list[Picture]:
@@ -60,7 +60,7 @@ class PictureFiles(PictureSource):
                 return Picture(file.read(), int(self._labels[index]), name)
         except OSError as error:
             reason = DataError(
-                f"{name} can't be read ({error.strerror}); put it back or start anew without it"
+                f"{name} can't be read ({error.strerror}); restore it, or start a new run without it"
             )
             return Picture(b"", int(self._labels[index]), name, reason)
 
@@ -108,16 +108,16 @@ class PackedPictures(PictureSource):
 
 
 class Crops(NamedTuple):
-    """What is cut out of each picture."""
+    """Crops of pictures."""
 
     side: int
     channels: int
     seed: int
     augmentation: Augmentation | None
-    """How the examples vary; ``None`` takes the centre of each."""
+    """Augmentation; ``None`` takes the centre crop."""
 
     def apply(self, picture: Picture, chance: np.ndarray) -> np.ndarray:
-        """uint8[side, side, channels]; ``chance`` f64[CHANCES] decides about random parts and changes.
+        """uint8[side, side, channels]; ``chance`` f64[CHANCES] drives crops and changes.
 
         Raises:
             DataError: the picture can't be read.
@@ -133,7 +133,7 @@ class Crops(NamedTuple):
 
 
 class Decoded(Table):
-    """Pictures decoded and cropped as they are taken; random parts depend on the stream position only."""
+    """Pictures decoded and cropped on access; random crops depend on the stream position alone."""
 
     def __init__(self, source: PictureSource, crops: Crops, on_error: OnError) -> None:
         self._source, self._crops, self._on_error = source, crops, on_error

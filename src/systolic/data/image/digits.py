@@ -1,4 +1,4 @@
-"""The 1797 handwritten digits of 8 x 8 pixels that scikit-learn brings with it (Alpaydin and Kaynak 1998)."""
+"""The 1797 handwritten digits of 8 x 8 pixels in scikit-learn (Alpaydin and Kaynak 1998)."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class Digits(Data):
     """Image uint8[8, 8, 1] and label int32[], 0 to 9; every class is split 70 : 10 : 20."""
 
     shift: Annotated[int, NOT_NEGATIVE] = 1
-    """The most pixels that a training image is moved along each dim."""
+    """Most pixels to move a training image along each dim."""
 
     def __post_init__(self) -> None:
         check(self)

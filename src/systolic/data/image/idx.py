@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 DEBIAN = Path("/usr/share/datasets")
-"""Where Debian's packages named dataset-* put their files."""
+"""Folder of Debian's packages named dataset-*."""
 
 _BYTES = 8
 _FILES = {Split.train: "train", Split.test: "t10k"}
@@ -41,9 +41,9 @@ class Idx(Data):
     held_out: Annotated[float, SHARE] = 1 / 12
     """Share of each class of the training files that becomes the validation split."""
     shift: Annotated[int, NOT_NEGATIVE] = 2
-    """The most pixels that a training image is moved along each dim."""
+    """Most pixels to move a training image along each dim."""
     flip: bool = False
-    """Whether training images are mirrored left to right at random."""
+    """Mirror training images left to right at random."""
     names: tuple[str, ...] = tuple("0123456789")
     """The classes, in label order."""
 
@@ -62,7 +62,7 @@ class Idx(Data):
         return len(self._examples(split)[1])
 
     def contents(self, split: Split) -> Contents | None:
-        """Of the files for training, which validation comes out of too, and of those for the test."""
+        """Fingerprint of the training files, which validation is split from, and of the test files."""
         from systolic.data.fingerprint import of_files
 
         if split not in _FILES:
@@ -71,7 +71,7 @@ class Idx(Data):
         return of_files(self.path, [_file(self.path, _FILES[split], *kind) for kind in kinds])
 
     def lasting(self) -> frozenset[str]:
-        """The share that is held out, and the size of images."""
+        """The held-out share, and the size of images."""
         return frozenset(("held_out", "side"))
 
     def open(self, read: Read) -> Batches:

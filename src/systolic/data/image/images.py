@@ -1,4 +1,4 @@
-"""Folders of pictures, one folder a class, as they are or packed into ArrayRecord files."""
+"""Folders of pictures, one folder a class, plain or packed into ArrayRecord files."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 INDEX = "images.json"
-"""The file that tells a packed set: {"labels": [name], "splits": {split: num_examples}}."""
+"""The file that marks a packed set: {"labels": [name], "splits": {split: num_examples}}."""
 
 SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"))
-"""Files that are taken for pictures, in any case."""
+"""Suffixes of pictures, in any case."""
 
 FOLDERS = {
     Split.train: ("train",),
@@ -55,11 +55,11 @@ class Images(Data):
     channels: Annotated[int, Range(least=1, most=3)] = 3
     """3, or 1 for grey."""
     augmentation: Augmentation = field(default_factory=Augmentation)
-    """How training examples vary."""
+    """Augmentation of training examples."""
     held_out: Annotated[float, Range(least=0, below=0.5)] = 0.1
     """Share of each class for a split (validation, test) that has no folder of its own."""
     on_error: OnError = OnError.skip
-    """What to do about a damaged picture."""
+    """What to do with a damaged picture."""
     classes: tuple[str, ...] = ()
     """The classes in label order; () takes the folders that hold pictures."""
     whole: bool = False
@@ -135,7 +135,7 @@ class Images(Data):
         return _scan(_layout(self.path)[0], self.labels())
 
     def contents(self, split: Split) -> Contents | None:
-        """Of the split's pictures."""
+        """Fingerprint of the split's pictures."""
         from systolic.data.fingerprint import of_files
 
         if (packed := _index(self.path)) is None:
@@ -146,7 +146,7 @@ class Images(Data):
         return of_files(self.path, [self.path / INDEX, self.path / f"{split.value}.array_record"])
 
     def lasting(self) -> frozenset[str]:
-        """The share that is held out, and the size of pictures."""
+        """The held-out share, and the size of pictures."""
         return frozenset(("held_out", "side", "channels"))
 
     def open(self, read: Read) -> Batches:
@@ -340,5 +340,5 @@ def _scan_again(root: Path, classes: tuple[str, ...], changed_ns: tuple[int, ...
 
 
 def _changed_ns(folder: Path) -> int:
-    """When a folder last changed, 0 when it is not there (a class without pictures in this split)."""
+    """Time of a folder's last change, 0 if absent (a class without pictures in this split)."""
     return folder.stat().st_mtime_ns if folder.is_dir() else 0

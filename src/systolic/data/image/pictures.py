@@ -17,10 +17,10 @@ EVALUATION_SHARE = 0.875
 """Side of the centre crop over the shorter side: 224 of 256, as ImageNet is usually evaluated."""
 
 RATIO = 4 / 3
-"""The most that a training crop is stretched either way (Szegedy et al. 2015)."""
+"""Most stretch of a training crop either way (Szegedy et al. 2015)."""
 
 _ORIENTATION = 0x0112
-"""The EXIF tag that says how a camera was held."""
+"""EXIF tag of a camera's orientation."""
 
 
 class Crop(NamedTuple):
@@ -102,7 +102,7 @@ def upright(image: "Image", name: str = "a picture") -> tuple[int, int]:
 
 @contextmanager
 def _readable(name: str) -> Generator[None]:
-    """Pillow's complaints about a damaged file, as an error that names it."""
+    """Turns Pillow's errors about a damaged file into one that names it."""
     try:
         yield
     except (OSError, SyntaxError, ValueError) as error:
@@ -117,7 +117,7 @@ def centre_box(width: int, height: int, share: float = 1.0) -> Crop:
 
 
 def random_box(width: int, height: int, least: float, chance: np.ndarray) -> Crop:
-    """A part of ``least`` to all of the area, stretched by up to RATIO, anywhere.
+    """A random part of ``least`` to all of the area, stretched by up to RATIO.
 
     ``chance`` f64[4] in [0, 1): area, stretch, place across, place down. A part that would stick
     out is made narrower or lower, where others draw again.

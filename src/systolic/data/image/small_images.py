@@ -1,4 +1,4 @@
-"""Small images that lie in memory whole, shifted and mirrored at random while training."""
+"""Small images in memory, shifted and mirrored at random while training."""
 
 from pathlib import Path
 
@@ -58,7 +58,7 @@ class SmallImages(Table):
 
 
 def hold_out(labels: np.ndarray, shares: tuple[float, ...]) -> list[np.ndarray]:
-    """Splits examples, every class in the same shares, the same way on every machine.
+    """Splits examples with every class in the same shares, identically on every machine.
 
     Args:
         labels: integers[n].

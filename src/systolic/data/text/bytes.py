@@ -1,4 +1,4 @@
-"""The bytes of the Python standard library: real text that every machine already has."""
+"""Bytes of the Python standard library: real text that every machine has."""
 
 import gzip
 import hashlib
@@ -59,7 +59,7 @@ class StandardLibrary(TextData):
         return _files(self._folder(), split)
 
     def contents(self, split: Split) -> Contents | None:
-        """Of the split's files."""
+        """Fingerprint of the split's files."""
         from systolic.data.fingerprint import of_files
 
         return of_files(self._folder(), self.files(split))
@@ -69,7 +69,7 @@ class StandardLibrary(TextData):
         return frozenset(("sequence",))
 
     def size(self, split: Split) -> int | None:
-        """Rows in a split; looks at the sizes of the files only."""
+        """Rows in a split, from the sizes of the files alone."""
         total = sum(file.stat().st_size for file in self.files(split))
         return -(-total // self.sequence)
 
@@ -97,7 +97,7 @@ class StandardLibrary(TextData):
         return Documents(path=path, validation=path, sequence=self.sequence)
 
     def baselines(self) -> Mapping[str, float]:
-        """What gzip makes of the validation files, in bits per byte: each on its own, and joined."""
+        """Bits per byte of gzip on the validation files: each on its own, and concatenated."""
         return {
             "gzip_bits_per_byte": self.gzip_bits_per_byte(),
             "gzip_joined_bits_per_byte": self.gzip_bits_per_byte_joined(),
@@ -113,7 +113,7 @@ class StandardLibrary(TextData):
         return _gzip_bits(contents) / sum(map(len, contents))
 
     def gzip_bits_per_byte_joined(self) -> float:
-        """The stricter figure: all validation files compressed as one."""
+        """Bits per byte of all validation files compressed as one, the stricter figure."""
         joined = b"".join(file.read_bytes() for file in self._validation())
         return _gzip_bits([joined]) / len(joined)
 

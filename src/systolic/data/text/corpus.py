@@ -1,4 +1,4 @@
-"""Documents by number out of files of several kinds, none of which is loaded whole."""
+"""Corpora: documents by number from files of several kinds, none of which is loaded completely."""
 
 import hashlib
 import itertools
@@ -15,7 +15,7 @@ from systolic.data.shuffle import mix
 from systolic.data.text.parquet_order import sorted_by
 
 CHECKED_BYTES = 1 << 20
-"""Of the first JSONL file, whose lines are checked when it is opened; all others when they are read."""
+"""Bytes of the first JSONL file that are checked on opening; other lines are checked when read."""
 
 
 class Corpus(ABC):
@@ -23,13 +23,13 @@ class Corpus(ABC):
 
     root: Path
     files: tuple[Path, ...]
-    """In the order in which they are read, below ``root``."""
+    """Files below ``root``, in reading order."""
     bytes: int
     """Bytes of the files, for choosing how many documents to read at a time."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many documents there are."""
+        """Number of documents."""
 
     @abstractmethod
     def read(self, numbers: np.ndarray) -> list[bytes]:
@@ -40,11 +40,11 @@ class Corpus(ABC):
         """uint64[documents]: a hash of each document's file and place, the same on every machine."""
 
     def groups(self) -> np.ndarray | None:
-        """int64[groups + 1]: bounds of documents that are cheap to read together only; None if all are cheap."""
+        """int64[groups + 1]: bounds of groups that are read together; None if any document is cheap to read."""
         return None
 
     def order(self) -> str:
-        """The name of what the documents are sorted by, where that matters and listings tell; else ""."""
+        """Name of the column that the documents are sorted by, if known and relevant; else ""."""
         return ""
 
 
@@ -65,7 +65,7 @@ class TextFiles(Corpus):
         return len(self._spans)
 
     def read(self, numbers: np.ndarray) -> list[bytes]:
-        """Parts of files."""
+        """Number of parts of files."""
         out = []
         for number in numbers:
             file, start, stop = self._spans[number]
@@ -75,7 +75,7 @@ class TextFiles(Corpus):
         return out
 
     def keys(self) -> np.ndarray:
-        """From the path and where the part starts."""
+        """Hash of the path and the start of the part."""
         files = np.array([_key(self._names[file]) for file, _, _ in self._spans], np.uint64)
         return mix(files + np.array([start for _, start, _ in self._spans], np.uint64))
 
@@ -115,7 +115,7 @@ class Lines(Corpus):
         return out
 
     def keys(self) -> np.ndarray:
-        """From the path and the number of the line."""
+        """Hash of the path and the line number."""
         parts = [_keys(n, len(lines)) for n, lines in zip(self._names, self._lines, strict=True)]
         return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
 
@@ -187,11 +187,11 @@ class Parquet(Corpus):
         return out
 
     def keys(self) -> np.ndarray:
-        """From the path and the row's number."""
+        """Hash of the path and the row number."""
         return self._keys
 
     def groups(self) -> np.ndarray | None:
-        """Row groups."""
+        """Bounds of the row groups."""
         return self._starts
 
     def order(self) -> str:
@@ -218,7 +218,7 @@ class ArrayRecords(Corpus):
         return list(self._source.__getitems__([int(n) for n in numbers]))
 
     def keys(self) -> np.ndarray:
-        """From the path and the record's number."""
+        """Hash of the path and the record number."""
         return self._keys
 
 
@@ -250,7 +250,7 @@ class HuggingFace(Corpus):
         return [_utf8(text) for text in self._data[[int(n) for n in numbers]][self._field]]
 
     def keys(self) -> np.ndarray:
-        """From the row's number."""
+        """Hash of the row number."""
         return _keys("", len(self))
 
 
@@ -269,7 +269,7 @@ def record_source(files: Sequence[Path]) -> Any:
 
 
 def _cuts(file: Path, size: int, piece_bytes: int) -> list[int]:
-    """Where a file is cut: after the last line break before each multiple of ``piece_bytes``."""
+    """Cuts of a file: after the last line break before each multiple of ``piece_bytes``."""
     cuts = [0] if size else []
     if size > piece_bytes:
         with file.open("rb") as opened:
@@ -323,7 +323,7 @@ def _record_counts(files: Sequence[Path]) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def _row_group(file: Path, group: int, field: str) -> Any:
-    """A column of one row group; the last few are kept, as documents come group by group."""
+    """A column of one row group; the last few are cached, since documents come group by group."""
     return _arrow("Parquet files").ParquetFile(file).read_row_group(group, columns=[field])[field]
 
 

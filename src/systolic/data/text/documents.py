@@ -1,4 +1,4 @@
-"""Anybody's text for a language model: files, JSONL, Parquet, ArrayRecord, datasets folders."""
+"""Text for a language model from files: plain text, JSONL, Parquet, ArrayRecord, datasets folders."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -96,7 +96,7 @@ class Documents(TextData):
         return None if len(self.documents(split)[1]) else 0
 
     def contents(self, split: Split) -> Contents | None:
-        """Of the files of the training text, and of those for validation where they are others."""
+        """Fingerprint of the training text, and of the validation text if it is separate."""
         from systolic.data.fingerprint import of_files
         from systolic.data.text.packed import find_packed
 
@@ -111,11 +111,11 @@ class Documents(TextData):
         return of_files(corpus.root, corpus.files)
 
     def lasting(self) -> frozenset[str]:
-        """All that decides how documents are chosen and laid into rows."""
+        """Parameters that decide how documents are chosen and laid into rows."""
         return frozenset(("sequence", "field", "packing", "shuffle_windows", "validation_share"))
 
     def epochs(self, position: bytes) -> float | None:
-        """By windows of documents and rows in them; ``None`` for packed data, whose size is known."""
+        """Epochs of a position, by windows of documents and rows; ``None`` for packed data, whose size is known."""
         saved = json.loads(position)
         if "window" not in saved:
             return None
@@ -124,7 +124,7 @@ class Documents(TextData):
         return epochs(saved)
 
     def earliest(self, positions: Sequence[bytes]) -> bytes:
-        """The first window that a reader has not finished: all before it have been read."""
+        """The first window that some reader has not finished."""
         from systolic.data.text.windows import earliest
 
         return earliest(positions)
@@ -155,7 +155,7 @@ class Documents(TextData):
         return corpus, np.flatnonzero(chosen if split is Split.validation else ~chosen)
 
     def notes(self) -> tuple[str, ...]:
-        """A validation split of one document, and text that is sorted and can only be read in groups."""
+        """Warns of a validation split of one document, and of sorted text that is read in groups."""
         from systolic.data.text.packed import find_packed
 
         if find_packed(self.path) is not None:
@@ -169,7 +169,7 @@ class Documents(TextData):
             )
         if corpus.order():
             found.append(
-                f"{self.path} is sorted by its column {corpus.order()!r} and read a few row groups at a time, so what is learned changes with them; shuffle the rows, or pack them first with systolic data pack"
+                f"{self.path} is sorted by its column {corpus.order()!r} and read a few row groups at a time, so the training data changes with them; shuffle the rows, or pack them first with systolic data pack"
             )
         return tuple(found)
 

@@ -1,4 +1,4 @@
-"""Which documents there are at a path: the files, their kind, and the corpus that reads them."""
+"""Finds the corpus at a path: the files, their kind, and the reader."""
 
 import os
 from functools import lru_cache
@@ -51,7 +51,7 @@ LINES = frozenset((".jsonl", ".ndjson"))
 PARQUET = frozenset((".parquet",))
 RECORDS = frozenset((".array_record", ".arrayrecord"))
 HEAD_BYTES = 1 << 16
-"""Of a file that are looked at to tell text from the rest."""
+"""Bytes read from a file to tell text from binary."""
 
 _COMPRESSED = frozenset((".gz", ".zst", ".bz2", ".xz"))
 
@@ -68,7 +68,7 @@ def find_corpus(path: Path, field: str, piece_bytes: int, stamp: int) -> Corpus:
 
     Raises:
         NotFoundError: no such path.
-        DataError: nothing readable there, several kinds at once, or no such field.
+        DataError: no readable file, several kinds at once, or no such field.
     """
     del stamp
     if not path.exists():
@@ -97,7 +97,7 @@ def find_corpus(path: Path, field: str, piece_bytes: int, stamp: int) -> Corpus:
 
 
 def changed_ns(path: Path) -> int:
-    """When a file, or the newest thing in a folder, last changed; 0 when it does not exist."""
+    """Time of the last change of a file or the newest file in a folder; 0 if absent."""
     if not path.is_dir():
         return path.stat().st_mtime_ns if path.exists() else 0
     return max((file.stat().st_mtime_ns for file in _listed(path)), default=0)
@@ -130,10 +130,10 @@ def _plain(path: Path, root: Path, found: list[Path], piece_bytes: int) -> Corpu
 
 
 def check_text(file: Path) -> None:
-    """A file that its name does not show to be text has none of the bytes that text never has.
+    """Refuses a binary file: one with a zero byte near its start.
 
     Raises:
-        DataError: it does.
+        DataError: it is binary.
     """
     with file.open("rb") as opened:
         start = opened.read(HEAD_BYTES)

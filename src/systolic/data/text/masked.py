@@ -1,4 +1,4 @@
-"""Any text with some of its tokens hidden, for a model that says what they were."""
+"""Masked text: a share of the tokens is hidden, for a model that predicts them."""
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from systolic.data.text.tokenizer import Tokenizer
 
 HIDDEN, OTHER = 0.8, 0.1
-"""Of the chosen tokens, the share that becomes the mask and the share that becomes a random token; the rest stay (Devlin et al. 2019)."""
+"""Shares of the chosen tokens that become the mask and a random token; the rest stay (Devlin et al. 2019)."""
 NO_LABEL = -1
-"""The label of a prediction that a row has no token for."""
+"""Label of an unused prediction of a row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Masked(TextData):
-    """Rows of another text, of each a share of the tokens chosen: masked, replaced or left, and to be predicted.
+    """Rows of a text with a share of the tokens chosen for prediction: masked, replaced or left.
 
     Which tokens are chosen follows from the row and, in training, from the position in the data: a row
     that comes again is masked otherwise, a resumed run sees what it would have seen, and an evaluation is
@@ -37,9 +37,9 @@ class Masked(TextData):
 
     text: TextData
     share: Annotated[float, Range(above=0, most=1)] = 0.15
-    """Of a row's tokens that are predicted."""
+    """Share of a row's tokens to predict."""
     predictions: Annotated[int, COUNT] = 76
-    """The most tokens that are predicted in a row, which all rows have room for."""
+    """Most tokens to predict in a row; all rows have room for them."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -61,11 +61,11 @@ class Masked(TextData):
         return tokenizer.vocab_size if tokenizer.mask is None else tokenizer.mask
 
     def vocab_size(self) -> int:
-        """With the mask."""
+        """Vocabulary with the mask."""
         return max(self.text.vocab_size(), self.mask + 1)
 
     def get_tokenizer(self) -> "Tokenizer":
-        """That of the text."""
+        """The tokenizer of the text."""
         return self.text.get_tokenizer()
 
     def with_tokenizer(self, path: Path) -> "Masked":
@@ -88,7 +88,7 @@ class Masked(TextData):
         return self.text.contents(split)
 
     def lasting(self) -> frozenset[str]:
-        """How tokens are chosen; the text's own position tells what else it depends on."""
+        """Parameters of the masking; the text's own position holds the others."""
         return frozenset(("share", "predictions"))
 
     def epochs(self, position: bytes) -> float | None:
@@ -104,13 +104,13 @@ class Masked(TextData):
         return self.text.notes()
 
     def at(self, path: Path) -> "Masked":
-        """Other text, masked alike."""
+        """Other text with the same masking."""
         other = self.text.at(path)
         assert isinstance(other, TextData)
         return replace(self, text=other)
 
     def shrink(self, layout: Layout) -> "Masked":
-        """The text in shorter rows, with as large a share of predictions."""
+        """The text in shorter rows, with the same share of predictions."""
         text = self.text.shrink(layout)
         assert isinstance(text, TextData)
         share = text.fields()["tokens"].shape[0] / self.sequence
@@ -127,7 +127,7 @@ class Masked(TextData):
 
 @dataclass(kw_only=True, slots=True)
 class MaskedBatches:
-    """Batches of a text with tokens hidden; their position is the text's."""
+    """Batches of masked text; their position is the text's."""
 
     inner: Batches
     data: Masked
@@ -155,12 +155,12 @@ class MaskedBatches:
 
 
 def hide(batch: Mapping[str, "np.ndarray"], data: Masked, salt: int) -> dict[str, "np.ndarray"]:
-    """A batch of text as :class:`Masked` has it.
+    """Masks a batch of text as :class:`Masked` says.
 
     Args:
         batch: tokens, targets, segments, positions int32[rows, sequence] and the mask of examples.
-        data: How many are chosen, and the tokenizer: its marks of documents are never chosen.
-        salt: With a row's tokens it decides which are.
+        data: Share to choose, and the tokenizer, whose document tokens are never chosen.
+        salt: Decides, with the tokens of a row, which are chosen.
     """
     import numpy as np
 

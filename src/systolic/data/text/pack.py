@@ -1,4 +1,4 @@
-"""Writes packed text: tokenised once, compressed, readable at random, whole or absent."""
+"""Writes packed text: tokenised once, compressed, with random access; the folder is complete or absent."""
 
 import os
 import shutil
@@ -17,13 +17,13 @@ from systolic.data.text.tokenizer import Tokenizer
 from systolic.job.data import Split
 
 _RECORD_PLACES = 1 << 14
-"""Longer documents are several records, so that a row never costs reading a whole book."""
+"""Longest record; longer documents become several, so that a row never reads a whole book."""
 
 _OPTIONS = "group_size:1,zstd:3"
 """One record a group, so that any record is read without its neighbours."""
 
 _BATCH_BYTES = 1 << 24
-"""Text that is tokenised at a time."""
+"""Bytes of text tokenised at a time."""
 
 Tell = Callable[[Split, int, int], None]
 """Called with the split, the documents written so far and all its documents."""
@@ -35,13 +35,13 @@ def pack_text(
     """Writes the train and validation documents of ``data`` under ``out``.
 
     Args:
-        data: says the text, the tokenizer and the validation share.
-        out: a folder that does not exist yet; it appears when all is written.
+        data: text, tokenizer and validation share.
+        out: a new folder; it appears when everything is written.
         shard_bytes: size of the tokens in one file, before compression.
         tell: for a progress bar.
 
     Returns:
-        What ``dataset.json`` says: kind, tokenizer, dtype, and the counts of each split.
+        Content of ``dataset.json``: kind, tokenizer, dtype, and the counts of each split.
 
     Raises:
         OptionError: ``out`` exists.
@@ -81,9 +81,9 @@ def pack_text(
 
 @contextmanager
 def fresh_folder(out: Path) -> Generator[Path, None, None]:
-    """A scratch folder beside ``out`` that becomes ``out`` when the block ends well.
+    """A scratch folder that becomes ``out`` when the block succeeds.
 
-    What a killed run left in the scratch folder is removed first.
+    Leftovers of a killed run are removed first.
 
     Raises:
         OptionError: ``out`` exists.
@@ -156,7 +156,7 @@ class _Writer:
     in_shard: int = 0
 
     def add(self, tokens: np.ndarray) -> None:
-        """One document, as one record or several that each repeat a token."""
+        """Writes a document, as one record or several that each repeat a token."""
         for start in range(0, len(tokens) - 1, _RECORD_PLACES):
             part = tokens[start : start + _RECORD_PLACES + 1]
             self._shard().write(part.astype(self.dtype).tobytes())
@@ -165,7 +165,7 @@ class _Writer:
             self.in_shard += len(part)
 
     def close(self) -> dict[str, Any]:
-        """Ends the last file and writes the index; what ``dataset.json`` says of the split."""
+        """Closes the last file and writes the index; returns the split's entry of ``dataset.json``."""
         self._end()
         places = np.array(self.places, np.uint32)
         if self.files:

@@ -33,11 +33,11 @@ class Packed:
 
     @property
     def tokenizer_digest(self) -> str:
-        """Of the tokenizer that made the tokens."""
+        """Digest of the tokenizer of the tokens."""
         return self.manifest["tokenizer"]["digest"]
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens, from its copy in the folder."""
+        """The tokenizer of the tokens, from its copy in the folder."""
         about = self.manifest["tokenizer"]
         if about["file"] is None:
             return Tokenizer()
@@ -99,7 +99,7 @@ class PackedRecords(TokenRecords):
         return len(self._source)
 
     def read(self, spans: Sequence[tuple[int, int]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Each record once, whichever spans it is in."""
+        """Reads each record once, whichever spans it is in."""
         wanted = sorted({number for a, b in spans for number in range(a, b)})
         raw = dict(zip(wanted, self._source.__getitems__(wanted), strict=True))
         out = []
@@ -115,7 +115,7 @@ class PackedRecords(TokenRecords):
 
 
 def find_packed(path: Path) -> Packed | None:
-    """The packed text at ``path``, None for anything else.
+    """The packed text at ``path``; ``None`` if there is none.
 
     Raises:
         DataError: it is of another kind or was written by a newer version.

@@ -1,16 +1,16 @@
-"""Whether the row groups of a Parquet file keep subjects apart, by the statistics that the file holds."""
+"""Order of a Parquet file: whether its row groups are sorted or grouped by a column, from the file's statistics."""
 
 import itertools
 from typing import Any
 
 FEWEST_GROUPS = 8
-"""Row groups from which an order matters although some groups are shuffled together."""
+"""Number of row groups from which an order matters although some groups are shuffled together."""
 
 
 def sorted_by(about: Any) -> str:
-    """The column by which a file is sorted or grouped; "" where none is, or groups are few.
+    """Column by which a file is sorted or grouped; "" if there is none or groups are few.
 
-    A column of numbers that only count rows is no subject: some group must hold one value alone.
+    A column that only counts rows does not qualify: some group must hold a single value.
 
     Args:
         about: ``pyarrow.parquet.FileMetaData``.

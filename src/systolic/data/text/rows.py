@@ -16,7 +16,7 @@ from systolic.data.random_access import Picks, Table
 
 
 class Piece(NamedTuple):
-    """A part of a document that lies in one row."""
+    """Part of a document in one row."""
 
     tokens: np.ndarray
     """int[places + 1]."""
@@ -24,7 +24,7 @@ class Piece(NamedTuple):
 
 
 def cut(documents: Sequence[np.ndarray], sequence: int) -> list[Piece]:
-    """Fills row after row; a document that does not fit goes on in the next row. No padding but at the end."""
+    """Fills row after row; a document that does not fit continues in the next row. Padding only at the end."""
     pieces, row, free = [], 0, sequence
     for tokens in documents:
         start = 0
@@ -68,7 +68,7 @@ def fit(documents: Sequence[np.ndarray], sequence: int) -> list[Piece]:
 
 
 def lay(pieces: Sequence[Piece], sequence: int) -> dict[str, np.ndarray]:
-    """Pieces in their rows: tokens, targets, segments and positions, int32[rows, sequence].
+    """Lays pieces into their rows: tokens, targets, segments and positions, int32[rows, sequence].
 
     Padding has segment 0 and target -1. Within a row, pieces keep their order.
     """
@@ -102,7 +102,7 @@ class TokenRecords(ABC):
         self.starts = np.concatenate([[0], np.cumsum(places, dtype=np.int64)])
         """int64[records + 1]: the place at which each record starts."""
         self.begins = begins
-        """bool[records]: whether a record begins a document (or goes on with the one before)."""
+        """bool[records]: whether a record begins a document, rather than continuing one."""
 
     @abstractmethod
     def read(self, spans: Sequence[tuple[int, int]]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -110,7 +110,7 @@ class TokenRecords(ABC):
 
 
 class RecordRows(Table):
-    """Rows of all records one after another: row ``r`` is computed from where it lies."""
+    """Rows of all records, concatenated: row ``r`` is read from its place."""
 
     def __init__(self, records: TokenRecords, sequence: int) -> None:
         self._records = records
@@ -167,5 +167,5 @@ class HeldRecords(TokenRecords):
 
 
 def padding_share(batch: Mapping[str, np.ndarray]) -> float:
-    """The share of places of a batch that hold no document."""
+    """Share of padding in a batch."""
     return float(np.mean(batch["segments"] == 0))

@@ -1,4 +1,4 @@
-"""What all text sources share: the fields of a row of tokens, and a tokenizer."""
+"""Base of all text sources: the fields of a row of tokens, and a tokenizer."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from systolic.data.text.tokenizer import Tokenizer
 
 ROW = Range(least=1, most=2**24)
-"""Tokens of a row: positions and masks of longer ones would not fit any device."""
+"""Tokens of a row; longer ones would not fit any device."""
 
 FILL = {"targets": -1}
-"""What padding rows hold where it is not 0."""
+"""Padding values other than 0."""
 
 
 class TextData(Data):
@@ -28,7 +28,7 @@ class TextData(Data):
         """The tokenizer of the rows; reads no text."""
 
     def with_tokenizer(self, path: Path) -> "TextData":
-        """The same data with the tokenizer in a folder; itself where the tokenizer can't be chosen."""
+        """The same data with the tokenizer in a folder; unchanged if its tokenizer is fixed."""
         del path
         return self
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back: any ``tokenizer.json``, or plain bytes when there is none."""
+"""Tokenizers, text to ids and back: any ``tokenizer.json``, or plain bytes without one."""
 
 import codecs
 import hashlib
@@ -21,7 +21,7 @@ BYTES_START = 256
 SMALLEST_VOCAB = 258
 """Tokens of a byte-level vocabulary without a merge: the bytes, the start and the end of a document."""
 CONFIG = "tokenizer_config.json"
-"""Beside a ``tokenizer.json``: says which tokens start and end a document."""
+"""File beside a ``tokenizer.json`` with the tokens that start and end a document."""
 
 _BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|bos|>", "[BOS]", "[CLS]")
 _EOS_NAMES = (
@@ -35,12 +35,12 @@ _EOS_NAMES = (
     "[SEP]",
 )
 _MASK_NAMES = ("[MASK]", "<mask>", "<|mask|>")
-"""What published tokenizers call these, for a ``tokenizer.json`` without a config beside it."""
+"""Names of these in published tokenizers, for a ``tokenizer.json`` without a config."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokenizer:
-    """Which tokenizer; its file is read at first use and kept.
+    """A tokenizer; its file is read at first use and cached.
 
     Raises (from any method that needs the file):
         NotFoundError: no such file.
@@ -72,11 +72,11 @@ class Tokenizer:
 
     @property
     def mask(self) -> int | None:
-        """The id that stands for a hidden token, if the tokenizer has one."""
+        """The id of the mask, if the tokenizer has one."""
         return None if self.path is None else _load(self).mask
 
     def digest(self) -> str:
-        """16 hex digits that name the tokenizer's file; ``bytes`` for bytes."""
+        """16 hex digits of the digest of the tokenizer's file; ``bytes`` for bytes."""
         return "bytes" if self.path is None else _load(self).digest
 
     def file(self) -> Path | None:
@@ -84,7 +84,7 @@ class Tokenizer:
         return None if self.path is None else _file(self.path)
 
     def files(self) -> dict[str, bytes]:
-        """Name to content of the files that make the same tokenizer in a folder of their own; none for bytes.
+        """Name to content of the files that make up the tokenizer; empty for bytes.
 
         Raises:
             DataError: the file has changed since it was read.
@@ -119,7 +119,7 @@ class Tokenizer:
         return [np.array(one.ids, np.int32) for one in encoded]
 
     def documents(self, texts: Sequence[str | bytes]) -> "list[np.ndarray]":
-        """int32[tokens] for each text, between the start and end tokens that there are."""
+        """int32[tokens] for each text, with start and end tokens if the tokenizer has them."""
         import numpy as np
 
         start = [] if self.start is None else [self.start]
@@ -136,7 +136,7 @@ class Tokenizer:
         return _load(self).backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def stream(self) -> "TextStream":
-        """A decoder for ids that come one at a time."""
+        """A decoder for a stream of ids."""
         return _ByteStream() if self.path is None else _TokenStream(tokenizer=self)
 
     def token(self, index: int) -> str:
@@ -147,14 +147,14 @@ class Tokenizer:
 
 
 class TextStream:
-    """Text out of ids that come one at a time; never gives half a character."""
+    """Decodes a stream of ids; never returns half a character."""
 
     def push(self, index: int) -> str:
-        """The text that has become certain with this id; "" while a character is incomplete."""
+        """Text completed by this id; "" while a character is incomplete."""
         raise NotImplementedError
 
     def flush(self) -> str:
-        """What is left, incomplete characters as U+FFFD."""
+        """The remaining text, incomplete characters as U+FFFD."""
         raise NotImplementedError
 
 
@@ -171,14 +171,14 @@ class _ByteStream(TextStream):
 
 @dataclass(kw_only=True, slots=True)
 class _TokenStream(TextStream):
-    """Decodes the last ids in the light of the ones before, as spaces depend on neighbours."""
+    """Decodes ids together with those before them, since spaces depend on neighbours."""
 
     tokenizer: Tokenizer
     ids: list[int] = field(default_factory=list)
     context: int = 0
-    """Where the ids begin that the next ones are decoded together with."""
+    """First id that is decoded together with the next ones."""
     given: int = 0
-    """How many ids have been given out as text."""
+    """Number of ids already returned as text."""
 
     def push(self, index: int) -> str:
         self.ids.append(int(index))
@@ -271,7 +271,7 @@ def _config(file: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(file.read_bytes())
     except ValueError as error:
-        raise DataError(f"{file} is not JSON; mend it or remove it") from error
+        raise DataError(f"{file} is not JSON; fix or remove it") from error
     return found if isinstance(found, dict) else None
 
 
@@ -284,7 +284,7 @@ def _special(
     vocab: dict[str, int],
     file: Path,
 ) -> int | None:
-    """The id of a special token: the one asked for, the configured one, or one of a usual name."""
+    """Id of a special token: the requested one, the configured one, or one of a usual name."""
     if asked is not None:
         if asked not in vocab:
             raise DataError(f"{file} has no token {asked!r} for {kind}{nearest(asked, added)}")

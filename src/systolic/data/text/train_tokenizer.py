@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from systolic.data.text.corpus import Corpus
 
 START, END = "<|begin_of_text|>", "<|end_of_text|>"
-"""Before and after each document."""
+"""Tokens before and after each document."""
 READ = 256
 """Documents read at a time."""
 MEASURED = 256
-"""Held-out documents that the tokens are counted on, at most."""
+"""Most held-out documents to count tokens on."""
 
 Tell = Callable[[int, int], None]
 
@@ -35,11 +35,11 @@ def train(
     Every byte is a token, so any text can be written and comes back as it was (Radford et al. 2019).
 
     Args:
-        data: Says the text.
-        to: The folder to write; it must not exist.
+        data: The text.
+        to: A new folder to write.
         vocab: Tokens at most, :data:`SMALLEST_VOCAB` or more: the 256 bytes, start and end among them; fewer where the text has no
             more pairs that come twice.
-        documents: Only so many, spread over the text; 0 is all.
+        documents: Number of documents, spread over the text; 0 for all.
         tell: Called with the documents read and their number.
 
     Returns:
@@ -84,7 +84,7 @@ def train(
 
 
 def _untrained(vocab: int) -> tuple[Any, Any]:
-    """A byte-level BPE model without merges, and what learns them."""
+    """A byte-level BPE model without merges, and its trainer."""
     try:
         import tokenizers
     except ImportError as error:
@@ -112,14 +112,14 @@ def _bytes_per_token(tokenizer: Tokenizer, data: Documents) -> float | None:
 
 
 def _spread(numbers: np.ndarray, count: int) -> np.ndarray:
-    """``count`` of some numbers, evenly spread; all where there are no more, or ``count`` is 0."""
+    """``count`` of some numbers, evenly spread; all if there are no more, or ``count`` is 0."""
     if not count or count >= len(numbers):
         return numbers
     return numbers[np.arange(count) * len(numbers) // count]
 
 
 def _read(corpus: "Corpus", numbers: np.ndarray) -> Iterator[tuple[int, list[bytes]]]:
-    """How many documents have been read, and the last of them."""
+    """Yields the number of documents read, and the last of them."""
     for start in range(0, len(numbers), READ):
         part = numbers[start : start + READ]
         yield start + len(part), corpus.read(part)

@@ -28,7 +28,7 @@ from systolic.data.text.tokenizer import Tokenizer
 from systolic.job.data import MASK, Field, Read
 
 _ROWS = 256
-"""Rows that a window should make: enough for good packing, few enough to be packed in a moment."""
+"""Rows of a window: enough for good packing, few enough to pack quickly."""
 
 _BYTES_PER_TOKEN = 4
 """Typical of trained vocabularies on English (bytes are 1); only sizes windows."""
@@ -52,11 +52,11 @@ class Windows:
     seed: int
     shuffle: bool
     mixed: int = 1
-    """Windows whose rows are mixed, where there are so many and rows are shuffled."""
+    """Most windows whose rows are mixed, if rows are shuffled."""
 
     @property
     def documents(self) -> int:
-        """Documents in a window; from the data and the sequence only, so that it never changes."""
+        """Documents in a window, from the data and the sequence alone, so it never changes."""
         per_token = 1 if self.tokenizer.path is None else _BYTES_PER_TOKEN
         average = max(self.corpus.bytes / max(len(self.corpus), 1), 1)
         wanted = _ROWS * self.sequence * per_token / average
@@ -84,7 +84,7 @@ class Windows:
         return rows
 
     def _numbers(self, epoch: int, places: np.ndarray) -> np.ndarray:
-        """Which documents stand at these places of an epoch."""
+        """Documents at these places of an epoch."""
         groups = self.corpus.groups()
         if groups is None or not self.shuffle:
             size = len(self.kept)
@@ -101,7 +101,7 @@ class Windows:
 
 
 def _within(places: np.ndarray, bounds: np.ndarray, epoch: int, seed: int) -> np.ndarray:
-    """Places int64[n], each sent to another one between the same two bounds, one to one."""
+    """Permutes places int64[n] between bounds."""
     sets = np.searchsorted(bounds, places, side="right") - 1
     sent = places.copy()
     for number in np.unique(sets):
@@ -113,7 +113,7 @@ def _within(places: np.ndarray, bounds: np.ndarray, epoch: int, seed: int) -> np
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _From:
-    """The windows that one host reads, from one on: what Grain indexes."""
+    """Windows that one host reads, as the source that Grain indexes."""
 
     windows: Windows
     first: int
@@ -129,7 +129,7 @@ class _From:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rounds:
-    """How the windows of one epoch that one host reads are spread over rounds.
+    """Spread of the windows of an epoch, as one host reads them, over rounds.
 
     Share ``j`` of window ``i`` is in round ``i + j - mixed + 1``, or the first or the last one.
     """
@@ -178,9 +178,9 @@ class WindowBatches:
     read: Read
     fields: Mapping[str, Field]
     first: int = field(default=-1, init=False)
-    """The window with which this host's part of the epoch began."""
+    """First window of this host in the epoch."""
     window: int = field(default=-1, init=False)
-    """The oldest window of the round that the next row comes from: all before it are finished."""
+    """The oldest window of the round of the next row: all before it are finished."""
     row: int = field(default=0, init=False)
     """The next row in the round."""
     height: int = field(default=0, init=False)
@@ -234,13 +234,13 @@ class WindowBatches:
         return self._padded(rows)
 
     def get_state(self) -> bytes:
-        """Where the next row is, and what would make that meaningless."""
+        """Position of the next row, with the parameters it is valid for."""
         place = {"first": self.first, "window": self.window, "row": self.row, "rows": self.height}
         saved = {**place, "shards": self.read.shards}
         return json.dumps({**saved, **self._identity()}, sort_keys=True).encode()
 
     def set_state(self, state: bytes) -> None:
-        """Goes to a saved position.
+        """Moves to a saved position.
 
         Saved by another number of hosts, an endless stream goes on from the window of the position,
         which is the first that any of them had not finished: a few documents may come twice, none is
@@ -297,7 +297,7 @@ class WindowBatches:
         return self.windows.mixed if self.windows.shuffle else 1
 
     def _advance(self) -> None:
-        """Goes to the next round."""
+        """Moves to the next round."""
         rounds = self._rounds
         self.window += self._step
         if (self.window - self.first) // self._step >= rounds.count:
@@ -380,7 +380,7 @@ def _phrase(name: str, value: Any) -> str:
 
 
 def earliest(positions: Sequence[bytes]) -> bytes:
-    """Of the positions of all readers of an endless stream, the one before which every row has been read.
+    """The earliest position of all readers of an endless stream: every row before it has been read.
 
     Reader ``s`` of ``n`` takes every ``n``-th window in ascending order, so the windows below the
     smallest are finished, whichever reader they belonged to.
@@ -394,7 +394,7 @@ def earliest(positions: Sequence[bytes]) -> bytes:
 
 
 def epochs(position: Mapping[str, Any]) -> float:
-    """Passes over the documents that a position (:meth:`WindowBatches.get_state`, read) stands for."""
+    """Epochs at a position (:meth:`WindowBatches.get_state`, decoded)."""
     per_epoch = -(-position["documents"] // position["documents per window"])
     first, step = position["first"], position["shards"]
     rounds = Rounds.of(first, step, per_epoch, position["mixed windows"])
