@@ -16,6 +16,7 @@ from systolic.core.origin import Origin
 from systolic.explaining.cause import Cause
 from systolic.explaining.causes import causes_of_profile
 from systolic.explaining.figures import figures, unjudged
+from systolic.explaining.sources import step_of_profile
 from systolic.job import Evaluation
 from systolic.profile import open_profile, read_profile
 from systolic.profile.intervals import union
@@ -202,6 +203,31 @@ def test_a_tpus_ops_are_told_by_their_stats(tmp_path: Path):
     assert "mlp (model.py:5): 0% of the peak" in causes["unfilled-mxu"].evidence[0]
     assert "input-wait" not in causes
     assert "host-synchronisation" not in causes
+
+
+@pytest.mark.parametrize(
+    ("operand", "share"), [("bf16", 0.8), ("s8", 0.4), ("f8e4m3fn", 0.8), ("f32", 0.8)]
+)
+def test_a_matmul_is_held_against_the_peak_of_its_operands(
+    tmp_path: Path, operand: str, share: float
+):
+    """v5e: 197 TFLOP/s in bf16, as the profile says, twice that in int8, and no fp8."""
+    matmul = op(
+        f"%dot.1 = f32[8,8]{{1,0}} dot({operand}[8,8]{{1,0}} %x, {operand}[8,8]{{1,0}} %y)",
+        0,
+        8,
+        hlo_category="convolution",
+        flops=int(0.8 * 197e12 * 8e-3),
+    )
+    device = Plane(
+        "/device:TPU:0",
+        {"XLA Modules": [Event("jit_train(7)", 0, 9)], "XLA Ops": [matmul]},
+        {"device_type_string": "TPU v5 lite", "peak_teraflops_per_second": 197.0},
+    )
+    path = write(tmp_path / "a.xplane.pb", device, Plane("/host:CPU", {"python": []}))
+    step = step_of_profile(open_profile(path), {})
+    (found,) = step.ops
+    assert step.fill(found) == pytest.approx(share, rel=3e-3)
 
 
 def test_a_kernel_is_a_kernel_and_not_an_update(tmp_path: Path):

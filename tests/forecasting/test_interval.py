@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from systolic.forecasting.interval import interval_of, mode_of
+from systolic.forecasting.interval import ScheduleDetail, detail_of, interval_of
 from tests.recorded import operations
 
 ACCURACY = Path(__file__).parents[2] / "benchmarks" / "accuracy"
@@ -90,7 +90,7 @@ def test_a_range_says_what_it_rests_on() -> None:
         (function, "operation", "quick", "no such chip", "all"),
     ):
         expected = table[kind][mode][used]
-        low, high, text = interval_of(generation, 2.0, facts, mode)
+        low, high, text = interval_of(generation, 2.0, facts, ScheduleDetail(mode))
         assert low == pytest.approx(2 / (1 + expected["high"]))
         assert high == pytest.approx(2 / (1 + expected["low"]))
         assert low < 2 < high
@@ -108,9 +108,11 @@ def test_a_range_says_how_many_results_lie_in_it() -> None:
 
 
 def test_a_range_says_where_its_results_are_of_another_kind() -> None:
-    of_decode = interval_of("v6e", 2.0, {"unit": "tokens", "verb": "decode"}, "quick")[2]
+    of_decode = interval_of("v6e", 2.0, {"unit": "tokens", "verb": "decode"}, ScheduleDetail.quick)[
+        2
+    ]
     assert of_decode.endswith("train steps on v6e; no decode step among them")
-    compiled = interval_of("v6e", 2.0, {"unit": "tokens", "verb": "train"}, "full")[2]
+    compiled = interval_of("v6e", 2.0, {"unit": "tokens", "verb": "train"}, ScheduleDetail.full)[2]
     assert compiled.endswith("v6e, forecast from schedules")
 
 
@@ -132,5 +134,5 @@ def test_a_table_is_not_written_from_nothing(
 
 
 def test_a_schedule_is_told_from_a_full_compile_by_its_cycles() -> None:
-    for mode in ("full", "quick"):
-        assert mode_of(operations.module("gated-v5p", mode)) == mode
+    for detail in ScheduleDetail:
+        assert detail_of(operations.module("gated-v5p", detail.value)) is detail

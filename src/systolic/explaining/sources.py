@@ -22,6 +22,7 @@ from systolic.sim.work import work_of
 
 _CALLBACK = re.compile(r"callback", re.I)
 _COPY = re.compile(r"(copy|transpose)")
+_NARROW = re.compile(r"\b(s8|u8|s4|u4|f8\w+)\[")
 _F32 = re.compile(r"\bf32\[")
 
 
@@ -112,16 +113,13 @@ def step_of_profile(profile: Profile, mesh: Mapping[str, int]) -> Step:
     """
     trace = profile.trace
     chip = by_device_kind(trace.kind) if trace.kind else None
-    peak = trace.peak_flops
-    if peak is None and chip is not None and chip.peak_bf16_flops_per_second is not None:
-        peak = chip.peak_bf16_flops_per_second / (chip.devices_per_chip or 1)
     windowed: Mapping[int, Set[str]] = {id(m): names(m) for m in trace.modules.values()}
     return Step(
         seconds=profile.seconds,
         ops=_together([_measured(op, windowed) for op in profile.ops]),
         mesh={axis: mesh[axis] for axis in MESH if axis in mesh},
         microbatches=int(mesh.get("microbatches", 0)),
-        peak=lambda dtype: peak,
+        peak=trace.peak,
         mxu_width=matrix_width(chip),
         memory_peak=trace.peak_bytes,
         f32_passes=trace.backend is not Backend.cpu,
@@ -151,8 +149,8 @@ def _measured(op: Measured, windowed: Mapping[int, Set[str]]) -> StepOp:
         place = Place(module=op.module, computation=op.computation, instruction=op.instruction)
     kind = _measured_kind(op)
     dtype = op.dtype
-    if kind is OpKind.matmul and not dtype and _reads_f32(op.raw.text):
-        dtype = "f32"
+    if kind is OpKind.matmul and not dtype:
+        dtype = _operand_dtype(op.raw.text)
     return StepOp(
         name=op.raw.name,
         opcode=op.opcode,
@@ -189,7 +187,10 @@ def _only_copies(op: Measured) -> bool:
     return op.opcode in ("fusion", "") and bool(_COPY.match(op.raw.name)) and not op.flops
 
 
-def _reads_f32(text: str) -> bool:
-    """Whether an instruction's text has f32 operands and none of fewer bits."""
+def _operand_dtype(text: str) -> str:
+    """Dtype of a matmul's operands by an instruction's text: two that are narrow, or f32 ones and none of fewer bits."""
     operands = text.partition(" = ")[2].partition("(")[2]
-    return bool(_F32.search(operands)) and "bf16[" not in operands
+    narrow = _NARROW.findall(operands)
+    if len(narrow) > 1:
+        return narrow[0]
+    return "f32" if _F32.search(operands) and "bf16[" not in operands else ""

@@ -1,5 +1,6 @@
 """Range of a forecast: errors that programs of its kind had against chips (``benchmarks/accuracy/intervals.py``)."""
 
+import enum
 import tomllib
 from collections.abc import Mapping
 from functools import cache
@@ -17,14 +18,30 @@ def _table() -> Mapping[str, Any]:
     return tomllib.loads((Path(__file__).parent / "errors.toml").read_text())
 
 
-def mode_of(module: Module) -> str:
-    """``full`` for a schedule with the compiler's cycles, ``quick`` for one without."""
+class ScheduleDetail(enum.Enum):
+    """Schedules by what the compiler tells of them."""
+
+    full = "full"
+    """With the compiler's cycles."""
+    quick = "quick"
+    """Without: the compile ended at the schedule."""
+
+
+class ResultKind(enum.Enum):
+    """Measured results that a forecast's errors were found on."""
+
+    operation = "operation"
+    step = "step"
+
+
+def detail_of(module: Module) -> ScheduleDetail:
+    """Detail of a module's schedule."""
     cycles = (op.cycles for held in module.computations.values() for op in held)
-    return "quick" if all(count is None for count in cycles) else "full"
+    return ScheduleDetail.quick if all(count is None for count in cycles) else ScheduleDetail.full
 
 
 def interval_of(
-    generation: str, seconds: float, facts: Mapping[str, Any], mode: str
+    generation: str, seconds: float, facts: Mapping[str, Any], schedule: ScheduleDetail
 ) -> tuple[float, float, str]:
     """Low and high seconds, and where they come from.
 
@@ -33,17 +50,18 @@ def interval_of(
     jobs those of train steps; a generation with few results takes those of all. Made to hold 80 %, where each family
     of results counts once; the text says how many of them lie inside, and where a program is of another kind or mode.
     """
-    kind = "operation" if facts.get("unit", "calls") == "calls" else "step"
-    modes = _table()[kind]
-    by_generation = modes.get(mode) or modes["quick"]
+    calls = facts.get("unit", "calls") == "calls"
+    kind = ResultKind.operation if calls else ResultKind.step
+    schedules = _table()[kind.value]
+    by_generation = schedules.get(schedule.value) or schedules[ScheduleDetail.quick.value]
     row = by_generation.get(generation)
     where = generation if row is not None else f"all generations, too few on {generation}"
     row = row if row is not None else by_generation[ALL]
-    what = "operations" if kind == "operation" else "train steps"
+    what = "operations" if kind is ResultKind.operation else "train steps"
     text = f"{row['held']} of {row['rows']} measured {what} on {where}"
-    if mode not in modes:
+    if schedule.value not in schedules:
         text += ", forecast from schedules"
     verb = facts.get("verb", "train")
-    if kind == "step" and verb != "train":
+    if kind is ResultKind.step and verb != "train":
         text += f"; no {verb} step among them"
     return seconds / (1 + row["high"]), seconds / (1 + row["low"]), text

@@ -120,7 +120,7 @@ class Profile:
             flops=flops,
             bytes=moved,
             dtype=work.dtype if work.flops else "",
-            resource=_resource(op, opcode, (flops, moved), self.trace),
+            resource=_resource(op, opcode, (flops, moved), self.trace, work.dtype),
             module=module,
             computation=computation,
             instruction=instruction,
@@ -273,7 +273,9 @@ def _plain(op: DeviceOp, trace: DeviceTrace) -> ProfiledOp:
     )
 
 
-def _resource(op: DeviceOp, opcode: str, work: tuple[float, float], trace: DeviceTrace) -> Resource:
+def _resource(
+    op: DeviceOp, opcode: str, work: tuple[float, float], trace: DeviceTrace, dtype: str = "bf16"
+) -> Resource:
     """What bounds an op: by its kind, then by its work over the device's peaks."""
     kind = f"{opcode} {op.category}".lower()
     if any(one in kind for one in COLLECTIVES) or op.name.lower().startswith(KERNELS):
@@ -289,8 +291,9 @@ def _resource(op: DeviceOp, opcode: str, work: tuple[float, float], trace: Devic
         return Resource.vpu
     if trace.backend is Backend.tpu and flops and not _multiplies(op, opcode):
         flops = 0.0  # the profile counts a vector unit's additions too
-    if trace.peak_flops and trace.peak_bytes and flops:
-        full = flops / trace.peak_flops >= moved / trace.peak_bytes
+    peak = trace.peak(dtype)
+    if peak and trace.peak_bytes and flops:
+        full = flops / peak >= moved / trace.peak_bytes
         return Resource.mxu if full else Resource.hbm
     return Resource.mxu if flops else Resource.hbm
 

@@ -17,9 +17,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from systolic.chips import by_device_kind
 from systolic.core.errors import DataError, NotFoundError
 from systolic.hlo import Module, parse
 from systolic.profile import xspace
+from systolic.sim.rates import number_format, peaks_of
 
 SUFFIX = ".xplane.pb"
 HOST = "/host:CPU"
@@ -89,7 +91,7 @@ class DeviceTrace:
     kind: str = ""
     """As JAX names the device; empty where the profile does not say."""
     peak_flops: float | None = None
-    """FLOP/s of the matrix units, as the profile has it."""
+    """FLOP/s of the matrix units in bf16, as the profile has it."""
     peak_bytes: float | None = None
     """Bytes/s of device memory, as the profile has it."""
     ops: Sequence[DeviceOp]
@@ -108,6 +110,19 @@ class DeviceTrace:
     modules: Mapping[int, Module] = field(default_factory=dict)
     """By program id."""
     notes: Sequence[str] = ()
+
+    def peak(self, dtype: str = "bf16") -> float | None:
+        """FLOP/s of a matmul with operands of that HLO dtype; None where neither profile nor catalogue has a peak.
+
+        A profile has the peak in bf16 only. The catalogue says by how much another number format is faster.
+        """
+        chip = by_device_kind(self.kind) if self.kind else None
+        peaks = peaks_of(chip) if chip is not None else {}
+        known = peaks.get("bf16")
+        if chip is None or known is None:
+            return self.peak_flops
+        bf16 = self.peak_flops or known / (chip.devices_per_chip or 1)
+        return bf16 * peaks.get(number_format(dtype), known) / known
 
 
 def find(path: Path) -> tuple[Path, list[str]]:

@@ -33,9 +33,23 @@ class Rates:
 
     def peak(self, dtype: str) -> float:
         """Peak of a matmul with operands of that HLO dtype; f32 runs as bf16 passes."""
-        if dtype.startswith("f8") and "fp8" in self.peaks:
-            return self.peaks["fp8"]
-        return self.peaks.get(_NARROW.get(dtype, "bf16"), self.peaks["bf16"])
+        return self.peaks.get(number_format(dtype), self.peaks["bf16"])
+
+
+def number_format(dtype: str) -> str:
+    """Format in which matrix units take operands of an HLO dtype: ``bf16``, ``fp8``, ``int8``, ``int4``."""
+    return "fp8" if dtype.startswith("f8") else _NARROW.get(dtype, "bf16")
+
+
+def peaks_of(chip: Chip) -> dict[str, float]:
+    """Operations per second of a chip by number format: ``bf16``, ``fp8``, ``int8``, ``int4``, where it has them."""
+    peaks = {
+        "bf16": chip.peak_bf16_flops_per_second,
+        "fp8": chip.peak_fp8_flops_per_second,
+        "int8": chip.peak_int8_ops_per_second,
+        "int4": chip.peak_int4_ops_per_second,
+    }
+    return {name: peak for name, peak in peaks.items() if peak is not None}
 
 
 SUBLANES, LANES = usual("tpu")["vpu_shape"].value
@@ -131,12 +145,6 @@ def rates_of(on: Slice, power_state: int | None = None, flags: Sequence[str] = (
             raise NotFoundError(
                 f"the catalogue has no {name} of {chip.name}, which a simulation needs; choose another chip"
             )
-    peaks = {
-        "bf16": chip.peak_bf16_flops_per_second,
-        "fp8": chip.peak_fp8_flops_per_second,
-        "int8": chip.peak_int8_ops_per_second,
-        "int4": chip.peak_int4_ops_per_second,
-    }
     dcn = chip.measured_dcn_bytes_per_second_per_chip or (
         known(chip, "dcn_bytes_per_second_per_host") / known(chip, "chips_per_host")
     )
@@ -146,8 +154,7 @@ def rates_of(on: Slice, power_state: int | None = None, flags: Sequence[str] = (
         # The matrix units follow the clock; device memory and links do not.
         peaks={
             name: peak / devices * (clock / peak_clock if clock and peak_clock else 1.0)
-            for name, peak in peaks.items()
-            if peak is not None
+            for name, peak in peaks_of(chip).items()
         },
         hbm=(chip.hbm_bytes_per_second or 0.0) / devices,
         link=(
