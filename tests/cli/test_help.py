@@ -99,6 +99,8 @@ LINES = [
     "forecast lm --on v5e-4 --modle 3",
     "forecast lm --on v5e-4 --steps many",
     "plan lm",
+    "explain nowhere",
+    "explain lm",
 ]
 
 

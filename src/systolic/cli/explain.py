@@ -121,11 +121,16 @@ OPTIONS = (ExplainOptions, ExplainSavedOptions, ExplainRunOptions, ExplainProfil
 
 def run(args: Sequence[str]) -> int:
     """The verb."""
-    from systolic.session.explaining import ExplainedKind, kind_of
-
     if not args or args[0] in ("-h", "--help"):
         return print_verb_help(FORMS, *OPTIONS)
     target, rest = first(args, "explain", "a run, a recipe, a profile or a saved forecast")
+    if not Path(target).exists():
+        # A mistake in it is refused before the session is imported.
+        if not is_recipe(target):
+            raise unknown(target)
+        return explain_recipe(target, rest)
+    from systolic.session.explaining import ExplainedKind, kind_of
+
     explainers: Mapping[ExplainedKind, Callable[[str, Sequence[str]], int]] = {
         ExplainedKind.run: explain_run,
         ExplainedKind.forecast: explain_saved,
