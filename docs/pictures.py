@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
@@ -25,6 +26,8 @@ from systolic.report.run.summary import print_panel
 from systolic.report.run.verdict import SAME, commands
 
 COLUMNS = 100
+TITLE = 90
+"""Letters of a title, which is as wide as the terminal."""
 SEEN = 0.85
 """Share of the steps at which the live view is drawn."""
 
@@ -118,7 +121,7 @@ def picture_of_command(words: Sequence[str]) -> str:
         file=io.StringIO(), record=True, width=COLUMNS, force_terminal=True, highlight=False
     )
     console.print(Text.from_ansi(printed.decode().replace("\r\n", "\n")))
-    title = shlex.join(["systolic", *words])
+    title = shorten(shlex.join(["systolic", *words]), TITLE, placeholder=" …")
     return console.export_svg(title=title, theme=THEME, code_format=FORMAT, unique_id=words[0])
 
 

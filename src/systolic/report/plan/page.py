@@ -92,7 +92,7 @@ def render(plan: Plan, plan_path: Path | None, root: Path | None = None) -> str:
         "more": max(len(found) - ROWS, 0),
         "colours": colours,
         "percent": figures.percent,
-        "sure": readings.sure,
+        "interval": lambda one: _interval(one, best),
         "torus": None if best is None else _torus(best, root or cache_home()),
         "best": best,
         "reasons": readings.reasons(plan),
@@ -103,6 +103,12 @@ def render(plan: Plan, plan_path: Path | None, root: Path | None = None) -> str:
         "searched": readings.searched(plan),
     }
     return fill("plan.html", page)
+
+
+def _interval(one: Trial, best: Trial | None) -> str:
+    """How far a step time may be off, where that is not as the tile says for the best."""
+    text = readings.interval(one)
+    return "" if best is not None and text == readings.interval(best) else text
 
 
 def tiles(plan: Plan) -> list[Tile]:
@@ -121,7 +127,9 @@ def tiles(plan: Plan) -> list[Tile]:
         ),
         Tile(label="energy", value=f"{readings.energy(total.kwh)} kWh"),
         Tile(
-            label="step", value=readings.step(made.step_seconds or 0.0), small=readings.sure(best)
+            label="step",
+            value=readings.step(made.step_seconds or 0.0),
+            small=readings.interval(best),
         ),
         Tile(label="MFU", value=figures.percent(made.mfu)),
         Tile(label="memory", value=readings.memory(best), small="of each device"),

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from systolic.core.units import GIB, duration, si
+from systolic.job import Layout
+from systolic.planning.candidate import Candidate
 from systolic.planning.goal import days, dollars
 from systolic.planning.objective import Objective, PriceTerm
 from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial, reason_of
@@ -46,11 +48,13 @@ class RankingRow:
     one: Trial
     slice: str
     layout: str
+    unlike: str
+    """What the best candidate has otherwise, with the values of this one; empty for the best."""
     batch: str
     step: str
     mfu: str
     memory: str
-    """``13.1 of 15.8``, GiB of one device."""
+    """``13.1 of 15.8`` GiB of one device."""
     memory_share: float
     time: str
     usd: str
@@ -87,8 +91,8 @@ def energy(kwh: float | None) -> str:
     return figures.MISSING if kwh is None else readings.figure(kwh)
 
 
-def sure(one: Trial) -> str:
-    """How far the step may be off: ``−8 to +12 %``; empty where that is not known."""
+def interval(one: Trial) -> str:
+    """How far the step time may be off: ``−8 to +12 %``; empty where that is not known."""
     made = one.forecast
     if made is None or not made.step_seconds or made.low is None or made.high is None:
         return ""
@@ -124,8 +128,8 @@ def verdict(plan: Plan) -> Verdict:
         parts.append(f"{figures.percent(best.forecast.mfu)} MFU")
     parts.append(memory(best))
     text = f"{best.candidate.name}: {', '.join(parts)}"
-    if interval := sure(best):
-        text += f"; sure to about {interval}"
+    if within := interval(best):
+        text += f"; step time within {within}"
     tone = Tone.good if not plan.stopped else Tone.fair
     words = {
         None: "planned",
@@ -154,11 +158,11 @@ def command(plan: Plan, path: Path | None, number: int = 1) -> str:
 
 def rows(plan: Plan) -> list[RankingRow]:
     """The ranking."""
-    front = {id(one) for one in plan.pareto}
-    return [_row(rank, one, id(one) in front) for rank, one in enumerate(plan.ranking, 1)]
+    front, ranking = {id(one) for one in plan.pareto}, plan.ranking
+    return [_row(rank, one, ranking[0], id(one) in front) for rank, one in enumerate(ranking, 1)]
 
 
-def _row(rank: int, one: Trial, pareto: bool) -> RankingRow:
+def _row(rank: int, one: Trial, best: Trial, pareto: bool) -> RankingRow:
     made, total = one.forecast, one.total
     assert made is not None
     assert total is not None
@@ -168,6 +172,7 @@ def _row(rank: int, one: Trial, pareto: bool) -> RankingRow:
         one=one,
         slice=one.candidate.on.name,
         layout=one.candidate.text,
+        unlike=unlike(best.candidate, one.candidate),
         batch=f"{one.candidate.batch:,}",
         step=step(made.step_seconds or 0.0),
         mfu=figures.MISSING if made.mfu is None else f"{made.mfu * 100:.1f} %",
@@ -179,6 +184,40 @@ def _row(rank: int, one: Trial, pareto: bool) -> RankingRow:
         compile=DEPTHS[one.depth],
         pareto=pareto,
     )
+
+
+def unlike(best: Candidate, one: Candidate) -> str:
+    """What a candidate has otherwise than the best: ``data 4, remat full``; of names that are kept ``+out``."""
+    now, then = best.layout.words(), one.layout.words()
+    parts = []
+    for name, value in then.items():
+        if value == now[name]:
+            continue
+        if name == "remat" and one.layout.remat is best.layout.remat:
+            parts.append(_names(best.layout, one.layout))
+        else:
+            parts.append(f"{name} {value}")
+    if one.flags != best.flags and one.flags.generations:
+        parts.append(f"flags {one.flags.name}")
+    elif one.flags != best.flags:
+        parts.append(f"no flags {best.flags.name}")
+    if one.precision is not best.precision:
+        parts.append(f"precision {one.precision.value}")
+    return ", ".join(parts)
+
+
+def _names(best: Layout, one: Layout) -> str:
+    """Names that a policy has more or fewer: ``remat +out -mlp, keep +attention``."""
+
+    def change(before: Sequence[str], after: Sequence[str]) -> str:
+        more = [f"+{name}" for name in after if name not in before]
+        return " ".join([*more, *(f"-{name}" for name in before if name not in after)])
+
+    kinds = {
+        "remat": change(best.remat_names, one.remat_names),
+        "keep": change(best.saved_names, one.saved_names),
+    }
+    return ", ".join(f"{kind} {text}" for kind, text in kinds.items() if text)
 
 
 def shown(found: Sequence[RankingRow], room: int) -> list[RankingRow]:

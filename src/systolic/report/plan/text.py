@@ -1,12 +1,13 @@
 """A plan on one screen: the answer and its command first, then the ranking, then what was rejected."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
 from rich.text import Text
 
+from systolic.planning.objective import Objective
 from systolic.planning.plan import Plan
 from systolic.report import figures, terminal
 from systolic.report.plan import readings
@@ -18,8 +19,9 @@ from systolic.report.verdict import COLOURS
 MAX_WIDTH = 120
 ROWS = 8
 INDENT = 10
-_COLUMNS = ("slice", "step", "MFU", "GiB", "time", "$", "kWh", "batch", "compile")
 _LEFT = ("slice", "compile")
+_VARYING = ("slice", "batch", "compile")
+"""Columns that are left out where all candidates have the same."""
 
 
 def print_plan(
@@ -58,7 +60,7 @@ def lines(plan: Plan, path: Path | None, width: int) -> list[Text]:
     shown = [head, *_wrapped(verdict.sentence, width, f"bold {colour}")]
     if plan.best is not None:
         shown.append(_row("run", readings.command(plan, path), "bold cyan"))
-    table = _table(readings.rows(plan), width)
+    table = _table(plan, width)
     shown += [Text(""), *table] if table else []
     rejected = _rejected(plan, width)
     shown += [Text(""), *rejected] if rejected else []
@@ -70,57 +72,53 @@ def lines(plan: Plan, path: Path | None, width: int) -> list[Text]:
     return shown
 
 
-def _table(found: Sequence[RankingRow], width: int) -> list[Text]:
-    """The ranking: a candidate's figures, and its layout below them."""
+def _table(plan: Plan, width: int) -> list[Text]:
+    """The ranking, a line each: a candidate's figures, and what differs from the best."""
+    found = readings.rows(plan)
     if not found:
         return []
     rows = readings.shown(found, ROWS)
-    same_batch = len({row.batch for row in rows}) == 1
-    columns = [name for name in _COLUMNS if not (same_batch and name == "batch")]
-    cells = [dict(zip(_COLUMNS, _cells(row), strict=True)) for row in rows]
+    cells = [_cells(row) for row in rows]
+    hidden = {name for name in _VARYING if len({cell[name] for cell in cells}) == 1}
+    if plan.goal.objective is not Objective.energy:
+        hidden.add("kWh")
+    columns = [name for name in cells[0] if name not in hidden]
     wide = {name: max(len(name), *(len(cell[name]) for cell in cells)) for name in columns}
     marks = max(len(str(row.rank)) for row in rows) + 1
 
-    def line(mark: str, cell: Mapping[str, str]) -> str:
+    def line(mark: str, cell: Mapping[str, str], last: str) -> str:
         texts = [
             f"{cell[name]:<{wide[name]}}" if name in _LEFT else f"{cell[name]:>{wide[name]}}"
             for name in columns
         ]
-        return "  ".join([f"{mark:>{marks}}", *texts])
+        return "  ".join([f"{mark:>{marks}}", *texts, last])
 
-    shown = [Text(line("", {name: name for name in columns}), style="dim")]
+    head = line("", {name: name for name in columns}, "differs from the best")
+    shown = [Text(head, style="dim")]
     for row, cell in zip(rows, cells, strict=True):
         mark = f"{row.rank}{'*' if row.pareto else ' '}"
-        style = "bold" if row.rank == 1 else ""
-        shown.append(Text(line(mark, cell), style=style))
-        below = _folded(row.layout, width - marks - 2)
-        shown += [Text(f"{'':<{marks + 2}}{rest}", style=style or "dim") for rest in below]
-    told = "* no other is faster and cheaper" if any(row.pareto for row in rows) else ""
+        text = Text(line(mark, cell, row.unlike), style="bold" if row.rank == 1 else "")
+        shown.append(_cut(text, width))
+    front = "* no other is faster and cheaper" if any(row.pareto for row in rows) else ""
     more = len(found) - len(rows)
-    parts = [told, f"{figures.plural(more, 'more candidate')} in the file" if more else ""]
+    parts = [front, f"{figures.plural(more, 'more candidate')} in the file" if more else ""]
     if text := "; ".join(part for part in parts if part):
         shown.append(Text(f"{'':<{marks + 2}}{text}", style="dim"))
     return shown
 
 
-def _folded(layout: str, width: int) -> list[str]:
-    """A layout on several lines, broken between words and after the ``+`` of a list of names."""
-    wide = textwrap.wrap(layout.replace("+", "+ "), width, break_on_hyphens=False)
-    return [line.replace("+ ", "+") for line in wide] or [""]
-
-
-def _cells(row: RankingRow) -> tuple[str, ...]:
-    return (
-        row.slice,
-        row.step,
-        row.mfu,
-        row.memory,
-        row.time,
-        row.usd.removeprefix("$"),
-        row.kwh,
-        row.batch,
-        row.compile,
-    )
+def _cells(row: RankingRow) -> dict[str, str]:
+    return {
+        "slice": row.slice,
+        "step": row.step,
+        "MFU": row.mfu,
+        "GiB": row.memory,
+        "time": row.time,
+        "$": row.usd.removeprefix("$"),
+        "kWh": row.kwh,
+        "batch": row.batch,
+        "compile": row.compile,
+    }
 
 
 def _rejected(plan: Plan, width: int) -> list[Text]:
