@@ -83,3 +83,11 @@ def test_paths_that_pages_name_are_there() -> None:
     assert ("docs/architecture.md", "data/device_batches.py") in found
     gone = [(page, path) for page, path in found if not any((p / path).exists() for p in places)]
     assert gone == []
+
+
+def test_the_map_has_a_row_for_each_package() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    table = text[text.index("| layer | holds |") :].split("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    packages = [path.parent.name for path in (ROOT / "src" / "systolic").glob("*/__init__.py")]
+    assert sorted(rows) == sorted(packages)

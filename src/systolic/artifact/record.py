@@ -68,7 +68,7 @@ class RunRecord:
     resumes: Sequence[float] = ()
     """``elapsed`` at the start of each session but the first."""
     damage: Sequence[str] = ()
-    """Damaged lines and files, a sentence each that says what was read instead."""
+    """Damaged lines and files, a sentence each with the values that replace them."""
 
     @property
     def start(self) -> Mapping[str, Any]:
@@ -218,10 +218,7 @@ def load_run(path: Path, *, last_session: bool = False) -> RunRecord:
     records, damage = _read_lines(path / METRICS)
     diagnoses, more = _read_lines(path / DIAGNOSES)
     if last_session:
-        starts = [n for n, record in enumerate(records) if record.get("kind") == "start"]
-        records = records[starts[-1] :] if starts else records
-        before = (records[0].get("resumed_from") or 0) if records else 0
-        diagnoses = [record for record in diagnoses if record["step"] > before]
+        records, diagnoses = _last_session(records, diagnoses)
     ledger = _Ledger()
     for record in records:
         ledger.add(record)
@@ -246,7 +243,7 @@ def load_run(path: Path, *, last_session: bool = False) -> RunRecord:
 
 
 def _read_lines(path: Path) -> tuple[list[Record], list[str]]:
-    """The whole records of a log, and a sentence for what is damaged."""
+    """Intact records of a log, and a sentence about damaged lines."""
     records, damaged = [], []
     for line, record, _ in metrics.scan(path):
         if record is None or (path.name == METRICS and not {"kind", "time"} <= set(record)):
@@ -263,6 +260,15 @@ def _read_lines(path: Path) -> tuple[list[Record], list[str]]:
         else f"lines {lines} of {path.name} are"
     )
     return records, [f"{words} damaged and left out"]
+
+
+def _last_session(
+    records: list[Record], diagnoses: list[Record]
+) -> tuple[list[Record], list[Record]]:
+    starts = [n for n, record in enumerate(records) if record["kind"] == "start"]
+    session = records[starts[-1] :] if starts else records
+    before = (session[0].get("resumed_from") or 0) if session else 0
+    return session, [record for record in diagnoses if record["step"] > before]
 
 
 def _read_summary(path: Path, end: Record | None) -> tuple[Record | None, list[str]]:

@@ -1,4 +1,4 @@
-"""Numbers for people. GB means 1e9 bytes, GiB 2**30; time is in seconds unless the name says otherwise."""
+"""Formats numbers for people. GB means 1e9 bytes, GiB 2**30; time is in seconds unless the name says otherwise."""
 
 GIB = 2**30
 MIB = 2**20

@@ -29,7 +29,7 @@ def measure(
     """Runs the measuring child on this machine and reads its result.
 
     The child gets the environment as it is, so that what it meets is what training would meet.
-    Only where there is no TPU is libtpu told not to look for a metadata server and not to lock.
+    Without a TPU, libtpu is told not to query a metadata server and not to lock.
     """
     quiet = (
         {} if machine.tpu_chips else {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}

@@ -35,7 +35,7 @@ def test_what_fits_says_how_fast() -> None:
     assert "lm on v5e-4 fits" in page.text
     assert "By place in the model" in page.text
     assert "attention" in page.text
-    assert "What is alive at the peak" in page.text
+    assert "Live buffers at the peak" in page.text
     assert "peak memory is compiled" in page.text
 
 
@@ -48,7 +48,7 @@ def test_what_does_not_fit_says_by_how_much() -> None:
 
 def test_what_would_hold_the_memory_is_shown_once() -> None:
     page = Page(render(replace(refused(), memory=fitting().memory)))
-    assert "What would hold it" in page.text
+    assert "What needs it" in page.text
     assert "saved activations f32[64,2048,32768]" not in page.text
 
 

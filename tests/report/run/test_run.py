@@ -53,7 +53,9 @@ def test_a_run_without_a_summary_is_unfinished(tmp_path: Path, whole: list[dict]
     assert judge(run).tone is Tone.neutral
     assert f"step {run.train[-1]['step']} of 600" in judge(run).sentence
     assert run.final_metrics["validation_loss"] == run.evals[-1]["metrics"]["loss"]
-    assert dict(commands(run))["go on from the last checkpoint"].startswith("systolic train --res")
+    assert dict(commands(run))["continue from the last checkpoint"].startswith(
+        "systolic train --res"
+    )
 
 
 def test_without_a_summary_the_records_say_where_the_time_went(
@@ -72,7 +74,7 @@ def test_a_bad_step_that_ended_a_run_is_its_verdict(tmp_path: Path) -> None:
     assert run.state is State.failed
     assert judge(run).tone is Tone.bad
     assert "step 1000 is not a number" in judge(run).sentence
-    replay = dict(commands(run))["look at the batch of the bad step"]
+    replay = dict(commands(run))["replay the bad step"]
     assert replay == f"systolic train --replay {tmp_path}/bad/step-1000.npz"
 
 

@@ -90,7 +90,7 @@ class Lines(Corpus):
         self._names = [_name(root, file) for file in files]
         self._lines = [_line_bounds(file) for file in files]
         self._starts = np.concatenate([[0], np.cumsum([len(lines) for lines in self._lines])])
-        # What is wrong near the start is said before a model is compiled.
+        # Errors near the start are reported before a model is compiled.
         if len(self):
             lines = next(lines for lines in self._lines if len(lines))
             near = int(np.count_nonzero(lines[:, 1] <= CHECKED_BYTES))

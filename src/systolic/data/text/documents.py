@@ -198,7 +198,7 @@ class Documents(TextData):
         corpus, kept = self.documents(read.split)
         if not len(kept):
             raise DataError(_nothing(self, read.split, len(corpus)))
-        # A wrong tokenizer is said here, not by the thread that first uses it.
+        # A wrong tokenizer is reported here, not by the thread that first uses it.
         tokenizer.digest()
         windows = Windows(
             corpus=corpus,

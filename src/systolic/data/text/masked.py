@@ -28,7 +28,7 @@ class Masked(TextData):
     """Rows of a text with a share of the tokens chosen for prediction: masked, replaced or left.
 
     Which tokens are chosen follows from the row and, in training, from the position in the data: a row
-    that comes again is masked otherwise, a resumed run sees what it would have seen, and an evaluation is
+    that comes again is masked differently, a resumed run sees what it would have seen, and an evaluation is
     the same every time.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What changed between the JSON of two forecasts."""
+"""Changes between the JSON of two forecasts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,16 +12,16 @@ from systolic.forecasting.costs import roll_up
 from systolic.report import figures
 
 ROWS = 12
-"""Of a group in a comparison, the largest changes first."""
+"""Most rows of a group in a comparison, the largest changes first."""
 SAME = 0.0005
 """Changes below this share of the step are left out."""
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The JSON of another forecast.
+    """Reads the JSON of another forecast.
 
     Raises:
-        NotFoundError: the file can't be read.
+        NotFoundError: the file cannot be read.
         OptionError: it holds something else.
         DataError: it is cut short.
     """
@@ -30,7 +30,7 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(record, dict) or not {"slice", "fits", "hbm", "time_by_resource"} <= set(
         record
     ):
-        raise OptionError(f"{path} is JSON but not of a forecast; {again}")
+        raise OptionError(f"{path} is JSON but not a forecast; {again}")
     return record
 
 
@@ -53,7 +53,7 @@ class FigureChange:
         return self.after / self.before - 1
 
     def to_json(self) -> dict[str, Any]:
-        """All of it."""
+        """The values as JSON."""
         return {
             "group": self.group,
             "name": self.name,
@@ -64,7 +64,7 @@ class FigureChange:
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[FigureChange]:
-    """What differs from one forecast's JSON to another's: step, memory, money, resources, places."""
+    """Compares the JSON of two forecasts: step, memory, money, resources, places."""
     found = [
         _change("", "step", before, after, ("step_seconds",), "s"),
         _change("", "MFU", before, after, ("mfu",), "share"),

@@ -106,8 +106,8 @@ def _memory(forecast: Forecast, width: int) -> list[Text]:
     parts = _merged(readings.memory_parts(forecast))
     if not parts:
         return [head]
-    looks = {part.key: (_FILLS[i % 8], _HUES[i % 8]) for i, part in enumerate(parts)}
-    return [head, _bar(parts, looks, width), *_legend(parts, looks, width)]
+    styles = {part.key: (_FILLS[i % 8], _HUES[i % 8]) for i, part in enumerate(parts)}
+    return [head, _bar(parts, styles, width), *_legend(parts, styles, width)]
 
 
 def _merged(parts: Sequence[Portion]) -> list[Portion]:
@@ -136,14 +136,14 @@ def _time(forecast: Forecast, width: int) -> list[Text]:
     return [head, _bar(parts, _RESOURCES, width), *_legend(parts, _RESOURCES, width, share=True)]
 
 
-def _bar(parts: Sequence[Portion], looks: Mapping[str, tuple[str, str]], width: int) -> Text:
+def _bar(parts: Sequence[Portion], styles: Mapping[str, tuple[str, str]], width: int) -> Text:
     """Draws segments by share; the remainder is free."""
     line, room = Text(" " * INDENT), width - INDENT
     done, at = 0.0, 0
     for part in parts:
         done += part.share
         end = min(round(done * room), room)
-        fill, colour = looks[part.key]
+        fill, colour = styles[part.key]
         line.append(fill * (end - at), colour)
         at = end
     return line.append("·" * (room - at), "bright_black")
@@ -151,7 +151,7 @@ def _bar(parts: Sequence[Portion], looks: Mapping[str, tuple[str, str]], width: 
 
 def _legend(
     parts: Sequence[Portion],
-    looks: Mapping[str, tuple[str, str]],
+    styles: Mapping[str, tuple[str, str]],
     width: int,
     share: bool = False,
 ) -> list[Text]:
@@ -162,7 +162,7 @@ def _legend(
         size = len(part.name) + len(text) + 3
         if len(found[-1]) + size > width:
             found.append(Text(" " * INDENT))
-        fill, colour = looks[part.key]
+        fill, colour = styles[part.key]
         found[-1].append(fill, colour).append(f" {part.name} ").append(text, "bold").append("  ")
     return found
 

@@ -52,7 +52,7 @@ def _judge_metrics(metrics: Mapping[str, Any], loss: float | None, *, text: bool
     gzip = figures.number(metrics.get("gzip_bits_per_byte"))
     if own is not None and gzip is not None and gzip > 0 and math.isfinite(own):
         gain = 1 - own / gzip
-        where = f"{own:.3f} bits per byte on held-out text, where gzip needs {gzip:.3f}"
+        where = f"{own:.3f} bits per byte on held-out text, gzip needs {gzip:.3f}"
         if abs(gain) <= LEVEL:
             return Verdict(word="level with gzip", sentence=f"{where}.", tone=Tone.fair)
         if gain > 0:
@@ -101,9 +101,9 @@ def commands(run: RunRecord) -> list[tuple[str, str]]:
         found.append(("from the copy of the recipe kept with the run", shlex.join(kept)))
     if run.state is State.failed:
         batch = shlex.quote(str(run.path / "bad" / f"step-{run.last['step']}.npz"))
-        found.append(("look at the batch of the bad step", f"systolic train --replay {batch}"))
+        found.append(("replay the bad step", f"systolic train --replay {batch}"))
     if run.state is not State.finished:
-        found.append(("go on from the last checkpoint", f"systolic train --resume {where}"))
+        found.append(("continue from the last checkpoint", f"systolic train --resume {where}"))
     if run.summary is not None and run.summary["checkpoint"]:
         found.append(("evaluate it", f"systolic eval {where}"))
     following = (run.summary or {}).get("next")
