@@ -24,7 +24,7 @@ from systolic.core.errors import NotFoundError, OptionError, nearest
 
 USER_FILE_VARIABLE = "SYSTOLIC_CATALOGUE"
 OVERRIDABLE = ("power_watts", "power_watts_min", "power_watts_max", "tdp_watts")
-"""With the prices, what a user file may replace: the rest is physics."""
+"""Fields that a user file may replace, besides the prices: the rest is physics."""
 
 _PRICE = "usd_per_chip_hour"
 _PLAIN = ("title", "device_kind", "megacore", "machine_type", "gke_accelerator")
@@ -208,7 +208,7 @@ def _rule(table: dict[str, Any]) -> SliceRule:
 def _user_entries(
     path: Path, figures: dict[str, Any], tables: dict[str, Any]
 ) -> list[tuple[str, str, Any]]:
-    """What the user's file replaces, checked: (chip, field, entry)."""
+    """Entries that the user's file replaces, checked: (chip, field, entry)."""
     try:
         user = tomllib.loads(path.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:

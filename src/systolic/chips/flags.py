@@ -25,7 +25,7 @@ class Flag:
     """A few words for a line of figures."""
     why: str
     evidence: str
-    """What was measured on chips, by whom; ``simulated`` where nobody has published a measurement."""
+    """Measurement on chips, and by whom; ``simulated`` where nobody has published one."""
     generations: Sequence[str]
 
 
@@ -91,7 +91,7 @@ def resolved(given: str, chip: Chip | None, base: Sequence[str] | None = None) -
 
 
 def spoken(flags: Sequence[str], chip: Chip) -> str:
-    """What to give ``--flags`` on a chip for exactly these flags; empty where they are the shared set."""
+    """Value of ``--flags`` that gives exactly these flags on a chip; empty where they are the shared set."""
     shared = [one.text for one in shared_flags(chip)]
     named = {name_of(flag) for flag in flags}
     if any(name_of(flag) not in named for flag in shared):
@@ -113,7 +113,7 @@ def name_of(flag: str) -> str:
 
 
 def described(flags: Sequence[str]) -> str:
-    """What differs between a job's flags and XLA's defaults, in a few words; empty where nothing does."""
+    """Difference between a job's flags and XLA's defaults, in a few words; empty where there is none."""
     short = {one.text: one.short for one in SHARED}
     own = [flag for flag in flags if flag not in short]
     words = [short[flag] for flag in flags if flag in short] + own[:SPELT]

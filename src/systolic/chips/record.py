@@ -11,7 +11,7 @@ from systolic.core.errors import NotFoundError, nearest
 
 
 class ChipKind(enum.Enum):
-    """What a chip is."""
+    """Kinds of accelerator."""
 
     tpu = "tpu"
     gpu = "gpu"
@@ -94,7 +94,7 @@ class Chip:
     kind: ChipKind
     aliases: tuple[str, ...] = ()
     device_kind: str | None = None
-    """As ``jax.Device.device_kind`` prints it."""
+    """Name that ``jax.Device.device_kind`` prints."""
     device_kind_aliases: tuple[str, ...] = ()
     megacore: bool = False
     """Both TensorCores of a chip are one JAX device."""

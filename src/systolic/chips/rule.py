@@ -24,7 +24,7 @@ _PARTS_OF_A_CUBE: dict[int, Shape] = {
 
 
 class Counts(enum.Enum):
-    """What the number in a slice's name counts."""
+    """Unit of the number in a slice's name."""
 
     cores = "cores"
     chips = "chips"
@@ -40,7 +40,7 @@ class Sizes(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SliceRule:
-    """How one generation's slices are named, shaped and wired."""
+    """Names, shapes and wiring of one generation's slices."""
 
     dims: int
     counts: Counts
@@ -49,7 +49,7 @@ class SliceRule:
     """Chips of the largest shape, named or not: the pod."""
     longest_axis: int
     topology_prefix: str
-    """What libtpu calls the generation: ``v5`` for v5p."""
+    """Name that libtpu has for the generation: ``v5`` for v5p."""
     chip_config_name: str = "default"
     smallest_chips: int = 4
     without_chips: tuple[int, ...] = ()

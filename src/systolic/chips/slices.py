@@ -1,4 +1,4 @@
-"""From a name to a shape of chips: ``v5e-16``, ``v5p:4x4x8``, ``2xv5e-256``, ``8xh100``, ``8xcpu``."""
+"""Slices by name: ``v5e-16``, ``v5p:4x4x8``, ``2xv5e-256``, ``8xh100``, ``8xcpu``."""
 
 import difflib
 import re

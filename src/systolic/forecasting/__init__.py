@@ -1,4 +1,4 @@
-"""What a program will do on a slice: compiled, simulated, priced."""
+"""Forecasts of a program on a slice: compiled, simulated, priced."""
 
 from systolic.forecasting.forecast import Forecast
 from systolic.forecasting.function import Spread, forecast_function

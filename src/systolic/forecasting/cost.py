@@ -7,7 +7,7 @@ from systolic.chips import Slice, usual
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bill:
-    """Of a slice by the hour; None where the catalogue has no price or no power."""
+    """Price and power of a slice; None where the catalogue has no price or no power."""
 
     usd_per_hour: float | None
     spot_usd_per_hour: float | None

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: by op, by place in the model, by source line."""
+"""Time of a step by op, by place in the model and by source line."""
 
 import re
 from collections import defaultdict
@@ -13,7 +13,7 @@ GLUE = frozenset(("clip", "where", "take_along_axis", "dynamic_index_in_dim"))
 """Functions of jax.numpy that appear in a path of names but are no place in a model."""
 
 _REMARK = re.compile(r"blocks_\d+_of_\d+")
-"""What an attention kernel's name says of its mask."""
+"""Mark of the mask in an attention kernel's name."""
 
 _KERNEL = re.compile(r"(splash_mha_\w+?)(?:_segmented|_no_residuals|_residuals)*$")
 
@@ -25,9 +25,9 @@ class OpCost:
     name: str
     seconds: float
     runs: int
-    """How often ops of it run in a step."""
+    """Runs of its ops in a step."""
     resource: Resource
-    """That takes the most of it."""
+    """Resource that takes the most of it."""
     place: str
     source: str
     """``file:line`` that takes the most of it."""
@@ -57,7 +57,7 @@ class OpCost:
 
 
 def place_of(span: Span) -> str:
-    """Where in the model an op belongs: its path of names, else its source line, else its kind."""
+    """Place in the model that an op belongs to: its path of names, else its source line, else its kind."""
     return clean(span.layer) or short(span.source) or f"unnamed {span.opcode}"
 
 
@@ -104,7 +104,7 @@ def core(timeline: Timeline) -> Iterable[tuple[Span, int]]:
 
 
 def roll_up(seconds: Mapping[str, float], rows: int) -> dict[str, str]:
-    """Each path to the prefix that stands for it: the heaviest are opened while there is room."""
+    """Prefix that stands for each path: the heaviest are opened while there is room."""
     group = {path: (path if _is_source(path) else path.split("/")[0]) for path in seconds}
     closed: set[str] = set()
     while True:

@@ -28,7 +28,7 @@ COSTS = ("time_by_layer", "top_ops")
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a program will do on a slice.
+    """Time, memory and cost of a program on a slice.
 
     Times in seconds, memory in bytes of one device. MFU counts model FLOPs (no rematerialisation)
     against the bf16 peak of all chips, HFU those of the matmuls that are executed.
@@ -41,25 +41,25 @@ class Forecast:
     capacity_bytes: int
     memory: MemoryMap | None = None
     memory_origin: Origin = Origin.compiled
-    """Of the peak: the compiler's, the schedule's, or assumed of what stood in for the device."""
+    """Origin of the memory peak: the compiler, the schedule, or assumed of what stood in for the device."""
     timeline: Timeline | None = None
     step_seconds: float | None = None
     low: float | None = None
     high: float | None = None
     interval: str = ""
-    """Where low and high come from."""
+    """Results that low and high rest on."""
     model_flops: float | None = None
     unit: str = "calls"
     units: float = 1
     """Tokens, examples or calls of a step, all devices."""
     hardware_flops: float = 0.0
-    """Of one device."""
+    """FLOPs that one device executes."""
     bill: Bill
     compiler: Mapping[str, Any] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
     rejected: Mapping[str, Any] | None = None
     warnings: Sequence[str] = ()
-    """What slows the program down by known settings; shown before all notes."""
+    """Notes on settings that slow the program down; shown before all other notes."""
     notes: Sequence[str] = ()
     answer: Compiled | None = field(default=None, repr=False)
     """The compiler's answer in the store: its text, its message, its executable; None of a dump."""

@@ -19,7 +19,7 @@ from systolic.forecasting.run import forecast_program
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """How a function's arguments lie on a mesh, and what a call of it does."""
+    """Layout of a function's arguments on a mesh, and the work of a call."""
 
     mesh: Mapping[str, int] | None = None
     """Axis name to size; by default one axis ``devices`` over all of them."""
@@ -44,7 +44,7 @@ def forecast_function(
     quick: bool = False,
     **kwargs: Any,
 ) -> Forecast:
-    """What ``function(*args, **kwargs)`` will do on a slice that need not be there.
+    """Forecasts ``function(*args, **kwargs)`` on a slice that need not be there.
 
     Args:
         function: Jitted, made by ``equinox.filter_jit``, or plain; a plain one is jitted. It is

@@ -22,9 +22,9 @@ class ScheduleDetail(enum.Enum):
     """Schedules by what the compiler tells of them."""
 
     full = "full"
-    """With the compiler's cycles."""
+    """Schedule with the compiler's cycles."""
     quick = "quick"
-    """Without: the compile ended at the schedule."""
+    """Schedule without cycles: the compile ended there."""
 
 
 class ResultKind(enum.Enum):

@@ -1,4 +1,4 @@
-"""What holds device memory at the peak of a schedule.
+"""Buffers that hold device memory at the peak of a schedule.
 
 The compiler's own figure is the peak; which buffers are alive then comes from the schedule: an
 array lives from the op that makes it to the last that reads it, results that alias an operand
@@ -67,7 +67,7 @@ class MemoryMap:
     peak_bytes: int
     """The compiler's figure where it is known, else the schedule's."""
     estimated_bytes: int
-    """By the schedule alone."""
+    """Peak by the schedule alone, bytes."""
     by_kind: Mapping[str, int]
     """Sums to ``peak_bytes``; what the schedule doesn't explain is ``temporaries``."""
     buffers: Sequence[LiveBuffer]
@@ -81,7 +81,7 @@ class _Peak:
 
 
 def memory_map(module: Module, peak_bytes: int | None) -> MemoryMap:
-    """Who holds the memory at the peak.
+    """Memory map at the peak.
 
     Args:
         module: Scheduled HLO.
@@ -128,7 +128,7 @@ def _argument(parameter: Instruction) -> LiveBuffer:
 
 
 def state_of(path: str) -> str | None:
-    """What part of a train or decode state an argument's path names."""
+    """Part of a train or decode state that an argument's path names."""
     if _PARAMETERS.search(path):
         return "parameters"
     if _OPTIMIZER.search(path):
@@ -137,7 +137,7 @@ def state_of(path: str) -> str | None:
 
 
 def kind_of(op_name: str, label: str, outside_loops: bool = True) -> str:
-    """What a buffer is, from the path of JAX names of the op that makes it and the op's own name.
+    """Kind of a buffer, from the path of JAX names of the op that makes it and the op's own name.
 
     Inside a loop what an iteration makes is gone after it, so it counts as temporary.
     """
@@ -220,7 +220,7 @@ def _bodies(instruction: Instruction) -> list[str]:
 
 
 def _owners(module: Module, computation: Computation) -> dict[str, tuple[str, ...]]:
-    """Each name to the instructions whose memory its value lies in."""
+    """Instructions whose memory each name's value lies in."""
     owners: dict[str, tuple[str, ...]] = {}
     for instruction in computation:
         opcode = instruction.opcode
@@ -286,7 +286,7 @@ def _own_bytes(module: Module, instruction: Instruction) -> int:
 def _filled_by(
     module: Module, computation: Computation, instruction: Instruction
 ) -> Instruction | None:
-    """What a loop writes into an array that it was given empty; None for any other instruction."""
+    """Result that a loop writes into an array which it was given empty; None for any other array."""
     if instruction.opcode not in ("broadcast", "custom-call"):
         return None
     for loop in computation:

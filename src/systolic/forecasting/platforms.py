@@ -24,7 +24,7 @@ GPU_ERROR = 0.35
 """Half-width of a GPU's interval. Plain rooflines are 31 % off on average (NeuSight, arXiv 2407.13853,
 its baseline over 146 rows); here the efficiencies are measured ones."""
 CPU_FACTOR = 2.0
-"""How far a CPU's step may be from its roofline, either way: threads, caches and small ops are not modelled."""
+"""Factor by which a CPU's step may miss its roofline, either way: threads, caches and small ops are not modelled."""
 PREALLOCATED = 0.75
 """Share of a GPU's memory that XLA takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says more (JAX's documentation)."""
 
@@ -109,7 +109,7 @@ def _timeline(
 
 
 def _cpu_peaks(rates: Mapping[str, float]) -> Peaks:
-    """As the compiling process measured them."""
+    """Peaks of this CPU, as the compiling process measured them."""
     return Peaks(
         matmul={"f32": rates["matmul_flops_per_second"]},
         memory=rates["memory_bytes_per_second"],
@@ -135,7 +135,7 @@ def _interval(on: Slice, timeline: Timeline | None) -> tuple[float | None, float
 
 
 def _origin(built: Built, timeline: Timeline | None, fits: bool) -> Origin:
-    """Of the step time, else of the verdict."""
+    """Origin of the step time, else of the verdict."""
     if built is Built.stand_in:
         return Origin.assumed
     return Origin.simulated if timeline is not None and fits else Origin.compiled

@@ -1,4 +1,4 @@
-"""From a job, a function or a dump to a forecast."""
+"""Forecasts of jobs, functions and dumps."""
 
 import time
 from collections.abc import Callable, Mapping

@@ -21,7 +21,7 @@ from systolic.sim.work import work_of
 CMEM = 3
 """Memory space of v4's common memory, which no other generation has."""
 LARGE_FLOPS = 1e10
-"""Of a matmul that is large enough to fill the matrix units, where memory does not bound it."""
+"""FLOPs of a matmul large enough to fill the matrix units, where memory does not bound it."""
 BEYOND, SLOW = 1.05, 0.4
 """Best rate of the large matmuls by the dump's cycles, over the chip's: above the first it can't be this chip's
 schedule; below the second it looks like a slower chip's."""
@@ -113,7 +113,7 @@ def _refused(made: Forecast, memory: MemoryMap, have: int) -> Forecast:
 
 
 def _chip_note(module: Module, text: str, path: Path, on: Slice) -> str:
-    """What is known of the chip that a schedule is for, which its text does not name.
+    """Note on the chip that a schedule is for, which its text does not name.
 
     Raises:
         DataError: it can't be this one.

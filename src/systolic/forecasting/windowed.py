@@ -26,7 +26,7 @@ class Windowed:
     einsums: int
     """Matmuls of the model, each counted once however often it runs."""
     seconds: float
-    """Of the step: their partial matmuls, and what else the core does for them or waits for."""
+    """Seconds of the step: their partial matmuls, and what else the core does for them or waits for."""
 
 
 def names(module: Module) -> Set[str]:

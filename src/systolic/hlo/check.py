@@ -19,7 +19,7 @@ OPCODES = frozenset(
     slice sort sqrt stochastic-convert subtract tan tanh topk transpose triangular-solve tuple while xor
     """.split()  # noqa: SIM905 a hundred names read better in lines
 )
-"""Of HLO (xla/hlo/ir/hlo_opcode.h); each may end in -start, -update or -done."""
+"""Opcodes of HLO (xla/hlo/ir/hlo_opcode.h); each may end in -start, -update or -done."""
 _GPU_MARKS = ("__cublas", "__cudnn", "__triton", "fusion_backend_config", "gpu_backend_config")
 
 

@@ -9,4 +9,4 @@ COLLECTIVES = (
     "ragged-all-to-all",
     "collective-broadcast",
 )
-"""Without the suffixes ``-start`` and ``-done`` of their asynchronous halves."""
+"""Opcodes without the suffixes ``-start`` and ``-done`` of their asynchronous halves."""

@@ -1,4 +1,4 @@
-"""What a ``send`` or ``recv`` carries between slices: libtpu's ``_xla_megascale_*`` attributes.
+"""Content of a ``send`` or ``recv`` between slices: libtpu's ``_xla_megascale_*`` attributes.
 
 A collective between slices is one pair of them for the runtime. libtpu 0.0.42.1 writes its target as
 ``"{1,2,3,4}x{0:15}"`` (slices times devices: each device with its namesakes), as groups of devices

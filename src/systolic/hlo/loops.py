@@ -1,4 +1,4 @@
-"""How often a loop runs: read from its condition, its first value and its step."""
+"""Trip counts of loops, from the condition, the first value and the step."""
 
 import re
 
@@ -34,7 +34,7 @@ def trip_count(module: Module, caller: Computation, loop: Instruction) -> int | 
 
 
 def _turns(direction: str, start: int, bound: int, step: int) -> int | None:
-    """Of a counter from ``start`` by ``step`` while it is ``direction`` of ``bound``; None: no end."""
+    """Turns of a counter from ``start`` by ``step`` while it is ``direction`` of ``bound``; None: no end."""
     upwards = step > 0
     span = bound - start
     if direction == "NE":
@@ -84,7 +84,7 @@ def _outer(computation: Computation, fusion: Instruction, side: Side) -> Side | 
 
 
 def _side(computation: Computation, name: str) -> Side | None:
-    """What a compared value is: inside a fusion an ``element`` is a parameter's number."""
+    """Constant or tuple element that a compared value is; inside a fusion the number of an ``element`` is a parameter's."""
     instruction = computation.index.get(name)
     while instruction is not None and instruction.opcode in _THROUGH:
         instruction = computation.index.get(instruction.operands[0])
@@ -109,7 +109,7 @@ def _start(caller: Computation, first: Instruction | None, index: int) -> int | 
 
 
 def _step(module: Module, body: Computation, index: int) -> int | None:
-    """What the body adds to element ``index``; None if that is not plain."""
+    """Step that the body adds to element ``index``; None where it is not a plain addition."""
     root = body.root
     if root.opcode != "tuple" or index >= len(root.operands):
         return None

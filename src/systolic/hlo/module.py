@@ -37,7 +37,7 @@ class Instruction:
 
     @property
     def shape(self) -> Shape:
-        """Of the result."""
+        """Shape of the result."""
         return parse_shape(self.shape_text)
 
     def attribute(self, name: str) -> str | None:
@@ -138,7 +138,7 @@ class Computation:
 
     @property
     def parameters(self) -> list[Instruction]:
-        """By number."""
+        """Parameters by number."""
         found = [i for i in self.instructions if i.opcode == "parameter"]
         return sorted(found, key=lambda i: int(i.operands[0]) if i.operands else 0)
 

@@ -8,7 +8,7 @@ from systolic.hlo.shape import split
 
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _END = re.compile(r"\}(?:, execution_thread=\"[^\"]*\")?(?:\s*//.*)?\s*")
-"""Of a computation; SparseCore's have a thread of their own."""
+"""End of a computation; SparseCore's have a thread of their own."""
 _INDEX = re.compile(r"/\*index=\d+\*/")
 
 

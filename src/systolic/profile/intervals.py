@@ -32,7 +32,7 @@ def exclusive(intervals: Sequence[Interval], ranks: Sequence[int]) -> list[float
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Without overlaps, in order."""
+    """Union without overlaps, in order."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -43,7 +43,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def missing(busy: Sequence[Interval], within: Interval) -> list[Interval]:
-    """What ordered intervals leave of ``within``."""
+    """Parts of ``within`` that ordered intervals leave."""
     low, high = within
     found = []
     for start, end in busy:
@@ -58,7 +58,7 @@ def missing(busy: Sequence[Interval], within: Interval) -> list[Interval]:
 
 
 def common(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """What two ordered lists of intervals share."""
+    """Intersection of two ordered lists of intervals."""
     found, at = [], 0
     for start, end in first:
         while at < len(second) and second[at][1] <= start:

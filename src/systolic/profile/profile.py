@@ -46,7 +46,7 @@ class ProfiledOp:
     flops: float
     bytes: float
     dtype: str
-    """Of a matmul's operands; empty where it is not known."""
+    """HLO dtype of a matmul's operands; empty where it is not known."""
     resource: Resource
     module: Module | None = None
     computation: Computation | None = None
@@ -60,12 +60,12 @@ class ProfiledOp:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What the causes look at. Times in seconds of the trace's clock."""
+    """Steps and ops of one device. Times in seconds of the trace's clock."""
 
     trace: DeviceTrace
     steps: Sequence[Interval]
     runs: Sequence[Mark]
-    """Of the step's program."""
+    """Runs of the step's program."""
 
     @cached_property
     def step(self) -> Interval:
@@ -76,12 +76,12 @@ class Profile:
 
     @property
     def seconds(self) -> float:
-        """Of the median step."""
+        """Length of the median step."""
         return self.step[1] - self.step[0]
 
     @cached_property
     def ops(self) -> list[ProfiledOp]:
-        """Of the median step, each with its share of it."""
+        """Ops of the median step, each with its share of it."""
         low, high = self.step
         inside = [op for op in self.trace.ops if op.end > low and op.start < high]
         described = [self._described(op) for op in inside]
@@ -97,7 +97,7 @@ class Profile:
 
     @cached_property
     def gaps(self) -> list[Interval]:
-        """When the device did nothing."""
+        """Intervals in which the device did nothing."""
         return missing(union((op.start, op.end) for op in self.trace.ops), self.span)
 
     def _described(self, op: DeviceOp) -> ProfiledOp:
@@ -276,7 +276,7 @@ def _plain(op: DeviceOp, trace: DeviceTrace) -> ProfiledOp:
 def _resource(
     op: DeviceOp, opcode: str, work: tuple[float, float], trace: DeviceTrace, dtype: str = "bf16"
 ) -> Resource:
-    """What bounds an op: by its kind, then by its work over the device's peaks."""
+    """Resource that bounds an op: by its kind, then by its work over the device's peaks."""
     kind = f"{opcode} {op.category}".lower()
     if any(one in kind for one in COLLECTIVES) or op.name.lower().startswith(KERNELS):
         return Resource.ici

@@ -1,4 +1,4 @@
-"""What XLA's profiler recorded, as plain values: a device's ops and runs, the host's threads, the modules.
+"""Content of an XLA profile as plain values: a device's ops and runs, the host's threads, the modules.
 
 One ``xplane.pb`` holds the planes of one host. ``jax.profiler.ProfileData`` reads lines and events,
 :mod:`systolic.profile.xspace` the metadata of events.
@@ -33,7 +33,7 @@ _DISPATCH = re.compile(r"^PjitFunction|Executable::Execute|^ExecuteReplicated")
 
 
 class Backend(enum.Enum):
-    """What ran the step."""
+    """Backends that run a step."""
 
     tpu = "TPU"
     gpu = "GPU"
@@ -89,7 +89,7 @@ class DeviceTrace:
     backend: Backend
     device: str
     kind: str = ""
-    """As JAX names the device; empty where the profile does not say."""
+    """JAX's name of the device; empty where the profile has none."""
     peak_flops: float | None = None
     """FLOP/s of the matrix units in bf16, as the profile has it."""
     peak_bytes: float | None = None
@@ -108,7 +108,7 @@ class DeviceTrace:
     threads: Sequence[Sequence[HostEvent]] = ()
     """The host's other threads."""
     modules: Mapping[int, Module] = field(default_factory=dict)
-    """By program id."""
+    """Modules by program id."""
     notes: Sequence[str] = ()
 
     def peak(self, dtype: str = "bf16") -> float | None:

@@ -1,4 +1,4 @@
-"""What the chips will do with a schedule: rates, prices, and the simulation. Pure Python, no jax."""
+"""Simulation of a schedule on chips: rates, prices, and events in order. Pure Python, no jax."""
 
 from systolic.sim.simulate import simulate
 from systolic.sim.timeline import Resource, Span, Timeline

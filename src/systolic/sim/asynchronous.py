@@ -9,7 +9,7 @@ from systolic.sim.calibration import constant
 
 
 class Role(enum.Enum):
-    """Of a fusion that holds a collective."""
+    """Roles of a fusion in a collective."""
 
     none = enum.auto()
     """Compute, perhaps with a collective under way."""
@@ -20,7 +20,7 @@ class Role(enum.Enum):
 
 
 def role_of(module: Module, fusion: Instruction) -> Role:
-    """What a fusion has to do with a collective that it holds."""
+    """Role of a fusion in the collective that it holds."""
     held = module.callee(fusion, "calls")
     targets = {i.target for i in held if i.opcode == "custom-call"}
     if "AsyncCollectiveDone" in targets:
@@ -37,7 +37,7 @@ def role_of(module: Module, fusion: Instruction) -> Role:
 
 
 def kind_of(held: Computation, collective: Instruction) -> str:
-    """What a collective is to the links: an all-reduce of which a fusion keeps a slice scatters what it reduces.
+    """Kind of a collective on the links: an all-reduce of which a fusion keeps a slice is a reduce-scatter.
 
     libtpu prints its reduce-scatters so; the emitter of such a fusion is ``AllReduceScatterFusion``.
     """
@@ -69,7 +69,7 @@ CARRIED: float = constant("asynchronous.carried")
 
 
 def edge_seconds(seconds: float, steps: int) -> float:
-    """What the fusion that begins a gather, and the one that ends it, take at the least: a step of the ring each.
+    """Least seconds of the fusion that begins a gather, and of the one that ends it: one step of the ring each.
 
     Compute carries the steps between. Chips spend in these fusions what does not shrink when compute grows: Qwen3 8B
     on 2 x 4 v6e chips 67 ms a step with 8,192 tokens a chip, of gathers that take the links 150 ms in four steps

@@ -24,12 +24,12 @@ _CAP = re.compile(r'\\?"attn_logits_soft_cap\\?":\s*[\d.]')
 
 FORWARD, DKV, DQ, DKV_FUSED = "forward", "dkv", "dq", "dkv_fused"
 _MATMULS = {FORWARD: 2, DKV: 4, DQ: 3, DKV_FUSED: 5}
-"""Of block x block x head_dim each: S and PV; S, dV, dP, dK; S, dP, dQ; all five."""
+"""Matmuls of block x block x head_dim: S and PV; S, dV, dP, dK; S, dP, dQ; all five."""
 _VECTOR_OPS = {FORWARD: 6.5, DKV: 5.5, DQ: 4.5, DKV_FUSED: 6.0}
 """A score, without what follows: subtract, multiply by log2(e), maximum, sum, round; backward there is no maximum,
 and two more subtract and multiply."""
 _CAUSAL, _SEGMENTS, _SOFT_CAP = 1.0, 1.0, 3.0
-"""Further ones: comparing positions, comparing segments, scaling into and out of tanh."""
+"""Further operations: comparing positions, comparing segments, scaling into and out of tanh."""
 _SEQUENCE_MINOR = 2
 """Layout of an operand whose last dim is the sequence, as the kernels number it."""
 _FLOATS = ("bf16", "f16", "f32")
@@ -37,20 +37,20 @@ _FLOATS = ("bf16", "f16", "f32")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionPace:
-    """How a generation runs the bodies of attention kernels; fitted where not said otherwise."""
+    """Constants of attention kernels on one generation; fitted unless a field says otherwise."""
 
     forward: float
     """Part of the shorter of matrix and vector time that the longer one does not hide, in JAX's kernels with two or
     three matmuls a block; read from the compiler's bundles."""
     backward: float
-    """The same with four or five, which leave the scheduler more to choose from."""
+    """Unhidden part with four or five matmuls, which leave the scheduler more to choose from."""
     staged_forward: float
-    """In tokamax's kernels, whose softmax takes powers of two over parts of a block; fitted."""
+    """Unhidden part in tokamax's kernels, whose softmax takes powers of two over parts of a block; fitted."""
     staged_backward: float
     step_seconds: float
-    """Of one step of the grid: its scalar work, and the ends of its transfers; set by hand on the fit half."""
+    """Fixed time of one step of the grid: its scalar work and the ends of its transfers; set by hand on the fit half."""
     row_seconds: float
-    """Of beginning and ending the sums of a row of blocks, and of waiting for the row's own operand; fitted."""
+    """Time to begin and end the sums of a row of blocks, and to wait for the row's own operand; fitted."""
 
     def unhidden(self, attention: "Attention") -> float:
         """The part that stands for a call."""
@@ -73,19 +73,19 @@ class Attention:
     """Batch x query heads."""
     grid: Grid
     share: float
-    """Of the grid's blocks that are computed."""
+    """Share of the grid's blocks that are computed."""
     steps: float
-    """Of the whole grid, with those that the mask empties."""
+    """Steps of the whole grid, with those that the mask empties."""
     block_q: int
     block_kv: int
     head_dims: tuple[int, int]
-    """Of queries and keys, and of values."""
+    """Head dim of queries and keys, and of values."""
     vector_ops: float
     """A score, without the sums of the matmuls' passes."""
     parallel: tuple[int, ...]
     """Dims of the grid that cores may share."""
     dtype: str
-    """Of queries, keys and values."""
+    """HLO dtype of queries, keys and values."""
     staged: bool
     """Whether it is tokamax's kernel."""
     assumed: str
@@ -143,7 +143,7 @@ def flops_of(attention: Attention) -> float:
 def attention_of(
     module: Module, computation: Computation, call: Instruction, counted: Mapping[str, object]
 ) -> Attention | None:
-    """What a call does; None where its operands are not those of attention."""
+    """Attention that a call computes; None where its operands are not those of attention."""
     arrays = [s for s in computation.operand_shapes(call) if s.dtype in _FLOATS]
     arrays = [s for s in arrays if len(s.dims) >= 3]
     if len(arrays) < 3:

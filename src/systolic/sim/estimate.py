@@ -66,11 +66,11 @@ class Slowdown:
     """Measured seconds over seconds at the catalogue's rates."""
 
     matrix: float
-    """Of the matrix units at their peak, which large matmuls reach."""
+    """Slowdown of the matrix units against their peak, which large matmuls reach."""
     memory: float
-    """Of HBM, where a fusion passes over its arrays in order."""
+    """Slowdown of HBM, where a fusion passes over its arrays in order."""
     vector: float
-    """Of lanes x ALUs x clock at the operation counts used here."""
+    """Slowdown against lanes x ALUs x clock, at the operation counts used here."""
     unhidden: float
     """Part of the shorter one of memory and compute that the longer one does not hide: the windows at a
     fusion's ends."""
@@ -120,7 +120,7 @@ def matrix_seconds(work: Work, rates: Rates) -> float:
 def parts_of(
     module: Module, computation: Computation, instruction: Instruction, work: Work, rates: Rates
 ) -> Parts:
-    """What an op has to do, in seconds at the catalogue's rates."""
+    """Work of an op on each unit, in seconds at the catalogue's rates."""
     if instruction.opcode == "fusion":
         inner = module.callee(instruction, "calls")
         operations = vector_operations(module, inner)
@@ -149,7 +149,7 @@ def _fetches_f32(computation: Computation, instruction: Instruction) -> bool:
 
 
 def vector_operations(module: Module, computation: Computation) -> float:
-    """Of all elementwise ops and reductions in a fusion.
+    """Vector operations of all elementwise ops and reductions in a fusion.
 
     A fusion computes what its result needs: of an op that is only sliced, the slices; of a buffer that
     is updated in place, the update.

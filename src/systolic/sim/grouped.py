@@ -46,16 +46,16 @@ _NARROW = ("bf16", "f16", "f32", "s8", "u8", "s4", "u4", "f8")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedPace:
-    """What a generation's steps take beside multiplying and moving; fitted (benchmarks/operations)."""
+    """Constants of a generation's grid steps besides multiplying and moving; fitted (benchmarks/operations)."""
 
     step_seconds: float
-    """Of a step that waits for the matrix units: its scalar work, and filling and draining them."""
+    """Fixed time of a step that waits for the matrix units: its scalar work, and filling and draining them."""
     wait_seconds: float
-    """Of a step that waits for its windows: the latency of a transfer."""
+    """Fixed time of a step that waits for its windows: the latency of a transfer."""
     unhidden: float
     """Part of storing a tile's sums, a register a cycle, that the matrix units do not hide."""
     share: float
-    """Of the catalogue's HBM rate at which windows come."""
+    """Share of the catalogue's HBM rate at which windows come."""
 
 
 def pace_of(generation: str) -> GroupedPace:
@@ -74,11 +74,11 @@ class Grouped:
     groups: int
     """That are visited."""
     tile: tuple[int, int, int]
-    """Of rows, depth and columns."""
+    """Size of a tile along rows, depth and columns."""
     transposed: bool
     """Whether the rows are contracted: the gradient of the weights, ``[groups, depth, columns]``."""
     dtypes: tuple[str, str, str]
-    """Of the operands and the result."""
+    """HLO dtypes of the operands and the result."""
     item_bytes: tuple[float, float, float]
     parallel: tuple[int, ...]
     """Dims of the grid that cores may share."""
@@ -152,7 +152,7 @@ def seconds_of(grouped: Grouped, rates: Rates, pace: GroupedPace | None = None) 
 def grouped_of(
     computation: Computation, call: Instruction, counted: Mapping[str, object]
 ) -> Grouped | None:
-    """What a call does; None where it is no grouped matmul."""
+    """Grouped matmul that a call computes; None where it is none."""
     arrays = [s for s in computation.operand_shapes(call) if len(s.dims) > 1]
     arrays = [s for s in arrays if s.dtype.startswith(_NARROW)]
     result = call.shape
@@ -243,7 +243,7 @@ def grouped_cost(computation: Computation, call: Instruction, rates: Rates) -> K
 
 
 def _note(call: Instruction, grouped: Grouped) -> str:
-    """What is assumed of the data."""
+    """Note on what is assumed of the data."""
     found = _EXPECTED.search(call.op_name)
     expected, held = (int(number) for number in found.groups()) if found else (1, 1)
     more = (

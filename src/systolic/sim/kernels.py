@@ -17,14 +17,14 @@ from systolic.sim.rates import Rates, cores, cores_used, f32_passes, vector_rate
 from systolic.sim.work import PASSES
 
 _NAME = re.compile(r"(splash_mha|splash_mqa|flash_attention|flash_mha)")
-"""How the names of attention kernels begin. A scope around another kernel may hold the same letters."""
+"""Beginnings of the names of attention kernels. A scope around another kernel may hold the same letters."""
 
 STEP_SECONDS: float = constant("kernels.step_seconds")
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCost:
-    """Of one call."""
+    """Seconds and FLOPs of one call."""
 
     seconds: float
     flops: float

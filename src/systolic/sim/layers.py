@@ -1,4 +1,4 @@
-"""From the path of names that JAX gives an op to the place in the model."""
+"""Places in the model, from the path of names that JAX gives an op."""
 
 import re
 from functools import lru_cache

@@ -14,7 +14,7 @@ from systolic.hlo import Computation, Instruction, Module, Shape
 _INTEGERS = ("s8", "u8", "s16", "s32")
 _NUMBER = re.compile(r"-?\d+")
 _SAID = re.compile(r"\bblocks_(\d+)_of_(\d+)\b")
-"""How our own attention says in its name what the mask leaves to the device with most of it (systolic.models.splash)."""
+"""Mark in the name of our own attention: the share of blocks that the mask leaves to the device with most of it (systolic.models.splash)."""
 _THROUGH = ("copy", "bitcast", "reshape", "copy-done", "copy-start", "convert")
 _STEPS = 24
 """Instructions followed to a constant before it is given up."""

@@ -50,18 +50,18 @@ class AxisSpan:
 
     @property
     def hops(self) -> int:
-        """To the farthest member."""
+        """Hops to the farthest member."""
         return self.reach // 2 if self.ring else self.reach - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """Where a group lies."""
+    """Place of a group on the torus."""
 
     spans: tuple[AxisSpan, ...]
-    """Of each torus axis that it takes more than one chip of."""
+    """Spans along each torus axis that it takes more than one chip of."""
     members: int
-    """In one slice, the most."""
+    """Members in one slice, the most."""
     cores: int
     """Devices of one chip in it."""
     slices: int
@@ -75,9 +75,9 @@ class CollectiveCost:
     lanes: tuple[str, ...]
     """One way of a torus axis (``x+``), or a network."""
     bytes: float
-    """On the links, one device's."""
+    """Bytes of one device on the links."""
     steps: int = 1
-    """One after the other, each to the next chip."""
+    """Steps one after the other, each to the next chip."""
 
 
 class Network:
@@ -99,7 +99,7 @@ class Network:
         return (*self.on.wrap, False, False, False)[:3]
 
     def extents(self, groups: Groups) -> list[Extent]:
-        """Where the groups lie, each kind of place once."""
+        """Extents of the groups, each distinct one once."""
         ids = [[self.places[device] for device in group] for group in groups.groups]
         taken = [self._links(places) for places in ids]
         users = Counter(link for lines in taken for one in lines.values() for link in one)
@@ -275,7 +275,7 @@ class Network:
 
 
 def crossings(transfer: Instruction, num_slices: int) -> tuple[float, str]:
-    """How often the array of a ``send`` or ``recv`` crosses the data-centre network, one way, and a note.
+    """Number of times that the array of a ``send`` or ``recv`` crosses the data-centre network, one way, and a note.
 
     Each member of a ring over the slices passes on what its neighbours lack, as inside a slice. A
     transfer that is not understood counts as an all-reduce of all slices, and the note says so.
@@ -291,7 +291,7 @@ def crossings(transfer: Instruction, num_slices: int) -> tuple[float, str]:
 
 
 def _times(crossing: Crossing, *, sends: bool) -> float | None:
-    """The same of the group that crosses most; None for a kind that is not known."""
+    """Crossings of the group that crosses most; None for a kind that is not known."""
     if crossing.kind == "ONE_TO_ONE":
         return 1.0 if any(source != target for source, target in crossing.groups) else 0.0
     most = 0.0

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 
 _PARTICULAR = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+)*\.\d+(?:\.[A-Za-z]\w*)*|\d[\d.,e+]*\d|\d")
-"""What tells two notes of a kind apart: numbered names of instructions, and numbers."""
+"""Parts in which two notes of a kind differ: numbered names of instructions, and numbers."""
 
 
 def merged(notes: Iterable[str]) -> tuple[str, ...]:

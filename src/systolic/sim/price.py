@@ -51,7 +51,7 @@ _SMALL_SECONDS: float = constant("price.small_seconds")
 
 @dataclass(frozen=True, slots=True)
 class OpPrice:
-    """Of one op."""
+    """Price of one op."""
 
     seconds: float
     resource: Resource
@@ -59,11 +59,11 @@ class OpPrice:
     flops: float = 0.0
     bytes: float = 0.0
     note: str = ""
-    """What was assumed."""
+    """Assumption behind the price."""
     vector_flops: float = 0.0
-    """Of matmuls on the vector units, besides ``flops``."""
+    """FLOPs of matmuls on the vector units, besides ``flops``."""
     padding_flops: float = 0.0
-    """Of a convolution's taps on the padding, besides ``flops``."""
+    """FLOPs of a convolution's taps on the padding, besides ``flops``."""
 
 
 def price(
@@ -73,7 +73,7 @@ def price(
     rates: Rates,
     calibration: Calibration,
 ) -> OpPrice | None:
-    """None for what takes no time."""
+    """Prices an op; None where it takes no time."""
     opcode = instruction.opcode
     if opcode in FREE or instruction.target in FREE_TARGETS:
         return None

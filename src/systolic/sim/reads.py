@@ -1,4 +1,4 @@
-"""Who reads a result, and how much of it: what tells another platform's artefacts from work."""
+"""Readers of a result, and how much of it they read: that separates another platform's artefacts from work."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ _LAYOUT_ONLY = frozenset(("parameter", "copy", "transpose", "bitcast", "reshape"
 _PASSED = ("bitcast", "reshape", "get-tuple-element")
 _PRODUCTS = ("dot", "convolution")
 _LEAST_BYTES = 65536
-"""Below it, it does not matter how an array is read."""
+"""Size below which the way of reading an array does not matter."""
 
 Reading = tuple[Instruction, Instruction]
 """A reader, and the instruction whose result it reads."""
@@ -17,7 +17,7 @@ Reading = tuple[Instruction, Instruction]
 
 @dataclass
 class OperandReads:
-    """Of a module's computations."""
+    """Readers of results in a module's computations."""
 
     module: Module
     known: dict[str, dict[str, list[Instruction]]] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class OperandReads:
         return any(inner.opcode in _PRODUCTS for inner in held)
 
     def _readings(self, computation: Computation, made: Instruction) -> list[Reading]:
-        """Through what only renames an array or takes it out of a tuple."""
+        """Readings of a result, through ops that only rename it or take it out of a tuple."""
         users = self._users(computation)
         found: list[Reading] = []
         todo = [made]

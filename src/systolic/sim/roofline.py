@@ -38,17 +38,17 @@ _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
 
 
 class ModuleSource(enum.Enum):
-    """Where a module comes from."""
+    """Compilers that a module may come from."""
 
     compiled = "compiled"
-    """By the compiler of the platform it is priced for."""
+    """Compiled by the compiler of the platform it is priced for."""
     stand_in = "stand-in"
     """Partitioned by XLA, scheduled and fused for another platform."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peaks:
-    """What one device reaches."""
+    """Rates that one device reaches."""
 
     matmul: dict[str, float]
     """FLOP/s by kind of operand: ``bf16``, ``f32``, ``fp8``, ``int8``; ``bf16`` or ``f32`` is there."""
@@ -61,7 +61,7 @@ class Peaks:
     launch_seconds: float = 0.0
     """The least an op takes."""
     links: Switched | None = None
-    """None where collectives are copies in the memory of one host."""
+    """Links between the devices; None where collectives are copies in the memory of one host."""
 
     def of(self, dtype: str) -> float:
         """FLOP/s of a matmul whose operands have this HLO dtype."""
@@ -75,7 +75,7 @@ class Peaks:
 
 
 def gpu_peaks(on: Slice) -> Peaks:
-    """Of a GPU, from the catalogue.
+    """Peaks of a GPU, from the catalogue.
 
     Raises:
         NotFoundError: the catalogue lacks the peak or the bandwidth.
@@ -147,7 +147,7 @@ class _Walk:
         return self.known[computation.name]
 
     def step(self, computation: Computation, instruction: Instruction) -> Span | None:
-        """None for what takes no time."""
+        """Span of an op; None where it takes no time."""
         opcode = instruction.opcode
         if opcode in FREE or opcode.endswith(("-done", "-update")):
             return None
@@ -300,7 +300,7 @@ def _attention(instruction: Instruction, operands: list) -> tuple[float, int]:
 
 
 def _share(head_dim: int) -> float:
-    """Of the peak, between and beyond the measured head dims."""
+    """Share of the peak for a head dim, between and beyond the measured ones."""
     (low, small), (high, large) = ATTENTION
     at = min(max((head_dim - low) / (high - low), 0.0), 1.0)
     return small + at * (large - small)

@@ -37,7 +37,7 @@ class Switched:
     def collective(
         self, kind: str, groups: Groups, out_bytes: float, in_bytes: float
     ) -> CollectiveCost:
-        """As :meth:`systolic.sim.network.Network.collective`.
+        """Cost of a collective, as :meth:`systolic.sim.network.Network.collective` has it.
 
         Raises:
             NotFoundError: the catalogue lacks the rate of a link that it needs.

@@ -8,7 +8,7 @@ from systolic.core.origin import Origin
 
 
 class Resource(enum.Enum):
-    """What is busy. A TensorCore's ops go to the unit that bounds them."""
+    """Units and links that a span keeps busy. A TensorCore's ops go to the unit that bounds them."""
 
     mxu = "mxu"
     """Matrix units."""
@@ -26,7 +26,7 @@ class Resource(enum.Enum):
 
 
 class PricedBy(enum.Enum):
-    """Where the seconds of a span come from."""
+    """Sources of a span's seconds."""
 
     cycles = "cycles"
     """The compiler's own estimate, calibrated."""
@@ -77,7 +77,7 @@ class Span:
     bytes: float = 0.0
     """HBM bytes, or bytes on the links."""
     priced_by: PricedBy | None = None
-    """None for loops and waits."""
+    """Source of the seconds; None for loops and waits."""
     repeat: int = 1
     """Iterations of a loop; ``seconds`` is of all of them."""
     inside: "tuple[Span, ...]" = ()
@@ -97,7 +97,7 @@ class Timeline:
     seconds: float
     spans: Sequence[Span]
     notes: Sequence[str] = field(default=())
-    """What was assumed on the way."""
+    """Assumptions of the simulation."""
 
     @property
     def executed_flops(self) -> float:

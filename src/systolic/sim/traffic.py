@@ -129,7 +129,7 @@ def _combines(module: Module, scatter: Instruction) -> bool:
 
 @dataclass
 class _Reading:
-    """What a computation reads of one of its values, and where it hands the value on."""
+    """Bytes that a computation reads of one of its values, and the results that hand the value on."""
 
     bytes: float = 0.0
     results: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What an instruction has to do: FLOPs of products, bytes of device memory."""
+"""Work of an instruction: FLOPs of products, bytes of device memory."""
 
 import math
 import re
@@ -15,26 +15,26 @@ _PAD = re.compile(r"(-?\d+)_(-?\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of one instruction."""
+    """Work of one instruction."""
 
     flops: float = 0.0
-    """On the matrix units."""
+    """FLOPs on the matrix units."""
     bytes: float = 0.0
     """HBM bytes read and written."""
     dtype: str = "bf16"
-    """Of the matmul's operands."""
+    """HLO dtype of the matmul's operands."""
     issued: tuple[float, float] = (0.0, 0.0)
     """FLOPs that matrix units of 128 and of 256 rows and columns are busy for: passes counted, and contractions
     and results that are narrower than a unit filled up."""
 
     passes: float = 1.0
-    """Most passes of a matmul in it: f32 operands at ``high`` and ``highest`` precision are split into bf16 parts."""
+    """Passes of the matmul that has most: f32 operands at ``high`` and ``highest`` precision are split into bf16 parts."""
 
     vector_flops: float = 0.0
-    """Of matmuls that the compiler made products and sums of the vector units."""
+    """FLOPs of matmuls that the compiler made products and sums of the vector units."""
 
     padding_flops: float = 0.0
-    """Of a convolution's taps that lie on the padding, beside ``flops``: published counts of models have them."""
+    """FLOPs of a convolution's taps on the padding, besides ``flops``: published counts of models have them."""
 
     def matrix(self, width: int) -> float:
         """FLOPs that matrix units of that width are busy for; ``flops`` where nothing else is known."""
@@ -71,7 +71,7 @@ def _passes(instruction: Instruction, dtype: str) -> float:
 
 
 def _matmul(instruction: Instruction, operands: list[Shape]) -> Work:
-    """Of one convolution or dot: all passes, with what the units' width leaves idle."""
+    """Work of one convolution or dot: all passes, with what the units' width leaves idle."""
     flops, passes = (
         _multiply(instruction, operands),
         _passes(instruction, operands[0].dtype),
@@ -121,7 +121,7 @@ def _dims(instruction: Instruction, attribute: str) -> list[int]:
 
 
 def _matmuls(module: Module, computation: Computation) -> Work:
-    """Of all matmuls of a computation; the dtype is that of the last one's operands."""
+    """Work of all matmuls of a computation; the dtype is that of the last one's operands."""
     total = Work()
     for instruction in computation:
         if instruction.opcode in ("convolution", "dot"):
