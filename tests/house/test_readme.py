@@ -1,15 +1,17 @@
 """The README's commands are those that CI runs, and what it names is there."""
 
 import ast
+import contextlib
 import inspect
 import re
+import shlex
 from collections.abc import Iterator
 
 import pytest
 
 import systolic
 from systolic import recipes
-from systolic.cli.main import VERBS
+from systolic.cli.main import VERBS, main
 from tests.house.budget import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -91,3 +93,35 @@ def test_the_map_has_a_row_for_each_package() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     packages = [path.parent.name for path in (ROOT / "src" / "systolic").glob("*/__init__.py")]
     assert sorted(rows) == sorted(packages)
+
+
+def test_a_mistake_reads_as_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"```console\n\$ systolic (.*?)```", README, re.DOTALL)
+    command, shown = block.split("\n", 1)
+    assert main(shlex.split(command)) == 2
+    assert capsys.readouterr().err == shown
+
+
+def systolic_commands() -> list[list[str]]:
+    whole = [
+        line
+        for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
+    return [shlex.split(line)[1:] for line in whole if line.startswith("systolic ")]
+
+
+@pytest.mark.parametrize("command", systolic_commands(), ids=lambda words: " ".join(words[:2]))
+def test_the_options_of_its_commands_are_in_the_help(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    helps = []
+    for words in (command[:1], command[:2]):
+        with contextlib.suppress(SystemExit):
+            main([*words, "--help"])
+        helps.append(capsys.readouterr().out)
+    options = {word for word in command if word.startswith("--")}
+    known = set(re.findall(r"--[a-z][a-z0-9.-]*", " ".join(helps)))
+    assert options
+    assert options <= known
