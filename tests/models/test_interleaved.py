@@ -111,7 +111,7 @@ def test_it_trains() -> None:
     ("change", "words"),
     [
         ({"mixture_every": 4}, "mixture-every 4 does not divide model.layers 6"),
-        ({"dense_layers": 2}, "mixture-every 2 and model.dense-layers 2 both say"),
+        ({"dense_layers": 2}, "mixture-every 2 and model.dense-layers 2 both set"),
         ({"experts": 1, "dense_d_ff": 0}, "but the model is dense, so that it has no effect"),
     ],
 )

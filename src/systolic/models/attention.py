@@ -1,7 +1,7 @@
 """Attention by target platform: splash on TPU, cuDNN on GPU, XLA elsewhere.
 
 The kernel is chosen from where the program *will run* and from the shapes, never from the devices
-of the machine that traces it. A shape that rules a kernel out is said with ``target.note``.
+of the machine that traces it. A shape that rules a kernel out is reported with ``target.note``.
 """
 
 import enum
@@ -18,10 +18,10 @@ from systolic.models.masking import Logits, Masking, soft_cap
 EVERYTHING, AS_THEY_ARE = Masking(), Logits()
 
 CUDNN_PLAIN = "cuDNN attention has neither soft caps nor sinks: using plain attention, whose memory grows with the square of the sequence"
-"""Why a decoder with either has the slower kernel on a GPU."""
+"""Note on a decoder with soft caps or sinks on a GPU."""
 
 CUDNN_UNEVEN = "cuDNN attention takes values as wide as queries and keys only: using plain attention, whose memory grows with the square of the sequence"
-"""Why latent attention has the slower kernel on a GPU."""
+"""Note on latent attention on a GPU."""
 
 
 class Kernel(enum.Enum):
@@ -72,8 +72,8 @@ def attention(
         query: [batch, sequence, heads, head_dim].
         key: [batch, sequence, kv_heads, head_dim]; heads is a multiple of kv_heads.
         value: [batch, sequence, kv_heads, size]; with latent attention of another size than keys.
-        masking: What a position sees.
-        logits: What the products of queries and keys go through.
+        masking: Positions that each position attends to.
+        logits: Scale, soft cap and sinks of the products of queries and keys.
 
     Returns:
         [batch, sequence, heads, size] in the dtype of ``query``.
@@ -156,7 +156,7 @@ def attend_plainly(
 
 
 def plain_dtype(target: Target, dtype: jnp.dtype) -> jnp.dtype:
-    """What plain attention is computed in: XLA's CPU matmul has no float16 form with float32 accumulation, which the logits ask for."""
+    """Dtype of plain attention: XLA's CPU matmul has no float16 form with float32 accumulation, which the logits need."""
     return jnp.dtype(jnp.float32) if target.platform == "cpu" and dtype == jnp.float16 else dtype
 
 

@@ -31,14 +31,14 @@ STEP_FLOPS: float = usual("tpu")["kernel_step_flops"].value
 def grouped_product(
     target: Target, x: jax.Array, matrices: jax.Array, sizes: jax.Array, expected: int
 ) -> jax.Array:
-    """Each row of ``x`` times the matrix of its group, [rows, columns] in the dtype of ``x``.
+    """Product of each row of ``x`` with the matrix of its group, [rows, columns] in the dtype of ``x``.
 
     Args:
         target: Where the program will run.
         x: [rows, depth], the rows of group 0 first, then those of group 1, and so on.
         matrices: [groups, depth, columns].
-        sizes: int32[groups]: rows of each group. Those behind the last group are no one's: what is
-            computed of them is undefined, in gradients too.
+        sizes: int32[groups]: rows of each group. Rows behind the last group belong to none: their
+            results are undefined, in gradients too.
         expected: Rows that belong to a group when routing is balanced; a forecast reads it from the name.
     """
     if target.platform != "tpu":
@@ -95,21 +95,21 @@ _product.defvjp(_forward, _backward)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedProduct:
-    """What a kernel has to do: [rows, depth] x [groups, depth, columns]."""
+    """Sizes of a grouped product: [rows, depth] x [groups, depth, columns]."""
 
     rows: int
     """A multiple of 128."""
     expected: int
-    """Of the rows, those that belong to a group."""
+    """Rows that belong to a group."""
     groups: int
     depth: int
     columns: int
     element_bytes: int
-    """Of operands and result."""
+    """Bytes per element of operands and result."""
 
 
 def work_of(x: jax.Array, matrices: jax.Array, expected: int) -> GroupedProduct:
-    """That of x [rows, depth] and matrices [groups, depth, columns]."""
+    """Sizes of x [rows, depth] and matrices [groups, depth, columns]."""
     return GroupedProduct(
         rows=x.shape[0],
         expected=expected,

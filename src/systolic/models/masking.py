@@ -1,4 +1,4 @@
-"""What a position of attention sees, and what its logits go through: the arguments of every kernel."""
+"""Masks of attention, and scale, soft cap and sinks of its logits: the arguments of every kernel."""
 
 from dataclasses import dataclass
 
@@ -10,32 +10,32 @@ from systolic.models.order import Order
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:
-    """What a position sees."""
+    """Positions that each position attends to."""
 
     segments: jax.Array | None = None
-    """int32[batch, sequence]; only positions of its own segment."""
+    """int32[batch, sequence]: a position sees its own segment only."""
     causal: bool = False
-    """Itself and earlier ones only."""
+    """Whether a position sees only itself and earlier ones."""
     window: int = 0
     """Causal only: itself and the ``window - 1`` before it; 0 sees all."""
     order: Order | None = None
-    """In which queries, keys, values and segments lie; what is earlier is so in their natural order."""
+    """Order of queries, keys, values and segments; causality follows their natural order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Logits:
-    """From products of queries and keys to what the softmax takes."""
+    """Transformation of the products of queries and keys before the softmax."""
 
     scale: float | None = None
     """Factor of the products; 1/sqrt(head_dim) by default."""
     cap: float = 0.0
     """Soft cap: ``cap * tanh(logit / cap)`` (Gemma 2, section 2); 0 has none."""
     sinks: jax.Array | None = None
-    """f32[heads]: a logit more for each head, which takes its share of the softmax and adds nothing."""
+    """f32[heads]: one more logit per head, in the softmax's denominator only."""
 
     @property
     def plain(self) -> bool:
-        """Whether the logits go to the softmax as they are."""
+        """Whether there is neither a soft cap nor a sink."""
         return not self.cap and self.sinks is None
 
 

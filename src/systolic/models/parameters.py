@@ -1,4 +1,4 @@
-"""How parameters are born."""
+"""Initial values of parameters."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Rematerialisation: which activations of a layer survive until the backward pass."""
+"""Rematerialisation: which activations of a layer are saved for the backward pass."""
 
 from collections.abc import Callable
 from typing import Any

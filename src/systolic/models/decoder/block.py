@@ -53,7 +53,7 @@ class DecoderBlock(nnx.Module):
 
     @property
     def attention_logits(self) -> Logits:
-        """What the products of queries and keys go through."""
+        """Scale, soft cap and sinks of the products of queries and keys."""
         sinks = self.sinks[...] if self.config.sinks else None
         return Logits(scale=self.config.query_dim**-0.5, cap=self.config.attention_cap, sinks=sinks)
 
@@ -123,9 +123,9 @@ class DecoderBlock(nnx.Module):
     def attend(
         self, x: jax.Array, positions: jax.Array, masking: Masking
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """What the heads read, [batch, sequence, heads, size of a value], of x [batch, sequence, d_model], and what a cache keeps.
+        """Attention output [batch, sequence, heads, size of a value] of x [batch, sequence, d_model], and the rows for a cache.
 
-        Kept are [batch, sequence, kv_heads, head_dim] each: keys and values, or a key for all heads and the latents.
+        The rows are [batch, sequence, kv_heads, head_dim] each: keys and values, or a key shared by all heads and the latents.
         """
         with jax.named_scope("attention"):
             given = self.attention_norm(x)
@@ -148,7 +148,7 @@ class DecoderBlock(nnx.Module):
     def attend_next(
         self, x: jax.Array, positions: jax.Array, cached: tuple[jax.Array, jax.Array], window: int
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """:meth:`attend` for one new token x [batch, 1, d_model] over a layer of the cache, which keeps what came before."""
+        """:meth:`attend` for one new token x [batch, 1, d_model] over a layer of the cache, which holds the tokens before it."""
         given = self.attention_norm(x)
         sight = Sight(positions, window, self.attention_logits, self.config.rolling)
         dtype = plain_dtype(self.target, x.dtype)

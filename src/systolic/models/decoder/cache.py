@@ -88,14 +88,14 @@ def appended(target: Target, cache: jax.Array, positions: jax.Array, new: jax.Ar
 
 
 class Sight(NamedTuple):
-    """What new tokens see of a cache."""
+    """Positions of a cache that new tokens attend to."""
 
     positions: jax.Array
-    """int32[batch, n]: of the tokens; each sees its own position and those before."""
+    """int32[batch, n]: positions of the tokens; each sees its own position and those before."""
     window: int
-    """Of those, as many of the latest; 0 for all."""
+    """Number of latest positions that are visible; 0 for all."""
     logits: Logits
-    """What the products with the keys go through, with a scale."""
+    """Soft cap and sinks of the products with the keys, with a scale."""
     rolling: bool = False
     """Whether a position lies in the row of its number modulo the capacity, which is at most the window."""
 
@@ -121,7 +121,7 @@ class ScorePart(NamedTuple):
     own: jax.Array
     """Keys of the new token, [batch, 1, kv_heads, size]."""
     keys: jax.Array
-    """Those of the cache, [batch, kv_heads, capacity, size]."""
+    """Keys of the cache, [batch, kv_heads, capacity, size]."""
 
 
 def attend_one(
@@ -135,7 +135,7 @@ def attend_one(
         parts: Queries and keys; the queries' dtype is that of the products.
         own_value: Of the token, [batch, 1, kv_heads, size].
         values: [batch, kv_heads, capacity, size].
-        sight: What the token sees, with a scale; of the cache the positions before its own.
+        sight: Positions that the token sees, with a scale; of the cache those before its own.
     """
     batch, _, heads, _ = parts[0].query.shape
     kv_heads, capacity = values.shape[1:3]

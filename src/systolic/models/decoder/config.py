@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ACTIVATIONS = ("layer_input", "latent", "query", "key", "value", "attention", "out", "mlp", "down")
 """Names of a layer's activations, which rematerialisation policies may keep."""
 MOST_PARAMETERS = 10**14
-"""Far above any published model; sizes beyond it are slips of the hand that the compiler would take hours over."""
+"""Limit of parameters, far above any published model; larger sizes are typing errors that the compiler would take hours over."""
 BEST, PLAIN, PER_CHANNEL = Router(), Latent(), Rounding()
 MIXTURE = Needs("model.experts", "the model is dense", lambda model: model.experts > 1)
 SLOTS = Needs(
@@ -49,7 +49,7 @@ NGRAMS = Needs("model.ngrams", "model.ngrams is 0", lambda model: model.ngrams)
 
 
 class Mlp(enum.Enum):
-    """The feed-forward part: its activation, and whether a second matrix gates it."""
+    """Kind of feed-forward part: its activation, and whether a second matrix gates it."""
 
     swiglu = "swiglu"
     """SiLU, gated: three matrices (Shazeer 2020)."""
@@ -62,17 +62,17 @@ class Mlp(enum.Enum):
 
     @property
     def gated(self) -> bool:
-        """Whether it has a gate."""
+        """Whether a second matrix gates the activation."""
         return self in (Mlp.swiglu, Mlp.geglu)
 
 
 class Dispatch(enum.Enum):
-    """How the tokens of a mixture reach their experts."""
+    """Dispatch of the tokens of a mixture to their experts."""
 
     slots = "slots"
-    """Each expert has capacity_factor times the mean load of slots for a sequence; the rest skip it."""
+    """Slots: capacity_factor times the mean load per expert and sequence; tokens without a slot skip the expert."""
     dropless = "dropless"
-    """Grouped matmuls over as many tokens as each expert gets; none is dropped. Not in a pipeline."""
+    """Grouped matmuls over the tokens of each expert; none is dropped. Not available in a pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class Decoder(Model):
     d_ff: Annotated[int, Range(least=1, most=2**22)] = 2048
     """Hidden units (of each expert, in a mixture)."""
     mlp: Mlp = Mlp.swiglu
-    """The feed-forward part."""
+    """Kind of feed-forward part."""
     heads: Annotated[int, Range(least=1, most=2**14)] = 12
     """Query heads."""
     kv_heads: Annotated[int, COUNT] = 12
@@ -103,53 +103,53 @@ class Decoder(Model):
     experts: Annotated[int, Range(least=1, most=2**14)] = 1
     """Experts per layer; 1 is a dense model."""
     experts_per_token: Annotated[int, COUNT, MIXTURE] = 2
-    """Mixture: experts that each token visits."""
+    """Mixture: experts per token."""
     dispatch: Annotated[Dispatch, MIXTURE] = Dispatch.slots
-    """Mixture: how tokens reach their experts; slots are bounded, dropless takes as many as come."""
+    """Mixture: dispatch of tokens to experts; slots bound the tokens per expert, dropless does not."""
     capacity_factor: Annotated[float, NOT_NEGATIVE, MIXTURE, SLOTS] = 1.25
-    """Mixture: slots per expert over the mean load; a token without a slot skips its expert. 0 never drops."""
+    """Mixture: slots per expert over the mean load; tokens without a slot are dropped. 0 drops none."""
     shared_experts: Annotated[int, NOT_NEGATIVE, MIXTURE] = 0
-    """Mixture: experts that every token visits beside its own, as one gated MLP of so many times d-ff (n_shared_experts)."""
+    """Mixture: shared experts that process every token, as one gated MLP of this many times d-ff (n_shared_experts)."""
     dense_layers: Annotated[int, NOT_NEGATIVE, MIXTURE] = 0
-    """Mixture: the first layers, whose feed-forward part is dense (first_k_dense_replace)."""
+    """Mixture: number of first layers with a dense feed-forward part (first_k_dense_replace)."""
     mixture_every: Annotated[int, COUNT, MIXTURE] = 1
-    """Mixture: each so many'th layer has one, the others are dense (interleave_moe_layer_step; Llama 4 Maverick: 2)."""
+    """Mixture: period of the layers with experts, the others being dense (interleave_moe_layer_step; Llama 4 Maverick: 2)."""
     dense_d_ff: Annotated[int, Range(least=0, most=2**22), MIXTURE, DENSE] = 0
     """Mixture: hidden units of the dense layers; 0 takes d-ff."""
     router: Annotated[Router, MIXTURE] = BEST
-    """Mixture: how experts are chosen and weighted."""
+    """Mixture: choice and weights of the experts."""
     router_loss: Annotated[float, NOT_NEGATIVE, MIXTURE] = 0.01
     """Mixture: weight of the load balancing loss."""
     router_bias_rate: Annotated[float, NOT_NEGATIVE, MIXTURE, BIAS] = 0.001
-    """Mixture with router.bias: what a step adds to the bias of each expert with less than the mean load, and takes from the others."""
+    """Mixture with router.bias: amount that a step adds to the bias of each expert below the mean load and subtracts from the others."""
     latent: Latent = PLAIN
-    """Multi-head latent attention (MLA, DeepSeek-V2); head-dim and kv-heads then say nothing."""
+    """Multi-head latent attention (MLA, DeepSeek-V2); head-dim and kv-heads are then unused."""
     rope_theta: Annotated[float, POSITIVE] = 10_000.0
-    """Base of the rotary embeddings' wavelengths."""
+    """Base of the rotary embedding wavelengths."""
     norm_eps: Annotated[float, POSITIVE] = 1e-6
-    """Added to the mean square in RMSNorm."""
+    """Epsilon of RMSNorm, added to the mean square."""
     qk_norm: bool = False
     """RMSNorm on queries and keys."""
     window: Annotated[int, NOT_NEGATIVE] = 0
-    """Sliding window: a token sees itself and the window - 1 tokens before it; 0 sees all before it."""
+    """Sliding window: a token attends to itself and the window - 1 tokens before it; 0 for full attention."""
     global_every: Annotated[int, Range(least=2, only=(0,)), WINDOW] = 0
-    """With a window: each so many'th layer sees all before it (Gemma 3: 6, gpt-oss and Gemma 2: 2); 0 for none."""
+    """Period of layers with full attention beside those with a window (Gemma 3: 6, gpt-oss and Gemma 2: 2); 0 for none."""
     local_rope_theta: Annotated[float | None, POSITIVE, WINDOW] = None
-    """rope-theta of the layers with a window, where it is another one (Gemma 3: 10,000 beside 1,000,000)."""
+    """rope-theta of the layers with a window, where it differs (Gemma 3: 10,000 beside 1,000,000)."""
     attention_cap: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Soft cap of the attention's logits, cap * tanh(logit / cap) (Gemma 2: 50); 0 for none."""
+    """Soft cap of the attention logits, cap * tanh(logit / cap) (Gemma 2: 50); 0 for none."""
     logit_cap: Annotated[float, NOT_NEGATIVE] = 0.0
     """Soft cap of the output logits (Gemma 2: 30); 0 for none."""
     sinks: bool = False
-    """Attention sinks: a learned logit for each head that takes its share of the softmax (gpt-oss)."""
+    """Attention sinks: a learned logit per head in the denominator of the softmax (gpt-oss)."""
     ngrams: Annotated[int, Range(least=2, most=64, only=(0,))] = 0
-    """The longest n-gram with a hashed embedding of its own, 2 or more; 0 has none."""
+    """Longest n-gram with a hashed embedding, 2 or more; 0 for none."""
     ngram_rows: Annotated[int, Range(least=1, most=2**30), NGRAMS] = 2**15
     """Rows of each n-gram table, a power of two."""
     ngram_dim: Annotated[int, Range(least=1, most=2**16), NGRAMS] = 32
     """Width of an n-gram's embedding."""
     rounding: Rounding = PER_CHANNEL
-    """With precision int8 or fp8: how weight matmuls round."""
+    """Rounding of weight matmuls with precision int8 or fp8."""
 
     def __post_init__(self) -> None:
         check(self, "model")
@@ -164,7 +164,7 @@ class Decoder(Model):
             )
         if self.head_dim % 2:
             raise OptionError(
-                f"model.head-dim {self.head_dim} is odd; rotary embeddings turn pairs of dims, use an even one"
+                f"model.head-dim {self.head_dim} is odd; rotary embeddings rotate pairs of dims, use an even one"
             )
         if self.ngrams and self.ngram_rows & (self.ngram_rows - 1):
             raise OptionError(
@@ -190,10 +190,10 @@ class Decoder(Model):
         if self.mixture_every > 1 and (self.dense_layers or self.layers % self.mixture_every):
             if self.dense_layers:
                 raise OptionError(
-                    f"model.mixture-every {self.mixture_every} and model.dense-layers {self.dense_layers} both say which layers are dense; leave one out"
+                    f"model.mixture-every {self.mixture_every} and model.dense-layers {self.dense_layers} both set which layers are dense; leave one out"
                 )
             raise OptionError(
-                f"model.mixture-every {self.mixture_every} does not divide model.layers {self.layers}; the last layer of each so many has the mixture, change one"
+                f"model.mixture-every {self.mixture_every} does not divide model.layers {self.layers}; the last layer of each period has the mixture, change one"
             )
         groups = self.router.groups
         least = 2 if self.router.score is Score.sigmoid and self.router.top_groups < groups else 1
@@ -243,18 +243,18 @@ class Decoder(Model):
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """The window of each layer of a period of the pattern, 0 for none; the layers repeat it."""
+        """Window of each layer in one period of the pattern, 0 for none."""
         if not self.window or not self.global_every:
             return (self.window,)
         return (self.window,) * (self.global_every - 1) + (0,)
 
     @property
     def rolling(self) -> bool:
-        """Whether a cache keeps no more positions than the window, which every layer has."""
+        """Whether every layer has a window, so that a cache keeps no more positions than that."""
         return all(self.windows)
 
     def theta(self, window: int) -> float:
-        """The base of the rotary wavelengths of a layer with this window."""
+        """Base of the rotary wavelengths of a layer with this window."""
         return self.local_rope_theta if window and self.local_rope_theta else self.rope_theta
 
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
@@ -263,12 +263,12 @@ class Decoder(Model):
 
         if not self.vocab:
             raise OptionError(
-                "model.vocab is 0; a recipe that does not read a tokenizer must say how many token ids there are"
+                "model.vocab is 0; a recipe without a tokenizer must give the number of token ids"
             )
         return DecoderModule(self, rngs, target)
 
     def check(self, layout: Layout) -> None:
-        """Each axis must divide what it splits."""
+        """Checks that each axis divides the dims that it splits."""
         divides = [
             ("tensor", layout.tensor, "heads", self.heads),
             ("tensor", layout.tensor, "d-ff", self.d_ff),
@@ -286,7 +286,7 @@ class Decoder(Model):
             divides.append(("expert", layout.expert, "experts", self.experts))
             if self.dispatch is Dispatch.dropless and layout.pipeline > 1:
                 raise LayoutError(
-                    f"layout.pipeline is {layout.pipeline} and model.dispatch dropless, whose grouped matmuls do not run in a pipeline; use --model.dispatch slots, or layout.fsdp and layout.expert"
+                    f"layout.pipeline is {layout.pipeline} and model.dispatch dropless, whose grouped matmuls do not run in a pipeline; set --model.dispatch slots, or layout.fsdp and layout.expert"
                 )
         elif layout.expert > 1:
             raise LayoutError(
@@ -315,7 +315,7 @@ class Decoder(Model):
                 )
 
     def check_effects(self, precision: Precision) -> None:
-        """Some layer is global where some are to be, and roundings are of matmuls that round."""
+        """Checks that global-every is within the layers and that rounding has matmuls that round."""
         if self.global_every > self.layers:
             raise OptionError(
                 f"model.global-every is {self.global_every} and model.layers {self.layers}, so that it has no effect: no layer is global; lower it, or leave it out"
@@ -326,7 +326,7 @@ class Decoder(Model):
             )
 
     def lasting(self) -> frozenset[str]:
-        """All but losses, capacity, how tokens reach their experts, rounding, and constants."""
+        """All fields but losses, capacity, dispatch, rounding, and constants."""
         changing = {
             "capacity_factor",
             "dispatch",
@@ -356,15 +356,15 @@ class Decoder(Model):
         return work.token + work.logits + work.cached * seen
 
     def axes(self) -> frozenset[Axis]:
-        """All of them; the expert axis only in a mixture."""
+        """All axes; the expert axis only in a mixture."""
         return frozenset(Axis) - (frozenset() if self.experts > 1 else {Axis.expert})
 
     def policies(self) -> frozenset[Remat]:
-        """All of them."""
+        """All policies."""
         return frozenset(Remat)
 
     def matmul_formats(self) -> frozenset[str]:
-        """Both; routing and logits stay in the compute dtype."""
+        """int8 and fp8; routing and logits stay in the compute dtype."""
         return frozenset(("int8", "fp8"))
 
     def outline(self, layout: Layout) -> ModelStats:
@@ -374,13 +374,13 @@ class Decoder(Model):
         return outline(self, layout)
 
     def slots_per_token(self) -> float:
-        """Capacity factor of a mixture with slots; without a factor each expert has a slot for every token."""
+        """Capacity factor of a mixture with slots; with a factor of 0 each expert has a slot for every token."""
         if self.experts <= 1 or self.dispatch is Dispatch.dropless:
             return 1.0
         return self.capacity_factor or self.experts / self.experts_per_token
 
     def shrink(self, layout: Layout) -> "Decoder":
-        """Two layers a stage and a few heads a tensor shard, with this model's ratios of heads and experts."""
+        """Two layers per stage and a few heads per tensor shard, with this model's ratios of heads and experts."""
         groups = 1 if self.latent else self.heads // self.kv_heads
         kv_heads = max(layout.tensor, 1)
         width = 16 * layout.fsdp * layout.expert * layout.context

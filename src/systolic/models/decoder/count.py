@@ -10,13 +10,13 @@ class ForwardFlops(NamedTuple):
     """Matmul FLOPs of the forward pass."""
 
     token: int
-    """Of a token in all layers, but for what attention compares."""
+    """FLOPs of a token in all layers, without attention's own products."""
     logits: int
-    """Of a token's logits."""
+    """FLOPs of a token's logits."""
     pair: int
-    """Of a token and one that it sees, in a layer, where keys and values are made for each token."""
+    """FLOPs of a pair of a token and one that it sees, per layer, with keys and values of each token."""
     cached: int
-    """The same where a cache is read: latents are compared as they are kept."""
+    """FLOPs of such a pair with a cache: latents are compared as they are stored."""
 
 
 def attention(config: "Decoder") -> int:
@@ -31,7 +31,7 @@ def attention(config: "Decoder") -> int:
 
 
 def out(config: "Decoder") -> int:
-    """Elements of the matrix that attention ends in."""
+    """Elements of attention's output matrix."""
     return config.heads * config.value_dim * config.d_model
 
 
@@ -46,12 +46,12 @@ def expert(config: "Decoder") -> int:
 
 
 def mixture(config: "Decoder", experts: int) -> int:
-    """Elements of the feed-forward part of a mixture of which so many routed experts are counted."""
+    """Elements of the feed-forward part of a mixture, counting this many routed experts."""
     return (experts + config.shared_experts) * expert(config) + config.d_model * config.experts
 
 
 def feed_forward(config: "Decoder", experts: int) -> int:
-    """Elements of the feed-forward parts of all layers; of mixtures so many routed experts."""
+    """Elements of the feed-forward parts of all layers; of a mixture this many routed experts."""
     if config.experts == 1:
         return config.layers * dense(config)
     return (config.layers - config.mixtures) * dense(config) + config.mixtures * mixture(
@@ -60,7 +60,7 @@ def feed_forward(config: "Decoder", experts: int) -> int:
 
 
 def parameters(config: "Decoder") -> int:
-    """Parameters, embeddings included; a router's biases are none."""
+    """Parameters, embeddings included, without the router's biases."""
     norms = 2 * config.d_model + (2 * config.head_dim if config.qk_norm else 0)
     norms += config.latent.q_lora_rank + config.latent.kv_lora_rank
     layer = attention(config) + norms + (config.heads if config.sinks else 0)
@@ -72,7 +72,7 @@ def parameters(config: "Decoder") -> int:
 
 
 def work(config: "Decoder") -> ForwardFlops:
-    """FLOPs by what they depend on; of a mixture those of the experts that a token visits."""
+    """FLOPs by what they depend on; of a mixture those of a token's experts."""
     matrices = config.layers * attention(config) + feed_forward(config, config.experts_per_token)
     pair = 2 * config.heads * (config.query_dim + config.value_dim)
     latent = config.latent

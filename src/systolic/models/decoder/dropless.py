@@ -74,7 +74,7 @@ def _grouped(
     routing: tuple[jax.Array, jax.Array],
     matrices: tuple[jax.Array, ...],
 ) -> jax.Array:
-    """What these experts give to ``x``; choices outside of 0 to their number are others'."""
+    """Contribution of these experts to ``x``; choices outside of 0 to their number are others'."""
     gate, up, down = matrices
     own, (chosen, weights) = gate.shape[0], routing
     width, each = x.shape[-1], chosen.shape[-1]

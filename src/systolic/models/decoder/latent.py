@@ -41,7 +41,7 @@ class LatentAttention(nnx.Module):
     def project(
         self, x: jax.Array, positions: jax.Array, theta: float
     ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
-        """Queries and keys [batch, sequence, heads, nope + rope], values [batch, sequence, heads, v_head_dim], and what the cache keeps, of x [batch, sequence, d_model]."""
+        """Queries and keys [batch, sequence, heads, nope + rope], values [batch, sequence, heads, v_head_dim], and the rows of the cache, of x [batch, sequence, d_model]."""
         plain, turned = self._queries(x, positions, theta)
         shared, latent = self._latents(x, positions, theta)
         key = product(
@@ -66,13 +66,13 @@ class LatentAttention(nnx.Module):
         sight: Sight,
         dtype: jnp.dtype,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """What the heads of one new token read of a cache, [batch, 1, heads, v_head_dim], and its own row of it.
+        """Attention output of one new token over a cache, [batch, 1, heads, v_head_dim], and its own row of the cache.
 
         Args:
             x: [batch, 1, d_model].
             theta: Base of the rotary wavelengths.
             cached: Shared keys [batch, 1, capacity, rope] and latents [batch, 1, capacity, kv_lora_rank].
-            sight: What the token sees.
+            sight: Positions that the token sees.
             dtype: Of the products with the cache.
         """
         plain, turned = self._queries(x, sight.positions, theta)
@@ -124,7 +124,7 @@ class LatentAttention(nnx.Module):
         return rope(shared[:, :, None], positions, theta)[:, :, 0], latent
 
     def _parted(self, latent: jax.Array) -> jax.Array:
-        """Where the stream is split by tokens, made of each device's own: a latent is a fraction of it to gather."""
+        """Latent of each device's own tokens where the stream is split by tokens: it is a fraction of the stream to gather."""
         return self.target.constrain(latent, *STREAM[:2], None)
 
     def _whole(self, latent: jax.Array) -> jax.Array:

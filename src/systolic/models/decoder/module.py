@@ -120,7 +120,7 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
         targets: jax.Array,
         inputs: tuple[jax.Array, jax.Array, jax.Array],
     ) -> Any:
-        """What ``read`` makes of the logits and targets int32[batch, sequence], under the layout's loss chunks.
+        """Result of ``read`` on the logits and targets int32[batch, sequence], under the layout's loss chunks.
 
         ``read`` turns logits [..., vocab] and targets [...] into a tree of arrays [...]; ``inputs``
         are the arguments of :meth:`hidden`.
@@ -151,7 +151,7 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
         return self.logits(self.hidden(tokens, segments, positions))
 
     def hidden(self, tokens: jax.Array, segments: jax.Array, positions: jax.Array) -> jax.Array:
-        """What the output matrix takes, [batch, sequence, d_model], of tokens int32[batch, sequence].
+        """Input of the output matrix, [batch, sequence, d_model], for tokens int32[batch, sequence].
 
         segments int32[batch, sequence]: a token sees earlier tokens of its own segment only.
         positions int32[batch, sequence]: within the segment. A mixture also sows ``router_loss`` and
@@ -201,7 +201,7 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
         return run, stacked
 
     def _routed(self, routing: dict[str, jax.Array]) -> None:
-        """Sows what routing [layers, ...] means for the loss, and moves the biases of experts while training."""
+        """Sows the losses of routing [layers, ...], and moves the biases of experts while training."""
         if self.config.router.bias:
             mixture, chosen = self.blocks.mlp, routing.pop("chosen")
             assert isinstance(mixture, Mixture)
@@ -241,7 +241,7 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
         return axes(key=rows, value=rows, length=one, recent=(*one, None))
 
     def _rows(self, capacity: int) -> int:
-        """Of a cache for so many positions."""
+        """Rows of a cache for ``capacity`` positions."""
         return min(capacity, self.config.window) if self.config.rolling else capacity
 
     def prefill(
@@ -257,7 +257,7 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
             dtype: Of the cache.
 
         Returns:
-            What the output matrix takes, [batch, n, d_model], and the cache.
+            Input of the output matrix, [batch, n, d_model], and the cache.
         """
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         none = self.no_history(tokens.shape[0])
@@ -289,7 +289,7 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
 
         Args:
             tokens: int32[batch].
-            cache: What came before.
+            cache: The tokens before.
 
         Returns:
             Logits [batch, vocab] and the cache with the tokens in it.
@@ -323,7 +323,7 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
             places = places % capacity
         elif 0 < self.config.window < capacity:
             self.target.note(
-                f"layers with a window of {self.config.window} keep and read all {capacity} positions of the cache, as those without one do: where windows differ by layer they save nothing in decode"
+                f"layers with a window of {self.config.window} keep and read all {capacity} positions of the cache: where windows differ by layer they save nothing in decode"
             )
         keys, values = (
             appended(self.target, old, places, rows[:, :, 0])

@@ -139,7 +139,7 @@ class Mixture(nnx.Module):
 
     @property
     def activate(self) -> Callable[[jax.Array], jax.Array]:
-        """What the gate goes through."""
+        """Activation of the gate."""
         return jax.nn.silu if self.config.mlp is Mlp.swiglu else jax.nn.gelu
 
 
@@ -150,7 +150,7 @@ def _places(
     count: jax.Array | None,
     order: Order | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Where each choice goes, of ``chosen`` int32[batch, sequence, experts_per_token] in ``order``.
+    """Slot of each choice, of ``chosen`` int32[batch, sequence, experts_per_token] in ``order``.
 
     Returns:
         Whether each choice found a slot, and the slot's number over all experts, their number for none.

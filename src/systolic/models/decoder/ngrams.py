@@ -18,7 +18,7 @@ MULTIPLIER = 0x9E3779B1
 """The 32-bit golden ratio prime of multiplicative hashing (Knuth, TAOCP 3, 6.4)."""
 
 GAIN = 8.0
-"""Tables start at zero and are scaled up by it: rare rows need larger steps than the dense weights."""
+"""Factor of the tables, which start at zero: rare rows need larger steps than the dense weights."""
 
 
 def hashes(tokens: jax.Array, history: int, positions: jax.Array, rows: int) -> jax.Array:

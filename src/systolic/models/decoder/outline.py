@@ -1,4 +1,4 @@
-"""What an analytic model of time and memory may know of a decoder; imports without jax."""
+"""Sizes of a decoder for an analytic model of time and memory; imports without jax."""
 
 import math
 from typing import TYPE_CHECKING
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from systolic.models.decoder.config import Decoder
 
 ATTENTION = 0.05
-"""Rough share of attention's own products in the forward pass; it grows with the sequence, which is not known here."""
+"""Rough share of attention's own products in the forward pass; the true one grows with the sequence, which is unknown here."""
 
 
 def outline(config: "Decoder", layout: Layout) -> ModelStats:
-    """Elements that each policy keeps, by the names that the blocks give their activations."""
+    """Elements that each policy saves, by the names of the blocks' activations."""
     whole, split = activations(config)
     queries = config.heads * config.query_dim
     matmuls = ("latent", "query", "key", "value", "out", "mlp", "down")
@@ -59,7 +59,7 @@ def outline(config: "Decoder", layout: Layout) -> ModelStats:
 
 
 def activations(config: "Decoder") -> tuple[dict[str, int], dict[str, int]]:
-    """Elements a token and layer by name: those that the tensor axis leaves whole, and those it splits."""
+    """Elements per token and layer by name: those that the tensor axis leaves whole, and those that it splits."""
     heads, key_heads = config.heads, _key_heads(config)
     copies = float(config.experts_per_token) if config.experts > 1 else 1.0
     if config.dispatch is Dispatch.slots and config.experts > 1:
@@ -103,7 +103,7 @@ def _costs(config: "Decoder") -> dict[str, float]:
 
 
 def _repeated(config: "Decoder", names: set[str]) -> float:
-    """Share of a layer's matmuls that run again: those that make what is not kept and is asked for."""
+    """Share of a layer's matmuls that are recomputed: those whose results are needed and not saved."""
     costs = _costs(config)
     # What a block ends in is never asked for again by itself.
     again = sum(

@@ -1,4 +1,4 @@
-"""What the blocks of a decoder are made of: norm, rotary embedding, dense feed-forward part."""
+"""Parts of a decoder block: norm, rotary embedding, dense feed-forward part."""
 
 import jax
 import jax.numpy as jnp

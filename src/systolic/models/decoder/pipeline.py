@@ -40,7 +40,7 @@ def run_stages(
     positions: jax.Array,
     target: Target,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """All layers over x [batch, sequence, d_model]; returns it and the means f32[layers, ...] of what layers say.
+    """All layers over x [batch, sequence, d_model]; returns it and the means f32[layers, ...] of the layers' figures.
 
     ``run(x, state, segments, positions) -> (x, {name: f32[layers, ...]})`` runs some of the layers;
     ``stacked`` has a leading dim of layers.
@@ -49,7 +49,7 @@ def run_stages(
     count = num_microbatches(target, x.shape[0])
 
     def names(ndim: int) -> tuple[str, ...]:
-        """Of the stream, or of what tokens are: segments and positions."""
+        """Logical names of the stream's dims, or of those of segments and positions."""
         return STREAM if ndim == len(STREAM) else ("batch", "sequence")
 
     def split(array: jax.Array) -> jax.Array:

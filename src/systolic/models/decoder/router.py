@@ -11,13 +11,13 @@ LEAST = 1e-20
 
 
 class RouterBias(nnx.Variable):
-    """A bias of each expert, f32[experts]: no parameter, for no gradient moves it."""
+    """Bias of each expert, f32[experts]; not a parameter, since no gradient moves it."""
 
 
 def choose(
     router: Router, each: int, logits: jax.Array, bias: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The best ``each`` experts of tokens.
+    """Chooses the best ``each`` experts of tokens.
 
     Args:
         router: The switches.

@@ -27,7 +27,7 @@ def stack(said: Sequence[Any]) -> Any:
 def run_layers(
     period: Sequence[Layer], x: jax.Array, stacked: Any, *, in_place: bool = False
 ) -> tuple[jax.Array, Any]:
-    """``x`` after all layers and, stacked [layers, ...], what each says.
+    """``x`` after all layers and the layers' figures, stacked [layers, ...].
 
     Args:
         period: The layers' functions; layer ``n`` runs under number ``n`` modulo their count.

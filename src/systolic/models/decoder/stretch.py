@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 Step = Callable[..., tuple[jax.Array, Any]]
-"""``step(x, state, given)`` of one layer: its arrays, and what else it is given, to the stream and what it says."""
+"""``step(x, state, given)`` of one layer: its arrays, and what else it is given, to the stream and its figures."""
 
 
 class Stretch(NamedTuple):
@@ -21,7 +21,7 @@ class Stretch(NamedTuple):
     """The number of the first layer."""
     units: int
     windows: tuple[int, ...]
-    """Of a period of its layers."""
+    """Windows of one period of its layers."""
 
     @property
     def size(self) -> int:
@@ -30,12 +30,12 @@ class Stretch(NamedTuple):
 
     @property
     def numbers(self) -> jax.Array:
-        """Those of the layers, int32[units] or [units, layers of a unit], as :meth:`period` takes them."""
+        """Numbers of the layers, int32[units] or [units, layers of a unit], as :meth:`period` takes them."""
         numbers = self.first + jnp.arange(self.units * self.size)
         return numbers if self.size == 1 else numbers.reshape(-1, self.size)
 
     def flat(self, said: Any) -> Any:
-        """What units say of their layers, [units, layers of a unit, ...], as [layers, ...]."""
+        """Figures of units, [units, layers of a unit, ...], as [layers, ...]."""
         if self.size == 1:
             return said
         return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), said)
@@ -62,7 +62,7 @@ class Stretch(NamedTuple):
         Args:
             graphs: Of each kind.
             step: The function of a layer, by graph and window.
-            join: What a unit says, of what its layers say; a unit of one layer says what that says.
+            join: Figures of a unit from those of its layers; a unit of one layer has that layer's.
         """
         length = len(self.windows) // math.gcd(self.size, len(self.windows))
         return [self._unit(graphs, step, join, number * self.size) for number in range(length)]

@@ -25,13 +25,13 @@ class Latent:
     """
 
     kv_lora_rank: Annotated[int, WIDTH] = 0
-    """Width of the latent that keys and values are made of, and that the cache keeps; 0 has plain attention."""
+    """Width of the latent of keys and values, which the cache stores; 0 for plain attention."""
     q_lora_rank: Annotated[int, WIDTH, LATENT] = 0
-    """Width of the latent that queries are made of; 0 makes them of the residual stream."""
+    """Width of the latent of queries; 0 projects them from the residual stream."""
     qk_nope_head_dim: Annotated[int, Range(least=1, most=2**14), LATENT] = 128
     """Width of a head's query and key without position."""
     qk_rope_head_dim: Annotated[int, Range(least=2, most=2**14), LATENT] = 64
-    """Width of the part with rotary embeddings, an even number; its key is one for all heads."""
+    """Width of the part with rotary embeddings, an even number; all heads share its key."""
     v_head_dim: Annotated[int, Range(least=1, most=2**14), LATENT] = 128
     """Width of a head's value."""
 
@@ -40,7 +40,7 @@ class Latent:
         check_needs(self, "model.latent")
         if self.qk_rope_head_dim % 2:
             raise OptionError(
-                f"model.latent.qk-rope-head-dim {self.qk_rope_head_dim} is odd; rotary embeddings turn pairs of dims, use an even one"
+                f"model.latent.qk-rope-head-dim {self.qk_rope_head_dim} is odd; rotary embeddings rotate pairs of dims, use an even one"
             )
 
     def __bool__(self) -> bool:
@@ -66,24 +66,24 @@ class Latent:
 
 
 class Score(enum.Enum):
-    """From a router's logits to the scores of experts."""
+    """Function from a router's logits to the scores of experts."""
 
     softmax = "softmax"
     """Scores of a token add up to 1."""
     sigmoid = "sigmoid"
-    """Each expert by itself (DeepSeek-V3)."""
+    """Scores of experts are independent (DeepSeek-V3)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """How the experts of a token are chosen and weighted.
+    """Choice and weights of the experts of a token.
 
     Raises:
         OptionError: a number outside its range, or more groups chosen than there are.
     """
 
     score: Score = Score.softmax
-    """What scores are."""
+    """Score function."""
     normalise: bool = True
     """Whether the weights of a token's experts are divided by their sum (Hugging Face: norm_topk_prob)."""
     scale: Annotated[float, POSITIVE] = 1.0
@@ -93,7 +93,7 @@ class Router:
     top_groups: Annotated[int, COUNT] = 1
     """Groups whose experts a token may choose (topk_group): softmax ranks groups by their best expert (DeepSeek-V2), sigmoid by the sum of their best two (DeepSeek-V3)."""
     bias: bool = False
-    """A bias of each expert that counts for its choice and not for its weight (e_score_correction_bias), moved by router-bias-rate."""
+    """A bias per expert that affects its choice but not its weight (e_score_correction_bias), moved by router-bias-rate."""
 
     def __post_init__(self) -> None:
         check(self, "model.router")

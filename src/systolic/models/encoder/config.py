@@ -17,7 +17,7 @@ ACTIVATIONS = ("layer_input", "query", "key", "value", "attention", "out", "mlp"
 
 
 class FeedForward(enum.Enum):
-    """The feed-forward part of a block: its activation, and whether a second matrix gates it."""
+    """Kind of feed-forward part: its activation, and whether a second matrix gates it."""
 
     gelu = "gelu"
     """GELU by the error function, as BERT checkpoints on Hugging Face have it."""
@@ -30,7 +30,7 @@ class FeedForward(enum.Enum):
 
     @property
     def gated(self) -> bool:
-        """Whether it has a gate."""
+        """Whether a second matrix gates the activation."""
         return self is FeedForward.swiglu
 
 
@@ -51,19 +51,19 @@ class Encoder(Model):
     d_ff: Annotated[int, Range(least=1, most=2**22)] = 3072
     """Hidden units of the MLP."""
     mlp: FeedForward = FeedForward.gelu
-    """The feed-forward part."""
+    """Kind of feed-forward part."""
     heads: Annotated[int, Range(least=1, most=2**14)] = 12
     """Attention heads; each is d-model / heads wide."""
     vocab: Annotated[int, Range(least=0, most=2**24)] = 0
     """Token ids; 0 takes the tokenizer's and the mask, rounded up to a multiple of 128."""
     positions: Annotated[int, Range(least=1, most=2**24)] = 512
-    """Learned positions: the longest document."""
+    """Learned positions, the length of the longest document."""
     token_types: Annotated[int, COUNT] = 2
     """Kinds of token with an embedding of their own (first and second text of a pair); training uses the first."""
     norm_eps: Annotated[float, POSITIVE] = 1e-12
-    """Added to the variance in layer norms."""
+    """Epsilon of layer norms, added to the variance."""
     pooler: bool = False
-    """Whether there is a dense layer on the first token, for tasks on whole texts; masked tokens don't train it."""
+    """Whether there is a dense layer on the first token, for tasks on a full text; masked tokens don't train it."""
 
     def __post_init__(self) -> None:
         check(self, "model")
@@ -103,7 +103,7 @@ class Encoder(Model):
         return EncoderModule(self, rngs, target)
 
     def check(self, layout: Layout) -> None:
-        """Each axis must divide what it splits; there are no experts, no stages and no tiles of a loss."""
+        """Checks that each axis divides the dims that it splits; there are no experts, stages or loss chunks."""
         for axis in (Axis.expert, Axis.pipeline):
             if layout.size(axis) > 1:
                 raise LayoutError(
@@ -132,15 +132,15 @@ class Encoder(Model):
                     )
 
     def axes(self) -> frozenset[Axis]:
-        """Heads, hidden units and the sequence can be split, too."""
+        """Data, fsdp, tensor and context."""
         return frozenset((Axis.data, Axis.fsdp, Axis.tensor, Axis.context))
 
     def lasting(self) -> frozenset[str]:
-        """All but the norms' constant."""
+        """All fields but the norms' epsilon."""
         return frozenset(self.__dataclass_fields__) - {"norm_eps"}
 
     def policies(self) -> frozenset[Remat]:
-        """All of them."""
+        """All policies."""
         return frozenset(Remat)
 
     def flops(self, fields: Mapping[str, Field]) -> float:

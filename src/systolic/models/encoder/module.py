@@ -19,7 +19,7 @@ from systolic.models.residual import STREAM, gathered
 DEVIATION = 0.02
 """Standard deviation of all weights at the start (Devlin et al. 2019)."""
 UNROLLED_LAYERS = 6
-"""On a CPU up to this many layers are traced one by one: a loop keeps XLA from fusing across them."""
+"""Layers up to which a CPU program unrolls them: a loop keeps XLA from fusing across layers."""
 
 
 def matrix(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
@@ -81,7 +81,7 @@ class EncoderBlock(nnx.Module):
         return again(make)(x, more, bias)
 
     def attend(self, x: jax.Array, segments: jax.Array) -> jax.Array:
-        """What the heads read, [batch, sequence, heads, head_dim]: a place sees all of its own segment."""
+        """Attention output [batch, sequence, heads, head_dim]: a place sees all of its own segment."""
         shape, constrain = (self.config.heads, self.config.head_dim), self.target.constrain
 
         def project(kernel: nnx.Param, bias: nnx.Param, label: str) -> jax.Array:
@@ -113,7 +113,7 @@ def activated(config: Encoder, x: jax.Array) -> jax.Array:
 
 
 class EncoderModule(nnx.Module):
-    """Tokens to what their places hold after the last block, and to logits of some of them."""
+    """Tokens to the output of the last block, and to logits of some places."""
 
     def __init__(self, config: Encoder, rngs: nnx.Rngs, target: Target) -> None:
         @nnx.split_rngs(splits=config.layers)
@@ -156,7 +156,7 @@ class EncoderModule(nnx.Module):
         positions: jax.Array,
         types: jax.Array | None = None,
     ) -> jax.Array:
-        """What each place holds, [batch, sequence, d_model], of tokens int32[batch, sequence].
+        """Output of the last block, [batch, sequence, d_model], for tokens int32[batch, sequence].
 
         segments int32[batch, sequence]: a token sees all tokens of its own segment, before and after it.
         positions int32[batch, sequence]: within the segment. types int32[batch, sequence], or all 0.

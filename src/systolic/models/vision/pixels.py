@@ -1,4 +1,4 @@
-"""What image models have in common and can be said without jax: checks of sizes and of layouts, counts."""
+"""Common to image models, without jax: checks of sizes and layouts, counts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

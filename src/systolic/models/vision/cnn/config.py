@@ -44,12 +44,12 @@ class CNN(Model):
         return CNNModule(self, rngs, target)
 
     def check(self, layout: Layout) -> None:
-        """Only the batch and the parameters split."""
+        """Data and fsdp."""
         refuse_axes(layout, "a CNN", Axis.tensor, Axis.context, Axis.expert, Axis.pipeline)
 
     @property
     def features(self) -> int:
-        """Numbers that the linear layer sees."""
+        """Inputs of the linear layer."""
         size = (self.pixels.size, self.pixels.size)
         for _ in self.channels:
             size = strided(size, 2)

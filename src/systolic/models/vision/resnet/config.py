@@ -24,9 +24,9 @@ class Depth(enum.Enum):
     """Layers with weights; 14, 50 and 101 are made of bottlenecks."""
 
     d10 = "10"
-    """One block a stage, for small images and small machines."""
+    """One block per stage, for small images and small machines."""
     d14 = "14"
-    """One bottleneck a stage."""
+    """One bottleneck per stage."""
     d18 = "18"
     d34 = "34"
     d50 = "50"
@@ -51,7 +51,7 @@ class Depth(enum.Enum):
 
 
 class Stem(enum.Enum):
-    """What comes before the stages."""
+    """Layers before the stages."""
 
     imagenet = "imagenet"
     """7x7 convolution of stride 2 and 3x3 max pooling of stride 2: a quarter of the resolution is left."""
@@ -94,7 +94,7 @@ class ResNet(Model):
         return ResNetModule(self, rngs, target)
 
     def check(self, layout: Layout) -> None:
-        """Only the batch and the parameters split."""
+        """Data and fsdp."""
         refuse_axes(layout, "a ResNet", Axis.tensor, Axis.context, Axis.expert, Axis.pipeline)
 
     def check_batch(self, examples: int) -> None:
@@ -105,11 +105,11 @@ class ResNet(Model):
             )
 
     def lasting(self) -> frozenset[str]:
-        """All but how pixels are scaled and which examples share statistics."""
+        """All fields but the scaling of pixels and the examples that share statistics."""
         return frozenset(self.__dataclass_fields__) - {"pixels", "norm_examples"}
 
     def policies(self) -> frozenset[Remat]:
-        """Each block can be run again; nothing in it has a name."""
+        """Policies without names: each block can be recomputed."""
         return frozenset((Remat.none, Remat.minimal, Remat.full))
 
     def flops(self, fields: Mapping[str, Field]) -> float:

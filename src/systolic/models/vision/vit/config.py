@@ -24,7 +24,7 @@ class Preset(enum.Enum):
 
 
 class Pooling(enum.Enum):
-    """What the head sees."""
+    """Input of the head."""
 
     mean = "mean"
     """The mean over patches."""
@@ -33,7 +33,7 @@ class Pooling(enum.Enum):
 
 
 class Positions(enum.Enum):
-    """How a patch knows where it is."""
+    """Position embedding of patches."""
 
     learned = "learned"
     sincos = "sincos"
@@ -116,15 +116,15 @@ class ViT(Model):
                 )
 
     def axes(self) -> frozenset[Axis]:
-        """Heads and hidden units can be split, too."""
+        """Data, fsdp and tensor."""
         return frozenset((Axis.data, Axis.fsdp, Axis.tensor))
 
     def lasting(self) -> frozenset[str]:
-        """All but how pixels are scaled."""
+        """All fields but the scaling of pixels."""
         return frozenset(self.__dataclass_fields__) - {"pixels"}
 
     def policies(self) -> frozenset[Remat]:
-        """Each block can be run again; nothing in it has a name."""
+        """Policies without names: each block can be recomputed."""
         return frozenset((Remat.none, Remat.minimal, Remat.full))
 
     def flops(self, fields: Mapping[str, Field]) -> float:

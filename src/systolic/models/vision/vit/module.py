@@ -17,7 +17,7 @@ SINCOS_TEMPERATURE = 10_000.0
 TOKEN_DEVIATION = 0.02
 """Standard deviation of learned positions and of the extra token (Dosovitskiy et al. 2021)."""
 UNROLLED_LAYERS = 6
-"""On a CPU up to this many layers are traced one by one: a loop keeps XLA from fusing across them."""
+"""Layers up to which a CPU program unrolls them: a loop keeps XLA from fusing across layers."""
 
 
 class ViTBlock(nnx.Module):
