@@ -12,7 +12,8 @@ import pytest
 
 from systolic.chips import slice
 from systolic.cli.main import main
-from systolic.cli.rehearse import ROWS, environment, lines
+from systolic.cli.rehearse import ROWS, lines
+from systolic.session.rehearsal import environment
 
 TINY = f"{Path(__file__).with_name('tiny.py')}:job"
 

@@ -13,7 +13,6 @@ from systolic.artifact import Run
 from systolic.artifact.access import Access
 from systolic.artifact.record import RunRecord, load_run
 from systolic.cli.main import main
-from systolic.cli.resume import finished
 from systolic.core.errors import RunError
 from systolic.explaining import layers
 from systolic.explaining.cause import Cause
@@ -24,6 +23,7 @@ from systolic.explaining.settings import Settings
 from systolic.explaining.speed import speed
 from systolic.job import Evaluation, GuardRule, Job, Optimizer, OptimizerKind
 from systolic.report.explain.text import HEIGHT, lines
+from systolic.session.resuming import finished
 from systolic.training.feed import training
 from systolic.training.ledger import Ledger
 from systolic.training.probe import Probe

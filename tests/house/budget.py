@@ -18,9 +18,12 @@ LONGEST_EXCEPTION = 100
 MOST_PARAMETERS = 8
 
 COMMAND = "the signature is the command line and the docstring its help"
+WORDS = "a public call with the words of the command line"
 
 LONG_FUNCTIONS: dict[str, str] = {
     "src/systolic/session/planning.py:plan": "the options of systolic plan, for Python",
+    "src/systolic/session/public.py:train": WORDS,
+    "src/systolic/session/public.py:resume": WORDS,
     "src/systolic/models/splash.py:splash_attention": "one kernel: its blocks, masks and shardings are read together",
 }
 """``path:function`` to the reason why it may have up to LONGEST_EXCEPTION lines."""
@@ -28,8 +31,8 @@ LONG_FUNCTIONS: dict[str, str] = {
 MANY_PARAMETERS: dict[str, str] = {
     "tests/training/tiny.py:job": COMMAND,
     "src/systolic/session/planning.py:plan": "the options of systolic plan, for Python",
-    "src/systolic/cli/train.py:options": COMMAND,
-    "src/systolic/cli/resume.py:resume_options": COMMAND,
+    "src/systolic/session/public.py:train": WORDS,
+    "src/systolic/session/public.py:resume": WORDS,
 }
 """``path:function`` to the reason why it may have more than MOST_PARAMETERS parameters."""
 

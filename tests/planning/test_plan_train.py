@@ -13,15 +13,15 @@ import pytest
 from systolic import recipes
 from systolic.artifact import Run
 from systolic.artifact.chosen import Chosen, apply, read
-from systolic.cli import planned as module
+from systolic.artifact.job_record import JobRecord
 from systolic.cli.main import main
-from systolic.cli.train import options
+from systolic.cli.train import requested
 from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError
 from systolic.core.files import write_json
 from systolic.job import Axis, Layout, Precision, Remat
-from systolic.session.planned import plan_of, resumed
+from systolic.session.planned import resumed
 from systolic.session.run_files import rebuild
-from systolic.session.run_flags import settled
+from systolic.session.run_flags import new_flags
 from tests.planning import fabricated
 
 TINY = f"{Path(__file__).parents[1] / 'cli' / 'tiny.py'}:job"
@@ -102,7 +102,7 @@ def test_a_plan_is_trained_as_it_says_and_measured_beside_its_forecast(
         (["--batch", "32"], "the batch is what .* decides; leave its option out"),
         (["--layout.remat", "none"], "the layout is what"),
         (["--candidate", "2"], "candidate is 2 and .* has 1; give 1 to 1"),
-        (["--candidate", "best"], "give its rank"),
+        (["--candidate", "best"], "--candidate is 'best'; it takes a whole number"),
         (["--rehearse", "v5e-8"], "for v5e-4 and --rehearse asks for v5e-8"),
     ],
 )
@@ -148,11 +148,11 @@ def test_another_program_has_no_forecast(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = write(tmp_path / "plan.json", one("cpu", SETTINGS), sequence=16)
-    same = module.planned(TINY, ["--plan", str(plan), "--steps", "3"], options)
+    same = requested(TINY, ["--plan", str(plan), "--steps", "3"])
     assert same.chosen is not None
     assert same.chosen.forecast["step_seconds"] == 0.05
     assert same.job.steps == 3
-    other = module.planned(TINY, [f"--plan={plan}", "--sequence", "64"], options)
+    other = requested(TINY, [f"--plan={plan}", "--sequence", "64"])
     assert other.chosen is not None
     assert not other.chosen.forecast
     assert "is not the one that" in capsys.readouterr().err
@@ -168,10 +168,9 @@ def test_a_resumed_run_keeps_its_plan_where_nothing_contradicts_it() -> None:
         steps=6,
         forecast={"step_seconds": 1.0},
     )
-    assert plan_of({"plan": json.loads(json.dumps(chosen.to_json()))}) == Chosen.from_json(
-        {**chosen.to_json(), "flags": []}
-    )
-    assert plan_of({}) is None
+    record = JobRecord.from_json({"plan": json.loads(json.dumps(chosen.to_json()))})
+    assert record.plan == Chosen.from_json({**chosen.to_json(), "flags": []})
+    assert JobRecord.from_json({}).plan is None
     kept = resumed(chosen, {"seed"})
     assert kept == chosen
     spread = resumed(chosen, {"layout", "steps"})
@@ -313,11 +312,11 @@ def test_a_plans_flags_are_those_of_the_run(tmp_path: Path) -> None:
     flagged = {**one("cpu", SETTINGS), "flags": ["--xla_tpu_x=1", "--xla_tpu_y=1"]}
     plan = write(tmp_path / "plan.json", flagged)
     before = dict(os.environ)
-    chosen = module.planned(TINY, ["--plan", str(plan)], options).chosen
+    chosen = requested(TINY, ["--plan", str(plan)]).chosen
     assert dict(os.environ) == before
-    assert settled("", chosen)["compiler"] == ["--xla_tpu_x=1", "--xla_tpu_y=1"]
-    assert settled("--xla_tpu_y=2", chosen)["compiler"] == ["--xla_tpu_x=1", "--xla_tpu_y=2"]
-    assert settled("none", chosen)["compiler"] == []
+    assert new_flags("", chosen).compiler == ("--xla_tpu_x=1", "--xla_tpu_y=1")
+    assert new_flags("--xla_tpu_y=2", chosen).compiler == ("--xla_tpu_x=1", "--xla_tpu_y=2")
+    assert new_flags("none", chosen).compiler == ()
 
 
 def test_the_defaults_of_a_layout_survive() -> None:

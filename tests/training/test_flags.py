@@ -11,11 +11,12 @@ import pytest
 
 import systolic.training.setup as module
 from systolic import recipes
+from systolic.artifact.job_record import JobRecord
 from systolic.artifact.run import Run
 from systolic.chips import chip
 from systolic.chips.flags import SHARED
 from systolic.cli.main import main
-from systolic.session.run_flags import kept
+from systolic.session.run_flags import kept_flags
 from systolic.session.trained import set_up_here
 from systolic.steps.programs import jit_evaluate, jit_train
 from systolic.steps.steps import StepFunctions
@@ -26,6 +27,8 @@ from tests.training.sessions import losses, records
 RECIPE = f"{Path(__file__).with_name('tiny.py')}:job"
 FLAG = "--xla_cpu_enable_fast_math=false"
 OTHER = "--xla_cpu_enable_fast_min_max=false"
+EARLIER = JobRecord.from_json({})
+"""Of a version that kept no flags."""
 
 
 @pytest.fixture(autouse=True)
@@ -64,8 +67,8 @@ def test_flags_are_in_the_record_and_kept(
 
 
 def test_a_run_of_a_version_without_flags_goes_on_without_any() -> None:
-    assert kept({}, None, None)["compiler"] == []
-    assert kept({}, None, FLAG)["compiler"] == [FLAG]
+    assert kept_flags(EARLIER, None, None).compiler == ()
+    assert kept_flags(EARLIER, None, FLAG).compiler == (FLAG,)
 
 
 def test_flags_are_options_of_the_programs() -> None:

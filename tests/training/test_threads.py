@@ -78,7 +78,7 @@ def test_a_signal_while_the_first_state_compiles_is_obeyed(tmp_path: Path, name:
     )
     assert done.returncode == 128 + signal.Signals[name], done.stderr
     assert done.stderr.splitlines()[-1] == (
-        f"systolic: stopped by {name} at the start; go on with systolic train --resume {run}"
+        f"systolic: stopped by {name} at the start; continue with systolic train --resume {run}"
     )
     summary = json.loads(done.stdout)
     assert (summary["steps"], summary["interrupted"], summary["checkpoint"]) == (0, name, None)

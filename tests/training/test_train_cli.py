@@ -11,11 +11,14 @@ import pytest
 
 from systolic import recipes
 from systolic.artifact import Run
+from systolic.artifact.job_record import JobRecord, RunFlags
 from systolic.cli.main import main
-from systolic.cli.resume import continued, resume_options
 from systolic.cli.target import request_for
+from systolic.cli.train import ResumeOptions
 from systolic.job import Layout
 from systolic.report.run.live import Quiet
+from systolic.session.resuming import OpenedRun, continued
+from systolic.session.training import SessionOptions
 from tests.training.sessions import events, losses, records
 
 RECIPE = f"{Path(__file__).with_name('tiny.py')}:job"
@@ -48,7 +51,7 @@ def test_from_start_over_an_interruption_to_the_end(
     step = summary["steps"]
     assert summary["interrupted"] == "SIGTERM"
     assert err == (
-        f"systolic: stopped by SIGTERM at step {step}, which is saved; go on with systolic train --resume {run}\n"
+        f"systolic: stopped by SIGTERM at step {step}, which is saved; continue with systolic train --resume {run}\n"
     )
 
     assert main(["train", "--resume", str(run)]) == 0
@@ -64,7 +67,7 @@ def test_from_start_over_an_interruption_to_the_end(
     out, err = capsys.readouterr()
     assert json.loads(out) == Run.open(run).read_summary()
     assert err == (
-        f"systolic: {run} is finished at step 16; give --steps a larger number to go on, or use it: systolic eval {run}\n"
+        f"systolic: {run} is finished at step 16; give --steps a larger number to continue, or use it: systolic eval {run}\n"
     )
 
     assert main(["train", "--resume", str(run), "--scale", "2.0", "--json"]) == 0
@@ -154,17 +157,25 @@ def test_a_metric_that_is_not_reported_leaves_no_run(
     assert not run.exists()
 
 
-def test_a_run_keeps_its_batch_on_other_devices():
+def test_a_run_keeps_its_batch_on_other_devices(tmp_path: Path):
     recipe = recipes.find("lm")
     layout = {"data": 1, "pipeline": 1, "fsdp": 8, "expert": 1, "context": 1, "tensor": 1}
 
-    saved = request_for(recipe, ["--resume", "run"], "train", resume_options, {}).options
+    saved = request_for(recipe, ["--resume", "run"], "train", ResumeOptions, {}).options
     saved = {**saved, "layout": Layout()}
+    with Run.create(tmp_path / "run", {}) as directory:
+        run = OpenedRun(
+            directory=directory,
+            record=JobRecord.from_json({"layout": layout}),
+            recipe=recipe,
+            saved=saved,
+        )
+    flags = RunFlags(given="", chip=None, compiler=())
 
     def batch(*args: str) -> int:
-        asked = request_for(recipe, ["--resume", "run", *args], "train", resume_options, saved)
-        job, description = continued(asked, {"layout": layout}, saved, {})
-        assert description["layout"] == (layout if job.batch.total else job.layout.mesh_shape)
+        asked = request_for(recipe, ["--resume", "run", *args], "train", ResumeOptions, saved)
+        job, record = continued(run, run.source(asked.options), SessionOptions(), flags)
+        assert record.layout == (layout if job.batch.total else job.layout.mesh_shape)
         return job.batch.resolve(job.layout.on(1))
 
     assert batch() == 64, "8 for each of the 8 devices that it began on"

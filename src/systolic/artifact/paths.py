@@ -56,29 +56,29 @@ def saved(value: Any, run: Path) -> Any:
     return mapped(value, change)
 
 
-def located(value: Any, run: Path, record: Mapping[str, Any]) -> Any:
+def located(value: Any, run: Path, before: str | None) -> Any:
     """Options from job.json, with the paths of where the run is now.
 
     Args:
         value: As :func:`saved` made them.
         run: The run's directory.
-        record: The content of its job.json. Without an entry ``directory`` it is of an older version,
-            whose relative paths were those of the working directory.
+        before: Its absolute path when job.json was written; None in a run of an older version, whose
+            relative paths were those of the working directory.
 
     Returns:
         The value with absolute paths. One that is not there any more, where the run has moved, is
         looked for at the same place relative to the run.
     """
-    if DIRECTORY not in record:
+    if before is None:
         return absolute(value)
-    run, before = run.absolute(), Path(record[DIRECTORY])
+    run, old = run.absolute(), Path(before)
 
     def change(path: Path) -> Path:
         if not path.is_absolute():
             return run / path
-        if path.exists() or run == before:
+        if path.exists() or run == old:
             return path
-        beside = Path(os.path.normpath(run / os.path.relpath(path, before)))
+        beside = Path(os.path.normpath(run / os.path.relpath(path, old)))
         return beside if beside.exists() else path
 
     return mapped(value, change)

@@ -76,7 +76,7 @@ def show(target: str, args: Sequence[str]) -> int:
         print_json(record(recipe, values, job))
         return 0
     with contextlib.suppress(SystemExit):
-        request(target, ["--help"], "train", train.options)
+        request(target, ["--help"], "train", train.TrainOptions)
     if job is None:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         print(f"The job depends on {names}: add it to see the resolved job.")

@@ -1,32 +1,21 @@
-"""``systolic train RECIPE --rehearse SLICE``: the job on as many virtual CPU devices as the slice has.
+"""``systolic train RECIPE --rehearse SLICE``: the job on as many virtual CPU devices as the slice has."""
 
-The number of virtual devices is settled when JAX starts, so the rehearsal is a process of its own:
-this module, run with ``python -m`` and the request as one JSON argument.
-"""
-
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from systolic import recipes
-from systolic.chips import Slice, slice
-from systolic.cli.main import guarded
 from systolic.cli.output import bounded_workers, print_json
-from systolic.cli.target import Request
 from systolic.core.errors import OptionError
-from systolic.core.machine import end_with
 from systolic.core.units import duration, si
 from systolic.report.progress import ProgressLine
-from systolic.session.planned import plan_of, under_plan
+from systolic.session import rehearsal
+from systolic.session.job_source import JobSource
 
-MANY_DEVICES = 64
-"""Above it a rehearsal takes minutes."""
-MOST_DEVICES = 1024
+if TYPE_CHECKING:
+    from systolic.cli.train import TrainOptions
+
 MUCH = 0.1
-"""Share of the parameters above which it is said that they are whole everywhere."""
+"""Share of the parameters above which a line says that every device holds all of them."""
 ROWS = 8
 """Parameters shown."""
 NEXT = {
@@ -36,74 +25,40 @@ NEXT = {
     "steps": "saving a checkpoint",
     "checkpoint": "evaluating",
 }
-"""What a rehearsal does after it has said something."""
+"""What follows a stage of a rehearsal."""
 
 
-def rehearse(asked: Request) -> int:
-    """Starts the child, whose output streams through; returns its exit code.
+def rehearse(source: JobSource, options: "TrainOptions") -> int:
+    """Rehearses a recipe's job and prints what is where; returns the exit code.
 
     Raises:
-        NotFoundError: there is no such slice.
-        OptionError: it has more devices than a rehearsal can have.
-        LayoutError: an axis does not divide the slice, the model or the batch.
+        OptionError: ``--executable``, which is for the local devices.
     """
-    on = slice(asked.verb["rehearse"])
-    if on.num_devices > MOST_DEVICES:
+    if options.executable is not None:
         raise OptionError(
-            f"{on.name} has {on.num_devices} devices and a rehearsal runs up to {MOST_DEVICES} on this CPU; rehearse a smaller slice of that chip"
+            "--executable is for the local devices and --rehearse makes virtual ones; leave one of them out"
         )
-    asked.job.settle(on)
-    if on.num_devices > MANY_DEVICES:
+    on = rehearsal.checked(source, options.rehearse or "")
+    out = sys.stderr if options.json else sys.stdout
+    if on.num_devices > rehearsal.MANY_DEVICES:
         print(f"{on.num_devices} virtual devices: this may take minutes", file=sys.stderr)
-    message = {
-        "target": asked.recipe.target,
-        "options": recipes.plain(asked.options),
-        "slice": on.name,
-        "plan": None if asked.chosen is None else asked.chosen.to_json(),
-        "workers": bounded_workers(asked.verb["workers"]),
-        "parent": os.getpid(),
-        "json": asked.verb["json"],
-    }
-    command = [sys.executable, "-m", "systolic.cli.rehearse", json.dumps(message)]
-    sys.stdout.flush()
-    return subprocess.run(command, env=environment(on, os.environ), check=False).returncode
-
-
-def environment(on: Slice, given: Mapping[str, str]) -> dict[str, str]:
-    """The child's variables: the given ones, with as many CPU devices as the slice has.
-
-    XLA's warnings about costly resharding are of the shrunk sizes, so they are off by default.
-    """
-    flags = [
-        flag
-        for flag in given.get("XLA_FLAGS", "").split()
-        if not flag.startswith("--xla_force_host_platform_device_count")
-    ]
-    flags.append(f"--xla_force_host_platform_device_count={on.num_devices}")
-    quiet = {"TF_CPP_MIN_LOG_LEVEL": "2"}
-    return {**quiet, **given, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
-
-
-def child(argument: str) -> int:
-    """The rehearsal itself, in a process with the right number of devices."""
-    message = json.loads(argument)
-    end_with(message["parent"])
-    recipe = recipes.find(message["target"])
-    job = under_plan(recipe(recipes.typed(recipe, message["options"])), plan_of(message))
-    on = slice(message["slice"])
-    out = sys.stderr if message["json"] else sys.stdout
-    from systolic.training.rehearse import rehearse as run
-
-    print(f"rehearsing {job.name} for {on.name} on {on.num_devices} virtual devices", file=out)
-
+    workers = bounded_workers(options.workers)
+    print(
+        f"rehearsing {source.job.name} for {on.name} on {on.num_devices} virtual devices",
+        file=out,
+        flush=True,
+    )
     with ProgressLine(sys.stderr, "rehearsing") as progress:
-
-        def say(name: str, detail: str) -> None:
-            progress.told(f"  {name:<11} {detail}", out, NEXT.get(name, "at work"))
-
-        record = run(job, on, say, message["workers"])
-    if message["json"]:
-        print_json({"recipe": message["target"], **record})
+        record = rehearsal.rehearse(
+            source,
+            on,
+            workers,
+            lambda name, detail: progress.told(
+                f"  {name:<11} {detail}", out, NEXT.get(name, "working")
+            ),
+        )
+    if options.json:
+        print_json({"recipe": source.recipe.target, **record})
     else:
         print("\n".join(lines(record)))
     return 0
@@ -143,7 +98,3 @@ def lines(record: Mapping[str, Any]) -> Sequence[str]:
         f"The job fits the mesh of {record['slice']} ({duration(record['seconds'])}). A rehearsal does not check {record['not_checked']}.",
     ]
     return text
-
-
-if __name__ == "__main__":
-    sys.exit(guarded(lambda: child(sys.argv[1])))

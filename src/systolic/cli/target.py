@@ -4,7 +4,6 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from systolic.cli.parse import (
@@ -15,7 +14,7 @@ from systolic.cli.parse import (
     print_help,
     refuse_unknown,
 )
-from systolic.core.errors import NotFoundError, OptionError
+from systolic.core.errors import OptionError
 
 if TYPE_CHECKING:
     from systolic.artifact.chosen import Chosen
@@ -45,6 +44,11 @@ class Request(Generic[Options]):
         from systolic.session.planned import under_plan
 
         return under_plan(self.recipe(self.options), self.chosen)
+
+    def gives(self, option: str) -> bool:
+        """Whether an option of the recipe was typed: ``steps``, ``layout.fsdp``."""
+        names = (word[2:].partition("=")[0] for word in self.typed if word.startswith("--"))
+        return option.replace("_", "-") in {name.replace("_", "-") for name in names}
 
 
 def first(args: Sequence[str], verb: str, what: str) -> tuple[str, list[str]]:
@@ -202,15 +206,3 @@ def _documented(recipe: Callable[..., Any], options: Callable[..., Any]) -> str:
         head, _, tail = text.partition("Args:\n")
         return f"{head}Args:\n{own.rstrip()}\n{tail}"
     return f"{text}\n\nArgs:\n{own}"
-
-
-def existing(path: str) -> Path:
-    """A path that must be there.
-
-    Raises:
-        NotFoundError: it is not.
-    """
-    found = Path(path)
-    if not found.exists():
-        raise NotFoundError(f"{path} does not exist; check the path")
-    return found

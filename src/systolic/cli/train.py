@@ -1,56 +1,45 @@
 """``systolic train RECIPE [options]``, ``--resume RUN``, ``--replay BATCH``, ``--rehearse SLICE``."""
 
+import os
+import signal
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from systolic.artifact import paths
-from systolic.artifact.run import Run
 from systolic.cli.output import print_json
-from systolic.cli.planned import is_planned, planned
-from systolic.cli.resume import resume
-from systolic.cli.session import INIT, begun, describe, join, load, session
-from systolic.cli.target import first, request
-from systolic.core.errors import NotFoundError, OptionError, RunError
+from systolic.cli.parse import known, parse, print_verb_help
+from systolic.cli.target import Request, first, request_for
+from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
-from systolic.session import run_files
-from systolic.session.planned import check_machine, check_rehearsal, expected, plan_of
-from systolic.session.resume_checks import DATA, told
-from systolic.session.run_flags import kept, settled
-from systolic.training.ledger import Ledger
 
-USAGE = """usage: systolic train RECIPE [options]
+if TYPE_CHECKING:
+    from systolic.artifact.chosen import Chosen
+    from systolic.recipes import Recipe
+    from systolic.session.job_source import JobSource
+    from systolic.session.training import Audience, SessionOptions, TrainResult
+    from systolic.training.ledger import Ledger
+
+FORMS = """usage: systolic train RECIPE [options]
        systolic train RECIPE --plan plan.json [options]
-       systolic train --resume RUN [options]
-       systolic train --replay RUN/bad/step-N.npz [--json]
        systolic train RECIPE --rehearse SLICE [options]
+       systolic train --resume RUN [options]
+       systolic train --replay RUN/bad/step-N.npz [options]
 
 RECIPE is a name that systolic recipes lists, or path/to/file.py:function.
 --plan takes what systolic plan found: slice, layout, batch, precision, steps and compiler flags; with
 --candidate 2 those of the second in its ranking.
 --resume continues from the newest intact checkpoint; options that are given replace the run's own, and
-what changes is listed; another model, data or seed is refused.
---replay makes the train step again on the batch of a bad step and says what is wrong with it.
-Both execute the run's recipe.py, if it is yours; of another user's run only with --trust.
+the changes are listed; another model, data or seed is refused.
+--replay computes the train step of a bad step's batch again and reports what is wrong with it.
+Both execute the run's recipe.py, if it is yours; another user's only with --trust.
 systolic train RECIPE --help shows the recipe's options."""
 
 
-def options(
-    run: Path | None = None,
-    rehearse: str | None = None,
-    plan: Path | None = None,
-    candidate: Annotated[int, COUNT] = 1,
-    init_from: Path | None = None,
-    executable: Path | None = None,
-    flags: str = "",
-    workers: Annotated[int, NOT_NEGATIVE] = 0,
-    diagnose: Annotated[int | None, NOT_NEGATIVE] = None,
-    profile: Annotated[int, NOT_NEGATIVE] = 0,
-    log_every: Annotated[int | None, COUNT] = None,
-    json: bool = False,
-) -> None:
-    """The verb's own options.
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Options of a new run.
 
     Args:
         run: The run's directory; by default runs/NAME-TIME.
@@ -59,112 +48,171 @@ def options(
         candidate: Which of the plan's candidates, by rank.
         init_from: Begin with the weights of this run (its best checkpoint) or of RUN/checkpoints/STEP; the optimizer starts afresh.
         executable: The compiled train step that systolic forecast --save kept, instead of compiling it.
-        flags: Of the compiler, on top of the set that jobs on these devices share (systolic chips v5e lists it): --flags="--xla_tpu_scoped_vmem_limit_kib=65536"; none leaves that set out.
+        flags: Compiler flags on top of the set that jobs on these devices share (systolic chips v5e lists it): --flags="--xla_tpu_scoped_vmem_limit_kib=65536"; none leaves that set out.
         workers: Processes that read and transform data; 0 uses threads.
-        diagnose: Steps between looks at gradients by layer, for systolic explain; 0 never looks, by default as often as 1 % of the time allows.
+        diagnose: Steps between gradient probes by layer, for systolic explain; 0 never probes, by default as often as 1 % of the time allows.
         profile: Steps to trace with XLA's profiler after warm-up, into RUN/profile, for systolic explain RUN/profile.
         log_every: Steps between records, each the mean of its steps; by default a 400th of the job.
         json: Print the summary as one JSON object on stdout.
     """
 
+    run: Path | None = None
+    rehearse: str | None = None
+    plan: Path | None = None
+    candidate: Annotated[int, COUNT] = 1
+    init_from: Path | None = None
+    executable: Path | None = None
+    flags: str = ""
+    workers: Annotated[int, NOT_NEGATIVE] = 0
+    diagnose: Annotated[int | None, NOT_NEGATIVE] = None
+    profile: Annotated[int, NOT_NEGATIVE] = 0
+    log_every: Annotated[int | None, COUNT] = None
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeOptions:
+    """Continues a run; options of its recipe may follow, in place of its own.
+
+    Args:
+        resume: The run's directory.
+        executable: The compiled train step that systolic forecast --save kept, instead of compiling it.
+        flags: Compiler flags in place of those that the run was started with; none for XLA's defaults.
+        workers: Processes that read and transform data; 0 uses threads.
+        diagnose: Steps between gradient probes by layer, for systolic explain; 0 never probes, by default as the run was started.
+        profile: Steps to trace with XLA's profiler after warm-up, into RUN/profile, for systolic explain RUN/profile.
+        log_every: Steps between records, each the mean of its steps; by default as the run was started.
+        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
+        json: Print the summary as one JSON object on stdout.
+    """
+
+    resume: Path
+    executable: Path | None = None
+    flags: str | None = None
+    workers: Annotated[int, NOT_NEGATIVE] = 0
+    diagnose: Annotated[int | None, NOT_NEGATIVE] = None
+    profile: Annotated[int, NOT_NEGATIVE] = 0
+    log_every: Annotated[int | None, COUNT] = None
+    trust: bool = False
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """Computes the train step of a bad step's batch again and reports what is wrong with it.
+
+    Args:
+        replay: RUN/bad/step-N.npz.
+        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
+        json: Print one JSON object.
+    """
+
+    replay: Path
+    trust: bool = False
+    json: bool = False
+
+
+OPTIONS = (TrainOptions, ResumeOptions, ReplayOptions)
+"""Classes of which ``systolic train --help`` lists the options."""
+
 
 def run(args: Sequence[str]) -> int:
     """The verb."""
-    ledger = Ledger()
     if not args or args[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0
-    word, _, value = args[0].partition("=")
-    if word in ("--resume", "--replay"):
-        rest = ([value] if value else []) + list(args[1:])
-        path, rest = first(rest, "train", f"a path after {word}")
-        return resume(Path(path), rest, ledger) if word == "--resume" else replay(Path(path), rest)
+        return print_verb_help(FORMS, *OPTIONS)
+    from systolic.training.ledger import Ledger
+
+    ledger = Ledger()
+    form = args[0].partition("=")[0]
+    if form == "--resume":
+        return resume(args, ledger)
+    if form == "--replay":
+        return replay(parse(ReplayOptions, args, "systolic train"))
     target, rest = first(args, "train", "a recipe")
     if "--resume" in rest:
         raise OptionError(
             "--resume takes a run and no recipe: systolic train --resume RUN; the run knows its recipe and options"
         )
-    if is_planned(rest):
-        asked = planned(target, rest, options)
-    else:
-        asked = request(target, rest, "train", options)
-    asked = replace(asked, options=paths.absolute(dict(asked.options)))
-    if asked.verb["rehearse"] is not None:
+    asked = requested(target, rest)
+    if asked.verb.rehearse is not None:
         from systolic.cli.rehearse import rehearse
 
-        if asked.verb["executable"] is not None:
-            raise OptionError(
-                "--executable is for the devices at hand and --rehearse makes virtual ones; leave one of them out"
-            )
-        if asked.chosen is not None:
-            check_rehearsal(asked.chosen, asked.verb["rehearse"])
-        return rehearse(asked)
-    from systolic.training.setup import set_up
-
-    join(asked.verb)
-    if asked.chosen is not None:
-        check_machine(asked.chosen)
-    flags = settled(asked.verb["flags"], asked.chosen)
-    setup = replace(set_up(asked.job, flags=flags["compiler"]), expected=expected(asked.chosen))
-    setup.check_metric()
-    setup, source = begun(setup, asked.verb["init_from"])
-    description = describe(asked, setup.job, flags) | {
-        INIT: source,
-        DATA: told(setup.job),
-        run_files.LABELS: list(setup.job.data.labels()),
-    }
-    loaded = load(setup, asked.verb, ledger)
-    files = run_files.files(asked.recipe, asked.options, setup.job)
-    with create(asked.verb["run"], description, files) as directory:
-        return session(setup, directory, ledger, asked.verb, loaded=loaded)
+        return rehearse(source_of(asked), asked.verb)
+    return train(asked, ledger)
 
 
-def create(path: Path | None, description: Mapping[str, Any], files: Mapping[str, bytes]) -> Run:
-    """The run of this job, made by the first of its processes and opened for reading by the others."""
-    from systolic.training import hosts
+def requested(target: str, args: Sequence[str]) -> Request[TrainOptions]:
+    """A recipe's options and the verb's; under a plan, the options that were planned where they are not given."""
+    from systolic.artifact.chosen import read
+    from systolic.session.planned import kept_choice, planned_options
 
-    made: Run | None = None
-    if hosts.is_first():
-        try:
-            made = Run.create(path, description, files=files)
-        except Exception:
-            hosts.share("")
-            raise
-    shared = hosts.share("" if made is None else str(made.path))
-    if made is not None:
-        return made
-    if not shared:
-        raise RunError("the first process could not make the run; see its message")
-    return Run.open(shared)
+    chosen: Chosen | None = None
+    planned: Mapping[str, Any] = {}
+
+    def saved(recipe: "Recipe", own: TrainOptions | None) -> Mapping[str, Any]:
+        nonlocal chosen, planned
+        if own is not None and own.plan is not None:
+            chosen = read(own.plan, own.candidate)
+            planned = planned_options(recipe, chosen)
+        return planned
+
+    asked = request_for(target, args, "train", TrainOptions, saved)
+    if chosen is None:
+        asked.job.check_effects()
+        return asked
+    before, now = asked.recipe(planned), asked.job
+    kept = kept_choice(chosen, before, now, steps_given=asked.gives("steps"), warn=tell)
+    return replace(asked, chosen=kept)
 
 
-def replay(path: Path, args: Sequence[str]) -> int:
-    """``systolic train --replay RUN/bad/step-N.npz``: the train step on a kept batch."""
-    from systolic.cli.parse import arguments
+def train(asked: Request[TrainOptions], ledger: "Ledger") -> int:
+    """Trains in a new run; returns the exit code."""
+    from systolic.session.training import start
 
-    def verb(trust: bool = False, json: bool = False) -> None:
-        """Makes the train step again on the batch of a bad step and says what is wrong with it.
+    options = asked.verb
+    join(json=options.json)
+    return show(
+        start(
+            source_of(asked),
+            session_options(options),
+            audience(json=options.json),
+            run=options.run,
+            init_from=options.init_from,
+            ledger=ledger,
+        ),
+        json=options.json,
+    )
 
-        Args:
-            trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
-            json: Print one JSON object.
-        """
 
-    asked = arguments(verb, args, "systolic train --replay")
-    if not path.is_file():
-        raise NotFoundError(f"{path} is not a file; give RUN/bad/step-N.npz")
-    with Run.open(path.parent.parent) as directory:
-        _, job, _ = run_files.rebuild(directory, trust_code=asked.get("trust", False))
-        record = directory.read_job()
-        flags = kept(record, plan_of(record), None)
-        from systolic.training.replay import replay as again
-        from systolic.training.setup import set_up
+def resume(args: Sequence[str], ledger: "Ledger") -> int:
+    """Continues a run; returns the exit code."""
+    from systolic.session.resuming import continue_run, opened
 
-        result = again(set_up(job, flags=flags["compiler"]), directory, path)
-    if asked.get("json"):
+    # The run's recipe says which options follow, and it takes these to open the run.
+    given, _ = known(ResumeOptions, args, "systolic train")
+    own = ResumeOptions(**given)
+    join(json=own.json)
+    with opened(own.resume, trust=own.trust) as run:
+        asked = request_for(run.recipe, args, "train", ResumeOptions, run.saved)
+        result = continue_run(
+            run,
+            run.source(asked.options),
+            session_options(asked.verb),
+            audience(json=own.json),
+            ledger=ledger,
+        )
+    return show(result, json=own.json)
+
+
+def replay(options: ReplayOptions) -> int:
+    """Computes the train step on a kept batch again; returns the exit code."""
+    from systolic.session.training import replay as again
+
+    result = again(options.replay, trust=options.trust)
+    if options.json:
         print_json(result)
         return 0
-    print(f"{path} with the weights of step {result['weights']}")
+    print(f"{options.replay} with the weights of step {result['weights']}")
     for name, value in result["metrics"].items():
         print(f"  {name:<14} {value:.6g}")
     for name, text in result["arrays"].items():
@@ -172,3 +220,66 @@ def replay(path: Path, args: Sequence[str]) -> int:
     for name in result["not_finite"]:
         print(f"  not finite: {name}")
     return 0
+
+
+def source_of(asked: Request[TrainOptions]) -> "JobSource":
+    """What the job is made from; no path depends on the working directory."""
+    from systolic.artifact import paths
+    from systolic.session.job_source import JobSource
+
+    options = paths.absolute(dict(asked.options))
+    return JobSource(recipe=asked.recipe, options=options, chosen=asked.chosen)
+
+
+def session_options(verb: TrainOptions | ResumeOptions) -> "SessionOptions":
+    """The options that say how the session runs."""
+    from systolic.session.training import SessionOptions
+
+    return SessionOptions(
+        **{field.name: vars(verb)[field.name] for field in fields(SessionOptions)}
+    )
+
+
+def audience(*, json: bool) -> "Audience":
+    """A live view, none with ``--json``; warnings go to stderr."""
+    from systolic.report.run.live import Live, Quiet
+    from systolic.session.training import Audience
+
+    return Audience(watchers=(Quiet() if json else Live(),), tell=tell)
+
+
+def tell(text: str) -> None:
+    """One line on stderr."""
+    print(f"systolic: {text}", file=sys.stderr)
+
+
+def join(*, json: bool) -> None:
+    """Joins the other processes of the job, if there are any."""
+    from systolic.training import hosts
+
+    if hosts.belongs(os.environ) and json:
+        # Libraries between processes (Gloo, NCCL) print to stdout, which belongs to one JSON object.
+        sys.stdout.flush()
+        sys.stdout = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+    hosts.join()
+
+
+def show(result: "TrainResult", *, json: bool) -> int:
+    """Prints the summary in the first process; returns the exit code: after a signal 128 and its number, as a shell has it."""
+    from systolic.report.run.summary import print_summary
+    from systolic.training import hosts
+
+    first = hosts.is_first()
+    if json and (first or not result.trained):
+        print_json(result.summary)
+    elif first and result.trained:
+        print_summary(result.run)
+    name = result.interrupted
+    if name is None:
+        return 0
+    if first:
+        at = f"step {result.summary['steps']}, which is saved"
+        at = at if result.summary["checkpoint"] else "the start"
+        tell(f"stopped by {name} at {at}; continue with {result.summary['next']}")
+    return 128 + signal.Signals[name]

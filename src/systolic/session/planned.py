@@ -1,20 +1,16 @@
 """What a plan decided of a job: the job with it, what holds of it when the run resumes, and the devices that it is for."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from systolic import recipes
 from systolic.artifact.chosen import Chosen
-from systolic.chips import by_device_kind, slice
+from systolic.chips import Slice, by_device_kind, slice
 from systolic.core.errors import OptionError, RunError
 from systolic.job import Job
 from systolic.recipes import Recipe
-
-
-def plan_of(record: Mapping[str, Any]) -> Chosen | None:
-    """What a run's job.json says of its plan."""
-    return Chosen.from_json(record["plan"]) if record.get("plan") else None
 
 
 def under_plan(job: Job, chosen: Chosen | None) -> Job:
@@ -32,7 +28,7 @@ def under_plan(job: Job, chosen: Chosen | None) -> Job:
 
 
 def resumed(chosen: Chosen | None, changed: set[str]) -> Chosen | None:
-    """What still holds of a run's plan when it goes on with some options changed.
+    """What still holds of a run's plan when the run resumes with some options changed.
 
     Args:
         chosen: From the run's job.json.
@@ -53,24 +49,24 @@ def resumed(chosen: Chosen | None, changed: set[str]) -> Chosen | None:
 
 
 def expected(chosen: Chosen | None) -> Any:
-    """The forecast to be shown while training; None without one, or on other devices than it is of."""
+    """The forecast that is shown while the job trains; None without one, or on other devices than it is for."""
     from systolic.training.expected import Expected
 
     if chosen is None or not chosen.forecast or problem(chosen):
         return None
-    told = chosen.forecast
-    assert told["step_seconds"] is not None
+    forecast = chosen.forecast
+    assert forecast["step_seconds"] is not None
     return Expected(
         slice=chosen.slice,
-        step_seconds=told["step_seconds"],
-        low=told["step_seconds_low"],
-        high=told["step_seconds_high"],
-        mfu=told["mfu"],
+        step_seconds=forecast["step_seconds"],
+        low=forecast["step_seconds_low"],
+        high=forecast["step_seconds_high"],
+        mfu=forecast["mfu"],
     )
 
 
 def check_machine(chosen: Chosen) -> None:
-    """Whether the devices at hand are those of the plan's slice.
+    """Checks that the local devices are those of the plan's slice.
 
     Raises:
         RunError: they are not; names both.
@@ -80,20 +76,40 @@ def check_machine(chosen: Chosen) -> None:
 
 
 def problem(chosen: Chosen) -> str:
-    """Why the devices at hand are not those of the plan's slice; empty when they are."""
+    """Why the local devices are not those of the plan's slice; empty when they are."""
+    on = slice(chosen.slice)
+    both = _difference(on)
+    return (
+        both
+        and f"{chosen.path} is a plan for {both}; train there, or add --rehearse {on.name} to try it here"
+    )
+
+
+def check_slice(on: Slice) -> None:
+    """Checks that the local devices are those of a slice.
+
+    Raises:
+        RunError: they are not; names both.
+    """
+    if both := _difference(on):
+        raise RunError(f"on is {both}; train there, or leave on out")
+
+
+def _difference(on: Slice) -> str:
+    """The slice and the local devices, where these are others; else empty."""
     from systolic.training.machine import LocalDevices
 
-    on, machine = slice(chosen.slice), LocalDevices.here()
+    machine = LocalDevices.here()
     kind = machine.devices[0].device_kind
     known = by_device_kind(kind)
     here = "cpu" if machine.platform == "cpu" else known.name if known is not None else kind
     if here == on.chip.name and len(machine.devices) == on.num_devices:
         return ""
-    return f"{chosen.path} is a plan for {on.name} ({on.num_devices} x {on.chip.device_kind or on.chip.name}) and this machine has {machine.name}; train there, or add --rehearse {on.name} to try it here"
+    return f"{on.name} ({on.num_devices} x {on.chip.device_kind or on.chip.name}) and this machine has {machine.name}"
 
 
 def check_rehearsal(chosen: Chosen, name: str) -> None:
-    """Whether the slice of ``--rehearse`` is the plan's.
+    """Checks that the slice of ``--rehearse`` is the plan's.
 
     Raises:
         OptionError: it is not; names both.
@@ -104,7 +120,49 @@ def check_rehearsal(chosen: Chosen, name: str) -> None:
         )
 
 
-def is_of(recipe: Recipe, target: str) -> bool:
+def planned_options(recipe: Recipe, chosen: Chosen) -> dict[str, Any]:
+    """Options of a recipe that a plan was made with.
+
+    Raises:
+        OptionError: the plan is for another recipe.
+    """
+    if not _is_of(recipe, chosen.recipe):
+        raise OptionError(
+            f"{chosen.path} is a plan for {chosen.recipe}, not for {recipe.target}; train that one or plan again"
+        )
+    return recipes.typed(recipe, chosen.options)
+
+
+def kept_choice(
+    chosen: Chosen, before: Job, now: Job, *, steps_given: bool, warn: Callable[[str], None]
+) -> Chosen:
+    """What a plan decides of a job whose other options may differ from those that were planned.
+
+    Args:
+        chosen: The plan's candidate.
+        before: The job of the options that were planned, without the plan's settings.
+        now: The job of the options that are trained, without the plan's settings.
+        steps_given: Whether the number of steps is asked for, so that the plan's is not taken.
+        warn: Called where the forecast is of another step than the one that is trained.
+
+    Raises:
+        OptionError: an option contradicts what the plan decides.
+    """
+    for part in ("layout", "batch", "precision"):
+        if getattr(before, part) != getattr(now, part):
+            raise OptionError(
+                f"the {part} is what {chosen.path} decides; leave its option out, or plan again with it"
+            )
+    steps = now.steps if steps_given or now.steps != before.steps else chosen.steps
+    if not _same_step(before, now):
+        warn(
+            f"the job is not the one that {chosen.path} forecast, so there is no forecast beside it"
+        )
+        chosen = replace(chosen, forecast={})
+    return replace(chosen, steps=steps)
+
+
+def _is_of(recipe: Recipe, target: str) -> bool:
     """Whether a plan's recipe is this one; a file may be named by another path."""
     if recipe.file is None or recipe.target == target:
         return recipe.target == target
@@ -116,7 +174,7 @@ def _file(target: str) -> tuple[Path, str]:
     return Path(path).resolve(), name
 
 
-def same_step(before: Job, now: Job) -> bool:
+def _same_step(before: Job, now: Job) -> bool:
     """Whether the train steps of two jobs compute the same; data may differ where its shapes don't."""
     parts = ("model", "task", "optimizer")
     same = all(getattr(before, part) == getattr(now, part) for part in parts)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from systolic.artifact.job_record import JobRecord
 from systolic.artifact.run import JOB, Run
 from systolic.chips import Slice, by_device_kind, slice
 from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
@@ -22,7 +23,6 @@ from systolic.session.explaining import (
     StepExplainer,
     StepExplanation,
 )
-from systolic.session.planned import plan_of
 from systolic.session.run_files import rebuild
 from systolic.session.run_flags import compiled_with
 from systolic.session.saved import RecipeStep
@@ -117,14 +117,13 @@ def _step_of(folder: Path, *, trust: bool) -> RecipeStep:
             raise OptionError(
                 f"forecasts for a {on.platform} do not rank settings well enough; try the advice above and measure"
             )
-        record = run.read_job()
-    chosen = plan_of(record)
+        record = JobRecord.from_json(run.read_job())
     return RecipeStep(
         recipe=recipe,
         options=options,
-        settings={} if chosen is None else chosen.settings,
+        settings={} if record.plan is None else record.plan.settings,
         on=on,
-        flags=compiled_with(record, chosen),
+        flags=compiled_with(record),
         kept=job,
     )
 
@@ -193,9 +192,8 @@ def run_of(path: Path) -> Path | None:
 def mesh_of(folder: Path) -> Mapping[str, int]:
     """Axes of a run's mesh and, of a pipeline, its microbatches."""
     with Run.open(folder) as run:
-        record = run.read_job()
-    mesh: dict[str, int] = dict(record["layout"])
-    job = record["job"]
+        record = JobRecord.from_json(run.read_job())
+    mesh, job = dict(record.layout), record.job
     if mesh.get("pipeline", 1) > 1 and job["batch"]["total"]:
         accumulate, micro = (job["layout"][name] for name in ("accumulate", "microbatches"))
         layout = replace(Layout(), **mesh, accumulate=accumulate, microbatches=micro)

@@ -1,11 +1,11 @@
-"""Whether a run can go on as it is asked to, as far as its own files tell: before jax is imported and anything is compiled."""
+"""Checks before a run resumes that its own files decide: before jax is imported and anything is compiled."""
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from systolic.artifact import manifest
+from systolic.artifact.job_record import JobRecord
 from systolic.artifact.run import Run
 from systolic.core.errors import DataError, OptionError, SystolicError
 from systolic.data.fingerprint import contents_of, difference
@@ -13,51 +13,40 @@ from systolic.job import Job, Split
 from systolic.job.data import Contents
 from systolic.session.command_line import plain_words, typed
 
-DATA = "data"
-"""The entry of job.json with what tells the run's data from other data, by split."""
+Result = TypeVar("Result")
 
 
-def told(job: Job) -> dict[str, dict[str, Any]]:
-    """What job.json says about a job's data.
-
-    Raises:
-        DataError: a file can't be read.
-    """
-    return {split: asdict(one) for split, one in contents_of(job.data).items()}
-
-
-def continues(
-    run: Run, record: Mapping[str, Any], job: Job, options: Mapping[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """Refuses what can't go on; returns what job.json is to say about the data.
+def check_resume(
+    run: Run, record: JobRecord, job: Job, options: Mapping[str, Any]
+) -> dict[str, Contents]:
+    """Refuses a job that a run can't resume with; returns what tells the job's data from other data, by split.
 
     Args:
         run: The run.
         record: Its job.json.
-        job: What it is to go on with.
+        job: The job that resumes it.
         options: The recipe's options that made the job, as plain values.
 
     Raises:
-        OptionError: an option that a run keeps has changed, or it has more steps than the job.
-        DataError: its data has changed, or can't be read.
+        OptionError: an option that a run keeps has changed, or the run has more steps than the job.
+        DataError: the run's data has changed, or can't be read.
     """
     plain = json.loads(json.dumps(job.to_json()))
-    before = record["job"]
-    _same_settings(run, before, plain, job, flat(options))
+    _same_settings(run, record.job, plain, job, flat(options))
     newest = max((int(path.name) for path in _checkpoints(run)), default=0)
     if newest > job.steps:
         raise OptionError(too_few(job.steps, run, newest))
-    now = told(job)
+    now = contents_of(job.data)
     for split in Split:
-        old, new = record.get(DATA, {}).get(split.value), now.get(split.value)
+        old, new = record.data.get(split.value), now.get(split.value)
         if old is None:
             continue
         # Held-out data from elsewhere may be asked for: what was learned so far does not come from it.
-        if split is not Split.train and (new is None or new["where"] != old["where"]):
+        if split is not Split.train and (new is None or new.where != old.where):
             continue
-        what = "nothing there" if new is None else difference(Contents(**old), Contents(**new))
+        what = "nothing there" if new is None else difference(old, new)
         if what is not None:
-            where = old["where"] if new is None else new["where"]
+            where = old.where if new is None else new.where
             raise DataError(
                 f"the {split.value} data of {run.path} has changed since it was trained: {where} has {what}; restore it, or train a new run that begins with --init-from {run.path}"
             )
@@ -69,8 +58,8 @@ def too_few(steps: int, run: Run, newest: int) -> str:
     return f"steps is {steps}, but {run.path} has a checkpoint of step {newest}; give --steps {newest} or more"
 
 
-def agreed(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result of a check that all processes of a job make; what one of them refuses all refuse.
+def agreed(check: Callable[[], Result]) -> Result:
+    """The result of a check that all processes of a job make; what one of them refuses, all refuse.
 
     Raises:
         SystolicError: the check of a process raised it.
@@ -79,16 +68,15 @@ def agreed(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
     if not hosts.joined():
         return check()
-    mine: SystolicError | None = None
-    found: dict[str, Any] = {}
     try:
-        found = check()
+        checked = check()
     except SystolicError as error:
-        mine = error
-    for process, text in enumerate(hosts.exchange("" if mine is None else str(mine))):
+        hosts.exchange(str(error))
+        raise
+    for process, text in enumerate(hosts.exchange("")):
         if text:
-            raise mine or DataError(f"process {process}: {text}")
-    return found
+            raise DataError(f"process {process}: {text}")
+    return checked
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

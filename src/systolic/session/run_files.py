@@ -1,43 +1,52 @@
-"""What a run keeps of all that it was made from, and the job made again from that alone."""
+"""Files and options that a run keeps of what it was made from, and the job made again from them alone."""
 
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from systolic import recipes
 from systolic.artifact import paths, trust
+from systolic.artifact.job_record import JobRecord
 from systolic.artifact.revision import check_revision
 from systolic.artifact.run import MODULES, RECIPE, TOKENIZER, Run
 from systolic.core.errors import NotFoundError, RunError
 from systolic.data.text.text_data import TextData
 from systolic.job import Data, Job
 from systolic.recipes import Recipe
-from systolic.session.planned import plan_of, under_plan
+from systolic.session.job_source import JobSource, recipe_of
+from systolic.session.planned import under_plan
+from systolic.session.saved_job import job_from_json
 
-LABELS = "labels"
-"""The entry of job.json with the names of the classes."""
+
+class Rebuilt(NamedTuple):
+    """What a run was made from, out of what the run itself holds."""
+
+    recipe: Recipe
+    job: Job
+    options: Mapping[str, Any]
+    """Of the recipe."""
 
 
-def files(recipe: Recipe, options: Mapping[str, Any], job: Job) -> dict[str, bytes]:
-    """The files that a new run holds: path in the run to content. What is too large is named on stderr.
+def files(source: JobSource, job: Job, warn: Callable[[str], None]) -> dict[str, bytes]:
+    """Files that a new run holds: path in the run to content.
 
     Args:
-        recipe: The recipe.
-        options: Its arguments.
-        job: Made from them; what the recipe opens beside its file has been opened.
+        source: What the job is made from.
+        job: Made from it; the recipe has opened the files beside its own that it reads.
+        warn: Called for each file that is too large to be kept.
 
     Raises:
         DataError: the tokenizer's file has changed since it was read.
     """
     found: dict[str, bytes] = {}
+    recipe = source.recipe
     if recipe.reads is not None:
         recipe.reads.close()
-        read, too_large = recipe.reads.kept(paths.named(dict(options)))
+        read, too_large = recipe.reads.kept(paths.named(dict(source.options)))
         found |= {f"{MODULES}/{name}": content for name, content in read.items()}
         for line in too_large:
-            print(f"systolic: {line}", file=sys.stderr)
+            warn(line)
     if recipe.file is not None:
         found[RECIPE] = recipe.source
         found |= {f"{MODULES}/{name}": content for name, content in recipe.modules.items()}
@@ -48,7 +57,7 @@ def files(recipe: Recipe, options: Mapping[str, Any], job: Job) -> dict[str, byt
 
 
 def options(given: Mapping[str, Any], job: Job, run: Path | None) -> dict[str, Any]:
-    """A recipe's options for job.json: a tokenizer is that in the run.
+    """A recipe's options for job.json; a tokenizer is the one in the run.
 
     Args:
         given: The options.
@@ -72,7 +81,7 @@ def options(given: Mapping[str, Any], job: Job, run: Path | None) -> dict[str, A
     return recipes.plain(found)
 
 
-def rebuild(run: Run, *, trust_code: bool = False) -> tuple[Recipe, Job, dict[str, Any]]:
+def rebuild(run: Run, *, trust_code: bool = False) -> Rebuilt:
     """The recipe, job and options that a run was made from, out of what the run itself holds.
 
     Args:
@@ -84,18 +93,25 @@ def rebuild(run: Run, *, trust_code: bool = False) -> tuple[Recipe, Job, dict[st
         RunError: it holds no copy of its recipe, the recipe no longer takes the run's options, or its
             weights mean something else in this version.
     """
-    record = run.read_job()
-    check_revision(run.path, record)
-    recipe = _recipe(run, record["recipe"], trust_code=trust_code)
-    typed = recipes.typed(recipe, record["options"])
-    options = {name: paths.located(value, run.path, record) for name, value in typed.items()}
-    job = under_plan(recipe(options), plan_of(record))
-    if record.get(LABELS):
-        job = replace(job, data=job.data.with_labels(tuple(record[LABELS])))
-    return recipe, replace(job, data=with_tokenizer(run, job.data)), options
+    plain = run.read_job()
+    check_revision(run.path, plain)
+    record = JobRecord.from_json(plain)
+    recipe = _recipe(run, record, trust_code=trust_code)
+    typed = recipes.typed(recipe, record.options)
+    options = {
+        name: paths.located(value, run.path, record.directory) for name, value in typed.items()
+    }
+    job = under_plan(recipe(options), record.plan)
+    if record.labels:
+        job = replace(job, data=job.data.with_labels(record.labels))
+    return Rebuilt(recipe, replace(job, data=with_tokenizer(run, job.data)), options)
 
 
-def _recipe(run: Run, target: str, *, trust_code: bool) -> Recipe:
+def _recipe(run: Run, record: JobRecord, *, trust_code: bool) -> Recipe:
+    target = record.recipe
+    if target is None:
+        job = job_from_json(record.job, record.types or {}, run.path)
+        return recipe_of(paths.located(job, run.path, record.directory))
     code = run.code()
     if code:
         trust.require(run.path, code, trust=trust_code)

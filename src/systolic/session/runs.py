@@ -80,7 +80,7 @@ def probe(
     if not any(run.checkpoints.glob("[0-9]*")):
         return [], "there is no checkpoint to probe"
     try:
-        setup = set_up_here(rebuild(run, trust_code=trust)[1], run)
+        setup = set_up_here(rebuild(run, trust_code=trust).job, run)
         if reason := too_large(setup):
             return [], reason
         text = "probing the newest checkpoint, layer by layer"

@@ -5,12 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from systolic.artifact.job_record import JobRecord
 from systolic.artifact.run import Run
 from systolic.core.errors import NotFoundError, OptionError, nearest
 from systolic.job import Job, Layout, Remat, Sampling, Split
-from systolic.session.planned import plan_of
 from systolic.session.run_files import rebuild
-from systolic.session.run_flags import kept
+from systolic.session.run_flags import kept_flags
 
 if TYPE_CHECKING:
     from systolic.artifact.weights import Weights
@@ -49,7 +49,7 @@ def open_model(
 
         # The next process that opens the run finds its programs compiled.
         compiler_cache(str(cache_home() / "xla"))
-        _, job, _ = rebuild(run, trust_code=trust)
+        job = rebuild(run, trust_code=trust).job
         setup = set_up_here(job, run)
         found = weights.load(run, setup.steps, str(checkpoint))
     model = TrainedModel(Path(path), setup, found, warn)
@@ -243,8 +243,8 @@ def set_up_here(job: Job, run: Run) -> "Setup":
     free = Layout(data=1, fsdp=-1, remat=Remat.none)
     if job.batch.total and job.batch.total % ways:
         batch = replace(batch, total=-(-job.batch.total // ways) * ways)
-    record = run.read_job()
-    flags = kept(record, plan_of(record), None)["compiler"]
+    record = JobRecord.from_json(run.read_job())
+    flags = kept_flags(record, record.plan).compiler
     return set_up(replace(job, layout=free, batch=batch), machine, flags, reads=False)
 
 

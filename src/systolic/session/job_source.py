@@ -1,0 +1,90 @@
+"""What a job is made from: a recipe with its options or a Job, and what a plan decided of it."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from systolic import recipes
+from systolic.artifact import paths
+from systolic.artifact.chosen import Chosen
+from systolic.core.errors import OptionError
+from systolic.job import Job, Layout
+from systolic.recipes import Recipe
+from systolic.session.planned import kept_choice, planned_options, under_plan
+from systolic.session.saved_job import types_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSource:
+    """A recipe with its arguments and the plan's candidate, where there is one."""
+
+    recipe: Recipe
+    options: Mapping[str, Any]
+    """Of the recipe, by parameter; no path depends on the working directory."""
+    chosen: Chosen | None = None
+    """What a plan decided of the job."""
+    types: Mapping[str, str] | None = None
+    """Model, task and data to the full names of their classes, where a Job was given in place of a recipe."""
+
+    @property
+    def job(self) -> Job:
+        """The job that these options make, with the plan's settings."""
+        return under_plan(self.recipe(self.options), self.chosen)
+
+
+def source_of(job: Job | str, options: Mapping[str, Any]) -> JobSource:
+    """What a Python user names: a Job, or a recipe with its options.
+
+    Raises:
+        NotFoundError: there is no such recipe.
+        OptionError: an option is missing, unknown, out of its range or without effect.
+    """
+    if isinstance(job, str):
+        recipe, types = recipes.find(job), None
+    else:
+        recipe, types = recipe_of(job), types_of(job)
+    try:
+        bound = inspect.signature(recipe.function).bind(**options)
+    except TypeError as error:
+        known = ", ".join(inspect.signature(recipe.function).parameters)
+        raise OptionError(f"{recipe.target}: {error}; its options are {known}") from error
+    bound.apply_defaults()
+    source = JobSource(recipe=recipe, options=paths.absolute(bound.arguments), types=types)
+    source.job.check_effects()
+    return source
+
+
+def with_plan(
+    job: Job | str, options: Mapping[str, Any], chosen: Chosen, warn: Callable[[str], None]
+) -> JobSource:
+    """What a Python user names, under a plan: a recipe has the options that were planned where they are not given.
+
+    Raises:
+        OptionError: the plan is for another recipe, or an option contradicts what it decides.
+    """
+    if isinstance(job, str):
+        recipe = recipes.find(job)
+        planned = planned_options(recipe, chosen)
+        source = source_of(job, {**planned, **options})
+        before = recipe(planned)
+    else:
+        source, before = source_of(job, options), job
+    kept = kept_choice(chosen, before, source.job, steps_given="steps" in options, warn=warn)
+    return replace(source, chosen=kept)
+
+
+def recipe_of(job: Job) -> Recipe:
+    """A Job as a recipe, so that its run resumes as one of a recipe does, with these options to change."""
+    made = paths.absolute(job)
+
+    def given(steps: int = job.steps, layout: Layout = job.layout) -> Job:
+        return replace(made, steps=steps, layout=layout)
+
+    given.__doc__ = f"""The job {job.name}.
+
+    Args:
+        steps: Optimizer steps.
+        layout: How it is spread.
+    """
+    return Recipe(target=job.name, function=given)

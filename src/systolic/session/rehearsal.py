@@ -1,0 +1,145 @@
+"""A rehearsal: a job on as many virtual CPU devices as a slice has.
+
+The number of virtual devices is settled when JAX starts, so that the rehearsal is a process of its own:
+this module, run with ``python -m`` and the request as one JSON argument. It reports through a pipe,
+one JSON object a line: ``stage`` and ``detail``, at the end ``record`` or ``error``.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from systolic import recipes
+from systolic.artifact.chosen import Chosen
+from systolic.chips import Slice, slice
+from systolic.core.errors import OptionError, RunError, SystolicError
+from systolic.core.machine import end_with
+from systolic.session.job_source import JobSource
+from systolic.session.planned import check_rehearsal, under_plan
+
+MANY_DEVICES = 64
+"""Above it a rehearsal takes minutes."""
+MOST_DEVICES = 1024
+
+
+class RehearsalError(SystolicError):
+    """A rehearsal that found a mistake; its message is the mistake's own."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+def checked(source: JobSource, name: str) -> Slice:
+    """The slice that a job is rehearsed for.
+
+    Raises:
+        NotFoundError: there is no such slice.
+        OptionError: it has more devices than a rehearsal can have, or is not the plan's.
+        LayoutError: an axis does not divide the slice, the model or the batch.
+    """
+    if source.chosen is not None:
+        check_rehearsal(source.chosen, name)
+    on = slice(name)
+    if on.num_devices > MOST_DEVICES:
+        raise OptionError(
+            f"{on.name} has {on.num_devices} devices and a rehearsal runs up to {MOST_DEVICES} on this CPU; rehearse a smaller slice of that chip"
+        )
+    source.job.settle(on)
+    return on
+
+
+def rehearse(
+    source: JobSource, on: Slice, workers: int, report: Callable[[str, str], None]
+) -> Mapping[str, Any]:
+    """Runs a job's steps on a slice's mesh of virtual devices, in a process of its own.
+
+    Args:
+        source: What the job is made from: a recipe.
+        on: The slice; :func:`checked` finds it.
+        workers: Processes that read data.
+        report: Called with what was done (``layout``, ``model``, ``shrunk``, ``steps`` …) and its detail.
+
+    Returns:
+        The record of :func:`systolic.training.rehearse.rehearse`.
+
+    Raises:
+        RehearsalError: the job does not fit, or a step failed.
+        RunError: the process ended without a result.
+    """
+    read, write = os.pipe()
+    message = {
+        "recipe": source.recipe.target,
+        "options": recipes.plain(source.options),
+        "plan": None if source.chosen is None else source.chosen.to_json(),
+        "slice": on.name,
+        "workers": workers,
+        "parent": os.getpid(),
+        "pipe": write,
+    }
+    command = [sys.executable, "-m", __name__, json.dumps(message)]
+    sys.stdout.flush()
+    child = subprocess.Popen(command, env=environment(on, os.environ), pass_fds=(write,))
+    os.close(write)
+    with os.fdopen(read) as lines, child:
+        for line in lines:
+            told = json.loads(line)
+            if "stage" in told:
+                report(told["stage"], told["detail"])
+            elif "error" in told:
+                raise RehearsalError(told["error"], told["exit_code"])
+            else:
+                return told["record"]
+    raise RunError(
+        f"the rehearsal ended with code {child.returncode} and no result; see what it printed above"
+    )
+
+
+def environment(on: Slice, given: Mapping[str, str]) -> dict[str, str]:
+    """The child's variables: the given ones, with as many CPU devices as the slice has.
+
+    XLA's warnings about costly resharding are of the shrunk sizes, so they are off by default.
+    """
+    flags = [
+        flag
+        for flag in given.get("XLA_FLAGS", "").split()
+        if not flag.startswith("--xla_force_host_platform_device_count")
+    ]
+    flags.append(f"--xla_force_host_platform_device_count={on.num_devices}")
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "2"}
+    return {**quiet, **given, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+
+
+def _child(message: Mapping[str, Any]) -> None:
+    """The rehearsal itself, in a process with the right number of devices."""
+    end_with(message["parent"])
+
+    def send(**told: Any) -> None:
+        os.write(message["pipe"], f"{json.dumps(told)}\n".encode())
+
+    try:
+        recipe = recipes.find(message["recipe"])
+        chosen = None if message["plan"] is None else Chosen.from_json(message["plan"])
+        job = under_plan(recipe(recipes.typed(recipe, message["options"])), chosen)
+        from systolic.training.rehearse import rehearse as run
+
+        record = run(
+            job,
+            slice(message["slice"]),
+            lambda stage, detail: send(stage=stage, detail=detail),
+            message["workers"],
+        )
+    except SystolicError as error:
+        send(error=str(error), exit_code=error.exit_code)
+        return
+    send(record=record)
+
+
+if __name__ == "__main__":
+    try:
+        _child(json.loads(sys.argv[1]))
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,305 @@
+"""A training session: what it is asked for, a new run, the session itself, and a step made again."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from systolic.artifact.access import Access
+from systolic.artifact.job_record import JobRecord, RunFlags
+from systolic.artifact.run import JOB, Run
+from systolic.chips import Slice
+from systolic.core.errors import NotFoundError, RunError, SystolicError
+from systolic.core.machine import bounded
+from systolic.core.store import cache_home
+from systolic.data.fingerprint import contents_of
+from systolic.job import Job
+from systolic.session import run_files
+from systolic.session.job_source import JobSource
+from systolic.session.planned import check_machine, check_slice, expected
+from systolic.session.run_flags import kept_flags, new_flags
+from systolic.training.ledger import Ledger, Spent
+from systolic.training.watch import Watcher
+
+if TYPE_CHECKING:
+    from systolic.aot.executable import Loaded
+    from systolic.training.setup import Setup
+
+Warn = Callable[[str], None]
+"""Called with a line that a user should read; no training waits for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionOptions:
+    """How a session runs; what it computes is the job's."""
+
+    executable: Path | None = None
+    """The compiled train step, instead of compiling it."""
+    flags: str | None = None
+    """Of the compiler; None: those of the run, of a new one the set that all jobs on the chip share."""
+    workers: int = 0
+    """Processes that read and transform data; 0 uses threads."""
+    diagnose: int | None = None
+    """Steps between gradient probes; 0 is never; None: as the run was started, of a new one where they cost little."""
+    profile: int = 0
+    """Steps to trace with XLA's profiler."""
+    log_every: int | None = None
+    """Steps between records; None: as the run was started, of a new one a 400th of the job."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """What a training session came to."""
+
+    run: Path
+    """The run's directory."""
+    summary: Mapping[str, Any]
+    """``summary.json``: steps, final loss and metrics, throughput, MFU, goodput, where the time went."""
+    trained: bool = True
+    """False where the run was finished before, so that nothing was done."""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def interrupted(self) -> str | None:
+        """The signal that ended the session early; it is saved, and ``systolic.resume`` continues it."""
+        return self.summary["interrupted"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audience:
+    """Who hears of a session: watchers of its records, and one who is told what needs reading."""
+
+    watchers: Sequence[Watcher] = ()
+    """Closed when the session ends."""
+    tell: Warn | None = None
+    warnings: list[str] = field(default_factory=list)
+    """All that was told."""
+
+    def warn(self, text: str) -> None:
+        """Notes a line and passes it on."""
+        self.warnings.append(text)
+        if self.tell is not None:
+            self.tell(text)
+
+
+def start(
+    source: JobSource,
+    options: SessionOptions,
+    audience: Audience,
+    *,
+    run: Path | None = None,
+    init_from: Path | None = None,
+    on: Slice | None = None,
+    ledger: Ledger | None = None,
+) -> TrainResult:
+    """Trains a job in a new run. Joins the other processes of the job, if there are any.
+
+    Args:
+        source: What the job is made from.
+        options: How the session runs.
+        audience: Who hears of it.
+        run: The run's directory; by default ``runs/NAME-TIME``.
+        init_from: A run, or a checkpoint of one, whose weights it begins with.
+        on: The slice that the local devices are expected to be.
+        ledger: Opened when the caller started, so that start-up counts.
+    """
+    from systolic.training import hosts
+    from systolic.training.setup import set_up
+
+    ledger = ledger or Ledger()
+    hosts.join()
+    if on is not None:
+        check_slice(on)
+    if source.chosen is not None:
+        check_machine(source.chosen)
+    flags = new_flags(options.flags or "", source.chosen)
+    setup = set_up(source.job, flags=flags.compiler)
+    setup = replace(setup, expected=expected(source.chosen))
+    setup.check_metric()
+    setup, begun_with = with_initial(setup, init_from, audience)
+    record = replace(
+        describe(source, setup.job, flags, options),
+        init_from=begun_with,
+        data=contents_of(setup.job.data),
+        labels=tuple(setup.job.data.labels()),
+    )
+    loaded = load_step(setup, options, ledger)
+    files = run_files.files(source, setup.job, audience.warn)
+    with _create(run, record, files) as directory:
+        return run_session(setup, directory, options, audience, ledger, loaded=loaded)
+
+
+def run_session(
+    setup: "Setup",
+    directory: Run,
+    options: SessionOptions,
+    audience: Audience,
+    ledger: Ledger,
+    *,
+    loaded: "Loaded | None" = None,
+    accept: Callable[[], None] | None = None,
+) -> TrainResult:
+    """Trains in a run under watch and writes its report.
+
+    Args:
+        setup: The job on this machine.
+        directory: The run; open for writing in the first process of the job.
+        options: How the session runs.
+        audience: Who hears of it; its watchers are closed.
+        ledger: Where the time goes.
+        loaded: The train step, compiled elsewhere.
+        accept: Of a run that resumes: called before anything is written, after all checks.
+    """
+    from systolic.report.run.tensorboard import TensorBoard
+    from systolic.training.programs import compiler_cache
+    from systolic.training.trainer import Trainer
+
+    compiler_cache(str(cache_home() / "xla"))
+    writes = directory.access is Access.write
+    accepted = False
+
+    def begin() -> None:
+        nonlocal accepted
+        accepted = True
+        if writes:
+            if accept is not None:
+                accept()
+            directory.write_environment([*map(str, setup.machine.devices)], setup.flags)
+
+    watchers: list[Watcher] = [*audience.watchers]
+    if writes:
+        watchers.append(TensorBoard(directory.tensorboard))
+    trainer = Trainer(
+        setup=setup,
+        run=directory,
+        watchers=watchers,
+        workers=_workers(options.workers, audience),
+        ledger=ledger,
+        loaded=loaded,
+        diagnose=options.diagnose,
+        profile=options.profile,
+        log_every=options.log_every,
+        accept=begin,
+    )
+    try:
+        summary = trainer.train(accept is not None)
+    finally:
+        for watcher in watchers:
+            watcher.close()
+        if writes and accepted:
+            _report(directory, audience)
+    return TrainResult(run=directory.path, summary=summary, warnings=tuple(audience.warnings))
+
+
+def describe(
+    source: JobSource,
+    job: Job,
+    flags: RunFlags,
+    options: SessionOptions,
+    run: Path | None = None,
+) -> JobRecord:
+    """What job.json says of a session, less what its data and first weights are.
+
+    Args:
+        source: What the job is made from.
+        job: With the layout of the local devices.
+        flags: Of the compiler.
+        options: How the session runs.
+        run: The run's directory; None for one that is not there yet.
+    """
+    return JobRecord(
+        recipe=None if source.types is not None else source.recipe.target,
+        options=run_files.options(source.options, job, run),
+        job=job.to_json(),
+        plan=source.chosen,
+        layout=job.layout.mesh_shape,
+        flags=flags,
+        log_every=options.log_every,
+        diagnose=options.diagnose,
+        types=source.types,
+    )
+
+
+def with_initial(
+    setup: "Setup", source: Path | str | None, audience: Audience
+) -> "tuple[Setup, str | None]":
+    """A set-up that begins with the weights of another run, and the checkpoint that they are of."""
+    if source is None:
+        return setup, None
+    from systolic.artifact.weights import begin_with
+
+    path = Path(source).absolute()
+    weights = begin_with(path, setup.steps)
+    for line in weights.skipped:
+        audience.warn(f"{line}; using step {weights.step}")
+    folder = path / "checkpoints" if (path / JOB).is_file() else path.parent
+    return replace(setup, initial=weights), str(folder / str(weights.step))
+
+
+def load_step(setup: "Setup", options: SessionOptions, ledger: Ledger) -> "Loaded | None":
+    """The train step of ``executable``, before a run is made; None where it is to be compiled."""
+    if options.executable is None:
+        return None
+    with ledger.spend(Spent.compile):
+        return setup.load(options.executable)
+
+
+def replay(path: Path, *, trust: bool = False) -> dict[str, Any]:
+    """The train step of a run made again on the batch of a bad step; see :func:`systolic.training.replay.replay`.
+
+    Args:
+        path: ``RUN/bad/step-N.npz``.
+        trust: Execute the run's recipe although it is another user's.
+
+    Raises:
+        NotFoundError: there is no such file.
+    """
+    if not path.is_file():
+        raise NotFoundError(f"{path} is not a file; give RUN/bad/step-N.npz")
+    with Run.open(path.parent.parent) as directory:
+        job = run_files.rebuild(directory, trust_code=trust).job
+        record = JobRecord.from_json(directory.read_job())
+        flags = kept_flags(record, record.plan)
+        from systolic.training.replay import replay as again
+        from systolic.training.setup import set_up
+
+        return again(set_up(job, flags=flags.compiler), directory, path)
+
+
+def _create(path: Path | None, record: JobRecord, files: Mapping[str, bytes]) -> Run:
+    """The run of a job, made by the first of its processes and opened for reading by the others."""
+    from systolic.training import hosts
+
+    made: Run | None = None
+    if hosts.is_first():
+        try:
+            made = Run.create(path, record.to_json(), files=files)
+        except Exception:
+            hosts.share("")
+            raise
+    shared = hosts.share("" if made is None else str(made.path))
+    if made is not None:
+        return made
+    if not shared:
+        raise RunError("the first process could not make the run; see its message")
+    return Run.open(shared)
+
+
+def _workers(asked: int, audience: Audience) -> int:
+    """Worker processes, at most one a core."""
+    given = bounded(asked)
+    if given < asked:
+        audience.warn(
+            f"workers is {asked}, more than the {given} cores of this machine; {given} work at once"
+        )
+    return given
+
+
+def _report(directory: Run, audience: Audience) -> None:
+    """Writes the page; that it can't be written must not hide how the run ended."""
+    from systolic.report.run.page import write_report
+
+    try:
+        write_report(directory.path)
+    except (SystolicError, OSError) as error:
+        audience.warn(f"there is no report: {error}")
