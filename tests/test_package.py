@@ -19,6 +19,7 @@ def test_public_names() -> None:
         "Slice",
         "Spread",
         "SystolicError",
+        "TrainResult",
         "TrainedModel",
         "__version__",
         "chip",
@@ -27,7 +28,9 @@ def test_public_names() -> None:
         "forecast",
         "open",
         "plan",
+        "resume",
         "slice",
+        "train",
     ]
     for name in systolic.__all__:
         assert getattr(systolic, name) is not None

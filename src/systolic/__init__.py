@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from systolic.session.explaining import explain
     from systolic.session.forecast import forecast
     from systolic.session.planning import plan
+    from systolic.session.public import resume, train
     from systolic.session.trained import TrainedModel
     from systolic.session.trained import open_model as open
+    from systolic.session.training import TrainResult
 
 __version__ = "0.1.0"
 
@@ -24,6 +26,7 @@ _HOME = {
     "Slice": "systolic.chips",
     "Spread": "systolic.forecasting",
     "SystolicError": "systolic.core.errors",
+    "TrainResult": "systolic.session.training",
     "TrainedModel": "systolic.session.trained",
     "chip": "systolic.chips",
     "chips": "systolic.chips",
@@ -31,7 +34,9 @@ _HOME = {
     "forecast": "systolic.session.forecast",
     "open": "systolic.session.trained",
     "plan": "systolic.session.planning",
+    "resume": "systolic.session.public",
     "slice": "systolic.chips",
+    "train": "systolic.session.public",
 }
 
 _NAMES = {"open": "open_model"}
@@ -43,6 +48,7 @@ __all__ = [
     "Slice",
     "Spread",
     "SystolicError",
+    "TrainResult",
     "TrainedModel",
     "__version__",
     "chip",
@@ -51,7 +57,9 @@ __all__ = [
     "forecast",
     "open",
     "plan",
+    "resume",
     "slice",
+    "train",
 ]
 
 

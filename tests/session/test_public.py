@@ -1,0 +1,176 @@
+"""``systolic.train`` and ``systolic.resume``: the command line's words from Python, values in and out."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import systolic
+from systolic import recipes
+from systolic.artifact import Run
+from systolic.cli.main import main
+from systolic.core.errors import OptionError, RunError
+from systolic.job import Layout
+from systolic.session.saved_job import job_from_json, types_of
+from systolic.training.setup import set_up
+from tests.session import train_child
+from tests.training import tiny
+from tests.training.children import ROOT, environment
+from tests.training.sessions import Collect, assert_same, losses
+
+RECIPE = f"{Path(tiny.__file__)}:job"
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+class StopAt:
+    """Asks the process to stop when a step is on record."""
+
+    closed = 0
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def see(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "train" and record["step"] == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.slow
+def test_killed_in_python_and_resumed_in_python_and_by_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = train_child.job()
+    whole = systolic.train(job, on="cpu", run=tmp_path / "whole")
+    assert (whole.run, whole.trained, whole.interrupted) == (tmp_path / "whole", True, None)
+    cut = tmp_path / "cut"
+    child = [sys.executable, "-m", "tests.session.train_child", str(cut), "8"]
+    done = subprocess.run(child, cwd=ROOT, env=environment(tmp_path / "cache"), check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert max(losses(cut)) == 8
+    typed = shutil.copytree(cut, tmp_path / "typed")
+    capsys.readouterr()
+
+    result = systolic.resume(cut)
+    assert capsys.readouterr() == ("", "")
+    assert result.summary["steps"] == 12
+    setup = set_up(job)
+    assert_same(setup, tmp_path / "whole", cut)
+
+    assert main(["train", "--resume", str(typed), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["final"]["metrics"] == result.summary["final"]["metrics"]
+    assert err == ""
+    assert_same(setup, tmp_path / "whole", typed)
+
+    again = systolic.resume(cut)
+    assert (again.trained, again.summary["steps"]) == (False, 12)
+    assert "is finished at step 12" in again.warnings[0]
+    assert main(["train", "--resume", str(typed), "--steps", "14", "--json"]) == 0
+    assert sorted(losses(typed)) == list(range(1, 15))
+    assert systolic.open(cut).step == 12
+
+
+def test_a_recipe_takes_options_and_is_interrupted_and_resumed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, stop, told = tmp_path / "run", StopAt(5), Collect()
+    first = systolic.train(RECIPE, run=run, steps=12, width=8, watchers=[stop, told])
+    assert first.interrupted == "SIGTERM"
+    assert first.summary["checkpoint"] is not None
+    assert stop.closed == 1
+    assert {record["kind"] for record in told.records} >= {"start", "train", "event"}
+    second = systolic.resume(run, scale=2.0)
+    assert (second.interrupted, second.summary["steps"]) == (None, 12)
+    assert second.warnings == (f"{run} continues with --scale 2.0 (was 1.0)",)
+    record = Run.open(run).read_job()
+    assert (record["recipe"], record["options"]["width"], record["options"]["scale"]) == (
+        RECIPE,
+        8,
+        2.0,
+    )
+    out, err = capfd.readouterr()
+    # What a signal's handler says on its own is not the session's.
+    assert out == ""
+    assert [
+        line for line in err.splitlines() if line and "stopping after this step" not in line
+    ] == []
+
+
+def test_types_of_a_user_are_asked_for_again(tmp_path: Path) -> None:
+    run, job = tmp_path / "run", tiny.job(steps=8)
+    systolic.train(job, run=run, watchers=[StopAt(4)])
+    for resume in (lambda: systolic.resume(run), lambda: systolic.open(run)):
+        with pytest.raises(
+            RunError, match=r"is tests\.training\.tiny\.Perceptron.*resume\('.*', job=…\)"
+        ):
+            resume()
+    with pytest.raises(RunError, match="is of another model"):
+        systolic.resume(run, tiny.job(steps=8, width=24))
+    assert systolic.resume(run, tiny.job(steps=8)).summary["steps"] == 8
+    more = systolic.resume(run, tiny.job(steps=10))
+    assert more.warnings == (f"{run} continues with --steps 10 (was 8)",)
+    assert sorted(losses(run)) == list(range(1, 11))
+
+
+def test_the_slice_that_is_expected(tmp_path: Path) -> None:
+    with pytest.raises(
+        RunError, match=r"on is v5e-4 \(4 x TPU v5 lite\) and this machine has 1 x cpu"
+    ):
+        systolic.train(tiny.job(), on="v5e-4", run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"nonsense": 1}, "nonsense.*its options are steps, batch"),
+        ({"batch": 0}, "batch total is 0"),
+    ],
+)
+def test_options_that_a_recipe_does_not_take(
+    tmp_path: Path, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(OptionError, match=said):
+        systolic.train(RECIPE, run=tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", recipes.shipped())
+def test_a_job_is_read_back_from_its_json(name: str, tmp_path: Path) -> None:
+    options = {"image": {"path": tmp_path, "classes": 3}}.get(name, {})
+    job = recipes.find(name)(options)
+    plain = json.loads(json.dumps(job.to_json()))
+    assert job_from_json(plain, types_of(job), tmp_path) == job
+
+
+def test_a_job_of_another_version_is_refused_in_one_line(tmp_path: Path) -> None:
+    job = recipes.find("bytes")({})
+    plain, types = json.loads(json.dumps(job.to_json())), types_of(job)
+    for damage in ({"steps": "many"}, {"model": {**plain["model"], "layers": None}}):
+        with pytest.raises(RunError, match="does not read in this version") as raised:
+            job_from_json({**plain, **damage}, types, tmp_path)
+        assert "\n" not in str(raised.value)
+    with pytest.raises(RunError, match="a type that Systolic has not"):
+        job_from_json(plain, {**types, "model": "os.system"}, tmp_path)
+
+
+def test_a_job_resumes_on_other_devices_with_its_layout_as_it_was_given(tmp_path: Path) -> None:
+    job = replace(tiny.job(steps=8), layout=Layout(fsdp=-1))
+    systolic.train(job, run=tmp_path / "run", watchers=[StopAt(4)])
+    saved = Run.open(tmp_path / "run").read_job()
+    assert saved["options"]["layout"]["fsdp"] == -1
+    assert saved["job"]["layout"]["fsdp"] == 1
