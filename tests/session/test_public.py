@@ -138,7 +138,7 @@ def test_the_slice_that_is_expected(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"nonsense": 1}, "nonsense.*its options are steps, batch"),
-        ({"batch": 0}, "batch total is 0"),
+        ({"batch": 0}, "batch.total is 0"),
     ],
 )
 def test_options_that_a_recipe_does_not_take(
