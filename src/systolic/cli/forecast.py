@@ -170,11 +170,11 @@ def show(
     asked: Mapping[str, Any] | None = None,
 ) -> int:
     """Prints and writes what was asked for; returns the exit code."""
-    from systolic.report.forecast import record
+    from systolic.report.forecast import comparison
 
     written = write(made, options)
     now = made.to_json() if options.json or before else {}
-    changes = [] if before is None else record.compare(before, now)
+    changes = [] if before is None else comparison.compare(before, now)
     if options.json:
         if before is not None:
             now["against"] = [change.to_json() for change in changes]
@@ -185,7 +185,7 @@ def show(
     print_forecast(made)
     if before is not None:
         named = [f"{one['recipe']} on {one['slice']}" for one in (before, now)]
-        print("\n" + "\n".join(record.lines(changes, *named)))
+        print("\n" + "\n".join(comparison.lines(changes, *named)))
     for what, path in written.items():
         print(f"{what:<9}{path}")
     for text in (made.rejected or {}).get("remedies", ()):
@@ -225,6 +225,6 @@ def _before(options: ForecastOptions) -> dict[str, Any] | None:
             check_writable(path)
     if options.against is None:
         return None
-    from systolic.report.forecast import record
+    from systolic.report.forecast import comparison
 
-    return record.read(options.against)
+    return comparison.read(options.against)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from systolic.forecasting import Forecast
 from systolic.report import printing
-from systolic.report.forecast import record, text
+from systolic.report.forecast import comparison, text
 from tests.report.forecast import recorded
 
 
@@ -16,7 +16,10 @@ def screen(forecast: Forecast) -> str:
 def comparison() -> str:
     """What changed from the recorded forecast to a small one."""
     sides = [made.to_json() for made in (recorded.fitting(), recorded.small())]
-    return "\n".join(record.lines(record.compare(*sides), "lm on v5e-4", "small on v5e-4")) + "\n"
+    return (
+        "\n".join(comparison.lines(comparison.compare(*sides), "lm on v5e-4", "small on v5e-4"))
+        + "\n"
+    )
 
 
 TEXTS: dict[str, Callable[[], str]] = {

@@ -9,7 +9,7 @@ import pytest
 
 from systolic.core.errors import DataError, OptionError, SystolicError
 from systolic.report import printing
-from systolic.report.forecast import record, text
+from systolic.report.forecast import comparison, text
 from systolic.report.progress import ProgressLine
 from tests.report.forecast.recorded import fitting, refused, small
 
@@ -25,7 +25,7 @@ def test_json_survives_a_file(tmp_path: Path) -> None:
     made = fitting().to_json()
     path = tmp_path / "a.json"
     path.write_text(json.dumps(made))
-    assert record.read(path) == made
+    assert comparison.read(path) == made
 
 
 @pytest.mark.parametrize(
@@ -37,13 +37,13 @@ def test_another_file_is_no_forecast(
     path = tmp_path / "a.json"
     path.write_text(content)
     with pytest.raises(kind, match="forecast") as refused_by:
-        record.read(path)
+        comparison.read(path)
     assert type(refused_by.value) is kind
 
 
 def test_a_forecast_does_not_differ_from_itself() -> None:
     made = fitting().to_json()
-    changes = record.compare(made, made)
+    changes = comparison.compare(made, made)
     assert {change.group for change in changes} == {""}
     assert all(change.ratio == 0 for change in changes)
 
@@ -54,7 +54,7 @@ def test_what_changed() -> None:
     after["step_seconds"] = 9e-3
     after["time_by_resource"]["hbm"] = 0.0
     after["time_by_layer"]["unnamed fusion"] = 0.0
-    changes = {(c.group, c.name): c for c in record.compare(before, after)}
+    changes = {(c.group, c.name): c for c in comparison.compare(before, after)}
     assert changes["", "step"].ratio == pytest.approx(-0.25)
     assert changes["time by resource", "hbm"].before == pytest.approx(3e-3)
     assert changes["time by layer", "unnamed fusion"].after == 0.0
@@ -62,7 +62,7 @@ def test_what_changed() -> None:
 
 
 def test_against_what_does_not_fit() -> None:
-    changes = {c.name: c for c in record.compare(small().to_json(), refused().to_json())}
+    changes = {c.name: c for c in comparison.compare(small().to_json(), refused().to_json())}
     assert changes["step"].after is None
     assert changes["peak memory"].after == (20 << 30) + (1 << 29)
 
