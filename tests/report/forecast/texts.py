@@ -13,7 +13,7 @@ def screen(forecast: Forecast) -> str:
     return "\n".join(printing.plain(text.lines(forecast, 80))) + "\n"
 
 
-def comparison() -> str:
+def changes() -> str:
     """What changed from the recorded forecast to a small one."""
     sides = [made.to_json() for made in (recorded.fitting(), recorded.small())]
     return (
@@ -26,5 +26,5 @@ TEXTS: dict[str, Callable[[], str]] = {
     "forecast": lambda: screen(recorded.fitting()),
     "forecast-dump": lambda: screen(recorded.dumped()),
     "forecast-refused": lambda: screen(recorded.refused()),
-    "forecast-against": comparison,
+    "forecast-against": changes,
 }
