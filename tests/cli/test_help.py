@@ -99,6 +99,10 @@ LINES = [
     "forecast lm --on v5e-4 --modle 3",
     "forecast lm --on v5e-4 --steps many",
     "plan lm",
+    "train lm --modle 3",
+    "train lm --workers many",
+    "recipes lmm",
+    "data inspect nowhere",
     "explain nowhere",
     "explain lm",
 ]

@@ -121,6 +121,7 @@ def test_types_of_a_user_are_asked_for_again(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is of another model"):
         systolic.resume(run, tiny.job(steps=8, width=24))
     assert systolic.resume(run, tiny.job(steps=8)).summary["steps"] == 8
+    assert systolic.open(run, job=tiny.job(steps=8)).step == 8
     more = systolic.resume(run, tiny.job(steps=10))
     assert more.warnings == (f"{run} continues with --steps 10 (was 8)",)
     assert sorted(losses(run)) == list(range(1, 11))

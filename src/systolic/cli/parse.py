@@ -65,16 +65,11 @@ def parse(function: Callable[..., T], args: Sequence[str], prog: str) -> T:
             is outside the :class:`~systolic.core.ranges.Range` of its parameter.
         SystemExit: after ``--help`` was printed.
     """
-    return function(**arguments(function, args, prog))
-
-
-def arguments(function: Callable[..., Any], args: Sequence[str], prog: str) -> dict[str, Any]:
-    """Parameters of ``function`` by name, read from ``args``; raises as :func:`parse`."""
     if asks_help(args):
         print_help(function, prog)
     values, rest = known(function, args, prog)
     refuse_unknown(rest, option_names(function), prog)
-    return values
+    return function(**values)
 
 
 def known(

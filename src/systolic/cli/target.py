@@ -4,7 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from systolic.cli.parse import (
     asks_help,
@@ -62,19 +62,9 @@ def first(args: Sequence[str], verb: str, what: str) -> tuple[str, list[str]]:
     return args[0], list(args[1:])
 
 
-@overload
 def request(
     target: str, args: Sequence[str], verb: str, options: type[Options]
-) -> Request[Options]: ...
-
-
-@overload
-def request(
-    target: str, args: Sequence[str], verb: str, options: Callable[..., None]
-) -> Request[Any]: ...
-
-
-def request(target: str, args: Sequence[str], verb: str, options: Any) -> Request[Any]:
+) -> Request[Options]:
     """Reads a recipe's options and the verb's from one command line.
 
     Args:
@@ -96,25 +86,9 @@ Saved = Mapping[str, Any] | Callable[["Recipe", Any], Mapping[str, Any]]
 """Arguments of a recipe, or what finds them from the recipe and the verb's own options."""
 
 
-@overload
 def request_for(
     recipe: "Recipe | str", args: Sequence[str], verb: str, options: type[Options], saved: Saved
-) -> Request[Options]: ...
-
-
-@overload
-def request_for(
-    recipe: "Recipe | str",
-    args: Sequence[str],
-    verb: str,
-    options: Callable[..., None],
-    saved: Saved,
-) -> Request[Any]: ...
-
-
-def request_for(
-    recipe: "Recipe | str", args: Sequence[str], verb: str, options: Any, saved: Saved
-) -> Request[Any]:
+) -> Request[Options]:
     """Reads the verb's own options, then the recipe's from what is left; one that is not given has its ``saved`` value.
 
     Raises: as :func:`request`.
@@ -122,12 +96,9 @@ def request_for(
     from systolic import recipes
 
     prog = f"systolic {verb} {recipe if isinstance(recipe, str) else recipe.target}"
-    own: Any = None
-    rest = renamed(args)
-    if not asks_help(args):
-        # Before the recipe is imported, which takes longer than to refuse a line.
-        values, rest = known(options, rest, prog)
-        own = options(**values) if inspect.isclass(options) else values
+    wants_help = asks_help(args)
+    # Before the recipe is imported, which takes longer than to refuse a line.
+    given, rest = ({}, []) if wants_help else known(options, renamed(args), prog)
     found = recipes.find(recipe) if isinstance(recipe, str) else recipe
     taken = inspect.signature(options).parameters
     clash = set(taken) & set(inspect.signature(found.function).parameters)
@@ -135,8 +106,9 @@ def request_for(
         raise OptionError(
             f"{found.target} has an option {clash.pop()} that systolic {verb} needs for itself; rename it in the recipe"
         )
-    if asks_help(args):
+    if wants_help:
         print_help(_both(found, options), prog)
+    own = options(**given)
     defaults = saved if isinstance(saved, Mapping) else saved(found, own)
     function = _with_defaults(found, defaults)
     names = option_names(function) | option_names(options)

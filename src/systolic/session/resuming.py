@@ -13,12 +13,12 @@ from systolic.artifact.job_record import JobRecord, RunFlags
 from systolic.artifact.run import Run
 from systolic.chips import Slice
 from systolic.chips.flags import resolved
-from systolic.core.errors import NotFoundError, OptionError, RunError
+from systolic.core.errors import NotFoundError, RunError
 from systolic.job import Batch, Job
 from systolic.recipes import Recipe
 from systolic.session import run_files
 from systolic.session.command_line import plain_words, typed
-from systolic.session.job_source import JobSource, recipe_of
+from systolic.session.job_source import JobSource
 from systolic.session.planned import check_slice, expected, resumed
 from systolic.session.resume_checks import agreed, check_resume, flat
 from systolic.session.run_flags import kept_flags
@@ -97,16 +97,8 @@ def opened(path: Path, *, trust: bool = False, job: Job | None = None) -> Genera
     access = Access.write if not hosts.joined() or hosts.is_first() else Access.read
     with Run.open(path, access=access) as directory:
         record = JobRecord.from_json(directory.read_job())
-        if job is None:
-            recipe, _, saved = run_files.rebuild(directory, trust_code=trust)
-            types = record.types
-        elif record.recipe is None:
-            recipe, types = recipe_of(job), types_of(job)
-            saved = recipes.typed(recipe, record.options)
-        else:
-            raise OptionError(
-                f"{path} was made from the recipe {record.recipe}; leave job out, and give options of the recipe that are to change"
-            )
+        recipe, _, saved = run_files.rebuild(directory, trust_code=trust, job=job)
+        types = record.types if job is None else types_of(job)
         yield OpenedRun(directory=directory, record=record, recipe=recipe, saved=saved, types=types)
 
 

@@ -10,7 +10,7 @@ from systolic.artifact import paths, trust
 from systolic.artifact.job_record import JobRecord
 from systolic.artifact.revision import check_revision
 from systolic.artifact.run import MODULES, RECIPE, TOKENIZER, Run
-from systolic.core.errors import NotFoundError, RunError
+from systolic.core.errors import NotFoundError, OptionError, RunError
 from systolic.data.text.text_data import TextData
 from systolic.job import Data, Job
 from systolic.recipes import Recipe
@@ -81,14 +81,16 @@ def options(given: Mapping[str, Any], job: Job, run: Path | None) -> dict[str, A
     return recipes.plain(found)
 
 
-def rebuild(run: Run, *, trust_code: bool = False) -> Rebuilt:
+def rebuild(run: Run, *, trust_code: bool = False, job: Job | None = None) -> Rebuilt:
     """The recipe, job and options that a run was made from, out of what the run itself holds.
 
     Args:
         run: The run.
         trust_code: ``--trust``: its recipe may be executed, now and later.
+        job: Of a run that was made from a Job: the Job, in place of what the run keeps of it.
 
     Raises:
+        OptionError: a job is given and the run was made from a recipe.
         TrustError: its recipe is not the user's own, see :mod:`systolic.artifact.trust`.
         RunError: it holds no copy of its recipe, the recipe no longer takes the run's options, or its
             weights mean something else in this version.
@@ -96,15 +98,22 @@ def rebuild(run: Run, *, trust_code: bool = False) -> Rebuilt:
     plain = run.read_job()
     check_revision(run.path, plain)
     record = JobRecord.from_json(plain)
-    recipe = _recipe(run, record, trust_code=trust_code)
+    if job is None:
+        recipe = _recipe(run, record, trust_code=trust_code)
+    elif record.recipe is None:
+        recipe = recipe_of(job)
+    else:
+        raise OptionError(
+            f"{run.path} was made from the recipe {record.recipe}; leave job out, and give options of the recipe that are to change"
+        )
     typed = recipes.typed(recipe, record.options)
     options = {
         name: paths.located(value, run.path, record.directory) for name, value in typed.items()
     }
-    job = under_plan(recipe(options), record.plan)
+    made = under_plan(recipe(options), record.plan)
     if record.labels:
-        job = replace(job, data=job.data.with_labels(record.labels))
-    return Rebuilt(recipe, replace(job, data=with_tokenizer(run, job.data)), options)
+        made = replace(made, data=made.data.with_labels(record.labels))
+    return Rebuilt(recipe, replace(made, data=with_tokenizer(run, made.data)), options)
 
 
 def _recipe(run: Run, record: JobRecord, *, trust_code: bool) -> Recipe:

@@ -86,4 +86,4 @@ def _class(part: str, name: str, run: Path) -> type:
 
 
 def _again(run: Path) -> str:
-    return f"give the job again: systolic.resume({str(run)!r}, job=…)"
+    return f"give the job again: systolic.resume({str(run)!r}, job=…), or the same of systolic.open"

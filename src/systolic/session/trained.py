@@ -25,6 +25,7 @@ def open_model(
     path: Path | str,
     checkpoint: str | int = "best",
     *,
+    job: Job | None = None,
     trust: bool = False,
     warn: Callable[[str], None] | None = None,
 ) -> "TrainedModel":
@@ -34,6 +35,7 @@ def open_model(
         path: The run's directory.
         checkpoint: ``best``, ``last`` or the number of a step. A damaged best or last checkpoint gives
             way to another one, with a warning.
+        job: For a run that was made from a Job with types of your own: that Job.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         warn: Called with each warning, one line; by default they are collected in ``warnings``.
 
@@ -49,8 +51,7 @@ def open_model(
 
         # The next process that opens the run finds its programs compiled.
         compiler_cache(str(cache_home() / "xla"))
-        job = rebuild(run, trust_code=trust).job
-        setup = set_up_here(job, run)
+        setup = set_up_here(rebuild(run, trust_code=trust, job=job).job, run)
         found = weights.load(run, setup.steps, str(checkpoint))
     model = TrainedModel(Path(path), setup, found, warn)
     for line in found.skipped:

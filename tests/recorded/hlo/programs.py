@@ -15,7 +15,7 @@ from systolic import recipes
 from systolic.aot import Compiled, Compiler, JobProgram, StepKind
 from systolic.aot import compile as compile_program
 from systolic.chips import slice
-from systolic.cli.parse import arguments
+from systolic.cli.parse import parse
 from systolic.core.store import Store
 from systolic.forecasting.function import Spread, function_program
 from tests.recorded.hlo.record import record
@@ -229,8 +229,7 @@ def balanced() -> None:
 def job_step(name: str, options: Mapping[str, str], verb: StepKind) -> None:
     """Records a step of the ``lm`` recipe on v5e-4, schedule only."""
     words = [word for option, value in options.items() for word in (f"--{option}", value)]
-    recipe = recipes.find("lm")
-    job = recipe(arguments(recipe.function, words, "lm"))
+    job = parse(recipes.find("lm").function, words, "lm")
     compiler = Compiler().quick()
     outcome = compile_program(JobProgram(job=job, verb=verb), slice("v5e-4"), compiler)
     assert isinstance(outcome, Compiled), outcome
