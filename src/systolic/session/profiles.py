@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from systolic.artifact.job_record import JobRecord
+from systolic.artifact.record import load_run
 from systolic.artifact.run import JOB, Run
 from systolic.chips import Slice, by_device_kind, slice
 from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
@@ -154,10 +155,10 @@ def slice_of(run: Run) -> Slice:
     Raises:
         NotFoundError: the catalogue has no such chip, or no slice of so many.
     """
-    starts = list(run.records("start"))
-    if not starts:
+    start = load_run(run.path).start
+    if not start:
         raise NotFoundError(f"{run.path} has no session on record; train it first")
-    number, kind = _devices(starts[-1])
+    number, kind = _devices(start)
     chip = by_device_kind(kind)
     name = "cpu" if kind == "cpu" else chip.name if chip else ""
     if not name:
