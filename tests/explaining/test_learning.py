@@ -291,7 +291,7 @@ def test_looks_nobody_asked_for_take_a_hundredth_of_the_time(monkeypatch: pytest
 
     monkeypatch.setattr(probe, "_program", full)
     assert probe.look(4, state, batch) is None
-    assert told[-1][2] == "no further look at layers: RESOURCE_EXHAUSTED: out of memory"
+    assert told[-1][2] == "no further gradient probe: RESOURCE_EXHAUSTED: out of memory"
     now[0] = 1e6
     assert not probe.due(6)
 

@@ -27,7 +27,7 @@ def test_stop_names_the_step_keeps_its_batch_and_the_checkpoint(tmp_path: Path):
         train(setup, tmp_path)
     kept = tmp_path / "bad" / "step-6.npz"
     assert str(caught.value) == (
-        f"the loss of step 6 is not a number and the checkpoint of step 4 is intact; look at its batch with systolic train --replay {kept}, lower the learning rate, or go on with systolic train --resume {tmp_path} --guard.rule skip"
+        f"the loss of step 6 is not a number and the checkpoint of step 4 is intact; inspect its batch with systolic train --replay {kept}, lower the learning rate, or continue with systolic train --resume {tmp_path} --guard.rule skip"
     )
     assert events(tmp_path, "bad_step") == [
         f"the loss of step 6 is not a number; its batch is in {kept}"

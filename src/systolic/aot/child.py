@@ -1,8 +1,8 @@
 """The process that compiles; it may die. ``python -m systolic.aot.child FOLDER DESK < REQUEST``.
 
-Takes the request from standard input: its length in eight bytes, then a pickle. It never lies in a
-file, where others might write it. Says on standard output, a JSON object a line, what it is at and
-what went wrong, since a full disk takes no files; leaves its answer in FOLDER.
+Takes the request from standard input: its length in eight bytes, then a pickle. It is never in a
+file, which others might write. Reports stages and errors on standard output, one JSON
+object per line, since a full disk takes no files; leaves its answer in FOLDER.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def say(**record: Any) -> None:
 
 
 def main(folder: Path, desk: Path) -> int:
-    """Traces, lowers, looks in the store, compiles, stores."""
+    """Traces, lowers, queries the store, compiles, stores."""
     import cloudpickle
 
     request: Mapping[str, Any] = cloudpickle.loads(_read_request())
@@ -60,7 +60,7 @@ def main(folder: Path, desk: Path) -> int:
         if isinstance(error, OSError) and error.errno in FULL:
             _fail("user", str(unwritable(Path(request["store"]), error)), RunError.__name__)
         else:
-            # A mistake in a function that is not ours: its last words are the reason.
+            # A mistake in a user's function: its message is the reason.
             traceback.print_exc()
             _fail("program", f"{type(error).__name__}: {error}")
     return 1
@@ -72,7 +72,7 @@ def _read_request() -> bytes:
 
 
 def _read(size: int) -> bytes:
-    """So many bytes of standard input, without a buffer that would read on."""
+    """Reads ``size`` bytes of standard input, unbuffered, so that nothing after them is consumed."""
     parts = []
     while size and (part := os.read(0, min(size, 1 << 20))):
         parts.append(part)
@@ -156,9 +156,9 @@ def _lacks_executable(entry: Path) -> bool:
 class _Desk:
     clock: "_Clock"
     folder: Path
-    """For the answer."""
+    """Folder of the answer."""
     dumped: Path
-    """For what the compiler writes on its way; the parent removes it."""
+    """Folder of the compiler's dump; the parent removes it."""
     store: Store
 
 
@@ -283,7 +283,7 @@ def _ordered(mesh: Any, devices: Any) -> list[Any]:
 
 
 def versions_here(on: Slice) -> dict[str, str]:
-    """Of what decides the program."""
+    """Versions of the packages that decide the program."""
     names = ["jax", "jaxlib", *(["libtpu"] if on.platform == "tpu" else [])]
     return {name: importlib.metadata.version(name) for name in names}
 

@@ -46,7 +46,7 @@ from systolic.core.files import write_json
 from systolic.core.store import FULL, Store, cache_home, read_json, unwritable
 
 Say = Callable[[str], None]
-"""Told the stage: importing, tracing, lowering, waiting (another compiles the same), compiling,
+"""Callback for stages: importing, tracing, lowering, waiting (another compiles the same), compiling,
 serializing, compiled or found."""
 
 LOG_LINES = 40
@@ -55,15 +55,15 @@ _NO_OPTION = re.compile(r"No such compile option: '([^']+)'")
 
 @dataclass(frozen=True, kw_only=True)
 class Compiler:
-    """How to compile: flags, effort, and where answers are kept."""
+    """Options of a compile: flags, effort, and the store."""
 
     flags: Sequence[str] = ()
     """All of the compiler's: ``--xla_tpu_…=…``; none are XLA's defaults."""
     runtime: Sequence[str] = ()
-    """Those of ``flags`` that XLA has no option of a program for: they go into the child's environment."""
+    """Flags, of ``flags``, without a per-program option in XLA: they go into the child's environment."""
     options: Mapping[str, Any] = field(default_factory=dict)
     save: bool = False
-    """Also keep the serialized executable."""
+    """Whether to keep the serialized executable."""
     root: Path = field(default_factory=cache_home)
 
     def quick(self) -> "Compiler":
@@ -74,7 +74,7 @@ class Compiler:
 _MISTAKES = {
     kind.__name__: kind for kind in (OptionError, NotFoundError, DataError, LayoutError, RunError)
 }
-"""What the child says by name is raised here as the same."""
+"""Errors that the child names, raised here as the same class."""
 
 
 def compile(
@@ -86,7 +86,7 @@ def compile(
         program: What to compile.
         on: For what; nothing of it need be there.
         compiler: Flags, effort, store.
-        say: Told the stage.
+        say: Called with each stage.
 
     Raises:
         SystolicError: the layout does not divide the model, and other mistakes of the user.
@@ -218,7 +218,7 @@ def _known(requests: Store, name: str, store: Store, compiler: Compiler) -> Outc
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a child told: which entry of the store has its answer, and what the program says of itself."""
+    """Result of a child: the entry of the store with its answer, and the facts of the program."""
 
     digest: str
     facts: Mapping[str, Any]
@@ -258,12 +258,12 @@ class _Asked:
 class _Task:
     asked: _Asked
     folder: Path
-    """For the answer."""
+    """Folder of the answer."""
     desk: Path
-    """For what the child prints and the compiler dumps."""
+    """Folder of the child's output and the compiler's dump."""
 
     def request(self) -> bytes:
-        """What the child reads."""
+        """Request that the child reads."""
         import cloudpickle
 
         compiler = self.asked.compiler
@@ -283,7 +283,7 @@ class _Task:
 
 
 def _run_child(task: _Task, say: Say, children: _Children) -> _Answer | Failed:
-    """Where the answer is in the store; or why there is none."""
+    """Entry of the store with the answer, or the reason why there is none."""
     log, request = task.desk / "log", task.request()
     on, compiler = task.asked.on, task.asked.compiler
     own = _runtime(compiler) if on.platform == "tpu" else compiler.flags
@@ -413,7 +413,7 @@ def version(name: str) -> str | None:
 
 @cache
 def _code() -> str:
-    """Of the source that decides what a job traces to."""
+    """Digest of the source that decides what a job traces to."""
     package = Path(__file__).parent.parent
     files = sorted(
         path

@@ -1,4 +1,4 @@
-"""What the compiler writes on its way: the schedule, before it generates code.
+"""The compiler's dump: the schedule, before code generation.
 
 Passes, scheduling and buffer assignment take libtpu seconds; code for each fusion, where the cycle
 estimates come from, takes minutes. The dump has the whole schedule and its memory at the end of the
@@ -27,7 +27,7 @@ REFUSED = "oom_intermediate_module.txt"
 PROTO = "after_optimizations.hlo.pb"
 """The schedule and its buffers as HloProto."""
 USAGE = "after_optimizations-memory-usage-report.txt"
-"""Of any platform, as :data:`PROTO`: ``cpu_`` comes before it in a CPU's."""
+"""Pattern for any platform, as :data:`PROTO`: ``cpu_`` comes before it in a CPU's."""
 SCHEDULE_ONLY = "schedule_only"
 """A compile option of ours: stop at the schedule."""
 POLL_SECONDS = 0.05
@@ -48,7 +48,7 @@ def dump_options(folder: Path) -> dict[str, Any]:
 def shorter_search(on: str) -> tuple[str, ...]:
     """Flags for a schedule of a slice whose compiler otherwise searches for minutes.
 
-    On TPU7x XLA looks for windows of each matmul in every size of VMEM that is left over, for code that a schedule
+    On TPU7x XLA searches windows of each matmul in every size of VMEM that is left over, for code that a schedule
     alone doesn't have: 50 of 58 CPU seconds for 405B, whose step is 5e-6 shorter without it and its memory 2e-6 smaller; of a
     small model fewer arrays lie in VMEM then (step +0.13 %).
     """

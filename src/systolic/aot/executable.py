@@ -25,7 +25,7 @@ from systolic.core.errors import NotFoundError, RunError
 PACKAGES = ("jax", "jaxlib", "libtpu")
 _BUILD = re.compile(r"\bcl/(\d+)")
 _VIRTUAL = "--xla_force_host_platform_device_count"
-"""How many virtual devices there are is compared as such."""
+"""Flag left out of the comparison: the number of virtual devices is compared itself."""
 _KERNEL = re.compile(r"(\\22body\\22: \\22)([A-Za-z0-9+/=]+)")
 _SHOWN = 12
 """Characters of a digest in a message."""
@@ -40,15 +40,15 @@ class Fingerprint:
     kind: str
     """The device kind, as JAX names it; for a CPU the processor's name."""
     devices: int
-    """In the mesh of the program."""
+    """Number of devices in the mesh of the program."""
     versions: Mapping[str, str]
-    """Of jax, jaxlib and, for a TPU, libtpu."""
+    """Versions of jax, jaxlib and, for a TPU, libtpu."""
     build: str
-    """Of libtpu, the number of the change that it was built from; empty off TPU."""
+    """Number of the change that libtpu was built from; empty off TPU."""
     flags: Sequence[str]
-    """Of the compiler, sorted: of the program and from the environment."""
+    """Compiler flags, sorted: of the program and from the environment."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of this compile alone."""
+    """Options of this compile alone."""
     ids: Sequence[int]
     """JAX's numbers of the devices, in the order of the mesh."""
     places: Sequence[Sequence[int]]
@@ -72,13 +72,13 @@ class Fingerprint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """An executable on the devices at hand."""
+    """An executable on the local devices."""
 
     path: Path
     compiled: Any
     """``jax.stages.Compiled``: called as the jitted function is."""
     seconds: float
-    """That checking and loading took."""
+    """Seconds of checking and loading."""
 
 
 def stamp(
@@ -87,7 +87,7 @@ def stamp(
     options: Mapping[str, Any] | None = None,
     flags: Sequence[str] = (),
 ) -> Fingerprint:
-    """What a program for these devices depends on.
+    """Fingerprint of all that a program for these devices depends on.
 
     Args:
         text: The lowered program.
@@ -296,7 +296,7 @@ def _differences(saved: Fingerprint, here: Fingerprint) -> Iterator[tuple[str, s
 def _differing(
     one: Mapping[str, Any], other: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The entries of the first that the second has otherwise, and what it has for them."""
+    """Entries in which the second differs from the first, with its values."""
     names = [name for name in one if name not in other or one[name] != other[name]]
     return {n: one[n] for n in names}, {n: other[n] for n in names if n in other}
 

@@ -87,7 +87,7 @@ def _mesh(axes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
 
 
 def _across(axes: Mapping[str, int], num_slices: int) -> list[int]:
-    """How many slices each axis of a mesh crosses: the first one that their number divides crosses all."""
+    """Number of slices that each axis of a mesh crosses: the first axis that their number divides crosses all."""
     for crossing, size in axes.items():
         if size % num_slices == 0:
             return [num_slices if name == crossing else 1 for name in axes]

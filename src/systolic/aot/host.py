@@ -19,7 +19,7 @@ from systolic.core.errors import OptionError
 
 
 class Built(enum.Enum):
-    """What a program was compiled for."""
+    """Kind of hardware that a program was compiled for."""
 
     topology = "topology"
     """A described TPU slice, by its own compiler."""
@@ -38,7 +38,7 @@ CPU_PASSES = (
     "cpu-parallel-task-assigner",  # large ops into calls for threads
 )
 CUDNN_VERSION = 91000
-"""What tracing for an absent GPU takes to be there: cuDNN 9.10, the least that has all of JAX's kernels."""
+"""Version that tracing for an absent GPU assumes: cuDNN 9.10, the first with all of JAX's kernels."""
 
 
 def devices(on: Slice) -> list[Any]:
@@ -76,14 +76,14 @@ def refuse_to_save(on: Slice) -> NoReturn:
 
 
 def built_for(on: Slice, found: list[Any]) -> Built:
-    """What a program for these devices is compiled for."""
+    """Kind of hardware that a program for these devices is compiled for."""
     if on.platform == "tpu":
         return Built.topology
     return Built.host if found[0].platform == on.platform else Built.stand_in
 
 
 def seen(on: Slice, environ: Mapping[str, str]) -> list[str]:
-    """What of this machine decides which devices a slice gets, without starting JAX."""
+    """Facts of this machine that decide which devices a slice gets, without starting JAX."""
     if on.platform == "tpu":
         return []
     if on.platform == "cpu":
@@ -92,7 +92,7 @@ def seen(on: Slice, environ: Mapping[str, str]) -> list[str]:
 
 
 def lowering_platform(on: Slice) -> str:
-    """As JAX calls it: ``cuda`` or ``rocm`` for a GPU."""
+    """Platform name in JAX: ``cuda`` or ``rocm`` for a GPU."""
     if on.platform != "gpu":
         return on.platform
     return "rocm" if (on.chip.device_kind or "").startswith("AMD") else "cuda"
@@ -144,7 +144,7 @@ def schedule(lowered: Any, folder: Path) -> str:
 
 
 def measured_rates(num_devices: int) -> dict[str, float]:
-    """What this CPU reaches: FLOP/s of f32 matmuls, bytes/s of sums, elementwise operations/s.
+    """Measured rates of this CPU: FLOP/s of f32 matmuls, bytes/s of sums, elementwise operations/s.
 
     Of each virtual device when all of them work: they share the cores and the memory.
     """
@@ -201,7 +201,7 @@ def _gpus() -> list[Any]:
 
 
 def child_variables(given: Mapping[str, str], on: Slice, flags: tuple[str, ...]) -> dict[str, str]:
-    """What the compiling process of a CPU or GPU slice gets beyond the rest."""
+    """Environment variables of the compiling process of a CPU or GPU slice, beyond the common ones."""
     count = f"--xla_force_host_platform_device_count={min(on.num_devices, MOST_DEVICES)}"
     made = {"XLA_FLAGS": " ".join((*flags, count))}
     if on.platform == "gpu":

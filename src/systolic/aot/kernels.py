@@ -1,4 +1,4 @@
-"""What the bodies of Pallas kernels do: FLOPs, vector operations and bytes, counted in the Mosaic code of a call.
+"""Work of the bodies of Pallas kernels: FLOPs, vector operations and bytes, counted in the Mosaic code of a call.
 
 ``python -m systolic.aot.kernels < module.txt`` prints the module with the counts beside each body, as
 :func:`counted` does; JAX's own dialect reads the code, so that this runs in a child process.
@@ -120,9 +120,9 @@ class _Kernel:
     grid: Sequence[int]
     whole: bool = True
     values: dict[Any, int | None] = field(default_factory=dict)
-    """Of arguments: indices of the grid and of loops, and what loops carry."""
+    """Values of arguments: indices of the grid and of loops, and loop carries."""
     memo: dict[Any, int | None] = field(default_factory=dict)
-    """Of what is computed from them; empty whenever one of them changes."""
+    """Values computed from them; cleared whenever one of them changes."""
     makers: dict[Any, Any] = field(default_factory=dict)
     """The operation that makes each value that was asked for; None for an argument of a block."""
 
@@ -156,7 +156,7 @@ class _Kernel:
 
     @property
     def steps(self) -> int:
-        """Of the grid."""
+        """Sizes of the grid."""
         return math.prod(self.grid)
 
     @property
@@ -357,7 +357,7 @@ class _Kernel:
         return self.makers[of]
 
     def sources(self, of: Any, given: Mapping[Any, int]) -> set[int]:
-        """Which of ``given`` a value is computed from."""
+        """Members of ``given`` that a value is computed from."""
         found: set[int] = set()
         seen, todo = set(), [of]
         while todo:

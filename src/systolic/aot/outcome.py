@@ -1,4 +1,4 @@
-"""What comes back from the compiler. That a program does not fit is an answer, not an error."""
+"""Outcomes of a compile. A program that does not fit is an answer, not an error."""
 
 import gzip
 import re
@@ -32,10 +32,10 @@ class Compiled:
 
     folder: Path
     digest: str
-    """Of the lowered program, its target, the flags and the versions."""
+    """Digest of the lowered program, its target, the flags and the versions."""
     cached: bool
     facts: Mapping[str, Any] | None = None
-    """What this program says of itself: another that lowers to the same may say something else."""
+    """Facts of this program: another that lowers to the same text may have different ones."""
 
     @cached_property
     def report(self) -> Mapping[str, Any]:
@@ -137,7 +137,7 @@ _LABELS = {
 
 
 def rejection(text: str, capacity: int) -> Rejected | None:
-    """What an out-of-memory message of libtpu says; None when it is none."""
+    """Parses an out-of-memory message of libtpu; None if it is none."""
     lowered = text.lower()
     if (
         "resource_exhausted" not in lowered
@@ -221,5 +221,5 @@ def _bytes(number: str, unit: str) -> int:
 
 
 def line(rejected: Rejected) -> str:
-    """``needs 20.30 GiB of hbm, 15.75 GiB are there``."""
-    return f"needs {rejected.need_bytes / GIB:.2f} GiB of {rejected.space}, {rejected.have_bytes / GIB:.2f} GiB are there"
+    """``needs 20.30 GiB of hbm, 15.75 GiB available``."""
+    return f"needs {rejected.need_bytes / GIB:.2f} GiB of {rejected.space}, {rejected.have_bytes / GIB:.2f} GiB available"

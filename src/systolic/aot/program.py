@@ -1,4 +1,4 @@
-"""What to compile: a step of a job, or anyone's function. Sent to the child as bytes."""
+"""Programs to compile: a step of a job, or anyone's function. Sent to the child as bytes."""
 
 import functools
 import inspect
@@ -26,7 +26,7 @@ class Program(Protocol):
         ...
 
     def trace(self, on: Slice, devices: Sequence[Any]) -> Traced:
-        """Its trace for those devices; called in the child."""
+        """Traces it for those devices; called in the child."""
         ...
 
 
@@ -66,7 +66,7 @@ class FunctionProgram(FunctionCall):
     """Anyone's function with abstract arguments."""
 
     def key(self) -> Any:
-        """None: a function has no name that tells its code; it is known once it is lowered."""
+        """No key: a function has no name that identifies its code; it is known once it is lowered."""
         return
 
     def trace(self, on: Slice, devices: Sequence[Any]) -> Traced:

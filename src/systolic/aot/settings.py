@@ -1,4 +1,4 @@
-"""What of JAX's configuration decides a program: sent to the process that compiles, and a part of every key."""
+"""Settings of JAX that decide a program: sent to the process that compiles, and part of every key."""
 
 import os
 import sys
@@ -68,7 +68,7 @@ def decides(name: str) -> bool:
 
 
 def of_process() -> dict[str, Any]:
-    """This thread's settings, by name; empty where JAX is not loaded, since then nothing has set any."""
+    """Settings of this thread by name; empty if JAX is not loaded, since nothing has set any then."""
     jax = sys.modules.get("jax")
     return {} if jax is None else _values(jax)
 
@@ -93,7 +93,7 @@ def take(settings: Mapping[str, Any]) -> None:
 
 
 def key() -> dict[str, str]:
-    """This process's settings as plain values."""
+    """Settings of this process as plain values."""
     import jax
 
     return {name: repr(value) for name, value in sorted(_values(jax).items())}

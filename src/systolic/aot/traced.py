@@ -1,4 +1,4 @@
-"""What a trace is made of and what it gives: values that import nothing of this package."""
+"""Inputs and results of traces: values that import nothing of this package."""
 
 import enum
 import inspect
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class StepKind(enum.Enum):
-    """Which of a job's programs."""
+    """Kind of a job's programs."""
 
     train = "train"
     eval = "eval"
@@ -49,7 +49,7 @@ class FunctionCall:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """What to call a function in a report."""
+    """Name of a function in a report."""
     inner = inspect.unwrap(function)
     return getattr(inner, "__name__", type(function).__name__)
 

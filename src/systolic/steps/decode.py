@@ -23,14 +23,14 @@ PROJECTIONS = (("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeState:
-    """Where a generation stands."""
+    """State of a generation."""
 
     token: jax.Array
     """int32[batch]: the last token picked, not yet in the cache."""
     key: jax.Array
     """Random key."""
     cache: Any
-    """Of the model: see :class:`systolic.job.IncrementalDecoder`."""
+    """Cache of the model: see :class:`systolic.job.IncrementalDecoder`."""
 
 
 class Decode:
@@ -57,7 +57,7 @@ class Decode:
 
     @property
     def placement(self) -> dict[str, Any]:
-        """Where each weight lies, and on a TPU in which order of its dims.
+        """Sharding of each weight, and on a TPU the order of its dims.
 
         Matmuls of the decode step read whole weights. One that makes heads contracts its second dim but one:
         in the default order [embed, heads, head_dim] it would be copied out of the stacked array for every token.

@@ -1,7 +1,7 @@
-"""A look at one step without making it: gradients, weights and updates by layer, and the noise of the gradient.
+"""Gradient probe: gradients, weights and updates of a step by layer, and the noise of the gradient.
 
 It computes what the train step computes on the same state and batch and returns only figures, so
-that a run with looks is, bit for bit, the run without.
+that a run with probes is, bit for bit, the run without.
 """
 
 from typing import Any
@@ -20,13 +20,13 @@ STACKED = "layers"
 """A parameter whose first dim has this name holds one array for each layer."""
 
 PARTS = (4, 2, 3)
-"""Into how many parts a batch is best cut for the noise of the gradient."""
+"""Preferred numbers of parts of a batch for the noise of the gradient, best first."""
 
 Figures = dict[str, Any]
 
 
 def num_parts(steps: StepFunctions) -> int:
-    """Parts of a batch whose gradients are looked at one by one: the job's passes, or what divides the batch; 1 for none."""
+    """Number of parts of a batch whose gradients are probed one by one: the job's passes, or a divisor of the batch; 1 for none."""
     passes = steps.job.layout.accumulate
     if passes > 1:
         return passes

@@ -57,7 +57,7 @@ def _dot(equation: Any) -> float:
 
 
 def _ragged_dot(equation: Any) -> float:
-    """Each row is multiplied with the matrix of its group alone."""
+    """FLOPs of a grouped matmul: each row is multiplied with the matrix of its own group."""
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = numbers.dot_dimension_numbers
     left, out = equation.invars[0].aval.shape, math.prod(equation.outvars[0].aval.shape)

@@ -1,4 +1,4 @@
-"""From devices, real or described, to the mesh of a layout."""
+"""Mesh of a layout over devices, real or described."""
 
 import math
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ def blocks(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
         torus[place] = device
     left, core = list(torus.shape), torus.ndim - 1
     factors: list[list[tuple[int, int]]] = [[] for _ in left]
-    """Of each torus axis, the nearest neighbours first: (ways, mesh axis)."""
+    """Factors of each torus axis, nearest neighbours first: (ways, mesh axis)."""
     for axis in reversed(range(len(shape))):
         for ways in _primes(shape[axis]):
             possible = [n for n in range(len(left)) if left[n] % ways == 0]

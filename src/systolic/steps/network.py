@@ -86,7 +86,7 @@ class ModelStructure:
 
 
 class _Slot(NamedTuple):
-    """Where a variable belongs in the module's state, and its kind and metadata."""
+    """Path of a variable in the module's state, and its kind and metadata."""
 
     path: tuple[Any, ...]
     variable: nnx.Variable

@@ -1,4 +1,4 @@
-"""From optimizer and schedule values to Optax."""
+"""Optax transformations of optimizer and schedule values."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -108,7 +108,7 @@ def build(
 
 
 def scale_to_norms(axes: Axes, share: float) -> optax.GradientTransformation:
-    """Each matrix's update times ``share`` x the norm of the matrix / the norm of the update.
+    """Scales each matrix's update by ``share`` x the norm of the matrix / the norm of the update.
 
     The norms are of each layer's own matrix where a parameter stacks several. Biases, norms and other
     vectors keep their update, as in the reference code of LARS and LAMB. So do zeros.

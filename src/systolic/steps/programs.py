@@ -85,5 +85,5 @@ def generation(steps: StepFunctions, sampling: Sampling, rows: int = 1) -> Gener
 
 
 def _places(decode: Decode, size: int) -> Any:
-    """Where the state lies; the same for every capacity."""
+    """Shardings of the state; the same for every capacity."""
     return jax.tree.map(lambda array: array.sharding, decode.abstract_state(size, 1))

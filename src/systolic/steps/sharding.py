@@ -1,4 +1,4 @@
-"""Which device holds which part: of parameters, of optimizer state, of batches."""
+"""Shardings of parameters, optimizer state and batches."""
 
 import math
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ def batch_specs(target: MeshTarget, fields: Mapping[str, Field]) -> dict[str, Pa
 
 
 def check_fields(target: MeshTarget, fields: Mapping[str, Field]) -> None:
-    """Whether the mesh divides the dims of an example that it splits.
+    """Checks that the mesh divides the dims of an example that it splits.
 
     Raises:
         LayoutError: an axis, or the loss chunks, do not divide a dim; or there is no sequence to cut.

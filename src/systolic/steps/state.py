@@ -1,4 +1,4 @@
-"""What a train step reads and writes."""
+"""State that a train step reads and writes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ class GuardState:
 
     @classmethod
     def start(cls) -> "GuardState":
-        """Nothing seen yet."""
+        """State before the first step."""
         zero = jnp.zeros((), jnp.int32)
         return cls(
             mean=jnp.zeros((), jnp.float32),

@@ -1,6 +1,6 @@
 """A job for a target as pure functions of arrays: init, train step, eval step, predict step.
 
-Nothing here runs or compiles: the trainer jits these functions for the devices at hand, the
+Nothing here runs or compiles: the trainer jits these functions for the local devices, the
 forecast lowers the same ones for a slice that isn't there.
 """
 
@@ -27,14 +27,14 @@ from systolic.steps.target import MeshTarget
 Batch = Mapping[str, jax.Array]
 
 SETTLE = 20
-"""Good steps before the guard knows what a normal loss is."""
+"""Good steps before the guard judges a loss."""
 
 NOISE = 15.0
 """Times the spread above the mean loss, in logarithms, a batch is normal whatever the ratio. Of a loss
 whose logarithm has a standard deviation of 1 that is 3; of a steady one it is below any jump."""
 
 TINY = 1e-12
-"""Below it a loss counts as this."""
+"""Lower bound of a loss in ratios."""
 
 
 class StepFunctions:
@@ -64,7 +64,7 @@ class StepFunctions:
 
     @cached_property
     def shardings(self) -> TrainState:
-        """Where each array of the state lives."""
+        """Shardings of the state."""
         sharding = self.target.sharding
         shapes = {path: shape.shape for path, shape in self.network.params.items()}
         specs = {
@@ -94,7 +94,7 @@ class StepFunctions:
 
     @cached_property
     def batch_shardings(self) -> dict[str, NamedSharding]:
-        """Where each array of a batch lives."""
+        """Shardings of a batch."""
         return {
             name: self.target.sharding(spec)
             for name, spec in batch_specs(self.target, self.job.data.fields()).items()
@@ -214,7 +214,7 @@ class StepFunctions:
         }
 
     def updates(self, gradients: Arrays, state: TrainState) -> tuple[Arrays, Any]:
-        """What the optimizer adds to each weight, f32, and its state after it."""
+        """Update of each weight, f32, and the optimizer's state after it."""
         wide: Any = storage.widened(state.optimizer)
         made: Any = self.optimizer.update(gradients, wide, storage.widened(state.params))
         return made[0], storage.narrowed(made[1], state.optimizer, _salt(state, 0))
@@ -343,7 +343,7 @@ class StepFunctions:
 
 
 def _salt(state: TrainState, use: int) -> jax.Array:
-    """Of a step's rounding. It depends on the step alone, so that a resumed run repeats it."""
+    """Salt of a step's stochastic rounding. It depends on the step alone, so that a resumed run repeats it."""
     return storage.salted(use, state.step)
 
 

@@ -62,7 +62,7 @@ class MeshTarget:
     flags: tuple[str, ...] = ()
     """Compiler flags of every program that is jitted on this mesh: ``--xla_…=…``; none are XLA's defaults."""
     notes: list[str] = field(default_factory=list)
-    """What :meth:`note` was told while tracing, in order."""
+    """Notes recorded by :meth:`note` while tracing, in order."""
 
     @classmethod
     def of(

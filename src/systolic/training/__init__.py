@@ -1,1 +1,1 @@
-"""Trains a job on the devices at hand: the loop, its guard, its checkpoints and what it reports."""
+"""Training of a job on the local devices: the loop, its guard, its checkpoints and its records."""

@@ -170,7 +170,7 @@ class Evaluator:
         return measured
 
     def baselines(self) -> dict[str, float]:
-        """What the data gives to compare with; it is of whole splits, so nothing where the last evaluation reads less."""
+        """Baselines of the data to compare with; they are of full splits, so none if the last evaluation reads less."""
         job, steps = self.setup.job, self.setup.steps
         limit = self._final_batches()
         if not all(reads_all(job, steps, split, limit) for split in self._held_out()):

@@ -1,4 +1,4 @@
-"""What was forecast of the step that is being trained, to be shown beside what is measured."""
+"""Forecast of the train step, to show beside the measurement."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +15,14 @@ class Expected:
     mfu: float | None = None
 
     def beside(self, measured: float) -> dict[str, float]:
-        """For a train record: the forecast, and how many times it the measured step took."""
+        """Values of a train record: the forecast, and the ratio of the measured step to it."""
         return {
             "forecast_step_seconds": self.step_seconds,
             "forecast_ratio": measured / self.step_seconds,
         }
 
     def against(self, measured: float | None) -> dict[str, Any]:
-        """For the summary; a session without steps has measured nothing."""
+        """Values of the summary; a session without steps has measured nothing."""
         low, high = self.low, self.high
         within = None
         if measured is not None and low is not None and high is not None:

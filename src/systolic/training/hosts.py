@@ -1,4 +1,4 @@
-"""Several processes that train one job: joining, agreeing, and who writes.
+"""Several processes that train one job: joining, agreeing, and choosing the writer.
 
 Each process reads its part of the data and computes on its own devices; the first one writes the
 run's files, and all of them write checkpoints. Functions that exchange something must be called by
@@ -132,7 +132,7 @@ def any_of(flag: bool) -> bool:
 
 
 def exchange(text: str) -> list[str]:
-    """Every process's text, in the order of the processes."""
+    """Exchanges texts: every process's, in the order of the processes."""
     if not several():
         return [text]
     import numpy as np
@@ -149,7 +149,7 @@ def exchange(text: str) -> list[str]:
 
 
 def peers() -> Peers:
-    """This process among those of its job."""
+    """Index of this process among those of its job."""
     import jax
 
     return Peers(index=jax.process_index(), count=jax.process_count(), exchange=exchange)

@@ -14,11 +14,11 @@ AGREE = 8
 """Several processes ask each other at least every so many steps or batches whether one was told to stop."""
 
 AGREE_SECONDS = 2.0
-"""And about this often where those are slow."""
+"""Interval of asking where steps or batches are slow."""
 
 
 class Interrupt:
-    """Within its ``with`` block, remembers that the process was asked to stop."""
+    """Remembers, within its ``with`` block, that the process was asked to stop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.signal: signal.Signals | None = None

@@ -1,4 +1,4 @@
-"""Where the time of a run went."""
+"""Ledger of a run's time."""
 
 import enum
 import time
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class Spent(enum.Enum):
-    """What time was spent on."""
+    """Kinds of spent time."""
 
     start = "start"
     """Imports, listing the data, opening the run."""
@@ -21,7 +21,7 @@ class Spent(enum.Enum):
     sample = "sample"
     """The sample of a language model at the end, its compile included."""
     other = "other"
-    """What nothing claimed."""
+    """Time that nothing claimed."""
 
 
 class Ledger:

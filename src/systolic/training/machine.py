@@ -1,4 +1,4 @@
-"""The devices at hand."""
+"""The local devices."""
 
 import os
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from systolic.core.errors import RunError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalDevices:
-    """What this process computes on."""
+    """Devices that this process computes on."""
 
     devices: Sequence[Any]
     """All devices of the run, those of other hosts included."""
     platform: str
     """``tpu``, ``gpu`` or ``cpu``."""
     kind: str
-    """What JAX calls one of them: ``TPU v5 lite``, ``cpu``."""
+    """Device kind in JAX: ``TPU v5 lite``, ``cpu``."""
     peak_bf16_flops_per_second: float | None
     """Published dense bf16 peak of all devices together; ``None`` where the catalogue has none."""
 
@@ -34,7 +34,7 @@ class LocalDevices:
 
     @classmethod
     def here(cls) -> "LocalDevices":
-        """Starts JAX's default backend and looks.
+        """Starts JAX's default backend and lists its devices.
 
         Raises:
             RunError: an accelerator is in this machine but JAX has fallen back to the CPU.

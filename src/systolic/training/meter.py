@@ -14,7 +14,7 @@ SPAN = 8
 
 
 class _Mark(NamedTuple):
-    """What had been counted when a step finished."""
+    """Counts at the end of a step."""
 
     steps: float
     clock: float
@@ -48,7 +48,7 @@ class Meter:
         self.session_steps = 0
         self._device_waited = 0.0
         self._last = self._mark(finished)
-        """Of the last step whose results have been seen."""
+        """Counts of the last step whose results have been seen."""
         self._unseen: deque[_Mark] = deque()
         """Steps after it that have finished, oldest first."""
         self._marks = deque([self._last])

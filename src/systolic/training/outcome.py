@@ -1,4 +1,4 @@
-"""What a training session leaves: its summary, a sample, the next command."""
+"""Results of a training session: its summary, a sample, the next command."""
 
 import shlex
 from pathlib import Path
@@ -52,7 +52,7 @@ def summarise(
 
 
 def next_command(job: Job, run: Path, *, unfinished: bool) -> str:
-    """What to type after this session."""
+    """Command to type after this session."""
     where = shlex.quote(str(run))
     if unfinished:
         return f"systolic train --resume {where}"
@@ -63,7 +63,7 @@ def next_command(job: Job, run: Path, *, unfinished: bool) -> str:
 
 
 def sample(steps: StepFunctions, params: Any, model_state: Any, prompt: str) -> str:
-    """What a language model writes after ``prompt``."""
+    """Text that a language model generates after ``prompt``."""
     generator = Generator(steps, params, model_state, Sampling())
     room = generator.room(prompt)
     tokens = SAMPLE_TOKENS if room is None else min(room, SAMPLE_TOKENS)

@@ -15,7 +15,7 @@ from systolic.job.data import MASK, Data
 from systolic.training.setup import Setup
 
 UNREADABLE = (DataError, NotFoundError, OSError)
-"""What is wrong with one file and says nothing about the next."""
+"""Errors of one file that do not affect the next."""
 
 BATCH = 32
 """Examples per call, at least; a multiple of the devices."""
@@ -24,7 +24,7 @@ BATCH = 32
 def predictions(
     setup: Setup, weights: Weights, files: Sequence[Path]
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Each file with its answer, as plain values; of a file that can't be read ``error`` is the reason.
+    """Answers by file, as plain values; for a file that can't be read, ``error`` is the reason.
 
     Files are answered in their order.
     """
@@ -109,7 +109,7 @@ class Runner:
 
 
 def _score(run: Runner, data: TextData, file: Path) -> dict[str, Any]:
-    """How well the model predicts a text."""
+    """Score of a text under the model."""
     from systolic.data.text.find_corpus import check_text
     from systolic.data.text.rows import cut, lay
 

@@ -1,6 +1,6 @@
 """Looks at gradients, weights and updates by layer now and then: when, and at what cost.
 
-A look computes the step that is about to be made a second time and keeps figures only, so it never
+A probe computes the step that is about to be made a second time and keeps figures only, so it never
 changes what is trained.
 """
 
@@ -23,16 +23,16 @@ from systolic.training.programs import CompiledStep
 from systolic.training.setup import Setup
 
 SHARE = 0.01
-"""Of a session's time that looks may take when nobody asked for any."""
+"""Share of a session's time for probes that nobody asked for."""
 
 LOOKS = 50
-"""At most so many in a run when nobody asked for any."""
+"""Limit of probes in a run that nobody asked for."""
 
 LEAST_SECONDS = 2.0
 """The compile takes at least so long, as far as is known before it."""
 
 LOOKS_AFTERWARDS = 4
-"""At a checkpoint."""
+"""Number of probes at a checkpoint."""
 
 CPU_FLOPS_PER_SECOND: float = usual("cpu")["least_flops_per_second"].value
 """Rate that bounds the time of :func:`examine` on a CPU."""
@@ -46,13 +46,13 @@ Event = Callable[[str, float, str], None]
 
 
 class Probe:
-    """The looks of one session.
+    """The gradient probes of one session.
 
     Args:
         setup: The job on this machine.
-        ledger: Where looks claim their time.
-        event: Told when the program is compiled, and when looks end early.
-        every: Steps between looks; 0 never looks; ``None`` as often as :data:`SHARE` of the time allows.
+        ledger: Where probes claim their time.
+        event: Told when the program is compiled, and when probes end early.
+        every: Steps between probes; 0 for none; ``None`` as often as :data:`SHARE` of the time allows.
     """
 
     def __init__(self, setup: Setup, ledger: Ledger, event: Event, every: int | None) -> None:
@@ -63,19 +63,19 @@ class Probe:
         self._began = ledger.clock()
         self._spent = 0.0
         self._dearest = 0.0
-        """Seconds of the dearest look so far without the compile."""
+        """Seconds of the slowest probe so far without its compile."""
 
     def prepare(self) -> None:
-        """Begins to compile where looks are certain."""
+        """Starts to compile if probes are certain."""
         if self._asked and self.every:
             steps = self.setup.steps
             self._program.prepare(steps.abstract_state, steps.abstract_batch())
 
     def due(self, step: int) -> bool:
-        """Whether to look at this step before it is made; the same answer in every process."""
+        """Whether to probe this step before it is made; the same answer in every process."""
         if not self.every or step % self.every:
             return False
-        # Only the first process's clock counts, for all of them look or none does.
+        # Only the first process's clock counts: all of them probe or none does.
         return self._asked or hosts.any_of(hosts.is_first() and self._affordable())
 
     def look(self, step: int, state: Any, batch: dict[str, jax.Array]) -> dict[str, Any] | None:
@@ -91,7 +91,7 @@ class Probe:
             # Where the step itself just fits, this program, which keeps no memory of its own, may not.
             self.every = 0
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            self._event("diagnose", 0.0, f"no further look at layers: {reason}")
+            self._event("diagnose", 0.0, f"no further gradient probe: {reason}")
             return None
         seconds = self.ledger.clock() - start
         self._spent += seconds
@@ -106,7 +106,7 @@ class Probe:
 
 
 def record(setup: Setup, step: int, found: Any) -> dict[str, Any]:
-    """What :func:`systolic.steps.diagnose.diagnose` found, as plain values.
+    """Record of :func:`systolic.steps.diagnose.diagnose` as plain values.
 
     ``parameters`` maps a path to ``shape``, ``dtype`` and the figures, each a number or a list by layer.
     """
@@ -128,17 +128,17 @@ def record(setup: Setup, step: int, found: Any) -> dict[str, Any]:
 def too_large(setup: Setup) -> str:
     """Why :func:`examine` should not be tried on this machine; "" where it can.
 
-    A look holds the state, gradients and updates: in float32 about six times the weights.
+    A probe holds the state, gradients and updates: in float32 about six times the weights.
     """
     need = 6 * 4 * setup.steps.network.num_parameters
     if setup.machine.platform != "cpu":
         return ""
     have = psutil.virtual_memory().available
     if need > have / 2:
-        return f"a look at its layers needs about {gibibytes(need)} beside activations, and {gibibytes(have)} are free"
+        return f"a gradient probe needs about {gibibytes(need)} besides activations, {gibibytes(have)} available"
     seconds = LOOKS_AFTERWARDS * setup.steps.step_flops / CPU_FLOPS_PER_SECOND
     if seconds > MOST_SECONDS:
-        return f"a look at its layers would take about {duration(seconds)} on this CPU"
+        return f"a gradient probe would take about {duration(seconds)} on this CPU"
     return ""
 
 
@@ -151,9 +151,7 @@ def examine(setup: Setup, run: Run, looks: int = LOOKS_AFTERWARDS) -> Iterator[d
     """
     with CheckpointStore(run.checkpoints, access=Access.read) as store:
         if store.latest_step() is None:
-            raise NotFoundError(
-                f"{run.path} has no checkpoint to look at; train with --diagnose 50"
-            )
+            raise NotFoundError(f"{run.path} has no checkpoint to probe; train with --diagnose 50")
         restored = store.restore(setup.steps.abstract_state)
     program = jit_diagnose(setup.steps)
     feed = training(setup.job, setup.steps, 0)

@@ -14,7 +14,7 @@ WARM_UP = 10
 a session that would be over."""
 
 FOLDER = "profile"
-"""In the run's directory; XProf opens it with ``xprof --logdir RUN/profile``."""
+"""Folder in the run's directory; XProf opens it with ``xprof --logdir RUN/profile``."""
 
 STEP = "train"
 DATA = "systolic.data_wait"
@@ -65,7 +65,7 @@ class SessionTrace:
         return jax.profiler.StepTraceAnnotation(STEP, step_num=number)
 
     def done(self, results: Any) -> None:
-        """After a step; ends the trace after the last, when the devices have computed ``results``."""
+        """Marks the end of a step; ends the trace after the last, when the devices have computed ``results``."""
         if not self._running:
             return
         self._left -= 1

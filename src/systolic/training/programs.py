@@ -1,4 +1,4 @@
-"""Compiled programs, counted: a second compile of the same step says which argument changed."""
+"""Compiled programs, counted: a second compile of the same step reports which argument changed."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ Signature = Mapping[str, tuple[tuple[int, ...], str]]
 
 
 POLL_SECONDS = 0.1
-"""How long a signal may go unnoticed while a thread compiles."""
+"""Interval of checking for a signal while a thread compiles."""
 
 
 class CompiledStep:

@@ -1,4 +1,4 @@
-"""How far a run is, apart from the arrays: what a checkpoint keeps beside them."""
+"""Progress of a run, apart from the arrays, which a checkpoint keeps beside them."""
 
 import math
 from collections.abc import Mapping
@@ -26,12 +26,12 @@ class TrainingProgress:
     sums: dict[str, float] = field(default_factory=dict)
     """The metrics of the steps since the last regular record, added up."""
     summed: int = 0
-    """Those steps; bad ones, whose update was dropped, are not among them."""
+    """Number of those steps, without bad ones, whose update was dropped."""
     last: dict[str, float] = field(default_factory=dict)
     """The mean of those steps, or, before the first of them, the last record's."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Progress as plain values."""
         return asdict(self)
 
     @classmethod

@@ -1,6 +1,6 @@
-"""A few real steps of a job with a slice's mesh, on virtual CPU devices, before anything is paid for.
+"""A few real steps of a job with a slice's mesh, on virtual CPU devices, before a chip is rented.
 
-The real job is checked, traced and measured on paper; then a shrunk one with the same layout goes
+The real job is checked, traced and measured analytically; then a shrunk one with the same layout goes
 through the same programs as training: steps, an evaluation batch, a checkpoint and back.
 """
 
@@ -39,7 +39,7 @@ WHOLE = "whole"
 NOT_CHECKED = "speed, memory in use and the slice's own compiler and kernels"
 
 Say = Callable[[str, str], None]
-"""Told the name of each check that passed, and its result in one line."""
+"""Callback for each check that passed: its name, and its result in one line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class PlacedArray:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedArrays:
-    """Where the arrays of the real job lie."""
+    """Placement of the arrays of the real job."""
 
     num_parameters: int
     parameters: Sequence[PlacedArray]
@@ -64,9 +64,9 @@ class PlacedArrays:
     bytes_per_device: Mapping[str, int]
     """Kind (parameters, optimizer, other, batch) to bytes on each device."""
     whole_share: float
-    """Of a device's parameter bytes: those that no mesh axis splits."""
+    """Share of a device's parameter bytes that no mesh axis splits."""
     notes: Sequence[str]
-    """What tracing for the slice had to say about kernels."""
+    """Notes on kernels from tracing for the slice."""
 
 
 def rehearse(job: Job, on: Slice, say: Say, workers: int = 0) -> dict[str, Any]:
@@ -211,12 +211,12 @@ class _Stage:
         loss = float(metrics["loss"])
         if not math.isfinite(loss) or not math.isfinite(float(metrics["grad_norm"])):
             raise RunError(
-                f"step {number} of the rehearsal has loss {loss:.4g} and gradient norm {float(metrics['grad_norm']):.4g}; look at the data and the loss of the recipe"
+                f"step {number} of the rehearsal has loss {loss:.4g} and gradient norm {float(metrics['grad_norm']):.4g}; check the data and the loss of the recipe"
             )
         return state, loss
 
     def _save_and_restore(self, state: Any, feed: Any) -> Any:
-        """Through a checkpoint and back; the restored state, data at its position."""
+        """Saves and restores a checkpoint; returns the restored state, with the data at its position."""
         with tempfile.TemporaryDirectory(prefix="systolic-rehearsal-") as folder:
             with CheckpointStore(Path(folder)) as store:
                 store.save(STEPS - 1, state, extra={"data": feed.get_state()})
@@ -273,7 +273,7 @@ def _check_memory(spread: PlacedArrays, on: Slice) -> None:
 
 
 def _part(path: str, array: Any) -> PlacedArray:
-    """Of a ShapeDtypeStruct that carries its sharding."""
+    """Placement of a ShapeDtypeStruct that carries its sharding."""
     spec = array.sharding.spec
     padded = list(spec) + [None] * (len(array.shape) - len(spec))
     dims = ["-" if a is None else a if isinstance(a, str) else "+".join(a) for a in padded]
@@ -286,6 +286,6 @@ def _part(path: str, array: Any) -> PlacedArray:
 
 
 def _bytes(array: Any) -> int:
-    """Of one device's share."""
+    """Bytes of one device's share."""
     held = array.sharding.shard_shape(array.shape)
     return math.prod(held) * array.dtype.itemsize

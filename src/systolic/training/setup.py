@@ -1,4 +1,4 @@
-"""From a job and the devices at hand to the programs that train it; every check before any compile."""
+"""Set-up of a job on the local devices: the programs that train it, after every check and before any compile."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ class Setup:
     expected: Expected | None = None
     """The forecast of the train step on these devices."""
     initial: Weights | None = None
-    """What training begins with in place of random weights."""
+    """Weights that training begins with, in place of random ones."""
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ class Setup:
 
     @property
     def unit(self) -> str:
-        """What throughput counts: ``tokens`` or ``examples``."""
+        """Unit of throughput: ``tokens`` or ``examples``."""
         return "tokens" if "tokens" in self.job.data.fields() else "examples"
 
     @property
@@ -70,7 +70,7 @@ class Setup:
         return state.evaluated, state.model_state, batch
 
     def check_metric(self) -> None:
-        """Whether the task reports what best checkpoints and early stopping look at.
+        """Checks that the task reports the metric of best checkpoints and early stopping.
 
         Raises:
             OptionError: it does not; names what it reports.

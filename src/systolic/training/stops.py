@@ -35,7 +35,7 @@ class Stops:
         return text[:certain]
 
     def flush(self) -> str:
-        """What was held back, at the end of the text."""
+        """Text that was held back, at the end."""
         held, self._held = self._held, ""
         return held
 

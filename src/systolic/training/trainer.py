@@ -51,7 +51,7 @@ LOG_SECONDS = 10.0
 
 
 def _nothing() -> None:
-    """For a session that nobody waits for."""
+    """Default of ``accept``."""
 
 
 class Pending(NamedTuple):
@@ -77,10 +77,10 @@ class Trainer:
         workers: Processes that read data.
         ledger: Opened when the command started, so that start-up counts.
         loaded: The train step, compiled elsewhere.
-        diagnose: Steps between looks at gradients by layer; 0 never looks, ``None`` where it costs little.
+        diagnose: Steps between gradient probes; 0 for none, ``None`` where they cost little.
         profile: Steps to trace with XLA's profiler after warm-up, in the first process.
         log_every: Steps between records; ``None`` makes about 400 records of the whole job.
-        accept: Called when nothing can refuse the session any more, before it writes anything.
+        accept: Called when all checks have passed, before the session writes anything.
     """
 
     setup: Setup
@@ -257,7 +257,7 @@ class Trainer:
         self.event("resume", 0.0, f"from step {restored.step}")
 
     def _await_program(self, interrupt: Interrupt) -> None:
-        """Until the train step is compiled, or the process is told to leave before."""
+        """Waits until the train step is compiled, or the process is asked to stop before."""
         while not self.train_program.wait(0.1):
             if interrupt.alone():
                 return
@@ -315,7 +315,7 @@ class Trainer:
         return self.validates and self._due(self.job.evaluation.every)
 
     def _notes(self) -> None:
-        """What tracing had to say about kernels since the last time."""
+        """Reports notes on kernels from tracing since the last call."""
         notes = self.steps.target.notes
         for note in notes[self.notes_told :]:
             self.event("kernel", 0.0, note)
@@ -327,12 +327,12 @@ class Trainer:
             self._check(pending.popleft())
 
     def _notice(self, pending: deque[Pending]) -> None:
-        """Which steps the devices have finished, without waiting for any."""
+        """Counts the steps that the devices have finished, without waiting for any."""
         finished = takewhile(Pending.is_ready, pending)
         self.meter.notice(sum(1 for _ in finished))
 
     def _check(self, done: Pending) -> None:
-        """Looks at a finished step: is it bad, is it time for a record?"""
+        """Reads a finished step: judges it, and makes a record where one is due."""
         asked = self.ledger.clock()
         with part(METRICS):
             values = {name: float(value) for name, value in jax.device_get(done.metrics).items()}
@@ -390,7 +390,7 @@ class Trainer:
             back = f"the checkpoint of step {kept} is intact"
         row = f" (bad steps in a row: {progress.in_a_row})" if progress.in_a_row > 1 else ""
         raise RunError(
-            f"the loss of step {done.step} {what}{row} and {back}; look at its batch with systolic train --replay {path}, lower the learning rate, or go on with systolic train --resume {self.run.path} --guard.rule skip"
+            f"the loss of step {done.step} {what}{row} and {back}; inspect its batch with systolic train --replay {path}, lower the learning rate, or continue with systolic train --resume {self.run.path} --guard.rule skip"
         )
 
     # Milestones
@@ -477,7 +477,7 @@ class Trainer:
         return unrated and bool(self.job.checkpoints.keep_best) and not self.evaluator.alike()
 
     def _sample(self, state: Any) -> None:
-        """What a language model writes after the job's prompt."""
+        """Records the text that a language model generates after the job's prompt."""
         prompt = self.job.sample
         if prompt is None or hosts.several():
             return

@@ -1,4 +1,4 @@
-"""Who looks on while a job trains. One record, many views: the same dict goes to disk and to watchers."""
+"""Watchers of a training. One record, many views: the same dict goes to disk and to watchers."""
 
 from typing import Any, Protocol
 

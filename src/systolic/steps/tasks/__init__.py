@@ -1,1 +1,1 @@
-"""What to minimise and what to report: one task a file."""
+"""Losses and metrics, one task per file."""

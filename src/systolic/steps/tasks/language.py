@@ -21,11 +21,11 @@ NUM_BYTES = 256
 
 
 class Unit(enum.Enum):
-    """What a token is."""
+    """Unit of a token."""
 
     token = "token"
     byte = "byte"
-    """A byte, or a document's end, so the loss is also reported as bits per byte."""
+    """A byte or the end of a document; the loss is also reported as bits per byte."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +101,7 @@ class LanguageModel(Task):
 def score(
     model: Any, batch: "Mapping[str, jax.Array]", read: "Callable[[jax.Array, jax.Array], Scores]"
 ) -> "tuple[Scores, Any]":
-    """What ``read`` computes from the logits and the targets, and what the model sowed as ``nnx.Intermediate``."""
+    """Result of ``read`` on the logits and the targets, and the variables that the model sowed as ``nnx.Intermediate``."""
     from flax import nnx
 
     inputs = (batch["tokens"], batch["segments"], batch["positions"])

@@ -39,7 +39,7 @@ class MaskedTokens(Task):
 
 
 def _scores(model: Any, batch: "Mapping[str, jax.Array]") -> "tuple[Scores, jax.Array]":
-    """Of each prediction, and f32[batch, predictions]: 1 where there is one."""
+    """Scores of each prediction, and f32[batch, predictions]: 1 for a prediction, 0 for padding."""
     import jax.numpy as jnp
 
     from systolic.steps.tasks.scores import cross_entropy

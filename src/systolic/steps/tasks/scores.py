@@ -1,4 +1,4 @@
-"""What logits say of the targets, with as few passes over the logits as it takes."""
+"""Scores of targets under logits, with as few passes over the logits as possible."""
 
 from typing import NamedTuple
 
