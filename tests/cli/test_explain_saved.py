@@ -99,3 +99,9 @@ def test_a_forecast_of_another_step_is_explained_as_that_step(
     assert main(["explain", str(path), "--against", str(path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["step_seconds"] == told["against_step_seconds"] == json.loads(text)["step_seconds"]
+    for quick, said in ((True, False), (False, True)):
+        path.write_text(json.dumps({**json.loads(text), "quick": quick}))
+        assert main(["forecast", *words, "--quick", "--against", str(path)]) == 0
+        told = capsys.readouterr().out
+        line = "the first is of a full compile, the second --quick, with op times estimated"
+        assert (line in told) == said

@@ -207,10 +207,10 @@ def show_remedies(
     typed = None
     if best is not None:
         typed = applied(of, best.candidate.settings(job), best.candidate, verb)
-        text = f"the best that does not change training: {best.text}, {best.verdict}"
+        text = f"the best that keeps training the same: {best.text}, {best.verdict}"
         print(f"\n{text}\n  {typed}", file=stream)
     elif remedies:
-        print("\nno change that leaves training as it is is faster", file=stream)
+        print("\nnone of the changes that keep training the same is faster", file=stream)
     settings = [one.candidate.settings(job) for one in remedies]
     return {
         "remedies": [one.to_json(how) for one, how in zip(remedies, settings, strict=True)],

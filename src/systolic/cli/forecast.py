@@ -125,6 +125,7 @@ def forecast_recipe(asked: Request[ForecastOptions]) -> int:
         "arguments": remade,
         "options": recipes.plain(asked.options),
         "step": options.step.value,
+        "quick": options.quick,
     }
     return show(made, options, before, asked_for)
 
@@ -186,6 +187,8 @@ def show(
     if before is not None:
         named = [f"{one['recipe']} on {one['slice']}" for one in (before, now)]
         print("\n" + "\n".join(comparison.lines(changes, *named)))
+        if text := comparison.depths(before, asked or {}):
+            print(text)
     for what, path in written.items():
         print(f"{what:<9}{path}")
     for text in (made.rejected or {}).get("remedies", ()):

@@ -1,0 +1,58 @@
+"""``systolic.explain``: a job, a run, a profile or a saved forecast in, frozen values out."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import systolic
+from systolic import recipes
+from systolic.chips import slice
+from systolic.core.errors import NotFoundError, OptionError
+from systolic.session.explaining import ExplainProgress, ExplainStage, StepExplainer
+from tests.planning import fabricated
+from tests.planning.evaluators import AnsweringEvaluator
+
+TINY = f"{Path(__file__).parents[1] / 'cli' / 'tiny.py'}:job"
+
+
+def test_a_step_is_explained_with_what_changes_gain() -> None:
+    seen: list[ExplainProgress] = []
+    evaluator = AnsweringEvaluator(
+        lambda job, one, full: fabricated.tried(one, 1e-6 * one.layout.accumulate, 1.0).forecast
+    )
+    explainer = StepExplainer(
+        job=recipes.find(TINY)({}),
+        on=slice("v5e-4"),
+        remedies=3,
+        watch=seen.append,
+        evaluator=evaluator,
+    )
+    made = explainer.explain()
+    assert made.forecast.fits
+    assert made.forecast.step_seconds
+    assert made.causes
+    shares = [cause.share or 0.0 for cause in made.causes]
+    assert shares == sorted(shares, reverse=True)
+    assert [one.candidate for one in made.remedies if "together" not in one.text]
+    assert made.best is not None
+    assert made.best.same_result
+    assert made.best.gain == max(one.gain or 0.0 for one in made.remedies if one.same_result)
+    stages = list(dict.fromkeys(one.stage for one in seen))
+    assert stages == [ExplainStage.compiling, ExplainStage.explained, ExplainStage.changing]
+    told = [one.remedy for one in seen if one.remedy is not None]
+    assert sorted(told, key=lambda one: one.text) == sorted(made.remedies, key=lambda one: one.text)
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "error", "said"),
+    [
+        (None, {}, OptionError, "explaining a job needs a slice; give on='v5e-16'"),
+        (None, {"on": "8xh100"}, OptionError, "8xh100 is a gpu"),
+        ("nowhere", {}, NotFoundError, "nowhere is no run, profile or forecast"),
+    ],
+)
+def test_mistakes(target: Any, options: dict[str, Any], error: Any, said: str) -> None:
+    with pytest.raises(error, match=re.escape(said)):
+        systolic.explain(target or fabricated.facts().job, **options)
