@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from systolic.explaining import waiting
 from systolic.explaining.cause import Cause
 from systolic.explaining.rules import RULES
+from systolic.explaining.settings import Settings
 from systolic.explaining.sources import step_of_forecast, step_of_profile
 from systolic.explaining.step import LEAST, Step
 from systolic.forecasting import Forecast
@@ -14,7 +15,10 @@ from systolic.profile import Profile
 
 
 def causes_of_forecast(
-    forecast: Forecast, module: Module, model: Model | None = None
+    forecast: Forecast,
+    module: Module,
+    model: Model | None = None,
+    settings: Settings | None = None,
 ) -> list[Cause]:
     """Causes of a simulated step; none where the forecast has no timeline.
 
@@ -22,10 +26,11 @@ def causes_of_forecast(
         forecast: Of a step that fits.
         module: The scheduled program that was simulated.
         model: Tells what the program can't: how many slots its experts have.
+        settings: Options of the recipe, for advice; None where it is not known.
     """
     if forecast.timeline is None or not forecast.step_seconds:
         return []
-    return _sorted(_by_rules(step_of_forecast(forecast, module, model)))
+    return _sorted(_by_rules(step_of_forecast(forecast, module, model, settings)))
 
 
 def causes_of_profile(profile: Profile, mesh: Mapping[str, int] | None = None) -> list[Cause]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from systolic.artifact.record import Record, RunRecord
 from systolic.explaining.cause import Cause
-from systolic.explaining.settings import settings_of
+from systolic.explaining.settings import advise, settings_of
 
 DEAD = 1e-8
 """A gradient (per element) of so much of the model's median is none."""
@@ -271,9 +271,11 @@ def lost(history: RunRecord) -> Cause | None:
     settings = settings_of(history)
     advice = []
     if kind != "float32":
-        advice.append(
-            "float32 weights (param_dtype) with --precision bf16, which computes in bf16 and keeps float32 master weights"
+        way = advise(
+            "float32 weights (param_dtype) with {} bf16, which computes in bf16 and keeps float32 master weights",
+            "precision",
         )
+        advice.append(settings.render(way))
     advice.append(settings.learning_rate(history.peak_rate * 10))
     title = f"Rounding to {kind} loses {shares[kind] * 100:.0f} % of the updates"
     return _cause("lost-updates", title, evidence, advice)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from systolic.explaining.axes import axes_of
 from systolic.explaining.cause import Cause
 from systolic.explaining.phases import differentiates, is_outside_gradient
+from systolic.explaining.settings import advise, render
 from systolic.explaining.step import OpKind, Step, StepOp, cause_of_ops
 from systolic.forecasting.windowed import OFF
 from systolic.hlo import Shape
@@ -27,12 +28,20 @@ POOR = 0.6
 """Share of the peak below which a matmul is said not to fill the matrix units."""
 
 AXIS_ADVICE = {
-    "fsdp": "fewer, larger passes (--layout.accumulate down, --layout.remat up), or a smaller --layout.fsdp with more --layout.data",
+    "fsdp": advise(
+        "fewer, larger passes ({} down, {} up), or a smaller {} with more {}",
+        "layout.accumulate",
+        "layout.remat",
+        "layout.fsdp",
+        "layout.data",
+    ),
     "data": "a larger batch per device, so that gradients are summed less often",
-    "tensor": "a smaller --layout.tensor with more --layout.fsdp",
-    "context": "a smaller --layout.context with more --layout.fsdp or --layout.data",
-    "expert": "a smaller --layout.expert, or a lower --model.capacity-factor",
-    "pipeline": "fewer stages: a smaller --layout.pipeline",
+    "tensor": advise("a smaller {} with more {}", "layout.tensor", "layout.fsdp"),
+    "context": advise(
+        "a smaller {} with more {} or {}", "layout.context", "layout.fsdp", "layout.data"
+    ),
+    "expert": advise("a smaller {}, or a lower {}", "layout.expert", "model.capacity_factor"),
+    "pipeline": advise("fewer stages: a smaller {}", "layout.pipeline"),
 }
 
 
@@ -86,7 +95,7 @@ def slices(step: Step) -> Iterable[Cause]:
             "dcn",
             "waiting for other slices over the data-centre network",
             ops,
-            ["--layout.slices data, so that only gradients cross", "one larger slice"],
+            [advise("{} data, so that only gradients cross", "layout.slices"), "one larger slice"],
         )
 
 
@@ -99,7 +108,13 @@ def transfers(step: Step) -> Iterable[Cause]:
             "host-transfers",
             "waiting for copies between device and host memory",
             ops,
-            ["offload fewer activations (--layout.remat-names), or --layout.remat full"],
+            [
+                advise(
+                    "offload fewer activations ({}), or {} full",
+                    "layout.remat_names",
+                    "layout.remat",
+                )
+            ],
         )
 
 
@@ -115,7 +130,7 @@ def rematerialisation(step: Step) -> Iterable[Cause]:
             "rematerialisation",
             "computing activations again for the backward pass",
             ops,
-            ["--layout.remat minimal, save-names or none where it fits"],
+            [advise("{} minimal, save-names or none where it fits", "layout.remat")],
         )
 
 
@@ -164,7 +179,11 @@ def unfilled(step: Step) -> Iterable[Cause]:
         f"matmuls that leave the matrix units below {POOR:.0%} of their peak",
         [op for op, _ in fills],
         [
-            "more tokens a pass (--layout.accumulate down), fewer ways of --layout.tensor",
+            advise(
+                "more tokens a pass ({} down), fewer ways of {}",
+                "layout.accumulate",
+                "layout.tensor",
+            ),
             "model dims that are multiples of the matrix unit's width",
         ],
         note=note,
@@ -192,7 +211,11 @@ def attention(step: Step) -> Iterable[Cause]:
             "attention: softmax, and matrix units that its head dim does not fill",
             ops,
             [
-                *([f"--layout.attention-block {' or '.join(map(str, blocks))}"] if blocks else []),
+                *(
+                    [advise(f"{{}} {' or '.join(map(str, blocks))}", "layout.attention_block")]
+                    if blocks
+                    else []
+                ),
                 "a head dim of 128 or 256",
             ],
             note=note,
@@ -290,8 +313,13 @@ def memory_bound(step: Step) -> Iterable[Cause]:
             f"ops {what}: norms, activations, narrow matmuls, the loss",
             ops,
             [
-                "another --layout.remat: what is kept for the backward pass is written and read again",
-                "larger matmuls a pass (--layout.accumulate down), so that they weigh less",
+                advise(
+                    "another {}: what is kept for the backward pass is written and read again",
+                    "layout.remat",
+                ),
+                advise(
+                    "larger matmuls a pass ({} down), so that they weigh less", "layout.accumulate"
+                ),
             ],
             note=note,
         )
@@ -308,8 +336,8 @@ def update(step: Step) -> Iterable[Cause]:
             ops,
             [
                 "a larger batch",
-                "--optimizer.kind lion or adafactor: fewer moments",
-                "more --layout.fsdp",
+                advise("{} lion or adafactor: fewer moments", "optimizer.kind"),
+                advise("more {}", "layout.fsdp"),
             ],
         )
 
@@ -330,7 +358,7 @@ def wide(step: Step) -> Iterable[Cause]:
             "f32-matmuls",
             "matmuls with f32 operands: several passes of the matrix units each",
             ops,
-            ["--precision bf16"],
+            [advise("{} bf16", "precision")],
         )
 
 
@@ -347,7 +375,12 @@ def bubble(step: Step) -> Iterable[Cause]:
             evidence=[
                 f"{stages} stages, {micro} microbatches: ({stages} - 1) / ({micro} + {stages} - 1)"
             ],
-            advice=["more --layout.microbatches, a smaller --layout.pipeline"],
+            advice=[
+                render(
+                    advise("more {}, a smaller {}", "layout.microbatches", "layout.pipeline"),
+                    step.settings,
+                )
+            ],
         )
 
 
@@ -363,7 +396,10 @@ def empty_slots(step: Step) -> Iterable[Cause]:
             f"slots of experts that stay empty however evenly they are chosen (capacity factor {factor:g}), beside the imbalance that the data brings",
             ops,
             [
-                "--model.capacity-factor 1.0: watch dropped in the run's records, it trains otherwise"
+                advise(
+                    "{} 1.0: watch dropped in the run's records, it changes training",
+                    "model.capacity_factor",
+                )
             ],
             seconds=lambda op: op.seconds * (1 - 1 / factor),
         )

@@ -1,18 +1,26 @@
-"""Changes of a run's settings, as they are typed."""
+"""Advice in the options of a recipe, as they are typed."""
 
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from systolic.artifact.record import RunRecord
-from systolic.explaining.cause import Cause
 
-_OPTION = re.compile(
-    r"--((?:layout|model|optimizer|evaluation)\.[a-z-]+|precision|batch|sequence)\b"
-)
-"""An option that recipes have; the verbs' own, such as --flags, are always there."""
 _LACKS = "(the recipe has no option for it; change it there)"
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Something to try, whose text has ``{}`` where an option of the recipe stands."""
+
+    text: str
+    options: tuple[str, ...]
+    """``layout.fsdp``, ``precision``."""
+
+
+def advise(text: str, *options: str) -> Advice:
+    """Advice with these options: ``advise("a smaller {} with more {}", "layout.tensor", "layout.fsdp")``."""
+    return Advice(text, options)
 
 
 def settings_of(run: RunRecord) -> "Settings":
@@ -30,17 +38,13 @@ class Settings:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._flat = dict(_flat(options, ""))
 
-    def named(self, causes: Iterable[Cause]) -> list[Cause]:
-        """Causes whose advice has options as they are typed only where the recipe has them."""
-        return [replace(one, advice=[self._named(text) for text in one.advice]) for one in causes]
-
-    def _named(self, text: str) -> str:
-        names = {name.replace("_", "-") for name in self._flat}
-        lacking = {found[1] for found in _OPTION.finditer(text)} - names
-        if not lacking:
-            return text
-        words = _OPTION.sub(lambda found: found[1] if found[1] in lacking else found[0], text)
-        return f"{words} {_LACKS}"
+    def render(self, advice: Advice | str) -> str:
+        """Advice with options as they are typed, where the recipe has them; else with their names."""
+        if isinstance(advice, str):
+            return advice
+        lacking = [name for name in advice.options if name not in self._flat]
+        text = advice.text.format(*(_typed(name, name in lacking) for name in advice.options))
+        return f"{text} {_LACKS}" if lacking else text
 
     def get(self, *names: str) -> Any:
         """The value of the first of these options that the recipe has; ``None`` where it has none."""
@@ -56,7 +60,7 @@ class Settings:
         text = f"{value:.3g}" if isinstance(value, float) else str(value)
         for name in names:
             if name in self._flat:
-                return f"--{name.replace('_', '-')} {text}"
+                return f"{_typed(name)} {text}"
         what = names[0].rpartition(".")[2].replace("_", " ")
         return f"{what} {text} {_LACKS}"
 
@@ -70,6 +74,19 @@ class Settings:
             each = float(self.get("batch_per_device")) * value / now
             return self.change("batch_per_device", value=each)
         return self.change("batch", value=value)
+
+
+def render(advice: Advice | str, settings: Settings | None) -> str:
+    """As :meth:`Settings.render`; without settings as if the recipe had every option."""
+    if isinstance(advice, str):
+        return advice
+    if settings is not None:
+        return settings.render(advice)
+    return advice.text.format(*map(_typed, advice.options))
+
+
+def _typed(name: str, lacking: bool = False) -> str:
+    return f"{'' if lacking else '--'}{name.replace('_', '-')}"
 
 
 def _flat(options: Mapping[str, Any], prefix: str) -> Any:

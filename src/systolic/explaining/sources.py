@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from systolic.chips.catalogue import by_device_kind
+from systolic.explaining.settings import Settings
 from systolic.explaining.step import LINKS, OpKind, Place, Step, StepOp
 from systolic.forecasting import Forecast
 from systolic.forecasting.windowed import names
@@ -29,7 +30,9 @@ _F32 = re.compile(r"\bf32\[")
 # Simulated
 
 
-def step_of_forecast(forecast: Forecast, module: Module, model: Model | None) -> Step:
+def step_of_forecast(
+    forecast: Forecast, module: Module, model: Model | None, settings: Settings | None = None
+) -> Step:
     """The step of a forecast that has a timeline, with the places of its ops in the program."""
     assert forecast.timeline is not None
     rates = rates_of(forecast.on)
@@ -59,6 +62,7 @@ def step_of_forecast(forecast: Forecast, module: Module, model: Model | None) ->
         f32_passes=True,
         # Prefill and decode fit their slots to what they hold.
         slots_per_token=model.slots_per_token() if model is not None and trains else 1.0,
+        settings=settings,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from systolic.core.units import duration
 from systolic.explaining.cause import Cause
+from systolic.explaining.settings import Advice, Settings, render
 from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.timeline import Resource
 
@@ -86,6 +87,7 @@ class Step:
         mxu_width: Columns of a matrix unit.
         memory_peak: Bytes/s of device memory; None where it is not known.
         f32_passes: Whether f32 matmuls take several passes of the matrix units.
+        settings: Options of the recipe; None where it is not known.
         slots_per_token: Slots that a mixture's experts have for one that a token fills.
     """
 
@@ -98,6 +100,7 @@ class Step:
     memory_peak: float | None
     f32_passes: bool
     slots_per_token: float = 1.0
+    settings: Settings | None = None
 
     def fill(self, op: StepOp) -> float | None:
         """Share of the peak that a matmul or a kernel reaches; None where it can't be told."""
@@ -112,7 +115,7 @@ def cause_of_ops(
     name: str,
     title: str,
     ops: Iterable[StepOp],
-    advice: Sequence[str],
+    advice: Sequence[str | Advice],
     *,
     note: Callable[[StepOp], str] = lambda op: op.name,
     seconds: Callable[[StepOp], float] = lambda op: op.seconds,
@@ -149,7 +152,7 @@ def cause_of_ops(
         share=lost / step.seconds if step.seconds else 0.0,
         seconds=lost,
         evidence=lines,
-        advice=list(advice),
+        advice=[render(one, step.settings) for one in advice],
     )
 
 

@@ -141,8 +141,9 @@ class StepExplainer:
             self.watch(ExplainProgress(stage=ExplainStage.explained, explanation=result))
             return replace(result, attempts=self._attempts(result)) if tries else result
         assert isinstance(outcome, Compiled)
-        causes = causes_of_forecast(made, parse(outcome.hlo), self.job.model)
-        result = replace(result, causes=self.known.named(causes) if self.known else causes)
+        module = parse(outcome.hlo)
+        causes = causes_of_forecast(made, module, self.job.model, self.known)
+        result = replace(result, causes=causes)
         self.watch(ExplainProgress(stage=ExplainStage.explained, explanation=result))
         return replace(result, remedies=self.try_changes(made)) if tries else result
 

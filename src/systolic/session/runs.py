@@ -10,7 +10,6 @@ from systolic.artifact.run import Run
 from systolic.core.errors import SystolicError
 from systolic.explaining import learning, speed
 from systolic.explaining.cause import Cause
-from systolic.explaining.settings import settings_of
 from systolic.session.explaining import ExplainProgress, ExplainStage, ExplainWatch
 
 
@@ -58,10 +57,9 @@ def explain_run(
             history = replace(history, diagnoses=probes)
             notes += [why] if why else []
     session = load_run(path, last_session=True)
-    causes = [*learning.learning(history), *speed.speed(session)]
     return RunExplanation(
         path=path,
-        causes=settings_of(history).named(causes),
+        causes=[*learning.learning(history), *speed.speed(session)],
         figures=learning.vitals(history),
         unit=history.unit,
         damage=history.damage,
