@@ -55,6 +55,9 @@ def test_each_failure_is_followed_by_its_fix() -> None:
 def test_record_is_json() -> None:
     plain = json.loads(json.dumps(record(BAD, examine(BAD))))
     assert plain["fit"] is False
+    failed = [finding for finding in plain["findings"] if finding["status"] == "failed"]
+    assert failed
+    assert all(finding["fix"] and finding["mend"] == finding["fix"] for finding in failed)
     assert plain["machine"]["measured"]["platform"] == "cpu"
     assert plain["machine"]["holders"][0]["pid"] == 9
 
