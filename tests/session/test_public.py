@@ -15,11 +15,16 @@ import pytest
 import systolic
 from systolic import recipes
 from systolic.artifact import Run
+from systolic.artifact.chosen import read
 from systolic.cli.main import main
 from systolic.core.errors import OptionError, RunError
+from systolic.core.files import write_json
 from systolic.job import Layout
+from systolic.session.job_source import with_plan
+from systolic.session.planned import candidate_of
 from systolic.session.saved_job import job_from_json, types_of
 from systolic.training.setup import set_up
+from tests.planning import fabricated
 from tests.session import train_child
 from tests.training import tiny
 from tests.training.children import ROOT, environment
@@ -133,6 +138,28 @@ def test_the_slice_that_is_expected(tmp_path: Path) -> None:
     ):
         systolic.train(tiny.job(), on="v5e-4", run=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_is_a_value_or_a_file(tmp_path: Path) -> None:
+    made, path, warnings = fabricated.plan(), tmp_path / "plan.json", []
+    write_json(path, made.to_json())
+    for number in (1, 2):
+        assert replace(candidate_of(made, number), path=str(path)) == read(path, number)
+    with pytest.raises(OptionError, match="candidate is 9 and plan has 5; give 1 to 5"):
+        candidate_of(made, 9)
+    with pytest.raises(OptionError, match="nothing in the plan fits"):
+        candidate_of(replace(made, tried=()), 1)
+
+    job, chosen = made.facts.job, candidate_of(made, 1)
+    source = with_plan(job, {}, chosen, warnings.append, job)
+    assert warnings == []
+    assert (source.chosen, source.job.steps) == (chosen, chosen.steps)
+    assert source.job.layout.mesh_shape["fsdp"] == chosen.settings["layout.fsdp"]
+    source = with_plan(job, {"steps": 9}, read(path), warnings.append)
+    (warning,) = warnings
+    assert warning.startswith(f"{path} does not say which Job it forecast")
+    assert source.chosen is not None
+    assert (source.chosen.forecast, source.job.steps) == ({}, 9)
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,15 @@ def read(path: Path, number: int = 1) -> Chosen:
         DataError: it is damaged, or nothing in it fits.
         OptionError: it is no plan, or has fewer candidates.
     """
-    saved = load(path)
+    return candidate(load(path), str(path), number)
+
+
+def candidate(saved: SavedPlan, path: str, number: int) -> Chosen:
+    """A candidate of a plan, by its rank from 1; ``path`` names the plan in messages.
+
+    Raises:
+        OptionError: the plan has fewer candidates.
+    """
     found = saved.candidates
     if not 1 <= number <= len(found):
         raise OptionError(
@@ -139,7 +147,7 @@ def read(path: Path, number: int = 1) -> Chosen:
         )
     one = found[number - 1]
     return Chosen(
-        path=str(path),
+        path=path,
         recipe=saved.recipe,
         options=saved.options,
         slice=one.slice,

@@ -1,4 +1,4 @@
-"""What a job is made from: a recipe with its options or a Job, and what a plan decided of it."""
+"""Sources of a job: a recipe with its options or a Job, and the candidate of a plan."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -56,9 +56,20 @@ def source_of(job: Job | str, options: Mapping[str, Any]) -> JobSource:
 
 
 def with_plan(
-    job: Job | str, options: Mapping[str, Any], chosen: Chosen, warn: Callable[[str], None]
+    job: Job | str,
+    options: Mapping[str, Any],
+    chosen: Chosen,
+    warn: Callable[[str], None],
+    planned_job: Job | None = None,
 ) -> JobSource:
     """What a Python user names, under a plan: a recipe has the options that were planned where they are not given.
+
+    Args:
+        job: A Job, or a recipe.
+        options: Of the recipe; of a Job ``steps``.
+        chosen: The plan's candidate.
+        warn: Called where the forecast is of another step than the one that is trained.
+        planned_job: The Job that was planned, where it is known.
 
     Raises:
         OptionError: the plan is for another recipe, or an option contradicts what it decides.
@@ -69,7 +80,13 @@ def with_plan(
         source = source_of(job, {**planned, **options})
         before = recipe(planned)
     else:
-        source, before = source_of(job, options), job
+        source = source_of(job, options)
+        before = source.job if planned_job is None else planned_job
+        if planned_job is None:
+            warn(
+                f"{chosen.path} does not say which Job it forecast, so there is no forecast beside it; give systolic.plan's own result"
+            )
+            chosen = replace(chosen, forecast={})
     kept = kept_choice(chosen, before, source.job, steps_given="steps" in options, warn=warn)
     return replace(source, chosen=kept)
 

@@ -3,14 +3,33 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from systolic import recipes
-from systolic.artifact.chosen import Chosen
+from systolic.artifact.chosen import Chosen, SavedPlan, candidate
 from systolic.chips import Slice, by_device_kind, slice
 from systolic.core.errors import OptionError, RunError
 from systolic.job import Job
 from systolic.recipes import Recipe
+
+if TYPE_CHECKING:
+    from systolic.planning.plan import Plan
+
+
+def candidate_of(plan: "Plan", number: int) -> Chosen:
+    """A candidate of a plan by its rank from 1.
+
+    Raises:
+        OptionError: the plan has fewer candidates, or none.
+    """
+    saved = msgspec.convert(plan.to_json(), SavedPlan)
+    if not saved.candidates:
+        raise OptionError(
+            "nothing in the plan fits and keeps its goal; plan again with other slices"
+        )
+    return candidate(saved, "plan", number)
 
 
 def under_plan(job: Job, chosen: Chosen | None) -> Job:
@@ -28,7 +47,7 @@ def under_plan(job: Job, chosen: Chosen | None) -> Job:
 
 
 def resumed(chosen: Chosen | None, changed: set[str]) -> Chosen | None:
-    """What still holds of a run's plan when the run resumes with some options changed.
+    """The part of a run's plan that holds when the run resumes with some options changed.
 
     Args:
         chosen: From the run's job.json.

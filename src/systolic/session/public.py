@@ -3,16 +3,20 @@
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from systolic.artifact.chosen import Chosen, read
+from systolic.artifact.chosen import read
 from systolic.chips import Slice, slice
 from systolic.core.errors import OptionError
 from systolic.job import Job
 from systolic.session.job_source import JobSource, source_of, with_plan
+from systolic.session.planned import candidate_of
 from systolic.session.resuming import continue_run, opened
 from systolic.session.training import Audience, SessionOptions, TrainResult, Warn, start
 from systolic.training.watch import Watcher
+
+if TYPE_CHECKING:
+    from systolic.planning.plan import Plan
 
 
 def train(  # noqa: PLR0913
@@ -20,7 +24,7 @@ def train(  # noqa: PLR0913
     on: Slice | str | None = None,
     *,
     run: Path | str | None = None,
-    plan: Chosen | Path | str | None = None,
+    plan: "Plan | Path | str | None" = None,
     candidate: int = 1,
     init_from: Path | str | None = None,
     executable: Path | str | None = None,
@@ -41,8 +45,8 @@ def train(  # noqa: PLR0913
         job: A Job, or a recipe: its name or ``path/to/file.py:function``.
         on: The slice that the local devices are expected to be.
         run: The run's directory; by default ``runs/NAME-TIME``.
-        plan: A plan.json, or its candidate as :func:`systolic.artifact.chosen.read` reads it: layout,
-            batch, precision, steps and compiler flags; of a recipe also the options that were planned.
+        plan: What ``systolic.plan`` returned, or a plan.json: layout, batch, precision, steps and
+            compiler flags; of a recipe also the options that were planned.
         candidate: Which of the plan's candidates, by rank from 1.
         init_from: Begin with the weights of this run (its best checkpoint) or of ``RUN/checkpoints/STEP``.
         executable: The compiled train step that ``systolic forecast --save`` kept.
@@ -149,15 +153,17 @@ def resume(  # noqa: PLR0913
 
 def _planned(
     job: Job | str,
-    plan: Chosen | Path | str | None,
+    plan: "Plan | Path | str | None",
     candidate: int,
     options: dict[str, Any],
     audience: Audience,
 ) -> JobSource:
     if plan is None:
         return source_of(job, options)
-    chosen = plan if isinstance(plan, Chosen) else read(Path(plan), candidate)
-    return with_plan(job, options, chosen, audience.warn)
+    if isinstance(plan, (str, Path)):
+        return with_plan(job, options, read(Path(plan), candidate), audience.warn)
+    chosen = candidate_of(plan, candidate)
+    return with_plan(job, options, chosen, audience.warn, plan.facts.job)
 
 
 def _path(given: Path | str | None) -> Path | None:

@@ -71,7 +71,7 @@ def rehearse(
         RunError: the process ended without a result.
     """
     read, write = os.pipe()
-    message = {
+    request = {
         "recipe": source.recipe.target,
         "options": recipes.plain(source.options),
         "plan": None if source.chosen is None else source.chosen.to_json(),
@@ -80,19 +80,19 @@ def rehearse(
         "parent": os.getpid(),
         "pipe": write,
     }
-    command = [sys.executable, "-m", __name__, json.dumps(message)]
+    command = [sys.executable, "-m", __name__, json.dumps(request)]
     sys.stdout.flush()
     child = subprocess.Popen(command, env=environment(on, os.environ), pass_fds=(write,))
     os.close(write)
     with os.fdopen(read) as lines, child:
         for line in lines:
-            told = json.loads(line)
-            if "stage" in told:
-                report(told["stage"], told["detail"])
-            elif "error" in told:
-                raise RehearsalError(told["error"], told["exit_code"])
+            message = json.loads(line)
+            if "stage" in message:
+                report(message["stage"], message["detail"])
+            elif "error" in message:
+                raise RehearsalError(message["error"], message["exit_code"])
             else:
-                return told["record"]
+                return message["record"]
     raise RunError(
         f"the rehearsal ended with code {child.returncode} and no result; see what it printed above"
     )
@@ -113,24 +113,24 @@ def environment(on: Slice, given: Mapping[str, str]) -> dict[str, str]:
     return {**quiet, **given, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
 
 
-def _child(message: Mapping[str, Any]) -> None:
+def _child(request: Mapping[str, Any]) -> None:
     """The rehearsal itself, in a process with the right number of devices."""
-    end_with(message["parent"])
+    end_with(request["parent"])
 
-    def send(**told: Any) -> None:
-        os.write(message["pipe"], f"{json.dumps(told)}\n".encode())
+    def send(**message: Any) -> None:
+        os.write(request["pipe"], f"{json.dumps(message)}\n".encode())
 
     try:
-        recipe = recipes.find(message["recipe"])
-        chosen = None if message["plan"] is None else Chosen.from_json(message["plan"])
-        job = under_plan(recipe(recipes.typed(recipe, message["options"])), chosen)
+        recipe = recipes.find(request["recipe"])
+        chosen = None if request["plan"] is None else Chosen.from_json(request["plan"])
+        job = under_plan(recipe(recipes.typed(recipe, request["options"])), chosen)
         from systolic.training.rehearse import rehearse as run
 
         record = run(
             job,
-            slice(message["slice"]),
+            slice(request["slice"]),
             lambda stage, detail: send(stage=stage, detail=detail),
-            message["workers"],
+            request["workers"],
         )
     except SystolicError as error:
         send(error=str(error), exit_code=error.exit_code)

@@ -117,7 +117,7 @@ def continue_run(
         run: The run.
         source: What its job is made from now.
         options: How the session runs; what is None is as the run was started.
-        audience: Who hears of it.
+        audience: Receives records and warnings.
         on: The slice that the local devices are expected to be.
         ledger: Opened when the caller started, so that start-up counts.
 
@@ -222,5 +222,5 @@ def _is_same(job: Job, record: JobRecord) -> bool:
 
 
 def _how(record: JobRecord) -> tuple[Any, ...]:
-    """What job.json says beside the job: a session that changes it writes job.json anew."""
+    """Entries of job.json beside the job; a session that changes one writes job.json anew."""
     return record.flags, record.data, record.log_every, record.diagnose

@@ -1,4 +1,4 @@
-"""A training session: what it is asked for, a new run, the session itself, and a step made again."""
+"""Training sessions: their options and result, a new run, the session itself, and the replay of a bad step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from systolic.training.setup import Setup
 
 Warn = Callable[[str], None]
-"""Called with a line that a user should read; no training waits for it."""
+"""Called with a warning of one line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class SessionOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
-    """What a training session came to."""
+    """Result of a training session."""
 
     run: Path
     """The run's directory."""
@@ -67,16 +67,17 @@ class TrainResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Audience:
-    """Who hears of a session: watchers of its records, and one who is told what needs reading."""
+    """Receivers of a session's records and warnings."""
 
     watchers: Sequence[Watcher] = ()
     """Closed when the session ends."""
     tell: Warn | None = None
+    """Called with each warning at once."""
     warnings: list[str] = field(default_factory=list)
-    """All that was told."""
+    """All warnings so far."""
 
     def warn(self, text: str) -> None:
-        """Notes a line and passes it on."""
+        """Keeps a warning and passes it on."""
         self.warnings.append(text)
         if self.tell is not None:
             self.tell(text)
@@ -97,7 +98,7 @@ def start(
     Args:
         source: What the job is made from.
         options: How the session runs.
-        audience: Who hears of it.
+        audience: Receives records and warnings.
         run: The run's directory; by default ``runs/NAME-TIME``.
         init_from: A run, or a checkpoint of one, whose weights it begins with.
         on: The slice that the local devices are expected to be.
@@ -145,7 +146,7 @@ def run_session(
         setup: The job on this machine.
         directory: The run; open for writing in the first process of the job.
         options: How the session runs.
-        audience: Who hears of it; its watchers are closed.
+        audience: Its watchers are closed.
         ledger: Where the time goes.
         loaded: The train step, compiled elsewhere.
         accept: Of a run that resumes: called before anything is written, after all checks.
@@ -198,7 +199,7 @@ def describe(
     options: SessionOptions,
     run: Path | None = None,
 ) -> JobRecord:
-    """What job.json says of a session, less what its data and first weights are.
+    """The record of a session for job.json, without its data and first weights.
 
     Args:
         source: What the job is made from.
@@ -223,7 +224,7 @@ def describe(
 def with_initial(
     setup: "Setup", source: Path | str | None, audience: Audience
 ) -> "tuple[Setup, str | None]":
-    """A set-up that begins with the weights of another run, and the checkpoint that they are of."""
+    """A set-up that begins with the weights of another run, and the path of their checkpoint."""
     if source is None:
         return setup, None
     from systolic.artifact.weights import begin_with

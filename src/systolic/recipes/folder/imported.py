@@ -11,11 +11,11 @@ _INSTALLED = frozenset(("site-packages", "dist-packages"))
 def modules(file: Path) -> dict[str, bytes]:
     """Modules in the folder of a Python file that it needs: relative POSIX path to content.
 
-    They are found by the ``import`` statements of the file and of what it imports, also those inside
-    of functions. A package is taken as a whole. A name that is loaded from elsewhere is left out.
+    Follows the ``import`` statements of the file and of the modules that it imports, also inside of
+    functions. A package is taken as a whole. A name that is loaded from elsewhere is left out.
 
     Args:
-        file: Parses as Python; what does not parse beside it is kept and not followed.
+        file: Parses as Python. A module that does not parse is kept and not followed.
     """
     folder = file.resolve().parent
     found: dict[Path, bytes] = {}
@@ -32,7 +32,7 @@ def modules(file: Path) -> dict[str, bytes]:
 
 
 def is_beside(name: str, folder: Path) -> bool:
-    """Whether a loaded module comes from ``folder`` under its own name, as what is installed below it does not."""
+    """Whether a loaded module comes from ``folder`` under its own name; packages installed below it do not count."""
     module = sys.modules.get(name)
     file = None if module is None else vars(module).get("__file__")
     if file is None:

@@ -10,15 +10,15 @@ from typing import Any
 from systolic.core.units import gibibytes
 
 KEPT_BYTES = 1 << 26
-"""Of the files together; data sets are not copied into every run."""
+"""Limit of all files together; data sets are not copied into every run."""
 
 _CODE = frozenset((".py", ".pyc", ".so"))
 
 
 class OpenedFiles:
-    """Files below a folder that code in the same folder opens, from now on until :meth:`close`.
+    """Files below a folder that code in the same folder opens, until :meth:`close`.
 
-    Files that other code opens, such as a corpus that Systolic reads, are none of them.
+    Files that other code opens, such as a corpus that Systolic reads, do not count.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,17 +32,17 @@ class OpenedFiles:
         _watching[0] = self
 
     def close(self) -> None:
-        """Takes no more."""
+        """Ends the watch."""
         self._open = False
 
     def kept(self, others: Sequence[Path]) -> tuple[dict[str, bytes], list[str]]:
-        """Relative POSIX path to content, and a line for each file that is too large to be kept.
+        """Relative POSIX path to content, and a line for each file that is too large to keep.
 
         Args:
-            others: Files and folders that the user named by an option; their place is known.
+            others: Files and folders that an option names; these are not copied.
         """
         found: dict[str, bytes] = {}
-        told: list[str] = []
+        too_large: list[str] = []
         room = KEPT_BYTES
         for name in self._opened:
             path = Path(name)
@@ -50,16 +50,16 @@ class OpenedFiles:
                 continue
             size = path.stat().st_size
             if size > room:
-                told.append(
+                too_large.append(
                     f"{path} ({gibibytes(size)}), which the recipe reads, is not kept in the run, which takes up to {gibibytes(KEPT_BYTES)}; keep it where it is"
                 )
                 continue
             room -= size
             found[name.removeprefix(self._prefix).replace(os.sep, "/")] = path.read_bytes()
-        return found, told
+        return found, too_large
 
     def see(self, path: Any, mode: Any) -> None:
-        """An ``open`` that this process makes."""
+        """Notes an ``open`` of this process."""
         if not self._open or not isinstance(path, str | bytes | os.PathLike):
             return
         name = os.path.abspath(os.fsdecode(path))
@@ -76,7 +76,7 @@ class OpenedFiles:
 
 
 _watching: list[OpenedFiles] = []
-"""The newest."""
+"""The newest watch, alone in the list."""
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
