@@ -81,7 +81,7 @@ MISTAKES = [
         "nowhere.json cannot be read (No such file or directory); write one with",
     ),
     (["lm", "--on", "v5e-4", "--against", TINY], "is not JSON (Extra data"),
-    (["lm", "--on", "v5e-4", "--against", JOB], "is JSON but not of a forecast; write one"),
+    (["lm", "--on", "v5e-4", "--against", JOB], "is JSON but not a forecast; write one"),
     (["lm", "--on", "v5e-4", "--html", str(FOLDER)], "is a directory; name a file in it"),
     (["lm", "--on", "v5e-4", "--html", f"{TINY}/below"], "is a file, so"),
 ]
