@@ -13,7 +13,7 @@ FEW = 12
 """Records below which a curve says nothing."""
 
 SPIKE = 1.4
-"""A loss of so many times the median before it stands out, if the curve is not that noisy anyway."""
+"""A loss of this many times the median before it stands out, if the curve is not that noisy anyway."""
 
 SPREADS = 8.0
 """Standard deviations, of the logarithm around the median, that a spike stands out by."""
@@ -25,7 +25,7 @@ RISE = 1.05
 """Validation losses within this ratio of the best are as good as the best."""
 
 GAP = 1.5
-"""A validation loss of so many times the training loss is far from it."""
+"""A validation loss of this many times the training loss is far from it."""
 
 EPOCHS = 4.0
 """Passes over a text that are worth about as much as new text (Muennighoff et al. 2023)."""
@@ -143,7 +143,7 @@ def plateau(history: RunRecord) -> Cause | None:
     ratio = (
         statistics.median(layers.ratios(history).values() or [0.0]) if history.diagnoses else 0.0
     )
-    # Weights that hardly move, or that jump about: where the looks tell, only one way is left.
+    # Weights that hardly move, or that jump about: where the probes tell, only one way is left.
     ways = {True: [lower], False: [higher]}
     advice = ways[ratio > layers.USUAL_RATIO] if ratio else [higher, lower]
     advice.append("systolic data inspect, to see what the model sees")

@@ -1,4 +1,4 @@
-"""What looks at single layers say: dead or uneven gradients, updates against weights, lost updates, noise."""
+"""What probes of single layers show: dead or uneven gradients, updates against weights, lost updates, noise."""
 
 import math
 import re
@@ -17,7 +17,7 @@ UNEVEN = 1e3
 """First and last layers of a stack whose gradients (per element) differ by more train unevenly."""
 
 GROWN = 30.0
-"""A gradient norm of so many times what it was early in the run is exploding."""
+"""A gradient norm of this many times what it was early in the run is exploding."""
 
 USUAL_RATIO = 1e-3
 """Of an update to its weights, as a rule of thumb (Karpathy, CS231n notes, "Ratio of weights:updates")."""
@@ -26,21 +26,21 @@ HIGH_RATIO, LOW_RATIO = 1e-1, 1e-5
 """Beyond these the learning rate is the likely cause. Muon's healthy runs reach 5e-2, so this is no narrow band."""
 
 NEAR_PEAK = 0.5
-"""Looks at learning rates of at least this share of the peak tell about the peak."""
+"""Probes at learning rates of at least this share of the peak tell about the peak."""
 
 SOME_RATE = 0.1
-"""Looks at lower rates than this share of the peak are of a run that is ending."""
+"""Probes at lower rates than this share of the peak are of a run that is ending."""
 
 LOST = 0.25
 """Share of the weights whose updates are lost that is worth a line."""
 
 LARGE_BATCH = 4.0
-"""A batch of so many times the noise scale mostly costs: it needs 1 + 4 times the fewest examples."""
+"""A batch of this many times the noise scale mostly costs: it needs 1 + 4 times the fewest examples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerShare:
-    """One layer's share of one parameter, at one look."""
+    """One layer's share of one parameter, at one probe."""
 
     path: str
     layer: int | None
@@ -77,9 +77,9 @@ class LayerShare:
         return self.update / self.weight if self.weight else math.nan
 
 
-def parts(look: Record) -> list[LayerShare]:
-    """The layers of one look."""
-    return [part for path, found in look["parameters"].items() for part in _parts(path, found)]
+def parts(probe: Record) -> list[LayerShare]:
+    """The layers of one probe."""
+    return [part for path, found in probe["parameters"].items() for part in _parts(path, found)]
 
 
 def _parts(path: str, found: Mapping[str, object]) -> Iterable[LayerShare]:
@@ -100,7 +100,7 @@ def _parts(path: str, found: Mapping[str, object]) -> Iterable[LayerShare]:
 
 
 def causes(history: RunRecord) -> list[Cause]:
-    """All that the looks say."""
+    """Causes that the probes show."""
     if not history.diagnoses:
         return []
     found = (dead(history), uneven(history), exploding(history), rate(history))
@@ -108,11 +108,11 @@ def causes(history: RunRecord) -> list[Cause]:
 
 
 def dead(history: RunRecord) -> Cause | None:
-    """Matrices without a gradient in the later half of the looks, all of them."""
-    looks = _late(history)
+    """Matrices without a gradient in the later half of the probes, all of them."""
+    probes = _late(history)
     silent: set[str] | None = None
-    for look in looks:
-        matrices = [part for part in parts(look) if part.is_matrix]
+    for probe in probes:
+        matrices = [part for part in parts(probe) if part.is_matrix]
         if not all(math.isfinite(part.gradient) for part in matrices):
             continue
         usual = _median(part.slope for part in matrices if part.slope > 0)
@@ -120,10 +120,10 @@ def dead(history: RunRecord) -> Cause | None:
         silent = now if silent is None else silent & now
     if not silent:
         return None
-    last = [part for part in parts(looks[-1]) if part.name in silent]
-    total = sum(part.is_matrix for part in parts(looks[-1]))
+    last = [part for part in parts(probes[-1]) if part.name in silent]
+    total = sum(part.is_matrix for part in parts(probes[-1]))
     evidence = [
-        f"{_names(last)}: gradient 0 in {_times(len(looks))}, step {looks[-1]['step']} the last"
+        f"{_names(last)}: gradient 0 in {_times(len(probes))}, step {probes[-1]['step']} the last"
     ]
     alive = [
         x["step"]
@@ -146,9 +146,9 @@ def dead(history: RunRecord) -> Cause | None:
 
 def uneven(history: RunRecord) -> Cause | None:
     """A stack whose first layers' gradients are far from its last layers'."""
-    look = _late(history)[-1]
+    probe = _late(history)[-1]
     stacks: dict[str, dict[int, list[LayerShare]]] = {}
-    for part in parts(look):
+    for part in parts(probe):
         stack, place = part.group
         if place is not None and part.is_matrix and part.slope > 0:
             stacks.setdefault(stack, {}).setdefault(place, []).append(part)
@@ -183,8 +183,8 @@ def exploding(history: RunRecord) -> Cause | None:
     early, last = statistics.median(norms[:quarter]), statistics.median(norms[-quarter:])
     if not early or last < GROWN * early:
         return None
-    look = _late(history)[-1]
-    largest = sorted(parts(look), key=lambda part: -part.gradient)[:3]
+    probe = _late(history)[-1]
+    largest = sorted(parts(probe), key=lambda part: -part.gradient)[:3]
     evidence = [
         f"gradient norm {early:.3g} in the first quarter, {last:.3g} in the last",
         "largest: " + ", ".join(f"{part.name} {part.gradient:.3g}" for part in largest),
@@ -199,17 +199,17 @@ def exploding(history: RunRecord) -> Cause | None:
 def ratios(history: RunRecord) -> dict[str, float]:
     """Name of each weight matrix to the median ratio of its updates to it, at the peak learning rate.
 
-    A look at a lower rate is scaled up, for updates are proportional to the rate.
+    A probe at a lower rate is scaled up, for updates are proportional to the rate.
     """
-    peak = history.peak_rate or max(look["learning_rate"] for look in history.diagnoses)
-    looks = [x for x in history.diagnoses if x["learning_rate"] >= NEAR_PEAK * peak]
-    looks = looks or [x for x in history.diagnoses if x["learning_rate"] > 0]
+    peak = history.peak_rate or max(probe["learning_rate"] for probe in history.diagnoses)
+    probes = [x for x in history.diagnoses if x["learning_rate"] >= NEAR_PEAK * peak]
+    probes = probes or [x for x in history.diagnoses if x["learning_rate"] > 0]
     # The first steps of a run move weights that are still small or zero.
-    looks = looks[1:] if len(looks) > 2 else looks
+    probes = probes[1:] if len(probes) > 2 else probes
     found: dict[str, list[float]] = {}
-    for look in looks:
-        scale = max(peak / look["learning_rate"], 1.0)
-        for part in parts(look):
+    for probe in probes:
+        scale = max(peak / probe["learning_rate"], 1.0)
+        for part in parts(probe):
             if part.is_matrix and math.isfinite(part.ratio) and part.gradient > 0:
                 found.setdefault(part.name, []).append(part.ratio * scale)
     return {name: statistics.median(values) for name, values in found.items()}
@@ -219,13 +219,13 @@ def rate(history: RunRecord) -> Cause | None:
     """A learning rate that moves the weights too fast at any time, or hardly at all."""
     found = ratios(history)
     middle = _median(found.values())
-    fast, step = max((_median(_moving(look)), look["step"]) for look in history.diagnoses)
+    fast, step = max((_median(_moving(probe)), probe["step"]) for probe in history.diagnoses)
     if not found or (fast <= HIGH_RATIO and middle >= LOW_RATIO):
         return None
     settings = settings_of(history)
     usual = f"about {USUAL_RATIO:.0e} is usual (Karpathy, CS231n)"
     ordered = sorted(found, key=lambda name: found[name])
-    ends = f"median of each matrix over the looks: least {ordered[0]} {found[ordered[0]]:.1e}, most {ordered[-1]} {found[ordered[-1]]:.1e}, at the peak learning rate {history.peak_rate:.3g}"
+    ends = f"median of each matrix over the probes: least {ordered[0]} {found[ordered[0]]:.1e}, most {ordered[-1]} {found[ordered[-1]]:.1e}, at the peak learning rate {history.peak_rate:.3g}"
     # Not all the way to a rule of thumb in one go.
     if fast > HIGH_RATIO:
         evidence = [f"step {step}: an update is {fast:.1e} of its weights (median); {usual}", ends]
@@ -238,24 +238,24 @@ def rate(history: RunRecord) -> Cause | None:
     return _cause("learning-rate-low", title, evidence, advice)
 
 
-def _moving(look: Record) -> list[float]:
+def _moving(probe: Record) -> list[float]:
     """The ratios of the matrices that have a gradient."""
-    return [part.ratio for part in parts(look) if part.is_matrix and part.gradient > 0]
+    return [part.ratio for part in parts(probe) if part.is_matrix and part.gradient > 0]
 
 
 def training(history: RunRecord) -> list[Record]:
-    """The looks at a learning rate that still trains; the end of a decay loses every update."""
-    peak = history.peak_rate or max(look["learning_rate"] for look in history.diagnoses)
+    """The probes at a learning rate that still trains; the end of a decay loses every update."""
+    peak = history.peak_rate or max(probe["learning_rate"] for probe in history.diagnoses)
     least = max(SOME_RATE * peak, 0.0)
-    return [look for look in history.diagnoses if look["learning_rate"] > least]
+    return [probe for probe in history.diagnoses if probe["learning_rate"] > least]
 
 
 def lost(history: RunRecord) -> Cause | None:
     """Updates below half a unit in the last place of their weights."""
     by_kind: dict[str, tuple[float, int]] = {}
     worst: dict[str, float] = {}
-    for look in training(history):
-        for part in parts(look):
+    for probe in training(history):
+        for part in parts(probe):
             share, size = by_kind.get(part.dtype, (0.0, 0))
             by_kind[part.dtype] = share + part.lost * part.size, size + part.size
             worst[part.name] = max(worst.get(part.name, 0.0), part.lost)
@@ -282,18 +282,18 @@ def lost(history: RunRecord) -> Cause | None:
 
 
 def noise_scale(history: RunRecord) -> float | None:
-    """The simple noise scale tr(Σ)/|G|² in examples, over the later looks; infinite where noise hides the gradient.
+    """The simple noise scale tr(Σ)/|G|² in examples, over the later probes; infinite where noise hides the gradient.
 
     From the squared gradient norms of batches of two sizes, averaged before they are divided
     (McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A.1). ``None``
-    where no look has both.
+    where no probe has both.
     """
     signal, noise = [], []
-    for look in _late(history):
-        big, small = look["big_square"], look["small_square"]
-        whole = look["batch"]
-        part = whole / look["parts"]
-        if look["parts"] > 1 and math.isfinite(big) and math.isfinite(small):
+    for probe in _late(history):
+        big, small = probe["big_square"], probe["small_square"]
+        whole = probe["batch"]
+        part = whole / probe["parts"]
+        if probe["parts"] > 1 and math.isfinite(big) and math.isfinite(small):
             signal.append((whole * big - part * small) / (whole - part))
             noise.append((small - big) / (1 / part - 1 / whole))
     if not signal:
@@ -320,7 +320,7 @@ def batch(history: RunRecord) -> Cause | None:
 
 
 def _late(history: RunRecord) -> Sequence[Record]:
-    """The later half of the looks, the only one included."""
+    """The later half of the probes, the only one included."""
     return history.diagnoses[len(history.diagnoses) // 2 :]
 
 
@@ -342,7 +342,7 @@ def _few(slopes: Mapping[int, float]) -> dict[int, float]:
 
 
 def _times(count: int) -> str:
-    return "the only look" if count == 1 else f"each of the last {count} looks"
+    return "the only probe" if count == 1 else f"each of the last {count} probes"
 
 
 def _rms(found: Sequence[LayerShare]) -> float:

@@ -8,7 +8,7 @@ from systolic.explaining import curve, layers
 from systolic.explaining.cause import Cause
 
 EVERY = 50
-"""Steps between looks that an advice asks for."""
+"""Steps between probes that advice asks for."""
 
 
 def learning(history: RunRecord) -> list[Cause]:
@@ -47,10 +47,10 @@ def unknown(history: RunRecord) -> list[str]:
     if len(history.train) < curve.FEW:
         found.append(f"{len(history.train)} records make no curve; train for more steps")
     if not history.diagnoses:
-        found.append(f"gradients, updates and noise by layer were never looked at; {again}")
+        found.append(f"gradients, updates and noise by layer were never probed; {again}")
     elif not layers.training(history):
         found.append(
-            f"updates by layer were looked at only where the learning rate has decayed; {again} before the end"
+            f"updates by layer were probed only where the learning rate has decayed; {again} before the end"
         )
     elif layers.noise_scale(history) is None:
         found.append(
@@ -58,7 +58,7 @@ def unknown(history: RunRecord) -> list[str]:
         )
     elif math.isinf(layers.noise_scale(history) or 0.0):
         found.append(
-            "the gradient noise scale is far above the batch: noise hides the gradient in these looks"
+            "the gradient noise scale is far above the batch: noise hides the gradient in these probes"
         )
     if not curve.validation(history):
         found.append(

@@ -25,7 +25,7 @@ EXPERTS = "decoder/moe.py"
 LEAST_DIM = 16
 """Smaller dims count a batch, not a side of the matrix."""
 POOR = 0.6
-"""Share of the peak below which a matmul is said not to fill the matrix units."""
+"""Share of the peak below which a matmul counts as not filling the matrix units."""
 
 AXIS_ADVICE = {
     "fsdp": advise(

@@ -20,7 +20,7 @@ OTHER = 0.30
 DIAGNOSE = 0.02
 STALL = 0.05
 SLOW = 2.0
-"""A stretch of so many times the median step time is slow."""
+"""A stretch of this many times the median step time is slow."""
 IDLE = 0.05
 """An accelerator that the host waits for less than this share of the time waits for the host."""
 
@@ -43,7 +43,7 @@ def speed(history: RunRecord) -> list[Cause]:
         evaluation,
         checkpoints,
         compiling,
-        looks,
+        probes,
         other,
     )
     found = [cause for rule in rules if (cause := rule(history, spent, total)) is not None]
@@ -175,17 +175,17 @@ def compiling(history: RunRecord, spent: Mapping[str, float], total: float) -> C
     )
 
 
-def looks(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
-    """Looks at layers that somebody asked for too often."""
+def probes(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
+    """Gradient probes that were asked for too often."""
     seconds, count = spent.get("diagnose", 0.0), len(history.diagnoses)
     if seconds < DIAGNOSE * total or count < 2:
         return None
     gap = history.diagnoses[-1]["step"] - history.diagnoses[-2]["step"]
-    evidence = [f"{count} looks, {duration(seconds / count)} each"]
+    evidence = [f"{count} probes, {duration(seconds / count)} each"]
     every = max(gap, 1) * math.ceil(seconds / total / (DIAGNOSE / 2))
     return _cause(
         "diagnosis",
-        "Looks at layers take long",
+        "Gradient probes take long",
         (seconds, total),
         evidence,
         [f"--diagnose {every}"],

@@ -128,7 +128,7 @@ def cause_of_ops(
         title: Of the cause.
         ops: Those that show it.
         advice: What to try.
-        note: What is said of the largest op of a place.
+        note: Text for the largest op of a place.
         seconds: What of an op is lost.
     """
     by: dict[tuple[str, str], list[StepOp]] = defaultdict(list)

@@ -24,7 +24,7 @@ class Total:
     kwh: float | None
 
     def times(self, factor: float) -> "Total":
-        """At so many times the time of a step."""
+        """The same at N times the step time."""
         return Total(
             steps=self.steps,
             seconds=self.seconds * factor,

@@ -45,7 +45,7 @@ class ScheduleOnly:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FullCompileRatio:
-    """Steps of full compiles on a chip take so many times what their schedules said."""
+    """Steps of full compiles on a chip take this many times what their schedules said."""
 
     chip: str
     ratio: float

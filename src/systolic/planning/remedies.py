@@ -21,7 +21,7 @@ from systolic.planning.facts import Facts
 from systolic.planning.space import NAMED, check, narrower
 
 GAIN = 0.005
-"""Share of the step below which a change is said to gain nothing."""
+"""Share of the step below which a change counts as no gain."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

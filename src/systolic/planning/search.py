@@ -40,13 +40,13 @@ from systolic.planning.variants import changes, like
 WORKER_BYTES = 4 * 2**30
 """Memory that a compile of a large program takes."""
 HOPELESS = 1.15
-"""The search ends when even the most hopeful layout left scores so many times the best one."""
+"""The search ends when even the most hopeful layout left scores this many times the best one."""
 TIGHT = 0.8
 """Share of the memory above which settings that save it are worth trying."""
 HELPS = 0.995
-"""A setting that makes the score so many times smaller is kept."""
+"""A setting that makes the score this many times smaller is kept."""
 NEW_SLICE = 1.5
-"""A slice's first layout is compiled when it may score so many times the best one: what is learned there counts for others."""
+"""A slice's first layout is compiled when it may score this many times the best one: what is learned there counts for others."""
 NEAR = 1.5
 """A limit broken by less may be kept after all: by flags, or by a full compile."""
 SETTLE_SECONDS = 900.0

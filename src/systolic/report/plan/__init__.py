@@ -1,1 +1,1 @@
-"""What a plan looks like: on a terminal while it is made and after, and as a page."""
+"""Views of a plan: on a terminal while it is made and after, and as a page."""

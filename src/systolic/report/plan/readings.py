@@ -49,7 +49,7 @@ class RankingRow:
     slice: str
     layout: str
     unlike: str
-    """What the best candidate has otherwise, with the values of this one; empty for the best."""
+    """Settings that differ from the best candidate's, with this one's values; empty for the best."""
     batch: str
     step: str
     mfu: str
@@ -187,7 +187,7 @@ def _row(rank: int, one: Trial, best: Trial, pareto: bool) -> RankingRow:
 
 
 def unlike(best: Candidate, one: Candidate) -> str:
-    """What a candidate has otherwise than the best: ``data 4, remat full``; of names that are kept ``+out``."""
+    """Settings of a candidate that differ from the best: ``data 4, remat full``; of names that are kept ``+out``."""
     now, then = best.layout.words(), one.layout.words()
     parts = []
     for name, value in then.items():
