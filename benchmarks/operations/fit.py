@@ -16,7 +16,14 @@ import rows as measured
 import run
 
 from systolic.chips import slice
-from systolic.sim.estimate import Parts, Slowdown, parts_of, slowdown_of, taken, told
+from systolic.sim.estimate import (
+    Parts,
+    Slowdown,
+    estimated_seconds,
+    parts_of,
+    seconds_by_cycles,
+    slowdown_of,
+)
 from systolic.sim.rates import rates_of
 from systolic.sim.timeline import PricedBy
 from systolic.sim.work import work_of
@@ -53,7 +60,11 @@ def ops_of(row: measured.Row, mode: str) -> list[Op]:
             PricedBy.bytes,
         ) and not span.opcode.startswith("wait"):
             parts = parts_of(module, computation, op, work_of(module, computation, op), rates)
-            now = taken(parts, slow) if own is None else told(own, parts, slow)
+            now = (
+                estimated_seconds(parts, slow)
+                if own is None
+                else seconds_by_cycles(own, parts, slow)
+            )
             if abs(now - span.seconds) > 0.01 * span.seconds:
                 parts = None  # priced by another rule
         found.append((span.seconds, own, parts, times))
@@ -65,7 +76,11 @@ def forecast(ops: Sequence[Op], slow: Slowdown) -> float:
     total = 0.0
     for seconds, own, parts, times in ops:
         if parts is not None:
-            seconds = taken(parts, slow) if own is None else told(own, parts, slow)
+            seconds = (
+                estimated_seconds(parts, slow)
+                if own is None
+                else seconds_by_cycles(own, parts, slow)
+            )
         total += seconds * times
     return total
 

@@ -32,7 +32,7 @@ _NAMES = ("aliases", "native", "device_kind_aliases")
 
 
 def chip(name: str) -> Chip:
-    """The chip of that name or alias: ``v5e``, ``ironwood``, ``h200``, ``cpu`` (the one at hand).
+    """The chip of that name or alias: ``v5e``, ``ironwood``, ``h200``, ``cpu`` (this machine's).
 
     Raises:
         NotFoundError: no such chip; the message names the nearest one.
@@ -49,7 +49,7 @@ def chip(name: str) -> Chip:
 
 
 def chips() -> tuple[Chip, ...]:
-    """All chips, the catalogue's in its order and last the CPU at hand.
+    """All chips, the catalogue's in its order and last this machine's CPU.
 
     Raises:
         OptionError: the user's catalogue has a mistake.

@@ -1,4 +1,4 @@
-"""The CPU at hand, read from the machine. No peak is guessed; ``systolic doctor`` measures."""
+"""This machine's CPU. Its peaks are not guessed; ``systolic doctor`` measures them."""
 
 import os
 import platform

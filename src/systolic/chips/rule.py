@@ -83,7 +83,7 @@ class SliceRule:
         return tuple(unit * axis for axis in min(shapes, key=sum)) if shapes else ()
 
     def problem(self, shape: Shape) -> str:
-        """Why a shape cannot be had, in a few words; empty when it can."""
+        """Reason why a shape does not exist, in a few words; empty when it does."""
         if len(shape) != self.dims:
             return f"a topology here has {self.dims} axes"
         if prod(shape) > self.largest_chips:

@@ -164,7 +164,7 @@ def _of_shape(given: str, known: Chip, shape: Shape, count: int) -> Slice:
     near = _nearest_number(known, _number(known, rule, max(1, num_chips)))
     if num_chips < 1 or (problem := rule.problem(shape)):
         why = problem if num_chips else "an axis has at least 1 chip"
-        raise NotFoundError(f"{given} cannot be had: {why}; did you mean {near}? {_HELP}")
+        raise NotFoundError(f"{given} does not exist: {why}; did you mean {near}? {_HELP}")
     named = num_chips in rule.named_chips() and shape == rule.shape(num_chips)
     one = f"{known.name}-{_number(known, rule, num_chips)}" if named else f"{known.name}:{text}"
     bounds = (1, 1, 1) if num_chips == 1 else (2, 2, 1)
@@ -185,7 +185,7 @@ def _of_shape(given: str, known: Chip, shape: Shape, count: int) -> Slice:
 
 
 def _of_whole_chips(given: str, known: Chip, count: int) -> Slice:
-    """GPUs in hosts, or virtual devices on the CPU at hand."""
+    """GPUs in hosts, or virtual devices on this machine's CPU."""
     if known.kind is ChipKind.edge or (known.kind is ChipKind.tpu and known.slice_rule is None):
         raise NotFoundError(f"{known.name} has no slices: no source gives its shapes; {_HELP}")
     if known.kind is ChipKind.tpu:

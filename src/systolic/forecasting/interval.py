@@ -43,7 +43,7 @@ def detail_of(module: Module) -> ScheduleDetail:
 def interval_of(
     generation: str, seconds: float, facts: Mapping[str, Any], schedule: ScheduleDetail
 ) -> tuple[float, float, str]:
-    """Low and high seconds, and where they come from.
+    """Low and high seconds, and the results that they rest on.
 
     An error of the table is (forecast - measured) / measured, so a measured time lies between
     forecast / (1 + high) and forecast / (1 + low). Functions (``unit`` ``calls``) take the errors of single operations,

@@ -1,7 +1,7 @@
 """Forecasts for CPUs and GPUs: the compiler's memory where it was asked, and a roofline's time.
 
-Of a CPU, and of a GPU that is at hand, the program was compiled for real; of any other GPU it was
-partitioned and scheduled on a CPU, and what comes of that is assumed, and says so.
+For a CPU, and for a GPU of this machine, the program was compiled for real; for any other GPU it was
+partitioned and scheduled on a CPU, and its forecast is marked as assumed.
 """
 
 from collections.abc import Mapping
@@ -125,12 +125,12 @@ def _interval(on: Slice, timeline: Timeline | None) -> tuple[float | None, float
         return (
             seconds / CPU_FACTOR,
             seconds * CPU_FACTOR,
-            f"a factor of {CPU_FACTOR:g} either way: a roofline knows no threads, caches or small ops",
+            f"a factor of {CPU_FACTOR:g} either way: a roofline does not model threads, caches or small ops",
         )
     return (
         seconds * (1 - GPU_ERROR),
         seconds * (1 + GPU_ERROR),
-        f"{GPU_ERROR:.0%} either way: what plain rooflines are off by, collectives that overlap among it",
+        f"{GPU_ERROR:.0%} either way: the error of plain rooflines, overlapping collectives included",
     )
 
 
@@ -150,14 +150,14 @@ def _notes(
             "memory is estimated: parameters and optimizer are exact, temporaries as a CPU would have them"
         )
         if report["flags"]:
-            found.append("flags change nothing in a roofline")
+            found.append("compiler flags have no effect on a roofline")
     if on.platform == "cpu":
         found.append(MEASURED)
         if on.num_devices > 1:
             found.append(f"{on.num_devices} virtual devices share this machine's cores and memory")
     elif have and PREALLOCATED * have < memory.peak_bytes <= have:
         found.append(
-            "XLA takes 75 % of a GPU's memory unless told: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
+            "XLA preallocates 75 % of a GPU's memory: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
         )
     return found
 

@@ -24,7 +24,7 @@ LARGE_FLOPS = 1e10
 """FLOPs of a matmul large enough to fill the matrix units, where memory does not bound it."""
 BEYOND, SLOW = 1.05, 0.4
 """Best rate of the large matmuls by the dump's cycles, over the chip's: above the first it can't be this chip's
-schedule; below the second it looks like a slower chip's."""
+schedule; below the second it resembles a slower chip's."""
 
 
 def forecast_text(path: Path, on: Slice) -> Forecast:
@@ -62,7 +62,7 @@ def _read(path: Path, on: Slice) -> tuple[Module, str]:
     """The module of a file, and its text."""
     if on.platform != "tpu":
         raise OptionError(
-            f"{on.name} is a {on.platform}: of dumps only TPU slices are forecast; give a recipe or a function instead"
+            f"{on.name} is a {on.platform} slice; dumps are forecast for TPU slices only; give a recipe or a function instead"
         )
     try:
         text = path.read_text()
@@ -120,7 +120,7 @@ def _chip_note(module: Module, text: str, path: Path, on: Slice) -> str:
     """
     if f"S({CMEM})" in text and not on.chip.cmem_bytes:
         raise DataError(
-            f"{path} keeps arrays in common memory, which v4 has and {on.chip.name} has not; choose a v4 slice"
+            f"{path} keeps arrays in common memory, which v4 has and {on.chip.name} lacks; choose a v4 slice"
         )
     taken = f"the dump does not name its chip: taken as scheduled for {on.chip.name}"
     best = _best_rate(module, on)

@@ -63,4 +63,4 @@ def windowed(module: Module, timeline: Timeline) -> Windowed | None:
 def note_of(found: Windowed, step_seconds: float) -> str:
     """One line for people."""
     share = found.seconds / step_seconds if step_seconds else 0.0
-    return f"{found.einsums} windowed einsums take {duration(found.seconds)} ({share:.0%}); off with {OFF}"
+    return f"{found.einsums} windowed einsums take {duration(found.seconds)} ({share:.0%}); turn them off with {OFF}"

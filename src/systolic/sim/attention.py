@@ -53,7 +53,7 @@ class AttentionPace:
     """Time to begin and end the sums of a row of blocks, and to wait for the row's own operand; fitted."""
 
     def unhidden(self, attention: "Attention") -> float:
-        """The part that stands for a call."""
+        """Unhidden part of a call."""
         if attention.kind in (FORWARD, DQ):
             return self.staged_forward if attention.staged else self.forward
         return self.staged_backward if attention.staged else self.backward
@@ -206,13 +206,13 @@ def _sides(shape: Shape, layout: int) -> tuple[int, int]:
     return (other, one) if layout == _SEQUENCE_MINOR else (one, other)
 
 
-def _parallel(kind: str, query: Shape, grid: Sequence[int], told: object) -> tuple[int, ...]:
+def _parallel(kind: str, query: Shape, grid: Sequence[int], parallel: object) -> tuple[int, ...]:
     """Dims of the grid that cores may share: as the body says, or as JAX's own kernels have it.
 
     There ``vmap`` adds such a dim, and the forward pass has its heads; all others are in order.
     """
-    if isinstance(told, list):
-        return tuple(told)
+    if isinstance(parallel, list):
+        return tuple(parallel)
     added = grid[: max(len(grid) - 3, 0)] if grid else query.dims[:-3]
     heads = query.dims[-3] if kind == FORWARD and len(query.dims) >= 3 else 1
     return (heads, *added)

@@ -93,7 +93,7 @@ class Parts:
     """Whether it is a matmul in one pass with an f32 operand that comes from HBM."""
 
 
-def taken(parts: Parts, slow: Slowdown) -> float:
+def estimated_seconds(parts: Parts, slow: Slowdown) -> float:
     """Seconds of an op: the longest of its parts, and the windows at its ends."""
     matrix = slow.matrix * parts.matrix * (F32_OPERANDS if parts.f32 else 1.0)
     compute = max(matrix, slow.vector * parts.vector)
@@ -101,14 +101,14 @@ def taken(parts: Parts, slow: Slowdown) -> float:
     return max(compute, moving) + slow.unhidden * min(compute, moving)
 
 
-def told(cycles: float, parts: Parts, slow: Slowdown) -> float:
+def seconds_by_cycles(cycles: float, parts: Parts, slow: Slowdown) -> float:
     """Seconds of an op for which the compiler has an estimate, ``cycles`` in seconds.
 
     The compiler assumes a quarter to a half of the memory's rate for each array, and on v5p and v6e more vector
-    work than chips need, so its cycles are taken where they are below :func:`taken`: they know how a
+    work than chips need, so its cycles are taken where they are below :func:`estimated_seconds`: they know how a
     shape suits the units. A matmul takes no less than its units at their best.
     """
-    seconds = min(taken(parts, slow), cycles)
+    seconds = min(estimated_seconds(parts, slow), cycles)
     return max(seconds, parts.matrix, slow.memory * parts.memory) if parts.matrix else seconds
 
 

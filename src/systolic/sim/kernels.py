@@ -45,11 +45,11 @@ def kernel_cost(
             return KernelCost(seconds, flops_of(found), found.assumed)
     if known is None and "flops" in (counted := config.get("counted") or {}):
         known = _counted(computation, call, rates, counted)
-    said = _estimated(rates, config.get("cost_estimate") or {})
-    if said is None or (known is not None and known.seconds > said.seconds):
-        # An estimate is its author's word to the scheduler: it can't make less of what the body does.
+    estimate = _estimated(rates, config.get("cost_estimate") or {})
+    if estimate is None or (known is not None and known.seconds > estimate.seconds):
+        # An estimate is what the author gives the scheduler: it cannot lower the count of what the body does.
         return known
-    return said
+    return estimate
 
 
 def _estimated(rates: Rates, estimate: Mapping[str, Any]) -> KernelCost | None:

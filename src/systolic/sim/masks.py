@@ -13,7 +13,7 @@ from systolic.hlo import Computation, Instruction, Module, Shape
 
 _INTEGERS = ("s8", "u8", "s16", "s32")
 _NUMBER = re.compile(r"-?\d+")
-_SAID = re.compile(r"\bblocks_(\d+)_of_(\d+)\b")
+_SHARE_IN_NAME = re.compile(r"\bblocks_(\d+)_of_(\d+)\b")
 """Mark in the name of our own attention: the share of blocks that the mask leaves to the device with most of it (systolic.models.splash)."""
 _THROUGH = ("copy", "bitcast", "reshape", "copy-done", "copy-start", "convert")
 _STEPS = 24
@@ -42,9 +42,9 @@ def block_share(
     module: Module, computation: Computation, call: Instruction, grid: Grid
 ) -> ComputedShare:
     """Share of ``grid`` that the mask of a splash attention call leaves."""
-    said = _SAID.search(call.op_name)
-    if said is not None:
-        return ComputedShare(value=int(said[1]) / int(said[2]))
+    share = _SHARE_IN_NAME.search(call.op_name)
+    if share is not None:
+        return ComputedShare(value=int(share[1]) / int(share[2]))
     kinds = _kinds(computation, call)
     if kinds is None and call.name.startswith("splash") and not _integers(computation, call):
         return ComputedShare(value=1.0)  # without a mask these kernels take no arrays of blocks

@@ -285,8 +285,10 @@ def crossings(transfer: Instruction, num_slices: int) -> tuple[float, str]:
     if times is not None:
         return times, ""
     # Attributes up to the target, which can list thousands of devices.
-    said = re.sub(r".*?(_xla_megascale_\w+=.{0,60}).*", r"\1…", transfer.rest, flags=re.DOTALL)
-    note = f"{transfer.name} between slices is not understood ({said[:80].strip(', ')}): taken as an all-reduce of all {num_slices}"
+    attributes = re.sub(
+        r".*?(_xla_megascale_\w+=.{0,60}).*", r"\1…", transfer.rest, flags=re.DOTALL
+    )
+    note = f"{transfer.name} between slices is not understood ({attributes[:80].strip(', ')}): taken as an all-reduce of all {num_slices}"
     return 2.0 * (num_slices - 1) / num_slices, note
 
 

@@ -5,7 +5,13 @@ from dataclasses import dataclass, replace
 
 from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.calibration import Calibration, constant
-from systolic.sim.estimate import matrix_seconds, parts_of, slowdown_of, taken, told
+from systolic.sim.estimate import (
+    estimated_seconds,
+    matrix_seconds,
+    parts_of,
+    seconds_by_cycles,
+    slowdown_of,
+)
 from systolic.sim.grouped import grouped_cost
 from systolic.sim.kernels import kernel_cost
 from systolic.sim.masked import masked_seconds, masked_share
@@ -135,9 +141,12 @@ def _price(
     parts = parts_of(module, computation, instruction, work, rates)
     slow = slowdown_of(rates.chip.name)
     if cycles is None:
-        seconds, by = taken(parts, slow), PricedBy.estimate if work.flops else PricedBy.bytes
+        seconds, by = (
+            estimated_seconds(parts, slow),
+            PricedBy.estimate if work.flops else PricedBy.bytes,
+        )
     else:
-        seconds = told(cycles / rates.clock_hz, parts, slow)
+        seconds = seconds_by_cycles(cycles / rates.clock_hz, parts, slow)
         by = PricedBy.cycles if work.flops else PricedBy.bytes
     seconds *= calibration.factor(by.value if work.flops else "memory")
     return OpPrice(seconds, _bound(seconds, matrix, memory), by, work.flops, work.bytes)

@@ -156,7 +156,7 @@ class _Walk:
         if opcode in ("call", "conditional", "async-start", "call-start"):
             inner = [self.module.computations[name] for name in instruction.called_computations]
             if len(inner) > 1:
-                self.notes[f"of the branches of {instruction.name} the longest is taken"] = None
+                self.notes[f"the longest branch of {instruction.name} is taken"] = None
             seconds, spans = max(map(self.computation, inner), key=lambda cost: cost[0])
             outer = self.span(computation, instruction, seconds, Resource.idle)
             return replace(outer, inside=spans) if spans else None
@@ -167,9 +167,9 @@ class _Walk:
     def loop(self, computation: Computation, instruction: Instruction) -> Span | None:
         count = trip_count(self.module, computation, instruction)
         if count is None:
-            self.notes[f"loop {instruction.name} has no trip count before the run: taken once"] = (
-                None
-            )
+            self.notes[
+                f"loop {instruction.name} has no trip count before the run: priced as one iteration"
+            ] = None
             count = 1
         seconds, spans = self.computation(self.module.callee(instruction, "body"))
         if not spans or not count:

@@ -39,7 +39,7 @@ DMA_SECONDS: float = constant("simulate.dma_seconds")
 DMA_SHARE: float = constant("simulate.dma_share")
 TURN_SECONDS: float = constant("simulate.turn_seconds")
 MUCH = 0.02
-"""Share of the step above which it is said that ops were estimated."""
+"""Share of the step above which a note reports estimated ops."""
 
 SPARSE = "sparse"
 """The lane of what is offloaded to SparseCores."""
@@ -83,12 +83,12 @@ def simulate(
         spans = (*spans, slowest_slice(seconds, waited))
         seconds += waited
         run.notes[
-            f"{waited / seconds:.1%} of the step is an allowance for waiting for the slowest of {on.num_slices} slices, as published steps grew"
+            f"{waited / seconds:.1%} of the step is an allowance for waiting for the slowest of {on.num_slices} slices, fitted to published steps"
         ] = None
     made = Timeline(origin=Origin.simulated, seconds=seconds, spans=spans, notes=merged(run.notes))
     estimated = sum(s.seconds * n for s, n in made.leaves() if s.priced_by is PricedBy.estimate)
     if estimated > MUCH * seconds:
-        note = f"{estimated / seconds:.0%} of the time is of ops without the compiler's cycles, priced by slowdowns fitted to other programs"
+        note = f"ops without the compiler's cycles take {estimated / seconds:.0%} of the time, at rates fitted to other programs"
         return replace(made, notes=(*made.notes, note))
     return made
 
@@ -224,7 +224,7 @@ class _Order:
         count = trip_count(self.on.module, self.computation, instruction)
         if count is None:
             self.on.notes[
-                f"loop {instruction.name} has no trip count before the run: taken once"
+                f"loop {instruction.name} has no trip count before the run: priced as one iteration"
             ] = None
             count = 1
         body = self.on.computation(self.on.module.computations[instruction.called("body") or ""])
@@ -234,7 +234,7 @@ class _Order:
     def branch(self, instruction: Instruction) -> None:
         branches = [self.on.module.computations[name] for name in instruction.called_computations]
         runs = [self.on.computation(branch) for branch in branches]
-        self.on.notes[f"of the branches of {instruction.name} the longest is taken"] = None
+        self.on.notes[f"the longest branch of {instruction.name} is taken"] = None
         self.nest(instruction, max(runs, key=lambda run: run.seconds))
 
     def call(self, instruction: Instruction, name: str) -> None:
