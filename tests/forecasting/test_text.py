@@ -70,7 +70,7 @@ def test_what_is_no_dump_for_the_slice_is_one_line(
 
 
 def test_other_platforms_are_told(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="only TPU slices"):
+    with pytest.raises(OptionError, match="TPU slices only"):
         forecast_text(tmp_path / "dump.txt", slice("h100"))
 
 
