@@ -37,7 +37,9 @@ def test_a_forecast_and_its_explanation_name_them(tmp_path: Path) -> None:
     path.write_text(hlo.text("lm-v5e-4"))
     made = forecast_text(path, slice("v5e-4"))
     (warning,) = made.warnings
-    assert re.fullmatch(r"7 windowed einsums take [\d.]+ ms \(\d\d%\); turn them off with (.*)", warning)
+    assert re.fullmatch(
+        r"7 windowed einsums take [\d.]+ ms \(\d\d%\); turn them off with (.*)", warning
+    )
     assert warning.endswith(OFF)
     assert made.to_json()["notes"][0] == warning
     causes = {cause.name: cause for cause in causes_of_forecast(made, hlo.module("lm-v5e-4"))}

@@ -53,4 +53,6 @@ ENTRY %main (start: (s32[], f32[8])) -> (s32[], f32[8]) {{
 """)
     (note,) = [n for n in simulate(module, slice("v5e-1")).notes if "no trip count" in n]
     assert note.startswith("loop while.0 has no trip count")
-    assert note.endswith(f"(and {count - 1} more like it)" if count > 1 else "priced as one iteration")
+    assert note.endswith(
+        f"(and {count - 1} more like it)" if count > 1 else "priced as one iteration"
+    )
