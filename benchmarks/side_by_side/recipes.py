@@ -22,7 +22,6 @@ from systolic.job import (
     Target,
 )
 from systolic.models.attention import attention
-from systolic.models.dense import dense
 from systolic.models.masking import Masking
 from systolic.models.vision.pixels import Pixels
 from systolic.models.vision.resnet.config import Depth, ResNet, Stem
@@ -31,6 +30,7 @@ from systolic.steps.tasks.language import LanguageModel
 
 sys.path.insert(0, str(Path(__file__).parent))
 import sizes as shared  # ty: ignore[unresolved-import]
+from dense import dense  # ty: ignore[unresolved-import]
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], deviation: float, axes) -> nnx.Param:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.house.budget import ROOT
-from tests.house.names import by_luck, dead, doubles
+from tests.house.names import by_luck, dead, doubles, missing
 
 PUBLIC: dict[str, str] = {
     "systolic/hlo/shape.py:VMEM": "one of the memory spaces that the parser tells apart",
@@ -26,6 +26,19 @@ def test_no_public_name_is_dead() -> None:
 
 def test_one_class_of_each_name() -> None:
     assert doubles(ROOT) == {}
+
+
+def test_scripts_import_what_is_there(tmp_path: Path) -> None:
+    assert missing(ROOT) == []
+    (tmp_path / "src" / "systolic").mkdir(parents=True)
+    (tmp_path / "src" / "systolic" / "here.py").write_text("def known(): ...")
+    (tmp_path / "benchmarks").mkdir()
+    script = "from systolic.here import known, gone\nfrom systolic.away import known"
+    (tmp_path / "benchmarks" / "run.py").write_text(script)
+    assert [line.split(" imports ")[1] for line in missing(tmp_path)] == [
+        "systolic.here.gone",
+        "systolic.away.known",
+    ]
 
 
 def test_attributes_are_known() -> None:

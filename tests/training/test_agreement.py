@@ -153,3 +153,16 @@ def test_alone_nobody_is_asked(monkeypatch: pytest.MonkeyPatch):
     assert not interrupt.soon()
     interrupt.signal = signal.SIGINT
     assert interrupt.soon()
+
+
+def test_a_second_interrupt_raises_in_a_python_program():
+    """A notebook's kernel is not ended; a command, which has a handler of its own, is."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Interrupt() as interrupt:
+            signal.raise_signal(signal.SIGINT)
+            assert interrupt.signal is signal.SIGINT
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)

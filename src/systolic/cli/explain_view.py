@@ -136,8 +136,10 @@ class ExplainView:
         line.told(text, self._stream, f"{now.compiled} compiled")
 
 
-def applied(of: RecipeStep, settings: Mapping[str, Any], candidate: Candidate, verb: str) -> str:
-    """The command with some settings, compiled with a candidate's flags.
+def applied(
+    of: RecipeStep, settings: Mapping[str, Any], candidate: Candidate, verb: str
+) -> str | None:
+    """The command with some settings, compiled with a candidate's flags; None where no command names the job.
 
     Args:
         of: The step whose settings they change.
@@ -145,6 +147,8 @@ def applied(of: RecipeStep, settings: Mapping[str, Any], candidate: Candidate, v
         candidate: Where, and with which flags.
         verb: ``forecast`` or ``train``.
     """
+    if of.recipe.of_job:
+        return None
     found = option_words(of.recipe.function, of.options, {**of.settings, **settings})
     if verb == "forecast":
         found += ["--on", candidate.on.name, "--quick"]  # as the figures above were made
@@ -208,7 +212,7 @@ def show_remedies(
     if best is not None:
         typed = applied(of, best.candidate.settings(job), best.candidate, verb)
         text = f"the best that keeps training the same: {best.text}, {best.verdict}"
-        print(f"\n{text}\n  {typed}", file=stream)
+        print("\n".join(["", text, *([f"  {typed}"] if typed else [])]), file=stream)
     elif remedies:
         print("\nnone of the changes that keep training the same is faster", file=stream)
     settings = [one.candidate.settings(job) for one in remedies]

@@ -45,6 +45,9 @@ class Recipe:
     reads: OpenedFiles | None = None
     """The other files of its folder that it opens; of a user's own file."""
 
+    of_job: bool = False
+    """Whether it stands for a Job, which no command can name."""
+
     @property
     def summary(self) -> str:
         """The first line of its docstring."""

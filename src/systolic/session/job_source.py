@@ -104,4 +104,4 @@ def recipe_of(job: Job) -> Recipe:
         steps: Optimizer steps.
         layout: How it is spread.
     """
-    return Recipe(target=job.name, function=given)
+    return Recipe(target=job.name, function=given, of_job=True)

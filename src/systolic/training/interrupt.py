@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C ask the loop to save and leave; a second Ctrl-C leaves at once."""
+"""SIGTERM and Ctrl-C ask the loop to save and leave; a second Ctrl-C ends a command at once, and raises in a Python program."""
 
 import os
 import signal
@@ -82,8 +82,11 @@ class Interrupt:
             self.signal = self.signal or signal.SIGTERM
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
+        del frame
         # Straight to the descriptor: a handler may run in the middle of a print.
         if self.signal is not None and number == signal.SIGINT:
+            if self._before.get(signal.SIGINT) is signal.default_int_handler:
+                raise KeyboardInterrupt  # A Python program's or a notebook's own process stays.
             os.write(2, b"\nsystolic: left at once; what came after the last checkpoint is lost\n")
             # An exception would wait for the step that runs. Checkpoints are whole or absent.
             os._exit(130)
