@@ -117,7 +117,7 @@ def plan(goal: Goal = GOAL, stopped: SearchStop | None = None) -> Plan:
             on=slice("v5e-4"),
             layouts=1204,
             rule=RefusalRule.memory_bound,
-            reason="weights, optimizer state and layer inputs alone are 18.20 GiB of 15.75 GiB or more (nearest: fsdp 4 remat full)",
+            reason="weights, optimizer state and layer inputs alone need at least 18.20 GiB of 15.75 GiB (nearest: fsdp 4 remat full)",
         ),
         Refused(
             on=slice("v5e-64"),

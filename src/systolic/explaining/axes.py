@@ -1,4 +1,4 @@
-"""Which mesh axes a collective runs along."""
+"""Mesh axes that a collective runs along."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from systolic.hlo.groups import groups_of
 def axes_of(
     module: Module, computation: Computation, instruction: Instruction, mesh: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """Names of the axes in which members of a group differ; () when the mesh is not theirs.
+    """Names of the axes in which members of a group differ; () when the groups do not match the mesh.
 
     ``mesh`` is axis name to size, outermost first; partition ids count its devices in that order.
     """

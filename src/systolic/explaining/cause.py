@@ -1,4 +1,4 @@
-"""The value that every explanation is made of."""
+"""Cause: the value that explanations are lists of."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ class Cause:
     title: str
     """One line for people."""
     share: float | None
-    """Of the step, for what costs time (0 to 1); ``None`` where a share makes no sense."""
+    """Share of the step (0 to 1) for a cause that costs time, else ``None``."""
     seconds: float | None
-    """What it costs, in seconds; ``None`` where that makes no sense."""
+    """Cost in seconds; ``None`` for a cause that is not about time."""
     evidence: Sequence[str]
     """Lines with numbers: ops, layers, source lines, steps."""
     advice: Sequence[str]
-    """What to try, as settings that can be typed."""
+    """Settings to try, as typed on the command line."""

@@ -1,4 +1,4 @@
-"""Causes of a step's time, largest share first: of a forecast and of a profile, by the same rules."""
+"""Causes of a step's time, largest share first, by the same rules for a forecast and a profile."""
 
 from collections.abc import Iterable, Mapping
 
@@ -23,9 +23,9 @@ def causes_of_forecast(
     """Causes of a simulated step; none where the forecast has no timeline.
 
     Args:
-        forecast: Of a step that fits.
+        forecast: Forecast of a step that fits.
         module: The scheduled program that was simulated.
-        model: Tells what the program can't: how many slots its experts have.
+        model: The job's model, for the slots of its experts, which the program does not state.
         settings: Options of the recipe, for advice; None where it is not known.
     """
     if forecast.timeline is None or not forecast.step_seconds:
@@ -34,11 +34,11 @@ def causes_of_forecast(
 
 
 def causes_of_profile(profile: Profile, mesh: Mapping[str, int] | None = None) -> list[Cause]:
-    """Causes of the median step of a profile, and of what the device waited for over all that was traced.
+    """Causes of the median step of a profile, and of the device's waiting in the whole trace.
 
     Args:
-        profile: What :func:`systolic.profile.open_profile` read.
-        mesh: Axis to size, outermost first, where it is known; names the axes of collectives.
+        profile: A profile from :func:`systolic.profile.open_profile`.
+        mesh: Axis to size, outermost first, to name the axes of collectives; None where unknown.
     """
     step = step_of_profile(profile, mesh or {})
     return _sorted([*waiting.causes(profile), *_by_rules(step)])

@@ -1,4 +1,4 @@
-"""What the loss curves of a run say: divergence, spikes, a plateau, overfitting, too few steps."""
+"""Causes from the loss curves of a run: divergence, spikes, a plateau, overfitting, too few steps."""
 
 import math
 import statistics
@@ -10,38 +10,38 @@ from systolic.explaining.cause import Cause
 from systolic.explaining.settings import settings_of
 
 FEW = 12
-"""Records below which a curve says nothing."""
+"""Fewest records from which a curve is judged."""
 
 SPIKE = 1.4
-"""A loss of this many times the median before it stands out, if the curve is not that noisy anyway."""
+"""Ratio of a loss to the median before it that makes it a spike, unless the curve is noisier."""
 
 SPREADS = 8.0
-"""Standard deviations, of the logarithm around the median, that a spike stands out by."""
+"""Standard deviations of the log loss around its median that make a spike."""
 
 BEFORE = 20
-"""Records before one that it is judged by."""
+"""Preceding records that a record is compared with."""
 
 RISE = 1.05
-"""Validation losses within this ratio of the best are as good as the best."""
+"""Ratio to the best validation loss within which losses count as equal."""
 
 GAP = 1.5
-"""A validation loss of this many times the training loss is far from it."""
+"""Ratio of validation to training loss that counts as a gap."""
 
 EPOCHS = 4.0
 """Passes over a text that are worth about as much as new text (Muennighoff et al. 2023)."""
 
 TOKENS_PER_PARAMETER = 20
-"""Of a model trained as long as its size is worth (Hoffmann et al. 2022)."""
+"""Compute-optimal training tokens per parameter (Hoffmann et al. 2022)."""
 
 DROPPED = 0.02
-"""Share of a mixture's choices without a slot from which the experts are said to be uneven."""
+"""Share of dropped expert choices from which the experts are reported as uneven."""
 
 FALL = 0.08
-"""A curve that would fall by this share in as many steps again is cut short."""
+"""Relative fall of the loss in as many steps again from which a run counts as too short."""
 
 
 def causes(history: RunRecord) -> list[Cause]:
-    """All that the curves say, worst first."""
+    """Causes that the curves show, worst first."""
     found = [diverged(history)]
     if found[0] is None:
         found += [spikes(history), plateau(history)]
@@ -52,7 +52,7 @@ def causes(history: RunRecord) -> list[Cause]:
 
 
 def diverged(history: RunRecord) -> Cause | None:
-    """A loss that is not a number, or ended far above its best."""
+    """Divergence: a loss that is not a number or that ends far above its best."""
     settings = settings_of(history)
     lower = [
         settings.learning_rate(history.peak_rate / 3),
@@ -85,7 +85,7 @@ def diverged(history: RunRecord) -> Cause | None:
 
 
 def spikes(history: RunRecord) -> Cause | None:
-    """Losses that stand out of the noise before them."""
+    """Spikes: losses above the noise of the records before them."""
     found, losses, steps = [], history.losses, history.train_steps
     index = FEW
     while index < len(losses):
@@ -123,7 +123,7 @@ def spikes(history: RunRecord) -> Cause | None:
 
 
 def plateau(history: RunRecord) -> Cause | None:
-    """A loss that has never moved."""
+    """Plateau: a loss that has hardly changed."""
     losses = history.losses
     if len(losses) < 2 * FEW:
         return None
@@ -143,7 +143,7 @@ def plateau(history: RunRecord) -> Cause | None:
     ratio = (
         statistics.median(layers.ratios(history).values() or [0.0]) if history.diagnoses else 0.0
     )
-    # Weights that hardly move, or that jump about: where the probes tell, only one way is left.
+    # The rate may be too low or too high; probes, where there are any, tell which.
     ways = {True: [lower], False: [higher]}
     advice = ways[ratio > layers.USUAL_RATIO] if ratio else [higher, lower]
     advice.append("systolic data inspect, to see what the model sees")
@@ -151,7 +151,7 @@ def plateau(history: RunRecord) -> Cause | None:
 
 
 def overfitting(history: RunRecord) -> Cause | None:
-    """Training losses that fall below validation losses while these rise, or lie far below them."""
+    """Overfitting: the training loss falls while the validation loss rises, or lies far below it."""
     points = validation(history)
     if not points:
         return None
@@ -182,14 +182,12 @@ def overfitting(history: RunRecord) -> Cause | None:
     decay = settings.get("optimizer.weight_decay") or 0.0
     advice.append(settings.change("optimizer.weight_decay", value=max(3 * decay, 0.1)))
     advice.append("more data, or a smaller model")
-    title = (
-        f"It learns the training data by heart: validation loss {last:.4g}, training loss {now:.4g}"
-    )
+    title = f"The model overfits: validation loss {last:.4g}, training loss {now:.4g}"
     return _cause("overfitting", title, evidence, advice)
 
 
 def repeats(history: RunRecord) -> Cause | None:
-    """A text read more often than it has something new to say."""
+    """More passes over a text than about :data:`EPOCHS`, after which repeated text is worth less than new text."""
     epochs = history.epochs
     if not history.reads_text or epochs is None or epochs <= EPOCHS:
         return None
@@ -203,7 +201,7 @@ def repeats(history: RunRecord) -> Cause | None:
 
 
 def full_experts(history: RunRecord) -> Cause | None:
-    """A mixture that drops choices, for its experts are uneven or have too few slots, after the first records."""
+    """Choices dropped after the first records, because experts are uneven or have too few slots."""
     known = [record for record in history.train if "dropped" in record]
     late = known[len(known) // 2 :]
     if len(known) < FEW:
@@ -243,7 +241,7 @@ def full_experts(history: RunRecord) -> Cause | None:
 
 
 def short(history: RunRecord) -> Cause | None:
-    """A loss that still falls quickly at the end."""
+    """Loss that still falls quickly at the end."""
     losses, steps = history.losses, history.train_steps
     if len(losses) < 2 * FEW or not history.is_finished or min(losses) <= 0:
         return None
@@ -278,18 +276,18 @@ def validation(history: RunRecord) -> list[tuple[int, float]]:
 
 
 def _normal(before: Sequence[float]) -> tuple[float, float]:
-    """The median of positive losses, and above which loss one is not normal."""
+    """The median of positive losses, and the loss above which a record is a spike."""
     base = statistics.median(before)
     if base <= 0:
         return base, math.inf
     away = [abs(math.log(max(loss, 1e-12) / base)) for loss in before]
-    # 1.4826 makes of a median deviation the standard deviation of a normal distribution.
+    # 1.4826 converts a median absolute deviation to a normal distribution's standard deviation.
     spread = 1.4826 * statistics.median(away)
     return base, base * math.exp(max(math.log(SPIKE), SPREADS * spread))
 
 
 def _around(history: RunRecord, step: int) -> list[str]:
-    """What the records before a step say."""
+    """Evidence from the records before a step."""
     before = [record for record in history.train if record["step"] <= step][-3:]
     return [
         f"step {r['step']}: loss {r['loss']:.4g}, gradient norm {r['grad_norm']:.3g}, learning rate {r['learning_rate']:.3g}"
@@ -298,7 +296,7 @@ def _around(history: RunRecord, step: int) -> list[str]:
 
 
 def _longer_warmup(history: RunRecord) -> int:
-    """Twice the warm-up and at least 100 steps, as far as that is half of the job."""
+    """Twice the warm-up, at least 100 steps and at most half of the job."""
     job: Record = history.job.get("job") or {}
     warmup = (job.get("schedule") or {}).get("warmup") or 0
     longer = max(100, 2 * warmup)
@@ -314,7 +312,7 @@ def _tokens(history: RunRecord) -> float | None:
 
 
 def _slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Of a straight line through points, and its standard error."""
+    """Slope of a straight line through points, and its standard error."""
     mean_x, mean_y = statistics.fmean(x), statistics.fmean(y)
     spread = sum((a - mean_x) ** 2 for a in x)
     slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread

@@ -1,4 +1,4 @@
-"""A profile in numbers, and what it holds too little for."""
+"""Figures of a profile, and which questions it has too little data for."""
 
 from collections import defaultdict
 from typing import Any
@@ -14,12 +14,12 @@ _SHARES = {
     Resource.ici: "collectives",
     Resource.dcn: "other slices",
     Resource.host: "host transfers",
-    Resource.vpu: "ops of which nothing is known",
+    Resource.vpu: "ops of unknown kind",
 }
 
 
 def figures(profile: Profile) -> dict[str, Any]:
-    """The step in numbers: ``step_seconds`` of the median of ``steps``, and ``shares`` of it by what the device did."""
+    """``step_seconds`` of the median of ``steps``, and ``shares`` of it by the device's activity."""
     by: dict[str, float] = defaultdict(float)
     for op in profile.ops:
         by[_SHARES[op.resource]] += op.seconds / profile.seconds
@@ -33,7 +33,7 @@ def figures(profile: Profile) -> dict[str, Any]:
 
 
 def unjudged(profile: Profile) -> list[str]:
-    """What the profile holds too little for, a sentence each."""
+    """Questions that the profile has too little data for, a sentence each."""
     trace = profile.trace
     found = list(trace.notes)
     if step_of_profile(profile, {}).peak("bf16") is None:

@@ -1,4 +1,4 @@
-"""What probes of single layers show: dead or uneven gradients, updates against weights, lost updates, noise."""
+"""Causes from gradient probes of layers: dead or uneven gradients, update ratios, lost updates, noise."""
 
 import math
 import re
@@ -11,31 +11,31 @@ from systolic.explaining.cause import Cause
 from systolic.explaining.settings import advise, settings_of
 
 DEAD = 1e-8
-"""A gradient (per element) of so much of the model's median is none."""
+"""Ratio to the model's median gradient (per element) below which a gradient counts as none."""
 
 UNEVEN = 1e3
-"""First and last layers of a stack whose gradients (per element) differ by more train unevenly."""
+"""Ratio of gradients (per element) between a stack's first and last layers that counts as uneven."""
 
 GROWN = 30.0
-"""A gradient norm of this many times what it was early in the run is exploding."""
+"""Ratio of a gradient norm to its early value that counts as exploding."""
 
 USUAL_RATIO = 1e-3
-"""Of an update to its weights, as a rule of thumb (Karpathy, CS231n notes, "Ratio of weights:updates")."""
+"""Usual ratio of an update to its weights, a rule of thumb (Karpathy, CS231n notes, "Ratio of weights:updates")."""
 
 HIGH_RATIO, LOW_RATIO = 1e-1, 1e-5
-"""Beyond these the learning rate is the likely cause. Muon's healthy runs reach 5e-2, so this is no narrow band."""
+"""Ratios outside of which the learning rate is the likely cause; wide, since healthy runs with Muon reach 5e-2."""
 
 NEAR_PEAK = 0.5
-"""Probes at learning rates of at least this share of the peak tell about the peak."""
+"""Share of the peak learning rate from which a probe counts for the peak."""
 
 SOME_RATE = 0.1
-"""Probes at lower rates than this share of the peak are of a run that is ending."""
+"""Share of the peak learning rate below which a probe is of the end of the decay."""
 
 LOST = 0.25
-"""Share of the weights whose updates are lost that is worth a line."""
+"""Share of lost updates from which they are reported."""
 
 LARGE_BATCH = 4.0
-"""A batch of this many times the noise scale mostly costs: it needs 1 + 4 times the fewest examples."""
+"""Ratio of batch to noise scale that counts as too large: it needs 1 + 4 times the fewest examples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class LayerShare:
 
     path: str
     layer: int | None
-    """Its number where the parameter stacks the layers."""
+    """The layer's number where the parameter stacks the layers."""
     is_matrix: bool
     size: int
     dtype: str
@@ -73,7 +73,7 @@ class LayerShare:
 
     @property
     def ratio(self) -> float:
-        """Of the update to the weights."""
+        """Ratio of the update to the weights."""
         return self.update / self.weight if self.weight else math.nan
 
 
@@ -108,7 +108,7 @@ def causes(history: RunRecord) -> list[Cause]:
 
 
 def dead(history: RunRecord) -> Cause | None:
-    """Matrices without a gradient in the later half of the probes, all of them."""
+    """Matrices without a gradient in every probe of the later half."""
     probes = _late(history)
     silent: set[str] | None = None
     for probe in probes:
@@ -138,14 +138,14 @@ def dead(history: RunRecord) -> Cause | None:
     if settings.get("model.mlp") == "relu":
         advice.append(settings.change("model.mlp", value="swiglu"))
     advice.append(
-        "look at what these layers hand on: a ReLU whose inputs are all negative, an output scale of 0, a path that is not used"
+        "check the outputs of these layers: a ReLU whose inputs are all negative, an output scale of 0, an unused path"
     )
     title = f"{len(last)} of {total} weight matrices get no gradient"
     return _cause("dead-gradients", title, evidence, advice)
 
 
 def uneven(history: RunRecord) -> Cause | None:
-    """A stack whose first layers' gradients are far from its last layers'."""
+    """Stack whose first layers' gradients differ greatly from its last layers'."""
     probe = _late(history)[-1]
     stacks: dict[str, dict[int, list[LayerShare]]] = {}
     for part in parts(probe):
@@ -175,7 +175,7 @@ def uneven(history: RunRecord) -> Cause | None:
 
 
 def exploding(history: RunRecord) -> Cause | None:
-    """A gradient norm that has grown all through the run."""
+    """Gradient norm that has grown throughout the run."""
     norms = [r["grad_norm"] for r in history.train if math.isfinite(r["grad_norm"])]
     if len(norms) < 24:
         return None
@@ -199,7 +199,7 @@ def exploding(history: RunRecord) -> Cause | None:
 def ratios(history: RunRecord) -> dict[str, float]:
     """Name of each weight matrix to the median ratio of its updates to it, at the peak learning rate.
 
-    A probe at a lower rate is scaled up, for updates are proportional to the rate.
+    A probe at a lower rate is scaled up, since updates are proportional to the rate.
     """
     peak = history.peak_rate or max(probe["learning_rate"] for probe in history.diagnoses)
     probes = [x for x in history.diagnoses if x["learning_rate"] >= NEAR_PEAK * peak]
@@ -216,7 +216,7 @@ def ratios(history: RunRecord) -> dict[str, float]:
 
 
 def rate(history: RunRecord) -> Cause | None:
-    """A learning rate that moves the weights too fast at any time, or hardly at all."""
+    """Learning rate that moves the weights too fast at any time, or hardly at all."""
     found = ratios(history)
     middle = _median(found.values())
     fast, step = max((_median(_moving(probe)), probe["step"]) for probe in history.diagnoses)
@@ -226,7 +226,7 @@ def rate(history: RunRecord) -> Cause | None:
     usual = f"about {USUAL_RATIO:.0e} is usual (Karpathy, CS231n)"
     ordered = sorted(found, key=lambda name: found[name])
     ends = f"median of each matrix over the probes: least {ordered[0]} {found[ordered[0]]:.1e}, most {ordered[-1]} {found[ordered[-1]]:.1e}, at the peak learning rate {history.peak_rate:.3g}"
-    # Not all the way to a rule of thumb in one go.
+    # Rules of thumb are rough: go part of the way only.
     if fast > HIGH_RATIO:
         evidence = [f"step {step}: an update is {fast:.1e} of its weights (median); {usual}", ends]
         advice = [settings.learning_rate(history.peak_rate * max(USUAL_RATIO / fast, 0.1))]
@@ -244,7 +244,7 @@ def _moving(probe: Record) -> list[float]:
 
 
 def training(history: RunRecord) -> list[Record]:
-    """The probes at a learning rate that still trains; the end of a decay loses every update."""
+    """Probes without those of the end of the decay, whose updates are all lost to rounding."""
     peak = history.peak_rate or max(probe["learning_rate"] for probe in history.diagnoses)
     least = max(SOME_RATE * peak, 0.0)
     return [probe for probe in history.diagnoses if probe["learning_rate"] > least]
@@ -303,7 +303,7 @@ def noise_scale(history: RunRecord) -> float | None:
 
 
 def batch(history: RunRecord) -> Cause | None:
-    """A batch so large that most of its examples say the same."""
+    """Batch far above the gradient noise scale."""
     scale, size = noise_scale(history), history.diagnoses[-1]["batch"]
     if scale is None or size <= LARGE_BATCH * scale or len(_late(history)) < 2:
         return None
@@ -320,12 +320,12 @@ def batch(history: RunRecord) -> Cause | None:
 
 
 def _late(history: RunRecord) -> Sequence[Record]:
-    """The later half of the probes, the only one included."""
+    """The later half of the probes; a single probe counts as later."""
     return history.diagnoses[len(history.diagnoses) // 2 :]
 
 
 def _names(found: Sequence[LayerShare]) -> str:
-    """Paths with the layers they are of, at most four."""
+    """At most four paths, with their layers."""
     layers: dict[str, list[str]] = {}
     for part in found:
         layers.setdefault(part.path, []).append("" if part.layer is None else str(part.layer))
@@ -335,7 +335,7 @@ def _names(found: Sequence[LayerShare]) -> str:
 
 
 def _few(slopes: Mapping[int, float]) -> dict[int, float]:
-    """First, middle and last."""
+    """The first, middle and last entries."""
     places = list(slopes)
     kept = {places[0], places[len(places) // 2], places[-1]}
     return {place: slopes[place] for place in places if place in kept}

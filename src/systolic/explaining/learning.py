@@ -1,4 +1,4 @@
-"""Why a run learns poorly: from its records alone."""
+"""Causes of poor learning, from a run's records alone."""
 
 import math
 from typing import Any
@@ -8,11 +8,11 @@ from systolic.explaining import curve, layers
 from systolic.explaining.cause import Cause
 
 EVERY = 50
-"""Steps between probes that advice asks for."""
+"""Steps between probes in advice."""
 
 
 def learning(history: RunRecord) -> list[Cause]:
-    """What keeps a run from learning, worst first; [] where its records show nothing."""
+    """Causes of poor learning, worst first; [] where the records show none."""
     curves, found = curve.causes(history), layers.causes(history)
     # What happens in the layers explains a curve, but not the length of the run.
     late = [cause for cause in curves if cause.name == "too-short"]
@@ -20,7 +20,7 @@ def learning(history: RunRecord) -> list[Cause]:
 
 
 def vitals(history: RunRecord) -> dict[str, Any]:
-    """Figures of a run's learning that are worth seeing also where all is well; ``None`` for what is not known.
+    """Figures of a run's learning to show even without a problem; ``None`` where unknown.
 
     ``update_ratio`` is the median ratio of updates to weights at the peak learning rate,
     ``noise_scale`` and ``batch`` are in examples, ``epochs`` are passes over the training data.
@@ -39,13 +39,13 @@ def vitals(history: RunRecord) -> dict[str, Any]:
 
 
 def unknown(history: RunRecord) -> list[str]:
-    """What the records can't tell, and how to learn it, in a line each."""
+    """Questions that the records can't answer, and the command that would, in a line each."""
     again = f"systolic train --resume {history.path} --diagnose {EVERY}"
     if not history.train:
-        return ["no step is on record, so there is nothing to judge"]
+        return ["the run has no record of a step, so nothing can be judged"]
     found = []
     if len(history.train) < curve.FEW:
-        found.append(f"{len(history.train)} records make no curve; train for more steps")
+        found.append(f"{len(history.train)} records are too few for a curve; train for more steps")
     if not history.diagnoses:
         found.append(f"gradients, updates and noise by layer were never probed; {again}")
     elif not layers.training(history):
@@ -62,8 +62,8 @@ def unknown(history: RunRecord) -> list[str]:
         )
     if not curve.validation(history):
         found.append(
-            "overfitting can't be judged: no evaluation of the validation split is on record; --evaluation.every 100"
+            "overfitting can't be judged: the run has no evaluation of the validation split; --evaluation.every 100"
         )
     if history.epochs is None:
-        found.append("how often the data was read is not on record")
+        found.append("the run has no record of how often the data was read")
     return found

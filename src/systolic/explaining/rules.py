@@ -1,8 +1,8 @@
-"""The rule book: why a step takes its time, by what its ops say.
+"""The rule book: causes of a step's time, from its ops.
 
-A rule sees a :class:`~systolic.explaining.step.Step`, simulated or measured. What only a forecast's job or only a
-profile's host can tell is in :mod:`~systolic.explaining.causes` and :mod:`~systolic.explaining.waiting`. Shares may overlap:
-what is computed again may also be bound by memory.
+A rule sees a :class:`~systolic.explaining.step.Step`, simulated or measured. Causes that need a
+forecast's job or a profile's host are in :mod:`~systolic.explaining.causes` and :mod:`~systolic.explaining.waiting`. Shares may
+overlap: recomputed ops may also be bound by memory.
 """
 
 import math
@@ -19,13 +19,13 @@ from systolic.hlo import Shape
 from systolic.sim.timeline import Resource
 
 BLOCKS = (1024, 2048)
-"""Sides of blocks of the attention kernel that are worth trying."""
+"""Block sides of the attention kernel to try."""
 EXPERTS = "decoder/moe.py"
-"""Source of the matmuls of slots."""
+"""Source file of the matmuls over expert slots."""
 LEAST_DIM = 16
-"""Smaller dims count a batch, not a side of the matrix."""
+"""Smallest dim that counts as a side of the matrix; smaller ones are batch dims."""
 POOR = 0.6
-"""Share of the peak below which a matmul counts as not filling the matrix units."""
+"""Share of the peak below which a matmul underfills the matrix units."""
 
 AXIS_ADVICE = {
     "fsdp": advise(
@@ -46,7 +46,7 @@ AXIS_ADVICE = {
 
 
 def callbacks(step: Step) -> Iterable[Cause]:
-    """The program calls Python."""
+    """Calls of Python from the program."""
     ops = [op for op in step.ops if op.kind is OpKind.callback]
     if ops:
         yield cause_of_ops(
@@ -62,7 +62,7 @@ def callbacks(step: Step) -> Iterable[Cause]:
 
 
 def collectives(step: Step) -> Iterable[Cause]:
-    """Time in which the device only waits for chips, by the mesh axes along which they talk."""
+    """Exposed collectives, by the mesh axes along which they run."""
     by: dict[tuple[str, ...], list[StepOp]] = defaultdict(list)
     for op in step.ops:
         if op.resource is Resource.ici and op.seconds:
@@ -100,7 +100,7 @@ def slices(step: Step) -> Iterable[Cause]:
 
 
 def transfers(step: Step) -> Iterable[Cause]:
-    """Waiting for copies from and to host memory; infeed is waiting for input."""
+    """Waiting for copies from and to host memory, without infeed, which is waiting for input."""
     ops = [op for op in step.ops if op.resource is Resource.host and "infeed" not in op.opcode]
     if ops:
         yield cause_of_ops(
@@ -122,7 +122,7 @@ def transfers(step: Step) -> Iterable[Cause]:
 
 
 def rematerialisation(step: Step) -> Iterable[Cause]:
-    """What the backward pass computes again."""
+    """Activations that the backward pass recomputes."""
     ops = [op for op in step.ops if "rematted_computation" in op.op_name]
     if ops:
         yield cause_of_ops(
@@ -250,13 +250,13 @@ def _queries(op: StepOp) -> tuple[int, ...]:
 
 
 def kernels(step: Step) -> Iterable[Cause]:
-    """Other kernels of their own code: their time over what the peak needs, where their FLOPs are known."""
+    """Custom (Pallas) kernels besides attention: their time over what the peak needs, where their FLOPs are known."""
     ops = [op for op in step.ops if op.kind is OpKind.kernel and not _is_attention(op)]
     if ops:
         yield cause_of_ops(
             step,
             "custom-kernels",
-            "kernels of their own code (Pallas)",
+            "custom kernels (Pallas)",
             ops,
             [
                 "other block sizes of the kernel, or XLA's own op in its place",
@@ -326,7 +326,7 @@ def memory_bound(step: Step) -> Iterable[Cause]:
 
 
 def update(step: Step) -> Iterable[Cause]:
-    """The optimizer's part."""
+    """The optimizer's update."""
     ops = _updates(step)
     if ops:
         yield cause_of_ops(
@@ -343,7 +343,7 @@ def update(step: Step) -> Iterable[Cause]:
 
 
 def _updates(step: Step) -> list[StepOp]:
-    """Ops outside of the loss and its gradient, of a step that has one: the optimizer's."""
+    """Ops of the optimizer: those outside of loss and gradient, in a step that has a gradient."""
     if not differentiates(op.op_name for op in step.ops):
         return []
     return [op for op in step.ops if not op.waits and is_outside_gradient(op.op_name)]
@@ -387,13 +387,13 @@ def bubble(step: Step) -> Iterable[Cause]:
 def empty_slots(step: Step) -> Iterable[Cause]:
     """Slots of a mixture's experts beyond what an even choice fills, at the rate of their matmuls."""
     factor = step.slots_per_token
-    # Dense layers and shared experts lie in other files. The router's own matmul, far smaller, is among these.
+    # Dense layers and shared experts are in other files. The router's matmul is counted too; it is far smaller.
     ops = [op for op in step.ops if op.flops and EXPERTS in op.source]
     if factor > 1 and ops:
         yield cause_of_ops(
             step,
             "empty-expert-slots",
-            f"slots of experts that stay empty however evenly they are chosen (capacity factor {factor:g}), beside the imbalance that the data brings",
+            f"expert slots that stay empty even with balanced routing (capacity factor {factor:g}), besides imbalance from the data",
             ops,
             [
                 advise(

@@ -1,4 +1,4 @@
-"""Advice in the options of a recipe, as they are typed."""
+"""Advice in terms of a recipe's options, as typed on the command line."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _LACKS = "(the recipe has no option for it; change it there)"
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Something to try, whose text has ``{}`` where an option of the recipe stands."""
+    """Advice whose text has ``{}`` in place of each option of the recipe."""
 
     text: str
     options: tuple[str, ...]
@@ -39,7 +39,7 @@ class Settings:
         self._flat = dict(_flat(options, ""))
 
     def render(self, advice: Advice | str) -> str:
-        """Advice with options as they are typed, where the recipe has them; else with their names."""
+        """Text of advice: options as typed where the recipe has them, else their names."""
         if isinstance(advice, str):
             return advice
         lacking = [name for name in advice.options if name not in self._flat]
@@ -54,8 +54,8 @@ class Settings:
         """An option with a new value: ``--optimizer.learning-rate 0.0003``.
 
         Args:
-            names: Where recipes keep it, most usual first; ``optimizer.learning_rate``.
-            value: Of floats three significant digits are shown.
+            names: Names of the option in recipes, most usual first; ``optimizer.learning_rate``.
+            value: The new value; floats are shown with three significant digits.
         """
         text = f"{value:.3g}" if isinstance(value, float) else str(value)
         for name in names:
@@ -69,7 +69,7 @@ class Settings:
         return self.change("optimizer.learning_rate", "learning_rate", value=value)
 
     def batch(self, value: int, now: int) -> str:
-        """Examples a step, by whichever option the run was made with."""
+        """Examples a step, through the batch option that the run was made with."""
         if self.get("batch") is None and self.get("batch_per_device") is not None:
             each = float(self.get("batch_per_device")) * value / now
             return self.change("batch_per_device", value=each)

@@ -1,4 +1,4 @@
-"""A forecast's schedule and a profile's median step as the one value that the rules see."""
+""":class:`Step` from a forecast's schedule or from a profile's median step."""
 
 import re
 from collections import defaultdict
@@ -60,7 +60,7 @@ def step_of_forecast(
         mxu_width=matrix_width(rates.chip),
         memory_peak=rates.hbm,
         f32_passes=True,
-        # Prefill and decode fit their slots to what they hold.
+        # Prefill and decode size their slots to their tokens.
         slots_per_token=model.slots_per_token() if model is not None and trains else 1.0,
         settings=settings,
     )
@@ -112,7 +112,7 @@ def step_of_profile(profile: Profile, mesh: Mapping[str, int]) -> Step:
     """The median step of a profile.
 
     Args:
-        profile: As it was read.
+        profile: The profile.
         mesh: Axis to size, outermost first; empty where it is not known.
     """
     trace = profile.trace
@@ -131,7 +131,7 @@ def step_of_profile(profile: Profile, mesh: Mapping[str, int]) -> Step:
 
 
 def _together(ops: Sequence[StepOp]) -> list[StepOp]:
-    """Ops with the runs of each added up."""
+    """Ops with their runs summed."""
     by: dict[tuple[str, int], list[StepOp]] = defaultdict(list)
     for op in ops:
         by[op.name, id(op.place.module) if op.place else 0].append(op)

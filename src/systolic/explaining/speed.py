@@ -1,4 +1,4 @@
-"""Where a run's time went that was not training: from its records alone."""
+"""Time of a run besides training, from its records alone."""
 
 import math
 import os
@@ -12,7 +12,7 @@ from systolic.explaining.cause import Cause
 from systolic.explaining.settings import settings_of
 
 WAIT = 0.05
-"""Share of the wall time, waiting for data, that is worth a line."""
+"""Share of the wall time from which waiting for data is reported."""
 EVALUATION = 0.10
 CHECKPOINT = 0.05
 COMPILE = 0.30
@@ -20,16 +20,16 @@ OTHER = 0.30
 DIAGNOSE = 0.02
 STALL = 0.05
 SLOW = 2.0
-"""A stretch of this many times the median step time is slow."""
+"""Ratio to the median step time that makes a stretch of steps slow."""
 IDLE = 0.05
-"""An accelerator that the host waits for less than this share of the time waits for the host."""
+"""Share of time the host waits for the accelerator below which the host limits the run."""
 
 
 def speed(history: RunRecord) -> list[Cause]:
-    """What took the time of a session besides its steps, most first; shares are of the wall time.
+    """Causes of a session's time besides its steps, largest first; shares are of the wall time.
 
     Args:
-        history: Its last session alone: the summary's times are of that one.
+        history: Records of the last session only, which the summary's times are of.
     """
     spent = seconds_by_kind(history)
     total = sum(spent.values())
@@ -51,14 +51,14 @@ def speed(history: RunRecord) -> list[Cause]:
 
 
 def seconds_by_kind(history: RunRecord) -> dict[str, float]:
-    """The summary's ``time``; of a run without one what its records add up to, which leaves out the start."""
+    """The summary's ``time``; without one the sum of the records, which lacks the start-up."""
     if history.summary is not None:
         return dict(history.summary["time"])
     return records.spent(history.train, history.evals, history.events, history.resumed_from)
 
 
 def input_wait(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
-    """Steps that waited for their batch."""
+    """Time in which steps waited for their batches."""
     waited = spent["data_wait"]
     if waited < WAIT * total:
         return None
@@ -73,7 +73,7 @@ def input_wait(history: RunRecord, spent: Mapping[str, float], total: float) -> 
 
 
 def host(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
-    """An accelerator that waits for Python: the host never waits for it."""
+    """Time in which the accelerator waits for Python, seen by a host that never waits for it."""
     name = str(history.start.get("devices", "cpu"))
     known = [record["device_wait"] for record in history.train if "device_wait" in record]
     if "cpu" in name.lower() or not known or statistics.median(known) > IDLE:
@@ -93,7 +93,7 @@ def host(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause 
 
 
 def recompilation(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
-    """Steps that were compiled again because a batch had another shape."""
+    """Steps compiled again because a batch had another shape."""
     events = [event for event in history.events if event["name"] == "recompile"]
     if not events:
         return None
@@ -128,7 +128,7 @@ def stalls(history: RunRecord, spent: Mapping[str, float], total: float) -> Caus
 
 
 def evaluation(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
-    """Evaluations that are long or many."""
+    """Evaluations that are long or frequent."""
     seconds = spent["eval"]
     if seconds < EVALUATION * total:
         return None
@@ -148,7 +148,7 @@ def evaluation(history: RunRecord, spent: Mapping[str, float], total: float) -> 
 
 
 def checkpoints(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
-    """Checkpoints that are slow or many."""
+    """Checkpoints that are slow or frequent."""
     seconds = spent["checkpoint"]
     if seconds < CHECKPOINT * total:
         return None
@@ -164,19 +164,23 @@ def checkpoints(history: RunRecord, spent: Mapping[str, float], total: float) ->
 
 
 def compiling(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
-    """A run so short that compiling is much of it."""
+    """Compile time, where it is a large share of a short run."""
     seconds = spent["compile"]
     if seconds < COMPILE * total:
         return None
     evidence = [f"{duration(seconds)} of {duration(total)}"]
     advice = ["nothing: programs are kept, so the next run of the same job starts sooner"]
     return _cause(
-        "compile", "Compiling is much of this short run", (seconds, total), evidence, advice
+        "compile",
+        "Compiling takes a large share of this short run",
+        (seconds, total),
+        evidence,
+        advice,
     )
 
 
 def probes(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
-    """Gradient probes that were asked for too often."""
+    """Gradient probes that are too frequent."""
     seconds, count = spent.get("diagnose", 0.0), len(history.diagnoses)
     if seconds < DIAGNOSE * total or count < 2:
         return None
@@ -193,7 +197,7 @@ def probes(history: RunRecord, spent: Mapping[str, float], total: float) -> Caus
 
 
 def other(history: RunRecord, spent: Mapping[str, float], total: float) -> Cause | None:
-    """Start-up and everything without a name."""
+    """Start-up and all other time."""
     seconds = spent.get("start", 0.0) + spent.get("other", 0.0)
     if seconds < OTHER * total:
         return None

@@ -1,4 +1,4 @@
-"""Step as the rules see it, whether a forecast simulated it or a profile measured it."""
+"""Step, the rules' input: simulated by a forecast or measured by a profile."""
 
 import enum
 from collections import defaultdict
@@ -12,30 +12,30 @@ from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.timeline import Resource
 
 SHOWN = 4
-"""Ops that are named as evidence."""
+"""Number of places named as evidence."""
 LEAST = 0.01
-"""Share of the step below which something is no cause."""
+"""Share of the step below which a cause is not reported."""
 LINKS = (Resource.ici, Resource.dcn, Resource.host)
 
 
 class OpKind(enum.Enum):
-    """What an op does, as far as the rules tell ops apart."""
+    """Kinds of op that the rules distinguish."""
 
     matmul = "matmul"
     kernel = "kernel"
-    """Code of its own (Pallas), whose insides the compiler does not know."""
+    """Custom kernel (Pallas), opaque to the compiler."""
     copy = "copy"
-    """Changes an array's layout only."""
+    """Only changes an array's layout."""
     callback = "callback"
     """Calls Python on the host."""
     loop = "loop"
-    """Holds other ops."""
+    """Contains other ops."""
     other = "other"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where an op stands in a compiled module."""
+    """Position of an op in a compiled module."""
 
     module: Module
     computation: Computation
@@ -44,14 +44,14 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOp:
-    """One op of the step, all its runs together."""
+    """Op of the step, with all its runs summed."""
 
     name: str
-    """The HLO instruction, or the name of a kernel that stands for none."""
+    """Name of the HLO instruction, or of the kernel where it belongs to none."""
     opcode: str
     kind: OpKind
     resource: Resource
-    """What bounds it."""
+    """The resource that bounds it."""
     seconds: float
     times: int = 1
     """Runs in a step."""
@@ -70,7 +70,7 @@ class StepOp:
 
     @property
     def waits(self) -> bool:
-        """Whether the device only waits in it: for chips, slices or the host."""
+        """Whether the device waits in it for chips, slices or the host."""
         return self.resource in LINKS
 
 
@@ -79,8 +79,8 @@ class Step:
     """Ops of one step on one device.
 
     Args:
-        seconds: Of the step.
-        ops: What the device did, one after the other.
+        seconds: Step time.
+        ops: The device's ops in order.
         mesh: Axis to size, outermost first; empty where it is not known.
         microbatches: Microbatches of a pipeline; 0 where there is none or it is not known.
         peak: FLOP/s of a matmul by the HLO dtype of its operands; None where no peak is known.
@@ -88,7 +88,7 @@ class Step:
         memory_peak: Bytes/s of device memory; None where it is not known.
         f32_passes: Whether f32 matmuls take several passes of the matrix units.
         settings: Options of the recipe; None where it is not known.
-        slots_per_token: Slots that a mixture's experts have for one that a token fills.
+        slots_per_token: Expert slots for each one that a token fills.
     """
 
     seconds: float
@@ -103,7 +103,7 @@ class Step:
     settings: Settings | None = None
 
     def fill(self, op: StepOp) -> float | None:
-        """Share of the peak that a matmul or a kernel reaches; None where it can't be told."""
+        """Share of the peak that a matmul or a kernel reaches; None where it is unknown."""
         peak = self.peak(op.dtype or "bf16")
         if not op.flops or not op.seconds or peak is None:
             return None
@@ -120,16 +120,16 @@ def cause_of_ops(
     note: Callable[[StepOp], str] = lambda op: op.name,
     seconds: Callable[[StepOp], float] = lambda op: op.seconds,
 ) -> Cause:
-    """Cause made of ops, with the places that cost most as its evidence.
+    """Cause from ops, with the most expensive places as evidence.
 
     Args:
-        step: What they are of.
-        name: Of the cause.
-        title: Of the cause.
-        ops: Those that show it.
+        step: The step that has the ops.
+        name: Name of the cause.
+        title: Title of the cause.
+        ops: Ops that show it.
         advice: What to try.
-        note: Text for the largest op of a place.
-        seconds: What of an op is lost.
+        note: Makes the text for the largest op of a place.
+        seconds: Gives the seconds lost in an op.
     """
     by: dict[tuple[str, str], list[StepOp]] = defaultdict(list)
     for op in ops:
@@ -157,5 +157,5 @@ def cause_of_ops(
 
 
 def _near(layer: str) -> str:
-    """Path without the insides of a kernel's library."""
+    """Path without the frames inside a kernel's library."""
     return layer.split("/static_sparsity")[0]

@@ -1,4 +1,4 @@
-"""When a profile's device idled, and what the host did meanwhile: input, compiling, Python between programs."""
+"""Idle time of a profile's device by the host's activity: input, compiling, Python between programs."""
 
 import bisect
 import re
@@ -16,7 +16,7 @@ from systolic.profile.intervals import Interval, common, missing, total, union
 from systolic.profile.xplane import HostEvent
 
 SHORT = 2e-6
-"""A shorter gap between ops says nothing."""
+"""Shortest gap between ops that is counted."""
 _COMPILE = re.compile(
     r"backend_compile|trace_to_jaxpr|lower_sharding_computation|lower_jaxpr|XlaCompile"
     r"|PjRt\w*::Compile|^compile_or_get_cached|XLA::TPU run backend"
@@ -33,18 +33,18 @@ _JIT_MODULE = re.compile(r"\((jit_\w+)\)")
 
 @dataclass(frozen=True, kw_only=True)
 class HostAndDevice:
-    """What host and device did in the trace, by the host's thread that runs the loop."""
+    """Activity of the device and of the host thread that runs the loop."""
 
     profile: Profile
 
     @property
     def seconds(self) -> float:
-        """Of the median step."""
+        """Seconds of the median step."""
         return self.profile.seconds
 
     @cached_property
     def compiling(self) -> list[Interval]:
-        """When the loop's thread traced and compiled, and all else of a step in which it compiled."""
+        """Intervals of tracing and compiling, with the rest of each step in which the loop's thread compiled."""
         found = union((e.start, e.end) for e in self.profile.trace.loop if _COMPILE.search(e.name))
         steps = [(mark.start, mark.end) for mark in self.profile.trace.steps]
         steps = [step for step in steps if common([step], found)]
@@ -52,7 +52,7 @@ class HostAndDevice:
 
     @cached_property
     def waiting(self) -> list[Interval]:
-        """When the loop's thread waited for a batch."""
+        """Intervals in which the loop's thread waited for a batch."""
         return union((e.start, e.end) for e in self.profile.trace.loop if _INPUT.search(e.name))
 
     @cached_property
@@ -73,20 +73,20 @@ class HostAndDevice:
 
     @cached_property
     def traced(self) -> float:
-        """Seconds of the trace without what was spent on compiling."""
+        """Seconds of the trace without compiling."""
         low, high = self.profile.span
         return max(high - low - total(self.idle["compile"]), 1e-12)
 
 
 def causes(profile: Profile) -> Iterable[Cause]:
-    """Waiting for input, for the host, for the compiler, and between ops, over all that was traced."""
+    """Waiting for input, the host and the compiler, and gaps between ops, in the whole trace."""
     view = HostAndDevice(profile=profile)
     for rule in (input_wait, host, recompilation, between):
         yield from rule(view)
 
 
 def input_wait(view: HostAndDevice) -> Iterable[Cause]:
-    """The device idles while the loop waits for a batch, or the step reads its infeed."""
+    """Idle time while the loop waits for a batch or the step reads its infeed."""
     gaps = view.idle["input"]
     infeed = [op for op in view.profile.ops if "infeed" in op.opcode or "infeed" in op.raw.category]
     share = total(gaps) / view.traced + sum(op.seconds for op in infeed) / view.seconds
@@ -106,7 +106,7 @@ def input_wait(view: HostAndDevice) -> Iterable[Cause]:
 
 
 def host(view: HostAndDevice) -> Iterable[Cause]:
-    """The device idles between runs while the loop does something else."""
+    """Idle time between runs while the loop does something other than waiting for input."""
     gaps = view.idle["host"]
     share = total(gaps) / view.traced
     if share < LEAST:
@@ -135,7 +135,7 @@ def host(view: HostAndDevice) -> Iterable[Cause]:
 
 
 def recompilation(view: HostAndDevice) -> Iterable[Cause]:
-    """Programs traced and compiled while steps should run."""
+    """Idle time while the loop traces and compiles programs."""
     gaps = view.idle["compile"]
     low, high = view.profile.span
     share = total(gaps) / (high - low)
@@ -200,7 +200,7 @@ def _waits(view: HostAndDevice, gaps: Sequence[Interval], why: str) -> str:
 
 
 def _covering(gaps: Sequence[Interval], loop: Sequence[HostEvent]) -> list[str]:
-    """What the loop did in the gaps, the innermost of nested events, most first."""
+    """The loop's events in the gaps (innermost of nested ones), longest first."""
     ends = [end for _, end in gaps]
     before = list(accumulate((end - start for start, end in gaps), initial=0.0))
 
@@ -224,5 +224,5 @@ def _covering(gaps: Sequence[Interval], loop: Sequence[HostEvent]) -> list[str]:
 
 
 def _plain(name: str) -> str:
-    """An event's name as people know it: Python's begin with a dollar."""
+    """An event's name without the dollar sign that begins Python's."""
     return name.removeprefix("$")

@@ -1,1 +1,1 @@
-"""The right slice and layout for a job: what is searched, by which rules, towards which goal."""
+"""Search for the best slice and layout of a job under a goal: search space, rules, ranking."""

@@ -30,31 +30,31 @@ HALF = 2.0
 LOGIT_BYTES = 8.0
 """A logit in bf16 and in f32, and its gradient."""
 ACCUMULATES = 4.0
-"""Times that adding a pass's gradients to the sum moves their bytes: write, read both, write."""
+"""Memory moves of a pass's gradients when they are summed: write, read both, write."""
 RESERVED = 1.005
-"""A bound of memory may be above what the compiler needs by rounding alone."""
+"""Tolerance for rounding by which a memory bound may exceed the compiler's need."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Analysis:
-    """Of one candidate; bytes of one device, seconds of a step."""
+    """Analysis of one candidate; bytes of one device, seconds of a step."""
 
     bytes_bound: float
     bytes_estimate: float
     seconds_bound: float
     seconds_estimate: float
     largest: str
-    """The part of the estimate that takes longest after compute."""
+    """The longest part of the estimate besides compute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speeds:
-    """What a time is made of: operations and bytes a second of one device, as the simulation has them."""
+    """Rates of one device in operations and bytes a second, the same as in the simulation."""
 
     peaks: Mapping[str, float]
     hbm: float
     link: float
-    """One way, of one link of a torus or of a GPU into its switch."""
+    """Bytes/s in one direction of a torus link, or of a GPU's link into its switch."""
     axes: int
     """Torus axes."""
     dcn: float
@@ -101,26 +101,26 @@ def capacity(on: Slice) -> float:
 
 
 def _shards(facts: Facts, candidate: Candidate) -> float:
-    """Parameters of one device: every axis but data and pipeline's copies splits them (steps/target.py)."""
+    """Parameters on one device: all axes split them but data and the copies of a pipeline (steps/target.py)."""
     layout = candidate.layout
     ways = layout.fsdp * layout.context * layout.tensor * layout.pipeline * layout.expert
     return facts.outline(layout).parameters / ways
 
 
 def _passed(facts: Facts, candidate: Candidate) -> float:
-    """Tokens of a step over all devices, of one device."""
+    """Tokens of a step divided by the devices."""
     return candidate.batch * facts.units_per_example / candidate.on.num_devices
 
 
 def _tokens(facts: Facts, candidate: Candidate) -> float:
-    """Tokens (or examples) of one device in one pass; the tensor axis does not split them."""
+    """Tokens (or examples) on one device in one pass; the tensor axis does not split them."""
     layout = candidate.layout
     examples = candidate.batch / (layout.batch_ways * layout.accumulate)
     return examples * facts.units_per_example / layout.context
 
 
 def _stream_ways(facts: Facts, candidate: Candidate) -> int:
-    """Parts of the residual stream over the tensor axis; 1 where that leaves it whole."""
+    """Parts that the tensor axis splits the residual stream into; 1 where it is whole."""
     layout = candidate.layout
     match layout.residual:
         case Residual.whole:
@@ -144,7 +144,7 @@ def _memory(facts: Facts, candidate: Candidate) -> tuple[float, float]:
     ways = _stream_ways(facts, candidate)
     kept = layers * tokens * (whole / ways + split / layout.tensor) * HALF
     once = outline.kept.get(Remat.none, (0, 0))
-    # What is gathered of a layer before its matmuls is whole while they run.
+    # Gathered weights of a layer are whole while its matmuls run.
     working = 2.0 * tokens * (once[0] + once[1] / layout.tensor) * HALF
     summed = facts.job.dtypes.gradients.bytes if layout.accumulate > 1 else HALF
     gradients = summed * parameters
@@ -169,7 +169,7 @@ def _time(facts: Facts, candidate: Candidate, rates: Speeds) -> tuple[float, flo
     repeated = outline.repeated.get(layout.remat, 0.0)
     fast = best_peak if matmul_format == "int8" or "fp8" in rates.peaks else peak
     flops = model * (1 + repeated / 3)
-    if layout.loss_chunks > 1:  # logits are made again for the gradient
+    if layout.loss_chunks > 1:  # logits are recomputed for the gradient
         flops += 2.0 * outline.vocab * outline.stream * _passed(facts, candidate)
     compute = flops / (EFFICIENCY * (0.5 * fast + 0.5 * peak if matmul_format else peak))
     once = outline.kept.get(Remat.none, (0, 0))
@@ -178,7 +178,7 @@ def _time(facts: Facts, candidate: Candidate, rates: Speeds) -> tuple[float, flo
     touched = _tokens(facts, candidate) * layout.accumulate * elements * HALF
     compute += REREAD * (1 + repeated / 3) * touched / rates.hbm
     weights = HALF * outline.parameters / (layout.tensor * layout.pipeline * layout.expert)
-    # Gathered weights are written and read again in each pass, however few the tokens.
+    # Each pass writes and reads the gathered weights again, for any number of tokens.
     compute = max(compute, 6.0 * weights * layout.accumulate / rates.hbm)
     passes = layout.accumulate * layout.pipeline
     micro = layout.num_microbatches(candidate.batch // layout.accumulate)
@@ -203,7 +203,7 @@ def _time(facts: Facts, candidate: Candidate, rates: Speeds) -> tuple[float, flo
 def _traffic(
     facts: Facts, candidate: Candidate, rates: Speeds, weights: float, passes: float
 ) -> dict[str, float]:
-    """Seconds on the links by what travels, before any is hidden; tensor, context and expert after."""
+    """Seconds on the links by traffic, before overlap with compute; tensor, context and expert after it."""
     layout, outline = candidate.layout, facts.outline(candidate.layout)
     tokens = _tokens(facts, candidate)
     layers = outline.layers / layout.pipeline
@@ -214,7 +214,7 @@ def _traffic(
     inside[crossing] = max(inside[crossing] // slices, 1)
 
     def seconds(axis: Axis, whole_bytes: float) -> float:
-        """A gather (or a scatter) of so many bytes along an axis within a slice."""
+        """Seconds of a gather (or scatter) of ``whole_bytes`` along an axis within a slice."""
         ways = inside[axis]
         if ways == 1:
             return 0.0
@@ -253,8 +253,8 @@ def _traffic(
 def _rate(on: Slice, rates: Speeds, ways: int, stride: int) -> float:
     """Bytes/s of a gather along a mesh axis whose neighbours are ``stride`` devices apart.
 
-    On a torus, both directions of as many of its axes as it is likely to span; of GPUs that one switch
-    does not join, the network cards of those that it does.
+    On a torus, both directions of as many of its axes as it is likely to span; between GPUs on several
+    switches, the network cards of the GPUs on one.
     """
     if on.platform == "gpu":
         domain = on.chip.max_pod_chips or on.chip.chips_per_host or on.num_chips

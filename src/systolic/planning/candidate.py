@@ -12,7 +12,7 @@ from systolic.planning.flags import DEFAULT, FlagSet
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """What is compiled; the layout is definite."""
+    """Candidate of the search, with a definite layout."""
 
     on: Slice
     layout: Layout
@@ -20,13 +20,13 @@ class Candidate:
     """Examples an optimizer step."""
     precision: Precision
     flags: FlagSet = DEFAULT
-    """On top of ``base``."""
+    """Flags on top of ``base``."""
     base: tuple[str, ...] = ()
     """Compiler flags of all candidates on this chip: the shared set and the user's."""
 
     @property
     def compiler_flags(self) -> tuple[str, ...]:
-        """All flags that it is compiled with."""
+        """All compiler flags, ``base`` included."""
         return merged(self.base, self.flags.flags)
 
     def job(self, base: Job) -> Job:

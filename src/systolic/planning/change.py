@@ -1,4 +1,4 @@
-"""Change of a candidate's settings: what a search tries, and what an explanation advises."""
+"""Change of a candidate's settings, tried by a search and advised by an explanation."""
 
 import enum
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from systolic.planning.flags import DEFAULT, FlagSet, joined
 
 
 class ChangedPart(enum.Enum):
-    """What a change touches beside the groups of a layout's fields."""
+    """Parts of a candidate that a change sets besides the groups of a layout's fields."""
 
     flags = "flags"
     batch = "batch"
@@ -21,7 +21,7 @@ class ChangedPart(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """New values for some settings; flags come on top of those that a candidate has."""
+    """New values for some settings; flags are added to the candidate's."""
 
     layout: tuple[tuple[str, Any], ...] = ()
     """(field, value) pairs of the layout."""
@@ -31,12 +31,12 @@ class Change:
 
     @property
     def same_result(self) -> bool:
-        """Whether the trained model stays the same but for rounding; a batch or a precision changes it."""
+        """Whether training gives the same model but for rounding; a new batch or precision changes training."""
         return self.batch is None and self.precision is None
 
     @property
     def touches(self) -> frozenset[Group | ChangedPart]:
-        """What it sets."""
+        """Parts that it sets."""
         others = {
             ChangedPart.flags: self.flags is not DEFAULT,
             ChangedPart.batch: self.batch is not None,
@@ -50,7 +50,7 @@ class Change:
         )
 
     def on(self, candidate: Candidate) -> Candidate:
-        """The candidate with it."""
+        """The candidate with this change."""
         return replace(
             candidate,
             layout=replace(candidate.layout, **dict(self.layout)),
@@ -60,7 +60,7 @@ class Change:
         )
 
     def text(self, base: Candidate) -> str:
-        """What it makes of a candidate: ``accumulate 2 -> 1``."""
+        """The change relative to a candidate: ``accumulate 2 -> 1``."""
         after = self.on(base)
         found = base.layout.difference(after.layout)
         if self.flags is not DEFAULT:
@@ -78,7 +78,7 @@ def layout_change(**layout: Any) -> Change:
 
 
 def together(base: Candidate, helped: Sequence[Change]) -> Candidate:
-    """A base with everything that helped it by itself; of a setting, the first in ``helped`` has its way."""
+    """A base with all changes that helped alone; the first in ``helped`` wins where two set the same."""
     for one in reversed(helped):
         base = one.on(base)
     return base

@@ -1,4 +1,4 @@
-"""What tells a candidate's step time and memory: the compiler and the simulation, or in tests recorded figures."""
+"""Evaluators of a candidate's step time and memory: compiler and simulation, or recorded figures in tests."""
 
 import abc
 import time
@@ -17,30 +17,30 @@ from systolic.planning.candidate import Candidate
 
 
 class PendingForecast(Protocol):
-    """A forecast that is being made."""
+    """Forecast in progress."""
 
     def wait(self, seconds: float) -> bool:
-        """Waits so long at most; returns whether :meth:`result` has its answer."""
+        """Waits at most ``seconds``; returns whether :meth:`result` is ready."""
         ...
 
     def result(self) -> Forecast:
-        """The forecast, when it is there.
+        """The forecast, after waiting for it.
 
         Raises:
-            SystolicError: there is none; the message says why.
+            SystolicError: it failed, with the reason.
         """
         ...
 
 
 class CandidateEvaluator(abc.ABC):
-    """A context that forecasts candidates; leaving it ends what still runs."""
+    """Context that forecasts candidates; leaving it ends the forecasts in progress."""
 
     @abc.abstractmethod
     def submit(self, job: Job, candidate: Candidate, *, full: bool) -> PendingForecast:
         """Begins a forecast of a job under a candidate's settings.
 
         Args:
-            job: The job, whose layout, batch and precision give way to the candidate's.
+            job: The job; the candidate's layout, batch and precision replace its own.
             candidate: What to forecast, with its compiler flags.
             full: Whether to compile to the end; else up to the schedule.
         """
@@ -53,7 +53,7 @@ class CandidateEvaluator(abc.ABC):
 
 
 OpenEvaluator = Callable[[int], CandidateEvaluator]
-"""Makes an evaluator that forecasts so many candidates at once."""
+"""Makes an evaluator from the number of candidates to forecast at once."""
 
 
 class CompilingEvaluator(CandidateEvaluator):

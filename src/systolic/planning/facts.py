@@ -1,4 +1,4 @@
-"""What the analytic model knows of a job: parameters, FLOPs, sizes of a layer. Traced once where the model does not say."""
+"""Facts of a job for the analytic model: parameters, FLOPs, layer sizes. Traced once for models without statistics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ _MOMENTS: Mapping[OptimizerKind, int] = {
     OptimizerKind.muon: 1,
     OptimizerKind.adafactor: 0,
 }
-"""Moments a parameter that an optimizer certainly keeps; adafactor's factored ones are small."""
+"""Full moments per parameter of an optimizer; adafactor's factored ones are small."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Of one job, whatever the layout."""
+    """Facts of one job that do not depend on the layout."""
 
     job: Job
     unit: str
@@ -32,14 +32,14 @@ class Facts:
 
     @cached_property
     def state_bytes(self) -> float:
-        """Bytes a parameter that live as long as the run: master weight, optimizer state, average."""
+        """Bytes per parameter kept for the whole run: master weight, optimizer state, average."""
         optimizer: Optimizer = self.job.optimizer
         average = 4.0 if optimizer.ema else 0.0
         return self.job.dtypes.parameters.bytes + self._moment_bytes + average
 
     @cached_property
     def update_bytes(self) -> float:
-        """HBM traffic of an update a parameter: weight and moments read and written, the gradient read."""
+        """HBM bytes of an update per parameter: weight and moments read and written, the gradient read."""
         return 2.0 * self.state_bytes + self.job.dtypes.gradients.bytes
 
     @property
@@ -47,7 +47,7 @@ class Facts:
         return _MOMENTS[self.job.optimizer.kind] * self.job.dtypes.moments.bytes
 
     def outline(self, layout: Layout) -> ModelStats:
-        """The model's own, or parameters alone."""
+        """The model's statistics; with parameters only where it has none."""
         key = (layout.remat_names, layout.saved_names)
         if key not in self._outlines:
             self._outlines[key] = self.job.model.outline(layout) or self._bare
@@ -72,7 +72,7 @@ class Facts:
 
 
 def facts_of(job: Job) -> Facts:
-    """What is known of a job; imports jax for models that have no outline.
+    """Facts of a job; imports jax for models that have no statistics.
 
     Raises:
         LayoutError: the data's fields contradict the model.

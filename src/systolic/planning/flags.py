@@ -1,4 +1,4 @@
-"""Sets of compiler flags to try on top of those that all jobs share, each with a name and a reason."""
+"""Sets of compiler flags to try on top of the shared ones, each with a name and a reason."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ class FlagSet:
     flags: tuple[str, ...]
     why: str
     generations: tuple[str, ...]
-    """The chips that it is for."""
+    """Chip generations that it is for."""
     mixtures: bool = False
-    """Of models with experts only."""
+    """Only for models with experts."""
     most_chips: int = 10**6
-    """Of a slice; on larger ones the other sets are tried first."""
+    """Chips of a slice up to which it is tried early; on larger ones after the other sets."""
 
 
 _PLUS = " + "
@@ -111,14 +111,14 @@ def sets_for(
     have: Sequence[str] = (),
     mixture: bool = False,
 ) -> list[FlagSet]:
-    """Those worth a compile on a slice, besides the default; the likeliest to help first.
+    """Flag sets to compile on a slice, besides the default; the likeliest to help first.
 
     Args:
         on: The slice.
         offloads: Whether the layout moves activations to the host.
-        base: What they come on top of; another value for all that a part of it sets is not worth a try.
-        have: Flags that are set already. A set that changes none of them is left out, and so is one
-            that only gives other values to what somebody has set beside the shared set.
+        base: The set they are added to; a set that only gives other values to a part of it is left out.
+        have: Flags that are set already. A set that changes nothing is left out, as is one that only
+            gives other values to flags that the user has set.
         mixture: Whether the model has experts.
     """
     parts = base.name.split(_PLUS)
@@ -141,7 +141,7 @@ def sets_for(
 
 
 def joined(base: FlagSet, more: FlagSet) -> FlagSet:
-    """Both; of a flag that both set, what ``more`` says."""
+    """Both sets as one; ``more`` wins where both set a flag."""
     if base is DEFAULT or more is DEFAULT:
         return base if more is DEFAULT else more
     if not set(more.flags) - set(base.flags):

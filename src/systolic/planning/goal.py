@@ -1,4 +1,4 @@
-"""What a plan is to reach: the shortest time, the lowest bill or energy, a deadline, a budget."""
+"""Goal of a plan: the shortest time, the lowest cost or energy, a deadline, a budget."""
 
 import re
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _SPANS = {"s": 1.0, "m": 60.0, "h": HOUR, "d": 24 * HOUR, "w": 7 * 24 * HOUR}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Total:
-    """Of the whole job on one candidate; None where the catalogue has no price or no power."""
+    """Totals of the whole job on one candidate; None where the catalogue has no price or no power."""
 
     steps: float
     seconds: float
@@ -24,7 +24,7 @@ class Total:
     kwh: float | None
 
     def times(self, factor: float) -> "Total":
-        """The same at N times the step time."""
+        """The totals at ``factor`` times the step time."""
         return Total(
             steps=self.steps,
             seconds=self.seconds * factor,
@@ -35,7 +35,7 @@ class Total:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goal:
-    """What is wanted of the whole job."""
+    """Goal for the whole job."""
 
     objective: Objective = Objective.time
     units: float
@@ -46,7 +46,7 @@ class Goal:
     price: PriceTerm = PriceTerm.on_demand
 
     def total(self, on: Slice, units_per_step: float, step_seconds: float) -> Total:
-        """Time, dollars and kilowatt-hours at that speed."""
+        """Time, dollars and kilowatt-hours at a step time."""
         steps = max(self.units / units_per_step, 1.0)
         seconds = steps * step_seconds
         price = hourly(on, self.price)
@@ -60,18 +60,18 @@ class Goal:
         )
 
     def broken(self, total: Total) -> str | None:
-        """The limit that a total breaks, in words."""
+        """Message about the limit that a total breaks; None where it breaks none."""
         if self.deadline_seconds is not None and total.seconds > self.deadline_seconds:
             return f"takes {days(total.seconds)}, the deadline is {days(self.deadline_seconds)}"
         if self.budget_usd is not None:
             if total.usd is None:
-                return "the catalogue has no price for it, so no budget can be kept; give one in your prices file"
+                return "has no price in the catalogue, so a budget can't be checked; give a price in your prices file"
             if total.usd > self.budget_usd:
                 return f"costs {dollars(total.usd)}, the budget is {dollars(self.budget_usd)}"
         return None
 
     def excess(self, total: Total) -> float:
-        """Times by which a total exceeds the limit that it breaks most; 1 and less is within all."""
+        """Largest ratio of a total to its limit; up to 1 no limit is broken."""
         shares = [0.0]
         if self.deadline_seconds is not None:
             shares.append(total.seconds / self.deadline_seconds)
@@ -80,7 +80,7 @@ class Goal:
         return max(shares)
 
     def score(self, total: Total) -> float:
-        """Smaller is better; infinite where what it asks for is not known."""
+        """Score of a total; smaller is better, infinite where the figure is unknown."""
         match self.objective:
             case Objective.time:
                 return total.seconds
@@ -118,7 +118,7 @@ def hourly(on: Slice, price: PriceTerm) -> float | None:
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the points that no other one beats in both coordinates, by the first."""
+    """Indices of the points that no other beats in both coordinates, ordered by the first."""
     kept, lowest = [], float("inf")
     for index in sorted(range(len(points)), key=lambda i: points[i]):
         if points[index][1] < lowest:

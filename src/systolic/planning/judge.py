@@ -1,4 +1,4 @@
-"""How well a candidate may do by its estimates, as the compiles so far have corrected them."""
+"""Scores of candidates by their estimates, corrected by the compiles so far."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from systolic.planning.learned import Correction, likely
 from systolic.planning.plan import Trial
 
 OPTIMISM = 0.5
-"""Standard deviations below the expected time at which a layout is still given a chance."""
+"""Standard deviations below the expected time in an optimistic estimate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Ranked:
 
 @dataclass
 class Judge:
-    """Scores of one goal; smaller is better."""
+    """Scores under one goal; smaller is better."""
 
     facts: Facts
     goal: Goal
@@ -31,25 +31,25 @@ class Judge:
     bytes_off: Correction = field(default_factory=Correction)
 
     def total(self, candidate: Candidate, seconds: float) -> Total:
-        """Of the whole job at so many seconds a step."""
+        """Totals of the whole job at ``seconds`` a step."""
         units = candidate.batch * self.facts.units_per_example
         return self.goal.total(candidate.on, units, seconds)
 
     def broken(self, candidate: Candidate, seconds: float) -> str | None:
-        """The goal's limit that so many seconds a step break."""
+        """Message about the goal's limit that ``seconds`` a step break; None where they break none."""
         return self.goal.broken(self.total(candidate, seconds))
 
     def expected(self, ranked: Ranked) -> Total:
-        """Of the whole job by the corrected estimate."""
+        """Totals of the whole job by the corrected estimate."""
         ratio = self.time_off.ratio(ranked.candidate)
         return self.total(ranked.candidate, ranked.analysis.seconds_estimate * ratio)
 
     def estimated(self, ranked: Ranked, optimism: float = 0.0) -> float:
-        """The goal's score by the estimate as corrected so far, worse for what may not fit."""
-        candidate, found = ranked.candidate, ranked.analysis
+        """Score by the corrected estimate, with a penalty for a candidate that may not fit."""
+        candidate, analysis = ranked.candidate, ranked.analysis
         ratio = self.time_off.ratio(candidate, optimism)
-        seconds = max(found.seconds_estimate * ratio, found.seconds_bound)
-        need = found.bytes_estimate * self.bytes_off.ratio(candidate)
+        seconds = max(analysis.seconds_estimate * ratio, analysis.seconds_bound)
+        need = analysis.bytes_estimate * self.bytes_off.ratio(candidate)
         fits = likely(need, capacity(candidate.on))
         penalty = 1 + 0.4 * (1 - fits) + (20 if fits < 0.03 else 0)
         total = self.total(candidate, seconds)
@@ -57,16 +57,16 @@ class Judge:
         return self.goal.score(total) * penalty * limit
 
     def hopeful(self, ranked: Ranked) -> float:
-        """The same, as good as it may plausibly be."""
+        """Score by the optimistic estimate."""
         return self.estimated(ranked, OPTIMISM)
 
-    def score(self, one: Trial) -> float:
-        """Of what was compiled; infinite where it does not fit."""
-        return float("inf") if one.total is None else self.goal.score(one.total)
+    def score(self, trial: Trial) -> float:
+        """Score of a compiled candidate; infinite where it does not fit."""
+        return float("inf") if trial.total is None else self.goal.score(trial.total)
 
-    def learn(self, ranked: Ranked, one: Trial) -> None:
-        """Takes in what a compile says of its estimate."""
-        made = one.forecast
+    def learn(self, ranked: Ranked, trial: Trial) -> None:
+        """Corrects estimates by the result of a compile."""
+        made = trial.forecast
         if made is None:
             return
         need = made.memory.peak_bytes if made.memory else 0

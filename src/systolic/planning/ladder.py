@@ -1,4 +1,4 @@
-"""From "does not fit" to a layout that does: the planner on the same slice, then on larger ones."""
+"""How to make a job fit: a search on the same slice, then on larger ones."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,16 +18,16 @@ from systolic.planning.search import Limits, Search, Watch
 from systolic.planning.space import global_batch
 
 FIRST = 8
-"""Programs on the slice itself; fewer when it fits earlier and nothing better is in sight."""
+"""Most programs on the slice itself; fewer once one fits and no better one is likely."""
 LARGER = 4
-"""Programs on each larger slice."""
+"""Most programs on each larger slice."""
 SLICES = 4
-"""Larger slices that are tried."""
+"""Number of larger slices tried."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """A stage of the ladder."""
+    """Attempt to make the job fit: one search."""
 
     text: str
     on: Slice
@@ -37,12 +37,12 @@ class Attempt:
 
     @property
     def best(self) -> Trial | None:
-        """The fastest that fits."""
+        """The fastest candidate that fits."""
         good = [one for one in self.tried if one.total is not None]
         return min(good, key=lambda one: one.total.seconds if one.total else 0.0, default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, what was tried with its settings."""
+        """Plain values, with the settings of each trial."""
         return {
             "text": self.text,
             "slice": self.on.name,
@@ -75,8 +75,8 @@ def find_fit(
         on: The slice that it does not fit.
         flags: Compiler flags of every program on a slice.
         workers: Compiles at once.
-        watch: Is given the progress of each search.
-        evaluator: Tells what fits.
+        watch: Called with the progress of each search.
+        evaluator: Makes what forecasts the candidates.
     """
     made: list[Attempt] = []
 
@@ -124,7 +124,7 @@ def _larger(on: Slice) -> list[Slice]:
 
 
 def difference(before: Layout, after: Candidate) -> str:
-    """What changed of a layout, in words."""
+    """Settings that changed, as text."""
     parts = before.difference(after.layout)
     if after.flags is not DEFAULT:
         parts.append(f"flags {after.flags.name}")

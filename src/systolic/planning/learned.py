@@ -1,4 +1,4 @@
-"""What the compiles of this search have taught: how far the analytic estimates are off, by kind of layout, and how sure that is."""
+"""Correction of the analytic estimates by this search's compiles, with its uncertainty, by kind of layout."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,11 +9,11 @@ from systolic.job import Axis, Remat
 from systolic.planning.candidate import Candidate
 
 NOISE = 0.15
-"""Standard deviation of log(compiled / estimated) among layouts that no feature tells apart."""
+"""Standard deviation of log(compiled / estimated) among layouts with equal features."""
 PRIOR = 0.25
-"""Of a feature's weight, before any compile."""
+"""Prior standard deviation of a feature's weight."""
 CHIPS = 12
-"""Kinds of chip that are told apart."""
+"""Most kinds of chip that get a feature of their own."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Correction:
     _known: dict[int, np.ndarray] = field(default_factory=dict)
 
     def learn(self, candidate: Candidate, ratio: float) -> None:
-        """One more compile: its figure over the estimate."""
+        """Adds a compile by the ratio of its figure to the estimate."""
         self.chips.setdefault(candidate.on.chip.name, len(self.chips))
         self._known.clear()
         self.rows.append(self._features(candidate))
@@ -35,13 +35,13 @@ class Correction:
         self._fit = None
 
     def ratio(self, candidate: Candidate, optimism: float = 0.0) -> float:
-        """What to multiply an estimate by; ``optimism`` standard deviations below what is expected."""
+        """Factor for an estimate, ``optimism`` standard deviations below the expected one."""
         if not self.rows:
             return 1.0
         if self._fit is None:
             rows = np.stack(self.rows)
             precision = np.full(rows.shape[1], PRIOR**-2)
-            precision[0] = 1.0  # what all estimates have in common may be far off
+            precision[0] = 1.0  # a wide prior: the common factor of all estimates may be far off
             spread = np.linalg.inv(rows.T @ rows / NOISE**2 + np.diag(precision))
             self._fit = spread @ rows.T @ np.array(self.logs) / NOISE**2, spread
         weights, spread = self._fit
@@ -68,5 +68,5 @@ class Correction:
 
 
 def likely(need: float, have: float) -> float:
-    """Chance that what is expected to need so many bytes fits, for estimates that are off by about 15 %."""
+    """Probability that an expected need of ``need`` bytes fits ``have``, for estimates off by about 15 %."""
     return 1.0 / (1.0 + math.exp(min((need / have - 1.0) / 0.06, 50.0)))

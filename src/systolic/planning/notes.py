@@ -1,4 +1,4 @@
-"""What is worth reporting about a plan beside its figures, as values."""
+"""Notes on a plan besides its figures, as values."""
 
 import enum
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from systolic.planning.plan import CompileDepth, Plan, full_over_schedule
 from systolic.planning.space import Freedom, global_batch
 
 OFF = 0.03
-"""Difference between full compiles and their schedules that is worth a note."""
+"""Relative difference between full compiles and their schedules from which a note is given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,17 +35,17 @@ class BatchDiffers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleOnly:
-    """The best was compiled up to its schedule."""
+    """The best candidate was compiled only up to its schedule."""
 
     full_compiles: int
-    """How many candidates were compiled in full."""
+    """Number of candidates compiled in full."""
     asked: bool
-    """Whether more full compiles were asked for than have ended."""
+    """Whether more full compiles were requested than have ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FullCompileRatio:
-    """Steps of full compiles on a chip take this many times what their schedules said."""
+    """Ratio of step times of full compiles on a chip to those of their schedules."""
 
     chip: str
     ratio: float
@@ -73,14 +73,14 @@ class GpusByRoofline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PricesUnknown:
-    """The catalogue has no such price of these slices."""
+    """The catalogue lacks this price for these slices."""
 
     price: PriceTerm
     slices: tuple[str, ...]
 
 
 class WayToAnswer(enum.Enum):
-    """What may give an answer where there is none."""
+    """Ways to an answer where there is none."""
 
     slices = "slices"
     batch = "batch"
@@ -111,12 +111,12 @@ PlanNote = (
 def before_search(
     facts: Facts, slices: Sequence[Slice], freedom: Freedom, own_work: bool
 ) -> list[PlanNote]:
-    """Notes on what is planned.
+    """Notes on a search before it starts.
 
     Args:
-        facts: Of the job.
-        slices: Where it may run.
-        freedom: What the search may change.
+        facts: Facts of the job.
+        slices: Slices that it may run on.
+        freedom: Settings that the search may change.
         own_work: Whether the goal is the job's own steps.
     """
     job, found = facts.job, list[PlanNote]()
@@ -135,10 +135,10 @@ def after_search(
     """Notes on an answer, or on how to get one where there is none.
 
     Args:
-        plan: What was found.
-        slices: Where it was searched.
-        freedom: What the search might change.
-        finalists: Full compiles that were asked for.
+        plan: The plan.
+        slices: Slices that were searched.
+        freedom: Settings that the search might change.
+        finalists: Number of full compiles requested.
     """
     best = plan.best
     if best is None:

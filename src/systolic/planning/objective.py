@@ -1,20 +1,20 @@
-"""What a plan makes small, and by which price."""
+"""Objective of a plan, and the price that cost is computed with."""
 
 import enum
 
 
 class Objective(enum.Enum):
-    """What is made small."""
+    """Figure that a plan minimises."""
 
     time = "time"
     cost = "cost"
     energy = "energy"
     pareto = "pareto"
-    """Time and cost: every candidate that no other beats in both; the best is the cheapest per speed."""
+    """Time and cost: the candidates that no other beats in both; the best has the least cost per speed."""
 
 
 class PriceTerm(enum.Enum):
-    """Which price of the catalogue."""
+    """Kind of price in the catalogue."""
 
     on_demand = "on-demand"
     spot = "spot"

@@ -1,4 +1,4 @@
-"""The answer of a search, as a value and as JSON."""
+"""Plan: the answer of a search, as a value and as JSON."""
 
 import enum
 import statistics
@@ -21,44 +21,44 @@ if TYPE_CHECKING:
 
 
 class SearchStop(enum.Enum):
-    """Why a search ended before it was done."""
+    """Reason that a search ended early."""
 
     interrupted = "interrupted"
     time_limit = "time limit"
 
 
 class CompileDepth(enum.Enum):
-    """How far a candidate was compiled; the values are those of a plan's JSON."""
+    """Depth of a candidate's compile; the values are those of a plan's JSON."""
 
     full = "whole"
-    """To the end, with the compiler's own cycles."""
+    """Full compile, with the compiler's own cycles."""
     schedule = "schedule"
     """Up to the schedule: memory is exact, the time of ops estimated."""
     roofline = "roofline"
-    """A GPU's program, however far it was compiled."""
+    """A GPU's program, priced by a roofline at any depth."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A candidate that was compiled."""
+    """Compiled candidate."""
 
     candidate: Candidate
     analysis: Analysis
     forecast: Forecast | None = None
     total: Total | None = None
-    """Of the whole job; None when it does not fit."""
+    """Totals of the whole job; None when it does not fit."""
     broken: str | None = None
     """The goal's limit that it breaks."""
     problem: str | None = None
     """Why there is no forecast."""
     full: bool = False
-    """Compiled to the end; else up to the schedule."""
+    """Whether the compile was full; else it stopped at the schedule."""
     schedule_seconds: float | None = None
-    """Of a full compile: the step time that its schedule alone had given."""
+    """Step time by the schedule alone, kept when a full compile replaced it."""
 
     @property
     def depth(self) -> CompileDepth:
-        """How far it was compiled."""
+        """Depth of the compile."""
         if self.candidate.on.platform != "tpu":
             return CompileDepth.roofline
         return CompileDepth.full if self.full else CompileDepth.schedule
@@ -66,28 +66,28 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A goal, what was tried for it and what was not."""
+    """Plan for a goal: the trials, and the refused parts of the space."""
 
     facts: Facts
     goal: Goal
     tried: Sequence[Trial]
     refused: Sequence[Refused]
     searched: int
-    """Candidates that the analytic model saw."""
+    """Number of candidates analysed."""
     seconds: float
     stopped: SearchStop | None = None
-    """Why the search ended early; None when it ended by itself."""
+    """Reason that the search ended early; None when it ended by itself."""
     target: str = ""
     """The recipe as it was given."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The recipe's options."""
     arguments: Sequence[str] = ()
-    """The same as they were typed."""
+    """The recipe's options as typed."""
     notes: "Sequence[PlanNote]" = ()
 
     @property
     def ranking(self) -> list[Trial]:
-        """What fits and keeps the limits, best first."""
+        """Trials that fit and meet the limits, best first."""
         return ranking(self.tried, self.goal)
 
     @property
@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def pareto(self) -> list[Trial]:
-        """What no other beats in both time and dollars; by time alone where nothing has a price."""
+        """Trials that no other beats in both time and dollars; by time alone without prices."""
         ranked = [one for one in self.tried if one.total is not None]
         points = [
             (one.total.seconds, one.total.usd if one.total.usd is not None else float("inf"))
@@ -108,12 +108,12 @@ class Plan:
 
     @property
     def failed(self) -> list[Trial]:
-        """What was compiled and is no answer: does not fit, breaks a limit, did not compile."""
+        """Trials that are no answer: they don't fit, break a limit, or did not compile."""
         good = {id(one) for one in self.ranking}
         return [one for one in self.tried if id(one) not in good]
 
     def to_json(self) -> dict[str, Any]:
-        """The published names, and what ``systolic train --plan`` needs."""
+        """Plain values under their published names, sufficient for ``systolic train --plan``."""
         best = self.best
         front = {id(one) for one in self.pareto}
         return {
@@ -122,9 +122,9 @@ class Plan:
             "options": dict(self.options),
             "arguments": list(self.arguments),
             "goal": self.goal.to_json(),
-            "best": None if best is None else self._one(best, front),
-            "candidates": [self._one(one, front) for one in self.ranking],
-            "rejected": [self._failed(one) for one in self.failed]
+            "best": None if best is None else self._ranked(best, front),
+            "candidates": [self._ranked(trial, front) for trial in self.ranking],
+            "rejected": [self._failed(trial) for trial in self.failed]
             + [
                 {"slice": r.on.name, "layout": r.layout, "rule": r.rule.value, "reason": r.reason}
                 for r in self.refused
@@ -135,43 +135,43 @@ class Plan:
             "stopped": "" if self.stopped is None else self.stopped.value,
         }
 
-    def _one(self, one: Trial, front: set[int]) -> dict[str, Any]:
-        assert one.forecast is not None
-        assert one.total is not None
-        plain = one.forecast.to_json()
+    def _ranked(self, trial: Trial, front: set[int]) -> dict[str, Any]:
+        assert trial.forecast is not None
+        assert trial.total is not None
+        plain = trial.forecast.to_json()
         return {
             **{name: value for name, value in plain.items() if name not in COSTS},
-            "settings": one.candidate.settings(self.facts.job),
-            "flags": list(one.candidate.compiler_flags),
+            "settings": trial.candidate.settings(self.facts.job),
+            "flags": list(trial.candidate.compiler_flags),
             "total": {
-                "steps": one.total.steps,
-                "seconds": one.total.seconds,
-                "usd": one.total.usd,
-                "kwh": one.total.kwh,
+                "steps": trial.total.steps,
+                "seconds": trial.total.seconds,
+                "usd": trial.total.usd,
+                "kwh": trial.total.kwh,
             },
-            "pareto": id(one) in front,
+            "pareto": id(trial) in front,
             "estimated": {
-                "step_seconds": one.analysis.seconds_estimate,
-                "peak_bytes": one.analysis.bytes_estimate,
-                "step_seconds_bound": one.analysis.seconds_bound,
-                "peak_bytes_bound": one.analysis.bytes_bound,
+                "step_seconds": trial.analysis.seconds_estimate,
+                "peak_bytes": trial.analysis.bytes_estimate,
+                "step_seconds_bound": trial.analysis.seconds_bound,
+                "peak_bytes_bound": trial.analysis.bytes_bound,
             },
-            "compile": one.depth.value,
+            "compile": trial.depth.value,
         }
 
-    def _failed(self, one: Trial) -> dict[str, Any]:
+    def _failed(self, trial: Trial) -> dict[str, Any]:
         return {
-            "slice": one.candidate.on.name,
-            "layout": one.candidate.text,
-            "rule": (RefusalRule.goal if one.broken else RefusalRule.compiler).value,
-            "reason": reason_of(one),
+            "slice": trial.candidate.on.name,
+            "layout": trial.candidate.text,
+            "rule": (RefusalRule.goal if trial.broken else RefusalRule.compiler).value,
+            "reason": reason_of(trial),
         }
 
 
 def ranking(tried: Sequence[Trial], goal: Goal) -> list[Trial]:
-    """What fits and keeps the goal's limits, best first.
+    """Trials that fit and meet the goal's limits, best first.
 
-    A step time from the schedule alone is taken to differ from that of the full compile as others of its chip did.
+    A step time from a schedule alone is scaled by the ratio that other full compiles on its chip had.
     """
     ratios = full_over_schedule(tried)
 
@@ -185,7 +185,7 @@ def ranking(tried: Sequence[Trial], goal: Goal) -> list[Trial]:
 
 
 def full_over_schedule(tried: Sequence[Trial]) -> dict[str, float]:
-    """Chip to the median ratio of step times: of full compiles, over what the schedule alone had given."""
+    """Chip to the median ratio of a full compile's step time to that of its schedule."""
     found: dict[str, list[float]] = {}
     for one in tried:
         seconds = one.forecast.step_seconds if one.forecast is not None else None
@@ -195,7 +195,7 @@ def full_over_schedule(tried: Sequence[Trial]) -> dict[str, float]:
 
 
 def reason_of(one: Trial) -> str:
-    """Why a compiled candidate is no answer."""
+    """Reason that a compiled candidate is no answer."""
     from systolic.core.units import gibibytes
 
     if one.problem is not None:
@@ -207,7 +207,7 @@ def reason_of(one: Trial) -> str:
 
 
 def default_objective(slices: int, deadline: bool, budget: bool) -> Objective:
-    """A deadline leaves the cost to be small, a budget or a single slice the time; else both."""
+    """Cost under a deadline, time under a budget or on a single slice, else both."""
     if deadline:
         return Objective.cost
     if budget or slices == 1:

@@ -1,4 +1,4 @@
-"""Changes of settings for a slow step, each compiled and simulated again: the gain is found, not guessed."""
+"""Changes of settings for a slow step, each compiled and simulated for its gain."""
 
 import itertools
 from collections import Counter
@@ -21,24 +21,24 @@ from systolic.planning.facts import Facts
 from systolic.planning.space import NAMED, check, narrower
 
 GAIN = 0.005
-"""Share of the step below which a change counts as no gain."""
+"""Relative gain below which a change counts as no gain."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """A change that was compiled."""
+    """Compiled change."""
 
     text: str
     """``remat full -> minimal``."""
     candidate: Candidate
     same_result: bool = True
-    """Whether the trained model stays the same but for rounding."""
+    """Whether training gives the same model but for rounding."""
     step_seconds: float | None = None
     units_per_second: float | None = None
     need_bytes: int = 0
     have_bytes: int
     gain: float | None = None
-    """Units a second over the present ones, less 1; None when it does not fit or compile."""
+    """Units a second over those of the base, minus 1; None when it does not fit or compile."""
     problem: str = ""
 
     @property
@@ -54,7 +54,7 @@ class Remedy:
         return f"{self.gain:+.1%} (fits, {size})"
 
     def to_json(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Plain values; ``settings`` are the options that make it."""
+        """Plain values; ``settings`` are the options of the change."""
         return {
             "change": self.text,
             "settings": settings,
@@ -80,7 +80,7 @@ def changes(facts: Facts, base: Candidate) -> list[Change]:
             if found.bytes_bound <= have:
                 over = found.bytes_estimate > 1.3 * have
                 speeds[one] = found.seconds_estimate / after.batch * (10 if over else 1)
-    # Not five meshes in a row: the first of each kind, then the second …
+    # In turns, so that meshes don't crowd out the rest: the first of each kind, then the second …
     kinds: Counter[frozenset[Group | ChangedPart]] = Counter()
     turns: dict[Change, int] = {}
     for one in sorted(speeds, key=lambda change: speeds[change]):
@@ -97,7 +97,7 @@ def _all(facts: Facts, base: Candidate) -> Iterator[Change]:
             yield layout_change(accumulate=accumulate)
     yield from _meshes(facts, layout)
     yield from variants.changes(facts.job, base)
-    # What the training itself would notice:
+    # Changes that change training:
     yield Change(batch=2 * base.batch)
     if base.precision is Precision.bf16:
         for precision in narrower(facts.job, base.on):
@@ -118,7 +118,7 @@ def _policies(facts: Facts, layout: Layout) -> Iterator[Change]:
 
 
 def _meshes(facts: Facts, layout: Layout) -> Iterator[Change]:
-    """Half of one axis given to another."""
+    """Meshes with half of one axis moved to another."""
     axes = [axis for axis in Axis if axis in facts.job.model.axes() and axis is not Axis.pipeline]
     for source, target in itertools.permutations(axes, 2):
         size = layout.size(source)
@@ -127,7 +127,7 @@ def _meshes(facts: Facts, layout: Layout) -> Iterator[Change]:
 
 
 RemedyWatch = Callable[[Remedy, int, int], None]
-"""Is given each remedy in the order of the changes, how many are compiled, and of how many."""
+"""Called with each remedy in the order of the changes, the number compiled so far and the total."""
 
 
 def try_all(
@@ -138,36 +138,36 @@ def try_all(
     evaluator: CandidateEvaluator,
     watch: RemedyWatch = lambda *_: None,
 ) -> list[Remedy]:
-    """Each change compiled up to its schedule and simulated, the largest gain first.
+    """Remedies: each change compiled up to its schedule and simulated, largest gain first.
 
-    Then, when several helped, all of them together.
+    When several helped, they are also compiled together.
 
     Args:
-        facts: Of the job.
-        made: Forecast of ``base``, which gains are measured against.
-        base: What is changed.
+        facts: Facts of the job.
+        made: Forecast of ``base``, the reference for gains.
+        base: The candidate to change.
         wanted: Changes to try.
-        evaluator: Forecasts what is tried.
-        watch: Is given each remedy as it comes.
+        evaluator: Forecasts the changes.
+        watch: Called with each remedy when it is known.
     """
 
     def start(candidate: Candidate) -> PendingForecast:
         return evaluator.submit(facts.job, candidate, full=False)
 
-    found: dict[Change, Remedy] = {}
+    remedies: dict[Change, Remedy] = {}
     # Answers are taken in the order of the changes, whichever compile ends first.
-    for one, pending in [(one, start(one.on(base))) for one in wanted]:
-        text = one.text(base)
-        found[one] = _remedy(made, one.on(base), pending, text, same_result=one.same_result)
-        watch(found[one], len(found), len(wanted))
-    joint = compatible(_helped(found))
+    for change, pending in [(change, start(change.on(base))) for change in wanted]:
+        text, same = change.text(base), change.same_result
+        remedies[change] = _remedy(made, change.on(base), pending, text, same_result=same)
+        watch(remedies[change], len(remedies), len(wanted))
+    joint = compatible(_helped(remedies))
     after = together(base, joint)
     last = []
     if len(joint) > 1 and check(facts.job, after) is None:
-        text = "together: " + "; ".join(found[one].text for one in joint)
+        text = "together: " + "; ".join(remedies[change].text for change in joint)
         last.append(_remedy(made, after, start(after), text, same_result=True))
-        watch(last[0], len(found) + 1, len(wanted) + 1)
-    return sorted((*found.values(), *last), key=lambda one: -_gain(one))
+        watch(last[0], len(remedies) + 1, len(wanted) + 1)
+    return sorted((*remedies.values(), *last), key=lambda remedy: -_gain(remedy))
 
 
 def _gain(one: Remedy) -> float:
@@ -175,7 +175,7 @@ def _gain(one: Remedy) -> float:
 
 
 def _helped(found: Mapping[Change, Remedy]) -> list[Change]:
-    """Changes that gain something and train the same, the largest gain first."""
+    """Changes with a gain that do not change training, largest gain first."""
     good = [one for one in found if one.same_result and _gain(found[one]) > GAIN]
     return sorted(good, key=lambda one: -_gain(found[one]))
 

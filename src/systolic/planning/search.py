@@ -1,7 +1,7 @@
-"""Best first: the analytic model ranks, the quick compile tells what fits and how fast, full compiles settle the end.
+"""Best-first search: analytic ranking, then compiles up to the schedule, then full compiles of the best.
 
-Every compile is in the store, so a search that was stopped goes over what it knew in seconds. Answers are taken in
-the order in which they were asked for: with as many workers, what is searched does not depend on which compile ends first.
+Every compile is in the store, so a stopped search repeats its known part in seconds. Answers are taken in the order
+of the requests: with the same number of workers the search does not depend on which compile ends first.
 """
 
 import enum
@@ -38,65 +38,65 @@ from systolic.planning.survey import Survey
 from systolic.planning.variants import changes, like
 
 WORKER_BYTES = 4 * 2**30
-"""Memory that a compile of a large program takes."""
+"""Memory of one compile of a large program."""
 HOPELESS = 1.15
-"""The search ends when even the most hopeful layout left scores this many times the best one."""
+"""Ratio of the best remaining optimistic score to the best score at which the search ends."""
 TIGHT = 0.8
-"""Share of the memory above which settings that save it are worth trying."""
+"""Share of the memory above which settings that save memory are tried."""
 HELPS = 0.995
-"""A setting that makes the score this many times smaller is kept."""
+"""Ratio of the new score to the old below which a setting is kept."""
 NEW_SLICE = 1.5
-"""A slice's first layout is compiled when it may score this many times the best one: what is learned there counts for others."""
+"""Ratio to the best score up to which a slice's first layout is compiled: its result corrects other estimates."""
 NEAR = 1.5
-"""A limit broken by less may be kept after all: by flags, or by a full compile."""
+"""Ratio to a limit within which flags or a full compile may still meet it."""
 SETTLE_SECONDS = 900.0
-"""Full compiles that take longer are left, where no time limit says otherwise: flags that schedule anew can take hours."""
+"""Longest wait for full compiles without a time limit; with flags that change the schedule they can take hours."""
 POLL_SECONDS = 0.5
-"""Between two reports of progress while a compile runs."""
+"""Interval between progress reports while a compile runs."""
 PATIENCE = 10
-"""Compiles without a better score after which the search is done, when each slice worth it had its turn."""
+"""Compiles without a better score after which the search ends, once each promising slice was tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When to stop."""
+    """Limits of a search."""
 
     programs: int = 24
-    """Quick compiles, those from the store included."""
+    """Most compiles up to the schedule, those from the store included."""
     seconds: float | None = None
     workers: int = 0
     """Compiles at once, at most one a core; 0: as many as cores and memory allow."""
     finalists: int = 2
     """Candidates that get a full compile, with the compiler's own cycles."""
     settle_seconds: float = SETTLE_SECONDS
-    """For the full compiles, where ``seconds`` sets no limit."""
+    """Time limit of the full compiles where ``seconds`` is None."""
 
     @property
     def at_once(self) -> int:
-        """Workers, made definite."""
+        """Number of workers, with 0 resolved."""
         if self.workers:
             return bounded(self.workers)
         return max(1, bounded(int(psutil.virtual_memory().available // WORKER_BYTES)))
 
 
 class SearchStage(enum.Enum):
-    """What a search is at."""
+    """Stage of a search."""
 
     analysing = "analysing"
-    """Layouts of a slice, before any compile."""
+    """Analysis of a slice's layouts, before any compile."""
     compiling = "compiling"
-    """Up to the schedule."""
+    """Compiles up to the schedule."""
     settling = "settling"
     """Full compiles of the best."""
 
 
 @dataclass(kw_only=True)
 class SearchProgress:
-    """Where the search is, for whoever watches."""
+    """Progress of a search, for its watcher."""
 
     stage: SearchStage
     subject: str = ""
-    """The slice that is analysed, or the candidates that are compiled to the end."""
+    """The slice being analysed, or the candidates in full compiles."""
     compiled: int
     of: int
     running: Sequence[str]
@@ -104,20 +104,20 @@ class SearchProgress:
     seconds: float
     latest: Trial | None = None
     answer: Callable[[], Plan]
-    """Makes the plan as it stands."""
+    """Makes the plan as of now."""
 
 
 Watch = Callable[[SearchProgress], None]
 
 
 def shared(on: Slice) -> tuple[str, ...]:
-    """The flags that all jobs on a slice's chip share."""
+    """Compiler flags that all jobs on a slice's chip share."""
     return resolved("", on.chip)
 
 
 @dataclass
 class Search:
-    """One search; :meth:`run` gives its answer, :meth:`answer` the answer so far."""
+    """Search for a plan; :meth:`run` returns its answer, :meth:`answer` the answer so far."""
 
     facts: Facts
     slices: Sequence[Slice]
@@ -126,10 +126,10 @@ class Search:
     limits: Limits = field(default_factory=Limits)
     evaluator: OpenEvaluator = CompilingEvaluator
     flags: Callable[[Slice], tuple[str, ...]] = shared
-    """Compiler flags of every program on a slice; the sets that are tried come on top."""
+    """Compiler flags of every program on a slice; sets under trial are added to them."""
     watch: Watch = lambda _: None
     only: Sequence[Candidate] | None = None
-    """The space, where it is not all that a slice allows."""
+    """The search space; None for all that the slices allow."""
     tried: list[Trial] = field(default_factory=list)
     stopped: SearchStop | None = None
     _judge: Judge = field(init=False)
@@ -143,14 +143,14 @@ class Search:
         self._survey = Survey(
             judge=self._judge, freedom=self.freedom, base=self.flags, only=self.only
         )
-        # Ties are broken by the slices' own order, not by that of the command line.
+        # Ties must not depend on the order of the command line.
         self.slices = sorted(self.slices, key=lambda on: (on.chip.name, on.num_chips, on.name))
 
     def run(self) -> Plan:
-        """The plan; after Ctrl-C the best so far, marked so."""
+        """Runs the search to its plan; after Ctrl-C the plan so far, marked as interrupted."""
         try:
-            self._survey.look(
-                self.slices, lambda on: self._say(SearchStage.analysing, subject=on.name)
+            self._survey.analyse_all(
+                self.slices, lambda on: self._report(SearchStage.analysing, subject=on.name)
             )
             with self.evaluator(self.limits.at_once) as pool:
                 if self.only is not None:
@@ -174,7 +174,7 @@ class Search:
         return self.answer()
 
     def answer(self) -> Plan:
-        """The plan as it stands."""
+        """The plan so far."""
         queue = self._survey.queue
         left = Counter(ranked.candidate.on.name for ranked in queue)
         by_name = {one.name: one for one in self.slices}
@@ -201,7 +201,7 @@ class Search:
         )
 
     def _not_compiled(self, ranked: Ranked) -> str:
-        """Why a slice's most promising layout was left."""
+        """Reason that a slice's most promising layout was not compiled."""
         total = self._judge.expected(ranked)
         price = "" if total.usd is None else f" and ${total.usd:,.2f}"
         text = f"estimated at {days(total.seconds)}{price} at best ({ranked.candidate.text})"
@@ -215,7 +215,7 @@ class Search:
     # Compiling
 
     def _compile_best_first(self, pool: CandidateEvaluator, most: int) -> None:
-        """Until so many were compiled in all."""
+        """Compiles candidates best first, up to ``most`` in the whole search."""
         for ranked in self._turns(min(most, self.limits.programs) - len(self.tried)):
             self._submit(pool, ranked)
             while len(self._running) >= self.limits.at_once:
@@ -224,7 +224,7 @@ class Search:
             self._take()
 
     def _turns(self, quota: int) -> Iterator[Ranked]:
-        """The next candidate to compile: each promising slice once, then whatever may score best."""
+        """Candidates to compile: one for each promising slice, then by the optimistic score."""
         asked = 0
         visited = {one.candidate.on.name for one in self.tried}
         chips = {one.candidate.on.chip.name for one in self.tried}
@@ -233,7 +233,7 @@ class Search:
             queue.sort(key=self._judge.hopeful)
             best = self.best()
             pick = queue[0]
-            # What a chip's first compile teaches counts for all its slices.
+            # A chip's first compile corrects the estimates of all its slices.
             fresh = next(
                 (r for r in queue if r.candidate.on.chip.name not in chips),
                 next((r for r in queue if r.candidate.on.name not in visited), None),
@@ -268,11 +268,11 @@ class Search:
         return self._judge.hopeful(ranked) <= margin * self._judge.score(best)
 
     def _dominated(self, candidate: Candidate) -> str | None:
-        """A candidate that did not fit and asks for no more memory than this one."""
-        for one in self.tried:
-            if one.forecast is None or one.forecast.fits:
+        """Reason to skip a candidate: another that keeps no more memory did not fit; None if there is none."""
+        for trial in self.tried:
+            if trial.forecast is None or trial.forecast.fits:
                 continue
-            other = one.candidate
+            other = trial.candidate
             if candidate.precision is not other.precision:
                 continue
             if candidate.compiler_flags != other.compiler_flags:
@@ -287,26 +287,26 @@ class Search:
                 for c in (candidate, other)
             )
             if mine >= theirs:
-                need = (one.forecast.rejected or {}).get("need_bytes", 0)
+                need = (trial.forecast.rejected or {}).get("need_bytes", 0)
                 return f"keeps no less than {other.text}, which needs {gibibytes(need)}"
         return None
 
     def _rivals(self) -> list[Trial]:
-        """The best of each other slice of TPUs, best first: an answer without settings is none to compare with."""
+        """The best trial of each other TPU slice, best first; they are tuned like the leader to compare fairly."""
         leader = self.leader()
-        found: dict[str, Trial] = {}
-        for one in self.leaders():
-            found.setdefault(one.candidate.on.name, one)
+        best: dict[str, Trial] = {}
+        for trial in self.leaders():
+            best.setdefault(trial.candidate.on.name, trial)
         return [
-            one
-            for one in found.values()
+            trial
+            for trial in best.values()
             if leader is not None
-            and one.candidate.on != leader.candidate.on
-            and one.candidate.on.platform == "tpu"
+            and trial.candidate.on != leader.candidate.on
+            and trial.candidate.on.platform == "tpu"
         ]
 
     def _refine_rivals(self, pool: CandidateEvaluator, rivals: Sequence[Trial], most: int) -> None:
-        """What helped the best layout on the best of each other slice; then these by themselves, in equal shares."""
+        """Applies the leader's settings to the best of each other slice, then refines these in equal shares."""
         leader = self.leader()
         if leader is None:
             return
@@ -318,7 +318,7 @@ class Search:
             self._refine(pool, len(self.tried) + share, one.candidate.on)
 
     def _refine(self, pool: CandidateEvaluator, most: int, on: Slice | None = None) -> None:
-        """Attention blocks, loss chunks and flag sets on the best (of a slice), two at a time; what helps stays."""
+        """Tries attention blocks, loss chunks and flag sets on the best (of a slice), two at a time; keeps what helps."""
         first = self.leader(on)
         if first is None:
             return
@@ -341,18 +341,18 @@ class Search:
                 self._try(pool, [together(base.candidate, helped)], most)
 
     def _spread(self, pool: CandidateEvaluator, most: int) -> None:
-        """What helped the best layout on the next best ones, and on those that were not compiled."""
+        """Applies the leader's settings to the next best layouts and to those not compiled yet."""
         leader = self.leader()
         assert leader is not None
         plain = [one.candidate for one in self.leaders() if one.candidate.on == leader.candidate.on]
         queue = sorted(self._survey.queue, key=self._judge.hopeful)
         waiting = [r.candidate for r in queue if r.candidate.on == leader.candidate.on]
-        # In turns: a layout that was good without the settings, then one that was never compiled.
+        # Alternates layouts that were good without the settings with layouts not compiled yet.
         turns = (c for pair in itertools.zip_longest(plain, waiting) for c in pair if c is not None)
         self._try(pool, (like(leader.candidate, one) for one in turns), most)
 
     def _try(self, pool: CandidateEvaluator, wanted: Iterable[Candidate], most: int) -> None:
-        """Compiles what is new of these until so many were compiled in all."""
+        """Compiles the new ones of these, up to ``most`` in the whole search."""
         known = {one.candidate for one in self.tried}
         for candidate in wanted:
             if len(self.tried) + len(self._running) >= most or self._late():
@@ -369,7 +369,7 @@ class Search:
             self._take()
 
     def _settle(self, pool: CandidateEvaluator) -> None:
-        """Full compiles of the best few, as many at once as there are workers: each time the best that has none."""
+        """Compiles the best few in full, as many at once as there are workers, the best without one first."""
         asked: set[Candidate] = set()
         began = time.monotonic()
         running: deque[tuple[Trial, PendingForecast]] = deque()
@@ -385,7 +385,7 @@ class Search:
             if not running:
                 return
             names = " and ".join(one.candidate.name for one, _ in running)
-            self._say(SearchStage.settling, subject=names)
+            self._report(SearchStage.settling, subject=names)
             if running[0][1].wait(POLL_SECONDS):
                 self._settled(*running.popleft())
                 continue
@@ -401,34 +401,34 @@ class Search:
                     self._settled(one, pending)
             return
 
-    def _settled(self, one: Trial, pending: PendingForecast) -> None:
-        """Puts the full compile of a candidate in the place of its schedule."""
-        made = self._tried(one.candidate, pending, one.analysis, full=True)
-        if made.forecast is not None and one.forecast is not None:
-            made = replace(made, schedule_seconds=one.forecast.step_seconds)
-            self.tried[self.tried.index(one)] = made
-        self._say(SearchStage.settling, made, subject=one.candidate.name)
+    def _settled(self, trial: Trial, pending: PendingForecast) -> None:
+        """Replaces a trial of a schedule by that of the full compile."""
+        made = self._tried(trial.candidate, pending, trial.analysis, full=True)
+        if made.forecast is not None and trial.forecast is not None:
+            made = replace(made, schedule_seconds=trial.forecast.step_seconds)
+            self.tried[self.tried.index(trial)] = made
+        self._report(SearchStage.settling, made, subject=trial.candidate.name)
 
     def _submit(self, pool: CandidateEvaluator, ranked: Ranked) -> None:
         pending = pool.submit(self.facts.job, ranked.candidate, full=False)
         self._running.append((ranked, pending))
-        self._say(SearchStage.compiling)
+        self._report(SearchStage.compiling)
 
     def _take(self) -> None:
-        """Waits for the answer that was asked for first and learns from it."""
+        """Waits for the earliest request and learns from its answer."""
         ready = self._running[0][1].wait(POLL_SECONDS)
         if self._late():
             self.stopped = SearchStop.time_limit
         if not ready:
-            self._say(SearchStage.compiling)
+            self._report(SearchStage.compiling)
             return
         ranked, pending = self._running.popleft()
         before = self.best()
-        one = self._tried(ranked.candidate, pending, ranked.analysis, full=False)
-        self.tried.append(one)
-        self._judge.learn(ranked, one)
+        trial = self._tried(ranked.candidate, pending, ranked.analysis, full=False)
+        self.tried.append(trial)
+        self._judge.learn(ranked, trial)
         self._since = 0 if self.best() is not before else self._since + 1
-        self._say(SearchStage.compiling, one)
+        self._report(SearchStage.compiling, trial)
 
     def _tried(
         self, candidate: Candidate, pending: PendingForecast, analysis: Analysis, *, full: bool
@@ -451,18 +451,18 @@ class Search:
             full=full,
         )
 
-    # What is known
+    # Ranking
 
     def ranking(self) -> list[Trial]:
-        """What fits and keeps the goal's limits, best first."""
+        """Trials that fit and meet the goal's limits, best first."""
         return ranking(self.tried, self.goal)
 
     def best(self) -> Trial | None:
-        """The best so far."""
+        """The best trial so far."""
         return next(iter(self.ranking()), None)
 
     def leaders(self) -> list[Trial]:
-        """The ranking; where nothing keeps the limits, what comes nearest to them first."""
+        """The ranking; where no trial meets the limits, those nearest to them, nearest first."""
         if found := self.ranking():
             return found
         near = [(self.goal.excess(one.total), one) for one in self.tried if one.total is not None]
@@ -470,14 +470,16 @@ class Search:
         return [one for _, one in sorted(near, key=lambda pair: pair[0])]
 
     def leader(self, on: Slice | None = None) -> Trial | None:
-        """The first of these; the first of a slice, where one is given."""
+        """The first of the leaders, of one slice where it is given."""
         return next((one for one in self.leaders() if on in (None, one.candidate.on)), None)
 
     def _late(self) -> bool:
         limit = self.limits.seconds
         return limit is not None and time.monotonic() - self._began > limit
 
-    def _say(self, stage: SearchStage, latest: Trial | None = None, *, subject: str = "") -> None:
+    def _report(
+        self, stage: SearchStage, latest: Trial | None = None, *, subject: str = ""
+    ) -> None:
         self.watch(
             SearchProgress(
                 stage=stage,

@@ -1,4 +1,4 @@
-"""What is searched: every layout of a slice that divides the model, the batch and the devices."""
+"""Search space: every layout of a slice that divides the model, the batch and the devices."""
 
 import enum
 import itertools
@@ -13,43 +13,43 @@ from systolic.planning.analytic import LOGIT_BYTES
 from systolic.planning.candidate import Candidate
 
 LARGEST_TENSOR = 64
-"""More ways to split a matrix than that have not been useful on any published slice."""
+"""Most ways to split a matrix; more have not been useful on any published slice."""
 LARGEST_PIPELINE = 16
 LONG = 16384
-"""Tokens of a sequence from which it is worth splitting; shorter ones are where rows are fewer than devices."""
+"""Tokens from which a sequence is split; shorter ones only where there are fewer rows than devices."""
 LARGEST_ACCUMULATE = 64
 MOST_LOGITS = 0.1
-"""Share of the memory above which logits are worth cutting into chunks."""
+"""Share of the memory from which logits are also tried in chunks."""
 LARGEST_LOGITS = 1.0
-"""Share above which they are only cut: the compiler holds fewer bytes a logit than the estimate counts."""
+"""Share from which logits are tried in chunks only; the compiler keeps fewer bytes a logit than estimated."""
 NAMED: Sequence[tuple[str, ...]] = (
     ("query", "key", "value", "attention", "out"),
     ("query", "key", "value", "attention", "mlp"),
 )
-"""Activations that are worth keeping together: all but the MLP's, and all that is not summed into the stream."""
+"""Sets of activations to keep: all but the MLP's, and all that are not summed into the stream."""
 OFFLOADED: Sequence[tuple[tuple[str, ...], tuple[str, ...]]] = (
     (("layer_input",), ()),
     (("layer_input", "query", "key", "value"), ("attention",)),
     (("layer_input", "query", "key", "value"), ()),
     (("layer_input", "query", "key", "value", "out"), ()),
 )
-"""(moved to the host, kept on the device) of the offload policy."""
+"""Pairs of (moved to the host, kept on the device) for the offload policy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Freedom:
-    """What the search may change of the job beside its layout."""
+    """Settings of the job besides its layout that the search may change."""
 
     batch: bool = False
     """The global batch."""
     precision: bool = False
     """int8, and fp8 where the chip has it."""
     axes: frozenset[Axis] | None = None
-    """Only these mesh axes; None: all that the model has."""
+    """Mesh axes to use; None for all that the model has."""
 
 
 class RefusalRule(enum.Enum):
-    """Why a layout is no answer, in the order of interest; the values are those of a plan's JSON."""
+    """Reasons that a layout is no answer, most interesting first; the values are those of a plan's JSON."""
 
     compiler = "compiler"
     """Compiled, and does not fit or did not compile."""
@@ -58,22 +58,22 @@ class RefusalRule(enum.Enum):
     memory_bound = "memory bound"
     """Weights, optimizer state and layer inputs alone exceed the memory."""
     estimate = "estimate"
-    """Estimated slower than the rest of its slice."""
+    """Estimated slower than the layouts of its slice that are kept."""
     more_memory = "more memory"
-    """Keeps no less than one that did not fit."""
+    """Keeps at least as much memory as one that did not fit."""
     divisibility = "divisibility"
     """No mesh divides the model and the batch."""
     unknown_chip = "unknown chip"
     """The catalogue lacks a rate."""
     not_compiled = "not compiled"
-    """Left when the search ended."""
+    """Not reached when the search ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
-    """A part of the space that was not searched, and by which rule.
+    """Part of the space that was not searched, with the rule.
 
-    It is one ``candidate``, or so many ``layouts`` of a slice; all of them where neither is given.
+    One ``candidate``, or a number of ``layouts`` of a slice; all of the slice's where both are None.
     """
 
     on: Slice
@@ -82,25 +82,25 @@ class Refused:
     rule: RefusalRule
     reason: str
     miss: float | None = None
-    """Times by which the nearest of them exceeds what the rule allows; None where no figure tells."""
+    """Ratio of the nearest one's figure to the rule's limit; None for rules without a figure."""
 
     @property
     def count(self) -> int:
-        """Layouts that it is about; 0 where it is about the slice."""
+        """Number of layouts; 0 for the whole slice."""
         return 1 if self.candidate is not None else self.layouts or 0
 
     @property
     def layout(self) -> str:
-        """``1,204 layouts``, ``all layouts``, or the one in words."""
+        """``1,204 layouts``, ``all layouts``, or the candidate's text."""
         if self.candidate is not None:
             return self.candidate.text
         return "all layouts" if self.layouts is None else f"{self.layouts:,} layouts"
 
 
 def candidates(job: Job, on: Slice, freedom: Freedom) -> Iterator[Candidate]:
-    """Every candidate of one slice, in no order that matters.
+    """Every candidate of one slice, in any order.
 
-    The job's own layout is among them when it divides.
+    The job's own layout is included when it divides.
     """
     own = _own(job, on)
     if own is not None:
@@ -120,7 +120,7 @@ def candidates(job: Job, on: Slice, freedom: Freedom) -> Iterator[Candidate]:
 
 
 def check(job: Job, candidate: Candidate) -> str | None:
-    """Why a candidate's layout does not divide, None when it does."""
+    """Reason that a candidate's layout does not divide; None when it does."""
     try:
         candidate.job(job).settle(candidate.on)
     except SystolicError as error:
@@ -142,7 +142,7 @@ def _own(job: Job, on: Slice) -> Candidate | None:
 
 
 def meshes(job: Job, on: Slice, freedom: Freedom, sequence: int | None) -> Iterator[Layout]:
-    """Definite layouts by axes alone."""
+    """Definite layouts that differ in their axes only."""
     axes = job.model.axes() if freedom.axes is None else job.model.axes() & freedom.axes
     base = replace(
         job.layout,
@@ -153,7 +153,7 @@ def meshes(job: Job, on: Slice, freedom: Freedom, sequence: int | None) -> Itera
     )
     sizes = {
         Axis.tensor: _divisors(on.num_devices, LARGEST_TENSOR),
-        # Within a slice, gathering weights beats waiting for a pipeline to fill, on every layout seen.
+        # Within a slice, gathering weights was faster than filling a pipeline on every layout seen.
         Axis.pipeline: _divisors(on.num_devices, LARGEST_PIPELINE) if on.num_slices > 1 else [1],
         Axis.context: _divisors(on.num_devices, on.num_devices)
         if sequence and (sequence >= LONG or global_batch(job, on) < on.num_devices)
@@ -162,7 +162,7 @@ def meshes(job: Job, on: Slice, freedom: Freedom, sequence: int | None) -> Itera
     }
     split = [axis for axis in sizes if axis in axes]
     for ways in itertools.product(*(sizes[axis] for axis in split)):
-        # Pipelines with context or expert axes: three ways to wait at once, and no published use.
+        # Pipelines with context or expert axes wait in three ways and have no published use.
         chosen = dict(zip(split, ways, strict=True))
         if sum(size > 1 for size in ways) > 2:
             continue
@@ -205,7 +205,7 @@ def _policies(job: Job, layout: Layout, on: Slice) -> Iterator[Layout]:
         if remat not in job.model.policies():
             continue
         if remat is Remat.offload and on.platform != "tpu":
-            continue  # a roofline does not price the way to the host
+            continue  # a roofline does not price host transfers
         if remat is Remat.save_names:
             for names in NAMED:
                 yield replace(plain, remat=remat, remat_names=names)
@@ -219,7 +219,7 @@ def _policies(job: Job, layout: Layout, on: Slice) -> Iterator[Layout]:
 def _chunked(
     layout: Layout, on: Slice, batch: int, sequence: int | None, vocab: int
 ) -> Iterator[Layout]:
-    """The layout, and where logits would fill much of the memory the same with loss chunks, or only that."""
+    """The layout, and with loss chunks too (or only) where logits would fill much of the memory."""
     examples = batch / (layout.batch_ways * layout.accumulate * layout.pipeline)
     tokens = examples * (sequence or 0) / layout.context
     share = LOGIT_BYTES * tokens * vocab / layout.tensor / on.program_bytes
@@ -239,7 +239,7 @@ def _chunked(
 
 
 def _accumulations(batch: int, layout: Layout) -> list[int]:
-    """Passes that leave each device a whole number of examples."""
+    """Numbers of passes that give each device a whole number of examples."""
     per_way, rest = divmod(batch, layout.batch_ways)
     if rest or not per_way:
         return []
@@ -257,7 +257,7 @@ def _batches(job: Job, on: Slice, freedom: Freedom) -> list[int]:
 
 
 def global_batch(job: Job, on: Slice) -> int:
-    """The job's examples per optimizer step; a batch per device times a slice's devices."""
+    """The job's examples per optimizer step; a batch per device is multiplied by the slice's devices."""
     if job.batch.total is not None:
         return job.batch.total
     return max(1, int((job.batch.per_device or 1) * on.num_devices * job.layout.accumulate))
@@ -271,7 +271,7 @@ def _precisions(job: Job, on: Slice, freedom: Freedom) -> list[Precision]:
 
 
 def narrower(job: Job, on: Slice) -> list[Precision]:
-    """int8 and fp8, where the model can round to them and the chip multiplies them."""
+    """int8 and fp8, where the model and the chip support them."""
     known = job.model.matmul_formats() & frozenset(on.chip.native)
     return [one for one in (Precision.int8, Precision.fp8) if one.value in known]
 

@@ -1,4 +1,4 @@
-"""Before any compile: every layout of every slice is analysed, and what cannot be is refused with its numbers."""
+"""Survey before any compile: analyses every layout of every slice and refuses impossible ones with figures."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,12 +13,12 @@ from systolic.planning.judge import Judge, Ranked
 from systolic.planning.space import Freedom, RefusalRule, Refused, candidates, global_batch
 
 KEEP = 300
-"""Layouts of a slice that are kept by their estimate."""
+"""Most layouts of a slice that are kept, by their estimates."""
 
 
 @dataclass
 class Survey:
-    """What is worth a compile, in ``queue``, and what is not."""
+    """Survey of the search space: candidates to compile in ``queue``, the others in ``refused``."""
 
     judge: Judge
     freedom: Freedom
@@ -29,8 +29,8 @@ class Survey:
     refused: list[Refused] = field(default_factory=list)
     searched: int = 0
 
-    def look(self, slices: Iterable[Slice], begin: Callable[[Slice], None]) -> None:
-        """Analyses every layout of every slice; ``begin`` is called with each slice before."""
+    def analyse_all(self, slices: Iterable[Slice], begin: Callable[[Slice], None]) -> None:
+        """Analyses every layout of every slice; calls ``begin`` with each slice first."""
         for on in slices:
             begin(on)
             try:
@@ -46,14 +46,14 @@ class Survey:
                     on,
                     len(kept) - KEEP,
                     RefusalRule.estimate,
-                    f"estimated at {last} a step or more, {KEEP} others of the slice at less",
+                    f"estimated at {last} a step or more, slower than {KEEP} others of the slice",
                 )
 
     def _possible(self, on: Slice) -> Iterator[Ranked]:
         have = capacity(on)
         over: Counter[RefusalRule] = Counter()
         least: dict[RefusalRule, tuple[float, str]] = {}
-        """Rule to how far its nearest miss is off, and that in words."""
+        """Rule to the ratio of its nearest miss to the limit, and the message."""
         seen = set()
         base = self.base(on)
         space = (replace(c, base=base) for c in candidates(self.judge.facts.job, on, self.freedom))
@@ -64,17 +64,17 @@ class Survey:
                 continue
             seen.add(candidate)
             self.searched += 1
-            found = analyse(self.judge.facts, candidate)
+            analysis = analyse(self.judge.facts, candidate)
             rule, miss, text = None, 0.0, ""
-            if found.bytes_bound > have:
-                rule, miss = RefusalRule.memory_bound, found.bytes_bound / have
-                text = f"weights, optimizer state and layer inputs alone are {gibibytes(found.bytes_bound)} of {gibibytes(have)} or more"
-            elif problem := self.judge.broken(candidate, found.seconds_bound):
-                total = self.judge.total(candidate, found.seconds_bound)
+            if analysis.bytes_bound > have:
+                rule, miss = RefusalRule.memory_bound, analysis.bytes_bound / have
+                text = f"weights, optimizer state and layer inputs alone need at least {gibibytes(analysis.bytes_bound)} of {gibibytes(have)}"
+            elif problem := self.judge.broken(candidate, analysis.seconds_bound):
+                total = self.judge.total(candidate, analysis.seconds_bound)
                 rule, miss = RefusalRule.goal, self.judge.goal.excess(total)
                 text = f"at the chip's peak rate it {problem}"
             if rule is None:
-                yield Ranked(candidate=candidate, analysis=found)
+                yield Ranked(candidate=candidate, analysis=analysis)
                 continue
             over[rule] += 1
             if rule not in least or miss < least[rule][0]:
@@ -88,7 +88,7 @@ class Survey:
                 on,
                 None,
                 RefusalRule.divisibility,
-                f"no mesh of {on.num_devices} devices divides the model and a batch of {batch}; change the batch or let it go with --free batch",
+                f"no mesh of {on.num_devices} devices divides the model and a batch of {batch}; change the batch, or let the search choose it with --free batch",
             )
 
     def _refuse(
@@ -99,6 +99,6 @@ class Survey:
         reason: str,
         miss: float | None = None,
     ) -> None:
-        """Notes layouts of a slice, or all of them, that are not searched."""
+        """Records layouts of a slice (all with None) that are not searched."""
         refused = Refused(on=on, layouts=layouts, rule=rule, reason=reason, miss=miss)
         self.refused.append(refused)

@@ -1,4 +1,4 @@
-"""Settings that change little but speed, tried on the best layouts only: attention blocks, loss chunks, flags, places on the torus."""
+"""Settings tried on the best layouts only: attention blocks, loss chunks, flags, placement on the torus."""
 
 import itertools
 import math
@@ -13,13 +13,13 @@ from systolic.planning.flags import DEFAULT, sets_for
 BLOCKS = (1024, 2048)
 TILES = (4, 8)
 WIDE_VOCAB = 65536
-"""A vocabulary whose logits are worth cutting."""
+"""Vocabulary size from which loss chunks are tried."""
 
 
 def changes(job: Job, candidate: Candidate, tight: bool = True) -> list[Change]:
-    """What is worth trying on a candidate, the likeliest gains first.
+    """Changes to try on a candidate, the likeliest gains first.
 
-    ``tight`` says that memory is short: loss chunks save it and cost time, and so do passes.
+    With ``tight`` memory is short: more loss chunks and passes save memory and cost time.
     """
     tokens = job.data.fields().get("tokens")
     layout = candidate.layout
@@ -53,7 +53,7 @@ def changes(job: Job, candidate: Candidate, tight: bool = True) -> list[Change]:
 
 
 def _chunks(now: int, tight: bool) -> list[int]:
-    """Other numbers of loss chunks: fewer, which make fewer logits twice, and where memory is short more."""
+    """Other numbers of loss chunks: fewer, which recompute fewer logits, and more where memory is short."""
     if now == 1:
         return list(TILES) if tight else []
     fewer = list(dict.fromkeys((max(now // 2, 1), max(now // 4, 1))))
@@ -61,7 +61,7 @@ def _chunks(now: int, tight: bool) -> list[int]:
 
 
 def _fewer_passes(candidate: Candidate) -> int:
-    """The next smaller number of passes that leaves each device whole examples; 0 where there is none."""
+    """The next smaller number of passes that gives each device whole examples; 0 where there is none."""
     layout = candidate.layout
     if layout.accumulate == 1 or candidate.batch % layout.batch_ways:
         return 0
@@ -70,7 +70,7 @@ def _fewer_passes(candidate: Candidate) -> int:
 
 
 def _splits(job: Job, candidate: Candidate, tight: bool) -> list[Residual]:
-    """Other ways in which the tensor axis may hold the residual stream; whole only where memory is not short."""
+    """Other splits of the residual stream over the tensor axis; whole only where memory is not short."""
     layout = candidate.layout
     if layout.tensor == 1 or job.model.outline(layout) is None:
         return []
@@ -79,7 +79,7 @@ def _splits(job: Job, candidate: Candidate, tight: bool) -> list[Residual]:
 
 
 def _breaks_lines(candidate: Candidate) -> bool:
-    """Whether the innermost axis would be a block where it is a part of a ring: JAX's order of axes leaves it one."""
+    """Whether JAX's order of axes makes the innermost axis a part of a ring, where a block is possible."""
     on, layout = candidate.on, candidate.layout
     if on.platform != "tpu" or layout.placement is not Placement.lines:
         return False
@@ -93,7 +93,7 @@ def _breaks_lines(candidate: Candidate) -> bool:
 
 
 def like(leader: Candidate, one: Candidate) -> Candidate:
-    """A candidate with the flags (where its chip takes them), attention blocks, loss chunks, placement and split of the residual stream of another."""
+    """Candidate ``one`` with the leader's attention blocks, loss chunks, placement, residual split, and flags that its chip takes."""
     flags = leader.flags
     if flags is not DEFAULT and one.on.chip.name not in flags.generations:
         flags = one.flags
