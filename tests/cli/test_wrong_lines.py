@@ -85,7 +85,7 @@ MISUSED = [
     ),
     (
         ("forecast", "image", "--path", "TEXT", "--on", "v5e-1", "--classes", "9", "--patch", "8"),
-        "--patch is of vision transformers, and the model is resnet50",
+        "--patch is for vision transformers only, and the model is resnet50",
     ),
 ]
 """Lines that a person wrote, each wrong whatever the files hold; RUN and TEXT stand for those of the fixture."""

@@ -25,5 +25,5 @@ def test_text_of_any_alphabet_is_read(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_without_text_is_a_mistake(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="there is no path"):
+    with pytest.raises(OptionError, match="no path is given"):
         recipes.find("lm")({"tokenizer": tmp_path / "none.json"})

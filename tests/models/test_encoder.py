@@ -172,7 +172,7 @@ def test_options_that_contradict_each_other_are_one_line() -> None:
         (lambda: mlm(sequence=1024), "give --model.positions 1024"),
         (lambda: mlm(sequence=64, predictions=65), "predictions is 65 and a row has 64 tokens"),
         (lambda: mlm(model=Encoder(vocab=257)), "model.vocab is 257 but the tokenizer has 258"),
-        (lambda: mlm(tokenizer=Path("t.json")), "tokenizer is t.json but there is no path"),
+        (lambda: mlm(tokenizer=Path("t.json")), "tokenizer is t.json but no path is given"),
     ):
         with pytest.raises(OptionError, match=says) as caught:
             make()

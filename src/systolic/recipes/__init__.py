@@ -26,7 +26,7 @@ from systolic.recipes.folder.imported import is_beside, modules
 from systolic.recipes.folder.opened import OpenedFiles
 
 _folders: list[str] = []
-"""Of the recipes that were loaded, at the end of ``sys.path``."""
+"""Folders of loaded recipes, at the end of ``sys.path``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,28 +34,28 @@ class Recipe:
     """A function that returns a job, and where it came from."""
 
     target: str
-    """As the user wrote it."""
+    """The recipe's name as the user typed it."""
     function: Callable[..., Job]
     file: Path | None = None
     """The user's file; ``None`` for a shipped recipe."""
     source: bytes = b""
-    """Content of that file as it was imported."""
+    """Content of the file when it was imported."""
     modules: Mapping[str, bytes] = field(default_factory=dict)
-    """The modules that it imports from its folder: relative POSIX path to content."""
+    """Modules that it imports from its folder: relative POSIX path to content."""
     reads: OpenedFiles | None = None
-    """The other files of its folder that it opens; of a user's own file."""
+    """Other files of its folder that a user's recipe opens."""
 
     of_job: bool = False
     """Whether it stands for a Job, which no command can name."""
 
     @property
     def summary(self) -> str:
-        """The first line of its docstring."""
+        """First line of its docstring."""
         return (inspect.getdoc(self.function) or "").split("\n")[0]
 
     @property
     def layout(self) -> Layout | None:
-        """What its option ``layout`` is by default; None where it has no such option."""
+        """Default of its option ``layout``; None where it has no such option."""
         known = inspect.signature(self.function).parameters.get("layout")
         return known.default if known is not None and isinstance(known.default, Layout) else None
 
@@ -63,7 +63,7 @@ class Recipe:
         """The job with these arguments.
 
         Raises:
-            OptionError: an argument is outside its range, or the function returned something else.
+            OptionError: an argument is out of range, or the function did not return a job.
         """
         check_arguments(self.function, options, lambda name: f"--{name.replace('_', '-')}")
         job = self.function(**options)
@@ -92,7 +92,7 @@ def find(target: str) -> Recipe:
     path, name = split(target)
     if not path.endswith(".py"):
         raise NotFoundError(
-            f"there is no recipe {target!r}{nearest(target, shipped())}; systolic recipes lists them, and a file of yours is named path/to/file.py:function"
+            f"there is no recipe {target!r}{nearest(target, shipped())}; systolic recipes lists them, and your own is given as path/to/file.py:function"
         )
     return from_file(Path(path), name, target)
 
@@ -108,9 +108,9 @@ def from_file(path: Path, name: str, target: str, beside: Path | None = None) ->
 
     Args:
         path: The file.
-        name: Of the function.
-        target: As the user wrote it.
-        beside: The folder that stands for that of the file, with its modules and what else it reads;
+        name: Name of the function.
+        target: The name as the user typed it.
+        beside: Folder to use in place of the file's, with its modules and the files that it reads;
             given for a run's copy.
 
     Raises:
@@ -130,7 +130,7 @@ def from_file(path: Path, name: str, target: str, beside: Path | None = None) ->
     module = importlib.util.module_from_spec(spec)
     reads = OpenedFiles(folder) if beside is None else None
     if beside is not None:
-        # What the recipe finds by its own place is in the run, too.
+        # Files that the recipe finds relative to itself are in the run, too.
         module.__file__ = str(folder / Path(split(target)[0]).name)
     source = path.read_bytes()
     sys.modules[module_name] = module
@@ -158,9 +158,9 @@ def from_file(path: Path, name: str, target: str, beside: Path | None = None) ->
 
 
 def _import(loader: Any, module: ModuleType, path: Path, folder: Path) -> None:
-    """Executes a recipe's module, with its folder first on the path; afterwards last, for imports inside of functions."""
+    """Executes a recipe's module with its folder first on ``sys.path``, then moves it last, for imports inside functions."""
     sys.path.insert(0, str(folder))
-    # A run's folder holds its recipe, and reading a run leaves nothing there.
+    # Reading a run must not write bytecode into its folder.
     wrote, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         loader.exec_module(module)
@@ -172,7 +172,7 @@ def _import(loader: Any, module: ModuleType, path: Path, folder: Path) -> None:
     finally:
         sys.path.remove(str(folder))
         sys.dont_write_bytecode = wrote
-    # The newest recipe's folder before those of earlier ones, and all after what is installed.
+    # The newest recipe's folder comes before earlier ones, and all come after installed packages.
     if str(folder) in _folders:
         _folders.remove(str(folder))
         sys.path.remove(str(folder))
@@ -181,7 +181,7 @@ def _import(loader: Any, module: ModuleType, path: Path, folder: Path) -> None:
 
 
 def _forget(folder: Path) -> None:
-    """Drops modules of earlier recipes that have the names of those in ``folder``."""
+    """Drops modules of earlier recipes that share a name with one in ``folder``."""
     tops = {path.stem for path in folder.glob("*") if path.suffix == ".py" or path.is_dir()}
     others = [Path(other) for other in _folders if other != str(folder)]
     for name in [name for name in sys.modules if name.partition(".")[0] in tops]:
@@ -190,7 +190,7 @@ def _forget(folder: Path) -> None:
 
 
 def _travel(module: ModuleType, imported: set[str], folder: Path) -> None:
-    """Lets a job be sent to a process that compiles: no other process can import the file by its name."""
+    """Pickles the module's classes and functions by value, since a compile process can't import the file by name."""
     import cloudpickle
 
     cloudpickle.register_pickle_by_value(module)
@@ -214,7 +214,7 @@ def plain(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def typed(recipe: Recipe, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments as :func:`plain` saved them, in the types that the recipe's signature names.
+    """Arguments saved by :func:`plain`, as the types of the recipe's signature.
 
     Raises:
         RunError: the recipe has changed and no longer takes them.

@@ -31,7 +31,7 @@ MODEL = Decoder(
     qk_norm=True,
     ngrams=5,
 )
-"""Two layers and hashed n-gram tables: what learns most from three minutes of two cores."""
+"""Two layers and hashed n-gram tables: the best found for three minutes on two cores."""
 
 OPTIMIZER = Optimizer(
     kind=OptimizerKind.muon,
@@ -69,14 +69,14 @@ def bytes(
         batch_per_device: Rows per device and pass, instead of batch.
         sequence: Bytes per row.
         optimizer: The update rule.
-        schedule: The learning rate over the steps; its own warm-up is at most a tenth of them.
+        schedule: The learning rate over the steps; the default warm-up is at most a tenth of them.
         precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
-        dtypes: What weights, gradients and optimizer state are kept in.
-        layout: How to spread it over devices.
-        evaluation: When, and what early stopping looks at; the end always sees all validation files.
-        checkpoints: Which are written and kept.
-        guard: What to do about a loss that is not a number or jumps.
-        seed: Of the initial weights and the order of the data.
+        dtypes: Dtypes of weights, gradients and optimizer state.
+        layout: Parallelism and memory settings.
+        evaluation: When to evaluate, and early stopping; the last evaluation always reads all validation files.
+        checkpoints: When to save, and which to keep.
+        guard: Handling of a loss that is not a number or jumps.
+        seed: Seed of the initial weights and the order of the data.
     """
     return Job(
         name="bytes",

@@ -52,7 +52,7 @@ OPTIMIZERS = {
         weight_decay=0.05,
     ),
 }
-"""A transformer learns little from 1257 images in this time under AdamW, and 98 % under Muon."""
+"""Muon, which reaches 98 % in this time; with AdamW a transformer learns little from 1257 images."""
 
 
 def digits(
@@ -79,15 +79,15 @@ def digits(
         batch: Images per optimizer step; by default 64.
         batch_per_device: Images per device and pass, instead of batch.
         optimizer: The update rule; by default AdamW at 0.003 for cnn, Muon at 0.02 for vit, decay 0.05.
-        schedule: The learning rate over the steps; its own warm-up is at most a tenth of them.
+        schedule: The learning rate over the steps; the default warm-up is at most a tenth of them.
         label_smoothing: Share of the probability spread evenly over the classes.
         precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
-        dtypes: What weights, gradients and optimizer state are kept in.
-        layout: How to spread it over devices.
-        evaluation: When, and what early stopping looks at.
-        checkpoints: Which are written and kept.
-        guard: What to do when the loss goes bad.
-        seed: Of the initial weights, the order and the shifts of the images.
+        dtypes: Dtypes of weights, gradients and optimizer state.
+        layout: Parallelism and memory settings.
+        evaluation: When to evaluate, and early stopping.
+        checkpoints: When to save, and which to keep.
+        guard: Handling of a loss that is not a number or jumps.
+        seed: Seed of the initial weights, the order and the shifts of the images.
     """
     steps = STEPS[model] if steps is None else steps
     return Job(

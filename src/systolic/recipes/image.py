@@ -58,18 +58,18 @@ PRESETS = {
     ImageModel.vit_l: Preset.large,
 }
 SGD = Optimizer(kind=OptimizerKind.sgd, learning_rate=0.1, b1=0.9, weight_decay=1e-4, clip=0.0)
-"""Of residual networks, at REFERENCE_BATCH (He et al. 2016; Goyal et al. 2017)."""
+"""Defaults of residual networks at REFERENCE_BATCH (He et al. 2016; Goyal et al. 2017)."""
 ADAMW = Optimizer(learning_rate=2.5e-4, b2=0.999, weight_decay=0.1, clip=1.0)
-"""Of vision transformers, at REFERENCE_BATCH (Beyer, Zhai, Kolesnikov 2022: 1e-3 at 1024)."""
+"""Defaults of vision transformers at REFERENCE_BATCH (Beyer, Zhai, Kolesnikov 2022: 1e-3 at 1024)."""
 LARS = Optimizer(kind=OptimizerKind.lars, learning_rate=0.8, b1=0.9, weight_decay=2e-4, clip=0.0)
-"""For large batches of residual networks, at REFERENCE_BATCH (Google's MLPerf v0.7 submission on v3-32: 13 at 4096)."""
+"""Defaults for large batches of residual networks at REFERENCE_BATCH (Google's MLPerf v0.7 submission on v3-32: 13 at 4096)."""
 REFERENCE_BATCH = 256
-"""Default learning rates are per so many images and grow with the batch."""
+"""Batch of the default learning rates, which are scaled in proportion to the batch."""
 SCHEDULE = Schedule(warmup=500, final=0.0)
 PATCH = 16
-"""Pixels on a side of a vision transformer's patch, where none is given."""
+"""Default pixels on a side of a vision transformer's patch."""
 SMALL_SIZE = 64
-"""Up to so many pixels a residual network starts at full resolution."""
+"""Largest image size at which a residual network uses the small stem by default."""
 
 
 def image(
@@ -99,28 +99,28 @@ def image(
     """Trains a ResNet or a ViT on a folder of pictures with one folder a class.
 
     Args:
-        path: The folder: classes in it, or train/, val/ and test/ with classes in them, or what systolic data pack --images wrote.
+        path: Folder of class folders, of train/, val/ and test/ with class folders, or a folder from systolic data pack --images.
         model: The network.
         size: Height and width of the crops that the network sees.
-        patch: vit: pixels on a side of a patch.
-        stem: resnet: what comes before the stages; by default imagenet, and small for sizes up to 64.
-        norm_examples: resnet: examples that share batch norm's statistics, a divisor of the batch of a pass: 32 with 32 examples a device takes each device's own; 0 takes all.
-        classes: Number of classes; by default the class folders are counted.
+        patch: Pixels on a side of a patch (vit only).
+        stem: Layers before the stages (resnet only); by default imagenet, and small for sizes up to 64.
+        norm_examples: Examples that share batch norm statistics (resnet only), a divisor of the batch of a pass: 32 with 32 examples a device keeps them on each device; 0 shares them over all.
+        classes: Number of classes; by default the number of class folders.
         steps: Optimizer steps.
         batch: Images per optimizer step; by default 256.
         batch_per_device: Images per device and pass, instead of batch.
         optimizer: The update rule; by default SGD at 0.1 for resnets and AdamW at 0.00025 for vits, per 256 images of batch.
-        schedule: The learning rate over the steps; its own warm-up is at most a tenth of them.
+        schedule: The learning rate over the steps; the default warm-up is at most a tenth of them.
         label_smoothing: Share of the probability spread evenly over the classes.
-        augmentation: How training examples vary.
-        data: How pictures are read.
+        augmentation: Augmentation of training examples.
+        data: Reading of pictures.
         precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
-        dtypes: What weights, gradients and optimizer state are kept in.
-        layout: How to spread it over devices.
-        evaluation: When, and what early stopping looks at.
-        checkpoints: Which are written and kept.
-        guard: What to do when the loss goes bad.
-        seed: Of the initial weights, the order and the crops.
+        dtypes: Dtypes of weights, gradients and optimizer state.
+        layout: Parallelism and memory settings.
+        evaluation: When to evaluate, and early stopping.
+        checkpoints: When to save, and which to keep.
+        guard: Handling of a loss that is not a number or jumps.
+        seed: Seed of the initial weights, the order and the crops.
     """
     images = Images(path=path, side=size, augmentation=augmentation, on_error=data.on_error)
     num_classes = len(images.labels()) if classes is None else classes
@@ -148,7 +148,7 @@ def update_rule(model: ImageModel, change: OptimizerChange, batch: Batch) -> Opt
     """The optimizer of a network, its learning rate in proportion to the batch unless one is given.
 
     Raises:
-        OptionError: there is neither a learning rate nor a batch that is known before the devices are.
+        OptionError: no learning rate is given, and the batch depends on the devices.
     """
     rules = (SGD, ADAMW, LARS) if model in DEPTHS else (ADAMW, SGD, LARS)
     chosen = change.of(*rules)
@@ -156,7 +156,7 @@ def update_rule(model: ImageModel, change: OptimizerChange, batch: Batch) -> Opt
         return chosen
     if batch.total is None:
         raise OptionError(
-            f"--batch-per-device {batch.per_device:g} leaves the batch open until the devices are known, and the default learning rate grows with it; add --optimizer.learning-rate, or give --batch"
+            f"--batch-per-device {batch.per_device:g} makes the batch depend on the devices, and the default learning rate is proportional to it; add --optimizer.learning-rate, or give --batch"
         )
     return replace(chosen, learning_rate=chosen.learning_rate * batch.total / REFERENCE_BATCH)
 
@@ -178,7 +178,7 @@ def network(
     if model in DEPTHS:
         if patch != PATCH:
             raise OptionError(
-                f"--patch is of vision transformers, and the model is {model.value}; leave it out"
+                f"--patch is for vision transformers only, and the model is {model.value}; leave it out"
             )
         usual = Stem.small if size <= SMALL_SIZE else Stem.imagenet
         return ResNet(
@@ -190,7 +190,7 @@ def network(
         )
     if stem is not None or norm_examples:
         raise OptionError(
-            f"--stem and --norm-examples are of residual networks, and the model is {model.value}; leave them out"
+            f"--stem and --norm-examples are for residual networks only, and the model is {model.value}; leave them out"
         )
     if size % patch:
         raise OptionError(f"--patch {patch} does not divide --size {size}; change one")

@@ -27,7 +27,7 @@ from systolic.steps.tasks.language import LanguageModel, Unit
 BATCH = Batch(per_device=8)
 SCHEDULE = Schedule(warmup=100)
 VOCAB_MULTIPLE = 128
-"""Vocabularies are rounded up to it: the matrix units' lane count, and even to split."""
+"""Multiple that vocabularies are rounded up to: the matrix units' lane count, which also splits evenly."""
 
 
 def lm(
@@ -57,28 +57,28 @@ def lm(
     """Trains a decoder (RMSNorm, RoPE, grouped queries or latents, SwiGLU, dense or mixture of experts) on any text.
 
     Args:
-        path: Text, JSONL, Parquet or ArrayRecord files, a datasets folder, or what systolic data pack wrote; by default the Python standard library.
-        tokenizer: A tokenizer.json or its folder; by default bytes, or what packed data was made with.
+        path: Text, JSONL, Parquet or ArrayRecord files, a datasets folder, or a folder from systolic data pack; by default the Python standard library.
+        tokenizer: A tokenizer.json or its folder; by default bytes, or the tokenizer of packed data.
         validation: Validation text; by default a share of the documents.
         field: The JSONL field or the column that holds the text.
-        shuffle_windows: Windows of text, of about 256 rows each, whose rows are mixed; more take memory and mix longer documents.
+        shuffle_windows: Windows of text, of about 256 rows each, whose rows are shuffled together; more need more memory and shuffle longer documents.
         model: The decoder's sizes.
         sequence: Tokens per row; documents are packed into rows and don't see each other.
-        batch_per_device: Rows per device and pass, by default 8; may be a fraction when an axis splits a row over devices.
+        batch_per_device: Rows per device and pass, by default 8; may be a fraction where an axis splits a row over devices.
         batch: Rows per optimizer step, instead of batch-per-device.
         steps: Optimizer steps.
         optimizer: The update rule.
-        schedule: The learning rate over the steps; its own warm-up is at most a tenth of them.
+        schedule: The learning rate over the steps; the default warm-up is at most a tenth of them.
         z_loss: Weight of the squared log normaliser.
         label_smoothing: Share of the probability spread evenly over the vocabulary.
         precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
-        dtypes: What weights, gradients and optimizer state are kept in.
-        layout: How to spread it over devices.
-        evaluation: When, and what early stopping looks at.
-        checkpoints: Which are written and kept.
-        guard: What to do about a loss that is not a number or jumps.
-        seed: Of the initial weights and the order of the data.
-        prompt: What the sample at the end of training continues.
+        dtypes: Dtypes of weights, gradients and optimizer state.
+        layout: Parallelism and memory settings.
+        evaluation: When to evaluate, and early stopping.
+        checkpoints: When to save, and which to keep.
+        guard: Handling of a loss that is not a number or jumps.
+        seed: Seed of the initial weights and the order of the data.
+        prompt: Start of the sample at the end of training.
     """
     data = rows_of(path, tokenizer, validation, field, shuffle_windows, sequence)
     vocab = wide_enough(model.vocab, data.vocab_size())
@@ -116,7 +116,7 @@ def rows_of(
     shuffle_windows: int,
     sequence: int,
 ) -> TextData:
-    """The text of a recipe's options: that at ``path``, or the Python standard library in bytes.
+    """Data of a recipe's options: the text at ``path``, or the Python standard library in bytes.
 
     Raises:
         OptionError: a tokenizer or validation text without a path.
@@ -133,16 +133,16 @@ def rows_of(
     for name, value in (("tokenizer", tokenizer), ("validation", validation)):
         if value is not None:
             raise OptionError(
-                f"{name} is {value} but there is no path, and the built-in text is bytes; give --path with your text"
+                f"{name} is {value} but no path is given, and the built-in text is bytes; give --path with your text"
             )
     return StandardLibrary(sequence=sequence)
 
 
 def wide_enough(given: int, ids: int) -> int:
-    """A model's vocabulary: the one given, or what ``ids`` token ids need, rounded up.
+    """Vocabulary of a model: the given one, or ``ids`` token ids, rounded up.
 
     Raises:
-        OptionError: fewer are given than there are.
+        OptionError: the given vocabulary is smaller than ``ids``.
     """
     if given and given < ids:
         raise OptionError(

@@ -26,7 +26,7 @@ from systolic.steps.tasks.masked import MaskedTokens
 
 BATCH = Batch(per_device=8)
 OPTIMIZER = Optimizer(learning_rate=1e-4, b2=0.999, weight_decay=0.01)
-"""Of BERT (Devlin et al. 2019)."""
+"""Defaults of BERT (Devlin et al. 2019)."""
 SCHEDULE = Schedule(kind=ScheduleKind.linear, warmup=100, final=0.0)
 
 
@@ -56,27 +56,27 @@ def mlm(
     """Trains a bidirectional encoder (BERT: learned positions, norms after sums, GELU) on any text, by masked tokens.
 
     Args:
-        path: Text, JSONL, Parquet or ArrayRecord files, a datasets folder, or what systolic data pack wrote; by default the Python standard library.
-        tokenizer: A tokenizer.json or its folder; by default bytes, or what packed data was made with.
+        path: Text, JSONL, Parquet or ArrayRecord files, a datasets folder, or a folder from systolic data pack; by default the Python standard library.
+        tokenizer: A tokenizer.json or its folder; by default bytes, or the tokenizer of packed data.
         validation: Validation text; by default a share of the documents.
         field: The JSONL field or the column that holds the text.
-        shuffle_windows: Windows of text, of about 256 rows each, whose rows are mixed; more take memory and mix longer documents.
+        shuffle_windows: Windows of text, of about 256 rows each, whose rows are shuffled together; more need more memory and shuffle longer documents.
         model: The encoder's sizes.
         sequence: Tokens per row; documents are packed into rows and don't see each other.
-        mask_share: Share of a row's tokens that are predicted: of these 80 % are masked, 10 % replaced, 10 % left.
-        predictions: The most tokens that are predicted in a row; by default mask-share of the sequence, rounded down.
-        batch_per_device: Rows per device and pass, by default 8; may be a fraction when an axis splits a row over devices.
+        mask_share: Share of a row's tokens to predict; of these 80 % are masked, 10 % replaced, 10 % left.
+        predictions: Most tokens to predict in a row; by default mask-share of the sequence, rounded down.
+        batch_per_device: Rows per device and pass, by default 8; may be a fraction where an axis splits a row over devices.
         batch: Rows per optimizer step, instead of batch-per-device.
         steps: Optimizer steps.
         optimizer: The update rule.
-        schedule: The learning rate over the steps; its own warm-up is at most a tenth of them.
+        schedule: The learning rate over the steps; the default warm-up is at most a tenth of them.
         precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
-        dtypes: What weights, gradients and optimizer state are kept in.
-        layout: How to spread it over devices.
-        evaluation: When, and what early stopping looks at.
-        checkpoints: Which are written and kept.
-        guard: What to do about a loss that is not a number or jumps.
-        seed: Of the initial weights, the order of the data and its masks.
+        dtypes: Dtypes of weights, gradients and optimizer state.
+        layout: Parallelism and memory settings.
+        evaluation: When to evaluate, and early stopping.
+        checkpoints: When to save, and which to keep.
+        guard: Handling of a loss that is not a number or jumps.
+        seed: Seed of the initial weights, the order of the data and its masks.
     """
     text = rows_of(path, tokenizer, validation, field, shuffle_windows, sequence)
     if sequence > model.positions:

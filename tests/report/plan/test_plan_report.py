@@ -208,7 +208,7 @@ def test_the_page_needs_nothing_else(stopped: SearchStop | None) -> None:
 def test_the_page_without_an_answer() -> None:
     made = plan(replace(GOAL, budget_usd=100.0))
     page = Page(render(made, PATH, root=Path("/nowhere")))
-    assert "none keeps the goal" in page.text
+    assert "none meets the goal" in page.text
     assert "systolic train" not in page.text
 
 

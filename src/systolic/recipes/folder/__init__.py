@@ -1,1 +1,1 @@
-"""What a recipe takes from the folder of its file: the modules that it imports, the files that it opens."""
+"""Files of a recipe's folder that it uses: modules that it imports, files that it opens."""

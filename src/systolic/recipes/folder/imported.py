@@ -12,10 +12,10 @@ def modules(file: Path) -> dict[str, bytes]:
     """Modules in the folder of a Python file that it needs: relative POSIX path to content.
 
     Follows the ``import`` statements of the file and of the modules that it imports, also inside of
-    functions. A package is taken as a whole. A name that is loaded from elsewhere is left out.
+    functions. A package is included as a whole. A name loaded from elsewhere is left out.
 
     Args:
-        file: Parses as Python. A module that does not parse is kept and not followed.
+        file: A Python file that parses. A module that does not parse is kept and not followed.
     """
     folder = file.resolve().parent
     found: dict[Path, bytes] = {}
@@ -32,7 +32,7 @@ def modules(file: Path) -> dict[str, bytes]:
 
 
 def is_beside(name: str, folder: Path) -> bool:
-    """Whether a loaded module comes from ``folder`` under its own name; packages installed below it do not count."""
+    """Whether a loaded module comes from ``folder`` under its own name; packages installed below it don't count."""
     module = sys.modules.get(name)
     file = None if module is None else vars(module).get("__file__")
     if file is None:
@@ -76,7 +76,7 @@ def _files(folder: Path, name: str) -> Iterator[Path]:
 
 
 def _elsewhere(top: str, folder: Path) -> bool:
-    """Whether a name is loaded, and not from ``folder``."""
+    """Whether a name is loaded from elsewhere than ``folder``."""
     module = sys.modules.get(top)
     if module is None or vars(module).get("__file__") is None:
         return False

@@ -1,4 +1,4 @@
-"""Files of a recipe's folder that its own code opens, so that a run can keep copies of them."""
+"""Files of a recipe's folder that its own code opens, for the copies in a run."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from typing import Any
 from systolic.core.units import gibibytes
 
 KEPT_BYTES = 1 << 26
-"""Limit of all files together; data sets are not copied into every run."""
+"""Limit for all files together, so that data sets are not copied into every run."""
 
 _CODE = frozenset((".py", ".pyc", ".so"))
 
@@ -27,7 +27,7 @@ class OpenedFiles:
         self._open = True
         if not _watching:
             _watching.append(self)
-            # Python takes hooks for good, so there is one.
+            # Audit hooks can't be removed, so there is only one.
             sys.addaudithook(_hook)
         _watching[0] = self
 
@@ -39,7 +39,7 @@ class OpenedFiles:
         """Relative POSIX path to content, and a line for each file that is too large to keep.
 
         Args:
-            others: Files and folders that an option names; these are not copied.
+            others: Files and folders named by options, which are not copied.
         """
         found: dict[str, bytes] = {}
         too_large: list[str] = []
@@ -51,7 +51,7 @@ class OpenedFiles:
             size = path.stat().st_size
             if size > room:
                 too_large.append(
-                    f"{path} ({gibibytes(size)}), which the recipe reads, is not kept in the run, which takes up to {gibibytes(KEPT_BYTES)}; keep it where it is"
+                    f"the recipe reads {path} ({gibibytes(size)}), and a run copies up to {gibibytes(KEPT_BYTES)} in all; keep the file where it is"
                 )
                 continue
             room -= size
@@ -59,7 +59,7 @@ class OpenedFiles:
         return found, too_large
 
     def see(self, path: Any, mode: Any) -> None:
-        """Notes an ``open`` of this process."""
+        """Records an ``open`` of this process."""
         if not self._open or not isinstance(path, str | bytes | os.PathLike):
             return
         name = os.path.abspath(os.fsdecode(path))
@@ -76,7 +76,7 @@ class OpenedFiles:
 
 
 _watching: list[OpenedFiles] = []
-"""The newest watch, alone in the list."""
+"""List with the newest watch only."""
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:

@@ -1,1 +1,1 @@
-"""Explanations for people."""
+"""Views of an explanation."""

@@ -1,4 +1,4 @@
-"""Causes on one screen: the verdict first, then each with its evidence and what to try."""
+"""Causes on one screen: the verdict, then each cause with evidence and advice."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,11 @@ from systolic.report import terminal
 from systolic.report.printing import print_lines
 
 HEIGHT = 23
-"""Lines of a screen that leave one for the prompt."""
+"""Lines of a screen, less one for the prompt."""
 
 MAX_WIDTH = 100
 LINES = (3, 2, 1)
-"""Lines of evidence and of advice a cause gets, less where the screen would not hold all causes."""
+"""Lines of evidence and of advice per cause; fewer where the screen can't hold all causes."""
 
 
 def print_causes(
@@ -32,13 +32,13 @@ def print_causes(
     """Prints the screen to ``stream`` (stdout), in colour on a terminal.
 
     Args:
-        title: What was explained.
+        title: Name of what was explained.
         causes: Worst first.
-        remarks: Figures worth seeing also where all is well.
-        notes: What could not be judged.
-        stream: Where to.
-        environ: Variables that say what the terminal can do.
-        width: Columns; by default the terminal's.
+        remarks: Figures to show even without a problem.
+        notes: Questions that could not be judged.
+        stream: Output stream.
+        environ: Environment variables that describe the terminal.
+        width: Columns; by default those of the terminal.
     """
     print_lines(
         lambda columns: lines(title, causes, columns, remarks=remarks, notes=notes),
@@ -57,7 +57,7 @@ def lines(
     remarks: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> list[Text]:
-    """The screen: at most :data:`HEIGHT` lines where the causes allow it, of ``width`` columns."""
+    """Lines of the screen: at most :data:`HEIGHT` where the causes allow it, ``width`` columns wide."""
     head = [verdict(title, causes), Text("")]
     tail = [_wrapped(remark, width, "  ", "dim") for remark in remarks]
     tail += [_wrapped(f"not judged: {note}", width, "  ", "dim") for note in notes]
@@ -104,7 +104,7 @@ def _cause(index: int, cause: Cause, width: int, most: int) -> list[Text]:
 
 
 def _wrapped(text: str, width: int, indent: str, style: str) -> list[Text]:
-    """A text over as many lines as it needs; commands in it stay in one piece each."""
+    """Text wrapped over several lines, never inside a command."""
     flat = " ".join(terminal.printable(text).split())
     found = textwrap.wrap(
         flat,

@@ -1,1 +1,1 @@
-"""Views of a plan: on a terminal while it is made and after, and as a page."""
+"""Views of a plan: progress and result in the terminal, and an HTML page."""

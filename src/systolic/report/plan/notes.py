@@ -1,4 +1,4 @@
-"""Notes of a plan in words."""
+"""Notes of a plan as text."""
 
 from collections.abc import Mapping
 
@@ -20,7 +20,7 @@ from systolic.planning.notes import (
 from systolic.planning.plan import Plan
 
 NAMED = 4
-"""Slices without a price that are named."""
+"""Most slices without a price that are named."""
 WAYS: Mapping[WayToAnswer, str] = {
     WayToAnswer.slices: "other slices (--on any, --max-chips)",
     WayToAnswer.batch: "another batch (--free batch)",
@@ -38,24 +38,24 @@ def text(note: PlanNote) -> str:
     """A note as one line, without a full stop."""
     match note:
         case OwnWork():
-            return f"{si(note.units)} {note.unit} are the job's own {note.steps:,} steps of {note.batch:,} examples; --{note.unit} sets another number"
+            return f"the goal of {si(note.units)} {note.unit} is the job's own {note.steps:,} steps of {note.batch:,} examples; --{note.unit} sets another"
         case BatchDiffers():
-            return f"the job's batch is per device, so the global batch differs by slice ({note.smallest:,} to {note.largest:,} examples a step): slices don't train the same; --batch fixes it"
+            return f"the job's batch is per device, so the global batch differs by slice ({note.smallest:,} to {note.largest:,} examples a step), which changes training; --batch sets one for all"
         case ScheduleOnly():
-            more = f"--finalists {note.full_compiles + 2} compiles more of the best to the end"
+            more = f"--finalists {note.full_compiles + 2} makes more full compiles"
             if note.asked:
-                more = "its full compile did not end in time; --time-limit 2h gives it longer"
-            return f"the best was compiled up to the schedule: memory is exact, the time of ops estimated; {more}"
+                more = "its full compile did not end in time; --time-limit 2h gives it more time"
+            return f"the best was compiled up to its schedule only: memory is exact, op times are estimates; {more}"
         case FullCompileRatio():
-            return f"steps of full compiles on {note.chip} take {note.ratio:.0%} of what their schedules said; the others are ranked as if theirs did too"
+            return f"steps of full compiles on {note.chip} take {note.ratio:.0%} of the time by their schedules; the others are ranked with the same ratio"
         case BaseFlags():
             return f"every program on {note.chip} is compiled with {described(note.flags)}; systolic chips {note.chip} gives the reasons, --flags changes them"
         case ChipsNotCompiled():
             return f"no slice of {', '.join(note.chips)} was compiled; see rejected"
         case GpusByRoofline():
-            return "GPUs are compared by a roofline of the program that XLA partitions for them: time to about 35 %, memory estimated"
+            return "GPUs are compared by a roofline of their partitioned program: time within about 35 %, memory estimated"
         case PricesUnknown():
             more = " …" if len(note.slices) > NAMED else ""
-            return f"no {note.price.value} price is known of {', '.join(note.slices[:NAMED])}{more}; a file of yours can give one, see systolic chips --help"
+            return f"no {note.price.value} price is known for {', '.join(note.slices[:NAMED])}{more}; add prices in a file, see systolic chips --help"
         case NoAnswer():
-            return f"what may help: {', '.join(WAYS[way] for way in note.ways)}"
+            return f"to try: {', '.join(WAYS[way] for way in note.ways)}"

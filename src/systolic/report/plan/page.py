@@ -1,4 +1,4 @@
-"""One HTML file for a plan: time against cost, the ranking, the mesh on the torus, what was rejected."""
+"""HTML page of a plan: time against cost, the ranking, the mesh on the torus, rejected layouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ from systolic.report.plan.torus import Torus, torus
 ROWS = 40
 COLOURS = 9
 PAD = 1.12
-"""Of the axes, beyond the outermost dots."""
+"""Margin of the axes beyond the outermost dots, as a share."""
 LOG_PAD = 1.3
 WIDE = 8.0
-"""Largest over smallest value from which an axis is logarithmic."""
+"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CandidateDot:
-    """A compiled candidate on the chart, in per cent of it."""
+    """Compiled candidate on the chart, in per cent of its size."""
 
     left: float
     bottom: float
@@ -44,15 +44,15 @@ class CandidateDot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScatterChart:
-    """Time against dollars."""
+    """Chart of time against dollars."""
 
     x: PlotAxis
     y: PlotAxis
     dots: Sequence[CandidateDot]
     front: str
-    """The path that joins what no other beats."""
+    """SVG path through the Pareto front."""
     limits: Sequence[tuple[str, float, str]]
-    """Deadline and budget: which axis, per cent, words."""
+    """Deadline and budget: axis, per cent, text."""
     legend: Sequence[tuple[int, str]]
     x_name: str
     y_name: str
@@ -71,9 +71,9 @@ def render(plan: Plan, plan_path: Path | None, root: Path | None = None) -> str:
     """The page as text.
 
     Args:
-        plan: What was found.
-        plan_path: Of the JSON, for the commands.
-        root: Of the store that has the compiled programs; the usual one by default.
+        plan: The plan.
+        plan_path: Path of the plan's JSON, for the commands.
+        root: Store of the compiled programs; by default the user's.
     """
     best = plan.best
     found = readings.rows(plan)
@@ -106,7 +106,7 @@ def render(plan: Plan, plan_path: Path | None, root: Path | None = None) -> str:
 
 
 def _interval(one: Trial, best: Trial | None) -> str:
-    """How far a step time may be off, where that is not as the tile says for the best."""
+    """Interval of a step time where it differs from the best's, which a tile shows."""
     text = readings.interval(one)
     return "" if best is not None and text == readings.interval(best) else text
 
@@ -152,7 +152,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _commands(plan: Plan, path: Path | None, found: Sequence[RankingRow]) -> list[tuple[str, str]]:
-    """What runs the best, and the first of each other slice."""
+    """Commands that run the best candidate and the first of each other slice."""
     shown, seen = [], set()
     for row in found:
         if row.slice not in seen and len(shown) < 3:
@@ -221,7 +221,7 @@ def chart(plan: Plan, colours: dict[str, int]) -> ScatterChart | None:
 
 
 def _axis(values: Sequence[float]) -> PlotAxis:
-    """From zero, or logarithmic where the values are far apart."""
+    """Axis from zero, or logarithmic for a wide range of values."""
     low, high = min(values), max(values)
     if low > 0 and high / low > WIDE:
         return curves.log_axis(low / LOG_PAD, high * LOG_PAD)
@@ -229,7 +229,7 @@ def _axis(values: Sequence[float]) -> PlotAxis:
 
 
 def _cost(done: Sequence[Trial]) -> tuple[str, Any]:
-    """What the chart's other axis is, and its value."""
+    """Label and value of the chart's cost axis."""
     if all(one.total is not None and one.total.usd is not None for one in done):
         return "dollars", lambda one: one.total.usd
     return "chip-hours", lambda one: one.total.seconds / HOUR * one.candidate.on.num_chips
@@ -254,7 +254,7 @@ def _torus(best: Trial, root: Path) -> Torus | None:
 
 
 def places(one: Trial, root: Path) -> Sequence[Sequence[int]]:
-    """Where the compiler had each device of the mesh; empty where the store does not say."""
+    """Place of each device of the mesh in the compile; empty where the store has none."""
     made = (one.forecast.compiler if one.forecast is not None else {}).get("program")
     if not made:
         return []

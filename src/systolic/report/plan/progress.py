@@ -1,4 +1,4 @@
-"""A search as it goes on, on stderr: a few redrawn lines on a terminal, a line a result elsewhere."""
+"""Progress of a search on stderr: a few redrawn lines on a terminal, otherwise a line per result."""
 
 import contextlib
 import os
@@ -21,12 +21,12 @@ from systolic.report import figures, terminal
 from systolic.report.plan import readings
 
 RUNNING = 4
-"""Compiles that are named at once."""
+"""Most running compiles that are named."""
 BAR = 24
 
 
 class SearchDisplay:
-    """A context whose :meth:`see` is told the search's progress."""
+    """Context that shows a search; its :meth:`see` takes the progress."""
 
     def __init__(
         self, stream: TextIO, *, environ: Mapping[str, str] | None = None, width: int | None = None
@@ -56,7 +56,7 @@ class SearchDisplay:
                 self._live.stop()
 
     def see(self, progress: SearchProgress) -> None:
-        """Shows where the search is; a terminal that is gone is no reason to end it."""
+        """Shows the progress; a closed terminal does not end the search."""
         if self._live is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._live.update(drawing(progress), refresh=True)
@@ -69,7 +69,7 @@ class SearchDisplay:
 
 
 def stage(progress: SearchProgress) -> str:
-    """What the search is at, in words."""
+    """Stage of the search as text."""
     words = {
         SearchStage.analysing: f"analysing {progress.subject}",
         SearchStage.compiling: "compiling",
@@ -79,13 +79,13 @@ def stage(progress: SearchProgress) -> str:
 
 
 def line(progress: SearchProgress, one: Trial) -> str:
-    """One result: ``[ 3/24, 41.2 s] v5e-16 fsdp 16 remat full: 340 ms, 52.1 % MFU, …``."""
+    """Line of a result: ``[ 3/24, 41.2 s] v5e-16 fsdp 16 remat full: 340 ms, 52.1 % MFU, …``."""
     text = f"{_place(progress)} {one.candidate.name}: {result(one)}"
     return f"{text}  <- best so far" if one is progress.best else text
 
 
 def result(one: Trial) -> str:
-    """What became of a candidate."""
+    """Result of a candidate as text."""
     made, total = one.forecast, one.total
     if made is None or total is None:
         return terminal.one_line(reason_of(one), 160)
@@ -100,7 +100,7 @@ def result(one: Trial) -> str:
 
 
 def drawing(progress: SearchProgress) -> Group:
-    """The lines that are redrawn."""
+    """Lines to redraw."""
     head = Table.grid(padding=(0, 2))
     bar = ProgressBar(
         total=max(progress.of, 1),

@@ -1,4 +1,4 @@
-"""Figures of a plan as words, the same in the terminal and on the page."""
+"""Figures of a plan as text, shared by the terminal and the page."""
 
 import math
 import shlex
@@ -18,38 +18,38 @@ from systolic.report.forecast import readings
 from systolic.report.verdict import Tone, Verdict
 
 PLAN = "plan.json"
-"""Named in commands where nothing was written."""
+"""File name in commands where no plan was written."""
 
 RULES = {
-    RefusalRule.compiler: "compiled, and not an answer",
-    RefusalRule.goal: "breaks the goal at the chip's peak rate",
-    RefusalRule.memory_bound: "weights, states and inputs alone exceed the memory",
-    RefusalRule.estimate: "estimated slower than the rest of its slice",
-    RefusalRule.more_memory: "keeps no less than one that did not fit",
+    RefusalRule.compiler: "compiled, but no answer",
+    RefusalRule.goal: "break the goal even at the chip's peak rate",
+    RefusalRule.memory_bound: "weights, optimizer state and inputs alone exceed the memory",
+    RefusalRule.estimate: "estimated slower than others of the slice",
+    RefusalRule.more_memory: "keep at least as much memory as one that did not fit",
     RefusalRule.divisibility: "no mesh divides the model and the batch",
     RefusalRule.unknown_chip: "the catalogue lacks a rate",
     RefusalRule.not_compiled: "not compiled",
 }
-"""Why layouts were rejected, in words."""
+"""Reasons of rejection as text."""
 DEPTHS = {
     CompileDepth.full: "full",
     CompileDepth.schedule: "schedule",
     CompileDepth.roofline: "roofline",
 }
-"""How far a candidate was compiled, in words."""
+"""Depths of a compile as text."""
 STOPS = {SearchStop.interrupted: "interrupted", SearchStop.time_limit: "time limit"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankingRow:
-    """A candidate of the ranking."""
+    """Row of the ranking: one candidate."""
 
     rank: int
     one: Trial
     slice: str
     layout: str
     unlike: str
-    """Settings that differ from the best candidate's, with this one's values; empty for the best."""
+    """Settings that differ from the best candidate's, with their values; empty for the best."""
     batch: str
     step: str
     mfu: str
@@ -71,9 +71,9 @@ class Reason:
     words: str
     layouts: int
     slices: int
-    """On how many slices."""
+    """Number of slices."""
     nearest: str
-    """The one that missed by least, with its numbers."""
+    """Message of the layout that missed the limit by least."""
 
 
 def money(usd: float | None) -> str:
@@ -82,7 +82,7 @@ def money(usd: float | None) -> str:
 
 
 def step(seconds: float) -> str:
-    """A step's time with three digits: candidates differ by little."""
+    """Step time with three digits, since candidates differ by little."""
     return f"{seconds:.3g} s" if 0.9995 <= seconds < 100 else duration(seconds)
 
 
@@ -92,7 +92,7 @@ def energy(kwh: float | None) -> str:
 
 
 def interval(one: Trial) -> str:
-    """How far the step time may be off: ``−8 to +12 %``; empty where that is not known."""
+    """Interval of the step time: ``−8 to +12 %``; empty where unknown."""
     made = one.forecast
     if made is None or not made.step_seconds or made.low is None or made.high is None:
         return ""
@@ -110,13 +110,13 @@ def memory(one: Trial) -> str:
 
 
 def verdict(plan: Plan) -> Verdict:
-    """Whether there is an answer, and what it comes to."""
+    """Verdict of a plan: the answer with its totals, or what is nearest to one."""
     best = plan.best
     if best is None:
         broken = any(one.broken for one in plan.tried) or any(
             one.rule is RefusalRule.goal for one in plan.refused
         )
-        word = "none keeps the goal" if broken else "nothing fits"
+        word = "none meets the goal" if broken else "nothing fits"
         if plan.stopped:
             word = "no answer yet"
         return Verdict(word=word, sentence=f"{nearest(plan)}.", tone=Tone.bad)
@@ -140,7 +140,7 @@ def verdict(plan: Plan) -> Verdict:
 
 
 def nearest(plan: Plan) -> str:
-    """What comes nearest to an answer where there is none, with its numbers."""
+    """The rejected candidate nearest to an answer, with its figures."""
     tried = (RefusalRule.compiler, RefusalRule.goal)
     if found := [reason for reason in reasons(plan) if reason.rule in tried]:
         return f"nearest is {found[0].nearest}"
@@ -151,7 +151,7 @@ def nearest(plan: Plan) -> str:
 
 
 def command(plan: Plan, path: Path | None, number: int = 1) -> str:
-    """What runs a candidate."""
+    """Command that runs a candidate."""
     words = ["systolic", "train", plan.target or plan.facts.job.name, "--plan", str(path or PLAN)]
     return shlex.join([*words, *(["--candidate", str(number)] if number > 1 else [])])
 
@@ -187,7 +187,7 @@ def _row(rank: int, one: Trial, best: Trial, pareto: bool) -> RankingRow:
 
 
 def unlike(best: Candidate, one: Candidate) -> str:
-    """Settings of a candidate that differ from the best: ``data 4, remat full``; of names that are kept ``+out``."""
+    """Settings of a candidate that differ from the best: ``data 4, remat full``; ``+out`` for an added name."""
     now, then = best.layout.words(), one.layout.words()
     parts = []
     for name, value in then.items():
@@ -207,7 +207,7 @@ def unlike(best: Candidate, one: Candidate) -> str:
 
 
 def _names(best: Layout, one: Layout) -> str:
-    """Names that a policy has more or fewer: ``remat +out -mlp, keep +attention``."""
+    """Names added to or removed from a policy: ``remat +out -mlp, keep +attention``."""
 
     def change(before: Sequence[str], after: Sequence[str]) -> str:
         more = [f"+{name}" for name in after if name not in before]
@@ -221,7 +221,7 @@ def _names(best: Layout, one: Layout) -> str:
 
 
 def shown(found: Sequence[RankingRow], room: int) -> list[RankingRow]:
-    """As many rows as there is room for: the first, the best of each slice and the front, then by rank."""
+    """At most ``room`` rows: the first, the best of each slice and the front, then by rank."""
     firsts: dict[str, RankingRow] = {}
     for row in found:
         firsts.setdefault(row.slice, row)
@@ -235,7 +235,7 @@ def shown(found: Sequence[RankingRow], room: int) -> list[RankingRow]:
 
 
 def reasons(plan: Plan) -> list[Reason]:
-    """What was rejected, by rule."""
+    """Rejected layouts by rule."""
     found = []
     failed = plan.failed
     if failed:
@@ -257,7 +257,7 @@ def reasons(plan: Plan) -> list[Reason]:
         group = by_rule[rule]
         near = min(group, key=_miss)
         if rule is RefusalRule.not_compiled:
-            near = group[0]  # the search puts what it expects most of first
+            near = group[0]  # the search puts the most promising first
         found.append(
             Reason(
                 rule=rule,
@@ -271,7 +271,7 @@ def reasons(plan: Plan) -> list[Reason]:
 
 
 def _miss(one: Refused) -> tuple[float, int, str]:
-    """The least first: by the rule's figure, else the strongest slice; never by the order of ``--on``."""
+    """Sort key of a near miss: the rule's figure, else the strongest slice; never the order of ``--on``."""
     memory = one.on.num_chips * (one.on.chip.hbm_bytes or 0)
     return math.inf if one.miss is None else one.miss, -memory, one.on.name
 
@@ -289,7 +289,7 @@ def _failed_words(failed: Sequence[Trial]) -> str:
 
 
 def _nearest_failed(plan: Plan, failed: Sequence[Trial]) -> str:
-    """One that breaks the goal comes nearer than one that does not fit, that one than an error."""
+    """The nearest failed trial: one that breaks the goal before one that does not fit, before an error."""
 
     def miss(one: Trial) -> tuple[int, float, str]:
         name = one.candidate.name

@@ -1,4 +1,4 @@
-"""A plan on one screen: the answer and its command first, then the ranking, then what was rejected."""
+"""Plan on one screen: the answer with its command, the ranking, rejected layouts."""
 
 import textwrap
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ ROWS = 8
 INDENT = 10
 _LEFT = ("slice", "compile")
 _VARYING = ("slice", "batch", "compile")
-"""Columns that are left out where all candidates have the same."""
+"""Columns left out where all candidates have the same value."""
 
 
 def print_plan(
@@ -35,10 +35,10 @@ def print_plan(
     """Prints the screen to ``stream`` (stdout), in colour on a terminal.
 
     Args:
-        plan: What was found.
-        path: Where it was written, for the commands.
-        stream: Where to.
-        environ: The environment's variables.
+        plan: The plan.
+        path: Path of the plan's file, for the commands.
+        stream: Output stream.
+        environ: Environment variables that describe the terminal.
         width: Columns of the terminal.
     """
     print_lines(
@@ -52,7 +52,7 @@ def print_plan(
 
 
 def lines(plan: Plan, path: Path | None, width: int) -> list[Text]:
-    """The screen, in lines of ``width`` columns; commands are never cut."""
+    """Lines of the screen, ``width`` columns wide; commands are never cut."""
     verdict = readings.verdict(plan)
     colour = COLOURS[verdict.tone]
     head = Text(f"{plan.facts.job.name}: {readings.work(plan)}  ", style="bold")
@@ -73,7 +73,7 @@ def lines(plan: Plan, path: Path | None, width: int) -> list[Text]:
 
 
 def _table(plan: Plan, width: int) -> list[Text]:
-    """The ranking, a line each: a candidate's figures, and what differs from the best."""
+    """Ranking with a line per candidate: figures, and differences from the best."""
     found = readings.rows(plan)
     if not found:
         return []
@@ -122,7 +122,7 @@ def _cells(row: RankingRow) -> dict[str, str]:
 
 
 def _rejected(plan: Plan, width: int) -> list[Text]:
-    """A line and the nearest miss for each rule."""
+    """Count and nearest miss for each rule."""
     shown = []
     for number, reason in enumerate(readings.reasons(plan)):
         amount = f"{reason.layouts:,}" if reason.layouts else "all"

@@ -1,4 +1,4 @@
-"""The mesh of a layout drawn on the interconnect of its slice: which chips belong together, axis by axis."""
+"""Drawings of a layout's mesh on the torus of its slice: the groups of each axis."""
 
 import math
 from collections.abc import Sequence
@@ -9,28 +9,28 @@ from systolic.job import Axis, Layout
 from systolic.sim.network import default_places
 
 COLOURS = 9
-"""Groups up to which each has a colour; of more the first few have one, and the others are grey."""
+"""Most groups that all get a colour; of more the first few get one, the others are grey."""
 FEW = 4
 SMALL = 256
-"""Chips of a slice up to which each is drawn with its place to read; above, neighbours of a group are one block."""
+"""Most chips drawn with their places; in larger slices neighbours of a group are one block."""
 SLICES = 2
-"""Drawn of several; all of them look alike."""
+"""Most slices drawn; all look alike."""
 WIDTH = 480.0
-"""Units of a drawing."""
+"""Width of a drawing in its units."""
 LARGEST_CELL = 34.0
 LEGIBLE = 17.0
-"""Units of a device's width from which its index is written on it."""
+"""Width of a device from which its index is written on it."""
 GAP = 0.12
-"""Of a cell, between chips that are drawn one by one."""
+"""Gap between single chips, as a share of a cell."""
 PLANE_GAP = 0.7
-"""Of a cell, between the planes of a three-dimensional torus."""
+"""Gap between the planes of a 3D torus, as a share of a cell."""
 
 Place = Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """A device, or neighbours of one group in a row."""
+    """Device, or a block of neighbours of one group."""
 
     x: float
     y: float
@@ -44,7 +44,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawing:
-    """One mesh axis: devices of a colour talk with one another along it."""
+    """Drawing of one mesh axis: devices of a colour communicate along it."""
 
     axis: str
     size: int
@@ -55,12 +55,12 @@ class Drawing:
     height: float
     cells: Sequence[Cell]
     planes: Sequence[tuple[float, float, str]]
-    """Where a plane's name goes."""
+    """Positions of the planes' names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Torus:
-    """All axes of a layout that split something."""
+    """Drawings of all axes of a layout with a size above 1."""
 
     drawings: Sequence[Drawing]
     notes: Sequence[str]
@@ -75,13 +75,13 @@ class _Device:
 
 
 def torus(on: Slice, layout: Layout, places: Sequence[Place]) -> Torus | None:
-    """The drawings; None of a single device, or of what is no torus.
+    """Drawings of a layout; None for a single device or a slice that is no torus.
 
     Args:
         on: The slice.
-        layout: Definite.
-        places: (x, y, z, core, slice) of each device in the order of the mesh, as the compiler had
-            it; empty where that is not known, then the axes are laid out in order.
+        layout: A definite layout.
+        places: (x, y, z, core, slice) of each device in mesh order, from the compiler; empty where
+            unknown, then the axes are laid out in order.
     """
     axes = [axis for axis in Axis if layout.size(axis) > 1]
     if on.platform != "tpu" or not axes:
@@ -162,7 +162,7 @@ def _drawing(
 
 
 def _columns(planes: int) -> int:
-    """Planes beside one another: rows are full, and the drawing is wider than high."""
+    """Planes per row, so that rows are full and the drawing is wider than high."""
     least = math.sqrt(1.3 * planes)
     return next(n for n in range(1, planes + 1) if planes % n == 0 and (n >= least or n == planes))
 
@@ -200,7 +200,7 @@ def _spaced(one: Cell, cell: float) -> Cell:
 
 
 def _merged(cells: Sequence[Cell]) -> list[Cell]:
-    """Neighbours of a colour as one block, along rows or columns, whichever leaves fewer: a page of thousands of chips stays small."""
+    """Merges neighbours of a colour along rows or columns, whichever leaves fewer, to keep large pages small."""
     flipped = [_flipped(one) for one in cells]
     by_row, by_column = _joined(cells), _joined(flipped)
     return by_row if len(by_row) <= len(by_column) else [_flipped(one) for one in by_column]
