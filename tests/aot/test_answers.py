@@ -225,7 +225,7 @@ def test_a_schedule_that_could_not_be_written_is_a_failure(tmp_path: Path) -> No
     pytest.importorskip("libtpu")
     kind, text = ask_elsewhere(tmp_path, 2048)
     assert kind == Failed.__name__
-    assert "the compiler ended and wrote a part of the schedule only into" in text
+    assert "the compiler ended and wrote only a part of the schedule into" in text
     assert entries(tmp_path) == []
 
 

@@ -95,7 +95,7 @@ def test_a_compiler_that_ended_between_two_looks_has_written_it_all(
     monkeypatch.setattr(dump.threading, "Thread", Ended)
     text = hlo.text("scatter-v5e-1")
     assert dump.schedule(Lowered(text), {}, tmp_path, 2**34) == text
-    with pytest.raises(RuntimeError, match="a part of the schedule only"):
+    with pytest.raises(RuntimeError, match="only a part of the schedule"):
         dump.schedule(Lowered(text[:-200]), {}, tmp_path, 2**34)
 
 

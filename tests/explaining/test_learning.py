@@ -281,7 +281,7 @@ def test_looks_nobody_asked_for_take_a_hundredth_of_the_time(monkeypatch: pytest
 
     program = probe._program
     monkeypatch.setattr(probe, "_program", slow)
-    found = probe.look(2, state, batch)
+    found = probe.measure(2, state, batch)
     assert found is not None
     assert found["seconds"] == 2.0
     assert not probe.due(4), "one more would be 4 of 252 seconds"
@@ -292,7 +292,7 @@ def test_looks_nobody_asked_for_take_a_hundredth_of_the_time(monkeypatch: pytest
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nlong story")
 
     monkeypatch.setattr(probe, "_program", full)
-    assert probe.look(4, state, batch) is None
+    assert probe.measure(4, state, batch) is None
     assert told[-1][2] == "no further gradient probe: RESOURCE_EXHAUSTED: out of memory"
     now[0] = 1e6
     assert not probe.due(6)

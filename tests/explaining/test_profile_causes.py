@@ -383,6 +383,6 @@ def test_a_profiler_that_fails_stops_nothing(tmp_path: Path):
         steps_of(trace, 4)
     trace.close()
     assert len(told) == 1
-    assert told[0].startswith("there is none: ")
+    assert told[0].startswith("no profile: ")
     with pytest.raises(OptionError, match="profile is -1"):
         SessionTrace(tmp_path, -1, 4, lambda *_: None)

@@ -85,7 +85,7 @@ def test_python_answers_as_the_commands_do(home: Path, tmp_path: Path) -> None:
         del answer["file"]
     assert made["answers"] == told["predict"]["predictions"]
     (warning,) = made["warnings"]
-    assert warning.startswith("41 tokens of prompt and up to 2 new ones are more than the 32")
+    assert warning.startswith("41 tokens of prompt and up to 2 new ones exceed the 32")
 
 
 def test_a_damaged_checkpoint_is_a_warning(home: Path, tmp_path: Path) -> None:

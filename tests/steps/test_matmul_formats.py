@@ -104,7 +104,7 @@ def test_a_forecast_says_where_a_chip_has_no_hardware_for_the_operands() -> None
 
     (said,) = notes(Precision.fp8, "v5e-1")
     assert said == (
-        "v5e has no fp8 matmul hardware in the catalogue (native: bf16, int8, int4): expect no gain over bf16"
+        "v5e has no fp8 matmul hardware in the catalogue (native: bf16, int8, int4), so expect no gain over bf16"
     )
     assert notes(Precision.int8, "v5e-1") == notes(Precision.fp8, "v6e-1") == []
     with pytest.raises(OptionError, match="precision is fp8, which CNN has no matmuls for"):

@@ -170,7 +170,7 @@ def test_prompts_of_words_a_file_and_standard_input(
     assert main(["generate", str(trained / "run"), "x" * 40, "--tokens", "8"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("x" * 40)
-    assert "41 tokens of prompt and up to 8 new ones are more than the 32 of a row" in err
+    assert "41 tokens of prompt and up to 8 new ones exceed the 32 tokens of a row" in err
     assert main(["generate", str(trained / "run"), "--file", str(tmp_path / "no.txt")]) == 2
     assert "no.txt cannot be read" in capsys.readouterr().err
 

@@ -90,7 +90,7 @@ def test_skip_stops_after_patience_in_a_row(tmp_path: Path):
     job = tiny.job(
         spoil=(3, 6, 7, 8), guard=guard, evaluation=tiny.Evaluation(), checkpoints=Checkpoints()
     )
-    told = r"step 8 is not a number \(bad steps in a row: 3\) and there is no checkpoint yet"
+    told = r"step 8 is not a number \(bad steps in a row: 3\) and the run has no checkpoint yet"
     with pytest.raises(RunError, match=told):
         train(job, tmp_path)
     assert len(events(tmp_path, "skip")) == 4

@@ -108,7 +108,7 @@ def test_without_a_checkpoint_it_starts_over(tmp_path: Path, whole: Whole):
     with pytest.raises(Crash):
         train(whole.setup, tmp_path, watchers=[CrashAt(2)])
     train(whole.setup, tmp_path, resume=True)
-    assert events(tmp_path, "resume") == ["there is no checkpoint yet: from the start"]
+    assert events(tmp_path, "resume") == ["no checkpoint yet: from the start"]
     assert_same(whole.setup, whole.path, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Compiling for a slice that is not there, in a child process, kept in a content-addressed store."""
+"""Ahead-of-time compiles for a described slice, in a child process, kept in a content-addressed store."""
 
 from systolic.aot.compile import Compiler, compile
 from systolic.aot.outcome import Compiled, Failed, Outcome, Rejected

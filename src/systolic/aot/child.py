@@ -1,8 +1,8 @@
-"""The process that compiles; it may die. ``python -m systolic.aot.child FOLDER DESK < REQUEST``.
+"""The process that compiles and may crash: ``python -m systolic.aot.child FOLDER DESK < REQUEST``.
 
-Takes the request from standard input: its length in eight bytes, then a pickle. It is never in a
-file, which others might write. Reports stages and errors on standard output, one JSON
-object per line, since a full disk takes no files; leaves its answer in FOLDER.
+Reads the request from standard input, its length in eight bytes and then a pickle; a file could be
+written by others. Reports stages and errors on standard output, one JSON object per line, which
+works with a full disk; writes its answer to FOLDER.
 """
 
 import contextlib
@@ -42,12 +42,12 @@ from systolic.core.store import FULL, Store, unwritable
 
 
 def say(**record: Any) -> None:
-    """One line for the parent."""
+    """Prints one line for the parent."""
     print(json.dumps(record), flush=True)
 
 
 def main(folder: Path, desk: Path) -> int:
-    """Traces, lowers, queries the store, compiles, stores."""
+    """Traces, lowers, looks in the store, compiles and stores; returns the exit status."""
     import cloudpickle
 
     request: Mapping[str, Any] = cloudpickle.loads(_read_request())
@@ -60,7 +60,7 @@ def main(folder: Path, desk: Path) -> int:
         if isinstance(error, OSError) and error.errno in FULL:
             _fail("user", str(unwritable(Path(request["store"]), error)), RunError.__name__)
         else:
-            # A mistake in a user's function: its message is the reason.
+            # An error in a user's function, whose message is the reason.
             traceback.print_exc()
             _fail("program", f"{type(error).__name__}: {error}")
     return 1
@@ -81,8 +81,8 @@ def _read(size: int) -> bytes:
 
 
 def _end_with_parent() -> None:
-    """The parent holds our standard input open and writes no more: its end is the parent's."""
-    if stat.S_ISFIFO(os.fstat(0).st_mode):  # by hand it is a terminal or a file
+    """Ends this process with its parent, which keeps our standard input open and writes no more."""
+    if stat.S_ISFIFO(os.fstat(0).st_mode):  # a terminal or a file when run manually
         os.read(0, 1)
         os._exit(1)
 
@@ -116,8 +116,10 @@ def _compile(request: Mapping[str, Any], folder: Path, dumped: Path) -> int:
         "flags": list(request["flags"]),
         "options": dict(request["options"]),
         "versions": versions_here(on),
-        "program": dict(program.facts),  # of who asked first; an answer has the facts of who asks
-        # The text of a program does not tell which device is where in the mesh; the schedule depends on it.
+        "program": dict(
+            program.facts
+        ),  # of the first request; answers use those of their own request
+        # The text of a program lacks the places of the devices in the mesh, which the schedule depends on.
         "places": places(program.mesh, on),
         "seconds": clock.laps,
         "stamp": stamp.to_json(),
@@ -132,7 +134,7 @@ def _compile(request: Mapping[str, Any], folder: Path, dumped: Path) -> int:
     ]
     plain, saved = _digest(asked), _digest([*asked, "with the executable"])
     store = Store("programs", Path(request["store"]))
-    # Two that ask for the same program at once compile it once: the second finds it.
+    # Of two requests for the same program at a time one compiles, and the other finds the result.
     with store.lock(plain, lambda: say(stage="waiting")):
         for name in (plain, saved):
             known = store.get(name)
@@ -163,7 +165,7 @@ class _Desk:
 
 
 def _answer(lowered: Any, request: Mapping[str, Any], report: dict[str, Any], desk: _Desk) -> bool:
-    """Fills the folder with the compiler's answer; False when it is not one to keep."""
+    """Fills the folder with the compiler's answer; False for an answer that is not kept."""
     options = {k: v for k, v in request["options"].items() if k != SCHEDULE_ONLY}
     if slice(request["slice"]).platform == "tpu":  # others take flags from the environment
         own = [flag for flag in request["flags"] if flag not in request["runtime"]]
@@ -181,7 +183,7 @@ def _answer(lowered: Any, request: Mapping[str, Any], report: dict[str, Any], de
             compiled = lowered.compile(compiler_options={**options, **dump_options(desk.dumped)})
             text = compiled.as_text()
     except Exception as error:
-        desk.store.check_room()  # whatever a compiler says whose disk is full
+        desk.store.check_room()  # with a full disk the compiler's error means nothing
         clock.lap("compile")
         told = f"{type(error).__name__}: {error}"
         if rejection(told, 0) is None:
@@ -189,13 +191,13 @@ def _answer(lowered: Any, request: Mapping[str, Any], report: dict[str, Any], de
             return False
         _write(folder / ERROR, {"text": told})
         if (begun := refused_schedule(desk.dumped)) is not None:
-            # What did not fit, to name the buffers by.
+            # The module that did not fit, to name the buffers by.
             (folder / HLO).write_bytes(keep(begun))
             report["memory"] = _used(desk.dumped)
         _write(folder / REPORT, report)
         return True
     clock.lap("compile")
-    desk.store.check_room()  # XLA goes on when it can't write, and what it wrote is a part only
+    desk.store.check_room()  # XLA continues when it can't write, and leaves partial files
     if slice(request["slice"]).platform == "tpu":
         text = counted(text)
     (folder / HLO).write_bytes(keep(text))
@@ -220,7 +222,7 @@ def _answer(lowered: Any, request: Mapping[str, Any], report: dict[str, Any], de
 
 
 def _used(dumped: Path) -> dict[str, int]:
-    """Device memory that the compiler compares with the chip's: arguments, results, temporaries."""
+    """Device memory of arguments, results and temporaries, which the compiler compares with the chip's."""
     used = peak_bytes(dumped)
     return {} if used is None else {"used_in_bytes": used}
 
@@ -248,7 +250,7 @@ def _memory(compiled: Any) -> dict[str, int]:
 
 
 def topology(on: Slice) -> Any:
-    """The slice's devices as JAX describes them; off TPU see :func:`systolic.aot.host.devices`."""
+    """JAX's description of the slice's devices; off TPU see :func:`systolic.aot.host.devices`."""
     if on.platform != "tpu":
         return host.devices(on)
     from jax.experimental import topologies
@@ -278,12 +280,12 @@ def places(mesh: Any, on: Slice) -> list[list[int]]:
 
 
 def _ordered(mesh: Any, devices: Any) -> list[Any]:
-    """The devices as the program numbers them."""
+    """The devices in the program's order."""
     return list(devices if mesh is None else mesh.devices.flat)
 
 
 def versions_here(on: Slice) -> dict[str, str]:
-    """Versions of the packages that decide the program."""
+    """Versions of the packages that a program depends on."""
     names = ["jax", "jaxlib", *(["libtpu"] if on.platform == "tpu" else [])]
     return {name: importlib.metadata.version(name) for name in names}
 

@@ -1,4 +1,4 @@
-"""The parent's side: ask the store, else a child; turn its answer, or its death, into an outcome."""
+"""Compile, the parent's side: an outcome from the store, or from a child and its answer or crash."""
 
 import contextlib
 import json
@@ -46,8 +46,8 @@ from systolic.core.files import write_json
 from systolic.core.store import FULL, Store, cache_home, read_json, unwritable
 
 Say = Callable[[str], None]
-"""Callback for stages: importing, tracing, lowering, waiting (another compiles the same), compiling,
-serializing, compiled or found."""
+"""Callback for stages: importing, tracing, lowering, waiting (for another compile of the same program),
+compiling, serializing, compiled or found."""
 
 LOG_LINES = 40
 _NO_OPTION = re.compile(r"No such compile option: '([^']+)'")
@@ -58,38 +58,38 @@ class Compiler:
     """Options of a compile: flags, effort, and the store."""
 
     flags: Sequence[str] = ()
-    """All of the compiler's: ``--xla_tpu_…=…``; none are XLA's defaults."""
+    """All compiler flags, ``--xla_tpu_…=…``; empty for XLA's defaults."""
     runtime: Sequence[str] = ()
-    """Flags, of ``flags``, without a per-program option in XLA: they go into the child's environment."""
+    """Those of ``flags`` without a per-program option in XLA, set in the child's environment."""
     options: Mapping[str, Any] = field(default_factory=dict)
     save: bool = False
     """Whether to keep the serialized executable."""
     root: Path = field(default_factory=cache_home)
 
     def quick(self) -> "Compiler":
-        """The same up to the schedule and its memory: seconds, and no cycle estimates."""
+        """The same up to the schedule and its memory, which takes seconds and has no cycle estimates."""
         return replace(self, options={**self.options, SCHEDULE_ONLY: True})
 
 
 _MISTAKES = {
     kind.__name__: kind for kind in (OptionError, NotFoundError, DataError, LayoutError, RunError)
 }
-"""Errors that the child names, raised here as the same class."""
+"""Errors of the child that are raised here as the same class."""
 
 
 def compile(
     program: Program, on: Slice, compiler: Compiler | None = None, say: Say = lambda _: None
 ) -> Outcome:
-    """The program compiled for a slice, from the store when it was compiled before.
+    """Compiles a program for a slice, or takes it from the store.
 
     Args:
-        program: What to compile.
-        on: For what; nothing of it need be there.
+        program: The program.
+        on: The slice to compile for; it need not exist on this machine.
         compiler: Flags, effort, store.
         say: Called with each stage.
 
     Raises:
-        SystolicError: the layout does not divide the model, and other mistakes of the user.
+        SystolicError: a mistake of the user, such as a layout that does not divide the model.
         MissingExtraError: libtpu is not installed.
         KeyboardInterrupt: after the child has ended; nothing is left behind.
     """
@@ -97,9 +97,9 @@ def compile(
 
 
 class Pool:
-    """Several compiles at once, each in its own child; leaving the context ends what still runs.
+    """Several compiles at once, each in its own child; leaving the context ends those that still run.
 
-    Raises on leaving nothing of its own: what a compile raised is in its future.
+    Errors of a compile are in its future; leaving the context raises none.
     """
 
     def __init__(self, workers: int) -> None:
@@ -116,14 +116,14 @@ class Pool:
     def submit(
         self, program: Program, on: Slice, compiler: Compiler, say: Say = lambda _: None
     ) -> "Future[Outcome]":
-        """A compile that begins when a worker is free."""
+        """Submits a compile, which begins when a worker is free."""
         asked = _Asked(program, on, compiler)
         return self._threads.submit(_compile, asked, say, self._children)
 
 
 @dataclass
 class _Children:
-    """Processes at work, so that all of them can be ended at once."""
+    """Running processes, so that all can be ended at once."""
 
     running: "set[subprocess.Popen[bytes]]" = field(default_factory=set)
     ended: bool = False
@@ -136,7 +136,7 @@ class _Children:
             process = subprocess.Popen(
                 command,
                 env=dict(env),
-                stdin=subprocess.PIPE,  # held open: the child ends when it closes, as with our death
+                stdin=subprocess.PIPE,  # held open: the child ends when it closes, also if we are killed
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 start_new_session=True,
@@ -149,7 +149,7 @@ class _Children:
             self.running.discard(process)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):  # of a request that was cut off
+                with contextlib.suppress(BrokenPipeError):  # the child ended before it read all
                     pipe.close()
 
     def end(self) -> None:
@@ -190,7 +190,7 @@ def _compile(asked: "_Asked", say: Say, children: _Children) -> Outcome:
         more = replace(compiler, runtime=(*compiler.runtime, *unknown))
         return _compile(replace(asked, compiler=more), say, children)
     if name is not None:
-        # The answer is there: it is given even where no note of it can be kept.
+        # An answer is returned even if its note can't be written.
         with contextlib.suppress(RunError):
             write_json(_note(requests, name), {"program": made.digest, "facts": made.facts})
     return _outcome(store.path(made.digest), made)
@@ -201,7 +201,7 @@ def _note(requests: Store, name: str) -> Path:
 
 
 def _known(requests: Store, name: str, store: Store, compiler: Compiler) -> Outcome | None:
-    """The answer to a request of that name; None when there is none, or it is damaged."""
+    """Stored answer to a request of that name; None when it is absent or damaged."""
     try:
         note = read_json(_note(requests, name))
         made = _Answer(note["program"], note["facts"], cached=True)
@@ -218,7 +218,7 @@ def _known(requests: Store, name: str, store: Store, compiler: Compiler) -> Outc
 
 @dataclass(frozen=True)
 class _Answer:
-    """Result of a child: the entry of the store with its answer, and the facts of the program."""
+    """Result of a child: the store's entry with its answer, and the facts of the program."""
 
     digest: str
     facts: Mapping[str, Any]
@@ -232,7 +232,7 @@ def _outcome(folder: Path, made: _Answer) -> Outcome:
     report = {**read_json(folder / REPORT), "program": dict(made.facts)}
     answer = rejection(read_json(refused)["text"], 0)
     assert answer is not None
-    # The report's figure is exact, the message's has two decimals.
+    # The report's figure is exact; the message rounds to two decimals.
     need = report.get("memory", {}).get("used_in_bytes", answer.need_bytes)
     return replace(
         answer,
@@ -246,7 +246,7 @@ def _outcome(folder: Path, made: _Answer) -> Outcome:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A compile, and the settings of JAX in the thread that asked for it."""
+    """Requested compile, with JAX's settings in the requesting thread."""
 
     program: Program
     on: Slice
@@ -269,7 +269,7 @@ class _Task:
         compiler = self.asked.compiler
         return cloudpickle.dumps(
             {
-                # Unpickled when the settings are taken: arrays in it would lose their 64 bits.
+                # Unpickled after the settings apply, otherwise 64-bit arrays would be narrowed.
                 "program": dumps(self.asked.program),
                 "slice": self.asked.on.name,
                 "flags": tuple(compiler.flags),
@@ -283,7 +283,7 @@ class _Task:
 
 
 def _run_child(task: _Task, say: Say, children: _Children) -> _Answer | Failed:
-    """Entry of the store with the answer, or the reason why there is none."""
+    """The store's entry with the answer, or the failure."""
     log, request = task.desk / "log", task.request()
     on, compiler = task.asked.on, task.asked.compiler
     own = _runtime(compiler) if on.platform == "tpu" else compiler.flags
@@ -322,13 +322,13 @@ def _run_child(task: _Task, say: Say, children: _Children) -> _Answer | Failed:
 
 def _send(process: "subprocess.Popen[bytes]", request: bytes) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it died; what it printed says of what
+    with contextlib.suppress(BrokenPipeError):  # it crashed, and its output has the reason
         process.stdin.write(len(request).to_bytes(8, "little") + request)
         process.stdin.flush()
 
 
 def _listen(process: "subprocess.Popen[bytes]", say: Say) -> dict[str, Any]:
-    """The last that the child told."""
+    """The child's last record."""
     told: dict[str, Any] = {}
     assert process.stdout is not None
     for line in process.stdout:
@@ -350,7 +350,7 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _death(code: int, text: str) -> str:
-    """One line on how a child died: its CHECK failure, its signal, or its last line."""
+    """Reason of a child's crash in one line: its CHECK failure, its signal, or its last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     checks = [line for line in lines if "Check failed" in line or line.startswith("F0")]
     unknown = [
@@ -368,7 +368,7 @@ def _death(code: int, text: str) -> str:
 
 
 def _runtime(compiler: Compiler) -> tuple[str, ...]:
-    """The flags that a TPU's child has in its environment; all others are options of the program."""
+    """Flags that a TPU's child gets in its environment; all others are options of the program."""
     return tuple(f for f in compiler.flags if f in compiler.runtime or not is_option(f))
 
 
@@ -397,13 +397,13 @@ def _request_name(asked: _Asked) -> str | None:
 
 
 DECISIVE = ("jax", "jaxlib", "libtpu", "flax", "optax", "qwix", "numpy")
-"""Packages whose code a job's program is made with."""
+"""Packages whose code a job's program depends on."""
 
 
 @cache
 def version(name: str) -> str | None:
     """Version of an installed package; None when it is not installed."""
-    import importlib.metadata  # here, for a mistake is answered before anything is compiled
+    import importlib.metadata  # slow, and not needed to report a mistake
 
     try:
         return importlib.metadata.version(name)
@@ -413,7 +413,7 @@ def version(name: str) -> str | None:
 
 @cache
 def _code() -> str:
-    """Digest of the source that decides what a job traces to."""
+    """Digest of the source that a job's trace depends on."""
     package = Path(__file__).parent.parent
     files = sorted(
         path

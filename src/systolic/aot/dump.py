@@ -1,8 +1,8 @@
-"""The compiler's dump: the schedule, before code generation.
+"""The compiler's dump, which has the schedule before code generation.
 
 Passes, scheduling and buffer assignment take libtpu seconds; code for each fusion, where the cycle
-estimates come from, takes minutes. The dump has the whole schedule and its memory at the end of the
-first part, so whether a program fits is known then, exactly.
+estimates come from, takes minutes. The dump has the whole schedule and its exact memory at the end
+of the first part.
 """
 
 import contextlib
@@ -21,18 +21,18 @@ SCHEDULED = ".after_optimizations.txt"
 """Written once buffers are assigned. XLA writes the same text again, ``…_after_buffer_assignment.txt``, when it
 has compiled what runs on SparseCores: minutes later for a large model on TPU7x."""
 LAST = "after_optimizations-memory-usage-report.pb"
-"""The last of the files that XLA writes with the schedule, after :data:`PROTO` and :data:`USAGE`."""
+"""The last file that XLA writes with the schedule, after :data:`PROTO` and :data:`USAGE`."""
 FOR_CPU = "cpu_after_optimizations.txt"
 REFUSED = "oom_intermediate_module.txt"
 PROTO = "after_optimizations.hlo.pb"
 """The schedule and its buffers as HloProto."""
 USAGE = "after_optimizations-memory-usage-report.txt"
-"""Pattern for any platform, as :data:`PROTO`: ``cpu_`` comes before it in a CPU's."""
+"""Ending on any platform, as with :data:`PROTO`; a CPU's names have ``cpu_`` before it."""
 SCHEDULE_ONLY = "schedule_only"
-"""A compile option of ours: stop at the schedule."""
+"""Systolic's own compile option: stop at the schedule."""
 POLL_SECONDS = 0.05
 LEAST_PRIORITY = 19
-"""The nicest of a thread on Linux."""
+"""Lowest priority of a thread on Linux."""
 _TOTAL = re.compile(r"Memory Space: default \(color=0\)\s+Total bytes: (\d+)")
 
 
@@ -46,11 +46,11 @@ def dump_options(folder: Path) -> dict[str, Any]:
 
 
 def shorter_search(on: str) -> tuple[str, ...]:
-    """Flags for a schedule of a slice whose compiler otherwise searches for minutes.
+    """Flags for a faster schedule on a slice whose compiler otherwise searches for minutes.
 
-    On TPU7x XLA searches windows of each matmul in every size of VMEM that is left over, for code that a schedule
-    alone doesn't have: 50 of 58 CPU seconds for 405B, whose step is 5e-6 shorter without it and its memory 2e-6 smaller; of a
-    small model fewer arrays lie in VMEM then (step +0.13 %).
+    On TPU7x XLA searches the windows of each matmul for every remaining size of VMEM, for code that a schedule alone
+    does not have: 50 of 58 CPU seconds for 405B. Without it that step is 5e-6 shorter and its memory 2e-6 smaller;
+    a small model has fewer arrays in VMEM (step +0.13 %).
     """
     if slice(on).chip.name != "tpu7x":
         return ()
@@ -58,13 +58,13 @@ def shorter_search(on: str) -> tuple[str, ...]:
 
 
 def schedule(lowered: Any, options: Mapping[str, Any], folder: Path, limit_bytes: int) -> str:
-    """The scheduled module of ``lowered``, without cycle estimates; the compile goes on behind.
+    """The scheduled module of ``lowered``, without cycle estimates; the compile continues in its thread.
 
-    The caller ends the process: a compile can't be stopped otherwise. XLA writes the schedule before it compares
-    its memory with the device's: of one above ``limit_bytes`` the compiler's own verdict is waited for.
+    The caller must end the process, since a compile can't be stopped otherwise. XLA writes the schedule before it
+    compares its memory with the device's: above ``limit_bytes`` this waits for the compiler's own verdict.
 
     Raises:
-        Exception: what the compiler raises before it has a schedule, out of memory among it.
+        Exception: an error of the compiler before it has a schedule, such as out of memory.
     """
     failed: list[BaseException] = []
 
@@ -83,7 +83,7 @@ def schedule(lowered: Any, options: Mapping[str, Any], folder: Path, limit_bytes
         if path is not None:
             now = path.stat().st_size
             settled = now == size or (ended and not failed)
-            # Complete when it grows no more and ends as a module does.
+            # Complete when it has stopped growing and ends like a module.
             if settled and now and (text := path.read_text()).rstrip().endswith("}"):
                 if not _is_above(folder, limit_bytes):
                     step_back()
@@ -96,8 +96,8 @@ def schedule(lowered: Any, options: Mapping[str, Any], folder: Path, limit_bytes
         if ended and failed:
             raise failed[0]
         if ended:
-            # XLA goes on when it can't write: a full disk, a limit on the size of files.
-            what = "no schedule" if path is None else "a part of the schedule only"
+            # XLA continues when it can't write (a full disk, a limit on file sizes).
+            what = "no schedule" if path is None else "only a part of the schedule"
             raise RuntimeError(f"the compiler ended and wrote {what} into {folder}")
         time.sleep(POLL_SECONDS)
 
@@ -109,9 +109,9 @@ def _is_above(folder: Path, limit_bytes: int) -> bool:
 
 
 def step_back() -> None:
-    """Leaves the processor to this thread: what a compile does behind its schedule runs only where nobody else would.
+    """Gives the compile's threads the lowest priority, so that they run only on idle cores.
 
-    Its threads otherwise take all cores while the schedule is read. Threads that they start inherit the priority.
+    Otherwise they take all cores while the schedule is read. Threads that they start inherit the priority.
     """
     own = threading.get_native_id()
     with contextlib.suppress(OSError):  # no such folder off Linux
@@ -122,14 +122,14 @@ def step_back() -> None:
 
 
 def peak_bytes(folder: Path) -> int | None:
-    """Device memory of the schedule by the compiler's own report; None if it wrote none."""
+    """Device memory of the schedule from the compiler's report; None without one."""
     path = _written(folder, USAGE)
     found = _TOTAL.search(path.read_text()) if path is not None else None
     return int(found[1]) if found else None
 
 
 def scheduled_for_cpu(folder: Path) -> str | None:
-    """The scheduled module that XLA's CPU compiler wrote; None while there is none."""
+    """The scheduled module from XLA's CPU compiler; None while there is none."""
     path = _written(folder, FOR_CPU)
     return path.read_text() if path is not None else None
 
@@ -147,11 +147,11 @@ def proto(folder: Path) -> bytes | None:
 
 
 def keep(text: str) -> bytes:
-    """A module's text as the store keeps it."""
+    """Compressed text of a module, as in the store."""
     return gzip.compress(text.encode(), 3)
 
 
 def _written(folder: Path, ending: str) -> Path | None:
-    """The largest dump of that kind: the program's, among small modules of the runtime."""
-    found = sorted(folder.glob(f"*{ending}"), key=lambda path: path.stat().st_size)
-    return found[-1] if found else None
+    """The largest dump with an ending, which is the program's; the runtime's modules are small."""
+    dumps = sorted(folder.glob(f"*{ending}"), key=lambda path: path.stat().st_size)
+    return dumps[-1] if dumps else None

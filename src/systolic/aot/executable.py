@@ -1,7 +1,7 @@
-"""A compiled step in a file: saved on any machine, loaded where everything that it depends on is the same.
+"""Executable: a compiled step in a file, loaded only where everything it depends on is the same.
 
 ``PATH`` is JAX's own serialization (:mod:`jax.experimental.serialize_executable`), a pickle: load only
-files that you made. ``PATH.json`` is the compiler's report, with the stamp that is compared on loading.
+your own files. ``PATH.json`` is the compiler's report, with the fingerprint to compare on loading.
 """
 
 import hashlib
@@ -25,44 +25,44 @@ from systolic.core.errors import NotFoundError, RunError
 PACKAGES = ("jax", "jaxlib", "libtpu")
 _BUILD = re.compile(r"\bcl/(\d+)")
 _VIRTUAL = "--xla_force_host_platform_device_count"
-"""Flag left out of the comparison: the number of virtual devices is compared itself."""
+"""Flag left out of the comparison, since the number of devices is compared itself."""
 _KERNEL = re.compile(r"(\\22body\\22: \\22)([A-Za-z0-9+/=]+)")
 _SHOWN = 12
-"""Characters of a digest in a message."""
+"""Characters of a digest shown in a message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """All that a compiled program depends on. Made alike where it is compiled and where it is loaded."""
+    """Everything a compiled program depends on, made in the same way for compiling and loading."""
 
     platform: str
     """``tpu``, ``gpu`` or ``cpu``."""
     kind: str
-    """The device kind, as JAX names it; for a CPU the processor's name."""
+    """JAX's device kind; for a CPU the processor's name."""
     devices: int
     """Number of devices in the mesh of the program."""
     versions: Mapping[str, str]
     """Versions of jax, jaxlib and, for a TPU, libtpu."""
     build: str
-    """Number of the change that libtpu was built from; empty off TPU."""
+    """Number of libtpu's source revision; empty off TPU."""
     flags: Sequence[str]
-    """Compiler flags, sorted: of the program and from the environment."""
+    """Compiler flags of the program and the environment, sorted."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of this compile alone."""
     ids: Sequence[int]
-    """JAX's numbers of the devices, in the order of the mesh."""
+    """JAX's device ids in mesh order."""
     places: Sequence[Sequence[int]]
-    """(x, y, z, core, slice) of each of them; empty off TPU."""
+    """(x, y, z, core, slice) of each device; empty off TPU."""
     program: str
     """Digest of the lowered program; see :func:`program_digest`."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, which :meth:`from_json` takes."""
+        """Plain values for :meth:`from_json`."""
         return json.loads(json.dumps(asdict(self)))
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> "Fingerprint":
-        """The stamp of a record.
+        """Fingerprint from plain values.
 
         Raises:
             KeyError: a field is absent.
@@ -76,7 +76,7 @@ class Loaded:
 
     path: Path
     compiled: Any
-    """``jax.stages.Compiled``: called as the jitted function is."""
+    """``jax.stages.Compiled``, called like the jitted function."""
     seconds: float
     """Seconds of checking and loading."""
 
@@ -87,13 +87,13 @@ def stamp(
     options: Mapping[str, Any] | None = None,
     flags: Sequence[str] = (),
 ) -> Fingerprint:
-    """Fingerprint of all that a program for these devices depends on.
+    """Fingerprint of a program for these devices.
 
     Args:
         text: The lowered program.
-        devices: JAX's, present or described, in the order of the program's mesh.
-        options: Of this compile alone.
-        flags: Of the compiler, beside those in the environment.
+        devices: JAX devices, present or described, in the program's mesh order.
+        options: Options of this compile alone.
+        flags: Compiler flags besides those in the environment.
     """
     first = devices[0]
     tpu = first.platform == "tpu"
@@ -122,7 +122,7 @@ def place(device: Any) -> list[int]:
 
 
 def flags_of(environ: Mapping[str, str], platform: str) -> list[str]:
-    """The compiler's flags in an environment, sorted: libtpu takes them from LIBTPU_INIT_ARGS too."""
+    """Compiler flags in an environment, sorted; libtpu also reads LIBTPU_INIT_ARGS."""
     names = ("LIBTPU_INIT_ARGS", "XLA_FLAGS") if platform == "tpu" else ("XLA_FLAGS",)
     given = {flag for name in names for flag in shlex.split(environ.get(name, ""))}
     return sorted(flag for flag in given if not flag.startswith(_VIRTUAL))
@@ -142,13 +142,13 @@ def _without_paths(found: re.Match[str]) -> str:
         tpu.register_dialect(context)
         try:
             module = ir.Module.parse(b64decode(found[2]))
-        except (ir.MLIRError, ValueError):  # another kind of kernel, which is compared as it is
+        except (ir.MLIRError, ValueError):  # another kind of kernel, compared unchanged
             return found[0]
         return f"{found[1]}{module.operation.get_asm(enable_debug_info=False)}"
 
 
 def serialize(compiled: Any) -> bytes:
-    """The content of an executable's file.
+    """Content of an executable's file.
 
     Raises:
         RunError: the program can't be serialized.
@@ -164,7 +164,7 @@ def serialize(compiled: Any) -> bytes:
 
 
 def signature(content: bytes) -> dict[str, Any]:
-    """Size and digest of an executable's file, which its report carries."""
+    """Size and digest of an executable's file, for its report."""
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
@@ -172,7 +172,7 @@ def save(made: Compiled, path: Path) -> None:
     """Copies an executable from the store to ``path``, and its report to ``path.json``.
 
     Raises:
-        RunError: there is none, others could have written it, or one file can't be written.
+        RunError: there is none, others could have written it, or a file can't be written.
     """
     source = made.executable
     if source is None:
@@ -194,18 +194,18 @@ def load(
     facts: Mapping[str, Any] | None = None,
     flags: Sequence[str] = (),
 ) -> Loaded:
-    """The executable in ``path`` instead of compiling ``lowered``, if it is of the same program for the same devices.
+    """Loads the executable in ``path`` for ``lowered``, if it is of the same program for the same devices.
 
     Args:
-        path: As saved; ``path.json`` lies beside it.
+        path: The file, with ``path.json`` beside it.
         lowered: ``jax.stages.Lowered`` of the program that would be compiled here.
         devices: The devices present, in the order of the program's mesh.
-        facts: What is known of the program, by the names in the report, to say what differs.
-        flags: The compiler's, that it would be compiled with beside those in the environment.
+        facts: Facts of the program under the report's names, to name a difference.
+        flags: Compiler flags for it besides those in the environment.
 
     Raises:
-        NotFoundError: one of the two files is not there.
-        RunError: they are damaged, or the first thing that does not match.
+        NotFoundError: one of the two files does not exist.
+        RunError: they are damaged or do not match; names the first difference.
     """
     from jax.experimental import serialize_executable
 
@@ -226,7 +226,7 @@ def load(
             backend=devices[0].client,
             execution_devices=list(devices),
         )
-    except Exception as error:  # whatever the runtime says of it
+    except Exception as error:  # any error of the runtime
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise RunError(
             f"{path} matches this machine, but its runtime refuses it ({reason}); leave --executable out to compile here"
@@ -237,15 +237,13 @@ def load(
 def check(
     path: Path, report: Mapping[str, Any], here: Fingerprint, facts: Mapping[str, Any]
 ) -> None:
-    """Whether what was saved with this report can run here.
+    """Checks that the executable saved with this report can run here.
 
     Raises:
-        RunError: it can't; names the first thing that differs, both values and what to do.
+        RunError: it can't; names the first difference, both values and the next step.
     """
-    for what, saved, present, mend in _differences(Fingerprint.from_json(report["stamp"]), here):
-        raise RunError(
-            f"{path} does not match: its {what} is {saved}, here it is {present}; {mend}"
-        )
+    for what, saved, present, fix in _differences(Fingerprint.from_json(report["stamp"]), here):
+        raise RunError(f"{path} does not match: its {what} is {saved}, here it is {present}; {fix}")
     if report["stamp"]["program"] == here.program:
         return
     for name, value in facts.items():
@@ -263,7 +261,7 @@ def check(
 
 
 def _differences(saved: Fingerprint, here: Fingerprint) -> Iterator[tuple[str, str, str, str]]:
-    """(what, saved, here, what to do) of all but the program, the widest first."""
+    """(name, saved, here, next step) of each difference besides the program, the most general first."""
     again = "forecast for this machine with --save, or leave --executable out to compile here"
     for name, what in (
         ("platform", "platform"),
@@ -276,13 +274,13 @@ def _differences(saved: Fingerprint, here: Fingerprint) -> Iterator[tuple[str, s
     for name in PACKAGES:
         one, other = saved.versions.get(name), here.versions.get(name)
         if one != other:
-            mend = f"pip install {name}=={one}, or {again}" if one else again
-            yield f"{name} version", _text(one), _text(other), mend
+            fix = f"pip install {name}=={one}, or {again}" if one else again
+            yield f"{name} version", _text(one), _text(other), fix
     if saved.build != here.build:
         yield "libtpu build", _text(saved.build), _text(here.build), again
     if list(saved.flags) != list(here.flags):
-        mend = "give the same --flags" if saved.platform == "tpu" else "set XLA_FLAGS"
-        yield "set of compiler flags", _text(saved.flags), _text(here.flags), f"{mend}, or {again}"
+        fix = "give the same --flags" if saved.platform == "tpu" else "set XLA_FLAGS"
+        yield "set of compiler flags", _text(saved.flags), _text(here.flags), f"{fix}, or {again}"
     if saved.options != here.options:
         yield "set of compile options", _text(saved.options), _text(here.options), again
     names = (("places", "place in the topology"), ("ids", "number in JAX"))
@@ -296,13 +294,13 @@ def _differences(saved: Fingerprint, here: Fingerprint) -> Iterator[tuple[str, s
 def _differing(
     one: Mapping[str, Any], other: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Entries in which the second differs from the first, with its values."""
+    """Entries that differ between the two, with the values of each."""
     names = [name for name in one if name not in other or one[name] != other[name]]
     return {n: one[n] for n in names}, {n: other[n] for n in names if n in other}
 
 
 def _text(value: Any) -> str:
-    """A value in one line of a message."""
+    """Text of a value in a message."""
     if value in (None, "", [], {}):
         return "none"
     if isinstance(value, Mapping):

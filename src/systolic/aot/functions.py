@@ -1,4 +1,4 @@
-"""Anyone's function, traced on a mesh of a slice that is not there."""
+"""User functions, traced on a mesh of a described slice."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -61,8 +61,8 @@ def _jitted(program: FunctionCall, mesh: Mesh) -> Any:
 
 
 def _filtered(function: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """The trace of what ``equinox.filter_jit`` wraps: itself it would take a ShapeDtypeStruct as static."""
-    equinox = sys.modules["equinox"]  # loaded with the function, and never required
+    """Trace of the function in an ``equinox.filter_jit``, which itself would treat a ShapeDtypeStruct as static."""
+    equinox = sys.modules["equinox"]  # loaded with the function; not a dependency
     first, static_first = equinox.partition(args[:1], _is_abstract)
     rest, static_rest = equinox.partition((args[1:], kwargs), _is_abstract)
 
@@ -87,13 +87,13 @@ def _mesh(axes: Mapping[str, int], devices: Sequence[Any]) -> Mesh:
 
 
 def _across(axes: Mapping[str, int], num_slices: int) -> list[int]:
-    """Number of slices that each axis of a mesh crosses: the first axis that their number divides crosses all."""
+    """Number of slices that each mesh axis crosses: all for the first axis that their number divides, else 1."""
     for crossing, size in axes.items():
         if size % num_slices == 0:
             return [num_slices if name == crossing else 1 for name in axes]
     shape = " x ".join(f"{name} {size}" for name, size in axes.items())
     raise OptionError(
-        f"no axis of the mesh ({shape}) is a multiple of the {num_slices} slices; one of them crosses the slices, the first that can"
+        f"no axis of the mesh ({shape}) is a multiple of the {num_slices} slices, which one axis must cross; change the mesh"
     )
 
 

@@ -1,8 +1,8 @@
-"""The devices of this machine, and its CPU in the place of a GPU that is not here.
+"""Devices of this machine, with its CPU as a stand-in for absent GPUs.
 
 Tracing, partitioning, fusion and scheduling need no GPU: XLA does them for as many virtual CPU
-devices. What comes out has the shapes, the collectives and the memory of one device's program, in
-its own dtypes where the passes that rewrite them for a CPU are left out; no code is made of it.
+devices. The result has the shapes, collectives and memory of one device's program, in its own dtypes
+where the passes that rewrite them for a CPU are disabled; no code is generated.
 """
 
 import enum
@@ -26,11 +26,11 @@ class Built(enum.Enum):
     host = "host"
     """Devices of this machine, by their own compiler."""
     stand_in = "stand-in"
-    """A GPU that is not here: scheduled for virtual CPU devices, no code made."""
+    """An absent GPU: scheduled for virtual CPU devices, without code."""
 
 
 MOST_DEVICES = 2048
-"""Virtual devices of one process: XLA's CPU client takes the ids beyond for another process."""
+"""Most virtual devices of one process: XLA's CPU client uses larger ids for other processes."""
 CPU_PASSES = (
     "float-normalization-bf16",  # bf16 to f32
     "all-reduce-promotion",  # reductions of bf16 in f32
@@ -42,7 +42,7 @@ CUDNN_VERSION = 91000
 
 
 def devices(on: Slice) -> list[Any]:
-    """Real devices of a CPU or GPU slice, else as many virtual ones of the CPU."""
+    """Devices of a CPU or GPU slice, else as many virtual CPU devices."""
     import jax
 
     if on.platform == "gpu":
@@ -53,25 +53,25 @@ def devices(on: Slice) -> list[Any]:
 
 
 def check(on: Slice, save: bool) -> None:
-    """What can be told before any process starts.
+    """Checks a compile for this slice before any process starts.
 
     Raises:
-        OptionError: more devices than this machine can have, or code to keep of a GPU that is not here.
+        OptionError: more devices than this machine can have, or code to save for an absent GPU.
     """
     if on.platform == "tpu":
         return
     if on.num_devices > MOST_DEVICES:
         raise OptionError(
-            f"{on.name} has {on.num_devices} devices and a forecast without them has up to {MOST_DEVICES} virtual ones; choose a smaller slice of that chip"
+            f"{on.name} has {on.num_devices} devices, and a forecast without them takes up to {MOST_DEVICES} virtual ones; choose a smaller slice of that chip"
         )
     if save and on.platform == "gpu" and not _cards():
         refuse_to_save(on)
 
 
 def refuse_to_save(on: Slice) -> NoReturn:
-    """Of a stand-in no code is made."""
+    """Refuses to save, since a stand-in has no code."""
     raise OptionError(
-        f"there is nothing to save for {on.name}: no such devices are here, and the forecast makes no code for them; leave --save out"
+        f"there is nothing to save for {on.name}: this machine has no such devices, and a forecast generates no code for them; leave --save out"
     )
 
 
@@ -99,9 +99,9 @@ def lowering_platform(on: Slice) -> str:
 
 
 def take_cudnn_as_there(on: Slice) -> None:
-    """Lets JAX trace cuDNN's attention for an absent NVIDIA GPU: it asks this machine for the library.
+    """Lets JAX trace cuDNN's attention for an absent NVIDIA GPU, although it checks for the local library.
 
-    Where a version of JAX asks in another way, the model falls back to plain attention and says so.
+    If a version of JAX checks in another way, the model falls back to plain attention with a note.
     """
     if lowering_platform(on) != "cuda":
         return
@@ -115,10 +115,10 @@ def take_cudnn_as_there(on: Slice) -> None:
 def schedule(lowered: Any, folder: Path) -> str:
     """The partitioned, fused and scheduled module of ``lowered``, in its own dtypes.
 
-    Making code of it would fail: a CPU has no bf16 matmul. The caller ends the process.
+    Code generation would fail, since a CPU has no bf16 matmul. The caller must end the process.
 
     Raises:
-        Exception: what the compiler raises before it has a schedule.
+        Exception: an error of the compiler before it has a schedule.
     """
     failed: list[BaseException] = []
     options = {**dump_options(folder), "xla_disable_hlo_passes": ",".join(CPU_PASSES)}
@@ -131,7 +131,7 @@ def schedule(lowered: Any, folder: Path) -> str:
 
     worker = threading.Thread(target=run, daemon=True)
     worker.start()
-    # The report on memory is the last that is written before code is made.
+    # The memory report is the last file before code generation.
     while worker.is_alive() and peak_bytes(folder) is None:
         time.sleep(POLL_SECONDS)
     text = scheduled_for_cpu(folder)
@@ -146,7 +146,7 @@ def schedule(lowered: Any, folder: Path) -> str:
 def measured_rates(num_devices: int) -> dict[str, float]:
     """Measured rates of this CPU: FLOP/s of f32 matmuls, bytes/s of sums, elementwise operations/s.
 
-    Of each virtual device when all of them work: they share the cores and the memory.
+    Rates of each virtual device when all run, since they share cores and memory.
     """
     import jax
     import jax.numpy as jnp
@@ -178,7 +178,7 @@ _ROUNDS = 3
 
 
 def _best(function: Any, argument: Any) -> float:
-    """Seconds of the fastest of a few calls."""
+    """Seconds of the fastest of several calls."""
     import jax
 
     compiled = jax.jit(function).lower(argument).compile()
@@ -205,12 +205,12 @@ def child_variables(given: Mapping[str, str], on: Slice, flags: tuple[str, ...])
     count = f"--xla_force_host_platform_device_count={min(on.num_devices, MOST_DEVICES)}"
     made = {"XLA_FLAGS": " ".join((*flags, count))}
     if on.platform == "gpu":
-        made["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the GPU may be at work
+        made["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the GPU may be in use
         made["JAX_PLATFORMS"] = given.get("JAX_PLATFORMS", "") if _cards() else "cpu"
     return made
 
 
 def _cards() -> list[str]:
-    """Device files of GPUs: NVIDIA's, one each, and AMD's, one for all."""
+    """Device files of GPUs: one per NVIDIA GPU, one for all of AMD's."""
     found = sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
     return [*found, *(["/dev/kfd"] if Path("/dev/kfd").exists() else [])]

@@ -1,7 +1,7 @@
-"""Work of the bodies of Pallas kernels: FLOPs, vector operations and bytes, counted in the Mosaic code of a call.
+"""Work of Pallas kernels (FLOPs, vector operations, bytes), counted from the Mosaic code of a call.
 
-``python -m systolic.aot.kernels < module.txt`` prints the module with the counts beside each body, as
-:func:`counted` does; JAX's own dialect reads the code, so that this runs in a child process.
+``python -m systolic.aot.kernels < module.txt`` prints the module with the counts beside each body, like
+:func:`counted`. It runs in a child process, since JAX's own dialect reads the code.
 """
 
 import base64
@@ -18,11 +18,11 @@ from typing import Any
 _BODY = re.compile(r'("custom_call_config"\s*:\s*\{\s*)("body"\s*:\s*"([A-Za-z0-9+/=]{64,})")')
 _KNOWN = '"counted":'
 _MOST_STEPS = 1 << 16
-"""Steps of a grid up to which indices and conditions are evaluated one by one."""
+"""Most steps of a grid whose indices and conditions are evaluated one by one."""
 _MOST_TURNS = 256
-"""Turns of a loop that are followed one by one."""
+"""Most iterations of a loop that are followed one by one."""
 _DYNAMIC = -(1 << 63)
-"""MLIR's size of a dim that is not known."""
+"""MLIR's size of a dynamic dim."""
 _WEIGHTS = {
     "exp": 4,
     "exp2": 4,
@@ -37,7 +37,7 @@ _WEIGHTS = {
     "sin": 15,
     "cos": 15,
 }
-"""Vector operations an element, 1 for what is not here; as :mod:`systolic.sim.estimate` counts fusions."""
+"""Vector operations per element, 1 for other ops; the same as for fusions in :mod:`systolic.sim.estimate`."""
 _FREE = frozenset(("constant", "index_cast", "bitcast"))
 _BOUNDS = re.compile(r"window_bounds = array<i64: ([\d, ]+)>")
 _HBM = ("#tpu.memory_space<any>", "#tpu.memory_space<hbm>")
@@ -49,8 +49,8 @@ def counted(text: str) -> str:
 
     The object has ``grid`` and ``steps``, and ``parallel``, the dims of the grid that cores may share; over the whole call ``flops`` by the dtype of the matmuls' operands
     (``f32x6`` for f32 at full precision), ``vector`` operations, elements of ``tanh``, ``bytes`` of device memory that its windows and
-    transfers move, and ``whole``: false where a loop or a branch depends on data, so that it may do more. Of a grid
-    whose bounds are data it has ``windows`` alone, the sizes of the blocks of each operand and result.
+    transfers move, and ``whole``: false where a loop or a branch depends on data, so that it may do more. For a grid
+    with dynamic bounds it has only ``windows``, the block sizes of each operand and result.
     """
     known: dict[str, str | None] = {}
 
@@ -113,7 +113,7 @@ class _Totals:
 
 @dataclass
 class _Kernel:
-    """A kernel's function, and the functions that place its windows."""
+    """Function of a kernel, with the functions that place its windows."""
 
     entry: Any
     functions: Mapping[str, Any]
@@ -122,13 +122,13 @@ class _Kernel:
     values: dict[Any, int | None] = field(default_factory=dict)
     """Values of arguments: indices of the grid and of loops, and loop carries."""
     memo: dict[Any, int | None] = field(default_factory=dict)
-    """Values computed from them; cleared whenever one of them changes."""
+    """Values computed from the arguments; cleared whenever one of these changes."""
     makers: dict[Any, Any] = field(default_factory=dict)
-    """The operation that makes each value that was asked for; None for an argument of a block."""
+    """Cache of the operation that makes a value; None for an argument of a block."""
 
     @staticmethod
     def of(module: Any) -> "_Kernel | None":
-        """The first function is the kernel; None where there is none."""
+        """Kernel of a module, its first function; None where it has none."""
         functions = {}
         for operation in module.body.operations:
             inner = operation.operation
@@ -144,11 +144,11 @@ class _Kernel:
 
     @property
     def dynamic(self) -> bool:
-        """Whether data decides how many steps the grid has."""
+        """Whether the number of the grid's steps depends on data."""
         return any(n == _DYNAMIC or n < 0 for n in self.grid)
 
     def blocks(self) -> list[list[int]]:
-        """Sizes of the blocks of operands and results, as the grid's windows have them."""
+        """Block sizes of operands and results, from the grid's windows."""
         if "window_params" not in self.entry.attributes:
             return []
         bounds = [_BOUNDS.search(str(one)) for one in self.entry.attributes["window_params"]]
@@ -161,14 +161,14 @@ class _Kernel:
 
     @property
     def parallel(self) -> list[int]:
-        """Dims of the grid whose steps may run in any order, so that cores share them."""
+        """Dims of the grid whose steps may run in any order, so that cores can share them."""
         if "dimension_semantics" not in self.entry.attributes:
             return []
         said = re.findall(r"semantics<(\w+)>", str(self.entry.attributes["dimension_semantics"]))
         return [n for n, how in zip(self.grid, said, strict=False) if how == "parallel"]
 
     def count(self) -> dict[str, Any]:
-        """The counts of a whole call."""
+        """Counts of a whole call."""
         totals = _Totals()
         self.block(self.entry.regions[0].blocks[0], float(self.steps), totals)
         totals.bytes += self.windows()
@@ -184,7 +184,7 @@ class _Kernel:
         }
 
     def block(self, block: Any, times: float, totals: _Totals) -> None:
-        """Adds what a block does, run ``times`` times."""
+        """Adds the work of a block that runs ``times`` times."""
         for each in block.operations:
             operation = each.operation
             name = _short(operation)
@@ -209,7 +209,7 @@ class _Kernel:
                         self.block(inner, times, totals)
 
     def loop(self, operation: Any, times: float, totals: _Totals) -> None:
-        """A loop, turn by turn where it is short: what it carries decides conditions inside."""
+        """Adds the work of a loop, by iterations where it is short, since its carries decide conditions inside."""
         bounds = [self.value(operation.operands[n]) for n in range(3)]
         body = operation.regions[0].blocks[0]
         if None in bounds:
@@ -232,7 +232,7 @@ class _Kernel:
         self.given(dict(zip(list(operation.results), carried, strict=False)))
 
     def branches(self, operation: Any, times: float, totals: _Totals) -> None:
-        """A condition on the grid is evaluated at each step; one on data counts as taken."""
+        """Adds the work of branches; a condition on the grid is evaluated at each step, one on data counts as true."""
         share = self.share(operation.operands[0])
         if share is None:
             self.whole = False
@@ -243,7 +243,7 @@ class _Kernel:
                     self.block(inner, times * part, totals)
 
     def product(self, operation: Any, times: float, totals: _Totals) -> None:
-        """FLOPs of a matmul, 2 a multiply-add."""
+        """Adds the FLOPs of a matmul, 2 per multiply-add."""
         left, right, out = (list(operation.operands[n].type.shape) for n in range(3))
         batch = out[0] if len(out) > 2 else 1
         depth = math.sqrt(math.prod(left) * math.prod(right) / max(math.prod(out) * batch, 1))
@@ -253,10 +253,10 @@ class _Kernel:
         totals.flops[dtype] = totals.flops.get(dtype, 0.0) + times * 2.0 * math.prod(out) * depth
 
     def windows(self) -> float:
-        """Bytes of the blocks that the grid's steps fetch and write: each where its place changes.
+        """Bytes of the blocks that the grid's steps fetch and write, one for each change of place.
 
-        A place changes at a step where an index that it depends on does; those after the last such axis
-        leave it as it is.
+        A place changes when an index that it depends on does; grid axes after the last of these
+        don't change it.
         """
         if "window_params" not in self.entry.attributes:
             return 0.0
@@ -305,18 +305,18 @@ class _Kernel:
         return None if found is None or not number else held / number
 
     def given(self, values: Mapping[Any, int | None]) -> None:
-        """Sets what values of the body are from here on."""
+        """Sets values of the body."""
         self.values |= values
         self.memo.clear()
 
     def forget(self, names: Sequence[Any]) -> None:
-        """Leaves values unknown."""
+        """Marks values as unknown."""
         for name in names:
             self.values.pop(name, None)
         self.memo.clear()
 
     def value(self, of: Any) -> int | None:
-        """An integer computed from constants, loop indices and the grid's; None where it depends on data."""
+        """Integer computed from constants and from indices of loops and the grid; None where it depends on data."""
         if of in self.values:
             return self.values[of]
         if of not in self.memo:
@@ -347,10 +347,10 @@ class _Kernel:
         return _evaluated(name, [int(n or 0) for n in operands], operation)
 
     def maker(self, of: Any) -> Any:
-        """The operation that makes a value; None for an argument of a block."""
+        """Operation that makes a value; None for an argument of a block."""
         from jax._src.lib.mlir import ir
 
-        # Each look at an owner makes MLIR search the disk for a module of its dialect.
+        # Each access to an owner makes MLIR search the disk for a module of its dialect.
         if of not in self.makers:
             owner = of.owner
             self.makers[of] = None if isinstance(owner, ir.Block) else owner.operation
@@ -420,7 +420,7 @@ def _evaluated(name: str, operands: list[int], operation: Any) -> int | None:
 
 
 def _vector(operation: Any) -> float:
-    """Vector operations of an op of arithmetic; 0 for what only moves values or is a scalar."""
+    """Vector operations of an arithmetic op; 0 for moves and scalars."""
     dialect = operation.name.rpartition(".")[0].rpartition(".")[2]
     name = _short(operation)
     if name in _FREE or (dialect not in ("arith", "math") and "reduction" not in name):

@@ -1,4 +1,4 @@
-"""Outcomes of a compile. A program that does not fit is an answer, not an error."""
+"""Outcomes of a compile; a program that does not fit is one of them, not an error."""
 
 import gzip
 import re
@@ -21,21 +21,21 @@ HLO, PROTO, REPORT, EXECUTABLE = (
     "executable.jax",
 )
 ERROR = "error.json"
-"""Files of an entry; the last is there when the program was refused."""
+"""Files of an entry; the last one only for a rejected program."""
 FAILED = "failed"
-"""The stage at which a child tells of a failure that is not kept."""
+"""Stage in which a child reports a failure that is not stored."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A scheduled program in the store."""
+    """Scheduled program in the store."""
 
     folder: Path
     digest: str
     """Digest of the lowered program, its target, the flags and the versions."""
     cached: bool
     facts: Mapping[str, Any] | None = None
-    """Facts of this program: another that lowers to the same text may have different ones."""
+    """Facts of this program; another with the same lowered text may have different ones."""
 
     @cached_property
     def report(self) -> Mapping[str, Any]:
@@ -50,16 +50,16 @@ class Compiled:
 
     @property
     def proto(self) -> bytes | None:
-        """The scheduled module and its buffers as a serialized HloProto, where the compiler wrote it."""
+        """The scheduled module and its buffers as a serialized HloProto; None where the compiler wrote none."""
         path = self.folder / PROTO
         return _unpacked(path) if path.is_file() else None
 
     @property
     def executable(self) -> Path | None:
-        """The serialized executable, where it was asked for.
+        """The serialized executable; None unless requested.
 
         Raises:
-            RunError: others could have written it: it is a pickle, which runs what it says.
+            RunError: others could have written it, and it is a pickle, which can run any code.
         """
         path = self.folder / EXECUTABLE
         if not path.is_file():
@@ -70,7 +70,7 @@ class Compiled:
 
 @dataclass(frozen=True, kw_only=True)
 class Buffer:
-    """An allocation that the compiler named."""
+    """Allocation named by the compiler."""
 
     bytes: int
     op: str = ""
@@ -79,24 +79,24 @@ class Buffer:
     label: str = ""
     """The instruction, ``fusion.12 = fusion(…)``."""
     kind: str = ""
-    """The compiler's word: ``HLO temp``, ``scoped`` …"""
+    """The compiler's allocation type: ``HLO temp``, ``scoped`` …"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """The program does not fit."""
+    """Outcome of a program that does not fit."""
 
     space: str
     """``hbm``, ``vmem`` or ``smem``."""
     need_bytes: int
     have_bytes: int
     buffers: Sequence[Buffer] = ()
-    """The largest, largest first."""
+    """The largest buffers, largest first."""
     digest: str = ""
     cached: bool = False
     report: Mapping[str, Any] = field(default_factory=dict)
     folder: Path | None = None
-    """Of the store."""
+    """Folder of the store's entry."""
 
     @property
     def hlo(self) -> str | None:
@@ -107,14 +107,14 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """The compiler refused or died."""
+    """Outcome of a compile that was refused or crashed."""
 
     reason: str
-    """One line."""
+    """Reason in one line."""
     log: str = ""
-    """The end of what it printed."""
+    """End of its output."""
     unknown_flag: str = ""
-    """The flag that XLA has no option of a program for, ``--xla_…``, where that is why."""
+    """Flag ``--xla_…`` without a per-program option in XLA, where that is the reason."""
 
 
 Outcome = Compiled | Rejected | Failed
@@ -125,7 +125,7 @@ _REQUIRED = re.compile(
     r"Ran out of memory on (\w+), the total memory required for [\w ]+ \(([\d.]+)([KMGT]?)\w*\)"
     r" exceeds available \w+ \(([\d.]+)([KMGT]?)\w*\)"
 )
-"""libtpu 0.0.42's message, without buffers; the total has the arguments in it."""
+"""libtpu 0.0.42's message, which has no buffers; its total includes the arguments."""
 _SPACE = re.compile(r"memory space (\w+)")
 _LABELS = {
     "op": re.compile(r'op_name="([^"]*)"'),
@@ -137,7 +137,7 @@ _LABELS = {
 
 
 def rejection(text: str, capacity: int) -> Rejected | None:
-    """Parses an out-of-memory message of libtpu; None if it is none."""
+    """Parses an out-of-memory message of libtpu; None for other messages."""
     lowered = text.lower()
     if (
         "resource_exhausted" not in lowered
@@ -177,7 +177,7 @@ def read_module(path: Path) -> str:
 
 
 def check_owner(path: Path) -> None:
-    """Whether executables can be kept in a store, or taken from it.
+    """Checks that only the user can write to a store, as executables require.
 
     Raises:
         RunError: others may write there.
@@ -185,7 +185,7 @@ def check_owner(path: Path) -> None:
     here = next(place for place in (path, *path.absolute().parents) if place.exists())
     if (who := others_who_write(here)) is not None:
         raise RunError(
-            f"{who}, and an executable is a pickle, which runs whatever was written into it; set SYSTOLIC_CACHE to a folder that you alone can write to"
+            f"{who}, and an executable is a pickle, which can run any code; set SYSTOLIC_CACHE to a folder that only you can write to"
         )
 
 

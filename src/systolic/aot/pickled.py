@@ -1,6 +1,6 @@
-"""Programs as bytes for the child: as cloudpickle has them, and functions of ``jax.jit`` with what it was told.
+"""Programs as bytes for the child: by cloudpickle, with ``jax.jit`` functions as function and options.
 
-A ``jax.jit`` object that was pickled as it is can be called but no longer traced.
+A ``jax.jit`` object that is pickled directly can be called but not traced.
 """
 
 import io
@@ -18,14 +18,14 @@ _TOLD = (
     "keep_unused",
     "inline",
 )
-"""Arguments of ``jax.jit`` that mean the same in another process; of the others, shardings are refused."""
+"""Arguments of ``jax.jit`` that are valid in another process; shardings among the others are refused."""
 
 
 def dumps(value: Any) -> bytes:
     """``value`` as bytes for ``pickle.loads``.
 
     Raises:
-        OptionError: a jitted function has shardings, which are of this process's devices.
+        OptionError: a jitted function has shardings, which refer to this process's devices.
     """
     import cloudpickle
 
@@ -44,7 +44,7 @@ def dumps(value: Any) -> bytes:
 
 
 def jitted(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    """``jax.jit`` of a function, again."""
+    """Restores a ``jax.jit`` function."""
     import jax
 
     return jax.jit(function, **options)

@@ -1,4 +1,4 @@
-"""Programs to compile: a step of a job, or anyone's function. Sent to the child as bytes."""
+"""Programs to compile: a step of a job, or a user's function. Sent to the child as bytes."""
 
 import functools
 import inspect
@@ -13,39 +13,39 @@ from systolic.core.errors import SystolicError
 from systolic.job import Job
 
 _KNOWN = ("systolic", "builtins")
-"""Packages whose code is a part of every key."""
+"""Packages whose code is part of every key."""
 _UNASKED = ("power_watts", "power_watts_min", "power_watts_max", "tdp_watts")
-"""Numbers of a chip that no program depends on; nor does one on its prices."""
+"""Fields of a chip, besides its prices, that no program depends on."""
 
 
 class Program(Protocol):
-    """Something to compile."""
+    """Program to compile."""
 
     def key(self) -> Any:
-        """JSON that names it; equal keys trace to equal programs. None when there is no such name."""
+        """JSON key; equal keys trace to equal programs. None for a program without one."""
         ...
 
     def trace(self, on: Slice, devices: Sequence[Any]) -> Traced:
-        """Traces it for those devices; called in the child."""
+        """Traces it for the devices; called in the child."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobProgram:
-    """One of a job's steps."""
+    """Step of a job."""
 
     job: Job
     verb: StepKind = StepKind.train
 
     def key(self) -> Any:
-        """The job, the arrays of a batch and the verb; None where a part is the user's own class, whose code the job does not tell."""
+        """The job, the arrays of a batch and the step kind; None where a part is a user's class, whose code is unknown."""
         if not _known(self.job):
             return None
         try:
             found = self.job.data.fields()
         except SystolicError:
             raise
-        except Exception:  # of the user's function that makes the data; the child tells what it was
+        except Exception:  # an error of the user's data function, which the child reports
             return None
         batch = {name: [list(one.shape), one.dtype, list(one.axes)] for name, one in found.items()}
         return {"job": self.job.to_json(), "batch": batch, "verb": self.verb.value}
@@ -63,10 +63,10 @@ class JobProgram:
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionProgram(FunctionCall):
-    """Anyone's function with abstract arguments."""
+    """User's function with abstract arguments."""
 
     def key(self) -> Any:
-        """No key: a function has no name that identifies its code; it is known once it is lowered."""
+        """None, since no name identifies a function's code; the lowered text does."""
         return
 
     def trace(self, on: Slice, devices: Sequence[Any]) -> Traced:
@@ -77,7 +77,7 @@ class FunctionProgram(FunctionCall):
 
 
 def _known(part: Any) -> bool:
-    """Whether a value and all that it holds are of classes and functions whose code is a part of every key."""
+    """Whether a value and its contents use only classes and functions whose code is part of every key."""
     named = part if inspect.isroutine(part) or inspect.isclass(part) else type(part)
     package = named.__module__.split(".")[0]
     if package not in _KNOWN and package not in sys.stdlib_module_names:
@@ -94,6 +94,6 @@ def _known(part: Any) -> bool:
 
 
 def decisive(on: Slice) -> str:
-    """All of a slice and of its chip that a program may depend on."""
+    """Facts of a slice and its chip that a program may depend on."""
     chip = replace(on.chip, usd_per_chip_hour=Prices(), **dict.fromkeys(_UNASKED))
     return repr(replace(on, chip=chip))

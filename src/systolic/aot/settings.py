@@ -1,4 +1,4 @@
-"""Settings of JAX that decide a program: sent to the process that compiles, and part of every key."""
+"""Settings of JAX that affect a program, sent to the compiling process and part of every key."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _ELSEWHERE = (
-    # Devices and processes: the slice says which there are.
+    # Devices and processes, which the slice decides.
     "jax_platforms",
     "jax_platform_name",
     "jax_default_device",
@@ -33,7 +33,7 @@ _ELSEWHERE = (
     "jax_persistent_cache_",
     "jax_raise_persistent_cache_errors",
     "jax_share_binary_between_hosts",
-    # What is printed, dumped or watched.
+    # Printing, dumps and profiling.
     "jax_log",
     "jax_debug_log_modules",
     "jax_debug_leaked_clients_on_clear_backends",
@@ -54,27 +54,27 @@ _ELSEWHERE = (
     "jax_enable_checks",
     "jax_thread_guard",
     "jax_transfer_guard",
-    # Whether anything is traced, compiled or run at all: here it is traced and compiled.
+    # Switches for tracing, compiling and running; the child always traces and compiles.
     "jax_disable_jit",
     "jax_no_execution",
     "jax_no_tracing",
 )
-"""Settings, or beginnings of their names, that the compiling process has to itself."""
+"""Settings, or prefixes of their names, that the compiling process sets itself."""
 
 
 def decides(name: str) -> bool:
-    """Whether a setting of JAX, by its name or that of its variable, may change what is compiled."""
+    """Whether a setting of JAX may change a program, by its name or that of its variable."""
     return not name.lower().startswith(_ELSEWHERE)
 
 
 def of_process() -> dict[str, Any]:
-    """Settings of this thread by name; empty if JAX is not loaded, since nothing has set any then."""
+    """Settings of this thread by name; empty if JAX is not loaded, since none can be set then."""
     jax = sys.modules.get("jax")
     return {} if jax is None else _values(jax)
 
 
 def of_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that JAX takes settings from, and the one that names another libtpu."""
+    """Environment variables with settings of JAX, and the one that selects another libtpu."""
     return {
         name: value
         for name, value in sorted(environ.items())
@@ -83,7 +83,7 @@ def of_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def take(settings: Mapping[str, Any]) -> None:
-    """Gives this process the settings of another."""
+    """Applies the settings of another process."""
     import jax
 
     own = _values(jax)

@@ -1,4 +1,4 @@
-"""A job's programs, traced for devices that need not be there."""
+"""Programs of a job, traced for present or described devices."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,7 @@ def trace_job(job: Job, verb: StepKind, on: Slice, devices: Sequence[Any]) -> Tr
     target = MeshTarget.of(job, on.platform, devices)
     if target.matmul_format is not None and target.matmul_format not in on.chip.native:
         target.note(
-            f"{on.chip.name} has no {target.matmul_format} matmul hardware in the catalogue (native: {', '.join(on.chip.native) or 'none'}): expect no gain over bf16"
+            f"{on.chip.name} has no {target.matmul_format} matmul hardware in the catalogue (native: {', '.join(on.chip.native) or 'none'}), so expect no gain over bf16"
         )
     steps = StepFunctions(job, target)
     fields = job.data.fields()
@@ -59,7 +59,7 @@ def trace_job(job: Job, verb: StepKind, on: Slice, devices: Sequence[Any]) -> Tr
 
 
 def described(job: Job, steps: StepFunctions) -> dict[str, Any]:
-    """Sizes, precision and layout of a definite job, for people."""
+    """Sizes, precision and layout of a definite job, as text."""
     micro = job.layout.num_microbatches(steps.batch_size // job.layout.accumulate)
     return {
         "batch_size": steps.batch_size,
@@ -70,7 +70,7 @@ def described(job: Job, steps: StepFunctions) -> dict[str, Any]:
 
 
 def _generation(steps: StepFunctions, verb: StepKind, sequence: int) -> tuple[Any, float, int]:
-    """Prefill of whole rows, or one token for each row with a full cache."""
+    """Prefill of full rows, or decoding one token for each row with a full cache."""
     decode = Decode(steps, Sampling(temperature=0.0))
     steps = decode.steps
     size, placement = steps.batch_size, decode.placement

@@ -1,4 +1,4 @@
-"""Inputs and results of traces: values that import nothing of this package."""
+"""Inputs and results of traces, without imports from this package."""
 
 import enum
 import inspect
@@ -19,7 +19,7 @@ class StepKind(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """A program with abstract, sharded arguments, and what is known of it before any compiler."""
+    """Program with abstract, sharded arguments, and its facts before any compile."""
 
     traced: Any
     """``jax.stages.Traced``."""
@@ -30,7 +30,7 @@ class Traced:
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionCall:
-    """A function with abstract arguments and where they lie.
+    """Function with abstract arguments and their shardings.
 
     ``args`` hold ShapeDtypeStructs (or arrays) whose shardings are PartitionSpecs over ``mesh``:
     each leaf's spec is in ``specs``, the flat list of the arguments' leaves.
@@ -55,6 +55,6 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def is_filtered(function: Callable[..., Any]) -> bool:
-    """Whether ``equinox.filter_jit`` made it: arrays are traced, all else in its arguments is static."""
-    equinox = sys.modules.get("equinox")  # loaded, where a function is of it
+    """Whether a function is an ``equinox.filter_jit``, which traces arrays and treats other arguments as static."""
+    equinox = sys.modules.get("equinox")  # loaded if the function uses it
     return equinox is not None and isinstance(function, type(equinox.filter_jit(name_of)))

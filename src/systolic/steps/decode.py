@@ -1,4 +1,4 @@
-"""Text generation as pure functions: prefill reads a prompt into the cache, decode writes tokens from it."""
+"""Text generation as pure functions: prefill reads a prompt into the cache, decode makes tokens from it."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from systolic.steps.steps import StepFunctions
 from systolic.steps.target import RULES, SERVING
 
 PROJECTIONS = (("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim"))
-"""Logical dims of weights that make heads."""
+"""Logical dims of weights that project to heads."""
 
 
 @jax.tree_util.register_dataclass
@@ -30,7 +30,7 @@ class DecodeState:
     key: jax.Array
     """Random key."""
     cache: Any
-    """Cache of the model: see :class:`systolic.job.IncrementalDecoder`."""
+    """The model's cache, see :class:`systolic.job.IncrementalDecoder`."""
 
 
 class Decode:
@@ -59,8 +59,9 @@ class Decode:
     def placement(self) -> dict[str, Any]:
         """Sharding of each weight, and on a TPU the order of its dims.
 
-        Matmuls of the decode step read whole weights. One that makes heads contracts its second dim but one:
-        in the default order [embed, heads, head_dim] it would be copied out of the stacked array for every token.
+        Matmuls of the decode step read whole weights and contract the second to last dim of those that project to
+        heads: in the default order [embed, heads, head_dim] these would be copied out of the stacked array for
+        every token.
         """
         placed: dict[str, Any] = dict(self.steps.shardings.params)
         if self.steps.target.platform == "tpu":

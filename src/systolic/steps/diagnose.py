@@ -1,7 +1,7 @@
 """Gradient probe: gradients, weights and updates of a step by layer, and the noise of the gradient.
 
-It computes what the train step computes on the same state and batch and returns only figures, so
-that a run with probes is, bit for bit, the run without.
+It computes the same as the train step on the same state and batch and returns only figures, so
+that a run with probes is bit for bit the run without.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from systolic.steps.state import TrainState
 from systolic.steps.steps import Batch, StepFunctions
 
 STACKED = "layers"
-"""A parameter whose first dim has this name holds one array for each layer."""
+"""Logical name of the first dim of a parameter that stacks the layers."""
 
 PARTS = (4, 2, 3)
 """Preferred numbers of parts of a batch for the noise of the gradient, best first."""
@@ -26,7 +26,7 @@ Figures = dict[str, Any]
 
 
 def num_parts(steps: StepFunctions) -> int:
-    """Number of parts of a batch whose gradients are probed one by one: the job's passes, or a divisor of the batch; 1 for none."""
+    """Number of parts of a batch with gradients of their own: the job's passes, or a divisor of the batch; 1 for none."""
     passes = steps.job.layout.accumulate
     if passes > 1:
         return passes
@@ -36,7 +36,7 @@ def num_parts(steps: StepFunctions) -> int:
 
 def jit_diagnose(steps: StepFunctions) -> Any:
     """:func:`diagnose`, jitted: (state, batch) -> figures, whole on every device."""
-    # It runs once in hundreds of steps: on a CPU, LLVM would spend seconds to save it milliseconds.
+    # It runs once in hundreds of steps, and on a CPU LLVM's optimisation takes longer than it saves.
     options = steps.target.compiler_options
     if steps.target.platform == "cpu":
         options = {"xla_backend_optimization_level": "1"}
@@ -55,8 +55,8 @@ def diagnose(steps: StepFunctions, state: TrainState, batch: Batch) -> Figures:
         ``loss``, ``learning_rate``, ``big_square`` and ``small_square`` f32[]: the squared norm of the
         batch's mean gradient, and the mean over the parts of theirs (NaN where there is one part).
         ``parameters``: path to ``gradient``, ``weight``, ``update`` (2-norms) and ``lost`` (the share
-        of the weights with an update that rounding leaves as they were), f32[] each, or f32[layers] of a
-        parameter that is stacked. Gradients are those before clipping.
+        of the weights with an update that rounding cancels), f32[] each, or f32[layers] for a stacked
+        parameter. Gradients are those before clipping.
     """
     count = num_parts(steps)
     gradients, loss, small = _gradients(steps, state, batch, count)
@@ -69,7 +69,7 @@ def diagnose(steps: StepFunctions, state: TrainState, batch: Batch) -> Figures:
     found = {
         path: _of_parameter(
             gradients[path],
-            # Stochastic rounding loses no update: the weights are judged as if they were float32.
+            # Stochastic rounding loses no update on average, so the weights count as float32.
             weight if steps.job.dtypes.parameters is Stored.f32 else weight.astype(jnp.float32),
             moved[path],
             stacked=is_stacked(steps.network.axes[path]),
@@ -139,7 +139,7 @@ def _of_parameter(
     moves = update != 0
     kind = jnp.finfo(weight.dtype)
     wide = weight.astype(jnp.float32)
-    # An explicit rounding: XLA may keep more digits than a cast to bf16 and back asks for.
+    # Explicit rounding, since XLA may drop a cast to bf16 and back.
     after = jax.lax.reduce_precision(wide + update.astype(jnp.float32), kind.nexp, kind.nmant)
     lost = jnp.sum((moves & (after == wide)).astype(jnp.float32), axis=dims)
     return {

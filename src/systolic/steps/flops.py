@@ -1,4 +1,4 @@
-"""Matmul FLOPs of a program, counted from its jaxpr: what the mathematics needs, before any compiler."""
+"""Matmul FLOPs of a program, counted from its jaxpr before any compiler."""
 
 import math
 from collections.abc import Callable

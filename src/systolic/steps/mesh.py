@@ -1,4 +1,4 @@
-"""Mesh of a layout over devices, real or described."""
+"""Mesh of a layout over real or described devices."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def make_mesh(layout: Layout, devices: Sequence[Any]) -> Mesh:
 
 
 def slices_of(devices: Sequence[Any]) -> int:
-    """Number of TPU slices that devices lie in; 1 of other platforms."""
+    """Number of TPU slices that devices are in; 1 on other platforms."""
     return max(len({slice_of(device) for device in devices if device.platform == "tpu"}), 1)
 
 
@@ -42,10 +42,10 @@ def place(
     """Devices by mesh axes [*sizes].
 
     Args:
-        sizes: Of the axes; their product is the number of devices.
-        outer: How many slices each axis crosses.
-        devices: Of one platform.
-        placement: How axes lie on the torus of a slice of TPUs.
+        sizes: Sizes of the axes; their product is the number of devices.
+        outer: Number of slices that each axis crosses.
+        devices: Devices of one platform.
+        placement: Placement of the axes on the torus of a TPU slice.
     """
     if devices[0].platform != "tpu" or len(devices) == 1:
         return np.array(list(devices)[: math.prod(sizes)]).reshape(sizes)
@@ -66,7 +66,7 @@ def blocks(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:
     """The devices of one slice by mesh axes [*shape], each axis a compact block of the torus.
 
     The innermost axis is placed first: the devices of one chip, then factor by factor along whichever
-    torus axis has most chips left, so that 4 ways are 2 x 2 chips and not 4 in a row.
+    torus axis has most chips left, so that 4 ways are 2 x 2 chips rather than 4 in a row.
     """
     places = [(*device.coords, device.core_on_chip) for device in devices]
     torus = np.empty([max(axis) + 1 for axis in zip(*places, strict=True)], dtype=object)
@@ -100,8 +100,8 @@ def _primes(number: int) -> list[int]:
 
 def slice_of(device: jax.Device) -> int:
     """The number of the slice that a device is in; 0 where there is one slice."""
-    # Devices of one-slice platforms have no such attribute; those of a described topology have it but
-    # dir() does not list it, so that asking is the only way to know.
+    # Devices of one-slice platforms lack the attribute; those of a described topology have it
+    # unlisted in dir(), so it can only be tried.
     try:
         return device.slice_index or 0
     except AttributeError:

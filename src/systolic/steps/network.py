@@ -1,4 +1,4 @@
-"""A module split into its structure, which is static, and its arrays, which are data.
+"""Model split into its static structure and its arrays.
 
 Arrays are kept in flat dicts, path to array, so that every layer above (optimizer masks, sharding,
 checkpoints, conversions) names a parameter the same way: ``blocks/mlp/up``.
@@ -18,7 +18,7 @@ Arrays = dict[str, jax.Array]
 
 
 class ModelStructure:
-    """The structure of one model for one target.
+    """Static structure of a model for a target.
 
     Attributes:
         params: Path to ShapeDtypeStruct of each parameter.

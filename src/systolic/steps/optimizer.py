@@ -10,10 +10,10 @@ import optax
 from systolic.job import Optimizer, OptimizerKind, Schedule, ScheduleKind
 
 STACKED = ("layers", "experts", "stages")
-"""Logical dims that repeat a parameter rather than belong to its matrix."""
+"""Logical dims that stack copies of a matrix."""
 
 SCHEDULED = optax.ScaleByScheduleState
-"""The part of every rule's state that counts for the learning rate."""
+"""Field of every rule's state that counts updates for the learning rate."""
 
 LARS = 0.001
 """The trust coefficient of LARS (You et al. 2017)."""
@@ -42,22 +42,22 @@ def schedule(value: Schedule, steps: int, peak: float) -> Callable[[Any], Any]:
             )
     if not warmup:
         return after
-    # The first step already moves: 1/warmup of the peak, not 0.
+    # The first step has 1/warmup of the peak, not 0, so that it moves the weights.
     rise = optax.linear_schedule(peak / warmup, peak, warmup - 1 if warmup > 1 else 1)
     return optax.join_schedules([rise, after], [warmup])
 
 
 def num_updates(state: Any) -> Any:
-    """The update that an optimizer state of :func:`build` makes next, int32[] from 0: its schedule's step.
+    """Number of updates made by an optimizer state of :func:`build`, int32[]: its schedule's next step.
 
-    A train step that drops its update counts as a step and not here.
+    Train steps whose update was dropped don't count.
     """
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, SCHEDULED))
     return next(node.count for node in nodes if isinstance(node, SCHEDULED))
 
 
 def own_dims(axes: tuple[str | None, ...]) -> list[int]:
-    """The dims of a parameter's own matrix, without those that only stack copies of it."""
+    """Dims of a parameter's own matrix, without those that stack copies of it."""
     return [dim for dim, name in enumerate(axes) if name not in STACKED]
 
 
@@ -97,7 +97,7 @@ def build(
                 optax.scale_by_adam(b1, b2, 1e-6), decay, scale_to_norms(axes, 1.0), descend
             )
         case OptimizerKind.lars:
-            # The rate is in the momentum, so that a change of it does not move what was summed before.
+            # The momentum includes the rate, so that a new rate does not rescale past gradients.
             return optax.chain(decay, scale_to_norms(axes, LARS), descend, optax.trace(b1))
         case OptimizerKind.adafactor:
             return optax.chain(
@@ -111,7 +111,7 @@ def scale_to_norms(axes: Axes, share: float) -> optax.GradientTransformation:
     """Scales each matrix's update by ``share`` x the norm of the matrix / the norm of the update.
 
     The norms are of each layer's own matrix where a parameter stacks several. Biases, norms and other
-    vectors keep their update, as in the reference code of LARS and LAMB. So do zeros.
+    vectors keep their update, as in the reference code of LARS and LAMB, and so do zeros.
     """
 
     def scaled(name: str, update: jax.Array, parameter: jax.Array) -> jax.Array:
@@ -152,7 +152,7 @@ def _muon(
 
 
 def _muon_dims(axes: tuple[str | None, ...]) -> optax.contrib.MuonDimensionNumbers | None:
-    """Input and output dims of a hidden matrix; ``None`` for what AdamW updates."""
+    """Input and output dims of a hidden matrix; ``None`` for a parameter that AdamW updates."""
     own = own_dims(axes)
     if len(own) < 2 or "vocab" in axes:
         return None

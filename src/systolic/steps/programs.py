@@ -1,4 +1,4 @@
-"""The jitted programs of a job: what is trained and what is forecast is one and the same."""
+"""Jitted programs of a job, the same for training and for forecasts."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from systolic.steps.steps import StepFunctions
 
 
 def jit_train(steps: StepFunctions) -> Any:
-    """The train step, jitted: (state, batch) -> (state, metrics); the state's memory is reused."""
+    """The train step, jitted: (state, batch) -> (state, metrics); the state is donated."""
     return jax.jit(
         steps.train,
         donate_argnums=0,
@@ -42,7 +42,7 @@ def jit_prefill(decode: Decode, size: int) -> Any:
 
 
 def jit_decode(decode: Decode, size: int) -> Any:
-    """The decode step of ``size`` sequences, jitted: (params, rest, state, count) -> (state, tokens); the state's memory is reused."""
+    """The decode step of ``size`` sequences, jitted: (params, rest, state, count) -> (state, tokens); the state is donated."""
     return jax.jit(
         decode.decode,
         static_argnames="count",
@@ -54,7 +54,7 @@ def jit_decode(decode: Decode, size: int) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:
-    """The jitted programs that continue rows of text, compiled once for each size of prompt and cache."""
+    """Jitted programs of text generation, compiled once for each size of prompt and cache."""
 
     decode: Decode
     weights: Any
@@ -66,7 +66,7 @@ class Generation:
 
 
 def generation(steps: StepFunctions, sampling: Sampling, rows: int = 1) -> Generation:
-    """The generation programs of a job: one object for each sampling and number of rows, so that each is traced once.
+    """Generation programs of a job, kept for each sampling and number of rows so that they are traced once.
 
     Raises:
         RunError: the model does not generate text.

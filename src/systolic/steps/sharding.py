@@ -13,13 +13,13 @@ from systolic.job.data import MASK
 from systolic.steps.target import MeshTarget
 
 SMALL = 2**14
-"""Parameters of fewer elements, without logical axes, are kept whole on every device."""
+"""Elements below which a parameter without logical axes is replicated."""
 
 
 def parameter_spec(
     target: MeshTarget, shape: tuple[int, ...], axes: tuple[str | None, ...] | None
 ) -> PartitionSpec:
-    """The partition of one parameter: by its logical axes, else its largest dim over fsdp where it divides."""
+    """Partition of a parameter by its logical axes, else of its largest dim over fsdp where that divides."""
     if axes is not None:
         return target.fit(shape, axes)
     if len(shape) < 2 or _size(shape) < SMALL:
@@ -42,7 +42,7 @@ def optimizer_specs(
 
     Returns:
         The same tree of PartitionSpec. A leaf with some of the parameter's dims (a factored moment)
-        keeps their partition; any other leaf is whole everywhere.
+        keeps their partition; any other leaf is replicated.
     """
 
     def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
@@ -55,7 +55,7 @@ def optimizer_specs(
 
 
 def batch_specs(target: MeshTarget, fields: Mapping[str, Field]) -> dict[str, PartitionSpec]:
-    """The partition of each array of a batch."""
+    """Partition of each array of a batch."""
     specs = {
         name: target.spec("batch", *(field.axes or (None,) * len(field.shape)))
         for name, field in fields.items()
@@ -67,7 +67,7 @@ def check_fields(target: MeshTarget, fields: Mapping[str, Field]) -> None:
     """Checks that the mesh divides the dims of an example that it splits.
 
     Raises:
-        LayoutError: an axis, or the loss chunks, do not divide a dim; or there is no sequence to cut.
+        LayoutError: an axis or the loss chunks do not divide a dim, or the examples have no sequence.
     """
     _check_chunks(target, fields)
     for field in fields.values():
@@ -91,7 +91,7 @@ def _check_chunks(target: MeshTarget, fields: Mapping[str, Field]) -> None:
     }
     if not lengths:
         raise LayoutError(
-            f"layout.loss-chunks is {chunks} but the examples are no sequences; leave it at 1"
+            f"layout.loss-chunks is {chunks} but the examples have no sequence; leave it at 1"
         )
     for size in sorted(lengths):
         if size % (chunks * pieces):
@@ -102,7 +102,7 @@ def _check_chunks(target: MeshTarget, fields: Mapping[str, Field]) -> None:
 
 
 def _project(shape: tuple[int, ...], whole: tuple[int, ...], spec: PartitionSpec) -> PartitionSpec:
-    """The partition of an array that has a subsequence of a parameter's dims."""
+    """Partition of an array whose dims are a subsequence of a parameter's."""
     parts = list(spec) + [None] * (len(whole) - len(spec))
     if shape == whole:
         return PartitionSpec(*parts)

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GuardState:
-    """The guard's memory, on the device, so that a bad update is dropped in the step that made it."""
+    """State of the guard, on the device so that a bad step drops its own update."""
 
     mean: jax.Array
     """f32[]: running mean of the loss."""
     spread: jax.Array
-    """f32[]: running mean of log(loss / mean) where that is positive: how far batches rise above it."""
+    """f32[]: running mean of log(loss / mean) where positive, the spread of losses above the mean."""
     seen: jax.Array
     """int32[]: good steps in those means."""
     in_a_row: jax.Array
@@ -23,7 +23,7 @@ class GuardState:
     total: jax.Array
     """int32[]: bad steps so far."""
     frozen: jax.Array
-    """bool[]: a bad step under the rule ``stop``: no update is applied any more."""
+    """bool[]: set by a bad step under the rule ``stop``; no later update is applied."""
 
     @classmethod
     def start(cls) -> "GuardState":
@@ -45,13 +45,13 @@ class LossScale:
     """Dynamic loss scaling for float16 (Micikevicius et al. 2018)."""
 
     scale: jax.Array
-    """f32[]: the loss is multiplied by it, gradients are divided by it."""
+    """f32[]: factor of the loss, which gradients are divided by."""
     good: jax.Array
     """int32[]: finite steps since the scale last changed."""
 
     @classmethod
     def start(cls) -> "LossScale":
-        """2**15, doubled after 2000 finite steps, halved at an overflow."""
+        """Starts at 2**15; the scale is doubled after 2000 finite steps and halved at an overflow."""
         return cls(scale=jnp.asarray(2.0**15, jnp.float32), good=jnp.zeros((), jnp.int32))
 
     def after(self, finite: jax.Array) -> "LossScale":
@@ -66,7 +66,7 @@ class LossScale:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainState:
-    """Everything that changes from step to step; a checkpoint is this and the position in the data."""
+    """State of training; a checkpoint holds it and the position in the data."""
 
     step: jax.Array
     """int32[]: optimizer steps done."""
@@ -79,7 +79,7 @@ class TrainState:
     ema: dict[str, jax.Array] | None
     """Moving average of the weights in float32, when the optimizer keeps one."""
     scale: LossScale | None
-    """Only in float16."""
+    """Loss scale, in float16 only."""
     guard: GuardState
 
     @property

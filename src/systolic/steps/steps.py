@@ -1,7 +1,7 @@
-"""A job for a target as pure functions of arrays: init, train step, eval step, predict step.
+"""Step functions: a job for a target as pure functions (init, train step, eval step, predict step).
 
 Nothing here runs or compiles: the trainer jits these functions for the local devices, the
-forecast lowers the same ones for a slice that isn't there.
+forecast lowers the same ones for a described slice.
 """
 
 import math
@@ -30,15 +30,15 @@ SETTLE = 20
 """Good steps before the guard judges a loss."""
 
 NOISE = 15.0
-"""Times the spread above the mean loss, in logarithms, a batch is normal whatever the ratio. Of a loss
-whose logarithm has a standard deviation of 1 that is 3; of a steady one it is below any jump."""
+"""Multiple of the log spread within which a loss is never a jump. For a log loss of standard deviation 1
+it allows a log ratio of 3; for a steady loss it is below any jump."""
 
 TINY = 1e-12
-"""Lower bound of a loss in ratios."""
+"""Lower bound of a loss in ratios, against division by zero."""
 
 
 class StepFunctions:
-    """The programs of one job on one target."""
+    """Step functions of one job on one target."""
 
     def __init__(self, job: Job, target: MeshTarget) -> None:
         job.model.check(target.layout)
@@ -55,7 +55,7 @@ class StepFunctions:
         self.generations: dict[Any, Any] = {}
         """Jitted generation programs, kept by :func:`systolic.steps.programs.generation`."""
 
-    # What there is: shapes and shardings
+    # Shapes and shardings
 
     @cached_property
     def shapes(self) -> TrainState:
@@ -85,7 +85,7 @@ class StepFunctions:
 
     @cached_property
     def abstract_state(self) -> TrainState:
-        """The state as ShapeDtypeStructs that carry their shardings: what lowering and restoring need."""
+        """The state as ShapeDtypeStructs with shardings, for lowering and restoring."""
         return jax.tree.map(
             lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
             self.shapes,
@@ -132,20 +132,20 @@ class StepFunctions:
 
     @property
     def step_flops(self) -> float:
-        """Model FLOPs of a train step: the backward pass counts twice the forward one, less the gradient of the input.
+        """Model FLOPs of a train step: the backward pass counts twice the forward, without the gradient of the input.
 
-        Rematerialisation does not count.
+        Rematerialisation is not counted.
         """
         unused = self.job.model.input_flops(self.job.data.fields())
         return (3 * self.forward_flops - unused) * self.batch_size
 
-    # What it does
+    # Step functions
 
     def init(self, key: jax.Array) -> TrainState:
-        """The state before the first step; jit it with ``out_shardings=self.shardings`` so that weights are born sharded."""
+        """The state before the first step; jit it with ``out_shardings=self.shardings`` so that weights are created sharded."""
         params, model_state = self.network.init(key)
         dtypes = self.job.dtypes
-        # A model may keep weights in bf16; what the optimizer and the average add up is float32 unless asked.
+        # A model may keep weights in bf16; optimizer state and average are float32 by default.
         optimizer = self.optimizer.init(storage.widened(params))
         params = storage.cast(params, dtypes.parameters.dtype)
         return TrainState(
@@ -174,7 +174,7 @@ class StepFunctions:
             params = self._moved(state, updates)
         ema = None
         if state.ema is not None:
-            # Early on a plain mean: an average that starts at the initial weights would remember them.
+            # A plain mean early on, since a decayed average would keep the initial weights.
             decay = jnp.minimum(self.job.optimizer.ema, (1 + state.step) / (10 + state.step))
             ema = jax.tree.map(
                 lambda old, new: old * decay + new * (1 - decay), state.ema, storage.widened(params)
@@ -214,14 +214,14 @@ class StepFunctions:
         }
 
     def updates(self, gradients: Arrays, state: TrainState) -> tuple[Arrays, Any]:
-        """Update of each weight, f32, and the optimizer's state after it."""
+        """Update of each weight (f32), and the optimizer's next state."""
         wide: Any = storage.widened(state.optimizer)
         made: Any = self.optimizer.update(gradients, wide, storage.widened(state.params))
         return made[0], storage.narrowed(made[1], state.optimizer, _salt(state, 0))
 
     def _moved(self, state: TrainState, updates: Arrays) -> Arrays:
         if self.job.dtypes.parameters is Stored.f32:
-            # Weights that a model itself keeps in bf16 are rounded to the nearest, as it would elsewhere.
+            # Weights that the model itself keeps in bf16 are rounded to nearest, as in other frameworks.
             moved: Any = optax.apply_updates(state.params, updates)
             return moved
         wide: Any = optax.apply_updates(storage.widened(state.params), updates)
@@ -283,10 +283,10 @@ class StepFunctions:
         return gradients, model_state, sums
 
     def parts(self, batch: Batch, count: int) -> dict[str, jax.Array]:
-        """The batch as ``count`` equal ones: name to [count, batch / count, ...]."""
+        """The batch in ``count`` equal parts: name to [count, batch / count, ...]."""
 
         def split(name: str, array: jax.Array) -> jax.Array:
-            # Interleaved, so that each part takes its share of every device's examples and none move.
+            # Interleaved, so that each part has examples of every device and none move.
             parts = array.reshape(-1, count, *array.shape[1:]).swapaxes(0, 1)
             spec = self.batch_shardings[name].spec
             return jax.lax.with_sharding_constraint(
@@ -296,15 +296,15 @@ class StepFunctions:
         return {name: split(name, array) for name, array in batch.items()}
 
     def loss_scale(self, state: TrainState) -> jax.Array:
-        """f32[]: what the total loss of a pass is multiplied by before it is differentiated."""
+        """f32[]: factor of a pass's total loss before differentiation."""
         if state.scale is None:
             return jnp.ones((), jnp.float32)
-        # float16 gradients of the *mean* loss are what the scale lifts; the total would overflow.
+        # In float16 the scale is for gradients of the mean loss; those of the total would overflow.
         return state.scale.scale / self._terms_per_pass
 
     @property
     def _terms_per_pass(self) -> int:
-        """About how many losses a pass adds up: its tokens, or its examples."""
+        """Approximate number of losses summed in a pass: its tokens or examples."""
         lengths = [
             field.shape[field.axes.index("sequence")]
             for field in self.job.data.fields().values()
@@ -315,15 +315,15 @@ class StepFunctions:
     def _judge(
         self, guard_state: GuardState, loss: jax.Array, finite: jax.Array, overflow: bool
     ) -> tuple[jax.Array, GuardState]:
-        """Whether this step is bad under the job's guard, and what the guard remembers.
+        """Whether this step is bad under the job's guard, and the guard's next state.
 
-        In float16 a gradient overflow is the loss scale's business, not a bad step.
+        In float16 a gradient overflow is handled by the loss scale and is no bad step.
         """
         guard = self.job.guard
         bad = ~jnp.isfinite(loss) if overflow else ~(jnp.isfinite(loss) & finite)
         away = jnp.log(jnp.maximum(loss, TINY) / jnp.maximum(guard_state.mean, TINY))
         if guard.jump:
-            # Near zero a normal batch is many times the mean: it must also stand out of the noise.
+            # Near zero normal losses are many times the mean, so a jump must also exceed the noise.
             normal = jnp.maximum(math.log(guard.jump), NOISE * guard_state.spread)
             bad |= (guard_state.seen >= SETTLE) & (guard_state.mean > 0) & (away > normal)
         if guard.rule is GuardRule.stop:
@@ -343,12 +343,12 @@ class StepFunctions:
 
 
 def _salt(state: TrainState, use: int) -> jax.Array:
-    """Salt of a step's stochastic rounding. It depends on the step alone, so that a resumed run repeats it."""
+    """Salt of a step's stochastic rounding; it depends on the step alone, so that a resumed run repeats it."""
     return storage.salted(use, state.step)
 
 
 def wide_copy(params: Arrays) -> Arrays:
-    """The same weights in float32, in memory of their own."""
+    """Copies of the weights in float32."""
     return {path: jnp.array(p, jnp.float32, copy=True) for path, p in params.items()}
 
 

@@ -1,7 +1,7 @@
-"""Arrays that are kept in bf16 from step to step: computed with in float32, rounded stochastically after it.
+"""Arrays kept in bf16 between steps: updated in float32, then rounded stochastically.
 
-To the nearest, a bf16 array loses every change below about 1/256 of its value: weights under a small
-learning rate and averages with a slow decay would stand still.
+Rounded to nearest, a bf16 array loses every change below about 1/256 of its value: weights under a
+small learning rate and averages with a slow decay would not change.
 """
 
 import math
@@ -22,10 +22,10 @@ def mixed(x: jax.Array) -> jax.Array:
 
 
 def noise(shape: tuple[int, ...], salt: jax.Array) -> jax.Array:
-    """uint32[shape] below 2**16, evenly distributed; another ``salt`` uint32[] gives other numbers.
+    """Uniform uint32[shape] below 2**16; another ``salt`` uint32[] gives other numbers.
 
-    A hash of each element's own number, so that it is the same under every sharding and shards
-    without communication. JAX's threefry costs ten times the operations, and half a second of
+    A hash of each element's index, so that it is the same under every sharding and needs no
+    communication. JAX's threefry costs ten times the operations, and half a second of
     compile time for each shape.
     """
     index = jnp.zeros(shape, jnp.uint32)
@@ -36,14 +36,14 @@ def noise(shape: tuple[int, ...], salt: jax.Array) -> jax.Array:
 
 
 def salted(salt: jax.Array | int, number: jax.Array | int) -> jax.Array:
-    """A salt uint32[] of its own for each ``number``."""
+    """Separate salt uint32[] for each ``number``."""
     return mixed(mixed(jnp.asarray(number, jnp.uint32)) + jnp.asarray(salt, jnp.uint32))
 
 
 def stochastic_round(x: jax.Array, salt: jax.Array) -> jax.Array:
-    """f32[...] to bf16[...]: up or down by chance, so that the expected value is ``x``.
+    """Rounds f32[...] to bf16[...] up or down at random, so that the expected value is ``x``.
 
-    What bf16 can express stays as it is, infinities and NaN too.
+    Values that bf16 can represent do not change, infinities and NaN included.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise(x.shape, salt)
     cut = jax.lax.bitcast_convert_type((bits >> LOW) << LOW, jnp.float32)
@@ -58,7 +58,7 @@ def widened(tree: Any) -> Any:
 
 
 def narrowed(tree: Any, like: Any, salt: jax.Array) -> Any:
-    """The same arrays in the dtypes of ``like``; what becomes bf16 is rounded stochastically."""
+    """The same arrays in the dtypes of ``like``, with stochastic rounding to bf16."""
     leaves, structure = jax.tree.flatten(tree)
     kinds = [leaf.dtype for leaf in jax.tree.leaves(like)]
     return jax.tree.unflatten(
@@ -71,7 +71,7 @@ def narrowed(tree: Any, like: Any, salt: jax.Array) -> Any:
 
 
 def cast(tree: Any, dtype: str) -> Any:
-    """The same arrays, float32 ones with dims in ``dtype``: what is born, or small enough to be rounded to the nearest."""
+    """The same arrays with float32 ones, except scalars, in ``dtype``, rounded to nearest; for initial values."""
     return jax.tree.map(
         lambda leaf: leaf.astype(dtype) if leaf.dtype == jnp.float32 and leaf.ndim else leaf, tree
     )

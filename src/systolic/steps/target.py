@@ -1,4 +1,4 @@
-"""A mesh of devices, real or not, and what a program may know about it."""
+"""Target of a program: a mesh of real or described devices, with its sharding rules."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "residual_embed": (),
     "stages": ("pipeline",),
     "routed": ("expert",),
-    # parameters and the activations made of them
+    # parameters, and activations computed from them
     "embed": ("fsdp", "expert", "context"),
     "expert_embed": ("fsdp", "context"),
     "conv_out": ("fsdp", "expert", "context"),
@@ -30,22 +30,22 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
-    # Whole experts where fsdp divides them: they are gathered and their gradients scattered along the major dim.
-    # Slivers of each matrix, narrower than a tile, are copied, and on TPU7x summed whole on every device.
+    # Whole experts where fsdp divides them, so that gathers and scatters are along the major dim. Parts of each
+    # matrix narrower than a tile would be copied, and on TPU7x summed whole on every device.
     "experts": ("expert", "fsdp"),
     "layers": ("pipeline",),
 }
-"""Logical name of a dim to the mesh axes that split it; a name that is not here is not split."""
+"""Logical name of a dim to the mesh axes that split it; other names are not split."""
 SPLIT = {Residual.sequence: "residual_sequence", Residual.embed: "residual_embed"}
-"""The dim of the residual stream that ``tensor`` splits beside these, by the layout's choice."""
+"""Dim of the residual stream that ``tensor`` also splits, by the layout's choice."""
 
 SERVING: Mapping[str, tuple[str, ...]] = {
     **RULES,
     "embed": ("fsdp", "context"),
     "experts": ("expert",),
 }
-"""The same without a gradient: over the expert axis only experts are split. The other weights, a small part of a
-mixture, would be gathered for every token."""
+"""Rules for programs without a gradient: the expert axis splits only experts. The other weights, a small part of
+a mixture, would be gathered for every token."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,7 +60,7 @@ class MeshTarget:
     rules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: RULES)
     """Logical name to mesh axes."""
     flags: tuple[str, ...] = ()
-    """Compiler flags of every program that is jitted on this mesh: ``--xla_…=…``; none are XLA's defaults."""
+    """Compiler flags of every program jitted on this mesh, ``--xla_…=…``; empty for XLA's defaults."""
     notes: list[str] = field(default_factory=list)
     """Notes recorded by :meth:`note` while tracing, in order."""
 
@@ -68,12 +68,12 @@ class MeshTarget:
     def of(
         cls, job: Job, platform: str, devices: Sequence[Any], flags: Sequence[str] = ()
     ) -> "MeshTarget":
-        """The target of a job whose layout is definite, on these devices.
+        """Target of a job with a definite layout on these devices.
 
         Args:
-            job: Its layout has as many devices; ``auto`` precision is resolved for the platform.
-            platform: ``tpu``, ``gpu`` or ``cpu``: what is traced for.
-            devices: Real, virtual or described.
+            job: A job whose layout has as many devices; ``auto`` precision is resolved for the platform.
+            platform: Platform to trace for: ``tpu``, ``gpu`` or ``cpu``.
+            devices: Real, virtual or described devices.
             flags: Compiler flags of every program.
         """
         precision = job.precision.resolve(platform)
@@ -88,7 +88,7 @@ class MeshTarget:
 
     @property
     def compiler_options(self) -> dict[str, str] | None:
-        """The flags as ``jax.jit`` takes them: options of a program, not of the process."""
+        """The flags as compiler options of ``jax.jit``, which are per program."""
         return compile_options(self.flags, self.platform) or None
 
     def note(self, text: str) -> None:
@@ -97,7 +97,7 @@ class MeshTarget:
             self.notes.append(text)
 
     def axes(self, name: str | None) -> tuple[str, ...]:
-        """The mesh axes larger than 1 that split a dim of this logical name."""
+        """Mesh axes larger than 1 that split a dim of this logical name."""
         if name is None:
             return ()
         axes = self.rules.get(name, ())
@@ -119,7 +119,7 @@ class MeshTarget:
         )
 
     def fit(self, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> PartitionSpec:
-        """The partition by logical names, less the mesh axes that don't divide a dim or are used twice."""
+        """Partition by logical names, without mesh axes that don't divide a dim or are used twice."""
         used: set[str] = set()
         parts = []
         for size, name in zip(shape, axes, strict=True):

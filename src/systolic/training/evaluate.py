@@ -1,4 +1,4 @@
-"""The task's metrics over a split."""
+"""Evaluation: the task's metrics over a split."""
 
 import itertools
 from collections.abc import Callable
@@ -19,17 +19,17 @@ from systolic.training.setup import Setup
 
 
 class HaltedError(Exception):
-    """An evaluation that was asked to end early."""
+    """Evaluation ended early by its ``halt``."""
 
 
 def never(done: int) -> bool:
-    """Goes on to the end."""
+    """Never halts; the default."""
     del done
     return False
 
 
 def num_batches(job: Job, steps: StepFunctions, split: Split, limit: int = 0) -> int | None:
-    """Batches of an evaluation that reads at most ``limit`` of them (0: all); ``None`` where only reading tells."""
+    """Batches of an evaluation that reads at most ``limit`` of them (0: all); ``None`` where that is unknown before reading."""
     size = job.data.size(split)
     if size is None:
         return limit or None
@@ -38,7 +38,7 @@ def num_batches(job: Job, steps: StepFunctions, split: Split, limit: int = 0) ->
 
 
 def reads_all(job: Job, steps: StepFunctions, split: Split, limit: int) -> bool:
-    """Whether so many batches (0: all) are known to be the whole split."""
+    """Whether ``limit`` batches (0: all) are known to be the whole split."""
     whole = num_batches(job, steps, split)
     return not limit or (whole is not None and whole <= limit)
 
@@ -56,26 +56,26 @@ def evaluate(
     """Means over a split, weighted exactly (by token or example), name to value.
 
     Args:
-        job: What is evaluated.
+        job: The trained job.
         steps: Its programs.
         program: ``steps.evaluate``, jitted or compiled.
         params: Weights.
         model_state: Other variables.
-        split: Which part of the data.
-        batches: Reads only the first so many batches; 0 reads all.
-        halt: Asked before each batch, with the number of batches done, whether to give up.
+        split: Part of the data to evaluate.
+        batches: Number of batches to read, from the first; 0 reads all.
+        halt: Called before each batch with the number of batches done; ends the evaluation on True.
 
     Raises:
         DataError: the split is empty, or processes read different data for it.
-        HaltedError: ``halt`` said so.
+        HaltedError: ``halt`` returned True.
     """
     feed = evaluation(job, steps, split)
     total: Any = None
     same = SameBatches()
     try:
         for done, batch in enumerate(itertools.islice(feed, batches or None)):
-            # The batch before last has been computed: the devices have work for one batch, and an
-            # evaluation that is asked to end does so after that one.
+            # Waits for the batch before last: the devices keep work for one batch, and an evaluation
+            # that is halted ends after that one.
             if halt(max(done - 1, 0)):
                 raise HaltedError
             same.check(batch)
@@ -96,14 +96,14 @@ def evaluate(
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """A training session's evaluations: on record, shown while they run, ended early by a signal.
+    """Evaluations of a training session: recorded, shown while they run, ended early by a signal.
 
     Args:
         setup: The job on this machine.
         program: The eval step.
-        ledger: Where their time is claimed.
-        say: Makes a record: (kind, its values).
-        show: Takes a record that only watchers see.
+        ledger: Ledger for their time.
+        say: Makes a record from its kind and values.
+        show: Called with records for watchers only.
     """
 
     setup: Setup
@@ -115,7 +115,7 @@ class Evaluator:
     def __call__(
         self, state: Any, split: Split, batches: int, interrupt: Interrupt, final: bool = False
     ) -> dict[str, float] | None:
-        """Metrics of the first so many batches of a split (0: all); ``None`` where a signal ended it.
+        """Metrics of the first ``batches`` of a split (0: all); ``None`` where a signal ended it.
 
         ``final`` marks the record of an evaluation at the end of a run.
         """
@@ -144,7 +144,7 @@ class Evaluator:
         return metrics
 
     def alike(self) -> bool:
-        """Whether the last evaluation reads as much of the data as those during training, so that all compare."""
+        """Whether the last evaluation reads as many batches as those during training, so that their metrics compare."""
         job, steps, rule = self.setup.job, self.setup.steps, self.setup.job.evaluation
         split, limit = Split.validation, self._final_batches()
         if not rule.every or job.data.size(split) == 0 or limit == rule.batches:
@@ -152,13 +152,13 @@ class Evaluator:
         return reads_all(job, steps, split, limit) and reads_all(job, steps, split, rule.batches)
 
     def ranking(self, state: Any, interrupt: Interrupt) -> dict[str, float] | None:
-        """Validation metrics of the batches that evaluations during training read, by which checkpoints are ranked."""
+        """Validation metrics for ranking checkpoints, over the batches that evaluations during training read."""
         if interrupt.agreed():
             return None
         return self(state, Split.validation, self.setup.job.evaluation.batches, interrupt)
 
     def final(self, state: Any, interrupt: Interrupt) -> dict[Split, dict[str, float]]:
-        """Metrics of the held-out splits at the end, as far as no signal ends it."""
+        """Metrics of the held-out splits at the end; without those that a signal ended."""
         measured: dict[Split, dict[str, float]] = {}
         for split in self._held_out():
             if interrupt.agreed():
@@ -170,7 +170,7 @@ class Evaluator:
         return measured
 
     def baselines(self) -> dict[str, float]:
-        """Baselines of the data to compare with; they are of full splits, so none if the last evaluation reads less."""
+        """Baselines of the data; none if the last evaluation reads less than the full splits that they are of."""
         job, steps = self.setup.job, self.setup.steps
         limit = self._final_batches()
         if not all(reads_all(job, steps, split, limit) for split in self._held_out()):

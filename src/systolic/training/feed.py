@@ -1,4 +1,4 @@
-"""The data of a run on the devices: which part this process reads, and where each batch goes."""
+"""Feed of a run: the part of the data that this process reads, and the placement of its batches."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ def training(job: Job, steps: StepFunctions, workers: int) -> DeviceBatches:
             seed=job.seed,
             shard=block,
             shards=share.count,
-            # A process has so many in all, however many blocks it reads.
+            # ``workers`` is the number per process for any number of blocks.
             workers=-(-workers // len(share.blocks)),
         )
 

@@ -1,4 +1,4 @@
-"""Streams text from a language model: one compiled loop, called for a few tokens at a time."""
+"""Text generation as a stream: one compiled loop, called for a few tokens at a time."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,11 +15,11 @@ from systolic.steps.steps import StepFunctions
 from systolic.training.stops import Stops
 
 CHUNK = 16
-"""Tokens per call of the compiled loop: long enough to hide the call, short enough to feel live."""
+"""Tokens per call of the compiled loop: enough to hide the call's overhead, few enough for a live stream."""
 BUCKET = 128
-"""Tokens that a prompt is padded to at least, as a TPU's attention takes them, and room for as many new ones; above it powers of two.
+"""Smallest bucket: prompts are padded to it, a size that a TPU's attention takes, with room for as many new tokens.
 
-So all prompts of a bucket share their programs, whatever their lengths.
+Larger buckets are powers of two. All prompts of a bucket share their programs.
 """
 
 
@@ -59,16 +59,16 @@ class Generator:
         self.job, self.model_state = steps.job, model_state
         self.tokenizer = tokenizer_of(steps.job)
         self._programs = generation(steps, sampling)
-        # Once, not in every call: cast, and on a TPU in the order that the decode step reads.
+        # Cast, and reordered for the decode step on a TPU, once instead of in every call.
         self.params = self._programs.weights(params)
 
     @property
     def context(self) -> int:
-        """Tokens of a row in training: the model has seen no text at later positions."""
+        """Tokens of a row in training; the model was not trained on later positions."""
         return self.job.data.fields()["tokens"].shape[0]
 
     def encode(self, prompt: str) -> list[int]:
-        """The ids of a prompt with the token that starts a document; one id at least."""
+        """Ids of a prompt after the token that starts a document; at least one id."""
         tokenizer = self.tokenizer
         start = [] if tokenizer.start is None else [tokenizer.start]
         return start + list(tokenizer.encode(prompt)) or [0]
@@ -83,7 +83,7 @@ class Generator:
         size = len(self.encode(prompt))
         if size + tokens <= self.context:
             return ""
-        return f"{size} tokens of prompt and up to {tokens} new ones are more than the {self.context} of a row in training; expect worse text beyond these, give a shorter prompt or fewer --tokens, or train with a longer --sequence"
+        return f"{size} tokens of prompt and up to {tokens} new ones exceed the {self.context} tokens of a row in training; text beyond these is worse: give a shorter prompt or fewer --tokens, or train with a longer --sequence"
 
     def stream(
         self, prompt: str, *, tokens: int, seed: int = 0, stop: Sequence[str] = ()
@@ -91,14 +91,14 @@ class Generator:
         """Text after ``prompt``, piece by piece, until ``tokens`` were written or the text ends.
 
         Args:
-            prompt: May be empty.
-            tokens: At most so many new ones.
-            seed: Of the picks.
-            stop: The text ends before the first of these strings.
+            prompt: Text to continue; may be empty.
+            tokens: Most new tokens.
+            seed: Seed of the sampling.
+            stop: Strings before which the text ends.
 
         Raises:
-            OptionError: ``tokens`` is below 1, a stop string is empty, or the model has no positions
-                for so many tokens.
+            OptionError: ``tokens`` is below 1 or above the model's remaining positions, or a stop
+                string is empty.
         """
         if tokens < 1:
             raise OptionError(f"tokens is {tokens}; ask for 1 or more")

@@ -2,7 +2,7 @@
 
 Each process reads its part of the data and computes on its own devices; the first one writes the
 run's files, and all of them write checkpoints. Functions that exchange something must be called by
-every process in the same order, or all of them wait for ever.
+every process in the same order, otherwise they deadlock.
 """
 
 import json
@@ -16,15 +16,15 @@ from systolic.core.errors import DataError, OptionError, RunError
 from systolic.data.skipped_files import Skipped
 
 TEXT_BYTES = 4096
-"""Room for a text that the first process shares."""
+"""Most bytes of a text that the first process shares."""
 
 _ADDRESS, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 
 
 def belongs(environ: Mapping[str, str]) -> bool:
-    """Whether the environment says that this process is one of several of the same job.
+    """Whether this process is one of several of the same job, by its environment.
 
-    By an explicit coordinator, a scheduler (Slurm, Open MPI) or a TPU slice of several hosts.
+    Known by an explicit coordinator, a scheduler (Slurm, Open MPI) or a TPU slice of several hosts.
     """
     several = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES")
     hosts = environ.get("TPU_WORKER_HOSTNAMES") or environ.get("TPU_PROCESS_ADDRESSES") or ""
@@ -34,13 +34,13 @@ def belongs(environ: Mapping[str, str]) -> bool:
 
 
 def join(environ: Mapping[str, str] = os.environ) -> bool:
-    """Connects the processes of the job, before anything else of JAX; False where there is only this one.
+    """Connects the processes of the job, before any other use of JAX; returns False for a single process.
 
-    ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID`` describe a job by hand;
+    ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID`` describe a job explicitly;
     under a scheduler or on a TPU slice JAX finds them itself.
 
     Raises:
-        OptionError: a part of a description by hand is missing.
+        OptionError: a part of an explicit description is missing.
         RunError: the other processes were not reached.
     """
     if not belongs(environ):
@@ -72,7 +72,7 @@ def join(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def joined() -> bool:
-    """Whether this process has joined others; imports nothing where it belongs to none."""
+    """Whether this process has joined others; imports nothing where it runs alone."""
     return belongs(os.environ) and several()
 
 
@@ -103,7 +103,9 @@ def share(text: str) -> str:
 
     encoded = text.encode()
     if len(encoded) > TEXT_BYTES:
-        raise RunError(f"{len(encoded)} bytes are too long to share; {TEXT_BYTES} is the limit")
+        raise RunError(
+            f"a text of {len(encoded)} bytes is too long to share; the limit is {TEXT_BYTES}"
+        )
     padded = np.zeros(TEXT_BYTES, np.uint8)
     padded[: len(encoded)] = np.frombuffer(encoded, np.uint8)
     shared = np.asarray(multihost_utils.broadcast_one_to_all(padded))
@@ -111,7 +113,7 @@ def share(text: str) -> str:
 
 
 def agree(flag: bool, seconds: float) -> tuple[bool, float]:
-    """Whether any process says so, and the longest time that any of them gives."""
+    """Whether ``flag`` is set in any process, and the longest ``seconds`` of all."""
     if not several():
         return flag, seconds
     import numpy as np
@@ -122,7 +124,7 @@ def agree(flag: bool, seconds: float) -> tuple[bool, float]:
 
 
 def any_of(flag: bool) -> bool:
-    """Whether any process says so."""
+    """Whether ``flag`` is set in any process."""
     if not several():
         return flag
     import numpy as np
@@ -132,7 +134,7 @@ def any_of(flag: bool) -> bool:
 
 
 def exchange(text: str) -> list[str]:
-    """Exchanges texts: every process's, in the order of the processes."""
+    """Texts of all processes, in the order of the processes."""
     if not several():
         return [text]
     import numpy as np
@@ -156,10 +158,10 @@ def peers() -> Peers:
 
 
 def require_same(batch: Mapping[str, Any]) -> None:
-    """Refuses a batch of which two processes hold the same part with different contents.
+    """Checks that processes that hold the same part of a batch have the same contents.
 
     Raises:
-        DataError: they do; names the array, the rows and the processes.
+        DataError: they differ; names the array, the rows and the processes.
     """
     if not several():
         return
@@ -181,7 +183,7 @@ def require_same(batch: Mapping[str, Any]) -> None:
 
 
 def share_lines(lines: Skipped) -> list[str]:
-    """The messages that came in any process since the last time, each once, in every process."""
+    """New messages of all processes since the last call, each once, in every process."""
     mine = lines.take()
     if not several():
         return mine

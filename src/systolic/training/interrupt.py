@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C ask the loop to save and leave; a second Ctrl-C ends a command at once, and raises in a Python program."""
+"""Interrupts: SIGTERM and Ctrl-C make the loop save and stop; a second Ctrl-C ends a command at once and raises in Python."""
 
 import os
 import signal
@@ -11,14 +11,14 @@ from systolic.core.leave import raise_lost_interrupt
 from systolic.training import hosts
 
 AGREE = 8
-"""Several processes ask each other at least every so many steps or batches whether one was told to stop."""
+"""Most steps or batches between two agreements of several processes on whether to stop."""
 
 AGREE_SECONDS = 2.0
-"""Interval of asking where steps or batches are slow."""
+"""Longest interval between agreements where steps or batches are slow."""
 
 
 class Interrupt:
-    """Remembers, within its ``with`` block, that the process was asked to stop."""
+    """Context that catches signals and remembers that the process was asked to stop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.signal: signal.Signals | None = None
@@ -34,7 +34,7 @@ class Interrupt:
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
                 self._before[number] = signal.signal(number, self._ask)
-            except ValueError:  # Not the main thread: whoever runs this owns the signals.
+            except ValueError:  # Not the main thread, so signals are not ours to handle.
                 continue
         return self
 
@@ -48,20 +48,20 @@ class Interrupt:
             signal.signal(number, handler)  # ty: ignore[invalid-argument-type]
 
     def alone(self) -> bool:
-        """Whether this process was asked to stop and has nobody to ask: it may leave at any point."""
+        """Whether a job of a single process was asked to stop; it may do so at any point."""
         return self.signal is not None and not hosts.several()
 
     def agreed(self) -> bool:
-        """Whether any process of the job was asked to stop; all of them call this at the same point."""
+        """Whether any process of the job was asked to stop; all must call it at the same point."""
         self._ask_all(AGREE_SECONDS)
-        self._asked_at = None  # What comes next may have another pace.
+        self._asked_at = None  # The next calls may have another pace.
         return self._told
 
     def soon(self) -> bool:
         """Whether to stop before the next step or batch, the same answer in every process.
 
-        All of them call this before each one. They ask each other every :data:`AGREE` calls, or as often
-        as the slowest of them makes one in :data:`AGREE_SECONDS`; in between the answer is no.
+        All call it before each one. They agree every :data:`AGREE` calls, or every :data:`AGREE_SECONDS`
+        at the pace of the slowest; in between it returns False.
         """
         if not hosts.several():
             return self.signal is not None
@@ -72,7 +72,7 @@ class Interrupt:
         return self._told
 
     def _ask_all(self, pace: float) -> None:
-        """Asks all processes, unless they have agreed; ``pace`` is the seconds that this one takes from call to call."""
+        """Agrees with all processes, unless they have; ``pace`` is this process's seconds between calls."""
         if self._told:
             return
         self._told, slowest = hosts.agree(self.signal is not None, pace)
@@ -83,12 +83,12 @@ class Interrupt:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         del frame
-        # Straight to the descriptor: a handler may run in the middle of a print.
+        # Written to the descriptor, since a handler may run in the middle of a print.
         if self.signal is not None and number == signal.SIGINT:
             if self._before.get(signal.SIGINT) is signal.default_int_handler:
-                raise KeyboardInterrupt  # A Python program's or a notebook's own process stays.
+                raise KeyboardInterrupt  # A Python program or a notebook must not be ended.
             os.write(2, b"\nsystolic: left at once; what came after the last checkpoint is lost\n")
-            # An exception would wait for the step that runs. Checkpoints are whole or absent.
+            # An exception would wait for the running step. Checkpoints are complete or absent.
             os._exit(130)
         self.signal = signal.Signals(number)
         os.write(2, b"\nsystolic: stopping after this step to save; Ctrl-C again leaves at once\n")

@@ -1,4 +1,4 @@
-"""The checkpoints of a training session: what it goes on from, what it saves, and how they compare."""
+"""Checkpoints of a training session: restoring, saving and rating."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,9 +17,9 @@ class Keeper:
 
     Args:
         setup: The job on this machine.
-        run: Its directory.
-        ledger: Where the time is claimed.
-        event: Makes a record: (name, seconds, detail).
+        run: The run directory.
+        ledger: Ledger for the time.
+        event: Makes a record from name, seconds and detail.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class Keeper:
             peers=hosts.peers(),
         )
         self._kept: tuple[int, bool] = (0, False)
-        """The step of the last checkpoint, and whether it holds metrics."""
+        """Step of the last checkpoint, and whether it holds metrics."""
 
     def check(self) -> None:
-        """Refuses a newest checkpoint of another model, before anything is compiled.
+        """Checks before any compile that the newest checkpoint is of this model.
 
         Raises:
             RunError: it is of another model; names the first array that differs.
@@ -51,7 +51,7 @@ class Keeper:
     def restore(self, feed: Any) -> Restored | None:
         """The newest intact checkpoint, ``None`` where there is none yet; changes nothing on disk.
 
-        ``feed`` goes to its position.
+        ``feed`` is moved to its position.
 
         Raises:
             OptionError: it has more steps than the job.
@@ -73,7 +73,7 @@ class Keeper:
     def go_back(
         self, restored: Restored | None, again: Callable[[Mapping[str, Any]], bool]
     ) -> None:
-        """Drops what the run holds of later steps than the checkpoint that it goes on from, and records that come ``again``."""
+        """Drops what the run holds beyond the restored checkpoint, and records that will come ``again``."""
         if not hosts.is_first():
             return
         self._run.truncate(0 if restored is None else restored.step, again)
@@ -83,7 +83,7 @@ class Keeper:
     def save(
         self, state: Any, feed: Any, progress: TrainingProgress, metrics: Mapping[str, float] | None
     ) -> None:
-        """Begins to write a checkpoint, unless there is one of this step that says as much."""
+        """Begins to write a checkpoint, unless this step has one that holds as much."""
         step, measured = progress.step, metrics is not None
         if step == 0 or (self._kept[0] == step and self._kept[1] >= measured):
             return

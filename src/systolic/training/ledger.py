@@ -10,7 +10,7 @@ class Spent(enum.Enum):
     """Kinds of spent time."""
 
     start = "start"
-    """Imports, listing the data, opening the run."""
+    """Start-up: imports, listing the data, opening the run."""
     compile = "compile"
     step = "step"
     """Training steps: the only productive kind."""
@@ -21,14 +21,14 @@ class Spent(enum.Enum):
     sample = "sample"
     """The sample of a language model at the end, its compile included."""
     other = "other"
-    """Time that nothing claimed."""
+    """Unclaimed time."""
 
 
 class Ledger:
-    """Seconds by kind; what nothing claims is ``other``.
+    """Seconds by kind; unclaimed time is ``other``.
 
     Args:
-        clock: Seconds from any origin, monotonic.
+        clock: Monotonic seconds from any origin.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -40,7 +40,7 @@ class Ledger:
 
     @contextmanager
     def spend(self, kind: Spent) -> Generator[None]:
-        """Claims the time of a ``with`` block, less what blocks inside it claim."""
+        """Claims the time of a ``with`` block, less that of nested blocks."""
         start, before = self.clock(), self.claimed
         try:
             yield
@@ -54,7 +54,7 @@ class Ledger:
         self.claimed += seconds
 
     def settle(self, kind: Spent) -> None:
-        """Claims all time that nothing has claimed so far; outside of :meth:`spend` only."""
+        """Claims all time unclaimed so far; only outside of :meth:`spend`."""
         self.add(kind, max(0.0, self.clock() - self.started - self.claimed))
 
     def spent(self, kind: Spent) -> float:

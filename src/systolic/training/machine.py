@@ -24,12 +24,12 @@ class LocalDevices:
 
     @property
     def name(self) -> str:
-        """Number and kind, for people: ``4 x TPU v5 lite`` or ``1 x cpu``."""
+        """Number and kind: ``4 x TPU v5 lite`` or ``1 x cpu``."""
         return f"{len(self.devices)} x {self.kind}"
 
     @property
     def chip(self) -> Chip | None:
-        """The kind of its accelerator; ``None`` for a CPU, and where the catalogue has no such kind."""
+        """Chip in the catalogue; ``None`` for a CPU or an unknown kind."""
         return None if self.platform == "cpu" else by_device_kind(self.devices[0].device_kind)
 
     @classmethod
@@ -64,7 +64,7 @@ class LocalDevices:
 
 
 def _refuse_silent_fallback(platform: str) -> None:
-    """A CPU run on a machine with an accelerator is a mistake unless JAX_PLATFORMS asks for it."""
+    """Refuses a CPU run on a machine with an accelerator, unless JAX_PLATFORMS requests it."""
     if platform != "cpu" or "cpu" in os.environ.get("JAX_PLATFORMS", ""):
         return
     found = [

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 
 SPAN = 8
-"""Steps that the forecast of the time left is a mean of, at least."""
+"""Fewest steps in the mean that the time left is computed from."""
 
 
 class _Mark(NamedTuple):
-    """Counts at the end of a step."""
+    """Counters at the end of a step."""
 
     steps: float
     clock: float
@@ -36,55 +36,55 @@ class Meter:
     """Counts finished steps and the time they took, without compiles, evaluations and saves.
 
     Args:
-        setup: What a step holds.
-        ledger: Where other work claims its time.
+        setup: The job on this machine.
+        ledger: Ledger that other work claims its time in.
         finished: Steps done before this session.
     """
 
     def __init__(self, setup: "Setup", ledger: Ledger, finished: int) -> None:
         self.setup, self.ledger = setup, ledger
         self.finished = finished
-        """Steps whose results have been seen."""
+        """Steps whose results were read."""
         self.session_steps = 0
         self._device_waited = 0.0
         self._last = self._mark(finished)
-        """Counts of the last step whose results have been seen."""
+        """Counters at the last step whose results were read."""
         self._unseen: deque[_Mark] = deque()
         """Steps after it that have finished, oldest first."""
         self._marks = deque([self._last])
         """Readings, oldest first: the last one at least :data:`SPAN` steps ago, and those after it."""
 
     def notice(self, count: int) -> None:
-        """So many steps have finished whose results have not been seen, in their order.
+        """Takes note of ``count`` finished steps whose results were not read yet, in order.
 
         The host sees results some steps later, and several at once after a wait, so a step ends when
-        it is noticed. Steps that are noticed together share the time evenly.
+        it is noticed. Steps noticed together share the time evenly.
         """
         new = count - len(self._unseen)
         before, now = (self._unseen or [self._last])[-1], self._mark(self.finished + count)
         self._unseen.extend(before.to(now, (n + 1) / new) for n in range(new))
 
     def done(self) -> None:
-        """The results of one more step have been seen."""
+        """Counts a step whose results were read."""
         self.notice(max(1, len(self._unseen)))
         self._last = self._unseen.popleft()
         self.finished += 1
         self.session_steps += 1
 
     def waited_for_device(self, seconds: float) -> None:
-        """The host was done and waited for a step's results: the devices had work all the time."""
+        """Adds time in which the host waited for results, so that the devices had work."""
         self._device_waited += seconds
 
     @property
     def quiet_seconds(self) -> float:
-        """Since the last reading."""
+        """Seconds since the last reading."""
         return self.ledger.clock() - self._marks[-1].clock
 
     def read(self) -> dict[str, Any]:
-        """Figures of the steps since the last reading, and the time left by the last :data:`SPAN` steps at least.
+        """Figures of the steps since the last reading, and the time left by the last :data:`SPAN` or more steps.
 
-        The number of those steps, their mean time and throughput, MFU, the shares of their time that
-        were spent waiting for data and for the devices.
+        Their number, mean time, throughput, MFU, and the shares of their time spent waiting for data
+        and for the devices.
         """
         now, since = self._last, self._marks[-1]
         while len(self._marks) > 1 and now.steps - self._marks[1].steps >= SPAN:
@@ -110,12 +110,12 @@ class Meter:
         }
 
     def step_seconds(self) -> float | None:
-        """Mean of the session's steps, waiting for data included; ``None`` where no step was made."""
+        """Mean time of the session's steps, waiting for data included; ``None`` without steps."""
         seconds = self.ledger.spent(Spent.step) + self.ledger.spent(Spent.data_wait)
         return seconds / self.session_steps if self.session_steps and seconds else None
 
     def overall(self) -> tuple[float | None, float | None]:
-        """Tokens or examples per second over the session's loop, and MFU; ``None`` where no step was made."""
+        """Tokens or examples per second over the session's loop, and MFU; ``None`` without steps."""
         each = self.step_seconds()
         if each is None:
             return None, None

@@ -25,12 +25,12 @@ def summarise(
     ledger: Ledger,
     checkpoint: str | None,
 ) -> dict[str, Any]:
-    """The figures of a session under their published names.
+    """Figures of a session under their published names.
 
     ``time`` adds up to ``seconds``, the wall time since the command started; ``goodput`` is the
     share of it in which steps were computed; throughput counts the loop without compiles,
-    evaluations and saves. ``forecast`` has the step as a plan forecast it and as it was measured;
-    it is empty for a run without a plan.
+    evaluations and saves. ``forecast`` has the step time of the plan's forecast and the measured
+    one; it is empty for a run without a plan.
     """
     throughput, mfu = meter.overall()
     expected = setup.expected

@@ -1,4 +1,4 @@
-"""Answers for single files: labels for images, scores for texts, raw outputs for a user's own kind."""
+"""Predictions for single files: labels for images, scores for texts, raw outputs for a user's own kind."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,18 +15,18 @@ from systolic.job.data import MASK, Data
 from systolic.training.setup import Setup
 
 UNREADABLE = (DataError, NotFoundError, OSError)
-"""Errors of one file that do not affect the next."""
+"""Errors of a file that do not affect the others."""
 
 BATCH = 32
-"""Examples per call, at least; a multiple of the devices."""
+"""Fewest examples per call, rounded up to a multiple of the devices."""
 
 
 def predictions(
     setup: Setup, weights: Weights, files: Sequence[Path]
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Answers by file, as plain values; for a file that can't be read, ``error`` is the reason.
+    """Predictions by file, as plain values, in the order of the files.
 
-    Files are answered in their order.
+    For a file that can't be read ``error`` has the reason.
     """
     run = Runner(setup, weights)
     data = setup.job.data
@@ -49,7 +49,7 @@ def predictions(
 
 
 def _load(data: Data, file: Path) -> Mapping[str, np.ndarray] | str:
-    """A file as an example, or why it is none."""
+    """Example from a file, or the reason that it is none."""
     try:
         return data.load(file)
     except UNREADABLE as error:
@@ -75,7 +75,7 @@ class Runner:
     def __call__(
         self, examples: Iterator[Mapping[str, np.ndarray]]
     ) -> Iterator[dict[str, np.ndarray]]:
-        """One output a given example: name to array."""
+        """One output for each example: name to array."""
         group: list[Mapping[str, np.ndarray]] = []
         for example in examples:
             group.append(example)
@@ -133,7 +133,7 @@ def _score(run: Runner, data: TextData, file: Path) -> dict[str, Any]:
 
 
 def _named(output: Mapping[str, np.ndarray], labels: Sequence[str]) -> dict[str, Any]:
-    """Class numbers by their names; anything else as lists."""
+    """Plain values, with classes by name."""
     if "label" in output and "probability" in output and output["label"].ndim:
         names = [labels[i] if i < len(labels) else str(i) for i in output["label"].tolist()]
         chances = output["probability"].tolist()

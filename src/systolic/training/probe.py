@@ -1,7 +1,6 @@
-"""Looks at gradients, weights and updates by layer now and then: when, and at what cost.
+"""Gradient probes during training: figures of gradients, weights and updates by layer, and their schedule.
 
-A probe computes the step that is about to be made a second time and keeps figures only, so it never
-changes what is trained.
+A probe computes the next step an extra time and keeps only figures, so it does not change training.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,15 +22,15 @@ from systolic.training.programs import CompiledStep
 from systolic.training.setup import Setup
 
 SHARE = 0.01
-"""Share of a session's time for probes that nobody asked for."""
+"""Share of a session's time for probes by default."""
 
 LOOKS = 50
-"""Limit of probes in a run that nobody asked for."""
+"""Most probes in a run by default."""
 
 LEAST_SECONDS = 2.0
-"""The compile takes at least so long, as far as is known before it."""
+"""Fewest seconds that the probe's compile is expected to take."""
 
-LOOKS_AFTERWARDS = 4
+PROBES_AFTERWARDS = 4
 """Number of probes at a checkpoint."""
 
 CPU_FLOPS_PER_SECOND: float = usual("cpu")["least_flops_per_second"].value
@@ -40,7 +39,7 @@ CPU_FLOPS_PER_SECOND: float = usual("cpu")["least_flops_per_second"].value
 MOST_SECONDS = 120.0
 
 DIGITS = 5
-"""Significant digits of what is kept."""
+"""Significant digits of recorded figures."""
 
 Event = Callable[[str, float, str], None]
 
@@ -50,8 +49,8 @@ class Probe:
 
     Args:
         setup: The job on this machine.
-        ledger: Where probes claim their time.
-        event: Told when the program is compiled, and when probes end early.
+        ledger: Ledger for their time.
+        event: Called when the program is compiled, and when probes end early.
         every: Steps between probes; 0 for none; ``None`` as often as :data:`SHARE` of the time allows.
     """
 
@@ -66,20 +65,20 @@ class Probe:
         """Seconds of the slowest probe so far without its compile."""
 
     def prepare(self) -> None:
-        """Starts to compile if probes are certain."""
+        """Starts to compile if there will be probes."""
         if self._asked and self.every:
             steps = self.setup.steps
             self._program.prepare(steps.abstract_state, steps.abstract_batch())
 
     def due(self, step: int) -> bool:
-        """Whether to probe this step before it is made; the same answer in every process."""
+        """Whether to probe this step, decided before it is made and the same in every process."""
         if not self.every or step % self.every:
             return False
-        # Only the first process's clock counts: all of them probe or none does.
+        # The first process's clock decides, so that all processes probe or none does.
         return self._asked or hosts.any_of(hosts.is_first() and self._affordable())
 
-    def look(self, step: int, state: Any, batch: dict[str, jax.Array]) -> dict[str, Any] | None:
-        """A record of the step that would be made on ``batch``; ``None`` where there is none to be had."""
+    def measure(self, step: int, state: Any, batch: dict[str, jax.Array]) -> dict[str, Any] | None:
+        """Record of the step that would be made on ``batch``; ``None`` for a batch of another shape or where the program fails."""
         wanted = self.setup.steps.abstract_batch()
         if {k: v.shape for k, v in batch.items()} != {k: v.shape for k, v in wanted.items()}:
             return None
@@ -88,7 +87,7 @@ class Probe:
             with self.ledger.spend(Spent.diagnose):
                 found = jax.device_get(self._program(state, batch))
         except jax.errors.JaxRuntimeError as error:
-            # Where the step itself just fits, this program, which keeps no memory of its own, may not.
+            # Where the train step only just fits, the probe may not.
             self.every = 0
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             self._event("diagnose", 0.0, f"no further gradient probe: {reason}")
@@ -100,7 +99,7 @@ class Probe:
         return record(self.setup, step, found) | {"seconds": own}
 
     def _affordable(self) -> bool:
-        # The compile is dearer than that of the train step, which may have come out of a cache.
+        # The compile may take longer than that of the train step, which may have come from a cache.
         cost = self._dearest or max(2 * self.ledger.spent(Spent.compile), LEAST_SECONDS)
         return self._spent + cost <= SHARE * (self.ledger.clock() - self._began)
 
@@ -126,7 +125,7 @@ def record(setup: Setup, step: int, found: Any) -> dict[str, Any]:
 
 
 def too_large(setup: Setup) -> str:
-    """Why :func:`examine` should not be tried on this machine; "" where it can.
+    """Reason that :func:`examine` should not run on this machine; "" where it can.
 
     A probe holds the state, gradients and updates: in float32 about six times the weights.
     """
@@ -136,17 +135,17 @@ def too_large(setup: Setup) -> str:
     have = psutil.virtual_memory().available
     if need > have / 2:
         return f"a gradient probe needs about {gibibytes(need)} besides activations, {gibibytes(have)} available"
-    seconds = LOOKS_AFTERWARDS * setup.steps.step_flops / CPU_FLOPS_PER_SECOND
+    seconds = PROBES_AFTERWARDS * setup.steps.step_flops / CPU_FLOPS_PER_SECOND
     if seconds > MOST_SECONDS:
         return f"a gradient probe would take about {duration(seconds)} on this CPU"
     return ""
 
 
-def examine(setup: Setup, run: Run, looks: int = LOOKS_AFTERWARDS) -> Iterator[dict[str, Any]]:
-    """Looks at the newest intact checkpoint of a run, on the batches that would come next; changes nothing.
+def examine(setup: Setup, run: Run, probes: int = PROBES_AFTERWARDS) -> Iterator[dict[str, Any]]:
+    """Probes the newest intact checkpoint of a run on the batches that come next; changes nothing.
 
     Raises:
-        NotFoundError: there is no checkpoint.
+        NotFoundError: the run has no checkpoint.
         RunError: all of them are damaged.
     """
     with CheckpointStore(run.checkpoints, access=Access.read) as store:
@@ -157,7 +156,7 @@ def examine(setup: Setup, run: Run, looks: int = LOOKS_AFTERWARDS) -> Iterator[d
     feed = training(setup.job, setup.steps, 0)
     try:
         feed.set_states([extra["data"] for extra in restored.extras])
-        for _ in range(looks):
+        for _ in range(probes):
             found = jax.device_get(program(restored.state, next(feed)))
             yield record(setup, restored.step + 1, found)
     finally:

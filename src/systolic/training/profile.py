@@ -1,4 +1,4 @@
-"""Traces a few steps of a session with XLA's profiler, for ``systolic explain RUN/profile``."""
+"""Trace of a few steps of a session by XLA's profiler, for ``systolic explain RUN/profile``."""
 
 import contextlib
 from collections.abc import Callable
@@ -10,8 +10,7 @@ import jax
 from systolic.core.errors import OptionError
 
 WARM_UP = 10
-"""Steps of a session before the first that is traced, in which batches read ahead are used up; fewer in
-a session that would be over."""
+"""Steps before the trace, in which batches read ahead are used up; fewer in a session that is too short."""
 
 FOLDER = "profile"
 """Folder in the run's directory; XProf opens it with ``xprof --logdir RUN/profile``."""
@@ -24,20 +23,20 @@ Event = Callable[[str, float, str], None]
 
 
 def part(name: str) -> contextlib.AbstractContextManager[None]:
-    """Names what the host does; nearly free where nothing is traced."""
+    """Names a part of the host's work in a trace; nearly free without one."""
     return jax.profiler.TraceAnnotation(name)
 
 
 class SessionTrace:
-    """The one trace of a session.
+    """Trace of a session.
 
-    Python's own calls are not traced: they would slow the host down and fill the file.
+    Python calls are not traced, since they would slow the host down and fill the file.
 
     Args:
-        folder: Where the trace goes, as ``plugins/profile/<time>/<host>.xplane.pb`` in it.
-        steps: To trace; 0 traces nothing.
-        last: The step with which the session ends.
-        event: Told where the trace is, or why there is none: a profiler that fails stops no training.
+        folder: Folder for the trace, written as ``plugins/profile/<time>/<host>.xplane.pb``.
+        steps: Number of steps to trace; 0 for none.
+        last: The session's last step.
+        event: Called with the trace's path, or the reason for its absence; a failing profiler does not stop training.
 
     Raises:
         OptionError: ``steps`` is negative.
@@ -54,7 +53,7 @@ class SessionTrace:
         self._running = False
 
     def step(self, number: int) -> contextlib.AbstractContextManager[None]:
-        """Around a step; begins the trace where it is time."""
+        """Context around a step, which begins the trace when it is due."""
         if self._left and not self._running:
             if self._warm_up and number + self._left <= self._last:
                 self._warm_up -= 1
@@ -65,7 +64,7 @@ class SessionTrace:
         return jax.profiler.StepTraceAnnotation(STEP, step_num=number)
 
     def done(self, results: Any) -> None:
-        """Marks the end of a step; ends the trace after the last, when the devices have computed ``results``."""
+        """Marks the end of a step; after the last one waits for ``results`` and ends the trace."""
         if not self._running:
             return
         self._left -= 1
@@ -74,7 +73,7 @@ class SessionTrace:
             self.close()
 
     def close(self) -> None:
-        """Writes what was traced; also of a session that ends early."""
+        """Writes the trace, also of a session that ends early."""
         if not self._running:
             return
         self._running, self._left = False, 0
@@ -98,4 +97,4 @@ class SessionTrace:
     def _failed(self, error: Exception) -> None:
         self._left = 0
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        self._event("profile", 0.0, f"there is none: {reason}")
+        self._event("profile", 0.0, f"no profile: {reason}")

@@ -16,7 +16,7 @@ POLL_SECONDS = 0.1
 
 
 class CompiledStep:
-    """A function compiled once for each signature of its batch.
+    """Function compiled once for each signature of its batch.
 
     Args:
         name: For events.
@@ -36,7 +36,7 @@ class CompiledStep:
     def prepare(self, *arguments: Any) -> None:
         """Traces the program for abstract arguments and starts to compile it in a thread.
 
-        Arguments whose batch is of another signature, when they come, count as a recompile: the
+        A later call with a batch of another signature counts as a recompile: the
         data is not what its fields say.
         """
         with self._ledger.spend(Spent.compile):
@@ -45,17 +45,17 @@ class CompiledStep:
             self._ahead = _Ahead(lowered, arguments[-1], self._ledger.clock, started)
 
     def adopt(self, batch: Mapping[str, Any], compiled: Any, seconds: float) -> None:
-        """Takes a program that was compiled elsewhere, for batches like ``batch``, in place of a compile.
+        """Uses a program compiled elsewhere for batches like ``batch``, instead of compiling.
 
         Args:
             batch: Arrays or ShapeDtypeStructs.
             compiled: ``jax.stages.Compiled`` of the same function.
-            seconds: That loading it took.
+            seconds: Time of loading it.
         """
         self._keep(batch, compiled, seconds, "load")
 
     def wait(self, seconds: float) -> bool:
-        """Whether the compile that was started ahead is done, after waiting at most so long."""
+        """Whether the compile started by :meth:`prepare` is done, after waiting at most ``seconds``."""
         if self._ahead is None:
             return True
         with self._ledger.spend(Spent.compile):
@@ -100,7 +100,7 @@ class CompiledStep:
 
 
 class _Ahead:
-    """A compile in a thread of its own; XLA works without Python's lock."""
+    """Compile in its own thread; XLA releases Python's lock."""
 
     def __init__(
         self, lowered: Any, batch: Mapping[str, Any], clock: Callable[[], float], started: float
@@ -131,14 +131,14 @@ class _Ahead:
 
 
 def never() -> bool:
-    """Goes on to the end."""
+    """Never stops; the default."""
     return False
 
 
 def compiled(lowered: Any, options: Mapping[str, Any] | None, stop: Callable[[], bool]) -> Any:
-    """A lowered program compiled in a thread, so that a signal is noticed; ``None`` where ``stop`` said so before.
+    """Compiles a lowered program in a thread, so that a signal is noticed; ``None`` where ``stop`` returned True first.
 
-    A compile that is left goes on in its thread: nothing can interrupt it.
+    An abandoned compile continues in its thread, since nothing can interrupt it.
     """
     found: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Progress of a run, apart from the arrays, which a checkpoint keeps beside them."""
+"""Progress of a run, kept in a checkpoint beside the arrays."""
 
 import math
 from collections.abc import Mapping
@@ -10,25 +10,25 @@ RATE = "learning_rate"
 
 @dataclass(kw_only=True, slots=True)
 class TrainingProgress:
-    """Changes while the job trains; the same after a resume as without one."""
+    """Progress of training; the same after a resume as without one."""
 
     step: int = 0
     """Steps started."""
     best: float | None = None
     """The best evaluation so far, negated where larger is better."""
     stale: int = 0
-    """Evaluations since then."""
+    """Evaluations since the best one."""
     owed: bool = False
-    """A signal ended the evaluation of this step early."""
+    """Whether a signal ended this step's evaluation early."""
     bad_steps: int = 0
     in_a_row: int = 0
     """Bad steps since the last good one."""
     sums: dict[str, float] = field(default_factory=dict)
-    """The metrics of the steps since the last regular record, added up."""
+    """Sums of the metrics of the steps since the last regular record."""
     summed: int = 0
-    """Number of those steps, without bad ones, whose update was dropped."""
+    """Number of those steps without bad ones, whose updates were dropped."""
     last: dict[str, float] = field(default_factory=dict)
-    """The mean of those steps, or, before the first of them, the last record's."""
+    """Mean of those steps; before the first of them that of the last record."""
 
     def to_json(self) -> dict[str, Any]:
         """Progress as plain values."""
@@ -40,9 +40,9 @@ class TrainingProgress:
         return cls(**plain)
 
     def take(self, metrics: Mapping[str, float]) -> None:
-        """Takes in the metrics of a step that counts.
+        """Adds the metrics of a good step.
 
-        A learning rate is the step's own; of the rest ``last`` holds means.
+        ``last`` holds the step's own learning rate and the means of the other metrics.
         """
         self.sums = {name: self.sums.get(name, 0.0) + value for name, value in metrics.items()}
         self.summed += 1
@@ -51,11 +51,11 @@ class TrainingProgress:
             self.last[RATE] = metrics[RATE]
 
     def record(self) -> None:
-        """Begins the next interval: the means so far are on record."""
+        """Begins the next interval, after the means were recorded."""
         self.sums, self.summed = {}, 0
 
     def judge(self, value: float) -> bool:
-        """Takes in an evaluation (smaller is better) and returns whether it is the best so far."""
+        """Adds an evaluation (smaller is better); returns whether it is the best so far."""
         if not math.isnan(value) and (self.best is None or value < self.best):
             self.best, self.stale = value, 0
             return True

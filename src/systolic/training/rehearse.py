@@ -1,7 +1,7 @@
-"""A few real steps of a job with a slice's mesh, on virtual CPU devices, before a chip is rented.
+"""Rehearsal: a few steps of a job with a slice's mesh on virtual CPU devices.
 
-The real job is checked, traced and measured analytically; then a shrunk one with the same layout goes
-through the same programs as training: steps, an evaluation batch, a checkpoint and back.
+The real job is checked, traced and its memory counted; then a shrunk one with the same layout runs the
+programs of training: steps, an evaluation batch, saving and restoring a checkpoint.
 """
 
 import math
@@ -31,10 +31,10 @@ from systolic.training.programs import CompiledStep
 from systolic.training.setup import Setup, set_up
 
 STEPS = 3
-"""The last one starts from the restored checkpoint."""
+"""Number of steps; the last one starts from the restored checkpoint."""
 
 WHOLE = "whole"
-"""The spec of an array that every device holds all of."""
+"""Text of the spec of an array that is whole on every device."""
 
 NOT_CHECKED = "speed, memory in use and the slice's own compiler and kernels"
 
@@ -44,7 +44,7 @@ Say = Callable[[str, str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedArray:
-    """One array of the real job and the share of it that one device holds."""
+    """Array of the real job, with one device's share of it."""
 
     path: str
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class PlacedArrays:
 
     num_parameters: int
     parameters: Sequence[PlacedArray]
-    """Largest first."""
+    """Arrays, largest first."""
     batch: Sequence[PlacedArray]
     bytes_per_device: Mapping[str, int]
     """Kind (parameters, optimizer, other, batch) to bytes on each device."""
@@ -78,7 +78,7 @@ def rehearse(job: Job, on: Slice, say: Say, workers: int = 0) -> dict[str, Any]:
         LayoutError: an axis does not divide the slice, the batch, the model or an example, or the
             weights and optimizer state alone exceed the memory of a device.
         DataError: the data is empty or damaged.
-        RunError: a step, the evaluation or the checkpoint went wrong.
+        RunError: a step, the evaluation or the checkpoint failed.
     """
     start = time.perf_counter()
     machine = LocalDevices(
@@ -124,7 +124,7 @@ def rehearse(job: Job, on: Slice, say: Say, workers: int = 0) -> dict[str, Any]:
 
 
 def spread_of(steps: StepFunctions) -> PlacedArrays:
-    """Traces the real train step and reads where its arrays lie; computes nothing.
+    """Placement of the real train step's arrays, from its trace; computes nothing.
 
     Raises:
         LayoutError: the step does not fit the layout.
@@ -153,7 +153,7 @@ def spread_of(steps: StepFunctions) -> PlacedArrays:
 
 
 def shrunk(job: Job, steps: StepFunctions) -> Job:
-    """The same job in the smallest sizes that its layout still divides."""
+    """The job in the smallest sizes that its layout divides."""
     layout = job.layout
     batch = layout.batch_ways * layout.accumulate
     if layout.pipeline > 1:
@@ -176,7 +176,7 @@ class _Stage:
     workers: int
 
     def run(self) -> dict[str, Any]:
-        """Steps, a checkpoint, a step from it, an evaluation batch."""
+        """Runs steps, a checkpoint, a step from it, and an evaluation batch."""
         steps, ledger = self.setup.steps, Ledger()
         program = CompiledStep("train", jit_train(steps), ledger, lambda *_: None)
         feed = training(self.setup.job, steps, self.workers)
@@ -224,7 +224,7 @@ class _Stage:
                 restored = store.restore(self.setup.steps.abstract_state)
             if not same(state, restored.state):
                 raise RunError(
-                    "the restored checkpoint differs from what was saved; please report it with the recipe"
+                    "the restored checkpoint differs from the saved state; please report this with the recipe"
                 )
             feed.set_states([extra["data"] for extra in restored.extras])
             size = gibibytes(saved.num_bytes) if saved is not None else "nothing"
@@ -286,6 +286,6 @@ def _part(path: str, array: Any) -> PlacedArray:
 
 
 def _bytes(array: Any) -> int:
-    """Bytes of one device's share."""
+    """Bytes of one device's share of an array."""
     held = array.sharding.shard_shape(array.shape)
     return math.prod(held) * array.dtype.itemsize

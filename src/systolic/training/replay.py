@@ -1,4 +1,4 @@
-"""The train step again, on the batch of a step that went bad."""
+"""Replay of the train step on the batch of a bad step."""
 
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,14 @@ from systolic.training.setup import Setup
 
 
 def replay(setup: Setup, run: Run, path: Path) -> dict[str, Any]:
-    """Loads ``bad/step-N.npz`` and makes one train step on it; nothing in the run changes.
+    """Loads ``bad/step-N.npz`` and makes one train step on it; the run does not change.
 
     The weights are those of the newest checkpoint before the step, or the initial ones, so the loss
-    is near what the run saw and the same where the step came right after the checkpoint.
+    is near the run's, and equal where the step came right after the checkpoint.
 
     Returns:
-        step, weights (the step they are of), metrics (of the train step), arrays (name to what the
-        batch holds, in words) and not_finite (batch arrays and metrics with NaN or infinity).
+        step, weights (the step they are of), metrics (of the train step), arrays (name to a
+        description) and not_finite (batch arrays and metrics with NaN or infinity).
 
     Raises:
         DataError: the file is no batch of this job.

@@ -1,4 +1,4 @@
-"""Whether the processes of a job do the same: settings and data before the first step, batches while it runs."""
+"""Checks that the processes of a job agree: settings and data before the first step, batches during training."""
 
 import json
 from collections.abc import Mapping
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from systolic.training.setup import Setup
 
 EVERY = 100
-"""Batches from one that is compared to the next; comparing copies a process's part of it to the host."""
+"""Batches between comparisons, which copy a process's part of the batch to the host."""
 
 
 def require_same_job(setup: "Setup") -> None:
-    """Refuses to begin where processes were given different settings: each would apply its own to its part.
+    """Checks before training that processes have the same settings; otherwise each would apply its own.
 
-    Every process calls it at the same point. It covers all fields of the job but where its data lies, the
-    compiler's flags, and the versions of what computes; not the code of a recipe's file.
+    Every process calls it at the same point. It covers the job's fields except the paths of its data,
+    the compiler's flags and package versions, not the code of a recipe's file.
 
     Raises:
-        RunError: they were; names the first setting that differs, both values and the processes.
+        RunError: they differ; names the first setting that differs, both values and the processes.
     """
     if not hosts.several():
         return
@@ -34,7 +34,7 @@ def require_same_job(setup: "Setup") -> None:
     first = answers[0]
     for process, answer in enumerate(answers):
         for name in sorted(first.keys() | answer.keys()):
-            # As text: NaN is not equal to itself.
+            # Compared as text, since NaN is not equal to itself.
             if json.dumps(first.get(name)) != json.dumps(answer.get(name)):
                 raise RunError(
                     f"processes 0 and {process} were given different settings: {name} is {first.get(name)!r} in process 0 and {answer.get(name)!r} in process {process}; start every process with the same options and versions"
@@ -50,19 +50,19 @@ def _settings(setup: "Setup") -> dict[str, Any]:
         if isinstance(value, Mapping):
             todo += [(f"{name}.{key}".lstrip("."), part) for key, part in value.items()]
         elif not (name.startswith("data.") and isinstance(value, str | list)):
-            # Each process may find its data elsewhere; what it holds is compared by contents.
+            # Each process may have its data in another place; contents are compared.
             found[name] = value
     return found
 
 
 def require_same_data(data: Data) -> None:
-    """Refuses to begin where processes have different data, in any split.
+    """Checks before training that processes have the same data in every split.
 
-    Every process calls it at the same point. It covers what :mod:`systolic.data.fingerprint` does, and
-    the sizes of splits; data that can't tell its contents is compared by batches only.
+    Every process calls it at the same point. It covers the fingerprints of :mod:`systolic.data.fingerprint`
+    and the sizes of splits; data without a fingerprint is compared by batches only.
 
     Raises:
-        DataError: they have; names the data, the difference and the processes. Or a process can't read it.
+        DataError: they differ (names the data, the difference and the processes), or a process can't read it.
     """
     if not hosts.several():
         return
@@ -98,16 +98,16 @@ def _different(first: Mapping[str, Any] | None, other: Mapping[str, Any] | None)
 
 
 class SameBatches:
-    """Compares the parts that processes share of the first batch, and of every so many after it.
+    """Compares the parts that processes share, of the first batch and of each ``every`` batches after it.
 
-    Every process asks at the same batches.
+    Every process calls it for the same batches.
     """
 
     def __init__(self, every: int = EVERY) -> None:
         self._every, self._seen = every, 0
 
     def check(self, batch: Mapping[str, Any]) -> None:
-        """Looks at a batch, if it is one that is compared.
+        """Checks a batch, if it is due.
 
         Raises:
             DataError: see :func:`systolic.training.hosts.require_same`.

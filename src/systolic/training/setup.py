@@ -1,4 +1,4 @@
-"""Set-up of a job on the local devices: the programs that train it, after every check and before any compile."""
+"""Set-up of a job on the local devices: its programs, after every check and before any compile."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -26,19 +26,19 @@ from systolic.training.programs import compiled, never
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A job made definite for the machine."""
+    """Job settled for the local devices."""
 
     job: Job
     machine: LocalDevices
     steps: StepFunctions
     expected: Expected | None = None
-    """The forecast of the train step on these devices."""
+    """Forecast of the train step on these devices."""
     initial: Weights | None = None
-    """Weights that training begins with, in place of random ones."""
+    """Initial weights, in place of random ones."""
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Compiler flags of its programs, beside those that the environment sets."""
+        """Compiler flags of its programs, besides those from the environment."""
         return self.steps.target.flags
 
     @property
@@ -83,10 +83,10 @@ class Setup:
             )
 
     def load(self, path: Path) -> Loaded:
-        """The train step that ``systolic forecast --save`` kept, instead of compiling it.
+        """Train step saved by ``systolic forecast --save``, instead of a compile.
 
         Raises:
-            NotFoundError: it is not there.
+            NotFoundError: the file does not exist.
             RunError: it is damaged or of another program, machine, version or flags; names the first.
         """
         steps = self.steps
@@ -99,9 +99,9 @@ class Setup:
         return load(path, lowered, devices, facts, self.flags)
 
     def first_state(self, stop: Callable[[], bool] = never) -> Any:
-        """The state before the first step; the weights that training begins with are given away with it.
+        """The state before the first step; given initial weights are moved into it.
 
-        ``None`` where ``stop`` said so while it compiled.
+        ``None`` where ``stop`` returned True during the compile.
         """
         state = first_state(self.steps, self.job.seed, stop)
         if state is None:
@@ -109,12 +109,12 @@ class Setup:
         if self.initial is None:
             return state
         params, model_state = self.initial.params, self.initial.model_state
-        # A copy: the step gives its arguments' memory away, each array once.
+        # A copy, since the step donates its arguments and an array can be donated only once.
         ema = None if state.ema is None else wide_copy(params)
         return replace(state, params=params, model_state=model_state, ema=ema)
 
     def mfu(self, step_seconds: float) -> float | None:
-        """Model FLOPs over the published bf16 peak; ``None`` where no peak is published."""
+        """Model FLOPs utilisation against the published bf16 peak; ``None`` without one."""
         peak = self.machine.peak_bf16_flops_per_second
         return self.steps.step_flops / (step_seconds * peak) if peak else None
 
@@ -131,9 +131,9 @@ def set_up(
     Args:
         job: What to train.
         machine: The devices; by default those of this process.
-        flags: All flags of the compiler, as options of each program; None takes the set that jobs on
-            these devices share. What the environment sets is left to it.
-        reads: Whether it is trained, so that its data must be there; what was trained is used without.
+        flags: All compiler flags, as options of each program; None takes the set that jobs on these
+            devices share. Flags in the environment keep their values.
+        reads: Whether it is trained, so that its data must exist; using a trained model needs none.
 
     Raises:
         LayoutError: an axis does not divide the devices, the batch or the model.
@@ -160,7 +160,7 @@ def set_up(
 
 
 def computed_in(target: Target) -> str:
-    """``bfloat16, fp8 operands (emulated on a CPU)``: what a target computes in, for people."""
+    """Compute dtypes of a target as text: ``bfloat16, fp8 operands (emulated on a CPU)``."""
     if target.matmul_format is None:
         return target.dtype
     emulated = " (emulated on a CPU)" if target.platform == "cpu" else ""
@@ -168,10 +168,10 @@ def computed_in(target: Target) -> str:
 
 
 def check_flags(flags: Sequence[str], platform: str) -> None:
-    """Whether the compiler of this process takes these flags: compiles an empty program with them.
+    """Checks that this process's compiler takes these flags, by compiling an empty program with them.
 
     Raises:
-        OptionError: it does not know one, or refuses its value.
+        OptionError: the compiler does not know one, or refuses its value.
     """
     if not flags:
         return
@@ -186,9 +186,9 @@ def check_flags(flags: Sequence[str], platform: str) -> None:
 
 
 def first_state(steps: StepFunctions, seed: int, stop: Callable[[], bool] = never) -> Any:
-    """The state before the first step, born sharded; ``None`` where ``stop`` said so while it compiled."""
+    """The state before the first step, created sharded; ``None`` where ``stop`` returned True during the compile."""
     init = jax.jit(steps.init, out_shardings=steps.shardings)
-    # It runs once: on a CPU, LLVM would spend seconds to save it milliseconds.
+    # It runs once, and on a CPU LLVM's optimisation takes longer than it saves.
     quick: dict[str, str | bool] | None = None
     if steps.target.platform == "cpu":
         quick = {"xla_backend_optimization_level": "1"}

@@ -6,7 +6,7 @@ from systolic.core.errors import OptionError
 
 
 class Stops:
-    """Ends a text before the string of several that is complete first, however the text is cut into pieces.
+    """Ends a text before the first complete stop string, for any division into pieces.
 
     Raises:
         OptionError: a string is empty.
@@ -17,16 +17,16 @@ class Stops:
             raise OptionError("a stop string is empty; give one with a character or leave it out")
         self.strings = tuple(strings)
         self.met = False
-        """Whether one of the strings has come."""
+        """Whether a stop string was found."""
         self._held = ""
 
     def push(self, piece: str) -> str:
-        """The text that has become certain: what may be the start of a stop string is held back."""
+        """Text without a stop string so far; a possible start of one is held back."""
         text = self._held + piece
         found = [(text.find(stop) + len(stop), stop) for stop in self.strings if stop in text]
         if found:
             self.met, self._held = True, ""
-            # Of two that end at the same place, the longer.
+            # Prefers the longer of two that end at the same place.
             end = min(end for end, _ in found)
             return text[: end - max(len(stop) for at, stop in found if at == end)]
         longest = max((_overlap(text, stop) for stop in self.strings), default=0)
@@ -35,7 +35,7 @@ class Stops:
         return text[:certain]
 
     def flush(self) -> str:
-        """Text that was held back, at the end."""
+        """Text held back at the end."""
         held, self._held = self._held, ""
         return held
 

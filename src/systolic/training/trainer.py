@@ -1,4 +1,4 @@
-"""Trains a job in a run directory: start or resume, loop, evaluate, save, sum up."""
+"""Training of a job in a run directory: start or resume, loop, evaluate, save, summarise."""
 
 import time
 from collections import deque
@@ -35,49 +35,49 @@ from systolic.training.setup import Setup, computed_in
 from systolic.training.watch import Watcher
 
 LAG = 3
-"""Steps in flight: the loop reads a step's metrics this many steps later, so that devices never wait for it."""
+"""Steps in flight: the loop reads a step's metrics this many steps later, so that devices never wait for the host."""
 
-UNRATED = "there is no validation split: nothing is evaluated while it trains, and the last checkpoint counts as the best"
-"""Test metrics are never what a checkpoint is chosen by."""
+UNRATED = "the data has no validation split: training has no evaluations, and the last checkpoint counts as the best"
+"""Warning without a validation split; test metrics never choose a checkpoint."""
 
 NAMED = 100
-"""Damaged files that are named between two records; the summary counts all."""
+"""Most damaged files named between two records; the summary counts all."""
 
 RECORDS = 400
-"""Regular records of a job, about, unless its user asks for others."""
+"""Approximate number of regular records of a job by default."""
 
 LOG_SECONDS = 10.0
-"""A record at least this often, besides the regular ones."""
+"""Longest interval between records; slower steps get records besides the regular ones."""
 
 
 def _nothing() -> None:
-    """Default of ``accept``."""
+    """Does nothing; the default of ``accept``."""
 
 
 class Pending(NamedTuple):
-    """A step whose metrics are still being computed."""
+    """Step whose metrics are still being computed."""
 
     step: int
     metrics: dict[str, jax.Array]
     batch: dict[str, jax.Array]
 
     def is_ready(self) -> bool:
-        """Whether the devices are done with it."""
+        """Whether the devices have finished it."""
         return all(value.is_ready() for value in self.metrics.values())  # ty: ignore[missing-attribute]
 
 
 @dataclass(kw_only=True)
 class Trainer:
-    """One training session in one run.
+    """Training session in a run.
 
     Args:
         setup: The job on this machine.
-        run: Its directory; open for writing in the first process, for reading in the others.
-        watchers: See every record.
-        workers: Processes that read data.
-        ledger: Opened when the command started, so that start-up counts.
-        loaded: The train step, compiled elsewhere.
-        diagnose: Steps between gradient probes; 0 for none, ``None`` where they cost little.
+        run: The run directory, open for writing in the first process and for reading in the others.
+        watchers: Called with every record.
+        workers: Number of processes that read data.
+        ledger: Ledger opened when the command started, so that start-up counts.
+        loaded: Train step compiled elsewhere.
+        diagnose: Steps between gradient probes; 0 for none, ``None`` for as many as cost little.
         profile: Steps to trace with XLA's profiler after warm-up, in the first process.
         log_every: Steps between records; ``None`` makes about 400 records of the whole job.
         accept: Called when all checks have passed, before the session writes anything.
@@ -124,7 +124,7 @@ class Trainer:
     # Records
 
     def say(self, kind: str, **values: Any) -> None:
-        """One record, to disk and to the watchers; processes other than the first are silent."""
+        """Writes a record and gives it to the watchers, in the first process only."""
         if not hosts.is_first():
             return
         record = {"kind": kind, "step": self.progress.step, "time": time.time()} | values
@@ -133,19 +133,19 @@ class Trainer:
             watcher.see(record)
 
     def show(self, record: dict[str, Any]) -> None:
-        """Something that is over soon: to the watchers only."""
+        """Gives the watchers a record that is not written."""
         if hosts.is_first():
             for watcher in self.watchers:
                 watcher.see({"step": self.progress.step} | record)
 
     def event(self, name: str, seconds: float, detail: str) -> None:
-        """Something worth a line."""
+        """Records an event."""
         self.say("event", name=name, seconds=seconds, detail=detail)
 
     # The session
 
     def train(self, resume: bool = False) -> dict[str, Any]:
-        """Runs to the job's last step, an early stop or an interruption; returns the summary.
+        """Trains to the job's last step, an early stop or an interruption; returns the summary.
 
         Raises:
             RunError: the loss went bad under the guard's rule, a checkpoint could not be written, or
@@ -174,9 +174,9 @@ class Trainer:
                 self.store.close()
 
     def _begin(self, feed: Any, resume: bool, interrupt: Interrupt) -> Any:
-        """The first state, fresh or of the newest intact checkpoint, while the train step compiles.
+        """The first state, new or from the newest intact checkpoint, while the train step compiles.
 
-        ``None`` where the process was told to leave before there was one.
+        ``None`` where the process was asked to stop before.
         """
         steps = self.steps
         if resume:
@@ -184,8 +184,8 @@ class Trainer:
         if self.loaded is None:
             self.train_program.prepare(steps.abstract_state, steps.abstract_batch())
         self.probe.prepare()
-        # The first save and the feed's thread need them, and while XLA compiles there is time. Never
-        # in a thread: two threads that import the same modules can see them half made.
+        # Imports for the first save and the feed's thread, while XLA compiles. Not in a thread, since
+        # two threads that import the same modules can see them partly initialised.
         for name in ("systolic.artifact.backend", "grain"):
             import_module(name)
         restored = self._restore(feed) if resume else None
@@ -234,7 +234,7 @@ class Trainer:
         return restored
 
     def _comes_again(self, record: Mapping[str, Any]) -> bool:
-        """Whether a record of the checkpoint's own step, made before a kill, will be made once more."""
+        """Whether a record of the checkpoint's step, made before a kill, will be made again."""
         if record["step"] != self.progress.step:
             return False
         ends = self.progress.step >= self.job.steps or bool(self.stop_reason)
@@ -246,7 +246,7 @@ class Trainer:
     def _say_restored(self, restored: Any, resume: bool) -> None:
         if restored is None:
             if resume:
-                self.event("resume", 0.0, "there is no checkpoint yet: from the start")
+                self.event("resume", 0.0, "no checkpoint yet: from the start")
             return
         for step, reason in restored.skipped:
             self.event(
@@ -257,13 +257,13 @@ class Trainer:
         self.event("resume", 0.0, f"from step {restored.step}")
 
     def _await_program(self, interrupt: Interrupt) -> None:
-        """Waits until the train step is compiled, or the process is asked to stop before."""
+        """Waits until the train step is compiled or the process is asked to stop."""
         while not self.train_program.wait(0.1):
             if interrupt.alone():
                 return
 
     def _loop(self, state: Any, feed: Any, interrupt: Interrupt) -> Any:
-        """Steps until the job's last one, an early stop or a signal."""
+        """Runs steps to the job's last one, an early stop or a signal."""
         pending: deque[Pending] = deque()
         clock, ledger, progress = self.ledger.clock, self.ledger, self.progress
         if progress.owed:
@@ -279,7 +279,7 @@ class Trainer:
                 self.same.check(batch)
                 if self.probe.due(progress.step + 1):
                     self._drain(pending)
-                    self._look(state, batch, feed)
+                    self._probe(state, batch, feed)
                 state, metrics = self.train_program(state, batch)
                 self._notes()
                 progress.step += 1
@@ -294,15 +294,15 @@ class Trainer:
         self._drain(pending)
         return state
 
-    def _look(self, state: Any, batch: dict[str, jax.Array], feed: Any) -> None:
-        """Gradients and updates by layer of the step that comes now."""
-        found = self.probe.look(self.progress.step + 1, state, batch)
-        if found is not None and hosts.is_first():
+    def _probe(self, state: Any, batch: dict[str, jax.Array], feed: Any) -> None:
+        """Records a gradient probe of the next step."""
+        figures = self.probe.measure(self.progress.step + 1, state, batch)
+        if figures is not None and hosts.is_first():
             now = {"time": time.time(), "epochs": self._epochs(feed)}
-            self.run.append_diagnosis(now | found)
+            self.run.append_diagnosis(now | figures)
 
     def _epochs(self, feed: Any) -> float | None:
-        """Passes over the training data so far; ``None`` where the data can't tell."""
+        """Passes over the training data so far; ``None`` where it is unknown."""
         if self.examples:
             return self.progress.step * self.steps.batch_size / self.examples
         return self.job.data.epochs(first_reader(feed.get_state()))
@@ -332,7 +332,7 @@ class Trainer:
         self.meter.notice(sum(1 for _ in finished))
 
     def _check(self, done: Pending) -> None:
-        """Reads a finished step: judges it, and makes a record where one is due."""
+        """Reads a finished step's metrics, handles a bad loss, and makes a record if one is due."""
         asked = self.ledger.clock()
         with part(METRICS):
             values = {name: float(value) for name, value in jax.device_get(done.metrics).items()}
@@ -345,19 +345,19 @@ class Trainer:
         self.meter.done()
         regular = done.step % self.interval == 0 or done.step == self.job.steps
         if regular or self.meter.quiet_seconds > LOG_SECONDS:
-            # Where every step was bad there is no mean, and the record shows what the last one was.
+            # Without a good step there is no mean, and the record shows the last step.
             means = self.progress.last if self.progress.summed else values
             self.say("train", step=done.step, **means, **self.meter.read())
-            # A save in the background that failed is told now, not when the next one is due.
+            # Raises the failure of a background save now, not at the next one.
             self.store.poll()
-            # Not all processes make this record at the same step, so they don't ask each other here.
+            # Processes make this record at different steps, so they must not communicate here.
             if not hosts.several():
                 self._skipped()
-        if regular:  # By the step alone, so that a resumed run has the means of one that was not.
+        if regular:  # Depends on the step alone, so that a resumed run has the same means.
             self.progress.record()
 
     def _skipped(self) -> None:
-        """Names the damaged files that reading has left out since the last time, in any process.
+        """Reports damaged files left out since the last call, in any process.
 
         All processes call it at the same point.
         """
@@ -365,7 +365,7 @@ class Trainer:
             self.event("skipped_file", 0.0, f"{line}; it was left out")
 
     def _bad(self, done: Pending, loss: float) -> None:
-        """A step that the guard found bad; its update was not applied.
+        """Handles a step that the guard found bad and whose update was dropped.
 
         Raises:
             RunError: under the rule ``stop``, or after too many in a row under ``skip``.
@@ -385,7 +385,7 @@ class Trainer:
             return
         self.store.wait()
         kept = self.store.latest_step()
-        back = "there is no checkpoint yet"
+        back = "the run has no checkpoint yet"
         if kept is not None:
             back = f"the checkpoint of step {kept} is intact"
         row = f" (bad steps in a row: {progress.in_a_row})" if progress.in_a_row > 1 else ""
@@ -396,7 +396,7 @@ class Trainer:
     # Milestones
 
     def _milestone(self, state: Any, feed: Any, interrupt: Interrupt) -> None:
-        """An evaluation, a checkpoint, or both."""
+        """Evaluates, saves a checkpoint, or both."""
         metrics, self.progress.owed = None, False
         if self._evaluates():
             batches = self.job.evaluation.batches
@@ -416,7 +416,7 @@ class Trainer:
             self.event("stop", 0.0, self.stop_reason)
 
     def _judge_patience(self) -> None:
-        """Early stopping."""
+        """Stops early when the metric has not improved for long enough."""
         rule, stale = self.job.evaluation, self.progress.stale
         if rule.patience and stale >= rule.patience:
             self.stop_reason = f"{rule.metric} has not improved in {stale} evaluations"
@@ -424,22 +424,22 @@ class Trainer:
     # The end
 
     def _finish(self, state: Any, feed: Any, interrupt: Interrupt) -> dict[str, Any]:
-        """The last checkpoint and evaluation, a sample, the summary.
+        """Saves the last checkpoint, evaluates, makes a sample and the summary.
 
-        The checkpoint comes first: who stops the process during the evaluation may not wait for it.
+        The checkpoint comes first, since the process may be killed during the evaluation.
         """
         self.keeper.save(state, feed, self.progress, None)
         ranked = self.evaluator.ranking(state, interrupt) if self._unranked() else None
         measured = self.evaluator.final(state, interrupt)
         if self.evaluator.alike():
-            # By validation only: what is chosen by test metrics can't be judged by them.
+            # Ranks by validation only, so that test metrics stay unbiased.
             ranked = measured.get(Split.validation)
         if ranked is not None:
             self.keeper.rate(self.progress.step, ranked)
         final = {f"{s.value}_{k}": v for s, metrics in measured.items() for k, v in metrics.items()}
         with self.ledger.spend(Spent.checkpoint):
             self.store.wait()
-        # Asked of all, so that they end alike.
+        # All processes agree, so that they end in the same way.
         stopped = interrupt.signal if interrupt.agreed() else None
         if stopped:
             where = f"{stopped.name} at step {self.progress.step}"
@@ -472,7 +472,7 @@ class Trainer:
         return summary
 
     def _unranked(self) -> bool:
-        """Whether the last checkpoint needs an evaluation of its own to be compared with those before."""
+        """Whether the last checkpoint needs its own evaluation to be compared with earlier ones."""
         unrated = self.keeper.unrated(self.progress.step)
         return unrated and bool(self.job.checkpoints.keep_best) and not self.evaluator.alike()
 
@@ -483,9 +483,9 @@ class Trainer:
             return
         try:
             text = sample(self.steps, state.evaluated, state.model_state, prompt)
-        except Exception as error:  # whatever is wrong with a sample, the run has ended well
+        except Exception as error:  # a failed sample must not fail the run
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            self.event("sample", 0.0, f"there is none: {reason}")
+            self.event("sample", 0.0, f"no sample: {reason}")
             return
         self.say("sample", prompt=prompt, text=text)
         if hosts.is_first():

@@ -1,15 +1,15 @@
-"""Watchers of a training. One record, many views: the same dict goes to disk and to watchers."""
+"""Watchers of training: they get the same records that are written to disk."""
 
 from typing import Any, Protocol
 
 
 class Watcher(Protocol):
-    """Sees each record as it is written to ``metrics.jsonl``; must not raise and must return at once."""
+    """Watcher of the records of ``metrics.jsonl``; must not raise and must return at once."""
 
     def see(self, record: dict[str, Any]) -> None:
-        """One record; ``kind`` says which (start, train, eval, event, sample, end)."""
+        """Takes a record; its ``kind`` is start, train, eval, event, sample or end."""
         ...
 
     def close(self) -> None:
-        """The run is over, whatever its end."""
+        """Called when the run is over, for any reason."""
         ...

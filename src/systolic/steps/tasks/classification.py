@@ -1,4 +1,4 @@
-"""One label an image."""
+"""Classification: one label per image."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     import jax
 
 NO_LABEL = -1
-"""The label of an example that counts neither in the loss nor in the metrics."""
+"""Label of an example that is left out of loss and metrics."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Classification(Task):
-    """Softmax cross-entropy against one label, and how often the label comes first (among five).
+    """Softmax cross-entropy against one label, with the share of labels that rank first (or among five).
 
     Raises:
         OptionError: ``label_smoothing`` outside 0 to 1, or no ``top``.
     """
 
     label_smoothing: Annotated[float, SHARE] = 0.0
-    """Share of the target probability that is spread evenly over all classes, in training."""
+    """Share of the target probability spread evenly over all classes, in training."""
     top: Annotated[int, COUNT] = 5
-    """Classes that a prediction lists."""
+    """Number of classes that a prediction lists."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -38,7 +38,7 @@ class Classification(Task):
         """``loss`` (nats), ``accuracy`` and, with more than five classes, ``top5_accuracy`` (shares).
 
         Batch: image uint8[batch, height, width, channels], label int32[batch], mask f32[batch].
-        Examples labelled -1 weigh nothing, which is why the values are means and not one an example.
+        Values are weighted means, since examples labelled -1 have weight 0.
         """
         import jax
         import jax.numpy as jnp

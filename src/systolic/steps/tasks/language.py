@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 NUM_BYTES = 256
-"""Ids below it are bytes where the unit is a byte; those from it on mark documents."""
+"""Number of byte ids where the unit is a byte; ids from it on mark documents."""
 
 
 class Unit(enum.Enum):
@@ -42,7 +42,7 @@ class LanguageModel(Task):
     label_smoothing: Annotated[float, SHARE] = 0.0
     """Share of the probability mass spread evenly over the vocabulary."""
     z_loss: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Weight of the squared log normaliser (PaLM, Chowdhery et al. 2022): keeps logits from drifting."""
+    """Weight of the squared log normaliser (PaLM, Chowdhery et al. 2022), against drifting logits."""
     router_loss: Annotated[float, NOT_NEGATIVE] = 0.0
     """Weight of a mixture's load balancing loss."""
 
@@ -54,9 +54,9 @@ class LanguageModel(Task):
     ) -> "Mapping[str, jax.Array | Mean]":
         """loss (nats a token; the regularisers only while training), accuracy, and bits_per_byte for bytes.
 
-        bits_per_byte is the bits of all targets over the bytes of text among them: the end of a document
-        costs bits and is no byte.
-        Of a mixture also router_loss, and dropped, the share of choices whose expert had no slot left.
+        bits_per_byte is the bits of all targets over the bytes of text among them; the end of a document
+        has bits but is no byte.
+        A mixture also has router_loss and dropped, the share of choices whose expert had no free slot.
         """
         import jax.numpy as jnp
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedTokens(Task):
-    """Cross-entropy of the tokens that were chosen, over the labels that are not -1 (Devlin et al. 2019).
+    """Cross-entropy of the chosen tokens, over the labels that are not -1 (Devlin et al. 2019).
 
     Batches: tokens, segments, positions int32[batch, sequence]; places, labels int32[batch, predictions].
     """
@@ -23,7 +23,7 @@ class MaskedTokens(Task):
     def terms(
         self, model: Any, batch: "Mapping[str, jax.Array]", train: bool
     ) -> Mapping[str, Mean]:
-        """``loss`` (nats a chosen token) and ``accuracy``, the share of them that is the most likely one."""
+        """``loss`` (nats a chosen token) and ``accuracy``, the share whose label is the most likely token."""
         del train
         scores, seen = _scores(model, batch)
         weight = seen.sum()

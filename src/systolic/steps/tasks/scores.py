@@ -9,24 +9,24 @@ from systolic.models.remat import name
 
 
 class Scores(NamedTuple):
-    """f32[...], one number a target each."""
+    """Scores of targets, f32[...] each."""
 
     nats: jax.Array
     """Cross-entropy of the target."""
     normaliser: jax.Array
     """Logarithm of the sum of the exponentials."""
     best: jax.Array
-    """1 where the target is the most likely token, of equals the first."""
+    """1 where the target is the most likely token (the first of equals)."""
     mean: jax.Array | None = None
-    """The mean logit, where asked for."""
+    """Mean logit, from :func:`with_mean`."""
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> Scores:
     """Scores of targets int32[...] under logits [..., vocab] of any float dtype, in float32.
 
-    A target of -1 gives numbers without meaning, to be masked by the caller. The target's logit is
-    picked by a masked sum, and whether it is the best seen from maxima: they take no pass of their
-    own, and a vocabulary split over devices needs no gather of the logits.
+    The scores of a target of -1 are meaningless and must be masked by the caller. The target's logit
+    comes from a masked sum and ``best`` from maxima: they need no extra pass, and a vocabulary split
+    over devices needs no gather of the logits.
     """
     wide = logits.astype(jnp.float32)
     ids = jax.lax.broadcasted_iota(jnp.int32, wide.shape, wide.ndim - 1)
@@ -48,8 +48,8 @@ def with_mean(logits: jax.Array, targets: jax.Array) -> Scores:
 def log_normaliser(logits: jax.Array) -> jax.Array:
     """logsumexp over the last dim.
 
-    Its derivative is made of the logits and the result alone. So a backward pass that kept the
-    result, named ``normaliser``, reads recomputed logits once, without maximum and sum.
+    Its derivative uses only the logits and the result. A backward pass that kept the result, named
+    ``normaliser``, thus reads recomputed logits once, without maximum and sum.
     """
     return jax.nn.logsumexp(logits, axis=-1)
 
