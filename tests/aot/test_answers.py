@@ -1,4 +1,4 @@
-"""The store answers for this program alone, mends itself, and survives a full disk."""
+"""The store answers for this program alone, repairs itself, and survives a full disk."""
 
 import json
 import os
@@ -221,7 +221,7 @@ def ask_elsewhere(root: Path, limit: int = 0) -> tuple[str, str]:
 
 
 def test_a_schedule_that_could_not_be_written_is_a_failure(tmp_path: Path) -> None:
-    """XLA goes on when its dump can't be written; the schedule is then a part, or not there."""
+    """XLA continues when its dump can't be written; the schedule is then partial or absent."""
     pytest.importorskip("libtpu")
     kind, text = ask_elsewhere(tmp_path, 2048)
     assert kind == Failed.__name__

@@ -49,7 +49,7 @@ class Lowered:
 
 
 class Behind(Lowered):
-    """Writes its schedule and goes on with code, as on TPU7x, where programs of SparseCores come before
+    """Writes its schedule and continues with code, as on TPU7x, where programs of SparseCores come before
     ``after_buffer_assignment``."""
 
     def __init__(self, text: str) -> None:

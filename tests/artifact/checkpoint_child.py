@@ -115,7 +115,7 @@ def before_commit(folder: Path) -> None:
 
 
 def full(folder: Path) -> None:
-    """Meets a limit on file sizes, as a full disk; goes on when there is room again."""
+    """Meets a limit on file sizes, as a full disk; continues when there is room again."""
     small = {"params": {"w": jnp.zeros(8)}}
     large = {"params": {"w": jax.random.normal(jax.random.key(0), (1 << 20,))}}
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -183,7 +183,7 @@ except RunError as error:
     with pytest.raises(RunError, match="in use by this process"):
         Run.open(tmp_path / "run", access=Access.write)
     assert Run.open(tmp_path / "run").read_job()["recipe"] == JOB["recipe"]
-    assert other().endswith(told), "a look must not let the lock go"
+    assert other().endswith(told), "reading must not release the lock"
     run.close()
     assert not (tmp_path / "run" / ".lock").exists()
     assert other() == "opened"

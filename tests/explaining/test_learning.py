@@ -204,7 +204,7 @@ def test_uneven_experts_are_told_from_too_few_slots(
 
 
 def test_looks_change_nothing(tmp_path: Path):
-    """With a look at every step, across a crash and a resume, the run is bit for bit the one without."""
+    """With a probe at every step, across a crash and a resume, the run is bit for bit the one without."""
     setup = set_up(planted.job(steps=24, evaluation=Evaluation(every=8)))
     train(setup, tmp_path / "without", diagnose=0)
     assert not (tmp_path / "without" / "diagnoses.jsonl").exists()
@@ -215,13 +215,13 @@ def test_looks_change_nothing(tmp_path: Path):
     train(setup, tmp_path / "cut", resume=True, diagnose=1)
     assert_same(setup, tmp_path / "without", tmp_path / "cut")
 
-    def looks(name: str) -> list[dict[str, Any]]:
+    def probes(name: str) -> list[dict[str, Any]]:
         clocks = ("time", "seconds")
         found = Run.open(tmp_path / name).diagnoses()
         return [{k: v for k, v in look.items() if k not in clocks} for look in found]
 
-    assert [look["step"] for look in looks("with")] == list(range(1, 25))
-    assert looks("cut") == looks("with")
+    assert [record["step"] for record in probes("with")] == list(range(1, 25))
+    assert probes("cut") == probes("with")
 
 
 def test_a_look_tells_what_the_step_then_does(tmp_path: Path):
@@ -263,7 +263,7 @@ def test_by_default_a_short_run_is_not_slowed_but_looked_at_afterwards(
 
 
 def test_looks_nobody_asked_for_take_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch):
-    """By a clock of the test's own; and where the program does not fit, the run goes on without looks."""
+    """By a clock of the test's own; and where the program does not fit, the run continues without probes."""
     now, told = [0.0], []
     ledger = Ledger(lambda: now[0])
     setup = set_up(planted.job(steps=100))
@@ -426,7 +426,7 @@ def test_the_screen_holds_many_causes_and_begins_with_the_verdict():
 def test_looks_at_the_end_of_a_decay_tell_nothing_of_updates(tmp_path: Path):
     train(planted.job(steps=60), tmp_path, diagnose=20)
     history = load_run(tmp_path)
-    # Rounding takes a cosine below zero one step past its end, where a look at the last checkpoint is.
+    # Rounding takes a cosine below zero one step past its end, where a probe of the last checkpoint is.
     ended = [{**look, "learning_rate": -1.6e-9} for look in history.diagnoses]
     decayed = replace(history, diagnoses=ended)
     assert "lost-updates" not in {cause.name for cause in layers.causes(decayed)}

@@ -1,4 +1,4 @@
-"""Forecasts for the CPU at hand, compiled for real, and for GPUs that are not there."""
+"""Forecasts for the local CPU, compiled for real, and for absent GPUs."""
 
 import json
 import math

@@ -120,7 +120,7 @@ def test_a_program_lowered_on_a_cpu_host_has_the_kernel_of_its_target(
     if platform == "gpu" and call not in text:
         assert (
             "cuDNN" in where.notes[0]
-        )  # JAX cannot trace it without the library, and that is said.
+        )  # JAX cannot trace it without the library, which is reported.
         return
     assert where.notes == []
     assert "custom_call" not in text if call is None else call in text

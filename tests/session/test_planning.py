@@ -85,7 +85,7 @@ def test_a_batch_per_device_is_said_to_differ() -> None:
     (note,) = before_search(facts, SLICES, Freedom(), own_work=False)
     assert note == BatchDiffers(smallest=32, largest=128)
     assert "differs by slice (32 to 128 examples a step)" in text(note)
-    assert "--batch fixes it" in text(note)
+    assert "--batch sets one for all" in text(note)
     assert not before_search(facts, SLICES, Freedom(batch=True), own_work=False)
 
 

@@ -1,4 +1,4 @@
-"""A run goes on with another number of devices, and in several processes."""
+"""A run resumes with another number of devices, and in several processes."""
 
 import json
 from pathlib import Path

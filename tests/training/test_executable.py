@@ -47,7 +47,7 @@ def test_a_run_takes_the_saved_step(saved: Path, tmp_path: Path) -> None:
     assert len(loaded) == len(compiled) == 16
     for step, values in compiled.items():
         assert loaded[step] == pytest.approx(values, rel=1e-4)
-    # It goes on from a checkpoint as well.
+    # It resumes from a checkpoint as well.
     words = ["--resume", str(tmp_path / "run"), "--executable", str(saved)]
     assert main(["train", *words]) == 0
 

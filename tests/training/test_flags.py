@@ -1,4 +1,4 @@
-"""Compiler flags of a run: options of its programs, in its record, kept when it goes on."""
+"""Compiler flags of a run: options of its programs, in its record, kept when it is resumed."""
 
 import json
 import os

@@ -229,8 +229,8 @@ def _chip_with_rule(given: str, name: str, rest: int | str) -> Chip:
         raise NotFoundError(f"{given} is not the name of a slice; systolic chips lists the chips")
     if isinstance(rest, str):
         raise NotFoundError(f"there is no chip {name!r}; did you mean {near}:{rest}? {_HELP}")
-    mended = _nearest_number(sliced[near], rest)
-    raise NotFoundError(f"{given} is not a slice; did you mean {mended}? {_HELP}")
+    nearest = _nearest_number(sliced[near], rest)
+    raise NotFoundError(f"{given} is not a slice; did you mean {nearest}? {_HELP}")
 
 
 def _nearest_number(known: Chip, number: int) -> str:
@@ -257,8 +257,8 @@ def _refuse_number(
 def _refuse_name(given: str, body: str, count: int) -> NoReturn:
     names = [alias for c in chips() for alias in (c.name, *c.aliases)]
     near = _most_alike(body, names)
-    mended = "" if near is None else (near if count == 1 else f"{count}x{near}")
-    hint = f"; did you mean {mended}?" if mended else "; a name is like v5e-16, 8xh100 or cpu;"
+    nearest = "" if near is None else (near if count == 1 else f"{count}x{near}")
+    hint = f"; did you mean {nearest}?" if nearest else "; a name is like v5e-16, 8xh100 or cpu;"
     raise NotFoundError(f"{given} is not the name of a slice{hint} {_HELP}")
 
 

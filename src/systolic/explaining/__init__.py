@@ -1,1 +1,1 @@
-"""What limits a forecast, a profile or a run, with its evidence, and what to change."""
+"""Causes that limit a forecast, a profile or a run, with evidence and advice."""

@@ -90,7 +90,7 @@ class Model(ABC):
 
     @abstractmethod
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
-        """The module, initialised in float32. Called under ``jit``, so that weights are born sharded.
+        """The module, initialised in float32. Called under ``jit``, so that weights are created sharded.
 
         A parameter says how it may be sharded with ``nnx.Param(value, out_sharding=("embed", "mlp"))``
         (logical names); one without names gets a generic rule.

@@ -54,7 +54,7 @@ class Candidate:
         return f"{self.layout.text}{flags}"
 
     def settings(self, base: Job) -> dict[str, Any]:
-        """What differs from the job, by option: ``layout.fsdp``, ``batch``, ``precision``."""
+        """Settings that differ from the job, by option: ``layout.fsdp``, ``batch``, ``precision``."""
         always = {*fields_of(Group.mesh), "accumulate"}
         if self.on.num_slices == 1:
             always.discard("slices")

@@ -199,7 +199,7 @@ def test_the_page_needs_nothing_else(stopped: SearchStop | None) -> None:
         "systolic train lm --plan plan.json --candidate 2",
         "Time against cost",
         "no other is faster and cheaper",
-        "What may help: other slices",
+        "To try: other slices",
         "1 does not fit, 1 did not compile",
     ):
         assert words in page.text, words
