@@ -33,7 +33,7 @@ class CompileDepth(enum.Enum):
     full = "whole"
     """Full compile, with the compiler's own cycles."""
     schedule = "schedule"
-    """Up to the schedule: memory is exact, the time of ops estimated."""
+    """Up to the schedule: memory is exact, op times are estimates."""
     roofline = "roofline"
     """A GPU's program, priced by a roofline at any depth."""
 
