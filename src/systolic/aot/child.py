@@ -116,9 +116,7 @@ def _compile(request: Mapping[str, Any], folder: Path, dumped: Path) -> int:
         "flags": list(request["flags"]),
         "options": dict(request["options"]),
         "versions": versions_here(on),
-        "program": dict(
-            program.facts
-        ),  # of the first request; answers use those of their own request
+        "program": dict(program.facts),  # of the first request; answers have their own
         # The text of a program lacks the places of the devices in the mesh, which the schedule depends on.
         "places": places(program.mesh, on),
         "seconds": clock.laps,
