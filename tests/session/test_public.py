@@ -20,6 +20,7 @@ from systolic.cli.main import main
 from systolic.core.errors import OptionError, RunError
 from systolic.core.files import write_json
 from systolic.job import Layout
+from systolic.job.optimizer import Shortened
 from systolic.session.job_source import with_plan
 from systolic.session.planned import candidate_of
 from systolic.session.saved_job import job_from_json, types_of
@@ -177,10 +178,13 @@ def test_options_that_a_recipe_does_not_take(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("few", [{}, {"steps": 7}])
 @pytest.mark.parametrize("name", recipes.shipped())
-def test_a_job_is_read_back_from_its_json(name: str, tmp_path: Path) -> None:
+def test_a_job_is_read_back_from_its_json(name: str, few: dict[str, int], tmp_path: Path) -> None:
     options = {"image": {"path": tmp_path, "classes": 3}}.get(name, {})
-    job = recipes.find(name)(options)
+    job = recipes.find(name)({**options, **few})
+    if few and name in ("bytes", "lm", "mlm"):
+        assert type(job.schedule) is Shortened
     plain = json.loads(json.dumps(job.to_json()))
     assert job_from_json(plain, types_of(job), tmp_path) == job
 

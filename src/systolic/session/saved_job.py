@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import msgspec
@@ -32,18 +33,10 @@ def job_from_json(plain: Mapping[str, Any], types: Mapping[str, str], run: Path)
     Raises:
         RunError: a part is not of this package, or does not read in this version.
     """
-    made: dict[str, Any] = {**plain}
+    job = {**plain}
     for part in _PARTS:
-        made[part] = {key: each for key, each in plain[part].items() if key != "type"}
-    # A part of a part comes before it.
-    for name in sorted(types, key=lambda name: -name.count(".")):
-        kind, holder = _class(name, types[name], run), made
-        *above, last = name.split(".")
-        for field in above:
-            holder = holder[field]
-        holder[last] = _convert(holder[last], kind, run)
-    hints = typing.get_type_hints(Job)
-    return Job(**{name: _convert(value, hints[name], run) for name, value in made.items()})
+        job[part] = {key: each for key, each in plain[part].items() if key != "type"}
+    return _made(job, Job, "", types, run)
 
 
 def _chosen(value: Any, prefix: str) -> Iterator[tuple[str, type]]:
@@ -53,19 +46,46 @@ def _chosen(value: Any, prefix: str) -> Iterator[tuple[str, type]]:
         inner = getattr(value, field.name)
         if is_dataclass(inner) and not isinstance(inner, type):
             name = f"{prefix}{field.name}"
-            declared = hints[field.name]
-            if isinstance(declared, type) and type(inner) is not declared:
+            if type(inner) is not _declared(hints[field.name]):
                 yield name, type(inner)
             yield from _chosen(inner, f"{name}.")
+
+
+def _declared(hint: Any) -> Any:
+    """The class of a field that holds one or None; any other hint as it is."""
+    several = [kind for kind in typing.get_args(hint) if kind is not NoneType]
+    return several[0] if len(several) == 1 and isinstance(several[0], type) else hint
+
+
+def _made(value: Any, hint: Any, name: str, types: Mapping[str, str], run: Path) -> Any:
+    """A part of a job. One that holds parts of recorded classes is built field by field: msgspec would
+    refuse a part that is built already, or build the declared class."""
+    kind = _class(name, types[name], run) if name in types else hint
+    prefix = f"{name}." if name else ""
+    if not any(each.startswith(prefix) and each != name for each in types):
+        return _convert(value, kind, run)
+    holder = _declared(kind)
+    hints = typing.get_type_hints(holder)
+    inner = {
+        each.name: _made(value[each.name], hints[each.name], f"{prefix}{each.name}", types, run)
+        for each in fields(holder)
+        if each.name in value
+    }
+    try:
+        return holder(**inner)
+    except TypeError as error:
+        raise _unreadable(run, error) from error
 
 
 def _convert(value: Any, kind: Any, run: Path) -> Any:
     try:
         return msgspec.convert(value, kind, dec_hook=_custom)
     except (msgspec.ValidationError, TypeError) as error:
-        raise RunError(
-            f"the job of {run} does not read in this version ({error}); {_again(run)}"
-        ) from error
+        raise _unreadable(run, error) from error
+
+
+def _unreadable(run: Path, error: Exception) -> RunError:
+    return RunError(f"the job of {run} does not read in this version ({error}); {_again(run)}")
 
 
 def _custom(kind: type, value: Any) -> Any:
