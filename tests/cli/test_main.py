@@ -18,6 +18,16 @@ CASES = [
     (["train", "bytes", "--steps", "many"], 2, "see systolic train bytes --help"),
     (["train", "bytes", "--steps", "0"], 2, "steps is 0; it must be at least 1"),
     (["train", "bytes", "extra"], 2, "systolic train bytes has no argument extra"),
+    (
+        ["train", "lm", "--layout.remat-names", "query", "key", "--run", "x", "value"],
+        2,
+        "systolic train lm has no argument value",
+    ),
+    (
+        ["train", "lm", "--layout.remat-names", "query", "--json", "attention"],
+        2,
+        "systolic train lm has no argument attention",
+    ),
     (["train", "nowhere.py:job"], 2, "nowhere.py is not a file"),
     (["train", "bytes", "--resume", "runs/x"], 2, "--resume takes a run and no recipe"),
     (["train", "image"], 2, "systolic: systolic train image needs --path PATH; see systolic train"),
@@ -68,6 +78,39 @@ def test_a_bad_recipe_file(capsys, tmp_path: Path, source: str, said: str) -> No
     file = tmp_path / "mine.py"
     file.write_text(source)
     assert main(["recipes", f"{file}:job"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+LISTS = """from systolic.core.errors import OptionError
+
+def job(names: tuple[str, ...] = (), pair: tuple[int, int] = (1, 2), my_steps: int = 1):
+    raise OptionError(f"{names} {pair} {my_steps}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--names b --json False", "has no argument False"),
+        ("--names a --run x a b", "has no argument a"),
+        ("--names a --run a a", "has no argument a"),
+        ("--pair 3 --json 4", "has no argument 4"),
+        ("--my_steps --json 5", "has no argument 5"),
+        ("--json b --names a", "has no argument b"),
+        ("b --names a", "has no argument b"),
+        ("--names a --json --pair 3 -4", "('a',) (3, -4) 1"),
+        ("--run a --names a b --workers 0 --my_steps=5 --json", "('a', 'b') (1, 2) 5"),
+        ("--names --json --names a b", "('a', 'b') (1, 2) 1"),
+        ("--json --names", "() (1, 2) 1"),
+    ],
+)
+def test_a_word_after_an_option_of_the_verb_is_no_value_of_the_recipe(
+    capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(LISTS)
+    assert main(["train", "mine.py:job", *words.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
 

@@ -121,6 +121,25 @@ def is_unknown(word: str, names: Container[str]) -> bool:
     return word.startswith("--") and word.partition("=")[0].replace("_", "-") not in names
 
 
+def stray(rest: Sequence[str], words: Sequence[str]) -> list[str]:
+    """Values of ``rest``, the words left of a line, that belong to none of its options.
+
+    The option before such a word was taken out with its own value, as in ``--names a --run x b``; read
+    from ``rest`` alone, ``b`` would be another of the names.
+
+    Args:
+        rest: What :func:`known` left, in order.
+        words: The whole line.
+    """
+    found, at = [], 0
+    for word in rest:
+        place = words.index(word, at)
+        if not word.startswith("--") and (place > at or not at):
+            found.append(word)
+        at = place + 1
+    return found
+
+
 def asks_help(args: Sequence[str]) -> bool:
     """Whether a command line asks for help; nothing else in it is then read."""
     return "-h" in args or "--help" in args

@@ -13,6 +13,7 @@ from systolic.cli.parse import (
     option_names,
     print_help,
     refuse_unknown,
+    stray,
 )
 from systolic.core.errors import OptionError
 
@@ -98,7 +99,8 @@ def request_for(
     prog = f"systolic {verb} {recipe if isinstance(recipe, str) else recipe.target}"
     wants_help = asks_help(args)
     # Before the recipe is imported, which takes longer than to refuse a line.
-    given, rest = ({}, []) if wants_help else known(options, renamed(args), prog)
+    words = [] if wants_help else renamed(args)
+    given, rest = ({}, []) if wants_help else known(options, words, prog)
     found = recipes.find(recipe) if isinstance(recipe, str) else recipe
     taken = inspect.signature(options).parameters
     clash = set(taken) & set(inspect.signature(found.function).parameters)
@@ -115,6 +117,7 @@ def request_for(
     if found.file is None:
         # A shipped recipe's types name all of its options: no need to parse what is misspelt.
         refuse_unknown([word for word in rest if is_unknown(word, names)], names, prog)
+    refuse_unknown(stray(rest, words), names, prog)
     values, unknown = known(function, rest, prog)
     refuse_unknown(unknown, names, prog)
     return Request(recipe=found, options=values, verb=own, typed=tuple(rest))
