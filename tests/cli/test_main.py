@@ -98,6 +98,8 @@ def job(names: tuple[str, ...] = (), pair: tuple[int, int] = (1, 2), my_steps: i
         ("--pair 3 --json 4", "has no argument 4"),
         ("--my_steps --json 5", "has no argument 5"),
         ("--json b --names a", "has no argument b"),
+        ("--names a --json=b", "has no argument b"),
+        ("--names a -- b", "has no argument b"),
         ("b --names a", "has no argument b"),
         ("--names a --json --pair 3 -4", "('a',) (3, -4) 1"),
         ("--run a --names a b --workers 0 --my_steps=5 --json", "('a', 'b') (1, 2) 5"),

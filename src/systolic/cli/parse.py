@@ -133,10 +133,11 @@ def stray(rest: Sequence[str], words: Sequence[str]) -> list[str]:
     """
     found, at = [], 0
     for word in rest:
-        place = words.index(word, at)
-        if not word.startswith("--") and (place > at or not at):
+        # A switch leaves the value of --json=x as a word that the line does not have.
+        place = words.index(word, at) if word in words[at:] else -1
+        if not word.startswith("--") and (place != at or not at):
             found.append(word)
-        at = place + 1
+        at = at if place < 0 else place + 1
     return found
 
 
