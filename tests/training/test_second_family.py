@@ -28,6 +28,7 @@ from systolic.job import (
     Model,
     Optimizer,
     Sampling,
+    Schedule,
     TokenScorer,
 )
 from systolic.steps.decode import Decode
@@ -206,10 +207,18 @@ def test_a_prompt_of_another_length_compiles_nothing(setup: Setup, weights: Any)
         next(first.stream("x" * 20, tokens=40))
 
 
-def test_it_rehearses(setup: Setup) -> None:
-    told: Mapping[str, Any] = rehearse(job(), slice("v5e-1"), lambda *_: None)
+def test_it_rehearses() -> None:
+    """With a warm-up that is longer than the rehearsal."""
+    warm = job(steps=1000, schedule=Schedule(warmup=50))
+    told: Mapping[str, Any] = rehearse(warm, slice("v5e-1"), lambda *_: None)
     assert len(told["rehearsed"]["losses"]) == 3
     assert told["num_parameters"] == VOCAB * WIDTH + POSITIONS * WIDTH + 4 * WIDTH * WIDTH
+
+
+def test_a_warm_up_that_training_refuses_is_refused_by_a_rehearsal() -> None:
+    warm = job(steps=1000, schedule=Schedule(warmup=1000))
+    with pytest.raises(OptionError, match=r"schedule\.warmup is 1000 and the job has 1000 steps"):
+        rehearse(warm, slice("v5e-1"), lambda *_: None)
 
 
 def test_its_generation_is_traced_for_a_forecast() -> None:

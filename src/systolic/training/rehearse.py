@@ -77,6 +77,7 @@ def rehearse(job: Job, on: Slice, say: Say, workers: int = 0) -> dict[str, Any]:
     Raises:
         LayoutError: an axis does not divide the slice, the batch, the model or an example, or the
             weights and optimizer state alone exceed the memory of a device.
+        OptionError: the warm-up takes all steps of the job.
         DataError: the data is empty or damaged.
         RunError: a step, the evaluation or the checkpoint failed.
     """
@@ -88,6 +89,7 @@ def rehearse(job: Job, on: Slice, say: Say, workers: int = 0) -> dict[str, Any]:
         peak_bf16_flops_per_second=None,
     )
     job = job.settle(on)
+    job.schedule.check_steps(job.steps)
     shape = " x ".join(f"{name} {size}" for name, size in job.layout.mesh_shape.items() if size > 1)
     crossing = f", {job.layout.slices.value} across {on.num_slices} slices"
     say(
@@ -164,6 +166,7 @@ def shrunk(job: Job, steps: StepFunctions) -> Job:
         data=job.data.shrink(layout),
         batch=Batch(total=batch),
         steps=STEPS,
+        schedule=replace(job.schedule, warmup=job.schedule.warms(STEPS)),
     )
 
 
