@@ -19,7 +19,8 @@ from systolic.cli.train import requested
 from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError
 from systolic.core.files import write_json
 from systolic.job import Axis, Layout, Precision, Remat
-from systolic.session.planned import resumed
+from systolic.report.plan.readings import command
+from systolic.session.planned import candidate_of, resumed
 from systolic.session.run_files import rebuild
 from systolic.session.run_flags import new_flags
 from tests.planning import fabricated
@@ -325,3 +326,39 @@ def test_the_defaults_of_a_layout_survive() -> None:
     applied = apply(job, {"layout.fsdp": 4, "layout.remat_names": ["query"]})
     assert applied.layout.remat_names == ("query",)
     assert applied.layout.attention_block == Layout().attention_block
+
+
+@pytest.mark.parametrize(
+    "words", [["train", "lm", "--plan"], ["explain"], ["explain", "SOUND", "--against"]]
+)
+def test_the_plan_of_a_job_is_refused_where_the_job_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    path, sound = tmp_path / "pyplan.json", tmp_path / "sound.json"
+    write(sound, one("v5e-4", {**SETTINGS, "layout.fsdp": 4}), sequence=16)
+    made = replace(fabricated.plan(), target="", options={})
+    write_json(path, made.to_json())
+    assert json.loads(path.read_text())["recipe"] is None
+    assert main([*(str(sound) if word == "SOUND" else word for word in words), str(path)]) == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert f"{path} is a plan of the Job lm" in line
+    assert "systolic.train(job, plan=plan)" in line
+    assert captured.out == ""
+    # With the Job, both the value and the file will do.
+    assert replace(candidate_of(made, 1), path=str(path)) == read(path, of_job=True)
+    assert command(made, path, 2) == "systolic.train(job, plan=plan, candidate=2)"
+
+
+def test_the_forecast_of_a_job_is_refused_by_what_it_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best = fabricated.plan().best
+    assert best is not None
+    assert best.forecast is not None
+    path = tmp_path / "pyfc.json"
+    write_json(path, best.forecast.to_json())
+    assert main(["explain", str(path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path} is a forecast of a Job" in line
+    assert "systolic.explain(job, on='v6e-16')" in line

@@ -76,7 +76,8 @@ class SavedPlan(msgspec.Struct):
     """A plan.json: the fields that verbs read."""
 
     format: int
-    recipe: str
+    recipe: str | None
+    """None in the plan of a Job, which is not in the file."""
     options: dict[str, Any]
     goal: dict[str, Any]
     best: dict[str, Any] | None
@@ -84,6 +85,8 @@ class SavedPlan(msgspec.Struct):
     """Ranked; the first is the best."""
     arguments: list[str] | None = None
     """Arguments of the recipe as typed; absent in plans of earlier versions."""
+    job: str | None = None
+    """Name of the Job, where there is no recipe."""
 
 
 def is_plan(plain: Any) -> bool:
@@ -91,12 +94,16 @@ def is_plan(plain: Any) -> bool:
     return isinstance(plain, dict) and {"candidates", "best", "goal"} <= set(plain)
 
 
-def load(path: Path) -> SavedPlan:
+def load(path: Path, *, of_job: bool = False) -> SavedPlan:
     """A plan.json with at least one candidate.
+
+    Args:
+        path: The file.
+        of_job: Whether the caller has the Job, so that the plan of a Job will do.
 
     Raises:
         NotFoundError: there is no such file.
-        OptionError: it is not a plan.
+        OptionError: it is not a plan, or is the plan of a Job and the caller has none.
         DataError: it is damaged (names the field), or nothing in it fits.
     """
     plain = read_given(path, "systolic plan RECIPE --on SLICES writes a plan")
@@ -112,6 +119,12 @@ def load(path: Path) -> SavedPlan:
         saved = msgspec.convert(plain, SavedPlan)
     except msgspec.ValidationError as error:
         raise DataError(f"{path} is a damaged plan ({error}); plan again") from error
+    if saved.recipe is None and saved.job is None:
+        raise DataError(f"{path} is a damaged plan (it names neither recipe nor Job); plan again")
+    if saved.recipe is None and not of_job:
+        raise OptionError(
+            f"{path} is a plan of the Job {saved.job}, made in Python, and a file cannot hold the Job; give both in Python: systolic.train(job, plan=plan), or plan a recipe: systolic plan RECIPE --on {_slices(saved)}"
+        )
     for number, one in enumerate(saved.candidates):
         figures = (one.step_seconds, one.total.steps)
         if not all(0 < figure < math.inf for figure in figures):
@@ -123,15 +136,19 @@ def load(path: Path) -> SavedPlan:
     return saved
 
 
-def read(path: Path, number: int = 1) -> Chosen:
-    """A candidate of plan.json, by its rank from 1.
+def _slices(saved: SavedPlan) -> str:
+    return ",".join(dict.fromkeys(one.slice for one in saved.candidates)) or "SLICES"
+
+
+def read(path: Path, number: int = 1, *, of_job: bool = False) -> Chosen:
+    """A candidate of plan.json, by its rank from 1; ``of_job`` as for :func:`load`.
 
     Raises:
         NotFoundError: there is no such file.
         DataError: it is damaged, or nothing in it fits.
-        OptionError: it is no plan, or has fewer candidates.
+        OptionError: it is no plan or one of a Job, or has fewer candidates.
     """
-    return candidate(load(path), str(path), number)
+    return candidate(load(path, of_job=of_job), str(path), number)
 
 
 def candidate(saved: SavedPlan, path: str, number: int) -> Chosen:
@@ -148,7 +165,7 @@ def candidate(saved: SavedPlan, path: str, number: int) -> Chosen:
     one = found[number - 1]
     return Chosen(
         path=path,
-        recipe=saved.recipe,
+        recipe=saved.recipe or saved.job or "",
         options=saved.options,
         slice=one.slice,
         settings=one.settings,

@@ -78,7 +78,7 @@ class Plan:
     stopped: SearchStop | None = None
     """Reason that the search ended early; None when it ended by itself."""
     target: str = ""
-    """The recipe as it was given."""
+    """The recipe as it was given; empty for a plan of a Job."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The recipe's options."""
     arguments: Sequence[str] = ()
@@ -118,7 +118,8 @@ class Plan:
         front = {id(one) for one in self.pareto}
         return {
             "format": FORMAT,
-            "recipe": self.target or self.facts.job.name,
+            "recipe": self.target or None,
+            **({} if self.target else {"job": self.facts.job.name}),
             "options": dict(self.options),
             "arguments": list(self.arguments),
             "goal": self.goal.to_json(),

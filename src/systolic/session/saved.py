@@ -143,7 +143,9 @@ def saved_step(path: Path, from_words: FromWords | None = None) -> RecipeStep:
     if is_plan(record):
         return _planned(path)
     if "arguments" not in record:
-        raise _unnamed(path)
+        raise RunError(
+            f"{path} is a forecast of a Job, a function or a dump, and does not hold it; give the Job in Python: systolic.explain(job, on='{record['slice']}'), or explain a recipe: systolic explain RECIPE --on {record['slice']}"
+        )
     try:
         saved = msgspec.convert(record, _SavedForecast)
     except msgspec.ValidationError as error:
@@ -167,6 +169,7 @@ def saved_step(path: Path, from_words: FromWords | None = None) -> RecipeStep:
 
 def _planned(path: Path) -> RecipeStep:
     saved = load(path)
+    assert saved.recipe is not None  # load refuses the plan of a Job
     best = saved.candidates[0]
     on = slice(best.slice)
     _require_own(saved.recipe, path)

@@ -151,8 +151,11 @@ def nearest(plan: Plan) -> str:
 
 
 def command(plan: Plan, path: Path | None, number: int = 1) -> str:
-    """Command that runs a candidate."""
-    words = ["systolic", "train", plan.target or plan.facts.job.name, "--plan", str(path or PLAN)]
+    """Command that runs a candidate; of a Job, which no command names, the call."""
+    if not plan.target:
+        more = f", candidate={number}" if number > 1 else ""
+        return f"systolic.train(job, plan=plan{more})"
+    words = ["systolic", "train", plan.target, "--plan", str(path or PLAN)]
     return shlex.join([*words, *(["--candidate", str(number)] if number > 1 else [])])
 
 
