@@ -19,8 +19,9 @@ from systolic.artifact.chosen import read
 from systolic.cli.main import main
 from systolic.core.errors import OptionError, RunError
 from systolic.core.files import write_json
-from systolic.job import Layout
+from systolic.job import Layout, Mode, Schedule
 from systolic.job.optimizer import Shortened
+from systolic.recipes.digits import MODELS, DigitsModel
 from systolic.session.job_source import with_plan
 from systolic.session.planned import candidate_of
 from systolic.session.saved_job import job_from_json, types_of
@@ -206,3 +207,47 @@ def test_a_job_resumes_on_other_devices_with_its_layout_as_it_was_given(tmp_path
     saved = Run.open(tmp_path / "run").read_job()
     assert saved["options"]["layout"]["fsdp"] == -1
     assert saved["job"]["layout"]["fsdp"] == 1
+
+
+def test_a_run_of_a_digits_job_that_stopped_early_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, made = tmp_path / "run", recipes.find("digits")({"steps": 40})
+    # The loss is to rise, and it falls: the second evaluation stops the run.
+    rule = replace(
+        made.evaluation,
+        every=4,
+        batches=2,
+        final_batches=2,
+        metric="loss",
+        mode=Mode.max,
+        patience=1,
+    )
+    model = replace(MODELS[DigitsModel.cnn], channels=(4,))
+    job = replace(made, model=model, evaluation=rule, schedule=Schedule())
+    systolic.train(job, run=run, watchers=[StopAt(1)])
+
+    def rewritten(*_: Any) -> None:
+        raise AssertionError("job.json is written again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "write_job", rewritten)
+        stopped = systolic.resume(run, job=job)
+    assert stopped.warnings == ()
+    assert 0 < stopped.summary["steps"] < 40
+    again = systolic.resume(run)
+    assert (again.trained, again.summary["steps"]) == (False, stopped.summary["steps"])
+
+
+def test_resume_lists_the_fields_of_a_changed_job(tmp_path: Path) -> None:
+    run, job = tmp_path / "run", replace(tiny.job(steps=8), layout=Layout(fsdp=-1))
+    systolic.train(job, run=run, watchers=[StopAt(4)])
+    slower = replace(job.optimizer, learning_rate=0.0625)
+    changed = replace(job, optimizer=slower, evaluation=replace(job.evaluation, every=5))
+    result = systolic.resume(run, job=changed)
+    assert result.warnings == (
+        f"{run} continues with optimizer.learning_rate 0.0625 (was {job.optimizer.learning_rate}),"
+        f" evaluation.every 5 (was {job.evaluation.every})",
+    )
+    record = Run.open(run).read_job()
+    assert record["job"]["optimizer"]["learning_rate"] == 0.0625

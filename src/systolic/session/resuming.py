@@ -1,5 +1,6 @@
 """A run that resumes: opened, checked against what is asked for, and trained on."""
 
+import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -46,6 +47,8 @@ class OpenedRun:
     """The recipe's options as the run was trained last."""
     types: Mapping[str, str] | None = None
     """Of a Job that no recipe made; see :class:`systolic.session.job_source.JobSource`."""
+    gives_job: bool = False
+    """Whether the caller gave the Job, which then may differ from the run's own."""
 
     @property
     def path(self) -> Path:
@@ -68,12 +71,24 @@ class OpenedRun:
         )
 
     def changes(self, source: JobSource) -> list[str]:
-        """The options that differ from the run's own, as ``--steps 20 (was 10)``."""
+        """The options that differ from the run's own, as ``--steps 20 (was 10)``; fields of a given Job by their names."""
         after, before = flat(recipes.plain(source.options)), flat(recipes.plain(self.saved))
-        return [
+        found = [
             f"{typed(name, value)} (was {plain_words(before[name])})"
             for name, value in after.items()
             if name in before and str(value) != str(before[name])  # a NaN is one as before
+        ]
+        if not self.gives_job:
+            return found
+        options = set(source.options)
+        now, old = (
+            flat({name: each for name, each in plain.items() if name not in options})
+            for plain in (_plain(source.job, self.record), self.record.job)
+        )
+        return found + [
+            f"{name} {plain_words(now.get(name))} (was {plain_words(old.get(name))})"
+            for name in {**old, **now}
+            if now.get(name) != old.get(name)
         ]
 
 
@@ -99,7 +114,14 @@ def opened(path: Path, *, trust: bool = False, job: Job | None = None) -> Genera
         record = JobRecord.from_json(directory.read_job())
         recipe, _, saved = run_files.rebuild(directory, trust_code=trust, job=job)
         types = record.types if job is None else types_of(job)
-        yield OpenedRun(directory=directory, record=record, recipe=recipe, saved=saved, types=types)
+        yield OpenedRun(
+            directory=directory,
+            record=record,
+            recipe=recipe,
+            saved=saved,
+            types=types,
+            gives_job=job is not None,
+        )
 
 
 def continue_run(
@@ -218,7 +240,16 @@ def finished(directory: Run, job: Job, *, changed: bool) -> dict[str, Any] | Non
 
 def _is_same(job: Job, record: JobRecord) -> bool:
     """Whether a job is the recorded one on any devices."""
-    return {**job.to_json(), "layout": None} == {**record.job, "layout": None}
+    return {**_plain(job, record), "layout": None} == {**record.job, "layout": None}
+
+
+def _plain(job: Job, record: JobRecord) -> dict[str, Any]:
+    """A job as job.json would have it; a batch per device is a total where the record's is."""
+    if job.batch.per_device is not None and record.job["batch"]["total"] is not None:
+        total = job.batch.resolve(replace(job.layout, **record.layout))
+        job = replace(job, batch=Batch(total=total))
+    # JSON has lists where a job has tuples.
+    return json.loads(json.dumps(job.to_json()))
 
 
 def _how(record: JobRecord) -> tuple[Any, ...]:
