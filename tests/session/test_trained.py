@@ -88,6 +88,41 @@ def test_python_answers_as_the_commands_do(home: Path, tmp_path: Path) -> None:
     assert warning.startswith("41 tokens of prompt and up to 2 new ones exceed the 32")
 
 
+BYTES = """
+from pathlib import Path
+from systolic.data.text.bytes import StandardLibrary
+from systolic.job import Batch, Job
+from systolic.models.decoder.config import Decoder
+from systolic.steps.tasks.language import LanguageModel, Unit
+
+def job(root: Path) -> Job:
+    model = Decoder(layers=1, d_model=16, d_ff=16, heads=2, kv_heads=2, head_dim=8, vocab=264)
+    data = StandardLibrary(sequence=32, root=root)
+    task = LanguageModel(unit=Unit.byte)
+    return Job(name="tiny", model=model, task=task, data=data, steps=1, batch=Batch(total=4))
+"""
+
+
+def test_baselines_are_those_of_the_data_that_was_evaluated(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run on Python files has those of gzip, other text has none."""
+    run, text = str(tmp_path / "run"), str(home / "text" / "7.txt")
+    (tmp_path / "tiny.py").write_text(BYTES)
+    (tmp_path / "code").mkdir()
+    for number in range(30):
+        (tmp_path / "code" / f"{number}.py").write_text(f"def f{number}(): return {number}\n" * 5)
+    words = [f"{tmp_path}/tiny.py:job", "--root", str(tmp_path / "code"), "--run", run, "--json"]
+    assert main(["train", *words]) == 0
+    capsys.readouterr()
+    found = {}
+    for name, more in {"own": [], "other": ["--path", text]}.items():
+        assert main(["eval", run, "--batches", "1", "--json", *more]) == 0
+        found[name] = json.loads(capsys.readouterr().out)["baselines"]
+    assert 0 < found["own"]["gzip_joined_bits_per_byte"] < found["own"]["gzip_bits_per_byte"] < 8
+    assert found["other"] == {}
+
+
 def test_a_damaged_checkpoint_is_a_warning(home: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(home / "run", run)

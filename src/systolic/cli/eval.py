@@ -44,7 +44,7 @@ def run(args: Sequence[str]) -> int:
     check_data(options.split, options.path)
     model = open_model(options.run, options.checkpoint, trust=options.trust, warn=warn)
     metrics = model.evaluate(options.split, path=options.path, batches=options.batches)
-    baselines = model.baselines
+    baselines = model.baselines_of(options.path)
     if options.json:
         found = {"run": str(options.run), "step": model.step}
         print_json({**found, "metrics": metrics, "baselines": baselines})

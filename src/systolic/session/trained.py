@@ -94,7 +94,14 @@ class TrainedModel:
     @property
     def baselines(self) -> Metrics:
         """What to compare metrics with, such as the bits per byte of gzip; of the run's own data."""
-        return dict(self.job.data.baselines())
+        return self.baselines_of()
+
+    def baselines_of(self, path: Path | str | None = None) -> Metrics:
+        """What to compare the metrics of the data at ``path`` with, by default of the run's own data; {} where the data has none.
+
+        Raises: as :meth:`job_on`.
+        """
+        return dict(self.job_on(path).data.baselines())
 
     # Evaluation
 
