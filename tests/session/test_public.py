@@ -25,6 +25,7 @@ from systolic.recipes.digits import MODELS, DigitsModel
 from systolic.session.job_source import with_plan
 from systolic.session.planned import candidate_of
 from systolic.session.saved_job import job_from_json, types_of
+from systolic.session.training import Audience
 from systolic.training.setup import set_up
 from tests.planning import fabricated
 from tests.session import train_child
@@ -251,3 +252,36 @@ def test_resume_lists_the_fields_of_a_changed_job(tmp_path: Path) -> None:
     )
     record = Run.open(run).read_job()
     assert record["job"]["optimizer"]["learning_rate"] == 0.0625
+
+
+def test_events_that_are_warnings_reach_python(tmp_path: Path) -> None:
+    run, told = tmp_path / "run", []
+    schedule = Schedule(warmup=2000).shortened(Schedule(warmup=2000), 20)
+    job = replace(tiny.job(steps=20), schedule=schedule)
+    shortened = "schedule.warmup is 2000 by default and the job has 20 steps"
+    first = systolic.train(job, run=run, watchers=[StopAt(10)], warn=told.append)
+    assert [line.startswith(shortened) for line in first.warnings] == [True]
+    assert tuple(told) == first.warnings
+    kept = sorted(int(path.name) for path in (run / "checkpoints").glob("[0-9]*"))
+    victim = next(
+        path
+        for path in sorted((run / "checkpoints" / str(kept[-1]) / "params").rglob("*"))
+        if path.is_file() and path.stat().st_size
+    )
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    told.clear()
+    second = systolic.resume(run, job=job, warn=told.append)
+    assert tuple(told) == second.warnings
+    assert second.warnings[1].startswith(f"checkpoint of step {kept[-1]} is damaged (params/")
+    assert second.warnings[1].endswith(f"; using the one of step {kept[-2]}")
+
+
+def test_watchers_that_show_events_leave_nothing_to_tell() -> None:
+    told: list[str] = []
+    for shows in (False, True):
+        audience = Audience(tell=told.append, shows_events=shows)
+        audience.caution("no validation")
+        assert audience.warnings == ["no validation"]
+    assert told == ["no validation"]

@@ -245,7 +245,7 @@ def audience(*, json: bool) -> "Audience":
     from systolic.report.run.live import Live, Quiet
     from systolic.session.training import Audience
 
-    return Audience(watchers=(Quiet() if json else Live(),), tell=tell)
+    return Audience(watchers=(Quiet() if json else Live(),), tell=tell, shows_events=True)
 
 
 def tell(text: str) -> None:

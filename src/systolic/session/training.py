@@ -75,12 +75,21 @@ class Audience:
     """Called with each warning at once."""
     warnings: list[str] = field(default_factory=list)
     """All warnings so far."""
+    shows_events: bool = False
+    """Whether the watchers show a session's events, so that ``tell`` must not repeat those that are warnings."""
 
     def warn(self, text: str) -> None:
         """Keeps a warning and passes it on."""
         self.warnings.append(text)
         if self.tell is not None:
             self.tell(text)
+
+    def caution(self, text: str) -> None:
+        """Keeps a warning that is also an event of the session."""
+        if self.shows_events:
+            self.warnings.append(text)
+        else:
+            self.warn(text)
 
 
 def start(
@@ -181,6 +190,7 @@ def run_session(
         profile=options.profile,
         log_every=options.log_every,
         accept=begin,
+        warn=audience.caution,
     )
     try:
         summary = trainer.train(accept is not None)

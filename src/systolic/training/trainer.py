@@ -50,8 +50,8 @@ LOG_SECONDS = 10.0
 """Longest interval between records; slower steps get records besides the regular ones."""
 
 
-def _nothing() -> None:
-    """Does nothing; the default of ``accept``."""
+def _nothing(*_: Any) -> None:
+    """Does nothing; the default of ``accept`` and ``warn``."""
 
 
 class Pending(NamedTuple):
@@ -81,6 +81,7 @@ class Trainer:
         profile: Steps to trace with XLA's profiler after warm-up, in the first process.
         log_every: Steps between records; ``None`` makes about 400 records of the whole job.
         accept: Called when all checks have passed, before the session writes anything.
+        warn: Called with the text of each event that is a warning.
     """
 
     setup: Setup
@@ -93,6 +94,7 @@ class Trainer:
     profile: int = 0
     log_every: int | None = None
     accept: Callable[[], None] = _nothing
+    warn: Callable[[str], None] = _nothing
 
     def __post_init__(self) -> None:
         self.job, self.steps = self.setup.job, self.setup.steps
@@ -141,6 +143,11 @@ class Trainer:
     def event(self, name: str, seconds: float, detail: str) -> None:
         """Records an event."""
         self.say("event", name=name, seconds=seconds, detail=detail)
+
+    def caution(self, name: str, detail: str) -> None:
+        """Records an event that is a warning."""
+        self.event(name, 0.0, detail)
+        self.warn(detail)
 
     # The session
 
@@ -210,11 +217,11 @@ class Trainer:
             resumed_from=None if restored is None else restored.step,
         )
         for note in self.job.data.notes():
-            self.event("data", 0.0, note)
+            self.caution("data", note)
         if not self.validates:
-            self.event("data", 0.0, UNRATED)
+            self.caution("data", UNRATED)
         if (shorter := self.job.schedule.note(self.job.steps)) is not None:
-            self.event("schedule", 0.0, shorter)
+            self.caution("schedule", shorter)
         self._say_restored(restored, resume)
         if self.loaded is not None:
             loaded = self.loaded
@@ -249,9 +256,8 @@ class Trainer:
                 self.event("resume", 0.0, "no checkpoint yet: from the start")
             return
         for step, reason in restored.skipped:
-            self.event(
+            self.caution(
                 "resume",
-                0.0,
                 f"checkpoint of step {step} is damaged ({reason}); using the one of step {restored.step}",
             )
         self.event("resume", 0.0, f"from step {restored.step}")
@@ -362,7 +368,7 @@ class Trainer:
         All processes call it at the same point.
         """
         for line in hosts.share_lines(FILES)[:NAMED]:
-            self.event("skipped_file", 0.0, f"{line}; it was left out")
+            self.caution("skipped_file", f"{line}; it was left out")
 
     def _bad(self, done: Pending, loss: float) -> None:
         """Handles a step that the guard found bad and whose update was dropped.
@@ -382,6 +388,7 @@ class Trainer:
         detail = f"the loss of step {done.step} {what}; its batch is in {path}"
         self.say("event", step=done.step, name=name, seconds=0.0, detail=detail)
         if guard.rule is GuardRule.skip and progress.in_a_row < guard.patience:
+            self.warn(detail)
             return
         self.store.wait()
         kept = self.store.latest_step()
@@ -485,7 +492,7 @@ class Trainer:
             text = sample(self.steps, state.evaluated, state.model_state, prompt)
         except Exception as error:  # a failed sample must not fail the run
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            self.event("sample", 0.0, f"no sample: {reason}")
+            self.caution("sample", f"no sample: {reason}")
             return
         self.say("sample", prompt=prompt, text=text)
         if hosts.is_first():
