@@ -285,3 +285,30 @@ def test_watchers_that_show_events_leave_nothing_to_tell() -> None:
         audience.caution("no validation")
         assert audience.warnings == ["no validation"]
     assert told == ["no validation"]
+
+
+@pytest.mark.parametrize(
+    ("job", "options", "said"),
+    [
+        (tiny.job(), {"workers": -1}, "workers is -1; it must be at least 0"),
+        (tiny.job(), {"workers": 1.5}, "workers is 1.5; it takes a whole number"),
+        (tiny.job(), {"log_every": 0}, "log_every is 0; it must be at least 1"),
+        (tiny.job(), {"profile": -1}, "profile is -1; it must be at least 0"),
+        (tiny.job(), {"flags": "--xla_nope=1"}, "refuses the flags --xla_nope=1"),
+        (tiny.job(), {"layout": "fsdp"}, r"layout is 'fsdp'; it takes a systolic\.job\.Layout"),
+        ("bytes", {"layout": "fsdp"}, r"layout is 'fsdp'; it takes a systolic\.job\.Layout"),
+        (tiny.job(), {"on": 3}, "on is 3; it takes a slice or its name"),
+        (tiny.job(), {"plan": {}}, r"plan is \{\}; it takes what systolic\.plan returned"),
+        (tiny.job(), {"init_from": 3}, "init_from is 3; it takes a path"),
+        (3, {}, "job is 3; it takes a Job, the name of a recipe or"),
+        (None, {}, "job is None; it takes a Job"),
+        (tiny.job, {}, "job is the function job, not what it returns; it takes a Job"),
+    ],
+)
+def test_a_wrong_value_is_one_line_and_leaves_no_run(
+    tmp_path: Path, job: Any, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(OptionError, match=said) as raised:
+        systolic.train(job, run=tmp_path / "run", **options)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "run").exists()

@@ -66,6 +66,11 @@ class Recipe:
             OptionError: an argument is out of range, or the function did not return a job.
         """
         check_arguments(self.function, options, lambda name: f"--{name.replace('_', '-')}")
+        layout = options.get("layout", self.layout)
+        if self.layout is not None and not isinstance(layout, Layout):
+            raise OptionError(
+                f"layout is {layout!r}; it takes a systolic.job.Layout, such as Layout(fsdp=-1)"
+            )
         job = self.function(**options)
         if not isinstance(job, Job):
             raise OptionError(

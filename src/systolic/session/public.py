@@ -1,6 +1,7 @@
 """``systolic.train`` and ``systolic.resume``: the words of the command line, values in and out, nothing printed."""
 
 import inspect
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,7 +72,7 @@ def train(  # noqa: PLR0913
     return start(
         source,
         SessionOptions(
-            executable=_path(executable),
+            executable=_path("executable", executable),
             flags=flags,
             workers=workers,
             diagnose=diagnose,
@@ -79,9 +80,9 @@ def train(  # noqa: PLR0913
             log_every=log_every,
         ),
         audience,
-        run=_path(run),
-        init_from=_path(init_from),
-        on=slice(on) if isinstance(on, str) else on,
+        run=_path("run", run),
+        init_from=_path("init_from", init_from),
+        on=_slice(on),
     )
 
 
@@ -128,6 +129,17 @@ def resume(  # noqa: PLR0913
         TrustError: its recipe is another user's.
     """
     audience = Audience(watchers=watchers, tell=warn)
+    if job is not None and not isinstance(job, Job):
+        raise OptionError(f"job is {_short(job)}; it takes a Job, or None for the run's own")
+    session = SessionOptions(
+        executable=_path("executable", executable),
+        flags=flags,
+        workers=workers,
+        diagnose=diagnose,
+        profile=profile,
+        log_every=log_every,
+    )
+    expected = _slice(on)
     with opened(Path(path), trust=trust, job=job) as run:
         unknown = sorted(set(options) - set(inspect.signature(run.recipe.function).parameters))
         if unknown:
@@ -138,16 +150,9 @@ def resume(  # noqa: PLR0913
         return continue_run(
             run,
             run.source({**before, **options}),
-            SessionOptions(
-                executable=_path(executable),
-                flags=flags,
-                workers=workers,
-                diagnose=diagnose,
-                profile=profile,
-                log_every=log_every,
-            ),
+            session,
             audience,
-            on=slice(on) if isinstance(on, str) else on,
+            on=expected,
         )
 
 
@@ -158,14 +163,41 @@ def _planned(
     options: dict[str, Any],
     audience: Audience,
 ) -> JobSource:
+    if not isinstance(job, (Job, str)):
+        said = _short(job)
+        if inspect.isfunction(job):
+            said = f"the function {job.__name__}, not what it returns"
+        raise OptionError(
+            f"job is {said}; it takes a Job, the name of a recipe or 'path/to/file.py:function'"
+        )
     if plan is None:
         return source_of(job, options)
     if isinstance(plan, (str, Path)):
-        chosen = read(Path(plan), candidate, of_job=isinstance(job, Job))
-        return with_plan(job, options, chosen, audience.warn)
+        return with_plan(job, options, read(Path(plan), candidate), audience.warn)
+    from systolic.planning.plan import Plan
+
+    if not isinstance(plan, Plan):
+        raise OptionError(
+            f"plan is {_short(plan)}; it takes what systolic.plan returned, or the path of a plan.json"
+        )
     chosen = candidate_of(plan, candidate)
     return with_plan(job, options, chosen, audience.warn, plan.facts.job)
 
 
-def _path(given: Path | str | None) -> Path | None:
+def _slice(on: Slice | str | None) -> Slice | None:
+    if on is None or isinstance(on, Slice):
+        return on
+    if not isinstance(on, str):
+        raise OptionError(f"on is {_short(on)}; it takes a slice or its name, such as 'v5e-16'")
+    return slice(on)
+
+
+def _path(name: str, given: Path | str | None) -> Path | None:
+    if given is not None and not isinstance(given, (str, Path)):
+        raise OptionError(f"{name} is {_short(given)}; it takes a path")
     return None if given is None else Path(given)
+
+
+def _short(value: object) -> str:
+    """A value of a wrong type on one line of a message."""
+    return reprlib.repr(value).replace("\n", " ")

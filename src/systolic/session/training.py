@@ -1,9 +1,9 @@
 """Training sessions: their options and result, a new run, the session itself, and the replay of a bad step."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.artifact.access import Access
 from systolic.artifact.job_record import JobRecord, RunFlags
@@ -11,6 +11,7 @@ from systolic.artifact.run import JOB, Run
 from systolic.chips import Slice
 from systolic.core.errors import NotFoundError, RunError, SystolicError
 from systolic.core.machine import bounded
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
 from systolic.core.store import cache_home
 from systolic.data.fingerprint import contents_of
 from systolic.job import Job
@@ -31,20 +32,28 @@ Warn = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionOptions:
-    """How a session runs; what it computes is the job's."""
+    """How a session runs; what it computes is the job's.
+
+    Raises:
+        OptionError: a number outside its range.
+    """
 
     executable: Path | None = None
     """The compiled train step, instead of compiling it."""
     flags: str | None = None
     """Of the compiler; None: those of the run, of a new one the set that all jobs on the chip share."""
-    workers: int = 0
+    workers: Annotated[int, NOT_NEGATIVE] = 0
     """Processes that read and transform data; 0 uses threads."""
-    diagnose: int | None = None
+    diagnose: Annotated[int | None, NOT_NEGATIVE] = None
     """Steps between gradient probes; 0 is never; None: as the run was started, of a new one where they cost little."""
-    profile: int = 0
+    profile: Annotated[int, NOT_NEGATIVE] = 0
     """Steps to trace with XLA's profiler."""
-    log_every: int | None = None
+    log_every: Annotated[int | None, COUNT] = None
     """Steps between records; None: as the run was started, of a new one a 400th of the job."""
+
+    def __post_init__(self) -> None:
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        check_arguments(SessionOptions, values, str)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,9 +185,8 @@ def run_session(
                 accept()
             directory.write_environment([*map(str, setup.machine.devices)], setup.flags)
 
-    watchers: list[Watcher] = [*audience.watchers]
-    if writes:
-        watchers.append(TensorBoard(directory.tensorboard))
+    tensorboard = [TensorBoard(directory.tensorboard)] if writes else []
+    watchers: list[Watcher] = [*audience.watchers, *tensorboard]
     trainer = Trainer(
         setup=setup,
         run=directory,
