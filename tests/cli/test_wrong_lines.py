@@ -72,6 +72,14 @@ MISUSED = [
     (("predict", "RUN", "nowhere.txt"), "nowhere.txt"),
     (("train", "--resume", "RUN", "--executable", "nowhere"), "nowhere does not exist"),
     (
+        ("train", "--resume", "RUN", "--plan", "x.json"),
+        "systolic train --resume 'RUN' has no option --plan; see systolic train --resume 'RUN' --help",
+    ),
+    (
+        ("train", "--resume", "RUN", "--rehearse", "v5e-4"),
+        "systolic train --resume 'RUN' has no option --rehearse; see",
+    ),
+    (
         ("forecast", "lm", "--on", "v5e-1", "--layout.microbatches", "4"),
         "layout.microbatches has no effect here; leave it out",
     ),

@@ -211,7 +211,7 @@ def test_a_job_resumes_on_other_devices_with_its_layout_as_it_was_given(tmp_path
 
 
 def test_a_run_of_a_digits_job_that_stopped_early_is_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, made = tmp_path / "run", recipes.find("digits")({"steps": 40})
     # The loss is to rise, and it falls: the second evaluation stops the run.
@@ -238,6 +238,14 @@ def test_a_run_of_a_digits_job_that_stopped_early_is_finished(
     assert 0 < stopped.summary["steps"] < 40
     again = systolic.resume(run)
     assert (again.trained, again.summary["steps"]) == (False, stopped.summary["steps"])
+
+    capsys.readouterr()
+    assert main(["train", "--resume", str(run), "--optimizer.learning-rate", "1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"systolic: systolic train --resume {run} has no option --optimizer.lear"
+    )
+    assert "; a run made from a Job takes steps and layout only; see" in line
 
 
 def test_resume_lists_the_fields_of_a_changed_job(tmp_path: Path) -> None:

@@ -6,17 +6,18 @@ tyro turns types into options. It reports mistakes as boxes of several lines; he
 """
 
 import contextlib
+import difflib
 import inspect
 import io
 import re
 import typing
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import tyro
 
-from systolic.core.errors import OptionError, nearest
+from systolic.core.errors import OptionError
 from systolic.core.ranges import check_arguments
 
 T = TypeVar("T")
@@ -102,8 +103,14 @@ def known(
     return captured, unknown
 
 
-def refuse_unknown(rest: Sequence[str], names: Iterable[str], prog: str) -> None:
+def refuse_unknown(rest: Sequence[str], names: Collection[str], prog: str, takes: str = "") -> None:
     """Refuses words that are no option of a command.
+
+    Args:
+        rest: The words.
+        names: Options of the command.
+        prog: Its words before them.
+        takes: What the command takes, for a word that is near none of ``names``.
 
     Raises:
         OptionError: for the first of ``rest``, with the nearest of ``names``.
@@ -112,8 +119,25 @@ def refuse_unknown(rest: Sequence[str], names: Iterable[str], prog: str) -> None
         return
     option = rest[0].split("=")[0]
     what = "option" if option.startswith("-") else "argument"
-    near = nearest(option, sorted(names))
+    near = _nearest_option(option, names) or (takes and f"; {takes}")
     raise OptionError(f"{prog} has no {what} {option}{near}; see {prog} --help")
+
+
+_OTHER_WORD = {"--on": "--rehearse SLICE"}
+"""Options of other commands to what a command that lacks them has instead."""
+
+
+def _nearest_option(option: str, names: Collection[str]) -> str:
+    """``"; did you mean --model.layers?"`` for a misspelt ``--model.layer`` or ``--layers``, else ``""``."""
+    other = _OTHER_WORD.get(option, "")
+    if other and option not in names and other.partition(" ")[0] in names:
+        return f"; did you mean {other}?"
+    full = {name.removeprefix("--"): name for name in sorted(names)}
+    last = {short.rpartition(".")[2]: name for short, name in full.items()}
+    typed = {**last, **full}
+    # Without the dashes, which all have in common, --on is not near --json nor --plan near --flags.
+    close = difflib.get_close_matches(option.removeprefix("--"), list(typed), n=1, cutoff=0.7)
+    return f"; did you mean {typed[close[0]]}?" if close else ""
 
 
 def is_unknown(word: str, names: Container[str]) -> bool:

@@ -88,15 +88,29 @@ Saved = Mapping[str, Any] | Callable[["Recipe", Any], Mapping[str, Any]]
 
 
 def request_for(
-    recipe: "Recipe | str", args: Sequence[str], verb: str, options: type[Options], saved: Saved
+    recipe: "Recipe | str",
+    args: Sequence[str],
+    verb: str,
+    options: type[Options],
+    saved: Saved,
+    *,
+    target: str = "",
 ) -> Request[Options]:
     """Reads the verb's own options, then the recipe's from what is left; one that is not given has its ``saved`` value.
+
+    Args:
+        recipe: The recipe, its name or file.
+        args: What follows it.
+        verb: For messages.
+        options: The class of the verb's own options.
+        saved: Values of the recipe's options that are not given.
+        target: What was typed after the verb, in messages; by default the recipe.
 
     Raises: as :func:`request`.
     """
     from systolic import recipes
 
-    prog = f"systolic {verb} {recipe if isinstance(recipe, str) else recipe.target}"
+    prog = f"systolic {verb} {target or (recipe if isinstance(recipe, str) else recipe.target)}"
     wants_help = asks_help(args)
     # Before the recipe is imported, which takes longer than to refuse a line.
     words = [] if wants_help else renamed(args)
@@ -114,12 +128,13 @@ def request_for(
     defaults = saved if isinstance(saved, Mapping) else saved(found, own)
     function = _with_defaults(found, defaults)
     names = option_names(function) | option_names(options)
+    takes = "a run made from a Job takes steps and layout only" if found.of_job else ""
     if found.file is None:
         # A shipped recipe's types name all of its options: no need to parse what is misspelt.
-        refuse_unknown([word for word in rest if is_unknown(word, names)], names, prog)
+        refuse_unknown([word for word in rest if is_unknown(word, names)], names, prog, takes)
     refuse_unknown(stray(rest, words), names, prog)
     values, unknown = known(function, rest, prog)
-    refuse_unknown(unknown, names, prog)
+    refuse_unknown(unknown, names, prog, takes)
     return Request(recipe=found, options=values, verb=own, typed=tuple(rest))
 
 

@@ -1,6 +1,7 @@
 """``systolic train RECIPE [options]``, ``--resume RUN``, ``--replay BATCH``, ``--rehearse SLICE``."""
 
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -193,7 +194,8 @@ def resume(args: Sequence[str], ledger: "Ledger") -> int:
     own = ResumeOptions(**given)
     join(json=own.json)
     with opened(own.resume, trust=own.trust) as run:
-        asked = request_for(run.recipe, args, "train", ResumeOptions, run.saved)
+        target = shlex.join(["--resume", str(own.resume)])
+        asked = request_for(run.recipe, args, "train", ResumeOptions, run.saved, target=target)
         result = continue_run(
             run,
             run.source(asked.options),
