@@ -150,3 +150,26 @@ def test_mistakes_are_errors_of_one_line(home: Path) -> None:
         model.generate("a", tokens=0)
     with pytest.raises(OptionError, match="'tset' is no split; did you mean test"):
         model.evaluate("tset")
+    with pytest.raises(OptionError, match="batches is -1; it must be at least 0"):
+        model.evaluate(batches=-1)
+    with pytest.raises(OptionError, match="3 is no split; give train or validation or test"):
+        model.evaluate(3)  # ty: ignore[invalid-argument-type]
+    with pytest.raises(OptionError, match=r"tokens is 1\.5; it takes a whole number"):
+        model.generate("a", tokens=1.5)  # ty: ignore[invalid-argument-type]
+    with pytest.raises(OptionError, match="prompts is 5; give a text"):
+        model.generate(5)  # ty: ignore[invalid-argument-type]
+    with pytest.raises(OptionError, match="the prompt is 5; give a text"):
+        model.generate([5])  # ty: ignore[invalid-argument-type]
+    with pytest.raises(OptionError, match="files is 5; give a path"):
+        model.predict(5)  # ty: ignore[invalid-argument-type]
+
+
+def test_one_stop_string_and_one_file_need_no_list(home: Path) -> None:
+    model, file = systolic.open(home / "run"), home / "text" / "7.txt"
+    whole = model.generate("def", tokens=8)[0]
+    assert model.generate("def", tokens=8, stop=whole[1:3]) == [whole[: whole.index(whole[1:3])]]
+    with pytest.raises(OptionError, match="a stop string is empty"):
+        model.generate("def", tokens=8, stop="")
+    (answer,) = model.predict([file])
+    assert answer["tokens"] > 0
+    assert model.predict(file) == model.predict(str(file)) == [answer]

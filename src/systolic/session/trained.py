@@ -1,13 +1,14 @@
 """A trained model, opened from its run: it evaluates, generates and predicts on this machine's devices."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.artifact.job_record import JobRecord
 from systolic.artifact.run import Run
 from systolic.core.errors import NotFoundError, OptionError, nearest
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
 from systolic.job import Job, Layout, Remat, Sampling, Split
 from systolic.session.run_files import rebuild
 from systolic.session.run_flags import kept_flags
@@ -110,7 +111,7 @@ class TrainedModel:
         split: Split | str | None = None,
         *,
         path: Path | str | None = None,
-        batches: int = 0,
+        batches: Annotated[int, NOT_NEGATIVE] = 0,
     ) -> dict[str, Metrics]:
         """Metrics over held-out data by the name of the split, or by ``path``.
 
@@ -120,14 +121,15 @@ class TrainedModel:
             batches: Reads only the first so many batches; 0 reads all.
 
         Raises:
-            OptionError: both a split and a path are given, or there is no such data.
+            OptionError: both a split and a path are given, there is no such data, or ``batches`` is negative.
             NotFoundError: the data is gone, or nothing is at ``path``.
         """
         from systolic.data.skipped_files import FILES
         from systolic.steps.programs import jit_evaluate
         from systolic.training.evaluate import evaluate
 
-        asked = split_of(split) if isinstance(split, str) else split
+        check_arguments(TrainedModel.evaluate, {"batches": batches}, str)
+        asked = split if split is None or isinstance(split, Split) else split_of(split)
         check_data(asked, path)
         job = self.job_on(path)
         try:
@@ -166,13 +168,15 @@ class TrainedModel:
         self,
         prompts: str | Sequence[str],
         *,
-        tokens: int = 200,
+        tokens: Annotated[int, COUNT] = 200,
         sampling: Sampling = Sampling(),  # noqa: B008
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         seed: int = 0,
     ) -> list[str]:
         """Texts that continue ``prompts``, one for each, without the prompt; arguments as :meth:`stream`."""
         texts = [prompts] if isinstance(prompts, str) else prompts
+        if not isinstance(texts, Iterable):
+            raise OptionError(f"prompts is {prompts!r}; give a text or a list of texts")
         return [
             "".join(self.stream(text, tokens=tokens, sampling=sampling, stop=stop, seed=seed))
             for text in texts
@@ -182,9 +186,9 @@ class TrainedModel:
         self,
         prompt: str,
         *,
-        tokens: int = 200,
+        tokens: Annotated[int, COUNT] = 200,
         sampling: Sampling = Sampling(),  # noqa: B008
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         seed: int = 0,
     ) -> Iterator[str]:
         """The text that continues a prompt, piece by piece as it is generated.
@@ -193,13 +197,16 @@ class TrainedModel:
             prompt: May be empty.
             tokens: At most so many new tokens.
             sampling: How tokens are picked.
-            stop: The text ends before the first of these strings.
+            stop: A string, or several: the text ends before the first of them.
             seed: The same seed gives the same text for a prompt.
 
         Raises:
-            OptionError: the run was not trained on text, ``tokens`` is below 1, or a stop string is empty.
+            OptionError: the run was not trained on text, ``prompt`` is no text, ``tokens`` is no whole number from 1, or a stop string is empty.
             RunError: its model does not generate.
         """
+        if not isinstance(prompt, str):
+            raise OptionError(f"the prompt is {prompt!r}; give a text")
+        check_arguments(TrainedModel.stream, {"tokens": tokens}, str)
         generator = self._generator(sampling)
         if warning := generator.beyond(prompt, tokens):
             self.warn(warning)
@@ -218,22 +225,30 @@ class TrainedModel:
 
     # Prediction
 
-    def predict(self, files: Sequence[Path | str]) -> list[dict[str, Any]]:
+    def predict(self, files: Path | str | Sequence[Path | str]) -> list[dict[str, Any]]:
         """An answer for each file, in their order: arguments and errors as :meth:`predictions`."""
         return [answer for _, answer in self.predictions(files)]
 
-    def predictions(self, files: Sequence[Path | str]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    def predictions(
+        self, files: Path | str | Sequence[Path | str]
+    ) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Each file with its answer as plain values, as soon as it is known.
 
         The answer is ``label``, ``probability`` and ``top`` of an image, ``bits_per_byte``, ``perplexity``
         and ``tokens`` of a text, and ``error`` (one line) of a file that can't be read.
 
         Args:
-            files: Images or arrays for an image model, texts for a language model.
+            files: One or more: images or arrays for an image model, texts for a language model.
+
+        Raises:
+            OptionError: ``files`` is neither a path nor a list of paths.
         """
         from systolic.training.predict import predictions
 
-        yield from predictions(self.setup, self.weights, [Path(file) for file in files])
+        several = [files] if isinstance(files, str | Path) else files
+        if not isinstance(several, Iterable):
+            raise OptionError(f"files is {files!r}; give a path or a list of paths")
+        yield from predictions(self.setup, self.weights, [Path(file) for file in several])
 
 
 def set_up_here(job: Job, run: Run) -> "Setup":
@@ -256,15 +271,17 @@ def set_up_here(job: Job, run: Run) -> "Setup":
     return set_up(replace(job, layout=free, batch=batch), machine, flags, reads=False)
 
 
-def split_of(name: str) -> Split:
-    """The split of a name.
+def split_of(name: Any) -> Split:
+    """The split of a name, which a caller in Python may give as anything.
 
     Raises:
         OptionError: there is no such split.
     """
     names = [one.value for one in Split]
     if name not in names:
-        raise OptionError(f"{name!r} is no split{nearest(name, names)}; give {' or '.join(names)}")
+        raise OptionError(
+            f"{name!r} is no split{nearest(str(name), names)}; give {' or '.join(names)}"
+        )
     return Split(name)
 
 

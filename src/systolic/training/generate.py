@@ -86,7 +86,7 @@ class Generator:
         return f"{size} tokens of prompt and up to {tokens} new ones exceed the {self.context} tokens of a row in training; text beyond these is worse: give a shorter prompt or fewer --tokens, or train with a longer --sequence"
 
     def stream(
-        self, prompt: str, *, tokens: int, seed: int = 0, stop: Sequence[str] = ()
+        self, prompt: str, *, tokens: int, seed: int = 0, stop: str | Sequence[str] = ()
     ) -> Iterator[str]:
         """Text after ``prompt``, piece by piece, until ``tokens`` were written or the text ends.
 
@@ -94,7 +94,7 @@ class Generator:
             prompt: Text to continue; may be empty.
             tokens: Most new tokens.
             seed: Seed of the sampling.
-            stop: Strings before which the text ends.
+            stop: A string, or several, before which the text ends.
 
         Raises:
             OptionError: ``tokens`` is below 1 or above the model's remaining positions, or a stop

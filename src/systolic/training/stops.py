@@ -8,14 +8,18 @@ from systolic.core.errors import OptionError
 class Stops:
     """Ends a text before the first complete stop string, for any division into pieces.
 
+    Args:
+        strings: One or more; a str is one.
+
     Raises:
         OptionError: a string is empty.
     """
 
-    def __init__(self, strings: Sequence[str]) -> None:
+    def __init__(self, strings: str | Sequence[str]) -> None:
+        strings = (strings,) if isinstance(strings, str) else tuple(strings)
         if "" in strings:
             raise OptionError("a stop string is empty; give one with a character or leave it out")
-        self.strings = tuple(strings)
+        self.strings = strings
         self.met = False
         """Whether a stop string was found."""
         self._held = ""
