@@ -12,6 +12,7 @@ from systolic.forecasting import Forecast
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.memory import MemoryMap
 from systolic.job import Job
+from systolic.planning import limits
 from systolic.planning.candidate import Candidate
 from systolic.planning.goal import Goal
 from systolic.planning.plan import SearchStop
@@ -50,12 +51,12 @@ def recorded(job: Job, one: Candidate, full: bool) -> Forecast:
 
 
 def search(only: list[Candidate], **more: Any) -> Search:
-    limits = Limits(programs=more.pop("programs", 15), finalists=0, workers=more.pop("workers", 2))
+    most = Limits(programs=more.pop("programs", 15), finalists=0, workers=more.pop("workers", 2))
     return Search(
         facts=facts(),
         slices=[ON],
         goal=more.pop("goal", Goal(units=20e9)),
-        limits=limits,
+        limits=most,
         only=only,
         **{"evaluator": AnsweringEvaluator(recorded), **more},
     )
@@ -120,9 +121,30 @@ def test_ctrl_c_leaves_the_best_so_far() -> None:
         if progress.compiled == 4:
             raise KeyboardInterrupt
 
-    plan = search(space(), watch=watch).run()
+    evaluator = AnsweringEvaluator(recorded)
+    plan = search(space(), watch=watch, evaluator=evaluator).run()
     assert plan.stopped is SearchStop.interrupted
-    assert len(plan.tried) == 4
+    # The fifth was ready too.
+    assert [one.candidate for one in plan.tried] == evaluator.asked
+    assert len(plan.tried) == 5
+    assert plan.best is not None
+
+
+def test_ctrl_c_keeps_all_that_is_ready_behind_a_slow_compile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "bounded", lambda workers: workers)  # on any number of cores
+
+    def watch(progress: Any) -> None:
+        # The first does not answer; the others wait for their turn.
+        if len(progress.running) == 4 and progress.latest is None:
+            raise KeyboardInterrupt
+
+    evaluator = AnsweringEvaluator(recorded, lambda number: 8 if number == 1 else 0)
+    plan = search(space(), watch=watch, workers=4, evaluator=evaluator).run()
+    assert plan.stopped is SearchStop.interrupted
+    assert len(evaluator.asked) == 4
+    assert [one.candidate for one in plan.tried] == evaluator.asked[1:]
     assert plan.best is not None
 
 

@@ -114,6 +114,38 @@ def test_a_full_compile_that_does_not_end_leaves_the_schedules_answer() -> None:
     assert plan.stopped is SearchStop.time_limit
 
 
+@pytest.mark.parametrize("stop", ["interrupt", "time limit"])
+def test_full_compiles_behind_a_slow_one_are_kept(
+    stop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("systolic.planning.limits.bounded", lambda workers: workers)
+    asked: list[Candidate] = []
+
+    def slow(job: Job, one: Candidate, full: bool) -> Forecast | None:
+        if full:
+            asked.append(one)
+        return None if asked == [one] else estimate(job, one, full)
+
+    def watch(progress: SearchProgress) -> None:
+        if progress.stage is SearchStage.settling and len(asked) == 2 and progress.latest is None:
+            search.limits = replace(search.limits, seconds=-1.0)
+            if stop == "interrupt":
+                raise KeyboardInterrupt
+
+    search = Search(
+        facts=fabricated.facts(),
+        slices=[slice("v6e-8")],
+        goal=Goal(units=20e9),
+        limits=Limits(programs=8, finalists=2, workers=2),
+        evaluator=AnsweringEvaluator(slow),
+        watch=watch,
+    )
+    plan = search.run()
+    assert [one.candidate for one in plan.tried if one.full] == asked[1:]
+    assert len(asked) == 2
+    assert plan.stopped is SearchStop[stop.replace("interrupt", "interrupted").replace(" ", "_")]
+
+
 def test_full_compiles_have_a_limit_of_their_own() -> None:
     def unending(job: Job, one: Candidate, full: bool) -> Forecast | None:
         return None if full else estimate(job, one, full)

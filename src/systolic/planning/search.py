@@ -12,12 +12,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import psutil
-
 from systolic.chips import Slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import MissingExtraError, SystolicError
-from systolic.core.machine import bounded
 from systolic.core.units import gibibytes
 from systolic.job.layout import Group
 from systolic.planning.analytic import Analysis, analyse, capacity
@@ -32,13 +29,12 @@ from systolic.planning.evaluator import (
 from systolic.planning.facts import Facts
 from systolic.planning.goal import Goal, days
 from systolic.planning.judge import Judge, Ranked
+from systolic.planning.limits import Limits
 from systolic.planning.plan import CompileDepth, Plan, SearchStop, Trial, ranking
 from systolic.planning.space import Freedom, RefusalRule, Refused, check
 from systolic.planning.survey import Survey
 from systolic.planning.variants import changes, like
 
-WORKER_BYTES = 4 * 2**30
-"""Memory of one compile of a large program."""
 HOPELESS = 1.15
 """Ratio of the best remaining optimistic score to the best score at which the search ends."""
 TIGHT = 0.8
@@ -49,34 +45,10 @@ NEW_SLICE = 1.5
 """Ratio to the best score up to which a slice's first layout is compiled: its result corrects other estimates."""
 NEAR = 1.5
 """Ratio to a limit within which flags or a full compile may still meet it."""
-SETTLE_SECONDS = 900.0
-"""Longest wait for full compiles without a time limit; with flags that change the schedule they can take hours."""
 POLL_SECONDS = 0.5
 """Interval between progress reports while a compile runs."""
 PATIENCE = 10
 """Compiles without a better score after which the search ends, once each promising slice was tried."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Limits of a search."""
-
-    programs: int = 24
-    """Most compiles up to the schedule, those from the store included."""
-    seconds: float | None = None
-    workers: int = 0
-    """Compiles at once, at most one a core; 0: as many as cores and memory allow."""
-    finalists: int = 2
-    """Candidates that get a full compile, with the compiler's own cycles."""
-    settle_seconds: float = SETTLE_SECONDS
-    """Time limit of the full compiles where ``seconds`` is None."""
-
-    @property
-    def at_once(self) -> int:
-        """Number of workers, with 0 resolved."""
-        if self.workers:
-            return bounded(self.workers)
-        return max(1, bounded(int(psutil.virtual_memory().available // WORKER_BYTES)))
 
 
 class SearchStage(enum.Enum):
@@ -136,6 +108,7 @@ class Search:
     _survey: Survey = field(init=False)
     _began: float = field(default_factory=time.monotonic)
     _running: deque[tuple[Ranked, PendingForecast]] = field(default_factory=deque)
+    _settling: deque[tuple[Trial, PendingForecast]] = field(default_factory=deque)
     _since: int = 0
 
     def __post_init__(self) -> None:
@@ -153,22 +126,12 @@ class Search:
                 self.slices, lambda on: self._report(SearchStage.analysing, subject=on.name)
             )
             with self.evaluator(self.limits.at_once) as pool:
-                if self.only is not None:
-                    self._compile_best_first(pool, self.limits.programs)
-                else:
-                    most = self.limits.programs
-                    self._compile_best_first(pool, most - most // 2)
-                    plain = self.leader()
-                    rivals = self._rivals()
-                    self._refine(pool, most - most // (3 if rivals else 4))
-                    leader = self.leader()
-                    self._refine_rivals(pool, rivals, most - most // 6)
-                    if leader is not plain:
-                        self._spread(pool, most - (0 if rivals else most // 8))
-                    if self.leader() is not leader:
-                        self._refine(pool, most)
-                    self._compile_best_first(pool, most)
-                self._settle(pool)
+                try:
+                    self._compile(pool)
+                except KeyboardInterrupt:
+                    self.stopped = SearchStop.interrupted
+                    # Leaving the pool ends its compiles.
+                    self._collect()
         except KeyboardInterrupt:
             self.stopped = SearchStop.interrupted
         return self.answer()
@@ -213,6 +176,23 @@ class Search:
         return text
 
     # Compiling
+
+    def _compile(self, pool: CandidateEvaluator) -> None:
+        """Compiles the most promising candidates, then those with settings that helped, then the best in full."""
+        most = self.limits.programs
+        if self.only is None:
+            self._compile_best_first(pool, most - most // 2)
+            plain = self.leader()
+            rivals = self._rivals()
+            self._refine(pool, most - most // (3 if rivals else 4))
+            leader = self.leader()
+            self._refine_rivals(pool, rivals, most - most // 6)
+            if leader is not plain:
+                self._spread(pool, most - (0 if rivals else most // 8))
+            if self.leader() is not leader:
+                self._refine(pool, most)
+        self._compile_best_first(pool, most)
+        self._settle(pool)
 
     def _compile_best_first(self, pool: CandidateEvaluator, most: int) -> None:
         """Compiles candidates best first, up to ``most`` in the whole search."""
@@ -372,8 +352,7 @@ class Search:
         """Compiles the best few in full, as many at once as there are workers, the best without one first."""
         asked: set[Candidate] = set()
         began = time.monotonic()
-        running: deque[tuple[Trial, PendingForecast]] = deque()
-        most = self.limits.finalists
+        running, most = self._settling, self.limits.finalists
         while True:
             for one in self.leaders()[:most]:
                 room = len(asked) < most and len(running) < self.limits.at_once
@@ -387,27 +366,34 @@ class Search:
             names = " and ".join(one.candidate.name for one, _ in running)
             self._report(SearchStage.settling, subject=names)
             if running[0][1].wait(POLL_SECONDS):
-                self._settled(*running.popleft())
-                continue
-            if self._late():
+                self._settled()
+            elif self._late():
                 self.stopped = SearchStop.time_limit
+                return self._collect()
             elif (
-                self.limits.seconds is not None
-                or time.monotonic() - began <= self.limits.settle_seconds
+                self.limits.seconds is None
+                and time.monotonic() - began > self.limits.settle_seconds
             ):
-                continue
-            for one, pending in running:
-                if pending.wait(0.0):
-                    self._settled(one, pending)
-            return
+                return self._collect()
 
-    def _settled(self, trial: Trial, pending: PendingForecast) -> None:
-        """Replaces a trial of a schedule by that of the full compile."""
+    def _settled(self) -> None:
+        """Replaces the trial of the earliest full compile, whose answer is ready."""
+        trial, pending = self._settling[0]
         made = self._tried(trial.candidate, pending, trial.analysis, full=True)
+        self._settling.popleft()  # only now: an interrupt loses no answer
         if made.forecast is not None and trial.forecast is not None:
             made = replace(made, schedule_seconds=trial.forecast.step_seconds)
             self.tried[self.tried.index(trial)] = made
         self._report(SearchStage.settling, made, subject=trial.candidate.name)
+
+    def _collect(self) -> None:
+        """Learns from all answers that are ready, in the order of the requests; drops the other requests."""
+        for running, learn in ((self._running, self._learn), (self._settling, self._settled)):
+            while running:
+                if running[0][1].wait(0.0):
+                    learn()
+                else:
+                    running.popleft()
 
     def _submit(self, pool: CandidateEvaluator, ranked: Ranked) -> None:
         pending = pool.submit(self.facts.job, ranked.candidate, full=False)
@@ -415,16 +401,21 @@ class Search:
         self._report(SearchStage.compiling)
 
     def _take(self) -> None:
-        """Waits for the earliest request and learns from its answer."""
+        """Waits for the earliest request."""
         ready = self._running[0][1].wait(POLL_SECONDS)
         if self._late():
             self.stopped = SearchStop.time_limit
         if not ready:
             self._report(SearchStage.compiling)
             return
-        ranked, pending = self._running.popleft()
+        self._learn()
+
+    def _learn(self) -> None:
+        """Learns from the earliest request, whose answer is ready."""
+        ranked, pending = self._running[0]
         before = self.best()
         trial = self._tried(ranked.candidate, pending, ranked.analysis, full=False)
+        self._running.popleft()  # only now: an interrupt loses no answer
         self.tried.append(trial)
         self._judge.learn(ranked, trial)
         self._since = 0 if self.best() is not before else self._since + 1
