@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from systolic import recipes
 from systolic.artifact import Run
 from systolic.artifact.chosen import read
 from systolic.cli.main import main
-from systolic.core.errors import OptionError, RunError
+from systolic.core.errors import NotFoundError, OptionError, RunError, TakenError
 from systolic.core.files import write_json
 from systolic.job import Layout, Mode, Schedule
 from systolic.job.optimizer import Shortened
@@ -320,3 +321,19 @@ def test_a_wrong_value_is_one_line_and_leaves_no_run(
         systolic.train(job, run=tmp_path / "run", **options)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_holds_a_run_is_quoted_for_the_shell(tmp_path: Path) -> None:
+    run = tmp_path / "py r1"
+    systolic.train(tiny.job(steps=4), run=run, watchers=[StopAt(1)])
+    with pytest.raises(TakenError, match=re.escape(f"systolic train --resume '{run}' or choose")):
+        systolic.train(tiny.job(steps=4), run=run)
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(NotFoundError, match=re.escape(f"systolic train --resume '{run}'")):
+        systolic.open(run, job=tiny.job(steps=4))
+
+
+def test_a_plan_for_other_devices_names_no_option_that_python_lacks(tmp_path: Path) -> None:
+    made = fabricated.plan()
+    with pytest.raises(RunError, match=r"train there, or rehearse \S+ to try it here"):
+        systolic.train(made.facts.job, plan=made, run=tmp_path / "run")

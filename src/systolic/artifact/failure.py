@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shlex
 from pathlib import Path
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -35,7 +36,7 @@ def of_save(error: BaseException, step: int | None, intact: int | None, run: Pat
     if intact is not None:
         kept = f"the checkpoint of step {intact} is intact"
     cure = "free space" if is_full(error) else "fix that"
-    return f"checkpoint of step {step} failed: {reason(error)}; {kept}; {cure} and continue with --resume {run}"
+    return f"checkpoint of step {step} failed: {reason(error)}; {kept}; {cure} and continue with --resume {shlex.quote(str(run))}"
 
 
 def _number(error: BaseException) -> int | None:

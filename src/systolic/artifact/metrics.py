@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ class Log:
         except OSError as error:
             os.ftruncate(handle, before)
             raise RunError(
-                f"{self.path} could not be written ({error.strerror}); what it held is intact; free space and continue with --resume {self.path.parent}"
+                f"{self.path} could not be written ({error.strerror}); what it held is intact; free space and continue with --resume {shlex.quote(str(self.path.parent))}"
             ) from error
 
     def truncate(self, step: int, again: Callable[[Record], bool]) -> int:

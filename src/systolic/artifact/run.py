@@ -290,7 +290,7 @@ class Run:
         """
         if not (self.path / SUMMARY).exists():
             raise NotFoundError(
-                f"{self.path} has no summary: it has not ended; continue it with --resume {self.path}"
+                f"{self.path} has no summary: it has not ended; continue it with --resume {shlex.quote(str(self.path))}"
             )
         return renamed(self._read(SUMMARY, metrics.decode), self.path)
 
@@ -382,7 +382,7 @@ def renamed(summary: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _occupied(folder: Path) -> str:
     if (folder / JOB).is_file():
-        return f"{folder} already holds a run; continue it with --resume {folder} or choose another folder"
+        return f"{folder} already holds a run; continue it with systolic train --resume {shlex.quote(str(folder))} or choose another folder"
     return f"{folder} is not empty and not a run; choose another folder"
 
 

@@ -1,6 +1,7 @@
 """The weights of a run, without its optimizer."""
 
 import contextlib
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,7 +49,7 @@ def load(run: Run, steps: StepFunctions, which: str = "best") -> Weights:
     ) as store:
         if store.latest_step() is None:
             raise NotFoundError(
-                f"{run.path} has no checkpoint yet; train it with systolic train --resume {run.path}"
+                f"{run.path} has no checkpoint yet; train it with systolic train --resume {shlex.quote(str(run.path))}"
             )
         if which == "best":
             step: int | str | None = "best" if store.best_step() is not None else None
@@ -152,7 +153,7 @@ def _source(path: Path, job: Job) -> tuple[Path, int | str | None, str | None, M
     if path.exists():
         found = "a file" if path.is_file() else "a folder of another kind"
     raise NotFoundError(
-        f"--init-from {path} is {found}; it takes a run (a directory that systolic train made) or one of its checkpoints, RUN/checkpoints/STEP, and no other format such as safetensors"
+        f"init-from {path} is {found}; it takes a run (a directory that systolic train made) or one of its checkpoints, RUN/checkpoints/STEP, and no other format such as safetensors"
     )
 
 
@@ -166,5 +167,5 @@ def _check(path: Path, record: Mapping[str, Any], job: Job) -> None:
     theirs, ours = record.get("job", {}).get("model", {}).get("type"), type(job.model).__name__
     if theirs is not None and theirs != ours:
         raise RunError(
-            f"--init-from {path} holds the weights of a {theirs}, and {job.name} trains a {ours}; give a run of the same kind of model"
+            f"init-from {path} holds the weights of a {theirs}, and {job.name} trains a {ours}; give a run of the same kind of model"
         )

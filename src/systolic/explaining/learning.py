@@ -1,6 +1,7 @@
 """Causes of poor learning, from a run's records alone."""
 
 import math
+import shlex
 from typing import Any
 
 from systolic.artifact.record import RunRecord
@@ -40,7 +41,7 @@ def vitals(history: RunRecord) -> dict[str, Any]:
 
 def unknown(history: RunRecord) -> list[str]:
     """Questions that the records can't answer, and the command that would, in a line each."""
-    again = f"systolic train --resume {history.path} --diagnose {EVERY}"
+    again = f"systolic train --resume {shlex.quote(str(history.path))} --diagnose {EVERY}"
     if not history.train:
         return ["the run has no record of a step, so nothing can be judged"]
     found = []

@@ -100,7 +100,7 @@ def problem(chosen: Chosen) -> str:
     both = _difference(on)
     return (
         both
-        and f"{chosen.path} is a plan for {both}; train there, or add --rehearse {on.name} to try it here"
+        and f"{chosen.path} is a plan for {both}; train there, or rehearse {on.name} to try it here"
     )
 
 

@@ -1,6 +1,7 @@
 """Checks before a run resumes that its own files decide: before jax is imported and anything is compiled."""
 
 import json
+import shlex
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -48,7 +49,7 @@ def check_resume(
         if what is not None:
             where = old.where if new is None else new.where
             raise DataError(
-                f"the {split.value} data of {run.path} has changed since it was trained: {where} has {what}; restore it, or train a new run that begins with --init-from {run.path}"
+                f"the {split.value} data of {run.path} has changed since it was trained: {where} has {what}; restore it, or train a new run that begins with init-from {shlex.quote(str(run.path))}"
             )
     return now
 

@@ -1,5 +1,6 @@
 """Training of a job in a run directory: start or resume, loop, evaluate, save, summarise."""
 
+import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -397,7 +398,7 @@ class Trainer:
             back = f"the checkpoint of step {kept} is intact"
         row = f" (bad steps in a row: {progress.in_a_row})" if progress.in_a_row > 1 else ""
         raise RunError(
-            f"the loss of step {done.step} {what}{row} and {back}; inspect its batch with systolic train --replay {path}, lower the learning rate, or continue with systolic train --resume {self.run.path} --guard.rule skip"
+            f"the loss of step {done.step} {what}{row} and {back}; inspect its batch with systolic train --replay {shlex.quote(str(path))}, lower the learning rate, or continue with systolic train --resume {shlex.quote(str(self.run.path))} --guard.rule skip"
         )
 
     # Milestones
