@@ -60,7 +60,7 @@ def test_the_ranking_marks_the_front() -> None:
 
 
 def test_every_candidate_but_the_best_is_a_line_with_what_differs() -> None:
-    shown = screen(plan()).splitlines()
+    shown = screen(plan(), 140).splitlines()
     start = next(n for n, line in enumerate(shown) if "differs from the best" in line) + 1
     ranking = plan().ranking
     table = shown[start : start + len(ranking)]
@@ -70,6 +70,24 @@ def test_every_candidate_but_the_best_is_a_line_with_what_differs() -> None:
     assert table[1].endswith("data 4, attention block 512")
     assert "kWh" not in shown[start - 1]
     assert "kWh" in screen(plan(replace(GOAL, objective=Objective.energy)))
+
+
+@pytest.mark.parametrize("width", [70, 100])
+def test_what_differs_is_never_cut(width: int) -> None:
+    names = tuple(f"projection_{number}" for number in range(9))
+    long = candidate("v6e-16", data=1, fsdp=16, remat=Remat.save_names, remat_names=names)
+    flagged = replace(long, flags=SETS[0])
+    made = with_more(tried(long, 1.4, 22.0), tried(flagged, 1.4, 22.0))
+    shown = screen(made, width).splitlines()
+    start = next(n for n, line in enumerate(shown) if re.match(r"1\*\s+v6e-16", line))
+    end = next(n for n, line in enumerate(shown) if "no other is faster" in line)
+    table = shown[start:end]
+    assert not any("…" in line for line in table)
+    assert max(map(len, shown)) <= width
+    assert len([line for line in table if f"flags {SETS[0].name}" in line]) == 1
+    text = "".join("".join(table).split())
+    for row in readings.rows(made):
+        assert "".join(row.unlike.split()) in text
 
 
 def test_kept_names_and_flags_differ_by_what_is_more_or_less() -> None:

@@ -94,17 +94,29 @@ def _table(plan: Plan, width: int) -> list[Text]:
         return "  ".join([f"{mark:>{marks}}", *texts, last])
 
     head = line("", {name: name for name in columns}, "differs from the best")
-    shown = [Text(head, style="dim")]
+    shown = [_cut(Text(head, style="dim"), width)]
     for row, cell in zip(rows, cells, strict=True):
         mark = f"{row.rank}{'*' if row.pareto else ' '}"
-        text = Text(line(mark, cell, row.unlike), style="bold" if row.rank == 1 else "")
-        shown.append(_cut(text, width))
+        style = "bold" if row.rank == 1 else ""
+        texts = _beside(line(mark, cell, ""), row.unlike, marks + 2, width)
+        shown += [_cut(Text(text, style=style), width) for text in texts]
     front = "* no other is faster and cheaper" if any(row.pareto for row in rows) else ""
     more = len(found) - len(rows)
     parts = [front, f"{figures.plural(more, 'more candidate')} in the file" if more else ""]
     if text := "; ".join(part for part in parts if part):
         shown.append(Text(f"{'':<{marks + 2}}{text}", style="dim"))
     return shown
+
+
+def _beside(start: str, text: str, indent: int, width: int) -> list[str]:
+    """Lines of ``start`` and ``text``: beside it where it fits, else below, indented, with nothing cut."""
+    if len(start) + len(text) <= width:
+        return [start + text]
+    space = " " * indent
+    below = textwrap.wrap(
+        text, width, initial_indent=space, subsequent_indent=space, break_on_hyphens=False
+    )
+    return [start.rstrip(), *below]
 
 
 def _cells(row: RankingRow) -> dict[str, str]:
