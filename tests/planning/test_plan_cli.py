@@ -159,7 +159,7 @@ def test_a_real_search_of_a_tiny_job(capsys: pytest.CaptureFixture[str], tmp_pat
     assert chosen.steps == 5
     assert main(["explain", str(path), "--remedies", "0", "--json"]) == 0
     explained = json.loads(capsys.readouterr().out)
-    assert explained["slice"] == "v5e-4"
+    assert (explained["target"], explained["slice"]) == (TINY, "v5e-4")
     assert explained["step_seconds"] == best["step_seconds"]
 
 
@@ -174,3 +174,8 @@ def test_a_place_that_can_not_be_written_is_said_before_any_compile(
     below = str(tmp_path / "file" / "plan.json")
     assert main(["plan", TINY, "--on", "v5e-4", option, below]) != 0
     assert "is a file, so" in capsys.readouterr().err
+    # Nobody can write here, root neither.
+    assert main(["plan", TINY, "--on", "v5e-4", option, "/proc/plan.json"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert "/proc is not writable" in err

@@ -203,7 +203,7 @@ def explain_saved(target: str, args: Sequence[str]) -> int:
 
     of, options = saved_request(target, args)
     if options.against is None:
-        return explain_step(target, of, options)
+        return explain_step(of.recipe.target, of, options)
     if not options.against.is_file():
         raise NotFoundError(
             f"{options.against} is no file; write one with systolic forecast … --json"

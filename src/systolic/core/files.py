@@ -56,8 +56,14 @@ def check_writable(path: Path) -> None:
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir():
         raise OptionError(f"{folder} is a file, so {path} cannot be in it; choose another folder")
-    if not os.access(folder, os.W_OK):
-        raise RunError(f"{folder} is not writable; choose another folder for {path.name}")
+    try:
+        # Permissions alone allow root everything, on read-only and virtual file systems too.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RunError(
+            f"{folder} is not writable ({error.strerror}); choose another folder for {path.name}"
+        ) from error
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -226,7 +226,8 @@ def _notes(notes: Sequence[str], room: int, width: int) -> list[Text]:
         found += [Text(f"{'':<{INDENT}}{line}") for line in lines_]
         shown += 1
     if shown < len(wrapped) and len(found) < room:
-        more = f"{len(wrapped) - shown} {'more ' if shown else ''}notes, with --json or --html"
+        noun = "more note" if shown else "note"
+        more = f"{figures.plural(len(wrapped) - shown, noun)}, with --json or --html"
         found.append(Text(f"{'':<{INDENT}}{more}"))
     if found:
         found[0] = _row("notes", found[0].plain[INDENT:])
