@@ -20,10 +20,11 @@ from systolic.artifact.chosen import read
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError, RunError, TakenError
 from systolic.core.files import write_json
-from systolic.job import Layout, Mode, Schedule
+from systolic.data.text.bytes import StandardLibrary
+from systolic.job import Layout, Mode, Precision, Schedule
 from systolic.job.optimizer import Shortened
 from systolic.recipes.digits import MODELS, DigitsModel
-from systolic.session.job_source import with_plan
+from systolic.session.job_source import source_of, with_plan
 from systolic.session.planned import candidate_of
 from systolic.session.saved_job import job_from_json, types_of
 from systolic.session.training import Audience
@@ -171,6 +172,8 @@ def test_a_plan_is_a_value_or_a_file(tmp_path: Path) -> None:
     [
         ({"nonsense": 1}, "nonsense.*its options are steps, batch"),
         ({"batch": 0}, "batch.total is 0"),
+        ({"steps": "ten"}, "^steps is 'ten'; it takes a whole number$"),
+        ({"layout": "fsdp"}, r"^layout is 'fsdp'; it takes a systolic\.job\.Layout$"),
     ],
 )
 def test_options_that_a_recipe_does_not_take(
@@ -179,6 +182,38 @@ def test_options_that_a_recipe_does_not_take(
     with pytest.raises(OptionError, match=said):
         systolic.train(RECIPE, run=tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["lm", "mlm"])
+def test_text_is_a_path_where_a_recipe_takes_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "one.txt").write_text("some text\n" * 100)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    options = {"path": "../corpus", "validation": "../corpus", "precision": "f32"}
+    source = source_of(name, options)
+    assert source.options["path"] == tmp_path / "here" / "../corpus"
+    assert source.options["precision"] is Precision.f32
+    assert source.job.data == recipes.find(name)(source.options).data
+    paths = {**options, "path": Path("../corpus"), "validation": Path("../corpus")}
+    function = recipes.find(name).function
+    assert function(**options).data == function(**paths).data
+    with pytest.raises(NotFoundError, match="nowhere"):
+        systolic.train(name, path="nowhere", run=tmp_path / "run")
+    with pytest.raises(NotFoundError, match="nowhere"):
+        systolic.train(name, path="../corpus", tokenizer="nowhere", run=tmp_path / "run")
+
+
+def test_text_is_a_path_in_image_recipes(tmp_path: Path) -> None:
+    for name in ("image", "fashion"):
+        with pytest.raises(NotFoundError, match="nowhere"):
+            systolic.train(name, path="nowhere", run=tmp_path / "run")
+        with pytest.raises(NotFoundError, match="nowhere"):
+            set_up(recipes.find(name).function(path=str(tmp_path / "nowhere")))
+    root = StandardLibrary(root=str(ROOT / "src"))  # ty: ignore[invalid-argument-type]
+    assert root == StandardLibrary(root=ROOT / "src")
 
 
 @pytest.mark.parametrize("few", [{}, {"steps": 7}])

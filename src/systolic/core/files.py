@@ -19,6 +19,14 @@ def _mode() -> int:
 _MODE = _mode()
 
 
+def as_paths(record: Any, *names: str) -> None:
+    """Turns these fields of a frozen dataclass into paths where they are text; for ``__post_init__``."""
+    for name in names:
+        value = getattr(record, name)
+        if isinstance(value, str):
+            object.__setattr__(record, name, Path(value))
+
+
 def write_atomically(path: Path, data: bytes | str) -> None:
     """Replaces ``path`` by ``data``; a crash at any moment leaves the old or the new file.
 

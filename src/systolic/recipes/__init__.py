@@ -4,16 +4,17 @@ A recipe is named by a module of this package (``bytes``) or by a file and a fun
 (``path/to/file.py:job``).
 """
 
+import enum
 import importlib.util
 import inspect
 import pkgutil
 import sys
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, NoneType, UnionType
 from typing import Any
 
 import msgspec
@@ -25,6 +26,15 @@ from systolic.job.layout import RENAMED
 from systolic.recipes.folder.imported import is_beside, modules
 from systolic.recipes.folder.opened import OpenedFiles
 
+_SCALARS = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+    NoneType: "None",
+}
+"""Types whose values are converted and checked where Python gives them as options, and their names."""
 _folders: list[str] = []
 """Folders of loaded recipes, at the end of ``sys.path``."""
 
@@ -216,6 +226,43 @@ def _line(error: BaseException, path: Path) -> str:
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a recipe as JSON values."""
     return msgspec.to_builtins(dict(options), enc_hook=str)
+
+
+def converted(recipe: Recipe, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments from Python, with text as a path or a choice where the recipe takes one.
+
+    Raises:
+        OptionError: a number, text or None where the recipe takes another type.
+    """
+    hints = typing.get_type_hints(recipe.function)
+    return {name: _converted(name, value, hints.get(name, Any)) for name, value in options.items()}
+
+
+def _converted(name: str, value: Any, hint: Any) -> Any:
+    union = typing.get_origin(hint) in (typing.Union, UnionType)
+    kinds = typing.get_args(hint) if union else (hint,)
+    words = [_named(kind) for kind in kinds]
+    if type(value) not in _SCALARS or type(value) in kinds or not all(words):
+        return value
+    try:
+        return msgspec.convert(value, hint, dec_hook=lambda kind, value: kind(value))
+    except msgspec.ValidationError as error:
+        raise OptionError(f"{name} is {value!r}; it takes {' or '.join(words)}") from error
+    except TypeError:
+        # Some unions of types have no conversion.
+        return value
+
+
+def _named(kind: Any) -> str:
+    """What an option of a type takes; empty for a type that is not checked."""
+    if not isinstance(kind, type):
+        return ""
+    if issubclass(kind, enum.Enum):
+        return f"one of {', '.join(str(one.value) for one in kind)}"
+    if is_dataclass(kind):
+        inside = kind.__module__.startswith("systolic.job.")
+        return f"a {'systolic.job' if inside else kind.__module__}.{kind.__name__}"
+    return _SCALARS.get(kind, "")
 
 
 def typed(recipe: Recipe, options: Mapping[str, Any]) -> dict[str, Any]:

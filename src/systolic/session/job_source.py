@@ -38,7 +38,7 @@ def source_of(job: Job | str, options: Mapping[str, Any]) -> JobSource:
 
     Raises:
         NotFoundError: there is no such recipe.
-        OptionError: an option is missing, unknown, out of its range or without effect.
+        OptionError: an option is missing, unknown, of another type, out of its range or without effect.
     """
     if isinstance(job, str):
         recipe, types = recipes.find(job), None
@@ -49,6 +49,7 @@ def source_of(job: Job | str, options: Mapping[str, Any]) -> JobSource:
     except TypeError as error:
         known = ", ".join(inspect.signature(recipe.function).parameters)
         raise OptionError(f"{recipe.target}: {error}; its options are {known}") from error
+    bound.arguments.update(recipes.converted(recipe, bound.arguments))
     bound.apply_defaults()
     source = JobSource(recipe=recipe, options=paths.absolute(bound.arguments), types=types)
     source.job.check_effects()

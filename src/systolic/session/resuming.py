@@ -60,8 +60,11 @@ class OpenedRun:
 
         Args:
             options: All of the recipe's.
+
+        Raises:
+            OptionError: an option is of another type.
         """
-        options = paths.absolute(dict(options))
+        options = paths.absolute(recipes.converted(self.recipe, options))
         changed = {name for name, value in options.items() if value != self.saved.get(name)}
         return JobSource(
             recipe=self.recipe,

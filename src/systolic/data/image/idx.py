@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.core.errors import DataError, NotFoundError
+from systolic.core.files import as_paths
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, SHARE, check
 from systolic.job import Data, Field, Read, Split
 from systolic.job.data import Batches, Contents
@@ -48,6 +49,7 @@ class Idx(Data):
     """The classes, in label order."""
 
     def __post_init__(self) -> None:
+        as_paths(self, "path")
         check(self)
 
     def fields(self) -> Mapping[str, Field]:

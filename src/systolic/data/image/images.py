@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from systolic.core.errors import DataError, NotFoundError
+from systolic.core.files import as_paths, write_json
 from systolic.core.ranges import Range, check
 from systolic.data.image.augmentation import Augmentation
 from systolic.job import Data, Field, Read, Split
@@ -66,6 +67,7 @@ class Images(Data):
     """Whether all pictures are in the validation split."""
 
     def __post_init__(self) -> None:
+        as_paths(self, "path")
         check(self)
 
     def fields(self) -> Mapping[str, Field]:
@@ -241,8 +243,6 @@ def pack(
     """
     import msgspec
     from array_record.python.array_record_module import ArrayRecordWriter  # ty: ignore[import-not-found]
-
-    from systolic.core.files import write_json
 
     if _index(images.path):
         raise DataError(f"{images.path} is packed already; give a folder of pictures")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from systolic.core.errors import DataError, NotFoundError
+from systolic.core.files import as_paths
 from systolic.core.ranges import check
 from systolic.data.text.text_data import FILL, ROW, TextData, row_fields
 from systolic.job import Layout
@@ -38,6 +39,7 @@ class StandardLibrary(TextData):
     """Another folder of .py files; None is the standard library of the running Python."""
 
     def __post_init__(self) -> None:
+        as_paths(self, "root")
         check(self)
 
     def get_tokenizer(self) -> "Tokenizer":

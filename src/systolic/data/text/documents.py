@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from systolic.core.errors import DataError
+from systolic.core.files import as_paths
 from systolic.core.ranges import COUNT, SHARE, check
 from systolic.data.text.packing import Packing
 from systolic.data.text.text_data import FILL, ROW, TextData, row_fields
@@ -52,6 +53,7 @@ class Documents(TextData):
     """Windows, of about 256 rows each, whose rows are mixed in training (packed data mixes all)."""
 
     def __post_init__(self) -> None:
+        as_paths(self, "path", "tokenizer", "validation")
         check(self)
 
     def fields(self) -> Mapping[str, Field]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import DataError, MissingExtraError, NotFoundError, nearest
+from systolic.core.files import as_paths
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,6 +55,9 @@ class Tokenizer:
     """The token before each document; None asks ``tokenizer_config.json`` and the usual names."""
     eos: str | None = None
     """The token after each document; None as for ``bos``."""
+
+    def __post_init__(self) -> None:
+        as_paths(self, "path")
 
     @property
     def vocab_size(self) -> int:
