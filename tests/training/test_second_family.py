@@ -62,8 +62,7 @@ class LearnedModule(nnx.Module, TokenScorer, IncrementalDecoder):
 
     def embed(self, tokens: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The stream, and queries, keys and values [3, batch, n, d_model]."""
-        known = jnp.minimum(positions, self.config.positions - 1)
-        x = self.embedding[...][tokens] + self.places[...][known]
+        x = self.embedding[...][tokens] + jnp.take(self.places[...], positions, axis=0)
         return x, jnp.einsum("bnd,dte->tbne", x, self.project[...])
 
     def attend(self, x: jax.Array, query: Any, key: Any, value: Any, seen: Any) -> jax.Array:
@@ -160,9 +159,9 @@ def recomputed(setup: Setup, weights: tuple[Any, Any], ids: list[int], count: in
         places = jnp.arange(tokens.shape[1])[None]
         return module.logits(module.hidden(tokens, jnp.zeros_like(tokens), places))
 
-    rows = list(ids)
+    rows, size = list(ids), min(SEQUENCE, setup.job.model.positions)
     for _ in range(count):
-        tokens = jnp.asarray([rows + [0] * (SEQUENCE - len(rows))], jnp.int32)
+        tokens = jnp.asarray([rows + [0] * (size - len(rows))], jnp.int32)
         rows.append(int(logits(*weights, tokens)[0, len(rows) - 1].argmax()))
     return rows[len(ids) :]
 
@@ -205,6 +204,21 @@ def test_a_prompt_of_another_length_compiles_nothing(setup: Setup, weights: Any)
     assert once == TRACES
     with pytest.raises(OptionError, match="tokens is 40 and the model has positions for 27 after"):
         next(first.stream("x" * 20, tokens=40))
+
+
+def test_no_prompt_is_padded_beyond_the_positions() -> None:
+    """A lookup beyond the 24 positions is NaN, which would spread from the padding to the whole row."""
+    few = set_up(job(model=Learned(positions=24), data=StandardLibrary(sequence=16, root=SOURCE)))
+    weights = jax.jit(few.steps.network.init)(jax.random.key(0))
+    generator = Generator(few.steps, *weights, GREEDY)
+    ids = generator.encode("def f")
+    expected = recomputed(few, weights, ids, 24 - len(ids))
+    assert len(set(expected)) > 1
+    text = few.job.data.get_tokenizer().stream()
+    pieces = [text.push(token) for token in expected]
+    assert (
+        "".join(generator.stream("def f", tokens=24 - len(ids))) == "".join(pieces) + text.flush()
+    )
 
 
 def test_it_rehearses() -> None:

@@ -206,7 +206,11 @@ class IncrementalDecoder(ABC):
 
     @property
     def max_positions(self) -> int | None:
-        """Positions that the model can take, for learned ones; ``None`` where there is no limit."""
+        """Positions that the model can take, for learned ones; ``None`` where there is no limit.
+
+        No prompt, padding included, is longer. A cache may have room for more, and :meth:`extend` may
+        be called for some positions beyond: what it returns for these is not used, but must not raise.
+        """
         return None
 
     @abstractmethod

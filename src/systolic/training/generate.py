@@ -19,7 +19,7 @@ CHUNK = 16
 BUCKET = 128
 """Smallest bucket: prompts are padded to it, a size that a TPU's attention takes, with room for as many new tokens.
 
-Larger buckets are powers of two. All prompts of a bucket share their programs.
+Larger buckets are powers of two, and none has more than the model's positions. All prompts of a bucket share their programs.
 """
 
 
@@ -118,6 +118,8 @@ class Generator:
     def _pieces(self, prompt: str, tokens: int, seed: int) -> Iterator[str]:
         ids = self.encode(prompt)
         size = _bucket(len(ids))
+        if (most := self._programs.decode.max_positions) is not None:
+            size = min(size, most)
         row = np.zeros((1, size), np.int32)
         row[0, : len(ids)] = ids
         state = self._programs.prefill(
