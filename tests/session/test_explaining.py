@@ -50,6 +50,13 @@ def test_a_step_is_explained_with_what_changes_gain() -> None:
     [
         (None, {}, OptionError, "explaining a job needs a slice; give on='v5e-16'"),
         (None, {"on": "8xh100"}, OptionError, "8xh100 is a gpu"),
+        (
+            None,
+            {"on": "v5e-4", "remedies": -1},
+            OptionError,
+            "--remedies is -1; it must be at least 0",
+        ),
+        ("lm", {"on": "v5e-4"}, OptionError, "explain takes a Job or a path and was given 'lm'"),
         ("nowhere", {}, NotFoundError, "nowhere is no run, profile or forecast"),
     ],
 )

@@ -1,5 +1,6 @@
 """``systolic.plan``: slices, goals and freedom from the words that people use, and the notes on an answer."""
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -129,8 +130,20 @@ def test_a_plan_from_python_is_a_value_and_tells_its_progress() -> None:
         ({"goal": "fast"}, "--goal is 'fast'; it takes time, cost, energy, pareto"),
         ({"price": "sport"}, "--price is 'sport'; did you mean spot?"),
         ({"tokens": 1.0, "examples": 1.0}, "give one of them"),
+        ({"tokens": 0}, "--tokens is 0; it must be above 0"),
+        ({"tokens": -5.0}, "--tokens is -5.0; it must be above 0"),
+        ({"budget": math.nan}, "--budget is nan, not a finite number"),
+        ({"max_chips": 0}, "--max-chips is 0; it must be at least 1"),
+        ({"deadline": 3}, "--deadline is 3; write it like '90m'"),
     ],
 )
 def test_words_that_mean_nothing_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=re.escape(said)):
         systolic.plan(fabricated.facts().job, on="v6e-8", **options)
+
+
+def test_a_recipes_name_is_not_a_job() -> None:
+    with pytest.raises(OptionError, match="plan takes a Job and was given 'lm'"):
+        systolic.plan("lm", on="v6e-8")  # ty: ignore[invalid-argument-type]
+    with pytest.raises(OptionError, match="forecast takes a Job or a function and was given 'lm'"):
+        systolic.forecast("lm", on="v6e-8")  # ty: ignore[no-matching-overload]

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from systolic.aot import Compiled, Compiler, JobProgram, StepKind
 from systolic.aot import compile as compile_program
@@ -13,6 +13,7 @@ from systolic.artifact.run import JOB
 from systolic.chips import Slice, slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import NotFoundError, OptionError
+from systolic.core.ranges import NOT_NEGATIVE, check_arguments
 from systolic.explaining.cause import Cause
 from systolic.explaining.causes import causes_of_forecast
 from systolic.explaining.settings import Settings
@@ -217,7 +218,7 @@ def explain(
     on: str | Slice | None = None,
     step: StepKind = StepKind.train,
     flags: str = "",
-    remedies: int | None = None,
+    remedies: Annotated[int | None, NOT_NEGATIVE] = None,
     trust: bool = False,
     watch: ExplainWatch = lambda _: None,
 ) -> Any:
@@ -240,6 +241,7 @@ def explain(
         NotFoundError: the path holds nothing that can be explained.
         OptionError: a job without a slice, or a slice that is not of TPUs.
     """
+    check_arguments(explain, {"remedies": remedies}, lambda name: f"--{name}")
     if isinstance(target, Job):
         if on is None:
             raise OptionError("explaining a job needs a slice; give on='v5e-16'")
@@ -260,6 +262,10 @@ def explain(
         ExplainedKind.profile: lambda: _profile(path, remedies, trust, watch),
     }
     kind = kind_of(path)
+    if kind is None and on is not None:
+        raise OptionError(
+            f"explain takes a Job or a path and was given {str(target)!r}; give the Job, or explain a recipe by the command: systolic explain RECIPE --on v5e-16"
+        )
     if kind is None:
         raise NotFoundError(
             f"{path} is no run, profile or forecast; give a directory that systolic train made, an xplane.pb, or what systolic forecast --json or systolic plan wrote"

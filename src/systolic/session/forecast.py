@@ -40,6 +40,10 @@ def forecast(what: Any, /, *args: Any, on: str | Slice, **options: Any) -> Forec
     """
     if isinstance(what, Job):
         return forecast_step(what, *args, on=on, **options)
+    if not callable(what):
+        raise OptionError(
+            f"forecast takes a Job or a function and was given {what!r}; give one, or forecast a recipe by the command: systolic forecast RECIPE --on v5e-16"
+        )
     return forecast_function(what, *args, on=on, **options)
 
 

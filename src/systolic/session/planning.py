@@ -3,11 +3,12 @@
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 from systolic.chips import ChipKind, Slice, chips, named_slices, slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import OptionError, nearest
+from systolic.core.ranges import COUNT, POSITIVE, check_arguments
 from systolic.job import Job
 from systolic.planning.evaluator import CompilingEvaluator, OpenEvaluator
 from systolic.planning.facts import Facts, facts_of
@@ -27,15 +28,15 @@ def plan(  # noqa: PLR0913  the options of systolic plan
     job: Job,
     *,
     on: str | Sequence[Slice],
-    tokens: float | None = None,
-    examples: float | None = None,
+    tokens: Annotated[float | None, POSITIVE] = None,
+    examples: Annotated[float | None, POSITIVE] = None,
     goal: Objective | str | None = None,
     deadline: str | None = None,
-    budget: float | None = None,
+    budget: Annotated[float | None, POSITIVE] = None,
     price: PriceTerm | str = PriceTerm.on_demand,
     free: str = "",
     flags: str = "",
-    max_chips: int = MAX_CHIPS,
+    max_chips: Annotated[int, COUNT] = MAX_CHIPS,
     limits: Limits | None = None,
     watch: Callable[[SearchProgress], None] = lambda _: None,
     evaluator: OpenEvaluator = CompilingEvaluator,
@@ -62,6 +63,14 @@ def plan(  # noqa: PLR0913  the options of systolic plan
         OptionError: options that contradict each other or do not parse.
         NotFoundError: a name that is neither a slice nor a chip.
     """
+    if not isinstance(job, Job):
+        raise OptionError(
+            f"plan takes a Job and was given {job!r}; give the Job, or plan a recipe by the command: systolic plan RECIPE --on SLICES"
+        )
+    numbers = {"tokens": tokens, "examples": examples, "budget": budget, "max_chips": max_chips}
+    check_arguments(plan, numbers, lambda name: f"--{name.replace('_', '-')}")
+    if deadline is not None and not isinstance(deadline, str):
+        raise OptionError(f"--deadline is {deadline!r}; write it like '90m', '36h' or '3d'")
     if tokens is not None and examples is not None:
         raise OptionError("--tokens and --examples say the same in two ways; give one of them")
     resolved(flags, None)  # its words, before anything takes time
