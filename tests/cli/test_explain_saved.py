@@ -83,6 +83,18 @@ def test_flags_of_a_forecast_are_those_of_its_compile(tmp_path: Path) -> None:
         saved_request(str(path), [])
 
 
+def test_an_option_of_the_version_before_in_a_file_is_read_in_silence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "forecast.json"
+    words = ["--on", ON.name, "--layout.loss-tiles", "4"]
+    record = {"target": "lm", "arguments": words, "slice": ON.name, "step_seconds": 0.05}
+    path.write_text(json.dumps({**record, "compiler": {"flags": []}}))
+    of, _ = saved_request(str(path), [])
+    assert of.job.layout.loss_chunks == 4
+    assert capsys.readouterr().err == ""
+
+
 def test_a_forecast_of_another_step_is_explained_as_that_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

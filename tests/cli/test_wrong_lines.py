@@ -76,6 +76,10 @@ MISUSED = [
         "systolic train --resume 'RUN' has no option --plan; see systolic train --resume 'RUN' --help",
     ),
     (
+        ("explain", "RUN", "--on", "v5e-4"),
+        "systolic explain 'RUN' has no option --on; see systolic explain 'RUN' --help",
+    ),
+    (
         ("train", "--resume", "RUN", "--rehearse", "v5e-4"),
         "systolic train --resume 'RUN' has no option --rehearse; see",
     ),

@@ -241,23 +241,26 @@ def test_by_default_a_short_run_is_not_slowed_but_looked_at_afterwards(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    run = str(tmp_path / "run")
+    path = tmp_path / ("a run with a long name " * 4).strip()
+    run = str(path)
     assert main(["train", RECIPE, "--fault", "dead", "--steps", "60", "--run", run, "--json"]) == 0
-    assert not (tmp_path / "run" / "diagnoses.jsonl").exists()
-    before = sorted((tmp_path / "run").rglob("*"))
+    assert not (path / "diagnoses.jsonl").exists()
+    before = sorted(path.rglob("*"))
     capsys.readouterr()
     assert main(["explain", run, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["target"], found["kind"]) == (run, "run")
     causes = {cause["name"]: cause for cause in found["causes"]}
     assert "3 of 3" in causes["dead-gradients"]["title"]
-    assert sorted((tmp_path / "run").rglob("*")) == before
+    assert sorted(path.rglob("*")) == before
     assert main(["explain", run, "--json", "--quick"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert "dead-gradients" not in [cause["name"] for cause in found["causes"]]
-    assert any(f"systolic train --resume {run} --diagnose 50" in note for note in found["notes"])
+    # The run is finished, and --resume would do nothing.
+    assert f"systolic explain '{run}'" in "\n".join(found["notes"])
     assert main(["explain", run, "--quick"]) == 0
     out = capsys.readouterr().out
+    assert f"systolic explain '{run}'" in out
     assert out.startswith(f"{run}: ")
     assert len(out.splitlines()) <= HEIGHT
 
@@ -432,6 +435,11 @@ def test_looks_at_the_end_of_a_decay_tell_nothing_of_updates(tmp_path: Path):
     assert "lost-updates" not in {cause.name for cause in layers.causes(decayed)}
     assert any("has decayed" in line for line in unknown(decayed))
     assert not any("has decayed" in line for line in unknown(history))
+    running = replace(history, path=Path("a run"), diagnoses=(), summary=None)
+    assert unknown(running)[0].endswith("; systolic train --resume 'a run' --diagnose 50")
+    done = replace(running, summary=history.summary)
+    assert unknown(done)[0].endswith("; systolic explain 'a run'")
+    assert unknown(done, probed=True)[0].endswith("; train a new run with --diagnose 50")
 
 
 def test_a_validation_loss_below_the_training_loss_is_not_learnt_by_heart(tmp_path: Path):

@@ -1,5 +1,6 @@
 """``systolic explain``: what holds a step or a run back, with evidence, and what to change."""
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from systolic.aot import StepKind
 from systolic.cli.output import bounded_workers
 from systolic.cli.parse import Required, parse, print_verb_help
-from systolic.cli.target import Request, first, request, request_for
+from systolic.cli.target import Request, first, renamed, request, request_for
 from systolic.core.errors import NotFoundError, OptionError, nearest
 from systolic.core.ranges import NOT_NEGATIVE
 
@@ -194,7 +195,7 @@ def recipe_step(asked: Request[ExplainOptions]) -> "RecipeStep":
 
 def from_words(target: str, words: Sequence[str]) -> "RecipeStep":
     """What a forecast of an earlier version was made of."""
-    return recipe_step(request(target, words, "explain", ExplainOptions))
+    return recipe_step(request(target, renamed(words, typed=False), "explain", ExplainOptions))
 
 
 def explain_saved(target: str, args: Sequence[str]) -> int:
@@ -271,7 +272,7 @@ def explain_run(target: str, args: Sequence[str]) -> int:
     from systolic.cli.explain_view import ExplainView, show_run
     from systolic.session.runs import explain_run as explain
 
-    options = parse(ExplainRunOptions, args, "systolic explain RUN")
+    options = parse(ExplainRunOptions, args, shlex.join(["systolic", "explain", target]))
     with ExplainView(target, as_json=options.json) as view:
         made = explain(Path(target), quick=options.quick, trust=options.trust, watch=view.see)
     return show_run(target, made, as_json=options.json)
@@ -282,7 +283,7 @@ def explain_profile(target: str, args: Sequence[str]) -> int:
     from systolic.cli.explain_view import ExplainView, show_profile
     from systolic.session.profiles import explain_profile as explain
 
-    options = parse(ExplainProfileOptions, args, "systolic explain PROFILE")
+    options = parse(ExplainProfileOptions, args, shlex.join(["systolic", "explain", target]))
     with ExplainView(target, as_json=options.json) as view:
         made = explain(
             Path(target),

@@ -326,7 +326,9 @@ def show_run(target: str, made: RunExplanation, *, as_json: bool) -> int:
         return 0
     lines = [*run_remarks(made), *made.damage]
     if is_profile(made.path / "profile"):
-        lines.append(f"its steps were traced: systolic explain {made.path / 'profile'}")
+        lines.append(
+            f"its steps were traced: systolic explain {shlex.quote(str(made.path / 'profile'))}"
+        )
     print_causes(target, made.causes, remarks=lines, notes=made.notes)
     return 0
 

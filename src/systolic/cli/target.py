@@ -138,8 +138,8 @@ def request_for(
     return Request(recipe=found, options=values, verb=own, typed=tuple(rest))
 
 
-def renamed(args: Sequence[str]) -> list[str]:
-    """``args`` with today's names for options of the last version, each reported on stderr."""
+def renamed(args: Sequence[str], *, typed: bool = True) -> list[str]:
+    """``args`` with today's names for options of the last version, each reported on stderr where the user ``typed`` them."""
     from systolic.job.layout import RENAMED
 
     options = {
@@ -149,7 +149,7 @@ def renamed(args: Sequence[str]) -> list[str]:
     for word in args:
         name, equals, value = word.partition("=")
         now = options.get(_dashed(name))
-        if now is not None:
+        if now is not None and typed:
             print(f"systolic: {_dashed(name)} is now called {now}; use that name", file=sys.stderr)
         found.append(word if now is None else f"{now}{equals}{value}")
     return found

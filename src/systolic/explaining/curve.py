@@ -1,6 +1,7 @@
 """Causes from the loss curves of a run: divergence, spikes, a plateau, overfitting, too few steps."""
 
 import math
+import shlex
 import statistics
 from collections.abc import Sequence
 
@@ -69,7 +70,8 @@ def diverged(history: RunRecord) -> Cause | None:
         evidence += _around(history, step)
         advice = list(lower)
         if bad:
-            advice += [f"systolic train --replay {history.path}/bad/step-{step}.npz"]
+            batch = shlex.quote(f"{history.path}/bad/step-{step}.npz")
+            advice += [f"systolic train --replay {batch}"]
             advice += ["--guard.rule skip, where the batch is to blame"]
         title = f"The loss went bad at step {step}"
         return _cause("divergence", title, evidence, advice)

@@ -4,7 +4,7 @@ import math
 import shlex
 from typing import Any
 
-from systolic.artifact.record import RunRecord
+from systolic.artifact.record import RunRecord, State
 from systolic.explaining import curve, layers
 from systolic.explaining.cause import Cause
 
@@ -39,19 +39,30 @@ def vitals(history: RunRecord) -> dict[str, Any]:
     }
 
 
-def unknown(history: RunRecord) -> list[str]:
-    """Questions that the records can't answer, and the command that would, in a line each."""
-    again = f"systolic train --resume {shlex.quote(str(history.path))} --diagnose {EVERY}"
+def unknown(history: RunRecord, *, probed: bool = False) -> list[str]:
+    """Questions that the records can't answer, and the command that would, in a line each.
+
+    Args:
+        history: The run.
+        probed: A probe of its newest checkpoint was tried, so that explaining it again shows no more.
+    """
+    where = str(history.path)
+    afresh = f"train a new run with --diagnose {EVERY}"
+    over = history.is_finished or history.state is State.stopped
+    again = shlex.join(["systolic", "train", "--resume", where, "--diagnose", str(EVERY)])
+    probing = shlex.join(["systolic", "explain", where]) if not probed else afresh
     if not history.train:
         return ["the run has no record of a step, so nothing can be judged"]
     found = []
     if len(history.train) < curve.FEW:
         found.append(f"{len(history.train)} records are too few for a curve; train for more steps")
     if not history.diagnoses:
-        found.append(f"gradients, updates and noise by layer were never probed; {again}")
+        found.append(
+            f"gradients, updates and noise by layer were never probed; {probing if over else again}"
+        )
     elif not layers.training(history):
         found.append(
-            f"updates by layer were probed only where the learning rate has decayed; {again} before the end"
+            f"updates by layer were probed only where the learning rate has decayed; to probe before the end: {afresh if over else again}"
         )
     elif layers.noise_scale(history) is None:
         found.append(

@@ -63,7 +63,7 @@ def explain_run(
         figures=learning.vitals(history),
         unit=history.unit,
         damage=history.damage,
-        notes=[*notes, *learning.unknown(history)],
+        notes=[*notes, *learning.unknown(history, probed=not quick)],
     )
 
 

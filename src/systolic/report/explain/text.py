@@ -1,5 +1,6 @@
 """Causes on one screen: the verdict, then each cause with evidence and advice."""
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TextIO
@@ -15,6 +16,10 @@ HEIGHT = 23
 """Lines of a screen, less one for the prompt."""
 
 MAX_WIDTH = 100
+COMMAND = re.compile(r"systolic (?:train --|explain )(?:'[^']*'|[^';])*")
+"""A command to copy, up to the next semicolon."""
+NO_BREAK = "\0"
+"""Stands for a space of a command while its text is wrapped."""
 LINES = (3, 2, 1)
 """Lines of evidence and of advice per cause; fewer where the screen can't hold all causes."""
 
@@ -106,12 +111,13 @@ def _cause(index: int, cause: Cause, width: int, most: int) -> list[Text]:
 def _wrapped(text: str, width: int, indent: str, style: str) -> list[Text]:
     """Text wrapped over several lines, never inside a command."""
     flat = " ".join(terminal.printable(text).split())
+    whole = COMMAND.sub(lambda command: command[0].replace(" ", NO_BREAK), flat)
     found = textwrap.wrap(
-        flat,
+        whole,
         width,
         initial_indent=indent,
         subsequent_indent=" " * len(indent),
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return [Text(line, style) for line in found]
+    return [Text(line.replace(NO_BREAK, " "), style) for line in found]
