@@ -41,7 +41,9 @@ def test_the_default_directory_is_the_jobs_name_and_the_time(
 def test_create_never_reuses_a_directory(tmp_path: Path):
     with Run.create(tmp_path / "a", JOB):
         pass
-    with pytest.raises(RunError, match=r"already holds a run; continue it with --resume .*a or"):
+    with pytest.raises(
+        RunError, match=r"already holds a run; continue it with systolic train --resume .*a or"
+    ):
         Run.create(tmp_path / "a", JOB)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "thesis.txt").write_text("mine")
