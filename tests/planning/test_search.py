@@ -2,6 +2,7 @@
 
 import json
 import random
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from systolic.forecasting import Forecast
 from systolic.forecasting.cost import bill_of
 from systolic.forecasting.memory import MemoryMap
 from systolic.job import Job
-from systolic.planning import limits
+from systolic.planning import evaluator, limits
 from systolic.planning.candidate import Candidate
 from systolic.planning.goal import Goal
 from systolic.planning.plan import SearchStop
@@ -180,3 +181,22 @@ def test_the_json_has_the_published_names() -> None:
     assert times == sorted(times)
     assert plain["best"] == plain["candidates"][0]
     assert {"slice", "layout", "reason"} <= set(plain["rejected"][0])
+
+
+def test_a_compiles_seconds_leave_out_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, Future[Any]]] = []
+
+    def submit(_: Any, program: Any, on: Any, compiler: Any, say: Any) -> Future[Any]:
+        asked.append((say, Future()))
+        return asked[-1][1]
+
+    now = iter([100.0, 103.5])
+    monkeypatch.setattr(evaluator.Pool, "submit", submit)
+    monkeypatch.setattr(evaluator.time, "monotonic", lambda: next(now))
+    compiling = evaluator.CompilingEvaluator(1)
+    made = [compiling.submit(facts().job, one, full=False) for one in space()[:2]]
+    asked[0][0]("compiling")
+    for _, future in asked:
+        future.set_result(None)
+    # The second was in the store: no stage was reported.
+    assert [one.seconds for one in made] == [3.5, 0.0]  # ty: ignore[unresolved-attribute]

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
 from systolic.aot import Compiler, JobProgram, Outcome
@@ -76,8 +76,19 @@ class CompilingEvaluator(CandidateEvaluator):
         compiler = replace(self._compiler, flags=candidate.compiler_flags)
         program = JobProgram(job=candidate.job(job))
         how = compiler if full else compiler.quick()
-        outcome = self._pool.submit(program, candidate.on, how)
-        return _Compiling(outcome=outcome, name=job.name, candidate=candidate)
+        clock = _Clock()
+        outcome = self._pool.submit(program, candidate.on, how, clock.start)
+        return _Compiling(outcome=outcome, name=job.name, candidate=candidate, clock=clock)
+
+
+@dataclass
+class _Clock:
+    began: float | None = None
+    """When the compile reported its first stage; None of one that waits, or was in the store."""
+
+    def start(self, _: str) -> None:
+        if self.began is None:
+            self.began = time.monotonic()
 
 
 @dataclass
@@ -85,14 +96,15 @@ class _Compiling:
     outcome: "Future[Outcome]"
     name: str
     candidate: Candidate
-    began: float = field(default_factory=time.monotonic)
+    clock: _Clock
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.outcome.add_done_callback(self._end)
 
     def _end(self, _: "Future[Outcome]") -> None:
-        self.seconds = time.monotonic() - self.began
+        began = self.clock.began
+        self.seconds = 0.0 if began is None else time.monotonic() - began
 
     def wait(self, seconds: float) -> bool:
         return bool(futures.wait([self.outcome], timeout=seconds).done)
