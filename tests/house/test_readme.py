@@ -5,7 +5,10 @@ import contextlib
 import inspect
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +75,27 @@ def test_its_python_calls_public_functions_with_arguments_that_they_take() -> No
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/dependencies.md")
 PATH = re.compile(r"`((?:[a-z_.]+/)+(?:[a-z_]+\.(?:py|toml|md|html))?)`")
 """A path in backticks: a folder that ends with a slash, or a file of ours; capitals stand for what the reader has."""
+
+
+@pytest.mark.slow
+def test_its_python_runs(tmp_path: Path) -> None:
+    """From the first line to the last in one process; only the sizes are smaller."""
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    sizes = {
+        "layers=4, d_model=256, d_ff=1024": "layers=1, d_model=32, d_ff=64, heads=2, kv_heads=2, head_dim=16",
+        "steps=300": "steps=20",
+        "tokens=200": "tokens=20",
+    }
+    for written, small in sizes.items():
+        assert written in block
+        block = block.replace(written, small)
+    (tmp_path / "a.py").write_text("def a(): ...")
+    (tmp_path / "b.py").write_text("import b")
+    (tmp_path / "block.py").write_text(block)
+    command = [sys.executable, "block.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "runs" / "first" / "job.json").is_file()
 
 
 def named_paths() -> Iterator[tuple[str, str]]:
