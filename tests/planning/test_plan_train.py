@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import systolic
 from systolic import recipes
 from systolic.artifact import Run
 from systolic.artifact.chosen import Chosen, apply, read
@@ -348,6 +349,8 @@ def test_the_plan_of_a_job_is_refused_where_the_job_is_missing(
     # With the Job, both the value and the file will do.
     assert replace(candidate_of(made, 1), path=str(path)) == read(path, of_job=True)
     assert command(made, path, 2) == "systolic.train(job, plan=plan, candidate=2)"
+    with pytest.raises(SystolicError, match="and this machine has 1 x cpu"):
+        systolic.train(made.facts.job, plan=path, warn=lambda _: None)
 
 
 def test_the_forecast_of_a_job_is_refused_by_what_it_lacks(

@@ -173,7 +173,8 @@ def _planned(
     if plan is None:
         return source_of(job, options)
     if isinstance(plan, (str, Path)):
-        return with_plan(job, options, read(Path(plan), candidate), audience.warn)
+        chosen = read(Path(plan), candidate, of_job=isinstance(job, Job))
+        return with_plan(job, options, chosen, audience.warn)
     from systolic.planning.plan import Plan
 
     if not isinstance(plan, Plan):
