@@ -76,13 +76,13 @@ class CompilingEvaluator(CandidateEvaluator):
         compiler = replace(self._compiler, flags=candidate.compiler_flags)
         program = JobProgram(job=candidate.job(job))
         how = compiler if full else compiler.quick()
-        clock = _Clock()
+        clock = _CompileClock()
         outcome = self._pool.submit(program, candidate.on, how, clock.start)
         return _Compiling(outcome=outcome, name=job.name, candidate=candidate, clock=clock)
 
 
 @dataclass
-class _Clock:
+class _CompileClock:
     began: float | None = None
     """When the compile reported its first stage; None of one that waits, or was in the store."""
 
@@ -96,7 +96,7 @@ class _Compiling:
     outcome: "Future[Outcome]"
     name: str
     candidate: Candidate
-    clock: _Clock
+    clock: _CompileClock
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
