@@ -100,6 +100,8 @@ class Decoder(Model):
     """Token ids; 0 takes the tokenizer's, rounded up to a multiple of 128."""
     tie_embeddings: bool = True
     """Whether the output matrix is the embedding's transpose."""
+    embedding_scale: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Factor of the embedding's rows; 0 takes the root of d-model, or 1 where the output matrix is their transpose."""
     experts: Annotated[int, Range(least=1, most=2**14)] = 1
     """Experts per layer; 1 is a dense model."""
     experts_per_token: Annotated[int, COUNT, MIXTURE] = 2
@@ -235,6 +237,11 @@ class Decoder(Model):
     def value_dim(self) -> int:
         """Width of a head's value."""
         return self.latent.v_head_dim if self.latent else self.head_dim
+
+    @property
+    def embedding_factor(self) -> float:
+        """Factor of the embedding's rows."""
+        return self.embedding_scale or (1.0 if self.tie_embeddings else self.d_model**0.5)
 
     @property
     def num_parameters(self) -> int:

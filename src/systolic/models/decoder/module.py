@@ -91,8 +91,8 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
             table = self.target.constrain(self.embedding[...], "vocab", "embed")
             table = self.target.constrain(table, "vocab", None)
             x = table[tokens if order is None else order.arrange(tokens)]
-            if not self.config.tie_embeddings:
-                x = x * self.config.d_model**0.5
+            if self.config.embedding_factor != 1:
+                x = x * self.config.embedding_factor
             if self.ngrams is not None:
                 x = x + self.ngrams(jnp.concatenate([recent, tokens], axis=1), positions, order)
             return self.target.constrain(x, *STREAM)

@@ -1,0 +1,1 @@
+"""Decoders of Hugging Face's transformers: configuration and weights in both directions."""

@@ -1,0 +1,76 @@
+"""Model families of Hugging Face's transformers that are models of ours, by the ``model_type`` of a config.json."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from systolic.core.errors import DataError, NotFoundError, OptionError, nearest
+from systolic.job import Model
+from systolic.models.mapping import Conversion
+
+CONFIG = "config.json"
+"""File of a model's configuration in its folder."""
+
+Config = Mapping[str, Any]
+"""Fields of a config.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family: its configuration and its weights, in both directions."""
+
+    model: Callable[[Config], Model]
+    """The model of a config.json; raises OptionError for a field that it does not follow."""
+    conversion: Callable[[Config], Conversion]
+    """Rules between the weights of a config.json's model and ours."""
+    config: Callable[[Model], dict[str, Any]]
+    """A config.json for a model of ours, that transformers reads; raises OptionError for one that it can't say."""
+
+
+HOMES = {
+    "llama": "systolic.models.decoder.families.llama",
+}
+"""Module of each ``model_type``, with a dict ``FAMILIES``; imported when asked for."""
+
+
+def family(config: Config, source: str) -> Family:
+    """The family of a config.json's content.
+
+    Args:
+        config: Its fields.
+        source: Its name in messages.
+
+    Raises:
+        DataError: it has no model_type.
+        OptionError: its model_type is none of those known.
+    """
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise DataError(f"{source} has no model_type; give a config.json of transformers")
+    if kind not in HOMES:
+        raise OptionError(
+            f"{source} is of the kind {kind!r}{nearest(kind, HOMES)}; known are {', '.join(sorted(HOMES))}, others can be imported as a PyTorch module"
+        )
+    return import_module(HOMES[kind]).FAMILIES[kind]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Fields of a config.json, or of the one in a folder.
+
+    Raises:
+        NotFoundError: there is none.
+        DataError: it is no JSON object.
+    """
+    file = path / CONFIG if path.is_dir() else path
+    try:
+        found = json.loads(file.read_text())
+    except OSError as error:
+        raise NotFoundError(f"{file} can't be read ({error.strerror}); check the path") from error
+    except ValueError as error:
+        raise DataError(f"{file} is not JSON ({error}); write it again") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{file} is no JSON object; give a config.json of transformers")
+    return found

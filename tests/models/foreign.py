@@ -1,0 +1,80 @@
+"""Models of transformers with random weights, beside ours with the same ones."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from systolic.job import Layout, Model
+from systolic.models.families import Config, Family
+from systolic.steps.mesh import make_mesh
+from systolic.steps.network import ModelStructure
+from systolic.steps.target import MeshTarget
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
+
+
+@dataclass
+class Held:
+    """A tensor in memory."""
+
+    array: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.array.dtype
+
+    def read(self) -> np.ndarray:
+        return self.array
+
+
+def held(module: Any) -> dict[str, Held]:
+    """The state of a PyTorch module, tied tensors once."""
+    return {name: Held(value.numpy()) for name, value in module.state_dict().items()}
+
+
+def structure(model: Model, dtype: str = "float32") -> ModelStructure:
+    """A model on one CPU device."""
+    layout = Layout(data=1, fsdp=1)
+    target = MeshTarget(
+        platform="cpu",
+        layout=layout,
+        dtype=dtype,
+        matmul_format=None,
+        mesh=make_mesh(layout, jax.devices()[:1]),
+    )
+    return ModelStructure(model, target)
+
+
+def converted(family: Family, config: Config, tensors: Mapping[str, Held]) -> Any:
+    """Our module with the weights of a file, in evaluation mode."""
+    made = structure(family.model(config))
+    rules = family.conversion(config)
+    rules.check(tensors, "the model")
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = {
+        path: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=one)
+        for path, shape in {**made.params, **made.model_state}.items()
+    }
+    arrays = rules.arrays(tensors, like)
+    params = {path: arrays[path] for path in made.params}
+    state = {path: arrays[path] for path in made.model_state if path in arrays}
+    return made.module(params, state, train=False), arrays
+
+
+def returned(family: Family, config: Config, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Our arrays as the file's tensors."""
+    return dict(family.conversion(config).tensors(arrays))
+
+
+def relative(ours: Any, theirs: Any) -> float:
+    """Largest difference over the largest magnitude."""
+    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
