@@ -10,6 +10,7 @@ import pytest
 import systolic
 from systolic.chips import slice
 from systolic.core.errors import NotFoundError, OptionError
+from systolic.core.units import duration
 from systolic.forecasting import Forecast
 from systolic.job import Batch, Job
 from systolic.planning.analytic import analyse
@@ -122,6 +123,10 @@ def test_a_plan_from_python_is_a_value_and_tells_its_progress() -> None:
     assert made.best.candidate.on == slice("v6e-8")
     assert [type(note) for note in made.notes] == [OwnWork, ScheduleOnly, BaseFlags]
     assert {SearchStage.analysing, SearchStage.compiling} == set(stages)
+    shown = repr(made)
+    assert shown.startswith(f"<Plan of {made.searched} candidates: best <Forecast of ")
+    assert f"on v6e-8: fits, {duration(made.best.forecast.step_seconds)} a step" in shown
+    assert len(shown) < 200
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 from systolic.aot import Compiled
 from systolic.chips import Slice
 from systolic.core.origin import Origin
+from systolic.core.units import duration
 from systolic.forecasting.cost import Bill
 from systolic.forecasting.costs import by_op, seconds_by_place
 from systolic.forecasting.memory import MemoryMap
@@ -63,6 +64,13 @@ class Forecast:
     notes: Sequence[str] = ()
     answer: Compiled | None = field(default=None, repr=False)
     """The compiler's answer in the store: its text, its message, its executable; None of a dump."""
+
+    def __repr__(self) -> str:
+        """The answer on one line; the timeline alone has thousands of spans."""
+        fits = "fits" if self.fits else "does not fit"
+        step = f", {duration(self.step_seconds)} a step" if self.step_seconds else ""
+        share = f", MFU {self.mfu:.1%}" if self.mfu else ""
+        return f"<Forecast of {self.recipe} on {self.on.name}: {fits}{step}{share}>"
 
     @property
     def mfu(self) -> float | None:

@@ -85,6 +85,13 @@ class Plan:
     """The recipe's options as typed."""
     notes: "Sequence[PlanNote]" = ()
 
+    def __repr__(self) -> str:
+        """The best candidate on one line; the plan itself has hundreds."""
+        best = self.best
+        found = "nothing fits" if best is None else f"best {best.forecast!r}"
+        ranked, refused = len(self.ranking), len(self.refused)
+        return f"<Plan of {self.searched} candidates: {found}; {ranked} ranked, {refused} refused>"
+
     @property
     def ranking(self) -> list[Trial]:
         """Trials that fit and meet the limits, best first."""
