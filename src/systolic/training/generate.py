@@ -23,8 +23,8 @@ Larger buckets are powers of two, and none has more than the model's positions. 
 """
 
 
-def tokenizer_of(job: Job) -> Any:
-    """The tokenizer of a text job.
+def text_of(job: Job) -> TextData:
+    """The data of a text job.
 
     Raises:
         OptionError: the job is not about text.
@@ -33,7 +33,7 @@ def tokenizer_of(job: Job) -> Any:
         raise OptionError(
             f"systolic generate continues text, which {job.name} was not trained on; use systolic predict RUN FILES"
         )
-    return job.data.get_tokenizer()
+    return job.data
 
 
 class Generator:
@@ -57,7 +57,8 @@ class Generator:
         self, steps: StepFunctions, params: Any, model_state: Any, sampling: Sampling
     ) -> None:
         self.job, self.model_state = steps.job, model_state
-        self.tokenizer = tokenizer_of(steps.job)
+        self.data = text_of(steps.job)
+        self.tokenizer = self.data.get_tokenizer()
         self._programs = generation(steps, sampling)
         # Cast, and reordered for the decode step on a TPU, once instead of in every call.
         self.params = self._programs.weights(params)
@@ -65,13 +66,11 @@ class Generator:
     @property
     def context(self) -> int:
         """Tokens of a row in training; the model was not trained on later positions."""
-        return self.job.data.fields()["tokens"].shape[0]
+        return self.data.context
 
     def encode(self, prompt: str) -> list[int]:
-        """Ids of a prompt after the token that starts a document; at least one id."""
-        tokenizer = self.tokenizer
-        start = [] if tokenizer.start is None else [tokenizer.start]
-        return start + list(tokenizer.encode(prompt)) or [0]
+        """Ids of a prompt after the tokens that start a text; at least one id."""
+        return self.tokenizer.prompt(prompt) or [0]
 
     def room(self, prompt: str) -> int | None:
         """New tokens that the model has positions for after a prompt; ``None`` where there is no limit."""

@@ -32,6 +32,11 @@ class TextData(Data):
         del path
         return self
 
+    @property
+    def context(self) -> int:
+        """Tokens that the model sees at once in training."""
+        return self.fields()["tokens"].shape[0]
+
     def vocab_size(self) -> int:
         """One more than the largest token id; reads the tokenizer's file only, if there is one."""
         return self.get_tokenizer().vocab_size

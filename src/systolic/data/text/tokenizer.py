@@ -1,6 +1,7 @@
 """Tokenizers, text to ids and back: any ``tokenizer.json``, or plain bytes without one."""
 
 import codecs
+import enum
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -39,6 +40,15 @@ _MASK_NAMES = ("[MASK]", "<mask>", "<|mask|>")
 """Names of these in published tokenizers, for a ``tokenizer.json`` without a config."""
 
 
+class Around(enum.Enum):
+    """Tokens around a text."""
+
+    document = "document"
+    """The tokens that start and end a document, as far as the tokenizer has them."""
+    own = "own"
+    """Those that the tokenizer's own post-processor adds, as transformers does: often a start and no end."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokenizer:
     """A tokenizer; its file is read at first use and cached.
@@ -55,6 +65,8 @@ class Tokenizer:
     """The token before each document; None asks ``tokenizer_config.json`` and the usual names."""
     eos: str | None = None
     """The token after each document; None as for ``bos``."""
+    around: Around = Around.document
+    """Tokens around a text."""
 
     def __post_init__(self) -> None:
         as_paths(self, "path")
@@ -116,16 +128,34 @@ class Tokenizer:
         if self.path is None:
             raw = [text.encode() if isinstance(text, str) else text for text in texts]
             return [np.frombuffer(one, np.uint8).astype(np.int32) for one in raw]
+        return self._encoded(texts, special=False)
+
+    def prompt(self, text: str) -> list[int]:
+        """Ids of a text to continue: after the token that starts a document, or what the post-processor puts there."""
+        ids = self.encode(text)
+        if self.path is None or self.around is Around.document:
+            return ids if self.start is None else [self.start, *ids]
+        # A post-processor puts the same before every text; after it, such as an end, nothing can follow.
+        mark = self.encode("a")
+        around = self._encoded(["a"], special=True)[0].tolist()
+        first = next(i for i in range(len(around)) if around[i : i + len(mark)] == mark)
+        return around[:first] + ids
+
+    def _encoded(self, texts: Sequence[str | bytes], *, special: bool) -> "list[np.ndarray]":
+        import numpy as np
+
         strings = [
             text if isinstance(text, str) else text.decode("utf-8", "replace") for text in texts
         ]
-        encoded = _load(self).backend.encode_batch_fast(strings, add_special_tokens=False)
+        encoded = _load(self).backend.encode_batch_fast(strings, add_special_tokens=special)
         return [np.array(one.ids, np.int32) for one in encoded]
 
     def documents(self, texts: Sequence[str | bytes]) -> "list[np.ndarray]":
-        """int32[tokens] for each text, with start and end tokens if the tokenizer has them."""
+        """int32[tokens] for each text, with the tokens around it."""
         import numpy as np
 
+        if self.path is not None and self.around is Around.own:
+            return self._encoded(texts, special=True)
         start = [] if self.start is None else [self.start]
         end = [] if self.end is None else [self.end]
         return [

@@ -1,0 +1,83 @@
+"""A tokenizer without training text: the data of a model that came trained."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from systolic.core.errors import OptionError
+from systolic.core.files import as_paths
+from systolic.core.ranges import COUNT, check
+from systolic.data.text.documents import Documents
+from systolic.data.text.text_data import ROW, TextData, row_fields
+from systolic.data.text.tokenizer import Around, Tokenizer
+from systolic.job import Layout
+from systolic.job.data import Batches, Field, Read, Split
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompts(TextData):
+    """Prompts and texts from outside for a model whose training text is elsewhere; all splits are empty."""
+
+    tokenizer: Path | None = None
+    """A ``tokenizer.json`` or its folder; None reads bytes."""
+    sequence: Annotated[int, ROW] = 1024
+    """Tokens per row of a text that is scored."""
+    positions: Annotated[int, COUNT] = 1024
+    """Tokens that the model was trained to see at once."""
+
+    def __post_init__(self) -> None:
+        as_paths(self, "tokenizer")
+        check(self)
+
+    @property
+    def context(self) -> int:
+        """See :class:`TextData`."""
+        return self.positions
+
+    def fields(self) -> Mapping[str, Field]:
+        """tokens, targets, segments, positions: int32[sequence]."""
+        return row_fields(self.sequence)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """See :class:`TextData`."""
+        return Tokenizer(path=self.tokenizer, around=Around.own)
+
+    def with_tokenizer(self, path: Path) -> "Prompts":
+        """See :class:`TextData`."""
+        return replace(self, tokenizer=path)
+
+    def size(self, split: Split) -> int:
+        """0: there is no text."""
+        del split
+        return 0
+
+    def open(self, read: Read) -> Batches:
+        """Refuses.
+
+        Raises:
+            OptionError: always.
+        """
+        raise OptionError(
+            f"an imported model brings no {read.split.value} text; give the text with --path"
+        )
+
+    def at(self, path: Path) -> "Passages":
+        """The text at a path, in rows of the same length."""
+        return Passages(
+            path=path, validation=path, tokenizer=self.tokenizer, sequence=self.sequence
+        )
+
+    def shrink(self, layout: Layout) -> "Prompts":
+        """Rows of 64 tokens a context shard."""
+        return replace(self, sequence=min(self.sequence, 64 * layout.context))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passages(Documents):
+    """Documents with the tokens around them that the tokenizer's own post-processor adds."""
+
+    def get_tokenizer(self) -> Tokenizer:
+        """See :class:`Documents`."""
+        # The two-argument form: a dataclass with slots is made anew, and super() would name the old class.
+        return replace(Documents.get_tokenizer(self), around=Around.own)

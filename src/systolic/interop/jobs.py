@@ -1,0 +1,61 @@
+"""The job that a model from elsewhere is used under, by the class of its model."""
+
+from collections.abc import Callable, Mapping
+
+from systolic.core.errors import OptionError
+from systolic.data.text.prompts import Prompts
+from systolic.interop.source import Source
+from systolic.job import Batch, Dtypes, Job, Model, Stored
+from systolic.models.decoder.config import Decoder
+from systolic.steps.tasks.language import LanguageModel
+
+ROW = 1024
+"""Tokens of a row of text to score, or fewer where the model takes fewer."""
+POSITIONS = ("max_position_embeddings", "n_positions")
+"""Fields of a config.json with the tokens that a model takes at once."""
+
+
+def job_of(source: Source) -> Job:
+    """The job that evaluates, generates and predicts with a source's weights; it has no training data.
+
+    Raises:
+        OptionError: nothing here uses such a model.
+    """
+    kind = type(source.model)
+    if kind not in MAKERS:
+        raise OptionError(
+            f"{source.path} is a {kind.__name__}, which is imported and can't be used on its own; used are {', '.join(one.__name__ for one in MAKERS)}"
+        )
+    return MAKERS[kind](source)
+
+
+def dtypes_of(source: Source) -> Dtypes:
+    """Dtypes that hold a source's weights exactly: bf16 where they are stored so, else f32."""
+    return Dtypes(parameters=Stored.bf16 if source.dtype == "bfloat16" else Stored.f32)
+
+
+def _decoder(source: Source) -> Job:
+    """A language model with its tokenizer.
+
+    Raises:
+        OptionError: it has no tokenizer.json.
+    """
+    tokenizer = source.tokenizer
+    if tokenizer is None:
+        raise OptionError(
+            f"{source.path} has no tokenizer.json; copy it from where the model came from, beside config.json"
+        )
+    positions = next((source.config[name] for name in POSITIONS if source.config.get(name)), ROW)
+    return Job(
+        name=source.path.name,
+        model=source.model,
+        task=LanguageModel(),
+        data=Prompts(tokenizer=tokenizer, sequence=min(ROW, positions), positions=positions),
+        steps=1,
+        batch=Batch(per_device=1),
+        dtypes=dtypes_of(source),
+    )
+
+
+MAKERS: Mapping[type[Model], Callable[[Source], Job]] = {Decoder: _decoder}
+"""Class of a model to what makes its job."""

@@ -1,0 +1,151 @@
+"""A model in files: a folder of Hugging Face transformers, a GGUF file or a Bundle, opened without reading weights."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from systolic.core.errors import NotFoundError, OptionError
+from systolic.data.fingerprint import of_files
+from systolic.job import Model
+from systolic.models.families import CONFIG, Config
+from systolic.models.mapping import Conversion, Tensors
+
+if TYPE_CHECKING:
+    import jax
+
+GENERATION = "generation_config.json"
+"""File of sampling defaults and of the tokens that end a text."""
+TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    GENERATION,
+)
+"""Files that belong to a model's text, copied as they are."""
+OTHER_FILES = ("preprocessor_config.json", "processor_config.json", "modules.json")
+"""Files about a model's other inputs, copied as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(ABC):
+    """A model in files. Opening reads descriptions and no weights."""
+
+    path: Path
+    """What the user named: a folder or a file."""
+    model: Model
+    config: Config
+    """Fields of its config.json; {} where its origin has none."""
+    kind: str
+    """Format: ``hugging-face``, ``gguf`` or ``bundle``."""
+    licence: str | None = None
+    """Licence that its files name, such as ``apache-2.0``; ``None`` where they name none."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> str:
+        """Numpy name of the dtype that most weights are stored in."""
+
+    @abstractmethod
+    def arrays(self, like: "Mapping[str, jax.ShapeDtypeStruct]") -> "dict[str, jax.Array]":
+        """Parameters and other variables by path, made shard by shard; at most one tensor is read at a time.
+
+        Args:
+            like: Shape, dtype and sharding of each.
+
+        Returns:
+            All parameters, and those other variables that the files hold.
+
+        Raises:
+            DataError: a tensor has another shape than the model's.
+        """
+
+    @abstractmethod
+    def files(self) -> dict[str, Path]:
+        """Files of tokenizer, chat template and preprocessing, by name."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Digest of names, sizes and a sample of the contents; a copy elsewhere has the same."""
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The tokenizer.json; ``None`` where there is none."""
+        return self.files().get("tokenizer.json")
+
+    def describe(self) -> str:
+        """What it is on one line: ``Decoder (llama), weights in bfloat16, hugging-face DIR``."""
+        return f"{type(self.model).__name__} ({self.config.get('model_type', self.kind)}), weights in {self.dtype}, {self.kind} {self.path}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersSource(Source):
+    """A model of a family of transformers, by a config.json's fields and tensors under its names."""
+
+    tensors: Tensors
+    conversion: Conversion
+    weight_files: tuple[Path, ...]
+    folder: Path
+    """Holds the files of tokenizer and preprocessing."""
+
+    @cached_property
+    def dtype(self) -> str:
+        """See :class:`Source`."""
+        return most_common(self.tensors)
+
+    def arrays(self, like: "Mapping[str, jax.ShapeDtypeStruct]") -> "dict[str, jax.Array]":
+        """See :class:`Source`."""
+        return self.conversion.arrays(self.tensors, like)
+
+    def files(self) -> dict[str, Path]:
+        """See :class:`Source`."""
+        named = {name: self.folder / name for name in (*TEXT_FILES, *OTHER_FILES)}
+        return {name: file for name, file in named.items() if file.is_file()}
+
+    def fingerprint(self) -> str:
+        """See :class:`Source`."""
+        root = self.path if self.path.is_dir() else self.path.parent
+        config = root / CONFIG
+        files = [*([config] if config.is_file() else []), *self.weight_files]
+        contents = of_files(root, files)
+        assert contents is not None  # there are weights
+        return contents.digest
+
+
+def most_common(tensors: Tensors) -> str:
+    """Numpy name of the dtype with the most elements."""
+    elements: dict[str, int] = {}
+    for tensor in tensors.values():
+        name = tensor.dtype.name
+        elements[name] = elements.get(name, 0) + int(np.prod(tensor.shape, dtype=np.int64))
+    return max(elements, key=lambda name: elements[name])
+
+
+def open_source(path: Path | str) -> Source:
+    """The model at a path: a Hugging Face folder.
+
+    Raises:
+        NotFoundError: nothing is there.
+        OptionError: it is of another kind, or of a family or with a field that is not known.
+        DataError: a file is damaged, or tensors are missing or unknown; names the first.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise NotFoundError(f"{path} does not exist; check the path")
+    if (path / CONFIG).is_file():
+        from systolic.interop.hugging_face import open_folder
+
+        return open_folder(path)
+    raise OptionError(
+        f"{path} is no model in a format known here; give a Hugging Face folder (with {CONFIG})"
+    )
+
+
+def known_source(path: Path) -> bool:
+    """Whether a path looks like a model that :func:`open_source` takes."""
+    return (path / CONFIG).is_file()
