@@ -12,6 +12,7 @@ import pytest
 
 from systolic.core.errors import OptionError
 from systolic.models.decoder.config import Decoder, Dispatch
+from systolic.models.decoder.rotary import RopeScaling, Stretching
 from systolic.models.decoder.switches import Latent, Router, Score
 from systolic.steps.programs import jit_train
 from systolic.steps.tasks.language import LanguageModel, Unit
@@ -31,6 +32,18 @@ RICH = replace(
     ngram_dim=8,
 )
 LATENT = replace(DENSE, latent=Latent(kv_lora_rank=16, q_lora_rank=8))
+YARN = replace(
+    DENSE,
+    rope_scaling=RopeScaling(
+        kind=Stretching.yarn,
+        factor=4.0,
+        original_positions=1024,
+        mscale=0.7,
+        mscale_all_dim=0.5,
+        truncate=False,
+    ),
+)
+LLAMA3 = replace(DENSE, rope_scaling=RopeScaling(kind=Stretching.llama3, factor=8.0))
 CHANGED: dict[str, Any] = {
     "vocab": 128,
     "global_every": 3,
@@ -95,12 +108,14 @@ def programs() -> dict[str, str]:
     return {}
 
 
-BASES = {"dense": DENSE, "rich": RICH, "latent": LATENT}
+BASES = {"dense": DENSE, "rich": RICH, "latent": LATENT, "yarn": YARN, "llama3": LLAMA3}
+PARTS = {"latent": "latent.", "yarn": "rope_scaling.", "llama3": "rope_scaling."}
+"""Options that a base is for; all where it is not named."""
 CASES = [
     pytest.param(base, name, id=f"{base}-{name}", marks=pytest.mark.slow if base == "rich" else ())
     for base, config in BASES.items()
     for name, _ in options(config)
-    if base != "latent" or name.startswith("latent.")
+    if name.startswith(PARTS.get(base, ""))
     if name not in (*IGNORED["all"], *IGNORED.get(base, ()))
 ]
 

@@ -55,7 +55,7 @@ class DecoderBlock(nnx.Module):
     def attention_logits(self) -> Logits:
         """Scale, soft cap and sinks of the products of queries and keys."""
         sinks = self.sinks[...] if self.config.sinks else None
-        return Logits(scale=self.config.query_dim**-0.5, cap=self.config.attention_cap, sinks=sinks)
+        return Logits(scale=self.config.softmax_scale, cap=self.config.attention_cap, sinks=sinks)
 
     def project(
         self, x: jax.Array, positions: jax.Array, window: int = 0
@@ -73,10 +73,10 @@ class DecoderBlock(nnx.Module):
         )
         if self.config.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        theta = self.config.theta(window)
+        rotary = self.config.rotary(window)
         return (
-            name(rope(query, positions, theta), "query"),
-            name(rope(key, positions, theta), "key"),
+            name(rope(query, positions, rotary), "query"),
+            name(rope(key, positions, rotary), "key"),
             name(value, "value"),
         )
 
@@ -133,8 +133,8 @@ class DecoderBlock(nnx.Module):
                 query, key, value = self.project(given, positions, masking.window)
                 kept = (key, value)
             else:
-                theta = self.config.theta(masking.window)
-                query, key, value, kept = self.latent.project(given, positions, theta)
+                rotary = self.config.rotary(masking.window)
+                query, key, value, kept = self.latent.project(given, positions, rotary)
             constrain = self.target.constrain
             query = constrain(query, "batch", "sequence", "heads", None)
             key, value = (
@@ -153,7 +153,7 @@ class DecoderBlock(nnx.Module):
         sight = Sight(positions, window, self.attention_logits, self.config.rolling)
         dtype = plain_dtype(self.target, x.dtype)
         if self.latent is not None:
-            return self.latent.read(given, self.config.theta(window), cached, sight, dtype)
+            return self.latent.read(given, self.config.rotary(window), cached, sight, dtype)
         query, key, value = self.project(given, positions, window)
         part = ScorePart(query.astype(dtype), key, cached[0])
         return attend_one([part], value, cached[1], sight).astype(x.dtype), (key, value)

@@ -21,6 +21,7 @@ from systolic.job import (
     Target,
 )
 from systolic.models.decoder import count
+from systolic.models.decoder.rotary import RopeScaling, Rotary
 from systolic.models.decoder.switches import Latent, Router, Score
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ ACTIVATIONS = ("layer_input", "latent", "query", "key", "value", "attention", "o
 """Names of a layer's activations, which rematerialisation policies may keep."""
 MOST_PARAMETERS = 10**14
 """Limit of parameters, far above any published model; larger sizes are typing errors that the compiler would take hours over."""
-BEST, PLAIN, PER_CHANNEL = Router(), Latent(), Rounding()
+BEST, PLAIN, PER_CHANNEL, UNSCALED = Router(), Latent(), Rounding(), RopeScaling()
 MIXTURE = Needs("model.experts", "the model is dense", lambda model: model.experts > 1)
 SLOTS = Needs(
     "model.dispatch slots",
@@ -128,6 +129,8 @@ class Decoder(Model):
     """Multi-head latent attention (MLA, DeepSeek-V2); head-dim and kv-heads are then unused."""
     rope_theta: Annotated[float, POSITIVE] = 10_000.0
     """Base of the rotary embedding wavelengths."""
+    rope_scaling: RopeScaling = UNSCALED
+    """Stretching of rotary embeddings to longer texts."""
     norm_eps: Annotated[float, POSITIVE] = 1e-6
     """Epsilon of RMSNorm, added to the mean square."""
     qk_norm: bool = False
@@ -137,7 +140,7 @@ class Decoder(Model):
     global_every: Annotated[int, Range(least=2, only=(0,)), WINDOW] = 0
     """Period of layers with full attention beside those with a window (Gemma 3: 6, gpt-oss and Gemma 2: 2); 0 for none."""
     local_rope_theta: Annotated[float | None, POSITIVE, WINDOW] = None
-    """rope-theta of the layers with a window, where it differs (Gemma 3: 10,000 beside 1,000,000)."""
+    """rope-theta of the layers with a window, which rope-scaling then leaves as they are (Gemma 3: 10,000 beside 1,000,000)."""
     attention_cap: Annotated[float, NOT_NEGATIVE] = 0.0
     """Soft cap of the attention logits, cap * tanh(logit / cap) (Gemma 2: 50); 0 for none."""
     logit_cap: Annotated[float, NOT_NEGATIVE] = 0.0
@@ -239,6 +242,12 @@ class Decoder(Model):
         return self.latent.v_head_dim if self.latent else self.head_dim
 
     @property
+    def softmax_scale(self) -> float:
+        """Factor of the products of queries and keys."""
+        scale = self.query_dim**-0.5
+        return scale * self.rope_scaling.softmax_factor if self.latent else scale
+
+    @property
     def embedding_factor(self) -> float:
         """Factor of the embedding's rows."""
         return self.embedding_scale or (1.0 if self.tie_embeddings else self.d_model**0.5)
@@ -260,9 +269,11 @@ class Decoder(Model):
         """Whether every layer has a window, so that a cache keeps no more positions than that."""
         return all(self.windows)
 
-    def theta(self, window: int) -> float:
-        """Base of the rotary wavelengths of a layer with this window."""
-        return self.local_rope_theta if window and self.local_rope_theta else self.rope_theta
+    def rotary(self, window: int) -> Rotary:
+        """Rotary embeddings of a layer with this window."""
+        if window and self.local_rope_theta:
+            return Rotary(self.local_rope_theta, UNSCALED)
+        return Rotary(self.rope_theta, self.rope_scaling)
 
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
         """A :class:`~systolic.models.decoder.module.DecoderModule` in float32."""
@@ -341,6 +352,7 @@ class Decoder(Model):
             "router_loss",
             "router_bias_rate",
             "rope_theta",
+            "rope_scaling",
             "norm_eps",
             "rounding",
         }

@@ -15,6 +15,7 @@ from systolic.job import Target
 from systolic.models.decoder.cache import ScorePart, Sight, attend_one
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.parts import RMSNorm, rope
+from systolic.models.decoder.rotary import Rotary
 from systolic.models.parameters import weight
 from systolic.models.product import product
 from systolic.models.remat import name
@@ -39,11 +40,11 @@ class LatentAttention(nnx.Module):
         self.config, self.target = config, target
 
     def project(
-        self, x: jax.Array, positions: jax.Array, theta: float
+        self, x: jax.Array, positions: jax.Array, rotary: Rotary
     ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
         """Queries and keys [batch, sequence, heads, nope + rope], values [batch, sequence, heads, v_head_dim], and the rows of the cache, of x [batch, sequence, d_model]."""
-        plain, turned = self._queries(x, positions, theta)
-        shared, latent = self._latents(x, positions, theta)
+        plain, turned = self._queries(x, positions, rotary)
+        shared, latent = self._latents(x, positions, rotary)
         key = product(
             self.target, "bsr,rhe->bshe", latent, self.key[...], self.config.rounding, heads=True
         )
@@ -61,7 +62,7 @@ class LatentAttention(nnx.Module):
     def read(
         self,
         x: jax.Array,
-        theta: float,
+        rotary: Rotary,
         cached: tuple[jax.Array, jax.Array],
         sight: Sight,
         dtype: jnp.dtype,
@@ -70,13 +71,13 @@ class LatentAttention(nnx.Module):
 
         Args:
             x: [batch, 1, d_model].
-            theta: Base of the rotary wavelengths.
+            rotary: Rotary embeddings of the layer.
             cached: Shared keys [batch, 1, capacity, rope] and latents [batch, 1, capacity, kv_lora_rank].
             sight: Positions that the token sees.
             dtype: Of the products with the cache.
         """
-        plain, turned = self._queries(x, sight.positions, theta)
-        shared, latent = (row[:, :, None] for row in self._latents(x, sight.positions, theta))
+        plain, turned = self._queries(x, sight.positions, rotary)
+        shared, latent = (row[:, :, None] for row in self._latents(x, sight.positions, rotary))
         narrow = product(
             self.target, "bshe,rhe->bshr", plain, self.key[...], self.config.rounding, heads=True
         )
@@ -90,7 +91,7 @@ class LatentAttention(nnx.Module):
         ), (shared, latent)
 
     def _queries(
-        self, x: jax.Array, positions: jax.Array, theta: float
+        self, x: jax.Array, positions: jax.Array, rotary: Rotary
     ) -> tuple[jax.Array, jax.Array]:
         """The parts [batch, sequence, heads, nope] and, rotated, [batch, sequence, heads, rope] of queries."""
         if self.config.latent.q_lora_rank:
@@ -109,10 +110,10 @@ class LatentAttention(nnx.Module):
             self.target, "bsr,rhe->bshe", given, self.query[...], self.config.rounding, heads=True
         )
         plain, turned = jnp.split(query, [self.config.latent.qk_nope_head_dim], axis=-1)
-        return plain, rope(turned, positions, theta)
+        return plain, rope(turned, positions, rotary)
 
     def _latents(
-        self, x: jax.Array, positions: jax.Array, theta: float
+        self, x: jax.Array, positions: jax.Array, rotary: Rotary
     ) -> tuple[jax.Array, jax.Array]:
         """The key of all heads, rotated, [batch, sequence, rope], and the latent [batch, sequence, kv_lora_rank]."""
         made = self._parted(
@@ -121,7 +122,7 @@ class LatentAttention(nnx.Module):
         latent, shared = jnp.split(made, [self.config.latent.kv_lora_rank], axis=-1)
         both = self._whole(jnp.concatenate([self.norm(latent), shared], axis=-1))
         latent, shared = jnp.split(both, [self.config.latent.kv_lora_rank], axis=-1)
-        return rope(shared[:, :, None], positions, theta)[:, :, 0], latent
+        return rope(shared[:, :, None], positions, rotary)[:, :, 0], latent
 
     def _parted(self, latent: jax.Array) -> jax.Array:
         """Latent of each device's own tokens where the stream is split by tokens: it is a fraction of the stream to gather."""

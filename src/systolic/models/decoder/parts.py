@@ -1,11 +1,14 @@
 """Parts of a decoder block: norm, rotary embedding, dense feed-forward part."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from systolic.job import Target
 from systolic.models.decoder.config import Decoder, Mlp
+from systolic.models.decoder.rotary import Rotary, Stretching
 from systolic.models.order import Order
 from systolic.models.parameters import weight
 from systolic.models.product import product
@@ -27,12 +30,33 @@ class RMSNorm(nnx.Module):
         return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
-def rope(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+def frequencies(rotary: Rotary, size: int) -> jax.Array:
+    """Radians per position of each pair of ``size`` dims, f32[size / 2]; formulas of ``ROPE_INIT_FUNCTIONS`` in transformers 5.23."""
+    half, scaling = size // 2, rotary.scaling
+    plain = rotary.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    stretched = plain / scaling.factor
+    match scaling.kind:
+        case Stretching.none:
+            return plain
+        case Stretching.linear:
+            return stretched
+        case Stretching.llama3:
+            rotations = plain * (scaling.original_positions / (2 * math.pi))
+            width = scaling.high_freq_factor - scaling.low_freq_factor
+            share = jnp.clip((rotations - scaling.low_freq_factor) / width, 0, 1)
+            return share * plain + (1 - share) * stretched
+        case Stretching.yarn:
+            low, high = rotary.ramp(size)
+            share = jnp.clip((jnp.arange(half, dtype=jnp.float32) - low) / (high - low), 0, 1)
+            return (1 - share) * plain + share * stretched
+
+
+def rope(x: jax.Array, positions: jax.Array, rotary: Rotary) -> jax.Array:
     """Rotary position embedding (Su et al. 2021): x [batch, sequence, heads, head_dim], positions int32[batch, sequence]."""
-    half = x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions[:, :, None, None].astype(jnp.float32) * frequency
+    angle = positions[:, :, None, None].astype(jnp.float32) * frequencies(rotary, x.shape[-1])
     sin, cos = jnp.sin(angle), jnp.cos(angle)
+    if (magnitude := rotary.scaling.magnitude) != 1:
+        sin, cos = sin * magnitude, cos * magnitude
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1).astype(
         x.dtype

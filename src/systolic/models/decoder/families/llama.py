@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from systolic.core.errors import OptionError
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder, Mlp
+from systolic.models.decoder.families.fields import follow, rotary, rotary_fields
 from systolic.models.families import Config, Family
 from systolic.models.mapping import Conversion, Rule, matrix, plain
 
@@ -19,9 +19,8 @@ def decoder(config: Config) -> Decoder:
     Raises:
         OptionError: a field has a value that this decoder does not follow.
     """
-    for name, known in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
-        if config.get(name, known) != known:
-            raise OptionError(f"{name} is {config[name]!r} and only {known!r} is known")
+    follow(config, {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False})
+    theta, scaling = rotary(config)
     heads = config["num_attention_heads"]
     return Decoder(
         layers=config["num_hidden_layers"],
@@ -34,7 +33,8 @@ def decoder(config: Config) -> Decoder:
         vocab=config["vocab_size"],
         tie_embeddings=config.get("tie_word_embeddings", False),
         embedding_scale=1.0,
-        rope_theta=config.get("rope_theta", 10_000.0),
+        rope_theta=theta,
+        rope_scaling=scaling,
         norm_eps=config.get("rms_norm_eps", 1e-6),
     )
 
@@ -84,7 +84,7 @@ def config(model: Model) -> dict[str, Any]:
         "head_dim": model.head_dim,
         "vocab_size": model.vocab,
         "tie_word_embeddings": model.tie_embeddings,
-        "rope_theta": model.rope_theta,
+        **rotary_fields(model),
         "rms_norm_eps": model.norm_eps,
     }
 
