@@ -11,9 +11,10 @@ from flax import nnx
 
 from systolic.core.errors import LayoutError
 from systolic.job import Layout
-from systolic.models.decoder.config import Dispatch
+from systolic.models.decoder.config import Decoder, Dispatch, Mlp
 from systolic.models.decoder.dropless import _grouped
 from systolic.models.decoder.moe import Mixture
+from systolic.models.decoder.switches import Router
 from systolic.steps import flops
 from tests.models.test_decoder import arrays, module
 from tests.steps import tiny
@@ -23,10 +24,14 @@ CONFIG = replace(
 )
 
 
-def by_hand(x: Any, chosen: Any, weights: Any, matrices: Any) -> jax.Array:
+def by_hand(x: Any, chosen: Any, weights: Any, matrices: Any, biases: Any) -> jax.Array:
     """Every expert on every token, then a sum over those that were chosen."""
     gate, up, down = matrices
-    hidden = jax.nn.silu(jnp.einsum("bsd,edf->bsef", x, gate)) * jnp.einsum("bsd,edf->bsef", x, up)
+    first, second = (
+        jnp.einsum("bsd,edf->bsef", x, matrix) + bias
+        for matrix, bias in zip((gate, up), biases, strict=True)
+    )
+    hidden = jax.nn.silu(first) * second
     every = jnp.einsum("bsef,efd->bsed", hidden, down)
     share = jax.nn.one_hot(chosen, gate.shape[0]) * weights[..., None]
     return jnp.einsum("bsed,bske->bsd", every, share)
@@ -50,33 +55,43 @@ def test_groups_are_the_sum_over_experts_and_so_are_their_gradients(shift: int) 
     """Shifted choices are those of other devices, or of no one: they add nothing."""
     x, chosen, weights, matrices = given(4)
     chosen = chosen + shift
+    biases = tuple(jax.random.normal(jax.random.key(n), (4, 24)) for n in (7, 8))
 
     target = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=CONFIG)).target
 
-    def ours(x: Any, weights: Any, matrices: Any) -> jax.Array:
-        return jnp.sin(_grouped(target, jax.nn.silu, x, (chosen, weights), tuple(matrices))).sum()
+    def ours(x: Any, weights: Any, matrices: Any, biases: Any) -> jax.Array:
+        routing = (chosen, weights)
+        return jnp.sin(_grouped(target, Mlp.swiglu, x, routing, tuple(matrices), biases)).sum()
 
-    def theirs(x: Any, weights: Any, matrices: Any) -> jax.Array:
-        return jnp.sin(by_hand(x, chosen, weights, matrices)).sum()
+    def theirs(x: Any, weights: Any, matrices: Any, biases: Any) -> jax.Array:
+        return jnp.sin(by_hand(x, chosen, weights, matrices, biases)).sum()
 
-    found = jax.jit(jax.value_and_grad(ours, (0, 1, 2)))(x, weights, matrices)
-    wanted = jax.jit(jax.value_and_grad(theirs, (0, 1, 2)))(x, weights, matrices)
+    found = jax.jit(jax.value_and_grad(ours, (0, 1, 2, 3)))(x, weights, matrices, biases)
+    wanted = jax.jit(jax.value_and_grad(theirs, (0, 1, 2, 3)))(x, weights, matrices, biases)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-def test_it_is_a_mixture_with_slots_for_all() -> None:
-    steps = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=CONFIG))
+BIASED = replace(CONFIG, mlp=Mlp.swiglu_clamped, expert_bias=True, router=Router(logit_bias=True))
+
+
+@pytest.mark.parametrize("config", [CONFIG, BIASED], ids=["plain", "biased"])
+def test_it_is_a_mixture_with_slots_for_all(config: Decoder) -> None:
+    steps = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=config))
     with nnx.use_eager_sharding(False):
-        mixture = Mixture(CONFIG, nnx.Rngs(0), steps.target)
+        mixture = Mixture(config, nnx.Rngs(0), steps.target)
+    if config.expert_bias:
+        biases = (mixture.router_bias, mixture.gate_bias, mixture.up_bias, mixture.down_bias)
+        for key, bias in enumerate(biases):
+            bias.set_value(jax.random.normal(jax.random.key(key), bias.shape))
     x = jax.random.normal(jax.random.key(0), (2, 8, 32))
     out, routing = mixture(x)
-    mixture.config = replace(CONFIG, dispatch=Dispatch.slots, capacity_factor=0)
+    mixture.config = replace(config, dispatch=Dispatch.slots, capacity_factor=0)
     wanted, known = mixture(x)
     np.testing.assert_allclose(out, wanted, atol=1e-5)
     for name, value in routing.items():
         np.testing.assert_allclose(value, known[name], atol=1e-6)
-    mixture.config = CONFIG
+    mixture.config = config
     padded, _ = mixture(x.at[:, 5:].set(jnp.nan), jnp.array([5, 5]))
     np.testing.assert_allclose(padded[:, :5], out[:, :5], atol=1e-5)
 

@@ -9,7 +9,7 @@ import jax
 
 from systolic.job import ContextOrder, Layout, Residual
 from systolic.job.layout import Remat
-from systolic.models.decoder.config import Decoder, Dispatch
+from systolic.models.decoder.config import Decoder, Dispatch, Mlp
 from systolic.models.decoder.switches import Latent, Router, Score
 from systolic.steps.steps import StepFunctions
 from tests.steps import tiny
@@ -70,17 +70,25 @@ INTERLEAVED = {
     "interleaved-expert-tensor": Layout(expert=2, fsdp=2, tensor=2, remat=Remat.full),
     "interleaved-pipeline": Layout(expert=2, fsdp=1, pipeline=2, tensor=2),
 }
-EXPERTS = replace(tiny.MODEL, experts=4, d_ff=32)
+EXPERTS = replace(
+    tiny.MODEL,
+    experts=4,
+    d_ff=32,
+    mlp=Mlp.swiglu_clamped,
+    expert_bias=True,
+    router=Router(logit_bias=True),
+)
 LOOKUPS = replace(tiny.MODEL, ngrams=3, ngram_rows=64, ngram_dim=8)
 SWITCHES = replace(
     tiny.MODEL, window=5, global_every=2, attention_cap=2.0, logit_cap=3.0, sinks=True
 )
 UNBOUNDED = replace(EXPERTS, dispatch=Dispatch.dropless)
 LATENT = replace(
-    UNBOUNDED,
+    tiny.MODEL,
+    experts=4,
+    d_ff=32,
     layers=3,
     kv_heads=4,
-    dispatch=Dispatch.slots,
     dense_layers=1,
     dense_d_ff=48,
     shared_experts=2,

@@ -54,6 +54,8 @@ class Mlp(enum.Enum):
 
     swiglu = "swiglu"
     """SiLU, gated: three matrices (Shazeer 2020)."""
+    swiglu_clamped = "swiglu_clamped"
+    """Gated by gate * sigmoid(1.702 gate), times up plus 1; gate at most 7, up between -7 and 7 (gpt-oss)."""
     geglu = "geglu"
     """GELU, gated."""
     gelu = "gelu"
@@ -64,7 +66,7 @@ class Mlp(enum.Enum):
     @property
     def gated(self) -> bool:
         """Whether a second matrix gates the activation."""
-        return self in (Mlp.swiglu, Mlp.geglu)
+        return self in (Mlp.swiglu, Mlp.swiglu_clamped, Mlp.geglu)
 
 
 class Dispatch(enum.Enum):
@@ -119,6 +121,8 @@ class Decoder(Model):
     """Mixture: period of the layers with experts, the others being dense (interleave_moe_layer_step; Llama 4 Maverick: 2)."""
     dense_d_ff: Annotated[int, Range(least=0, most=2**22), MIXTURE, DENSE] = 0
     """Mixture: hidden units of the dense layers; 0 takes d-ff."""
+    expert_bias: Annotated[bool, MIXTURE] = False
+    """Mixture: biases of the routed experts' matrices (gpt-oss)."""
     router: Annotated[Router, MIXTURE] = BEST
     """Mixture: choice and weights of the experts."""
     router_loss: Annotated[float, NOT_NEGATIVE, MIXTURE] = 0.01

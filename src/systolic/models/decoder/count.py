@@ -50,6 +50,13 @@ def mixture(config: "Decoder", experts: int) -> int:
     return (experts + config.shared_experts) * expert(config) + config.d_model * config.experts
 
 
+def mixture_biases(config: "Decoder") -> int:
+    """Elements of the biases of a mixture's router and experts."""
+    inner = config.mlp_matrices - 1
+    each = inner * config.d_ff + config.d_model if config.expert_bias else 0
+    return config.experts * (each + (1 if config.router.logit_bias else 0))
+
+
 def feed_forward(config: "Decoder", experts: int) -> int:
     """Elements of the feed-forward parts of all layers; of a mixture this many routed experts."""
     if config.experts == 1:
@@ -68,6 +75,7 @@ def parameters(config: "Decoder") -> int:
     orders = max(config.ngrams - 1, 0)
     ngrams = orders * config.ngram_dim * (config.ngram_rows + config.d_model)
     total = config.layers * layer + feed_forward(config, config.experts)
+    total += config.mixtures * mixture_biases(config)
     return total + embeddings + ngrams + config.d_model
 
 

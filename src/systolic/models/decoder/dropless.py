@@ -8,50 +8,57 @@ matmuls skip the rows that stay empty; picking, activation and sum take all of t
 """
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from systolic.job import Target
+from systolic.models.decoder.config import Mlp
+from systolic.models.decoder.parts import gated
 from systolic.models.grouped import grouped_product
 from systolic.models.remat import name
 
 Matrices = tuple[jax.Array, jax.Array, jax.Array]
+Biases = tuple[jax.Array, ...]
 
 
 def dropless(
     target: Target,
-    activate: Callable[[jax.Array], jax.Array],
+    mlp: Mlp,
     x: jax.Array,
     routing: tuple[jax.Array, jax.Array],
     matrices: Matrices,
+    biases: Biases = (),
 ) -> jax.Array:
     """The weighted sum of each token's experts, [batch, sequence, d_model].
 
     Args:
         target: Where the program will run.
-        activate: What the gate goes through.
+        mlp: Kind of the experts, a gated one.
         x: [batch, sequence, d_model].
         routing: The chosen experts int32[batch, sequence, k], -1 for none, and their weights in
             the same shape.
         matrices: gate and up [experts, d_model, d_ff], down [experts, d_ff, d_model].
+        biases: Of gate and up [experts, d_ff]; none for none.
     """
     layout = target.layout
     spec = PartitionSpec(*target.spec("batch", "sequence"), None)
-    (mlp,) = target.spec("mlp")
+    (mlp_axis,) = target.spec("mlp")
     (experts,) = target.spec("routed")
-    inward, outward = PartitionSpec(experts, None, mlp), PartitionSpec(experts, mlp, None)
+    inward, outward = PartitionSpec(experts, None, mlp_axis), PartitionSpec(experts, mlp_axis, None)
 
-    def local(x: jax.Array, chosen: jax.Array, weights: jax.Array, *matrices: jax.Array):
+    def local(
+        x: jax.Array, routing: tuple[jax.Array, jax.Array], matrices: Matrices, biases: Biases
+    ) -> jax.Array:
+        chosen, weights = routing
         if layout.expert > 1:
             x, chosen, weights = (
                 jax.lax.all_gather(each, "expert", axis=0, tiled=True)
                 for each in (x, chosen, weights)
             )
             chosen = chosen - jax.lax.axis_index("expert") * matrices[0].shape[0]
-        out = _grouped(target, activate, x, (chosen, weights), matrices)
+        out = _grouped(target, mlp, x, (chosen, weights), matrices, biases)
         if layout.tensor > 1:
             out = jax.lax.psum(out, "tensor")
         if layout.expert > 1:
@@ -61,18 +68,19 @@ def dropless(
     return jax.shard_map(
         local,
         mesh=target.mesh,
-        in_specs=(spec, spec, spec, inward, inward, outward),
+        in_specs=(spec, spec, (inward, inward, outward), PartitionSpec(experts, mlp_axis)),
         out_specs=spec,
         check_vma=False,
-    )(x, *routing, *matrices)
+    )(x, routing, matrices, biases)
 
 
 def _grouped(
     target: Target,
-    activate: Callable[[jax.Array], jax.Array],
+    mlp: Mlp,
     x: jax.Array,
     routing: tuple[jax.Array, jax.Array],
-    matrices: tuple[jax.Array, ...],
+    matrices: Matrices,
+    biases: Biases,
 ) -> jax.Array:
     """Contribution of these experts to ``x``; choices outside of 0 to their number are others'."""
     gate, up, down = matrices
@@ -93,7 +101,11 @@ def _grouped(
     def product(x: jax.Array, matrices: jax.Array) -> jax.Array:
         return grouped_product(target, x, matrices, sizes, expected)
 
-    hidden = activate(name(product(routed, gate), "mlp")) * name(product(routed, up), "mlp")
+    made = [name(product(routed, matrix), "mlp") for matrix in (gate, up)]
+    if biases:
+        expert = jnp.minimum(flat[order], own - 1)
+        made = [rows + bias[expert] for rows, bias in zip(made, biases, strict=True)]
+    hidden = gated(mlp, *made)
     done = jnp.where(real, product(hidden, down), 0)
     done = done * weights.reshape(-1)[order][:, None].astype(done.dtype)
     return jnp.zeros_like(tokens).at[order // each].add(done).reshape(x.shape)

@@ -28,13 +28,13 @@ class LatentAttention(nnx.Module):
     def __init__(self, config: Decoder, rngs: nnx.Rngs, target: Target) -> None:
         d, h, sizes = config.d_model, config.heads, config.latent
         q, r = sizes.q_lora_rank, sizes.kv_lora_rank
-        heads = ("embed", "heads", "head_dim")
+        heads, eps = ("embed", "heads", "head_dim"), sizes.norm_eps or config.norm_eps
         if q:
             self.query_down = weight(rngs, (d, q), ("embed", None), d)
-            self.query_norm = RMSNorm(q, config.norm_eps, "norm")
+            self.query_norm = RMSNorm(q, eps, "norm")
         self.query = weight(rngs, (q or d, h, sizes.query_dim), heads, q or d)
         self.down = weight(rngs, (d, r + sizes.qk_rope_head_dim), ("embed", None), d)
-        self.norm = RMSNorm(r, config.norm_eps, "norm")
+        self.norm = RMSNorm(r, eps, "norm")
         self.key = weight(rngs, (r, h, sizes.qk_nope_head_dim), heads, r)
         self.value = weight(rngs, (r, h, sizes.v_head_dim), heads, r)
         self.config, self.target = config, target

@@ -6,16 +6,15 @@ the expert axis: the partitioner turns that into an all-to-all.
 """
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from systolic.job import Target
-from systolic.models.decoder.config import Decoder, Dispatch, Mlp
+from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.models.decoder.dropless import dropless
-from systolic.models.decoder.parts import MLP
+from systolic.models.decoder.parts import MLP, gated
 from systolic.models.decoder.router import RouterBias, choose, routed_as
 from systolic.models.order import Order
 from systolic.models.parameters import weight
@@ -46,6 +45,13 @@ class Mixture(nnx.Module):
         self.down = weight(
             rngs, (e, f, d), ("experts", "mlp", "expert_embed"), f, (2 * config.layers) ** -0.5
         )
+        if config.router.logit_bias:
+            self.router_bias = nnx.Param(jnp.zeros((e,)), out_sharding=(None,))
+        if config.expert_bias:
+            inner, outer = ("experts", "mlp"), ("experts", "expert_embed")
+            self.gate_bias = nnx.Param(jnp.zeros((e, f)), out_sharding=inner)
+            self.up_bias = nnx.Param(jnp.zeros((e, f)), out_sharding=inner)
+            self.down_bias = nnx.Param(jnp.zeros((e, d)), out_sharding=outer)
         if config.router.bias:
             self.bias = RouterBias(jnp.zeros((e,), jnp.float32), out_sharding=(None,))
         shared = config.shared_experts
@@ -67,22 +73,26 @@ class Mixture(nnx.Module):
         config = self.config
         given = gathered(self.target, x)
         bias = self.bias[...] if config.router.bias else None
-        logits = (given @ self.router[...]).astype(jnp.float32)
+        logits = given @ self.router[...]
+        if config.router.logit_bias:
+            logits = logits + self.router_bias[...]
+        logits = logits.astype(jnp.float32)
         scores, weights, chosen = choose(config.router, config.experts_per_token, logits, bias)
         routing = routed_as(config.router, scores, chosen)
         if config.dispatch is Dispatch.dropless:
             out = self._dropless(given, chosen, weights, count)
         else:
             places = _places(config, chosen, capacity(config, x.shape[1]), count, order)
-            out = self._slots(given, weights, *places)
+            weights = weights * places[0]
+            out = self._slots(given, weights, places[1])
             routing["dropped"] = 1 - places[0].astype(jnp.float32).mean()
+        if config.expert_bias:
+            out = out + self._down_biases(weights, chosen, out.dtype)
         if self.shared is not None:
             out = out + self.shared(x)[0]
         return out, routing
 
-    def _slots(
-        self, x: jax.Array, weights: jax.Array, fits: jax.Array, address: jax.Array
-    ) -> jax.Array:
+    def _slots(self, x: jax.Array, weights: jax.Array, address: jax.Array) -> jax.Array:
         config, constrain = self.config, self.target.constrain
         batch, sequence, d = x.shape
         slots = capacity(config, sequence)
@@ -109,7 +119,11 @@ class Mixture(nnx.Module):
             product(self.target, "becd,edf->becf", routed, self.up[...], self.config.rounding),
             "mlp",
         )
-        hidden = constrain(self.activate(gate) * up, "expert_batch", "routed", None, "mlp")
+        if config.expert_bias:
+            gate = gate + self.gate_bias[...][:, None]
+            up = up + self.up_bias[...][:, None]
+        hidden = gated(config.mlp, gate, up)
+        hidden = constrain(hidden, "expert_batch", "routed", None, "mlp")
         done = constrain(
             product(self.target, "becf,efd->becd", hidden, self.down[...], self.config.rounding),
             "expert_batch",
@@ -122,7 +136,7 @@ class Mixture(nnx.Module):
         done = jnp.concatenate([done, jnp.zeros((batch, 1, d), done.dtype)], axis=1)
         picked = jnp.take_along_axis(done, address.reshape(batch, -1)[:, :, None], axis=1)
         picked = picked.reshape(batch, sequence, config.experts_per_token, d)
-        return (picked * (weights * fits)[..., None].astype(x.dtype)).sum(axis=2)
+        return (picked * weights[..., None].astype(x.dtype)).sum(axis=2)
 
     def _dropless(
         self, x: jax.Array, chosen: jax.Array, weights: jax.Array, count: jax.Array | None
@@ -134,13 +148,18 @@ class Mixture(nnx.Module):
         if count is not None:
             real = jnp.arange(x.shape[1]) < count[:, None]
             chosen = jnp.where(real[:, :, None], chosen, -1)
+        biases = (self.gate_bias[...], self.up_bias[...]) if self.config.expert_bias else ()
         matrices = (self.gate[...], self.up[...], self.down[...])
-        return dropless(self.target, self.activate, x, (chosen, weights), matrices)
+        return dropless(self.target, self.config.mlp, x, (chosen, weights), matrices, biases)
 
-    @property
-    def activate(self) -> Callable[[jax.Array], jax.Array]:
-        """Activation of the gate."""
-        return jax.nn.silu if self.config.mlp is Mlp.swiglu else jax.nn.gelu
+    def _down_biases(self, weights: jax.Array, chosen: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """The biases of down, weighted: [batch, sequence, d_model] of weights and choices [batch, sequence, k].
+
+        As one product of all experts, which the partitioner splits; padding has them too, and no one reads it.
+        """
+        one_hot = jax.nn.one_hot(chosen, self.config.experts, dtype=jnp.float32)
+        shares = (one_hot * weights[..., None]).sum(axis=2).astype(dtype)
+        return shares @ self.down_bias[...]
 
 
 def _places(

@@ -63,12 +63,24 @@ def rope(x: jax.Array, positions: jax.Array, rotary: Rotary) -> jax.Array:
     )
 
 
+CLAMP_LIMIT = 7.0
+"""Largest gate, and largest magnitude of up, of Mlp.swiglu_clamped (gpt-oss: swiglu_limit)."""
+CLAMP_SLOPE = 1.702
+"""Slope inside the sigmoid of Mlp.swiglu_clamped (gpt-oss: swiglu_alpha)."""
 ACTIVATIONS = {
     Mlp.swiglu: jax.nn.silu,
     Mlp.geglu: jax.nn.gelu,
     Mlp.gelu: jax.nn.gelu,
     Mlp.relu: jax.nn.relu,
 }
+
+
+def gated(mlp: Mlp, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Hidden units [...] of a gated feed-forward part, of its gate and up [...]."""
+    if mlp is not Mlp.swiglu_clamped:
+        return ACTIVATIONS[mlp](gate) * up
+    gate, up = jnp.minimum(gate, CLAMP_LIMIT), jnp.clip(up, -CLAMP_LIMIT, CLAMP_LIMIT)
+    return gate * jax.nn.sigmoid(CLAMP_SLOPE * gate) * (up + 1)
 
 
 class MLP(nnx.Module):
@@ -88,7 +100,6 @@ class MLP(nnx.Module):
         """[batch, sequence, d_model] to the same, and a router loss of 0; neither padding nor order changes anything."""
         del count, order
         x = gathered(self.target, x)
-        activate = ACTIVATIONS[self.config.mlp]
         if self.config.mlp.gated:
             gate = name(
                 product(self.target, "bsd,df->bsf", x, self.gate[...], self.config.rounding), "mlp"
@@ -96,12 +107,12 @@ class MLP(nnx.Module):
             up = name(
                 product(self.target, "bsd,df->bsf", x, self.up[...], self.config.rounding), "mlp"
             )
-            hidden = activate(gate) * up
+            hidden = gated(self.config.mlp, gate, up)
         else:
             up = name(
                 product(self.target, "bsd,df->bsf", x, self.up[...], self.config.rounding), "mlp"
             )
-            hidden = activate(up)
+            hidden = ACTIVATIONS[self.config.mlp](up)
         hidden = self.target.constrain(hidden, "batch", "sequence", "mlp")
         down = product(self.target, "bsf,fd->bsd", hidden, self.down[...], self.config.rounding)
         return name(self.target.constrain(down, *STREAM), "down"), {}

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from systolic.core.errors import OptionError
 from systolic.core.needs import Needs, check_needs
-from systolic.core.ranges import COUNT, POSITIVE, Range, check
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check
 
 LATENT = Needs(
     "model.latent.kv-lora-rank",
@@ -34,6 +34,8 @@ class Latent:
     """Width of the part with rotary embeddings, an even number; all heads share its key."""
     v_head_dim: Annotated[int, Range(least=1, most=2**14), LATENT] = 128
     """Width of a head's value."""
+    norm_eps: Annotated[float, NOT_NEGATIVE, LATENT] = 0.0
+    """Epsilon of the norms of latents; 0 takes model.norm-eps."""
 
     def __post_init__(self) -> None:
         check(self, "model.latent")
@@ -94,6 +96,8 @@ class Router:
     """Groups whose experts a token may choose (topk_group): softmax ranks groups by their best expert (DeepSeek-V2), sigmoid by the sum of their best two (DeepSeek-V3)."""
     bias: bool = False
     """A bias per expert that affects its choice but not its weight (e_score_correction_bias), moved by router-bias-rate."""
+    logit_bias: bool = False
+    """A bias per expert of the router's logits, a parameter (gpt-oss)."""
 
     def __post_init__(self) -> None:
         check(self, "model.router")
