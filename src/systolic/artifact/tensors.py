@@ -8,7 +8,7 @@ it is open, and writes from memory only, so the format is read and written here.
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,12 +16,13 @@ import ml_dtypes
 import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError
+from systolic.models.mapping import ALIGNMENT, aligned
 
 SUFFIX = ".safetensors"
 HEADER_LIMIT = 100_000_000
 """Largest header in bytes, the limit of the ``safetensors`` package."""
-ALIGNMENT = 64
-"""Bytes that the data of a written file begins at a multiple of."""
+CHUNK_BYTES = 1 << 26
+"""Bytes of a tensor that are mapped at a time where rows of it are copied."""
 
 DTYPES = {
     "BOOL": np.dtype(np.bool_),
@@ -75,6 +76,27 @@ class MappedTensor:
                 f"{self.file} has changed since it was opened ({error}); start again"
             ) from error
         return raw.view(self.dtype).reshape(self.shape)
+
+    def part(self, index: tuple[slice, ...] | None, dtype: np.dtype) -> np.ndarray:
+        """A part of the tensor in another dtype, aligned so that JAX on a CPU takes it without a copy.
+
+        Rows of the first dim are mapped :data:`CHUNK_BYTES` at a time.
+        """
+        index = index if index is not None else (slice(None),) * len(self.shape)
+        bounds = [range(*cut.indices(size)) for cut, size in zip(index, self.shape, strict=True)]
+        out = aligned(tuple(map(len, bounds)), dtype)
+        if not self.shape:
+            out[...] = self.read()
+            return out
+        row_bytes = self.nbytes // max(self.shape[0], 1)
+        rows = max(1, CHUNK_BYTES // max(row_bytes, 1))
+        first, last = bounds[0].start, bounds[0].stop
+        for start in range(first, last, rows):
+            stop = min(start + rows, last)
+            offset, shape = self.offset + start * row_bytes, (stop - start, *self.shape[1:])
+            chunk = replace(self, offset=offset, shape=shape).read()
+            out[start - first : stop - first] = chunk[(slice(None), *index[1:])]
+        return out
 
 
 def read_header(file: Path) -> tuple[dict[str, MappedTensor], dict[str, str]]:

@@ -18,10 +18,10 @@ class EvalOptions:
     """Evaluates a run on its held-out data, or on other data.
 
     Args:
-        run: The run's directory.
+        run: The run's directory, or a model: a Bundle or a Hugging Face folder.
         split: Which part; by default every held-out part there is.
         path: Other data for it, such as new.jsonl, read as the run's own was; all of it is evaluated.
-        checkpoint: best, last or the number of a step.
+        checkpoint: Of a run: best, last or the number of a step.
         batches: Only the first so many batches; 0 is all.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         json: Print one JSON object.
@@ -49,7 +49,7 @@ def run(args: Sequence[str]) -> int:
         found = {"run": str(options.run), "step": model.step}
         print_json({**found, "metrics": metrics, "baselines": baselines})
         return 0
-    print(f"{options.run}, step {model.step}")
+    print(f"{options.run}, step {model.step}" if model.step else options.run)
     for name, values in metrics.items():
         told = "  ".join(f"{key} {value:.4f}" for key, value in sorted(values.items()))
         print(f"  {name:<10}  {told}")

@@ -1,4 +1,4 @@
-"""``systolic generate RUN "prompt"``: continues texts, streamed."""
+"""``systolic generate RUN|BUNDLE|DIR "prompt"``: continues texts, streamed."""
 
 import json
 import sys
@@ -24,14 +24,15 @@ class GenerateOptions:
     """Continues prompts with a trained language model.
 
     Args:
-        run: The run's directory.
+        run: The run's directory, or a model: a Bundle or a Hugging Face folder.
         prompt: The texts to continue, one after the other; - reads one from standard input.
         file: More prompts: the lines of a file, or the field prompt of a .jsonl; - reads standard input.
         tokens: At most so many new tokens for each prompt.
         sampling: How tokens are picked.
         stop: A string that ends the text, which leaves it out; may be given several times.
         seed: The same seed gives the same text for a prompt.
-        checkpoint: best, last or the number of a step.
+        chat: Each prompt is a message, which the model answers by its tokenizer's chat template.
+        checkpoint: Of a run: best, last or the number of a step.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         json: Print one JSON object at the end instead of streaming.
     """
@@ -43,6 +44,7 @@ class GenerateOptions:
     sampling: Annotated[Sampling, tyro.conf.arg(name="")] = SAMPLING
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     seed: Annotated[int, NOT_NEGATIVE] = 0
+    chat: bool = False
     checkpoint: str = "best"
     trust: bool = False
     json: bool = False
@@ -67,8 +69,10 @@ def run(args: Sequence[str]) -> int:
             sampling=options.sampling,
             stop=options.stop,
             seed=options.seed,
+            chat=options.chat,
         )
-        answer = "".join(pieces) if options.json else show(text, pieces, first=number == 0)
+        shown = f"{text}\n" if options.chat else text
+        answer = "".join(pieces) if options.json else show(shown, pieces, first=number == 0)
         seconds = time.perf_counter() - start
         answers.append({"prompt": text, "text": answer, "seconds": seconds})
     if options.json:

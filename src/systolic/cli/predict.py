@@ -19,9 +19,9 @@ class PredictOptions:
     A file that can't be read is named, the others are answered, and the exit code is 1.
 
     Args:
-        run: The run's directory.
+        run: The run's directory, or a model: a Bundle or a Hugging Face folder.
         files: Images or arrays for an image model, texts for a language model.
-        checkpoint: best, last or the number of a step.
+        checkpoint: Of a run: best, last or the number of a step.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         json: Print one JSON object.
     """

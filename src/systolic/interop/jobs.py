@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping
 
 from systolic.core.errors import OptionError
 from systolic.data.text.prompts import Prompts
-from systolic.interop.source import Source
+from systolic.interop.source import GENERATION, Source
 from systolic.job import Batch, Dtypes, Job, Model, Stored
 from systolic.models.decoder.config import Decoder
+from systolic.models.families import read_config
 from systolic.steps.tasks.language import LanguageModel
 
 ROW = 1024
@@ -50,11 +51,26 @@ def _decoder(source: Source) -> Job:
         name=source.path.name,
         model=source.model,
         task=LanguageModel(),
-        data=Prompts(tokenizer=tokenizer, sequence=min(ROW, positions), positions=positions),
+        data=Prompts(
+            tokenizer=tokenizer,
+            sequence=min(ROW, positions),
+            positions=positions,
+            stops=_stops(source),
+        ),
         steps=1,
         batch=Batch(per_device=1),
         dtypes=dtypes_of(source),
     )
+
+
+def _stops(source: Source) -> tuple[int, ...]:
+    """Ids that end a text, by generation_config.json, else by config.json."""
+    fields = source.config
+    if (file := source.files().get(GENERATION)) is not None:
+        fields = {**fields, **read_config(file)}
+    found = fields.get("eos_token_id")
+    several = found if isinstance(found, list) else [found]
+    return tuple(int(one) for one in several if one is not None)
 
 
 MAKERS: Mapping[type[Model], Callable[[Source], Job]] = {Decoder: _decoder}

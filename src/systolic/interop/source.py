@@ -1,7 +1,7 @@
 """A model in files: a folder of Hugging Face transformers, a GGUF file or a Bundle, opened without reading weights."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from systolic.artifact.bundle import MANIFEST
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.data.fingerprint import of_files
 from systolic.job import Model
@@ -73,6 +74,14 @@ class Source(ABC):
     def fingerprint(self) -> str:
         """Digest of names, sizes and a sample of the contents; a copy elsewhere has the same."""
 
+    @abstractmethod
+    def dtypes(self) -> "Mapping[str, np.dtype]":
+        """Dtype of each parameter in the files, by path."""
+
+    @abstractmethod
+    def pieces(self, path: str) -> Iterator[np.ndarray]:
+        """A parameter in consecutive pieces of its first dims, one in memory at a time."""
+
     @property
     def tokenizer(self) -> Path | None:
         """The tokenizer.json; ``None`` where there is none."""
@@ -102,6 +111,15 @@ class TransformersSource(Source):
         """See :class:`Source`."""
         return self.conversion.arrays(self.tensors, like)
 
+    def dtypes(self) -> dict[str, np.dtype]:
+        """See :class:`Source`."""
+        paths = [path for rule in self.conversion.rules for path in rule.ours]
+        return {path: self.conversion.dtype(path, self.tensors) for path in paths}
+
+    def pieces(self, path: str) -> Iterator[np.ndarray]:
+        """See :class:`Source`."""
+        return self.conversion.pieces(path, self.tensors)
+
     def files(self) -> dict[str, Path]:
         """See :class:`Source`."""
         named = {name: self.folder / name for name in (*TEXT_FILES, *OTHER_FILES)}
@@ -127,25 +145,29 @@ def most_common(tensors: Tensors) -> str:
 
 
 def open_source(path: Path | str) -> Source:
-    """The model at a path: a Hugging Face folder.
+    """The model at a path: a Hugging Face folder or a Bundle.
 
     Raises:
-        NotFoundError: nothing is there.
+        NotFoundError: nothing is there, or a file of it is missing.
         OptionError: it is of another kind, or of a family or with a field that is not known.
         DataError: a file is damaged, or tensors are missing or unknown; names the first.
     """
     path = Path(path)
     if not path.exists():
         raise NotFoundError(f"{path} does not exist; check the path")
+    if (path / MANIFEST).is_file():
+        from systolic.interop.bundled import open_bundled
+
+        return open_bundled(path)
     if (path / CONFIG).is_file():
         from systolic.interop.hugging_face import open_folder
 
         return open_folder(path)
     raise OptionError(
-        f"{path} is no model in a format known here; give a Hugging Face folder (with {CONFIG})"
+        f"{path} is no model in a format known here; give a Hugging Face folder (with {CONFIG}) or a Bundle (with {MANIFEST})"
     )
 
 
 def known_source(path: Path) -> bool:
     """Whether a path looks like a model that :func:`open_source` takes."""
-    return (path / CONFIG).is_file()
+    return (path / MANIFEST).is_file() or (path / CONFIG).is_file()

@@ -139,6 +139,22 @@ class Conversion:
                 found[path] = jax.make_array_from_callback(shape.shape, shape.sharding, fill)
         return found
 
+    def pieces(self, path: str, tensors: Tensors) -> Iterator[Array]:
+        """A parameter in consecutive pieces of its stacked dims, one in memory at a time."""
+        rule = self._rule(path)
+        which = rule.ours.index(path)
+        for place in rule.places():
+            yield rule.read([tensors[name].read() for name in rule.names(place)])[which]
+
+    def dtype(self, path: str, tensors: Tensors) -> np.dtype:
+        """The narrowest dtype that holds all tensors of a parameter exactly."""
+        rule = self._rule(path)
+        dtypes = {tensors[n].dtype for place in rule.places() for n in rule.names(place)}
+        return np.result_type(*dtypes)
+
+    def _rule(self, path: str) -> Rule:
+        return next(rule for rule in self.rules if path in rule.ours)
+
     def tensors(self, params: Mapping[str, Any]) -> Iterator[tuple[str, Array]]:
         """Names and tensors of the file for our parameters, the inverse of :meth:`arrays`; one piece at a time."""
         for rule in self.rules:

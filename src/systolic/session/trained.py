@@ -1,4 +1,4 @@
-"""A trained model, opened from its run: it evaluates, generates and predicts on this machine's devices."""
+"""A trained model, opened from its run or from files: it evaluates, generates and predicts on this machine's devices."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.artifact.job_record import JobRecord
-from systolic.artifact.run import Run
+from systolic.artifact.run import JOB, Run
 from systolic.core.errors import NotFoundError, OptionError, nearest
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
-from systolic.job import Job, Layout, Remat, Sampling, Split
+from systolic.interop.source import Source, known_source, open_source
+from systolic.job import Job, Layout, Precision, Remat, Sampling, Split
 from systolic.session.run_files import rebuild
 from systolic.session.run_flags import kept_flags
 
@@ -30,28 +31,34 @@ def open_model(
     trust: bool = False,
     warn: Callable[[str], None] | None = None,
 ) -> "TrainedModel":
-    """Loads the weights of a run onto this machine's devices; any number of devices will do.
+    """Loads the weights of a run, a Bundle or a Hugging Face folder onto this machine's devices; any number of devices will do.
 
     Args:
-        path: The run's directory.
-        checkpoint: ``best``, ``last`` or the number of a step. A damaged best or last checkpoint gives
-            way to another one, with a warning.
+        path: The run's directory, or the model's folder.
+        checkpoint: Of a run: ``best``, ``last`` or the number of a step. A damaged best or last checkpoint
+            gives way to another one, with a warning.
         job: For a run that was made from a Job with types of your own: that Job.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         warn: Called with each warning, one line; by default they are collected in ``warnings``.
 
     Raises:
-        NotFoundError: there is no such run or checkpoint.
+        NotFoundError: there is no such run, folder or checkpoint.
         TrustError: the run's recipe belongs to another user.
         RunError: the run can't be rebuilt by this version, or no checkpoint is intact.
+        DataError: files of the folder are damaged or incomplete.
+        OptionError: the folder holds a model that is not known, or a checkpoint or job was given for it.
     """
+    if known_source(Path(path)) and not (Path(path) / JOB).is_file():
+        if job is not None or checkpoint != "best":
+            given = "a job" if job is not None else f"checkpoint {checkpoint}"
+            raise OptionError(
+                f"{path} is no run but a model in files, which takes no {given.removeprefix('a ')}; leave it out"
+            )
+        return from_source(open_source(path), warn=warn)
     with Run.open(path) as run:
         from systolic.artifact import weights
-        from systolic.core.store import cache_home
-        from systolic.training.programs import compiler_cache
 
-        # The next process that opens the run finds its programs compiled.
-        compiler_cache(str(cache_home() / "xla"))
+        keep_programs()
         setup = set_up_here(rebuild(run, trust_code=trust, job=job).job, run)
         found = weights.load(run, setup.steps, str(checkpoint))
     model = TrainedModel(Path(path), setup, found, warn)
@@ -60,11 +67,41 @@ def open_model(
     return model
 
 
+def from_source(
+    source: Source,
+    precision: Precision = Precision.auto,
+    warn: Callable[[str], None] | None = None,
+) -> "TrainedModel":
+    """The model of files, with its weights on this machine's devices.
+
+    Args:
+        source: The files.
+        precision: Of the computation.
+        warn: As for :func:`open_model`.
+
+    Raises: as :func:`open_model`.
+    """
+    from systolic.interop.jobs import job_of
+    from systolic.interop.loading import weights_of
+
+    keep_programs()
+    setup = set_up_here(replace(job_of(source), precision=precision))
+    return TrainedModel(source.path, setup, weights_of(source, setup.steps), warn)
+
+
+def keep_programs() -> None:
+    """Keeps compiled programs, so that the next process that opens the model finds them."""
+    from systolic.core.store import cache_home
+    from systolic.training.programs import compiler_cache
+
+    compiler_cache(str(cache_home() / "xla"))
+
+
 class TrainedModel:
-    """The weights of a run with the programs that use them; made by :func:`open_model`, ``systolic.open``.
+    """Weights with the programs that use them; made by :func:`open_model`, ``systolic.open``.
 
     Attributes:
-        path: The run's directory.
+        path: The run's directory, or the folder or file of the model.
         setup: The job on this machine's devices.
         weights: What the checkpoint holds.
         warnings: Lines that no ``warn`` took.
@@ -84,12 +121,12 @@ class TrainedModel:
 
     @property
     def job(self) -> Job:
-        """The run's job, laid out over this machine's devices."""
+        """The job, laid out over this machine's devices."""
         return self.setup.job
 
     @property
     def step(self) -> int:
-        """The training step of the checkpoint."""
+        """The training step of the checkpoint; 0 for a model that is no run."""
         return self.weights.step
 
     @property
@@ -172,13 +209,16 @@ class TrainedModel:
         sampling: Sampling = Sampling(),  # noqa: B008
         stop: str | Sequence[str] = (),
         seed: int = 0,
+        chat: bool = False,
     ) -> list[str]:
         """Texts that continue ``prompts``, one for each, without the prompt; arguments as :meth:`stream`."""
         texts = [prompts] if isinstance(prompts, str) else prompts
         if not isinstance(texts, Iterable):
             raise OptionError(f"prompts is {prompts!r}; give a text or a list of texts")
         return [
-            "".join(self.stream(text, tokens=tokens, sampling=sampling, stop=stop, seed=seed))
+            "".join(
+                self.stream(text, tokens=tokens, sampling=sampling, stop=stop, seed=seed, chat=chat)
+            )
             for text in texts
         ]
 
@@ -190,6 +230,7 @@ class TrainedModel:
         sampling: Sampling = Sampling(),  # noqa: B008
         stop: str | Sequence[str] = (),
         seed: int = 0,
+        chat: bool = False,
     ) -> Iterator[str]:
         """The text that continues a prompt, piece by piece as it is generated.
 
@@ -199,18 +240,20 @@ class TrainedModel:
             sampling: How tokens are picked.
             stop: A string, or several: the text ends before the first of them.
             seed: The same seed gives the same text for a prompt.
+            chat: The prompt is a user's message, which the model answers by its tokenizer's chat template.
 
         Raises:
-            OptionError: the run was not trained on text, ``prompt`` is no text, ``tokens`` is no whole number from 1, or a stop string is empty.
+            OptionError: ``chat`` for a tokenizer without a template, the run was not trained on text, ``prompt`` is no text, ``tokens`` is no whole number from 1, or a stop string is empty.
             RunError: its model does not generate.
         """
         if not isinstance(prompt, str):
             raise OptionError(f"the prompt is {prompt!r}; give a text")
         check_arguments(TrainedModel.stream, {"tokens": tokens}, str)
         generator = self._generator(sampling)
-        if warning := generator.beyond(prompt, tokens):
+        asked = [{"role": "user", "content": prompt}] if chat else prompt
+        if warning := generator.beyond(asked, tokens):
             self.warn(warning)
-        return generator.stream(prompt, tokens=tokens, seed=seed, stop=stop)
+        return generator.stream(asked, tokens=tokens, seed=seed, stop=stop)
 
     def _generator(self, sampling: Sampling) -> "Generator":
         """The compiled programs of a way of sampling, kept for the next prompt."""
@@ -251,8 +294,8 @@ class TrainedModel:
         yield from predictions(self.setup, self.weights, [Path(file) for file in several])
 
 
-def set_up_here(job: Job, run: Run) -> "Setup":
-    """The job of a run on this machine's devices: any number of them can use what any layout trained."""
+def set_up_here(job: Job, run: Run | None = None) -> "Setup":
+    """A job on this machine's devices, with the compiler flags of its run: any number of devices can use what any layout trained."""
     from systolic.training.machine import LocalDevices
     from systolic.training.setup import set_up
 
@@ -266,8 +309,10 @@ def set_up_here(job: Job, run: Run) -> "Setup":
     free = Layout(data=1, fsdp=-1, remat=Remat.none)
     if job.batch.total and job.batch.total % ways:
         batch = replace(batch, total=-(-job.batch.total // ways) * ways)
-    record = JobRecord.from_json(run.read_job())
-    flags = kept_flags(record, record.plan).compiler
+    flags = None
+    if run is not None:
+        record = JobRecord.from_json(run.read_job())
+        flags = kept_flags(record, record.plan).compiler
     return set_up(replace(job, layout=free, batch=batch), machine, flags, reads=False)
 
 
@@ -304,6 +349,8 @@ def splits(job: Job, asked: Split | None) -> list[Split]:
         OptionError: there is none, or the one asked for is empty.
     """
     held_out = [one for one in (Split.validation, Split.test) if job.data.size(one) != 0]
+    if not held_out and job.data.size(Split.train) == 0:
+        raise OptionError(f"{job.name} has no data of its own; give the data with --path")
     if asked is None and not held_out:
         raise OptionError(
             f"{job.name} has no held-out data; choose --split train, or give the recipe data for validation"

@@ -8,12 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from systolic.core.errors import OptionError
+from systolic.data.text.chat import Messages
 from systolic.data.text.text_data import TextData
 from systolic.job import Job, Sampling
 from systolic.steps.programs import generation
 from systolic.steps.steps import StepFunctions
 from systolic.training.stops import Stops
 
+Prompt = str | Messages
+"""A text to continue, or messages to answer."""
 CHUNK = 16
 """Tokens per call of the compiled loop: enough to hide the call's overhead, few enough for a live stream."""
 BUCKET = 128
@@ -68,16 +71,18 @@ class Generator:
         """Tokens of a row in training; the model was not trained on later positions."""
         return self.data.context
 
-    def encode(self, prompt: str) -> list[int]:
-        """Ids of a prompt after the tokens that start a text; at least one id."""
-        return self.tokenizer.prompt(prompt) or [0]
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Ids of a prompt, at least one: those of a text after the tokens that start one, of a chat as it is."""
+        if isinstance(prompt, str):
+            return self.tokenizer.prompt(prompt) or [0]
+        return self.tokenizer.encode(self.data.chat(prompt)) or [0]
 
-    def room(self, prompt: str) -> int | None:
+    def room(self, prompt: Prompt) -> int | None:
         """New tokens that the model has positions for after a prompt; ``None`` where there is no limit."""
         most = self._programs.decode.max_positions
         return None if most is None else most - len(self.encode(prompt))
 
-    def beyond(self, prompt: str, tokens: int) -> str:
+    def beyond(self, prompt: Prompt, tokens: int) -> str:
         """A warning where a prompt and its new tokens pass the rows of training; else ""."""
         size = len(self.encode(prompt))
         if size + tokens <= self.context:
@@ -85,12 +90,12 @@ class Generator:
         return f"{size} tokens of prompt and up to {tokens} new ones exceed the {self.context} tokens of a row in training; text beyond these is worse: give a shorter prompt or fewer --tokens, or train with a longer --sequence"
 
     def stream(
-        self, prompt: str, *, tokens: int, seed: int = 0, stop: str | Sequence[str] = ()
+        self, prompt: Prompt, *, tokens: int, seed: int = 0, stop: str | Sequence[str] = ()
     ) -> Iterator[str]:
         """Text after ``prompt``, piece by piece, until ``tokens`` were written or the text ends.
 
         Args:
-            prompt: Text to continue; may be empty.
+            prompt: Text to continue, which may be empty, or the messages of a chat to answer.
             tokens: Most new tokens.
             seed: Seed of the sampling.
             stop: A string, or several, before which the text ends.
@@ -114,7 +119,7 @@ class Generator:
         if rest := ends.flush():
             yield rest
 
-    def _pieces(self, prompt: str, tokens: int, seed: int) -> Iterator[str]:
+    def _pieces(self, prompt: Prompt, tokens: int, seed: int) -> Iterator[str]:
         ids = self.encode(prompt)
         size = _bucket(len(ids))
         if (most := self._programs.decode.max_positions) is not None:
@@ -129,12 +134,12 @@ class Generator:
             jax.random.key(seed),
             capacity=size + _bucket(tokens),
         )
-        text = self.tokenizer.stream()
+        text, ends = self.tokenizer.stream(), self.data.ends
         left = tokens
         while left > 0:
             state, found = self._programs.step(self.params, self.model_state, state, count=CHUNK)
             for token in np.asarray(found)[0][:left].tolist():
-                if token == self.tokenizer.end:
+                if token in ends:
                     left = 0
                     break
                 if piece := text.push(token):

@@ -28,15 +28,15 @@ def predictions(
 
     For a file that can't be read ``error`` has the reason.
     """
-    run = Runner(setup, weights)
     data = setup.job.data
     if isinstance(data, TextData) and "targets" in data.fields():
         for file in files:
             try:
-                yield file, _score(run, data, file)
+                yield file, _score(setup, weights, data, file)
             except UNREADABLE as error:
                 yield file, {"error": _reason(file, error)}
         return
+    run = Runner(setup, weights, BATCH)
     for start in range(0, len(files), run.batch):
         group = files[start : start + run.batch]
         loaded = [_load(data, file) for file in group]
@@ -65,10 +65,10 @@ def _reason(file: Path, error: Exception) -> str:
 class Runner:
     """The predict step over any number of examples."""
 
-    def __init__(self, setup: Setup, weights: Weights) -> None:
+    def __init__(self, setup: Setup, weights: Weights, examples: int) -> None:
         self.setup, self.weights = setup, weights
         ways = setup.job.layout.batch_ways
-        self.batch = -(-BATCH // ways) * ways
+        self.batch = -(-examples // ways) * ways
         options = setup.steps.target.compiler_options
         self.program = jax.jit(setup.steps.predict, compiler_options=options)
 
@@ -108,7 +108,7 @@ class Runner:
             yield {name: value[index] for name, value in outputs.items()}
 
 
-def _score(run: Runner, data: TextData, file: Path) -> dict[str, Any]:
+def _score(setup: Setup, weights: Weights, data: TextData, file: Path) -> dict[str, Any]:
     """Score of a text under the model."""
     from systolic.data.text.find_corpus import check_text
     from systolic.data.text.rows import cut, lay
@@ -120,6 +120,8 @@ def _score(run: Runner, data: TextData, file: Path) -> dict[str, Any]:
     rows = lay(cut(documents, sequence), sequence)
     if not text or not len(rows["tokens"]):
         raise DataError(f"{file} is empty; give a text to score")
+    # Rows of padding take as long as rows of text; powers of two are few shapes to compile.
+    run = Runner(setup, weights, min(BATCH, 1 << (len(rows["tokens"]) - 1).bit_length()))
     outputs = list(
         run({name: array[i] for name, array in rows.items()} for i in range(len(rows["tokens"])))
     )

@@ -25,6 +25,8 @@ class Prompts(TextData):
     """Tokens per row of a text that is scored."""
     positions: Annotated[int, COUNT] = 1024
     """Tokens that the model was trained to see at once."""
+    stops: tuple[int, ...] = ()
+    """Ids that end a generated text, besides the tokenizer's end (generation_config.json: eos_token_id)."""
 
     def __post_init__(self) -> None:
         as_paths(self, "tokenizer")
@@ -34,6 +36,12 @@ class Prompts(TextData):
     def context(self) -> int:
         """See :class:`TextData`."""
         return self.positions
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """See :class:`TextData`."""
+        end = self.get_tokenizer().end
+        return frozenset(self.stops if end is None else (*self.stops, end))
 
     def fields(self) -> Mapping[str, Field]:
         """tokens, targets, segments, positions: int32[sequence]."""

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from systolic.core.errors import OptionError
 from systolic.core.ranges import Range
 from systolic.job.data import Data, Field
 
 if TYPE_CHECKING:
+    from systolic.data.text.chat import ChatTemplate, Messages
     from systolic.data.text.tokenizer import Tokenizer
 
 ROW = Range(least=1, most=2**24)
@@ -37,9 +39,36 @@ class TextData(Data):
         """Tokens that the model sees at once in training."""
         return self.fields()["tokens"].shape[0]
 
+    @property
+    def ends(self) -> frozenset[int]:
+        """Ids that end a generated text."""
+        end = self.get_tokenizer().end
+        return frozenset() if end is None else frozenset({end})
+
+    def chat(self, messages: "Messages") -> str:
+        """Text of a conversation up to where the model answers, by the chat template beside the tokenizer.
+
+        Raises:
+            OptionError: there is no chat template.
+            DataError: the template is damaged, or refuses the messages.
+        """
+        file = self.get_tokenizer().file()
+        template = None if file is None else _template(file.parent)
+        if template is None:
+            raise OptionError(
+                f"the tokenizer {file or 'of bytes'} has no chat template, so the model knows no chat; leave --chat out"
+            )
+        return template.render(messages, answer=True)
+
     def vocab_size(self) -> int:
         """One more than the largest token id; reads the tokenizer's file only, if there is one."""
         return self.get_tokenizer().vocab_size
+
+
+def _template(folder: Path) -> "ChatTemplate | None":
+    from systolic.data.text.chat import find_template
+
+    return find_template(folder)
 
 
 def row_fields(sequence: int) -> Mapping[str, Field]:

@@ -1,0 +1,379 @@
+"""A Bundle: a portable trained model in a folder, with its weights, configuration, tokenizer and origin.
+
+``bundle.json`` says what the model is and lists every other file with its size and SHA-256. Weights are
+safetensors under the paths of our parameters. Nothing in it is executed: the model's type is one of
+:data:`MODELS`, and there is no pickle.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+import msgspec
+import numpy as np
+
+from systolic.artifact import failure
+from systolic.artifact.tensors import MappedTensor, Planned, read_header, write
+from systolic.core.errors import DataError, NotFoundError, RunError, TakenError
+from systolic.core.files import write_json
+from systolic.job import Model
+
+MANIFEST = "bundle.json"
+"""Written last: a folder without it is no Bundle."""
+KIND = "systolic-bundle"
+FORMAT = 1
+"""Raised when the files change in a way that older versions misread."""
+SHARD_BYTES = 4_000_000_000
+"""Size of a weights file; a larger tensor has a file of its own."""
+WEIGHTS, INDEX = "weights.safetensors", "weights.safetensors.index.json"
+ORIGIN = "source/config.json"
+"""The config.json that the model came with."""
+HASHED_BYTES = 1 << 22
+"""Bytes that are hashed at a time."""
+
+MODELS = {
+    "Decoder": "systolic.models.decoder.config",
+    "Encoder": "systolic.models.encoder.config",
+    "ResNet": "systolic.models.vision.resnet.config",
+    "ViT": "systolic.models.vision.vit.config",
+}
+"""Types of models to their modules; a Bundle names one of them."""
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    """A file of a Bundle."""
+
+    bytes: int
+    sha256: str
+
+
+class Origin(msgspec.Struct, frozen=True, omit_defaults=False):
+    """What a Bundle was made from."""
+
+    kind: str
+    """``hugging-face``, ``gguf``, ``run`` …"""
+    name: str
+    digest: str
+    """Fingerprint of its files."""
+    licence: str | None = None
+
+
+class BundleRecord(msgspec.Struct, frozen=True):
+    """Content of bundle.json."""
+
+    kind: str
+    format: int
+    systolic: str
+    """Version that wrote it."""
+    model: dict[str, Any]
+    """``type`` and fields."""
+    source: Origin
+    dtype: str
+    """Numpy name of the dtype of most weights."""
+    files: dict[str, FileRecord]
+    parity: dict[str, Any] | None = None
+    """Largest and mean differences from the source framework's outputs; ``None`` where none were computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """An opened Bundle; weights are mapped when they are read."""
+
+    folder: Path
+    record: BundleRecord
+    model: Model
+    tensors: Mapping[str, MappedTensor] = field(repr=False)
+    """By the paths of our parameters."""
+
+    def damaged(self) -> str | None:
+        """Name of the first file whose contents have changed, ``None`` if all are intact; reads everything."""
+        for name, about in self.record.files.items():
+            with (self.folder / name).open("rb") as opened:
+                if _sha256(opened) != about.sha256:
+                    return name
+        return None
+
+
+def model_record(model: Model) -> dict[str, Any]:
+    """``type`` and fields of a model.
+
+    Raises:
+        RunError: its type is none of :data:`MODELS`.
+    """
+    name = type(model).__name__
+    if MODELS.get(name) != type(model).__module__:
+        raise RunError(
+            f"a {type(model).__name__} can't be kept in a Bundle; kept are {', '.join(MODELS)}"
+        )
+    return {"type": name, **msgspec.to_builtins(model, enc_hook=str)}
+
+
+def open_bundle(folder: Path) -> Bundle:
+    """A Bundle, with the sizes of its files checked; :meth:`Bundle.damaged` compares their contents.
+
+    Raises:
+        NotFoundError: the folder is no Bundle, or a file is missing.
+        DataError: it is damaged.
+        RunError: it was written by a newer version.
+    """
+    file = folder / MANIFEST
+    try:
+        plain = json.loads(file.read_bytes())
+    except OSError as error:
+        raise NotFoundError(
+            f"{folder} is no Bundle: {MANIFEST} can't be read ({error.strerror}); make one with systolic import"
+        ) from error
+    except ValueError as error:
+        raise DataError(f"{file} is damaged ({error}); import the model again") from error
+    if not isinstance(plain, dict) or plain.get("kind") != KIND:
+        raise DataError(f"{file} was not written by systolic import; import the model again")
+    if not isinstance(plain.get("format"), int) or plain["format"] > FORMAT:
+        raise RunError(
+            f"{folder} is a Bundle of format {plain.get('format')}, written by Systolic {plain.get('systolic')}, and this version reads up to {FORMAT}; upgrade with pip install -U systolic"
+        )
+    try:
+        record = msgspec.convert(plain, BundleRecord)
+    except msgspec.ValidationError as error:
+        raise DataError(f"{file} is damaged ({error}); import the model again") from error
+    _check_files(folder, record)
+    model = _model(record, file)
+    tensors: dict[str, MappedTensor] = {}
+    for name in record.files:
+        if name.endswith(".safetensors"):
+            tensors |= read_header(folder / name)[0]
+    return Bundle(folder=folder, record=record, model=model, tensors=tensors)
+
+
+def _check_files(folder: Path, record: BundleRecord) -> None:
+    for name, about in record.files.items():
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts:
+            raise DataError(f"{folder / MANIFEST} names {name}, outside its folder; don't use it")
+        file = folder / name
+        if not file.is_file():
+            raise NotFoundError(f"{folder} lacks {name}; copy the whole folder")
+        if (size := file.stat().st_size) != about.bytes:
+            raise DataError(
+                f"{file} has {size} bytes and had {about.bytes} when it was written; copy it again"
+            )
+
+
+def _model(record: BundleRecord, file: Path) -> Model:
+    fields = dict(record.model)
+    name = fields.pop("type", None)
+    if name not in MODELS:
+        raise DataError(
+            f"{file} holds a {name}, known are {', '.join(MODELS)}; upgrade Systolic, or import the model again"
+        )
+    try:
+        return msgspec.convert(fields, vars(import_module(MODELS[name]))[name])
+    except (msgspec.ValidationError, TypeError) as error:
+        raise DataError(
+            f"the model of {file} does not read in this version ({error}); import the model again"
+        ) from error
+
+
+def arrays(bundle: Bundle, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Weights by path, made shard by shard on the devices of their shardings.
+
+    The files' digests are computed meanwhile.
+
+    Args:
+        bundle: The Bundle.
+        like: Shape, dtype and sharding of each (``jax.ShapeDtypeStruct``); paths that the Bundle lacks are left out.
+
+    Raises:
+        DataError: a file is damaged, or a tensor has another shape than the model's.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    import jax
+
+    made: dict[str, Any] = {}
+    with ThreadPoolExecutor(1) as pool:
+        check = pool.submit(bundle.damaged)
+        for path, shape in like.items():
+            tensor = bundle.tensors.get(path)
+            if tensor is None:
+                continue
+            if tensor.shape != tuple(shape.shape):
+                raise DataError(
+                    f"{path} in {bundle.folder} is {tensor.shape} and the model has {tuple(shape.shape)}; import the model again"
+                )
+            fill = partial(tensor.part, dtype=np.dtype(shape.dtype))
+            made[path] = jax.make_array_from_callback(shape.shape, shape.sharding, fill)
+        name = check.result()
+    if name is not None:
+        raise DataError(
+            f"{bundle.folder / name} is damaged: its contents are not those that were written; copy it again, or import the model again"
+        )
+    return made
+
+
+# Writing
+
+
+class BundleDraft:
+    """A Bundle being written, in a folder beside its own that becomes it when whole; made by :func:`draft`."""
+
+    def __init__(self, folder: Path, final: Path) -> None:
+        self.folder, self.final = folder, final
+        self._files: dict[str, FileRecord] = {}
+
+    def add(self, name: str, content: bytes) -> None:
+        """Adds a small file."""
+        file = self.folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with _written(file) as out:
+            out.write(content)
+        self._files[name] = out.record
+
+    def weights(
+        self,
+        planned: Sequence[Planned],
+        pieces: Callable[[str], Iterator[np.ndarray]],
+        progress: Callable[[int], None],
+    ) -> None:
+        """Writes the weights, one piece of a tensor in memory at a time.
+
+        Args:
+            planned: All tensors.
+            pieces: Consecutive pieces of a tensor's first dims, by its name.
+            progress: Called with the bytes of each tensor that was written.
+        """
+        shards = shards_of(planned)
+        names = [WEIGHTS] if len(shards) == 1 else _numbered(len(shards))
+
+        def made(shard: Sequence[Planned]) -> Iterator[Iterator[np.ndarray]]:
+            for tensor in shard:
+                yield pieces(tensor.name)
+                progress(tensor.nbytes)
+
+        for name, shard in zip(names, shards, strict=True):
+            with _written(self.folder / name) as out:
+                write(out, shard, made(shard), {"format": "systolic"})
+            self._files[name] = out.record
+        if len(shards) > 1:
+            self.add(INDEX, index_of(names, shards))
+
+    def finish(self, **about: Any) -> Bundle:
+        """Writes bundle.json and gives the folder its name.
+
+        Args:
+            about: Fields of :class:`BundleRecord`, but for kind, format and files.
+        """
+        self.describe(**about)
+        os.replace(self.folder, self.final)
+        return open_bundle(self.final)
+
+    def describe(self, **about: Any) -> Bundle:
+        """Writes bundle.json and opens the draft, still under its temporary name."""
+        record = BundleRecord(kind=KIND, format=FORMAT, files=self._files, **about)
+        write_json(self.folder / MANIFEST, msgspec.to_builtins(record))
+        return open_bundle(self.folder)
+
+
+@contextlib.contextmanager
+def draft(final: Path) -> Generator[BundleDraft]:
+    """A folder beside ``final`` for its files, removed if the block fails or is interrupted.
+
+    Raises:
+        TakenError: there is something at ``final``.
+        RunError: the disk is full, or the folder not writable.
+    """
+    check_free(final)
+    scratch: Path | None = None
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}."))
+        scratch.chmod(0o777 & ~_umask())
+        yield BundleDraft(scratch, final)
+    except OSError as error:
+        cure = "free some space" if failure.is_full(error) else "choose another folder"
+        raise RunError(
+            f"{final} could not be written ({failure.reason(error)}); {cure} and start again, nothing was left there"
+        ) from error
+    finally:
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def check_free(final: Path) -> None:
+    """Refuses a folder that has something in it.
+
+    Raises:
+        TakenError: it has.
+    """
+    if final.exists() and not (final.is_dir() and not any(final.iterdir())):
+        raise TakenError(f"{final} exists; choose another --out, or remove it")
+
+
+def shards_of(planned: Sequence[Planned], limit: int = SHARD_BYTES) -> list[list[Planned]]:
+    """Tensors of each file, in order, up to ``limit`` bytes a file."""
+    shards: list[list[Planned]] = [[]]
+    size = 0
+    for tensor in planned:
+        if shards[-1] and size + tensor.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    return shards
+
+
+def index_of(names: Sequence[str], shards: Iterable[Sequence[Planned]]) -> bytes:
+    """The JSON index of numbered shards, as Hugging Face has it."""
+    places = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
+    size = sum(t.nbytes for shard in shards for t in shard)
+    return json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2).encode()
+
+
+def _numbered(count: int) -> list[str]:
+    return [f"weights-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+
+
+class _Hashing:
+    """A binary file that hashes what is written to it."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw, self._hash, self._size = raw, hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        self._hash.update(data)
+        self._size += len(data)
+        return self._raw.write(data)
+
+    @property
+    def record(self) -> FileRecord:
+        return FileRecord(bytes=self._size, sha256=self._hash.hexdigest())
+
+
+@contextlib.contextmanager
+def _written(file: Path) -> Generator[Any]:
+    """A new file, on the disk when the block ends."""
+    with file.open("wb") as raw:
+        yield _Hashing(raw)
+        raw.flush()
+        os.fsync(raw.fileno())
+
+
+def _sha256(opened: IO[bytes]) -> str:
+    found = hashlib.sha256()
+    while part := opened.read(HASHED_BYTES):
+        found.update(part)
+    return found.hexdigest()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,67 @@
+"""A Bundle as a source."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from systolic.artifact.bundle import ORIGIN, Bundle, arrays, open_bundle
+from systolic.core.digest import digest
+from systolic.interop.source import Source
+
+if TYPE_CHECKING:
+    import jax
+
+
+@dataclass(frozen=True, kw_only=True)
+class BundleSource(Source):
+    """The model of a Bundle."""
+
+    bundle: Bundle
+
+    @property
+    def dtype(self) -> str:
+        """See :class:`Source`."""
+        return self.bundle.record.dtype
+
+    def arrays(self, like: "Mapping[str, jax.ShapeDtypeStruct]") -> "dict[str, jax.Array]":
+        """See :class:`Source`."""
+        return arrays(self.bundle, like)
+
+    def dtypes(self) -> dict[str, np.dtype]:
+        """See :class:`Source`."""
+        return {path: tensor.dtype for path, tensor in self.bundle.tensors.items()}
+
+    def pieces(self, path: str) -> Iterator[np.ndarray]:
+        """See :class:`Source`."""
+        yield self.bundle.tensors[path].read()
+
+    def files(self) -> dict[str, Path]:
+        """See :class:`Source`."""
+        own = [name for name in self.bundle.record.files if "/" not in name]
+        skipped = (".safetensors", ".safetensors.index.json")
+        return {name: self.path / name for name in own if not name.endswith(skipped)}
+
+    def fingerprint(self) -> str:
+        """See :class:`Source`."""
+        return digest({name: about.sha256 for name, about in self.bundle.record.files.items()})
+
+
+def open_bundled(folder: Path) -> BundleSource:
+    """A Bundle.
+
+    Raises: as :func:`systolic.artifact.bundle.open_bundle`.
+    """
+    bundle = open_bundle(folder)
+    origin = folder / ORIGIN
+    return BundleSource(
+        path=folder,
+        model=bundle.model,
+        config=json.loads(origin.read_bytes()) if ORIGIN in bundle.record.files else {},
+        kind="bundle",
+        licence=bundle.record.source.licence,
+        bundle=bundle,
+    )

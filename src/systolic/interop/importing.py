@@ -1,0 +1,69 @@
+"""A source written as a Bundle, one tensor in memory at a time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from systolic.artifact.bundle import BundleDraft
+from systolic.artifact.tensors import Planned
+from systolic.core.errors import DataError
+from systolic.interop.source import Source
+from systolic.steps.network import ModelStructure
+from systolic.steps.target import MeshTarget
+
+
+def shapes_of(source: Source) -> dict[str, tuple[int, ...]]:
+    """Shapes of all parameters and other variables of a model, by path; computes nothing."""
+    import jax
+
+    from systolic.job import Layout
+    from systolic.steps.mesh import make_mesh
+
+    layout = Layout(data=1, fsdp=1)
+    target = MeshTarget(
+        platform="cpu",
+        layout=layout,
+        dtype="float32",
+        matmul_format=None,
+        mesh=make_mesh(layout, jax.devices()[:1]),
+    )
+    made = ModelStructure(source.model, target)
+    return {path: shape.shape for path, shape in {**made.params, **made.model_state}.items()}
+
+
+def planned(source: Source, dtype: np.dtype | None) -> list[Planned]:
+    """The tensors of a Bundle for a source; with ``dtype`` floats are stored in that one."""
+    shapes = shapes_of(source)
+    made = []
+    for path, own in source.dtypes().items():
+        kept = own if dtype is None or own.kind in "iub" else dtype
+        made.append(Planned(name=path, shape=shapes[path], dtype=kept))
+    return made
+
+
+def write_weights(
+    source: Source,
+    out: BundleDraft,
+    tensors: list[Planned],
+    progress: Callable[[int], None],
+) -> None:
+    """Writes a source's weights into a Bundle.
+
+    Raises:
+        DataError: a tensor has another shape than the model's, or a value that the dtype can't hold.
+    """
+    shapes = {tensor.name: tensor for tensor in tensors}
+
+    def pieces(path: str) -> Any:
+        want = shapes[path]
+        rest = want.nbytes
+        for piece in source.pieces(path):
+            rest -= piece.size * want.dtype.itemsize
+            if piece.shape != tuple(want.shape[len(want.shape) - piece.ndim :]) or rest < 0:
+                raise DataError(
+                    f"{path} of {source.path} has a piece of {piece.shape} and the model has {tuple(want.shape)}; the configuration is of another model"
+                )
+            yield piece if piece.dtype == want.dtype else piece.astype(want.dtype)
+
+    out.weights(tensors, pieces, progress)
