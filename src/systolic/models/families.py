@@ -31,7 +31,11 @@ class Family:
 
 
 HOMES = {
+    "deepseek_v2": "systolic.models.decoder.families.deepseek",
+    "deepseek_v3": "systolic.models.decoder.families.deepseek",
     "llama": "systolic.models.decoder.families.llama",
+    "mixtral": "systolic.models.decoder.families.mixtral",
+    "qwen3_moe": "systolic.models.decoder.families.qwen_moe",
 }
 """Module of each ``model_type``, with a dict ``FAMILIES``; imported when asked for."""
 
