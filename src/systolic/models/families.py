@@ -36,6 +36,7 @@ HOMES = {
     "llama": "systolic.models.decoder.families.llama",
     "mixtral": "systolic.models.decoder.families.mixtral",
     "qwen3_moe": "systolic.models.decoder.families.qwen_moe",
+    "whisper": "systolic.models.whisper.families",
 }
 """Module of each ``model_type``, with a dict ``FAMILIES``; imported when asked for."""
 

@@ -1,0 +1,1 @@
+"""Whisper: speech to text."""

@@ -1,0 +1,149 @@
+"""The sizes of Whisper; imports without jax."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
+
+from systolic.core.errors import LayoutError, OptionError, nearest
+from systolic.core.ranges import POSITIVE, Range, check
+from systolic.job import Axis, Field, Layout, Model, Remat, Target
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+ACTIVATIONS = ("layer_input", "query", "key", "value", "attention", "out", "mlp", "down")
+"""Names of a layer's activations, which rematerialisation policies may keep; cross attention's have those of attention."""
+TAPS = 3
+"""Frames that each of the two convolutions reads (Radford et al. 2022, section 2.2)."""
+STRIDE = 2
+"""Frames of the spectrogram for each position of the encoder."""
+MULTILINGUAL_VOCAB = 51_865
+"""Token ids from which a model knows languages and tasks; English ones have 51,864 (openai/whisper, ``is_multilingual``)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Whisper(Model):
+    """An encoder of log-mel spectrograms and a decoder of their text (Radford et al. 2022); defaults are those of tiny.
+
+    Norms are before each part, keys have no bias, and the logits' matrix is the embedding's transpose.
+
+    Raises:
+        OptionError: sizes that contradict each other (a width that the heads don't divide, ...).
+    """
+
+    encoder_layers: Annotated[int, Range(least=1, most=10_000)] = 4
+    decoder_layers: Annotated[int, Range(least=1, most=10_000)] = 4
+    d_model: Annotated[int, Range(least=4, most=2**20)] = 384
+    """Width of both residual streams."""
+    d_ff: Annotated[int, Range(least=1, most=2**22)] = 1536
+    """Hidden units of the MLPs."""
+    heads: Annotated[int, Range(least=1, most=2**14)] = 6
+    """Attention heads; each is d-model / heads wide."""
+    vocab: Annotated[int, Range(least=2, most=2**24)] = MULTILINGUAL_VOCAB
+    """Token ids."""
+    mels: Annotated[int, Range(least=1, most=2**12)] = 80
+    """Mel bins of a frame of the spectrogram; 128 in large-v3."""
+    frames: Annotated[int, Range(least=1, most=2**20)] = 1500
+    """Positions of the encoder, 20 ms each: half the frames of the spectrogram."""
+    positions: Annotated[int, Range(least=1, most=2**20)] = 448
+    """Learned positions of the decoder: most tokens of a text, the prompt included."""
+    norm_eps: Annotated[float, POSITIVE] = 1e-5
+    """Epsilon of layer norms, added to the variance."""
+
+    def __post_init__(self) -> None:
+        check(self, "model")
+        if self.d_model % self.heads or self.d_model % 2:
+            raise OptionError(
+                f"model.d-model {self.d_model} is not an even multiple of model.heads {self.heads}; change one"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.d_model // self.heads
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters; the encoder's positions are fixed and not among them."""
+        d, f = self.d_model, self.d_ff
+        attention, mlp, norm = 4 * d * d + 3 * d, 2 * d * f + f + d, 2 * d
+        stem = TAPS * self.mels * d + d + TAPS * d * d + d
+        encoder = self.encoder_layers * (attention + mlp + 2 * norm) + norm
+        decoder = self.decoder_layers * (2 * attention + mlp + 3 * norm) + norm
+        return stem + encoder + decoder + (self.vocab + self.positions) * d
+
+    def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
+        """A :class:`~systolic.models.whisper.module.WhisperModule` in float32."""
+        from systolic.models.whisper.module import WhisperModule
+
+        return WhisperModule(self, rngs, target)
+
+    def check(self, layout: Layout) -> None:
+        """Checks that each axis divides the dims that it splits; no sequence, experts, stages or loss chunks are split."""
+        for axis in (Axis.context, Axis.expert, Axis.pipeline):
+            if layout.size(axis) > 1:
+                raise LayoutError(
+                    f"layout.{axis.value} is {layout.size(axis)} but Whisper is not split that way; set it to 1 and use layout.fsdp or layout.tensor"
+                )
+        if layout.loss_chunks > 1:
+            raise LayoutError(
+                f"layout.loss-chunks is {layout.loss_chunks} but the texts of Whisper are short; leave it at 1"
+            )
+        divides = (
+            ("tensor", layout.tensor, "heads", self.heads),
+            ("tensor", layout.tensor, "d-ff", self.d_ff),
+            ("fsdp", layout.fsdp, "d-model", self.d_model),
+        )
+        for axis, ways, dim, size in divides:
+            if size % ways:
+                raise LayoutError(
+                    f"layout.{axis} {ways} does not divide model.{dim} {size}; use a divisor of {size}, or change model.{dim}"
+                )
+        if layout.remat in (Remat.save_names, Remat.offload):
+            for name in (*layout.remat_names, *layout.saved_names):
+                if name not in ACTIVATIONS:
+                    raise LayoutError(
+                        f"layout.remat-names has {name!r}{nearest(name, ACTIVATIONS)}; Whisper names {', '.join(ACTIVATIONS)}"
+                    )
+
+    def axes(self) -> frozenset[Axis]:
+        """Data, fsdp and tensor."""
+        return frozenset((Axis.data, Axis.fsdp, Axis.tensor))
+
+    def lasting(self) -> frozenset[str]:
+        """All fields but the norms' epsilon."""
+        return frozenset(self.__dataclass_fields__) - {"norm_eps"}
+
+    def policies(self) -> frozenset[Remat]:
+        """All policies."""
+        return frozenset(Remat)
+
+    def flops(self, fields: Mapping[str, Field]) -> float:
+        """Matmul FLOPs of the forward pass of one recording: a token sees those before it and all of the encoder."""
+        frames, tokens = fields["features"].shape[0], fields["tokens"].shape[0]
+        d, places = self.d_model, frames // STRIDE
+        stem = self.input_flops(fields) + 2 * places * TAPS * d * d
+        mlp = 2 * 2 * d * self.d_ff
+        encoder = places * (2 * 4 * d * d + mlp) + 2 * 2 * places * places * d
+        decoder = tokens * (2 * 6 * d * d + mlp) + places * 2 * 2 * d * d
+        decoder += 2 * 2 * d * (tokens * (tokens + 1) // 2 + tokens * places)
+        logits = 2 * tokens * d * self.vocab
+        return float(stem + self.encoder_layers * encoder + self.decoder_layers * decoder + logits)
+
+    def input_flops(self, fields: Mapping[str, Field]) -> float:
+        """FLOPs of the first convolution, which reads the spectrogram."""
+        return float(2 * fields["features"].shape[0] * TAPS * self.mels * self.d_model)
+
+    def shrink(self, layout: Layout) -> "Whisper":
+        """Two layers each of one 16 wide head per tensor shard; the spectrogram's shape stays."""
+        heads = layout.tensor
+        while heads * 16 % layout.fsdp:
+            heads += layout.tensor
+        return replace(
+            self,
+            encoder_layers=min(self.encoder_layers, 2),
+            decoder_layers=min(self.decoder_layers, 2),
+            heads=heads,
+            d_model=16 * heads,
+            d_ff=32 * heads,
+        )
