@@ -1,12 +1,15 @@
 """Models of transformers with random weights, beside ours with the same ones."""
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from safetensors.numpy import load_file
 
 from systolic.job import Layout, Model
 from systolic.models.families import Config, Family
@@ -38,6 +41,14 @@ class Held:
 def held(module: Any) -> dict[str, Held]:
     """The state of a PyTorch module, tied tensors once."""
     return {name: Held(value.numpy()) for name, value in module.state_dict().items()}
+
+
+def saved(module: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Held]]:
+    """The config.json and the tensors that transformers writes of a model, which it may name otherwise than the module does."""
+    module.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    return config, {name: Held(value) for name, value in tensors.items()}
 
 
 def structure(model: Model, dtype: str = "float32") -> ModelStructure:

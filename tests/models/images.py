@@ -10,6 +10,7 @@ from systolic.data.arrays import Arrays
 from systolic.job import Batch, Job, Layout, Model, Optimizer, Remat
 from systolic.job.data import MASK
 from systolic.models.vision.cnn.config import CNN
+from systolic.models.vision.mobilenet.config import MobileNetV2
 from systolic.models.vision.pixels import Pixels
 from systolic.models.vision.resnet.config import Depth, ResNet, Stem
 from systolic.models.vision.vit.config import Pooling, Positions, ViT
@@ -27,6 +28,7 @@ MODELS: dict[str, Model] = {
         depth=Depth.d10, width=4, stem=Stem.small, num_classes=CLASSES, pixels=COLOURED
     ),
     "resnet-bottleneck": ResNet(depth=Depth.d14, width=4, num_classes=CLASSES, pixels=COLOURED),
+    "mobilenet": MobileNetV2(multiplier=0.1, num_classes=CLASSES, pixels=COLOURED),
     "vit-mean": ViT(
         layers=2, d_model=16, d_ff=32, heads=2, patch=4, num_classes=CLASSES, pixels=COLOURED
     ),

@@ -9,13 +9,18 @@ from typing import Any
 
 from systolic.core.errors import DataError, NotFoundError, OptionError, nearest
 from systolic.job import Model
-from systolic.models.mapping import Conversion
+from systolic.models.mapping import Conversion, Tensors
 
 CONFIG = "config.json"
 """File of a model's configuration in its folder."""
 
 Config = Mapping[str, Any]
 """Fields of a config.json."""
+
+
+def as_given(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    """Both unchanged: files of the family have one form."""
+    return config, tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +33,23 @@ class Family:
     """Rules between the weights of a config.json's model and ours."""
     config: Callable[[Model], dict[str, Any]]
     """A config.json for a model of ours, that transformers reads; raises OptionError for one that it can't say."""
+    settle: Callable[[Config, Tensors], tuple[Config, Tensors]] = as_given
+    """A folder's config.json and tensors as the other three take them, where files differ in names or parts.
+
+    To be applied to what a folder holds, before anything else.
+    """
 
 
 HOMES = {
+    "bert": "systolic.models.encoder.family",
     "deepseek_v2": "systolic.models.decoder.families.deepseek",
     "deepseek_v3": "systolic.models.decoder.families.deepseek",
     "llama": "systolic.models.decoder.families.llama",
     "mixtral": "systolic.models.decoder.families.mixtral",
+    "mobilenet_v2": "systolic.models.vision.mobilenet.family",
     "qwen3_moe": "systolic.models.decoder.families.qwen_moe",
+    "resnet": "systolic.models.vision.resnet.family",
+    "vit": "systolic.models.vision.vit.family",
     "whisper": "systolic.models.whisper.families",
 }
 """Module of each ``model_type``, with a dict ``FAMILIES``; imported when asked for."""

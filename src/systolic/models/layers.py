@@ -1,13 +1,15 @@
 """Layers that the image models and the encoder share."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from systolic.job import Target
+from systolic.job import Layout, Remat, Target
 from systolic.models.parameters import TRUNCATED_DEVIATION
+from systolic.models.remat import rematerialise
 from systolic.models.vision.pixels import Pixels
 
 BATCH_NORM_MOMENTUM = 0.9
@@ -74,15 +76,38 @@ class LayerNorm(nnx.Module):
         return (wide * scale + bias).astype(x.dtype)
 
 
-def convolve(x: jax.Array, kernel: jax.Array, stride: int, padding: tuple[int, int]) -> jax.Array:
-    """x [batch, height, width, conv_in] with kernel [taps, taps, conv_in, conv_out], padded before and after both."""
+def convolve(
+    x: jax.Array,
+    kernel: jax.Array,
+    stride: int,
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+    groups: int = 1,
+) -> jax.Array:
+    """x [batch, height, width, conv_in] with kernel [taps, taps, conv_in / groups, conv_out], padded before and after rows and columns."""
     return jax.lax.conv_general_dilated(
         x,
         kernel,
         (stride, stride),
-        [padding, padding],
+        [rows, columns],
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=groups,
     )
+
+
+def recomputed(block: Callable[[jax.Array], jax.Array], x: jax.Array, layout: Layout) -> jax.Array:
+    """``block(x)`` under the layout's rematerialisation, which must see a module's new statistics go out."""
+    if layout.remat is Remat.none:
+        return block(x)
+    graph, state = nnx.split(block)
+
+    def pure(state: nnx.State, x: jax.Array) -> tuple[jax.Array, nnx.State]:
+        inner = nnx.merge(graph, state)
+        return inner(x), nnx.state(inner, nnx.BatchStat)
+
+    x, statistics = rematerialise(pure, layout, scanned=False)(state, x)
+    nnx.update(block, statistics)
+    return x
 
 
 class GroupedBatchNorm(nnx.BatchNorm):
@@ -165,7 +190,8 @@ class ConvNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, height, width, conv_in] to [batch, height / stride, width / stride, conv_out]."""
         half = (self.kernel.shape[0] - 1) // 2
-        return self.normed(convolve(x, self.kernel[...], self.stride, (half, half)))
+        pad = (half, half)
+        return self.normed(convolve(x, self.kernel[...], self.stride, pad, pad))
 
     def by_pairs(self, x: jax.Array) -> jax.Array:
         """A call of stride 2 and an odd kernel as one of stride 1 on blocks of 2 x 2 pixels: four times the channels.
@@ -182,7 +208,8 @@ class ConvNorm(nnx.Module):
         batch, height, width, _ = x.shape
         x = x.reshape(batch, height // 2, 2, width // 2, 2, channels).transpose(0, 1, 3, 2, 4, 5)
         x = x.reshape(batch, height // 2, width // 2, 4 * channels)
-        return self.normed(convolve(x, kernel, 1, (taps // 2, taps // 2 - 1)))
+        pad = (taps // 2, taps // 2 - 1)
+        return self.normed(convolve(x, kernel, 1, pad, pad))
 
     def normed(self, x: jax.Array) -> jax.Array:
         """Batch norm of [batch, height, width, conv_out], same shape and dtype."""

@@ -1,4 +1,4 @@
-"""A residual network or a vision transformer on any folder of pictures."""
+"""A residual network, a MobileNetV2 or a vision transformer on any folder of pictures."""
 
 import enum
 from dataclasses import replace
@@ -26,6 +26,7 @@ from systolic.job import (
     Precision,
     Schedule,
 )
+from systolic.models.vision.mobilenet.config import MobileNetV2
 from systolic.models.vision.pixels import Pixels
 from systolic.models.vision.resnet.config import Depth, ResNet, Stem
 from systolic.models.vision.vit.config import Preset, ViT
@@ -39,6 +40,7 @@ class ImageModel(enum.Enum):
     resnet34 = "resnet34"
     resnet50 = "resnet50"
     resnet101 = "resnet101"
+    mobilenet_v2 = "mobilenet-v2"
     vit_ti = "vit-ti"
     vit_s = "vit-s"
     vit_b = "vit-b"
@@ -59,6 +61,8 @@ PRESETS = {
 }
 SGD = Optimizer(kind=OptimizerKind.sgd, learning_rate=0.1, b1=0.9, weight_decay=1e-4, clip=0.0)
 """Defaults of residual networks at REFERENCE_BATCH (He et al. 2016; Goyal et al. 2017)."""
+MOBILE = replace(SGD, learning_rate=0.045, weight_decay=4e-5)
+"""Defaults of MobileNetV2 at REFERENCE_BATCH (torchvision's reference training)."""
 ADAMW = Optimizer(learning_rate=2.5e-4, b2=0.999, weight_decay=0.1, clip=1.0)
 """Defaults of vision transformers at REFERENCE_BATCH (Beyer, Zhai, Kolesnikov 2022: 1e-3 at 1024)."""
 LARS = Optimizer(kind=OptimizerKind.lars, learning_rate=0.8, b1=0.9, weight_decay=2e-4, clip=0.0)
@@ -96,7 +100,7 @@ def image(
     guard: Guard = Guard(),
     seed: int = 0,
 ) -> Job:
-    """Trains a ResNet or a ViT on a folder of pictures with one folder a class.
+    """Trains a ResNet, a MobileNetV2 or a ViT on a folder of pictures with one folder a class.
 
     Args:
         path: Folder of class folders, of train/, val/ and test/ with class folders, or a folder from systolic data pack --images.
@@ -104,12 +108,12 @@ def image(
         size: Height and width of the crops that the network sees.
         patch: Pixels on a side of a patch (vit only).
         stem: Layers before the stages (resnet only); by default imagenet, and small for sizes up to 64.
-        norm_examples: Examples that share batch norm statistics (resnet only), a divisor of the batch of a pass: 32 with 32 examples a device keeps them on each device; 0 shares them over all.
+        norm_examples: Examples that share batch norm statistics (not vit), a divisor of the batch of a pass: 32 with 32 examples a device keeps them on each device; 0 shares them over all.
         classes: Number of classes; by default the number of class folders.
         steps: Optimizer steps.
         batch: Images per optimizer step; by default 256.
         batch_per_device: Images per device and pass, instead of batch.
-        optimizer: The update rule; by default SGD at 0.1 for resnets and AdamW at 0.00025 for vits, per 256 images of batch.
+        optimizer: The update rule; by default SGD at 0.1 for resnets and 0.045 for mobilenet-v2, and AdamW at 0.00025 for vits, per 256 images of batch.
         schedule: The learning rate over the steps; the default warm-up is at most a tenth of them.
         label_smoothing: Share of the probability spread evenly over the classes.
         augmentation: Augmentation of training examples.
@@ -151,6 +155,8 @@ def update_rule(model: ImageModel, change: OptimizerChange, batch: Batch) -> Opt
         OptionError: no learning rate is given, and the batch depends on the devices.
     """
     rules = (SGD, ADAMW, LARS) if model in DEPTHS else (ADAMW, SGD, LARS)
+    if model is ImageModel.mobilenet_v2:
+        rules = (MOBILE, ADAMW, LARS)
     chosen = change.of(*rules)
     if change.learning_rate is not None:
         return chosen
@@ -175,11 +181,17 @@ def network(
         OptionError: no class, a patch that does not divide the size, or an option of the other kind of network.
     """
     pixels = Pixels(size=size)
+    if model not in PRESETS and patch != PATCH:
+        raise OptionError(
+            f"--patch is for vision transformers only, and the model is {model.value}; leave it out"
+        )
+    if model not in DEPTHS and stem is not None:
+        raise OptionError(
+            f"--stem is for residual networks only, and the model is {model.value}; leave it out"
+        )
+    if model is ImageModel.mobilenet_v2:
+        return MobileNetV2(norm_examples=norm_examples, num_classes=num_classes, pixels=pixels)
     if model in DEPTHS:
-        if patch != PATCH:
-            raise OptionError(
-                f"--patch is for vision transformers only, and the model is {model.value}; leave it out"
-            )
         usual = Stem.small if size <= SMALL_SIZE else Stem.imagenet
         return ResNet(
             depth=DEPTHS[model],
@@ -188,9 +200,9 @@ def network(
             num_classes=num_classes,
             pixels=pixels,
         )
-    if stem is not None or norm_examples:
+    if norm_examples:
         raise OptionError(
-            f"--stem and --norm-examples are for residual networks only, and the model is {model.value}; leave them out"
+            f"--norm-examples is for networks with batch norm, and the model is {model.value}; leave it out"
         )
     if size % patch:
         raise OptionError(f"--patch {patch} does not divide --size {size}; change one")

@@ -64,6 +64,8 @@ class Encoder(Model):
     """Epsilon of layer norms, added to the variance."""
     pooler: bool = False
     """Whether there is a dense layer on the first token, for tasks on a full text; masked tokens don't train it."""
+    masked_head: bool = True
+    """Whether there is a head for masked tokens; a model of embeddings has none and is not trained by them."""
 
     def __post_init__(self) -> None:
         check(self, "model")
@@ -83,13 +85,13 @@ class Encoder(Model):
 
     @property
     def num_parameters(self) -> int:
-        """Parameters: embeddings, blocks, the head for masked tokens, and the pooler where there is one."""
+        """Parameters: embeddings, blocks, and the head for masked tokens and the pooler where there are any."""
         d, f = self.d_model, self.d_ff
         norm = 2 * d
         hidden_biases = (self._matrices - 1) * f
         block = 4 * (d * d + d) + self._matrices * d * f + hidden_biases + d + 2 * norm
         embeddings = (self.vocab + self.positions + self.token_types) * d + norm
-        head = d * d + d + norm + self.vocab
+        head = d * d + d + norm + self.vocab if self.masked_head else 0
         return self.layers * block + embeddings + head + (d * d + d if self.pooler else 0)
 
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
@@ -145,7 +147,8 @@ class Encoder(Model):
 
     def flops(self, fields: Mapping[str, Field]) -> float:
         """Matmul FLOPs of the forward pass of one row: attention is of all pairs, logits of the masked places only."""
-        sequence, places = fields["tokens"].shape[0], fields["places"].shape[0]
+        sequence = fields["tokens"].shape[0]
+        places = fields["places"].shape[0] if "places" in fields else 0
         d = self.d_model
         token = 2 * d * (4 * d + self._matrices * self.d_ff) + 2 * 2 * sequence * d
         head = 2 * d * (d + self.vocab)

@@ -127,10 +127,11 @@ class EncoderModule(nnx.Module):
         self.token_types = matrix(rngs, (config.token_types, d), (None, "embed"))
         self.embedding_norm = LayerNorm(d, config.norm_eps)
         self.blocks = blocks(rngs)
-        self.transform = matrix(rngs, (d, d), ("embed", "mlp"))
-        self.transform_bias = zeros((d,), ("norm",))
-        self.transform_norm = LayerNorm(d, config.norm_eps)
-        self.logits_bias = zeros((config.vocab,), ("vocab",))
+        if config.masked_head:
+            self.transform = matrix(rngs, (d, d), ("embed", "mlp"))
+            self.transform_bias = zeros((d,), ("norm",))
+            self.transform_norm = LayerNorm(d, config.norm_eps)
+            self.logits_bias = zeros((config.vocab,), ("vocab",))
         if config.pooler:
             self.pooler = matrix(rngs, (d, d), ("embed", "mlp"))
             self.pooler_bias = zeros((d,), ("norm",))

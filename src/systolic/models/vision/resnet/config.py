@@ -21,16 +21,19 @@ if TYPE_CHECKING:
 
 
 class Depth(enum.Enum):
-    """Layers with weights; 14, 50 and 101 are made of bottlenecks."""
+    """Layers with weights; 14, 26, 50, 101 and 152 are made of bottlenecks."""
 
     d10 = "10"
     """One block per stage, for small images and small machines."""
     d14 = "14"
     """One bottleneck per stage."""
     d18 = "18"
+    d26 = "26"
+    """Two bottlenecks per stage."""
     d34 = "34"
     d50 = "50"
     d101 = "101"
+    d152 = "152"
 
     @property
     def blocks(self) -> tuple[int, int, int, int]:
@@ -39,15 +42,21 @@ class Depth(enum.Enum):
             "10": (1, 1, 1, 1),
             "14": (1, 1, 1, 1),
             "18": (2, 2, 2, 2),
+            "26": (2, 2, 2, 2),
             "34": (3, 4, 6, 3),
             "50": (3, 4, 6, 3),
             "101": (3, 4, 23, 3),
+            "152": (3, 8, 36, 3),
         }[self.value]
 
     @property
     def expansion(self) -> int:
         """Channels out of a block over its inner width: 4 for a bottleneck, else 1."""
-        return 4 if self in (Depth.d14, Depth.d50, Depth.d101) else 1
+        return 4 if self in BOTTLENECKS else 1
+
+
+BOTTLENECKS = frozenset((Depth.d14, Depth.d26, Depth.d50, Depth.d101, Depth.d152))
+"""Depths whose blocks are bottlenecks."""
 
 
 class Stem(enum.Enum):

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from systolic.job import Remat, Target
-from systolic.models.layers import ConvNorm, Head, normalise, start
-from systolic.models.remat import rematerialise
+from systolic.job import Target
+from systolic.models.layers import ConvNorm, Head, normalise, recomputed, start
 from systolic.models.vision.resnet.config import ResNet, Stem
 
 
@@ -76,20 +75,6 @@ class ResNetModule(nnx.Module):
         self.config, self.target = config, target
         start(self, rngs)
 
-    def run(self, block: ResidualBlock, x: jax.Array) -> jax.Array:
-        """``block(x)`` under the layout's rematerialisation, which must see the new statistics go out."""
-        if self.target.layout.remat is Remat.none:
-            return block(x)
-        graph, state = nnx.split(block)
-
-        def pure(state: nnx.State, x: jax.Array) -> tuple[jax.Array, nnx.State]:
-            inner = nnx.merge(graph, state)
-            return inner(x), nnx.state(inner, nnx.BatchStat)
-
-        x, statistics = rematerialise(pure, self.target.layout, scanned=False)(state, x)
-        nnx.update(block, statistics)
-        return x
-
     def __call__(self, image: jax.Array) -> jax.Array:
         """Logits [batch, num_classes] of image uint8[batch, height, width, channels]."""
         x = normalise(image, self.config.pixels, self.stem.kernel.dtype)
@@ -98,6 +83,6 @@ class ResNetModule(nnx.Module):
         if self.large:
             x = nnx.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
         for block in self.blocks:
-            x = self.run(block, x)
+            x = recomputed(block, x, self.target.layout)
         features = jnp.mean(x, axis=(1, 2), dtype=jnp.float32).astype(x.dtype)
         return self.head(features)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.core.errors import LayoutError, OptionError
-from systolic.core.ranges import COUNT, Range, check
+from systolic.core.ranges import COUNT, POSITIVE, Range, check
 from systolic.job import Axis, Field, Layout, Model, Remat, Target
 from systolic.models.vision.pixels import Pixels, image_size, refuse_axes
 
@@ -40,6 +40,15 @@ class Positions(enum.Enum):
     """Fixed sines and cosines of row and column."""
 
 
+class Gelu(enum.Enum):
+    """Form of the MLP's activation."""
+
+    tanh = "tanh"
+    """The approximation by tanh."""
+    erf = "erf"
+    """By the error function, as ViT checkpoints on Hugging Face have it."""
+
+
 _PRESETS = {
     Preset.tiny: (12, 192, 3),
     Preset.small: (12, 384, 6),
@@ -66,6 +75,13 @@ class ViT(Model):
     """Pixels on a side of a patch."""
     pooling: Pooling = Pooling.mean
     positions: Positions = Positions.sincos
+    token_position: bool = False
+    """Whether the extra token has a learned position too, as ViT checkpoints on Hugging Face have it."""
+    gelu: Gelu = Gelu.tanh
+    projection_bias: bool = True
+    """Whether queries, keys and values have biases."""
+    norm_eps: Annotated[float, POSITIVE] = 1e-6
+    """Epsilon of layer norms, added to the variance."""
     num_classes: Annotated[int, Range(least=1, most=2**24)] = 1000
     pixels: Pixels = field(default_factory=Pixels)
 
@@ -78,6 +94,12 @@ class ViT(Model):
         if self.pixels.size % self.patch:
             raise OptionError(
                 f"model.patch {self.patch} does not divide the image size of {self.pixels.size}; change one"
+            )
+        if self.token_position and not (
+            self.pooling is Pooling.token and self.positions is Positions.learned
+        ):
+            raise OptionError(
+                f"model.token-position needs an extra token and learned positions, and model.pooling is {self.pooling.value}, model.positions {self.positions.value}; set them to token and learned"
             )
         if self.positions is Positions.sincos and self.d_model % 4:
             raise OptionError(
@@ -120,8 +142,8 @@ class ViT(Model):
         return frozenset((Axis.data, Axis.fsdp, Axis.tensor))
 
     def lasting(self) -> frozenset[str]:
-        """All fields but the scaling of pixels."""
-        return frozenset(self.__dataclass_fields__) - {"pixels"}
+        """All fields but the scaling of pixels and the norms' epsilon."""
+        return frozenset(self.__dataclass_fields__) - {"pixels", "norm_eps"}
 
     def policies(self) -> frozenset[Remat]:
         """Policies without names: each block can be recomputed."""

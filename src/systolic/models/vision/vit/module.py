@@ -10,9 +10,8 @@ from systolic.models.attention import attention
 from systolic.models.layers import Head, LayerNorm, normalise, random, start, zeros
 from systolic.models.remat import name, rematerialise
 from systolic.models.residual import STREAM, gathered
-from systolic.models.vision.vit.config import Pooling, Positions, ViT
+from systolic.models.vision.vit.config import Gelu, Pooling, Positions, ViT
 
-NORM_EPS = 1e-6
 SINCOS_TEMPERATURE = 10_000.0
 TOKEN_DEVIATION = 0.02
 """Standard deviation of learned positions and of the extra token (Dosovitskiy et al. 2021)."""
@@ -25,28 +24,29 @@ class ViTBlock(nnx.Module):
 
     def __init__(self, config: ViT, target: Target) -> None:
         d, f, h, e = config.d_model, config.d_ff, config.heads, config.head_dim
-        self.attention_norm = LayerNorm(d, NORM_EPS)
+        self.attention_norm = LayerNorm(d, config.norm_eps)
         # One matmul makes queries, keys and values; heads stay a dim of their own to be split.
         self.project = random((d, 3, h, e), ("embed", None, "heads", "head_dim"), d**-0.5)
-        self.project_bias = zeros((3 * d,), ("norm",))
+        self.project_bias = zeros((3 * d,), ("norm",)) if config.projection_bias else None
         self.out = random((h, e, d), ("heads", "head_dim", "embed"), d**-0.5)
         self.out_bias = zeros((d,), ("norm",))
-        self.mlp_norm = LayerNorm(d, NORM_EPS)
+        self.mlp_norm = LayerNorm(d, config.norm_eps)
         self.up = random((d, f), ("embed", "mlp"), d**-0.5)
         self.up_bias = zeros((f,), ("mlp",))
         self.down = random((f, d), ("mlp", "embed"), f**-0.5)
         self.down_bias = zeros((d,), ("norm",))
-        self.target = target
+        self.config, self.target = config, target
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, tokens, d_model] to the same."""
         constrain = self.target.constrain
         normed = gathered(self.target, self.attention_norm(x))
         projected = jnp.einsum("bsd,dthe->tbshe", normed, self.project[...])
-        bias = self.project_bias[...].reshape(3, 1, 1, *projected.shape[-2:])
+        if self.project_bias is not None:
+            projected += self.project_bias[...].reshape(3, 1, 1, *projected.shape[-2:])
         query, key, value = (
             constrain(name(part, label), "batch", None, "heads", None)
-            for part, label in zip(projected + bias, ("query", "key", "value"), strict=True)
+            for part, label in zip(projected, ("query", "key", "value"), strict=True)
         )
         attended = name(attention(self.target, query, key, value), "attention")
         attended = constrain(attended, "batch", None, "heads", None)
@@ -54,7 +54,8 @@ class ViTBlock(nnx.Module):
         x = constrain(x, *STREAM)
         normed = gathered(self.target, self.mlp_norm(x))
         hidden = name(normed @ self.up[...] + self.up_bias[...], "mlp")
-        hidden = constrain(jax.nn.gelu(hidden), "batch", None, "mlp")
+        hidden = jax.nn.gelu(hidden, approximate=self.config.gelu is Gelu.tanh)
+        hidden = constrain(hidden, "batch", None, "mlp")
         return constrain(x + hidden @ self.down[...] + self.down_bias[...], *STREAM)
 
 
@@ -83,8 +84,10 @@ class ViTModule(nnx.Module):
             self.positions = random((side * side, d), (None, "embed"), TOKEN_DEVIATION)
         if config.pooling is Pooling.token:
             self.token = random((d,), ("norm",), TOKEN_DEVIATION)
+        if config.token_position:
+            self.token_position = random((d,), ("norm",), TOKEN_DEVIATION)
         self.blocks = blocks()
-        self.norm = LayerNorm(d, NORM_EPS)
+        self.norm = LayerNorm(d, config.norm_eps)
         self.head = Head(d, config.num_classes, target, deviation=0.0)
         self.config, self.target = config, target
         start(self, rngs)
@@ -104,7 +107,10 @@ class ViTModule(nnx.Module):
         else:
             x = x + jnp.asarray(sincos(config.pixels.size // p, config.d_model), x.dtype)
         if config.pooling is Pooling.token:
-            token = jnp.broadcast_to(self.token[...], (batch, 1, config.d_model))
+            token = self.token[...]
+            if config.token_position:
+                token = token + self.token_position[...]
+            token = jnp.broadcast_to(token, (batch, 1, config.d_model))
             x = jnp.concatenate([token, x], axis=1)
         return self.target.constrain(x, *STREAM)
 
