@@ -169,6 +169,7 @@ def test_layouts_that_do_not_divide_are_refused(layout: Layout, says: str) -> No
 def test_options_that_contradict_each_other_are_one_line() -> None:
     for make, says in (
         (lambda: Encoder(heads=5), "model.d-model 768 is not a multiple of model.heads 5"),
+        (lambda: mlm(model=Encoder(head=False)), "model.head is False"),
         (lambda: mlm(sequence=1024), "give --model.positions 1024"),
         (lambda: mlm(sequence=64, predictions=65), "predictions is 65 and a row has 64 tokens"),
         (lambda: mlm(model=Encoder(vocab=257)), "model.vocab is 257 but the tokenizer has 258"),

@@ -20,7 +20,7 @@ from systolic.job.data import MASK
 from systolic.models.vision.resnet.config import Stem
 from systolic.recipes.digits import DigitsModel, digits
 from systolic.recipes.fashion import CLASSES, FashionModel, fashion
-from systolic.recipes.image import DEPTHS, ImageModel, image, network
+from systolic.recipes.image import PRESETS, ImageModel, image, network
 from systolic.steps.mesh import make_mesh
 from systolic.steps.optimizer import schedule
 from systolic.steps.steps import StepFunctions
@@ -107,10 +107,10 @@ def test_every_network_builds_for_the_size(model: ImageModel) -> None:
     layout = Layout().on(1)
     mesh = make_mesh(layout, jax.devices()[:1])
     target = MeshTarget(platform="cpu", layout=layout, dtype="float32", mesh=mesh)
-    patch = {} if model in DEPTHS else {"patch": 8}
+    patch = {"patch": 8} if model in PRESETS else {}
     job = image(path=Path("."), model=model, size=32, **patch, classes=10)
     of = StepFunctions(job, target)
-    assert of.network.num_parameters > 5e6
+    assert of.network.num_parameters > 2e6
     batch = {
         name: jax.ShapeDtypeStruct((2, *field.shape), field.dtype)
         for name, field in job.data.fields().items()
@@ -123,6 +123,19 @@ def test_every_network_builds_for_the_size(model: ImageModel) -> None:
 def test_small_pictures_keep_their_resolution() -> None:
     stems = [network(ImageModel.resnet18, size, 16, 10).stem for size in (32, 224)]
     assert stems == [Stem.small, Stem.imagenet]
+
+
+def test_options_of_another_network_are_one_line() -> None:
+    for model, changes, says in (
+        (ImageModel.mobilenet_v2, {"patch": 8}, "--patch is for vision transformers only"),
+        (ImageModel.mobilenet_v2, {"stem": Stem.half}, "--stem is for residual networks only"),
+        (ImageModel.vit_ti, {"norm_examples": 8}, "--norm-examples is for networks with batch"),
+    ):
+        with pytest.raises(OptionError, match=says) as caught:
+            image(path=Path("."), model=model, classes=10, **changes)
+        assert "\n" not in str(caught.value)
+    job = image(path=Path("."), model=ImageModel.mobilenet_v2, classes=10, batch=64)
+    assert job.optimizer.learning_rate == 0.045 / 4
 
 
 def test_the_default_learning_rate_follows_the_batch() -> None:

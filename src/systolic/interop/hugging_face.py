@@ -32,8 +32,9 @@ def open_folder(folder: Path) -> TransformersSource:
     """
     config = read_config(folder)
     known = family(config, str(folder / CONFIG))
-    model, conversion = known.model(config), known.conversion(config)
-    tensors, files = tensors_of(folder)
+    found, files = tensors_of(folder)
+    settled, tensors = known.settle(config, found)
+    model, conversion = known.model(settled), known.conversion(settled)
     conversion.check(tensors, str(folder))
     return TransformersSource(
         path=folder,

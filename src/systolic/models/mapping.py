@@ -253,6 +253,16 @@ def matrix(
     )
 
 
+def layer_norm(
+    ours: str, theirs: str, stack: Mapping[str, Sequence[int]] | None = None
+) -> list[Rule]:
+    """Scale and bias of a norm."""
+    return [
+        plain(f"{ours}/scale", f"{theirs}.weight", stack),
+        plain(f"{ours}/bias", f"{theirs}.bias", stack),
+    ]
+
+
 def kernel(ours: str, theirs: str, stack: Mapping[str, Sequence[int]] | None = None) -> Rule:
     """A convolution's kernel [taps ..., inputs, outputs] that PyTorch keeps as [outputs, inputs, taps ...]."""
     return Rule(

@@ -78,6 +78,10 @@ def mlm(
         guard: Handling of a loss that is not a number or jumps.
         seed: Seed of the initial weights, the order of the data and its masks.
     """
+    if not model.head:
+        raise OptionError(
+            "model.head is False, and masked tokens are predicted by that head; leave it out"
+        )
     text = rows_of(path, tokenizer, validation, field, shuffle_windows, sequence)
     if sequence > model.positions:
         raise OptionError(

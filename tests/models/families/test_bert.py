@@ -129,19 +129,19 @@ def test_old_files_and_files_with_other_parts(tmp_path: Path) -> None:
         ours, _ = converted(known, *settled)
         model = known.model(settled[0])
         assert isinstance(model, Encoder)
-        assert (model.masked_head, model.pooler) == (head, not head)
+        assert (model.head, model.pooler) == (head, not head)
         real = there.astype(bool)
         assert relative(hidden(ours, tokens, types, there)[real], told[real]) <= 1e-4
     bare = {key: one for key, one in tensors.items() if ".pooler." not in key and "cls." not in key}
     settled = known.settle({**config, "architectures": ["BertModel"]}, bare)
     model = known.model(settled[0])
     assert isinstance(model, Encoder)
-    assert (model.masked_head, model.pooler) == (False, False)
+    assert (model.head, model.pooler) == (False, False)
     known.conversion(settled[0]).check(settled[1], "the model")
 
 
 def test_flops_of_an_encoder_without_places_leave_the_head_out() -> None:
-    model = Encoder(layers=2, d_model=32, d_ff=64, heads=4, vocab=60, masked_head=False)
+    model = Encoder(layers=2, d_model=32, d_ff=64, heads=4, vocab=60, head=False)
     row = {"tokens": Field(shape=(16,), dtype="int32")}
     assert model.flops(row) == 2 * 2 * 16 * (4 * 32 * 32 + 2 * 32 * 64 + 2 * 16 * 32)
 

@@ -64,7 +64,7 @@ class Encoder(Model):
     """Epsilon of layer norms, added to the variance."""
     pooler: bool = False
     """Whether there is a dense layer on the first token, for tasks on a full text; masked tokens don't train it."""
-    masked_head: bool = True
+    head: bool = True
     """Whether there is a head for masked tokens; a model of embeddings has none and is not trained by them."""
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class Encoder(Model):
         hidden_biases = (self._matrices - 1) * f
         block = 4 * (d * d + d) + self._matrices * d * f + hidden_biases + d + 2 * norm
         embeddings = (self.vocab + self.positions + self.token_types) * d + norm
-        head = d * d + d + norm + self.vocab if self.masked_head else 0
+        head = d * d + d + norm + self.vocab if self.head else 0
         return self.layers * block + embeddings + head + (d * d + d if self.pooler else 0)
 
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":

@@ -6,7 +6,7 @@ from systolic.core.errors import OptionError
 from systolic.job import Model
 from systolic.models.encoder.config import Encoder, FeedForward
 from systolic.models.families import Config, Family
-from systolic.models.mapping import Conversion, Rule, Tensors, matrix, plain
+from systolic.models.mapping import Conversion, Rule, Tensors, layer_norm, matrix, plain
 
 BODY, HEAD = "bert.", "cls.predictions."
 MASKED = frozenset(("BertForMaskedLM", "BertForPreTraining"))
@@ -84,7 +84,7 @@ def model(config: Config) -> Encoder:
         token_types=config.get("type_vocab_size", 2),
         norm_eps=config.get("layer_norm_eps", 1e-12),
         pooler=not masked and config.get(POOLER, True),
-        masked_head=masked,
+        head=masked,
     )
 
 
@@ -97,13 +97,13 @@ def rules(model: Encoder) -> list[Rule]:
     """Rules for embeddings, blocks, the pooler and the head for masked tokens."""
     d, f, h, e = model.d_model, model.d_ff, model.heads, model.head_dim
     layers = {"layer": range(model.layers)}
-    body = BODY if model.masked_head else ""
+    body = BODY if model.head else ""
     layer = f"{body}encoder.layer.{{layer}}."
     found = [
         plain("embedding", f"{body}embeddings.word_embeddings.weight"),
         plain("positions", f"{body}embeddings.position_embeddings.weight"),
         plain("token_types", f"{body}embeddings.token_type_embeddings.weight"),
-        *norm("embedding_norm", f"{body}embeddings.LayerNorm"),
+        *layer_norm("embedding_norm", f"{body}embeddings.LayerNorm"),
     ]
     for part in ("query", "key", "value"):
         theirs = f"{layer}attention.self.{part}"
@@ -113,32 +113,24 @@ def rules(model: Encoder) -> list[Rule]:
     found += [
         matrix("blocks/out", f"{out}.weight", (h, e, d), inputs=2, stack=layers),
         plain("blocks/out_bias", f"{out}.bias", layers),
-        *norm("blocks/attention_norm", f"{layer}attention.output.LayerNorm", layers),
+        *layer_norm("blocks/attention_norm", f"{layer}attention.output.LayerNorm", layers),
         matrix("blocks/up", f"{layer}intermediate.dense.weight", (d, f), stack=layers),
         plain("blocks/up_bias", f"{layer}intermediate.dense.bias", layers),
         matrix("blocks/down", f"{layer}output.dense.weight", (f, d), stack=layers),
         plain("blocks/down_bias", f"{layer}output.dense.bias", layers),
-        *norm("blocks/mlp_norm", f"{layer}output.LayerNorm", layers),
+        *layer_norm("blocks/mlp_norm", f"{layer}output.LayerNorm", layers),
     ]
     if model.pooler:
         found.append(matrix("pooler", f"{body}pooler.dense.weight", (d, d)))
         found.append(plain("pooler_bias", f"{body}pooler.dense.bias"))
-    if model.masked_head:
+    if model.head:
         found += [
             matrix("transform", f"{HEAD}transform.dense.weight", (d, d)),
             plain("transform_bias", f"{HEAD}transform.dense.bias"),
-            *norm("transform_norm", f"{HEAD}transform.LayerNorm"),
+            *layer_norm("transform_norm", f"{HEAD}transform.LayerNorm"),
             plain("logits_bias", f"{HEAD}bias"),
         ]
     return found
-
-
-def norm(ours: str, theirs: str, stack: dict[str, range] | None = None) -> list[Rule]:
-    """Rules of a layer norm."""
-    return [
-        plain(f"{ours}/scale", f"{theirs}.weight", stack),
-        plain(f"{ours}/bias", f"{theirs}.bias", stack),
-    ]
 
 
 def conversion(config: Config) -> Conversion:
@@ -158,13 +150,13 @@ def config(model: Model) -> dict[str, Any]:
         raise OptionError(
             f"model.mlp is {model.mlp.value}, which a BERT of transformers does not have; only {', '.join(kind.value for kind in names)} can be exported to it"
         )
-    if model.pooler and model.masked_head:
+    if model.pooler and model.head:
         raise OptionError(
             "the model has a pooler beside the head for masked tokens, and BertForMaskedLM has none; train without --model.pooler to export it"
         )
     return {
         "model_type": "bert",
-        "architectures": ["BertForMaskedLM" if model.masked_head else "BertModel"],
+        "architectures": ["BertForMaskedLM" if model.head else "BertModel"],
         "num_hidden_layers": model.layers,
         "hidden_size": model.d_model,
         "intermediate_size": model.d_ff,

@@ -127,7 +127,7 @@ class EncoderModule(nnx.Module):
         self.token_types = matrix(rngs, (config.token_types, d), (None, "embed"))
         self.embedding_norm = LayerNorm(d, config.norm_eps)
         self.blocks = blocks(rngs)
-        if config.masked_head:
+        if config.head:
             self.transform = matrix(rngs, (d, d), ("embed", "mlp"))
             self.transform_bias = zeros((d,), ("norm",))
             self.transform_norm = LayerNorm(d, config.norm_eps)

@@ -7,7 +7,7 @@ import numpy as np
 from systolic.core.errors import OptionError
 from systolic.job import Model
 from systolic.models.families import Config, Family
-from systolic.models.mapping import Conversion, Pieces, Rule, matrix, plain, shaped
+from systolic.models.mapping import Conversion, Pieces, Rule, layer_norm, matrix, plain, shaped
 from systolic.models.vision.pixels import HALF, Pixels
 from systolic.models.vision.rules import head, num_classes, side
 from systolic.models.vision.vit.config import Gelu, Pooling, Positions, ViT
@@ -50,11 +50,9 @@ def model(config: Config) -> ViT:
     )
 
 
-def rules(model: ViT) -> list[Rule]:
-    """Rules for embeddings, blocks, the last norm and the head."""
-    d, f, h, e = model.d_model, model.d_ff, model.heads, model.head_dim
-    layers = {"layer": range(model.layers)}
-    attention = f"{LAYER}attention."
+def embeddings(model: ViT) -> list[Rule]:
+    """Rules for the extra token, positions and patches."""
+    d = model.d_model
 
     def patches(pieces: Pieces) -> Pieces:
         return [pieces[0].transpose(2, 3, 1, 0).reshape(-1, d)]
@@ -63,13 +61,7 @@ def rules(model: ViT) -> list[Rule]:
         shape = (model.patch, model.patch, model.pixels.channels, d)
         return [pieces[0].reshape(shape).transpose(3, 2, 0, 1)]
 
-    def merged(pieces: Pieces) -> Pieces:
-        return [np.stack([piece.T.reshape(d, h, e) for piece in pieces], axis=1)]
-
-    def parted(pieces: Pieces) -> Pieces:
-        return [pieces[0][:, part].reshape(d, d).T for part in range(3)]
-
-    found = [
+    return [
         shaped("token", "vit.embeddings.cls_token", (d,), (1, 1, d)),
         Rule(
             ours=("token_position", "positions"),
@@ -84,6 +76,23 @@ def rules(model: ViT) -> list[Rule]:
             write=kernel,
         ),
         plain("embedding_bias", "vit.embeddings.patch_embeddings.projection.bias"),
+    ]
+
+
+def rules(model: ViT) -> list[Rule]:
+    """Rules for embeddings, blocks, the last norm and the head."""
+    d, f, h, e = model.d_model, model.d_ff, model.heads, model.head_dim
+    layers = {"layer": range(model.layers)}
+    attention = f"{LAYER}attention."
+
+    def merged(pieces: Pieces) -> Pieces:
+        return [np.stack([piece.T.reshape(d, h, e) for piece in pieces], axis=1)]
+
+    def parted(pieces: Pieces) -> Pieces:
+        return [pieces[0][:, part].reshape(d, d).T for part in range(3)]
+
+    found = [
+        *embeddings(model),
         Rule(
             ours=("blocks/project",),
             theirs=tuple(f"{attention}attention.{part}.weight" for part in PARTS),
@@ -97,9 +106,9 @@ def rules(model: ViT) -> list[Rule]:
         plain("blocks/up_bias", f"{LAYER}intermediate.dense.bias", layers),
         matrix("blocks/down", f"{LAYER}output.dense.weight", (f, d), stack=layers),
         plain("blocks/down_bias", f"{LAYER}output.dense.bias", layers),
-        *norm("blocks/attention_norm", f"{LAYER}layernorm_before", layers),
-        *norm("blocks/mlp_norm", f"{LAYER}layernorm_after", layers),
-        *norm("norm", "vit.layernorm"),
+        *layer_norm("blocks/attention_norm", f"{LAYER}layernorm_before", layers),
+        *layer_norm("blocks/mlp_norm", f"{LAYER}layernorm_after", layers),
+        *layer_norm("norm", "vit.layernorm"),
         *head("classifier", d, model.num_classes),
     ]
     if model.projection_bias:
@@ -112,14 +121,6 @@ def rules(model: ViT) -> list[Rule]:
         )
         found.append(bias)
     return found
-
-
-def norm(ours: str, theirs: str, stack: dict[str, range] | None = None) -> list[Rule]:
-    """Rules of a layer norm."""
-    return [
-        plain(f"{ours}/scale", f"{theirs}.weight", stack),
-        plain(f"{ours}/bias", f"{theirs}.bias", stack),
-    ]
 
 
 def conversion(config: Config) -> Conversion:
