@@ -43,6 +43,7 @@ HASHED_BYTES = 1 << 22
 MODELS = {
     "Decoder": "systolic.models.decoder.config",
     "Encoder": "systolic.models.encoder.config",
+    "MobileNetV2": "systolic.models.vision.mobilenet.config",
     "ResNet": "systolic.models.vision.resnet.config",
     "ViT": "systolic.models.vision.vit.config",
 }
