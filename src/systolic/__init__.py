@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from systolic.forecasting import Forecast, Spread
     from systolic.session.explaining import explain
     from systolic.session.forecast import forecast
+    from systolic.session.importing import Imported, import_model
     from systolic.session.planning import plan
     from systolic.session.public import resume, train
     from systolic.session.trained import TrainedModel
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Chip": "systolic.chips",
     "Forecast": "systolic.forecasting",
+    "Imported": "systolic.session.importing",
     "Slice": "systolic.chips",
     "Spread": "systolic.forecasting",
     "SystolicError": "systolic.core.errors",
@@ -32,6 +34,7 @@ _HOME = {
     "chips": "systolic.chips",
     "explain": "systolic.session.explaining",
     "forecast": "systolic.session.forecast",
+    "import_model": "systolic.session.importing",
     "open": "systolic.session.trained",
     "plan": "systolic.session.planning",
     "resume": "systolic.session.public",
@@ -45,6 +48,7 @@ _NAMES = {"open": "open_model"}
 __all__ = [
     "Chip",
     "Forecast",
+    "Imported",
     "Slice",
     "Spread",
     "SystolicError",
@@ -55,6 +59,7 @@ __all__ = [
     "chips",
     "explain",
     "forecast",
+    "import_model",
     "open",
     "plan",
     "resume",

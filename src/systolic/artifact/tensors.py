@@ -197,4 +197,5 @@ def write(
             flat = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)
             out.write(flat.data)
             written += flat.nbytes
+            del piece, flat  # before the next one is made
         assert written == one.nbytes, (one.name, written, one.nbytes)

@@ -36,6 +36,10 @@ VERBS = {
     "train": Verb(
         "train", "trains a recipe; resumes with --resume RUN; rehearses with --rehearse SLICE"
     ),
+    "import": Verb(
+        "import_model",
+        "writes a Hugging Face model as a Bundle, and checks that it computes the same",
+    ),
     "eval": Verb("eval", "evaluates a run on its held-out data"),
     "generate": Verb("generate", "continues prompts with a trained language model"),
     "predict": Verb("predict", "labels files with a trained model"),

@@ -65,5 +65,6 @@ def write_weights(
                     f"{path} of {source.path} has a piece of {piece.shape} and the model has {tuple(want.shape)}; the configuration is of another model"
                 )
             yield piece if piece.dtype == want.dtype else piece.astype(want.dtype)
+            del piece  # before the next one is made
 
     out.weights(tensors, pieces, progress)

@@ -1,5 +1,6 @@
 """A model in files: a folder of Hugging Face transformers, a GGUF file or a Bundle, opened without reading weights."""
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -69,6 +70,10 @@ class Source(ABC):
     @abstractmethod
     def files(self) -> dict[str, Path]:
         """Files of tokenizer, chat template and preprocessing, by name."""
+
+    def config_bytes(self) -> bytes:
+        """The config.json as it came, or its fields where there is no such file."""
+        return json.dumps(dict(self.config), indent=2).encode()
 
     @abstractmethod
     def fingerprint(self) -> str:

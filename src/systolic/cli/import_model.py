@@ -1,0 +1,66 @@
+"""``systolic import SOURCE``: a model of another library as a Bundle."""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from systolic.cli.output import print_json, warn
+from systolic.cli.parse import parse
+from systolic.core.units import duration, si
+from systolic.report.progress import ProgressLine
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    """Writes a model of another library as a Bundle, and compares its outputs with those of that library.
+
+    Weights are read and written one tensor at a time. Nothing is left at --out if the import fails, is
+    interrupted, or computes something else than the source.
+
+    Args:
+        source: A Hugging Face folder (config.json, safetensors, tokenizer), or a Bundle.
+        out: The Bundle's folder; by default bundles/NAME.
+        dtype: Round the weights to f32 or bf16; auto stores each as it is.
+        parity: Compare logits with those of transformers, where it is installed.
+        json: Print one JSON object.
+    """
+
+    source: Annotated[Path, tyro.conf.Positional]
+    out: Path | None = None
+    dtype: Literal["auto", "f32", "bf16"] = "auto"
+    parity: bool = True
+    json: bool = False
+
+
+def run(args: Sequence[str]) -> int:
+    """The verb."""
+    options = parse(ImportOptions, args, "systolic import")
+    from systolic.session.importing import import_model
+
+    begun = time.perf_counter()
+    with ProgressLine(sys.stderr, f"import {options.source.name}") as progress:
+        made = import_model(
+            options.source,
+            options.out,
+            dtype=options.dtype,
+            parity=options.parity,
+            say=progress.say,
+        )
+    seconds = time.perf_counter() - begun
+    if options.json:
+        print_json({**made.to_json(), "seconds": seconds})
+        return 0
+    print(
+        f"{made.path}: {si(made.parameters)}parameters in {made.dtype}, {si(made.bytes, 'B')}, in {duration(seconds)}"
+    )
+    if made.parity is not None:
+        print(made.parity.line())
+    elif options.parity:
+        warn(made.unchecked or "")
+    print(f'next: systolic generate {made.path} "…"')
+    return 0

@@ -1,0 +1,184 @@
+"""``systolic.import_model``: a model of another library, written as a Bundle and compared with where it came from."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from systolic.artifact.bundle import (
+    ORIGIN,
+    Bundle,
+    BundleDraft,
+    Origin,
+    check_free,
+    draft,
+    model_record,
+)
+from systolic.core.errors import OptionError, RunError
+from systolic.core.units import si
+from systolic.interop.importing import planned, write_weights
+from systolic.interop.parity import Parity, check, impossible
+from systolic.interop.source import Source, open_source
+from systolic.job import Precision
+
+if TYPE_CHECKING:
+    from systolic.artifact.tensors import Planned
+
+FOLDER = Path("bundles")
+"""Where a Bundle goes that has no ``out``."""
+DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+"""Dtypes of stored weights by their names in options; ``auto`` keeps the source's."""
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """A Bundle that was made from a source."""
+
+    path: Path
+    parameters: int
+    """Elements of all weights."""
+    bytes: int
+    """Of the weights."""
+    dtype: str
+    parity: Parity | None
+    unchecked: str | None
+    """Why there is no parity; ``None`` where there is."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "bundle": str(self.path),
+            "parameters": self.parameters,
+            "bytes": self.bytes,
+            "dtype": self.dtype,
+            "parity": None if self.parity is None else self.parity.to_json(),
+            "unchecked": self.unchecked,
+        }
+
+
+def import_model(
+    source: Path | str,
+    out: Path | str | None = None,
+    *,
+    dtype: str = AUTO,
+    parity: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> Imported:
+    """Writes a model of another library as a Bundle, one tensor in memory at a time.
+
+    Args:
+        source: A Hugging Face folder, or another Bundle.
+        out: The Bundle's folder; by default ``bundles/NAME``.
+        dtype: ``f32`` or ``bf16`` rounds the weights; ``auto`` stores each as it is.
+        parity: Compare logits with those of transformers, where it is installed.
+        say: Called with each stage.
+
+    Raises:
+        NotFoundError: there is no such source, or a file of it is missing.
+        OptionError: its family, or a field of its configuration, is not known.
+        DataError: files are damaged, or tensors are missing or unknown.
+        RunError: the disk is full, or the logits differ by more than the tolerance; no Bundle is left.
+        TakenError: there is something at ``out``.
+    """
+    if dtype not in (AUTO, *DTYPES):
+        raise OptionError(f"dtype is {dtype!r}; it takes {AUTO}, {' or '.join(DTYPES)}")
+    opened = open_source(source)
+    final = FOLDER / opened.path.resolve().stem if out is None else Path(out)
+    check_free(final)
+    say("read descriptions")
+    tensors = planned(opened, np.dtype(DTYPES[dtype]) if dtype != AUTO else None)
+    size = sum(tensor.nbytes for tensor in tensors)
+    _check_room(final, size)
+    rounded = any(tensor.dtype != opened.dtypes()[tensor.name] for tensor in tensors)
+    with draft(final) as made:
+        _fill(opened, made, tensors, size, say)
+        about: dict[str, Any] = _about(opened, tensors)
+        unchecked = impossible(opened) if parity else "not asked for"
+        found: Parity | None = None
+        if unchecked is None:
+            say("parity")
+            written = made.describe(**about)
+            found = check(opened, lambda rows: _logits(written, rows), rounded=rounded)
+            if not found.passed:
+                raise RunError(
+                    f"{found.line()}: the import is not the same model, and no Bundle was written; report it, or import with --no-parity"
+                )
+        bundle = made.finish(**about, parity=None if found is None else found.to_json())
+    return Imported(
+        path=bundle.folder,
+        parameters=sum(int(np.prod(tensor.shape)) for tensor in tensors),
+        bytes=size,
+        dtype=bundle.record.dtype,
+        parity=found,
+        unchecked=unchecked,
+    )
+
+
+def _fill(
+    source: Source,
+    made: BundleDraft,
+    tensors: "list[Planned]",
+    size: int,
+    say: Callable[[str], None],
+) -> None:
+    """Writes weights and other files."""
+    done = 0
+
+    def progress(written: int) -> None:
+        nonlocal done
+        done += written
+        # Tenths, so that a log has ten lines and no more.
+        say(f"weights {done * 10 // size * 10} % of {si(size, 'B')}")
+
+    write_weights(source, made, tensors, progress)
+    for name, file in source.files().items():
+        made.add(name, file.read_bytes())
+    if source.config:
+        made.add(ORIGIN, source.config_bytes())
+
+
+def _about(source: Source, tensors: "list[Planned]") -> dict[str, Any]:
+    from systolic import __version__
+
+    elements: dict[str, int] = {}
+    for tensor in tensors:
+        name = tensor.dtype.name
+        elements[name] = elements.get(name, 0) + int(np.prod(tensor.shape))
+    return {
+        "systolic": __version__,
+        "model": model_record(source.model),
+        "source": Origin(
+            kind=source.kind,
+            name=source.path.resolve().name,
+            digest=source.fingerprint(),
+            licence=source.licence,
+        ),
+        "dtype": max(elements, key=lambda name: elements[name]),
+    }
+
+
+def _check_room(final: Path, size: int) -> None:
+    """Whether the disk has room, before minutes of writing.
+
+    Raises:
+        RunError: it has not.
+    """
+    parent = next(folder for folder in final.absolute().parents if folder.exists())
+    free = shutil.disk_usage(parent).free
+    if size > free:
+        raise RunError(
+            f"{final} takes {si(size, 'B')} and {parent} has {si(free, 'B')} free; free some space, choose another --out, or give --dtype bf16"
+        )
+
+
+def _logits(bundle: Bundle, rows: np.ndarray) -> np.ndarray:
+    """Our logits of tokens int32[rows, tokens] in float32, from a Bundle as a user opens it."""
+    from systolic.interop.logits import logits_of
+    from systolic.session.trained import from_source
+
+    model = from_source(open_source(bundle.folder), Precision.f32)
+    return logits_of(model.setup.steps, model.weights, rows)
