@@ -46,6 +46,7 @@ YARN = replace(
 LLAMA3 = replace(DENSE, rope_scaling=RopeScaling(kind=Stretching.llama3, factor=8.0))
 CHANGED: dict[str, Any] = {
     "vocab": 128,
+    "learned_positions": 64,
     "global_every": 3,
     "local_rope_theta": 500.0,
     "heads": 8,

@@ -13,7 +13,7 @@ from systolic.steps.decode import Decode
 from systolic.steps.programs import jit_decode, jit_prefill, jit_weights
 from systolic.steps.steps import StepFunctions
 from tests.steps import tiny
-from tests.steps.layouts_child import EXPERTS, LATENT
+from tests.steps.layouts_child import EXPERTS, GPT2, LATENT
 
 DENSE = replace(tiny.MODEL, layers=2)
 MIXTURE = replace(EXPERTS, layers=2, capacity_factor=0)
@@ -21,6 +21,7 @@ LATENTS = replace(LATENT, capacity_factor=0)
 LAYOUTS = {
     "a row for all": (DENSE, Layout(data=4, fsdp=1, tensor=2), 1),
     "data-expert-tensor": (MIXTURE, Layout(data=2, fsdp=1, expert=2, tensor=2), 8),
+    "biased": (replace(GPT2, layers=2), Layout(data=4, fsdp=1, tensor=2), 8),
     "latents": (LATENTS, Layout(data=2, fsdp=1, expert=2, tensor=2), 8),
 }
 """Model, layout and rows."""

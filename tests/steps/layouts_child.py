@@ -9,7 +9,8 @@ import jax
 
 from systolic.job import ContextOrder, Layout, Residual
 from systolic.job.layout import Remat
-from systolic.models.decoder.config import Decoder, Dispatch, Mlp
+from systolic.models.decoder.config import Decoder, Dispatch, Mlp, NormKind
+from systolic.models.decoder.rotary import RopeScaling, Stretching
 from systolic.models.decoder.switches import Latent, Router, Score
 from systolic.steps.steps import StepFunctions
 from tests.steps import tiny
@@ -66,6 +67,11 @@ LATENTS = {
     "latent-context-tensor-embed": Layout(fsdp=2, context=2, tensor=2, residual=EMBED),
     "latent-pipeline": Layout(data=2, fsdp=1, pipeline=2, tensor=2),
 }
+BIASED = {
+    "biased-context": Layout(fsdp=2, context=2, tensor=2, loss_chunks=2),
+    "biased-pipeline-embed": Layout(fsdp=2, pipeline=2, tensor=2, residual=EMBED),
+}
+OFFSET = {"offset-tensor-embed": Layout(fsdp=4, tensor=2, residual=EMBED, remat=Remat.full)}
 INTERLEAVED = {
     "interleaved-expert-tensor": Layout(expert=2, fsdp=2, tensor=2, remat=Remat.full),
     "interleaved-pipeline": Layout(expert=2, fsdp=1, pipeline=2, tensor=2),
@@ -98,6 +104,23 @@ LATENT = replace(
     router=Router(score=Score.sigmoid, groups=2, top_groups=1, bias=True),
 )
 EVERY_OTHER = replace(EXPERTS, mixture_every=2, dense_d_ff=48, shared_experts=1)
+GPT2 = replace(
+    tiny.MODEL,
+    mlp=Mlp.gelu,
+    mlp_bias=True,
+    qkv_bias=True,
+    out_bias=True,
+    norm=NormKind.layer,
+    learned_positions=32,
+)
+GEMMA = replace(
+    tiny.MODEL,
+    norm=NormKind.rms_offset,
+    post_norms=True,
+    qk_norm=True,
+    query_pre_attn_scalar=5.0,
+    rope_scaling=RopeScaling(kind=Stretching.linear, factor=2.0),
+)
 MODELS = (
     (DENSE, tiny.MODEL),
     (MIXTURE, EXPERTS),
@@ -106,6 +129,8 @@ MODELS = (
     (DROPLESS, UNBOUNDED),
     (LATENTS, LATENT),
     (INTERLEAVED, EVERY_OTHER),
+    (BIASED, GPT2),
+    (OFFSET, GEMMA),
 )
 LAYOUTS = {name: layout for layouts, _ in MODELS for name, layout in layouts.items()}
 

@@ -10,7 +10,7 @@ from systolic.models.decoder.cache import ScorePart, Sight, attend_one
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.latent import LatentAttention
 from systolic.models.decoder.moe import Mixture
-from systolic.models.decoder.parts import MLP, RMSNorm, rope
+from systolic.models.decoder.parts import MLP, added, bias, norm, rope
 from systolic.models.masking import Logits, Masking
 from systolic.models.order import Order
 from systolic.models.parameters import weight
@@ -24,12 +24,16 @@ class DecoderBlock(nnx.Module):
 
     def __init__(self, config: Decoder, mixture: bool, rngs: nnx.Rngs, target: Target) -> None:
         d, h, k, e = config.d_model, config.heads, config.kv_heads, config.head_dim
-        self.attention_norm = RMSNorm(d, config.norm_eps, "norm")
+        self.attention_norm = norm(config, d)
         self.latent = LatentAttention(config, rngs, target) if config.latent else None
         if self.latent is None:
             self.query = weight(rngs, (d, h, e), ("embed", "heads", "head_dim"), d)
             self.key = weight(rngs, (d, k, e), ("embed", "kv_heads", "head_dim"), d)
             self.value = weight(rngs, (d, k, e), ("embed", "kv_heads", "head_dim"), d)
+        qkv = config.qkv_bias
+        self.query_bias = bias(h * e, "heads") if qkv else None
+        self.key_bias = bias(k * e, "kv_heads") if qkv else None
+        self.value_bias = bias(k * e, "kv_heads") if qkv else None
         read = config.value_dim
         self.out = weight(
             rngs,
@@ -38,12 +42,15 @@ class DecoderBlock(nnx.Module):
             h * read,
             (2 * config.layers) ** -0.5,
         )
+        self.out_bias = bias(d, "norm") if config.out_bias else None
         if config.qk_norm:
-            self.query_norm = RMSNorm(e, config.norm_eps, "norm")
-            self.key_norm = RMSNorm(e, config.norm_eps, "norm")
+            self.query_norm = norm(config, e)
+            self.key_norm = norm(config, e)
         if config.sinks:
             self.sinks = nnx.Param(jnp.zeros((h,)), out_sharding=("heads",))
-        self.mlp_norm = RMSNorm(d, config.norm_eps, "norm")
+        self.post_attention_norm = norm(config, d) if config.post_norms else None
+        self.post_mlp_norm = norm(config, d) if config.post_norms else None
+        self.mlp_norm = norm(config, d)
         self.mlp = (
             Mixture(config, rngs, target)
             if mixture
@@ -62,23 +69,21 @@ class DecoderBlock(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values [batch, sequence, heads or kv_heads, head_dim] of x [batch, sequence, d_model], without latents."""
         x = gathered(self.target, x)
-        query = product(
-            self.target, "bsd,dhe->bshe", x, self.query[...], self.config.rounding, heads=True
-        )
-        key = product(
-            self.target, "bsd,dhe->bshe", x, self.key[...], self.config.rounding, heads=True
-        )
-        value = product(
-            self.target, "bsd,dhe->bshe", x, self.value[...], self.config.rounding, heads=True
-        )
+        query = self._heads(x, self.query, self.query_bias)
+        key = self._heads(x, self.key, self.key_bias)
+        value = self._heads(x, self.value, self.value_bias)
         if self.config.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        rotary = self.config.rotary(window)
-        return (
-            name(rope(query, positions, rotary), "query"),
-            name(rope(key, positions, rotary), "key"),
-            name(value, "value"),
+        if not self.config.learned_positions:
+            rotary = self.config.rotary(window)
+            query, key = rope(query, positions, rotary), rope(key, positions, rotary)
+        return name(query, "query"), name(key, "key"), name(value, "value")
+
+    def _heads(self, x: jax.Array, matrix: nnx.Param, bias: nnx.Param | None) -> jax.Array:
+        made = product(
+            self.target, "bsd,dhe->bshe", x, matrix[...], self.config.rounding, heads=True
         )
+        return added(made, bias, dims=2)
 
     def merge(
         self,
@@ -101,9 +106,14 @@ class DecoderBlock(nnx.Module):
                 ),
                 *STREAM,
             )
-            x = constrain(x + name(out, "out"), *STREAM)
+            out = name(added(out, self.out_bias), "out")
+            if self.post_attention_norm is not None:
+                out = self.post_attention_norm(out)
+            x = constrain(x + out, *STREAM)
         with jax.named_scope("mlp"):
             update, routing = self.mlp(self.mlp_norm(x), count, order)
+            if self.post_mlp_norm is not None:
+                update = self.post_mlp_norm(update)
             return constrain(x + update, *STREAM), routing
 
     def __call__(

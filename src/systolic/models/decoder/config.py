@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from systolic.core.errors import LayoutError, OptionError, nearest
+from systolic.core.errors import OptionError
 from systolic.core.needs import Needs, check_needs
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check
 from systolic.job import (
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from flax import nnx
 
 
-ACTIVATIONS = ("layer_input", "latent", "query", "key", "value", "attention", "out", "mlp", "down")
-"""Names of a layer's activations, which rematerialisation policies may keep."""
 MOST_PARAMETERS = 10**14
 """Limit of parameters, far above any published model; larger sizes are typing errors that the compiler would take hours over."""
 BEST, PLAIN, PER_CHANNEL, UNSCALED = Router(), Latent(), Rounding(), RopeScaling()
@@ -45,6 +43,11 @@ DENSE = Needs(
     lambda model: model.dense_layers or model.mixture_every > 1,
 )
 BIAS = Needs("model.router.bias", "model.router.bias is off", lambda model: model.router.bias)
+ROTARY = Needs(
+    "model.learned-positions 0",
+    "model.learned-positions is set, which replaces rotary embeddings",
+    lambda model: not model.learned_positions,
+)
 WINDOW = Needs("model.window", "model.window is 0", lambda model: model.window)
 NGRAMS = Needs("model.ngrams", "model.ngrams is 0", lambda model: model.ngrams)
 
@@ -57,8 +60,12 @@ class Mlp(enum.Enum):
     swiglu_clamped = "swiglu_clamped"
     """Gated by gate * sigmoid(1.702 gate), times up plus 1; gate at most 7, up between -7 and 7 (gpt-oss)."""
     geglu = "geglu"
+    """GELU by its tanh form, gated (Gemma)."""
+    geglu_exact = "geglu_exact"
     """GELU, gated."""
     gelu = "gelu"
+    """GELU by its tanh form, two matrices (GPT-2)."""
+    gelu_exact = "gelu_exact"
     """GELU, two matrices."""
     relu = "relu"
     """ReLU, two matrices."""
@@ -66,7 +73,23 @@ class Mlp(enum.Enum):
     @property
     def gated(self) -> bool:
         """Whether a second matrix gates the activation."""
-        return self in (Mlp.swiglu, Mlp.swiglu_clamped, Mlp.geglu)
+        return self in (Mlp.swiglu, Mlp.swiglu_clamped, Mlp.geglu, Mlp.geglu_exact)
+
+
+class NormKind(enum.Enum):
+    """Kind of the norms of the residual stream, queries and keys."""
+
+    rms = "rms"
+    """RMSNorm with a scale."""
+    rms_offset = "rms_offset"
+    """RMSNorm whose scale is 1 plus a parameter that starts at 0 (Gemma)."""
+    layer = "layer"
+    """LayerNorm with scale and bias (GPT-2)."""
+
+    @property
+    def biased(self) -> bool:
+        """Whether a bias is added to the scaled result."""
+        return self is NormKind.layer
 
 
 class Dispatch(enum.Enum):
@@ -93,12 +116,18 @@ class Decoder(Model):
     """Hidden units (of each expert, in a mixture)."""
     mlp: Mlp = Mlp.swiglu
     """Kind of feed-forward part."""
+    mlp_bias: bool = False
+    """Bias of the feed-forward part's products, in a dense model (GPT-2)."""
     heads: Annotated[int, Range(least=1, most=2**14)] = 12
     """Query heads."""
     kv_heads: Annotated[int, COUNT] = 12
     """Key and value heads; fewer than heads is grouped-query attention."""
     head_dim: Annotated[int, Range(least=2, most=2**14)] = 64
     """Width of a head, an even number."""
+    qkv_bias: bool = False
+    """Bias of queries, keys and values (Qwen2)."""
+    out_bias: bool = False
+    """Bias of attention's output (GPT-2, gpt-oss)."""
     vocab: Annotated[int, Range(least=0, most=2**24)] = 0
     """Token ids; 0 takes the tokenizer's, rounded up to a multiple of 128."""
     tie_embeddings: bool = True
@@ -131,20 +160,28 @@ class Decoder(Model):
     """Mixture with router.bias: amount that a step adds to the bias of each expert below the mean load and subtracts from the others."""
     latent: Latent = PLAIN
     """Multi-head latent attention (MLA, DeepSeek-V2); head-dim and kv-heads are then unused."""
-    rope_theta: Annotated[float, POSITIVE] = 10_000.0
+    learned_positions: Annotated[int, Range(least=0, most=2**24)] = 0
+    """Learned embeddings of so many positions, in place of rotary ones (GPT-2); 0 for rotary."""
+    rope_theta: Annotated[float, POSITIVE, ROTARY] = 10_000.0
     """Base of the rotary embedding wavelengths."""
-    rope_scaling: RopeScaling = UNSCALED
+    rope_scaling: Annotated[RopeScaling, ROTARY] = UNSCALED
     """Stretching of rotary embeddings to longer texts."""
     norm_eps: Annotated[float, POSITIVE] = 1e-6
-    """Epsilon of RMSNorm, added to the mean square."""
+    """Epsilon of norms, added to the mean square."""
+    norm: NormKind = NormKind.rms
+    """Kind of the norms."""
+    post_norms: bool = False
+    """Norms on the results of attention and of the feed-forward part, beside those before them (Gemma 2)."""
     qk_norm: bool = False
-    """RMSNorm on queries and keys."""
+    """Norms on queries and keys (Qwen3)."""
     window: Annotated[int, NOT_NEGATIVE] = 0
     """Sliding window: a token attends to itself and the window - 1 tokens before it; 0 for full attention."""
     global_every: Annotated[int, Range(least=2, only=(0,)), WINDOW] = 0
     """Period of layers with full attention beside those with a window (Gemma 3: 6, gpt-oss and Gemma 2: 2); 0 for none."""
-    local_rope_theta: Annotated[float | None, POSITIVE, WINDOW] = None
+    local_rope_theta: Annotated[float | None, POSITIVE, WINDOW, ROTARY] = None
     """rope-theta of the layers with a window, which rope-scaling then leaves as they are (Gemma 3: 10,000 beside 1,000,000)."""
+    query_pre_attn_scalar: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Number whose inverse root is the scale of attention's products (Gemma 2 27B: 144); 0 takes the width of a query."""
     attention_cap: Annotated[float, NOT_NEGATIVE] = 0.0
     """Soft cap of the attention logits, cap * tanh(logit / cap) (Gemma 2: 50); 0 for none."""
     logit_cap: Annotated[float, NOT_NEGATIVE] = 0.0
@@ -180,14 +217,31 @@ class Decoder(Model):
                 f"model.ngram-rows {self.ngram_rows} is not a power of two; rows are picked by the low bits of a hash"
             )
         self._check_mixture()
-        if self.latent and self.qk_norm:
+        self._check_latent()
+
+    def _check_latent(self) -> None:
+        if not self.latent:
+            return
+        if self.qk_norm:
             raise OptionError(
                 "model.qk-norm is for plain attention, model.latent has norms on its latents; leave qk-norm out"
+            )
+        if self.qkv_bias:
+            raise OptionError(
+                "model.qkv-bias is for plain attention, model.latent has none; leave qkv-bias out"
+            )
+        if self.learned_positions:
+            raise OptionError(
+                f"model.learned-positions {self.learned_positions} is for plain attention, model.latent has rotary embeddings; leave learned-positions out"
             )
 
     def _check_mixture(self) -> None:
         if self.experts == 1:
             return
+        if self.mlp_bias:
+            raise OptionError(
+                f"model.mlp-bias is for dense models and model.experts is {self.experts}; leave mlp-bias out"
+            )
         if not self.mlp.gated:
             raise OptionError(
                 f"model.mlp {self.mlp.value} has no mixture of experts; use swiglu or geglu"
@@ -248,7 +302,7 @@ class Decoder(Model):
     @property
     def softmax_scale(self) -> float:
         """Factor of the products of queries and keys."""
-        scale = self.query_dim**-0.5
+        scale = (self.query_pre_attn_scalar or self.query_dim) ** -0.5
         return scale * self.rope_scaling.softmax_factor if self.latent else scale
 
     @property
@@ -291,50 +345,9 @@ class Decoder(Model):
 
     def check(self, layout: Layout) -> None:
         """Checks that each axis divides the dims that it splits."""
-        divides = [
-            ("tensor", layout.tensor, "heads", self.heads),
-            ("tensor", layout.tensor, "d-ff", self.d_ff),
-            ("tensor", layout.tensor, "vocab", self.vocab),
-            ("fsdp", layout.fsdp, "d-model", self.d_model),
-        ]
-        if not self.latent:
-            divides.append(("tensor", layout.tensor, "kv-heads", self.kv_heads))
-        piped = self.layers - self.dense_layers
-        less = f" less dense-layers {self.dense_layers}" if self.dense_layers else ""
-        divides.append(("pipeline", layout.pipeline, f"layers{less}", piped))
-        if self.experts > 1 and self.mixtures < self.layers:
-            divides.append(("tensor", layout.tensor, "dense-d-ff", self.dense_width))
-        if self.experts > 1:
-            divides.append(("expert", layout.expert, "experts", self.experts))
-            if self.dispatch is Dispatch.dropless and layout.pipeline > 1:
-                raise LayoutError(
-                    f"layout.pipeline is {layout.pipeline} and model.dispatch dropless, whose grouped matmuls do not run in a pipeline; set --model.dispatch slots, or layout.fsdp and layout.expert"
-                )
-        elif layout.expert > 1:
-            raise LayoutError(
-                f"layout.expert is {layout.expert} but the model is dense; set model.experts, or use layout.fsdp"
-            )
-        if layout.remat in (Remat.save_names, Remat.offload):
-            for name in (*layout.remat_names, *layout.saved_names):
-                if name not in ACTIVATIONS:
-                    raise LayoutError(
-                        f"layout.remat-names has {name!r}{nearest(name, ACTIVATIONS)}; a decoder names {', '.join(ACTIVATIONS)}"
-                    )
-        if (piped // layout.pipeline) % self.mixture_every and layout.pipeline > 1:
-            raise LayoutError(
-                f"layout.pipeline {layout.pipeline} makes stages of {piped // layout.pipeline} layers, which model.mixture-every {self.mixture_every} does not divide; each stage repeats the whole pattern of mixtures"
-            )
-        if (piped // layout.pipeline) % math.lcm(
-            self.mixture_every, len(self.windows)
-        ) and layout.pipeline > 1:
-            raise LayoutError(
-                f"layout.pipeline {layout.pipeline} makes stages of {piped // layout.pipeline} layers, which model.global-every {self.global_every} does not divide; each stage repeats the whole pattern of windows"
-            )
-        for axis, ways, dim, size in divides:
-            if size % ways:
-                raise LayoutError(
-                    f"layout.{axis} {ways} does not divide model.{dim} {size}; use a divisor of {size}, or change model.{dim}"
-                )
+        from systolic.models.decoder.checks import check_layout
+
+        check_layout(self, layout)
 
     def check_effects(self, precision: Precision) -> None:
         """Checks that global-every is within the layers and that rounding has matmuls that round."""

@@ -66,17 +66,32 @@ def feed_forward(config: "Decoder", experts: int) -> int:
     )
 
 
+def biases(config: "Decoder") -> int:
+    """Elements of a layer's biases, and its sinks."""
+    total = config.heads if config.sinks else 0
+    if config.qkv_bias:
+        total += (config.heads + 2 * config.kv_heads) * config.head_dim
+    if config.out_bias:
+        total += config.d_model
+    if config.mlp_bias:
+        total += (config.mlp_matrices - 1) * config.dense_width + config.d_model
+    return total
+
+
 def parameters(config: "Decoder") -> int:
     """Parameters, embeddings included, without the router's biases."""
-    norms = 2 * config.d_model + (2 * config.head_dim if config.qk_norm else 0)
+    per_norm = 2 if config.norm.biased else 1
+    norms = (4 if config.post_norms else 2) * config.d_model
+    norms += 2 * config.head_dim if config.qk_norm else 0
     norms += config.latent.q_lora_rank + config.latent.kv_lora_rank
-    layer = attention(config) + norms + (config.heads if config.sinks else 0)
+    layer = attention(config) + per_norm * norms + biases(config)
     embeddings = config.vocab * config.d_model * (1 if config.tie_embeddings else 2)
+    embeddings += config.learned_positions * config.d_model
     orders = max(config.ngrams - 1, 0)
     ngrams = orders * config.ngram_dim * (config.ngram_rows + config.d_model)
     total = config.layers * layer + feed_forward(config, config.experts)
     total += config.mixtures * mixture_biases(config)
-    return total + embeddings + ngrams + config.d_model
+    return total + embeddings + ngrams + per_norm * config.d_model
 
 
 def work(config: "Decoder") -> ForwardFlops:

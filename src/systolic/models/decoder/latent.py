@@ -14,7 +14,7 @@ from flax import nnx
 from systolic.job import Target
 from systolic.models.decoder.cache import ScorePart, Sight, attend_one
 from systolic.models.decoder.config import Decoder
-from systolic.models.decoder.parts import RMSNorm, rope
+from systolic.models.decoder.parts import norm, rope
 from systolic.models.decoder.rotary import Rotary
 from systolic.models.parameters import weight
 from systolic.models.product import product
@@ -31,10 +31,10 @@ class LatentAttention(nnx.Module):
         heads, eps = ("embed", "heads", "head_dim"), sizes.norm_eps or config.norm_eps
         if q:
             self.query_down = weight(rngs, (d, q), ("embed", None), d)
-            self.query_norm = RMSNorm(q, eps, "norm")
+            self.query_norm = norm(config, q, eps)
         self.query = weight(rngs, (q or d, h, sizes.query_dim), heads, q or d)
         self.down = weight(rngs, (d, r + sizes.qk_rope_head_dim), ("embed", None), d)
-        self.norm = RMSNorm(r, eps, "norm")
+        self.norm = norm(config, r, eps)
         self.key = weight(rngs, (r, h, sizes.qk_nope_head_dim), heads, r)
         self.value = weight(rngs, (r, h, sizes.v_head_dim), heads, r)
         self.config, self.target = config, target

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from systolic.core.errors import OptionError
 from systolic.job import IncrementalDecoder, Target, TokenScorer
 from systolic.models.decoder.block import DecoderBlock
 from systolic.models.decoder.cache import Cache, appended, latest, stored
@@ -14,7 +15,7 @@ from systolic.models.decoder.chunks import score_chunks
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.moe import Mixture
 from systolic.models.decoder.ngrams import NGrams
-from systolic.models.decoder.parts import RMSNorm
+from systolic.models.decoder.parts import norm
 from systolic.models.decoder.pipeline import run_stages
 from systolic.models.decoder.router import balance, moved
 from systolic.models.decoder.stack import at, run_layers, stack
@@ -48,12 +49,15 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
 
         shape, gain = (config.vocab, config.d_model), TIED_GAIN if config.tie_embeddings else 1.0
         self.embedding = weight(rngs, shape, ("vocab", "embed"), config.d_model, gain)
+        if config.learned_positions:
+            shape = (config.learned_positions, config.d_model)
+            self.positions = weight(rngs, shape, (None, "embed"), config.d_model, TIED_GAIN)
         self.ngrams = NGrams(config, rngs, target) if config.ngrams else None
         mixtures = config.mixtures or config.layers
         dense = config.layers - mixtures
         self.dense_blocks = blocks(dense, mixture=False) if dense else None
         self.blocks = blocks(mixtures, mixture=config.experts > 1)
-        self.norm = RMSNorm(config.d_model, config.norm_eps, "norm")
+        self.norm = norm(config, config.d_model)
         if not config.tie_embeddings:
             # Zero: the first prediction is uniform, whatever the trunk says.
             shape = (config.d_model, config.vocab)
@@ -93,9 +97,26 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
             x = table[tokens if order is None else order.arrange(tokens)]
             if self.config.embedding_factor != 1:
                 x = x * self.config.embedding_factor
+            if self.config.learned_positions:
+                x = x + self._position(positions, order)
             if self.ngrams is not None:
                 x = x + self.ngrams(jnp.concatenate([recent, tokens], axis=1), positions, order)
             return self.target.constrain(x, *STREAM)
+
+    def _position(self, positions: jax.Array, order: Order | None) -> jax.Array:
+        """Learned embeddings [batch, n, d_model] of int32[batch, n], in ``order``."""
+        limit = self.config.learned_positions
+        if positions.shape[1] > limit:
+            raise OptionError(
+                f"a sequence has {positions.shape[1]} tokens and model.learned-positions is {limit}; use shorter sequences"
+            )
+        table = self.target.constrain(self.positions[...], None, None)
+        return table[positions if order is None else order.arrange(positions)]
+
+    @property
+    def max_positions(self) -> int | None:
+        """See :class:`systolic.job.IncrementalDecoder`."""
+        return self.config.learned_positions or None
 
     def no_history(self, batch: int) -> jax.Array:
         """int32[batch, history]: no token (-1) before the first one."""

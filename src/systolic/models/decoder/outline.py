@@ -38,9 +38,9 @@ def outline(config: "Decoder", layout: Layout) -> ModelStats:
         routed=config.experts_per_token if config.experts > 1 else 0,
         vocab=config.vocab,
         kept={
-            # Besides what is named: both norms' results, the rotated queries and keys, the activation.
+            # Besides what is named: the norms' results, the rotated queries and keys, the activation.
             Remat.none: (
-                everything[0] + 4 * config.d_model,
+                everything[0] + (6 if config.post_norms else 4) * config.d_model,
                 everything[1] + queries + split["mlp"] // 2,
             ),
             Remat.minimal: (some, more),

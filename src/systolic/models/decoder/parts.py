@@ -1,14 +1,16 @@
-"""Parts of a decoder block: norm, rotary embedding, dense feed-forward part."""
+"""Parts of a decoder block: norms, rotary embedding, dense feed-forward part."""
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from systolic.job import Target
-from systolic.models.decoder.config import Decoder, Mlp
+from systolic.models.decoder.config import Decoder, Mlp, NormKind
 from systolic.models.decoder.rotary import Rotary, Stretching
+from systolic.models.layers import LayerNorm
 from systolic.models.order import Order
 from systolic.models.parameters import weight
 from systolic.models.product import product
@@ -17,17 +19,45 @@ from systolic.models.residual import STREAM, gathered
 
 
 class RMSNorm(nnx.Module):
-    """Root mean square norm over the last dim, in float32, with a learned scale."""
+    """Root mean square norm over the last dim, in float32, with a learned scale.
 
-    def __init__(self, size: int, eps: float, axis: str) -> None:
-        self.scale = nnx.Param(jnp.ones((size,)), out_sharding=(axis,))
-        self.eps = eps
+    The scale is the parameter plus ``offset``, and starts at 1.
+    """
+
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
+        self.scale = nnx.Param(jnp.full((size,), 1.0 - offset), out_sharding=("norm",))
+        self.eps, self.offset = eps, offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., size], same dtype."""
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        scale = self.scale[...].astype(jnp.float32)
+        if self.offset:
+            scale = scale + self.offset
+        return (wide * scale).astype(x.dtype)
+
+
+def norm(config: Decoder, size: int, eps: float = 0.0) -> RMSNorm | LayerNorm:
+    """A norm of the decoder's kind over ``size`` elements; an epsilon of 0 takes the decoder's."""
+    eps = eps or config.norm_eps
+    match config.norm:
+        case NormKind.rms:
+            return RMSNorm(size, eps)
+        case NormKind.rms_offset:
+            return RMSNorm(size, eps, offset=1.0)
+        case NormKind.layer:
+            return LayerNorm(size, eps)
+
+
+def added(x: jax.Array, bias: nnx.Param | None, dims: int = 1) -> jax.Array:
+    """x [..., sizes of ``dims`` dims] with their bias, which is flat; x itself without one."""
+    return x if bias is None else x + bias[...].reshape(x.shape[-dims:])
+
+
+def bias(size: int, axis: str) -> nnx.Param:
+    """A bias [size] that starts at zero; flat over heads and their dims, so that optimizers see a vector."""
+    return nnx.Param(jnp.zeros((size,)), out_sharding=(axis,))
 
 
 def frequencies(rotary: Rotary, size: int) -> jax.Array:
@@ -70,7 +100,9 @@ CLAMP_SLOPE = 1.702
 ACTIVATIONS = {
     Mlp.swiglu: jax.nn.silu,
     Mlp.geglu: jax.nn.gelu,
+    Mlp.geglu_exact: partial(jax.nn.gelu, approximate=False),
     Mlp.gelu: jax.nn.gelu,
+    Mlp.gelu_exact: partial(jax.nn.gelu, approximate=False),
     Mlp.relu: jax.nn.relu,
 }
 
@@ -92,6 +124,12 @@ class MLP(nnx.Module):
             self.gate = weight(rngs, (d, f), ("embed", "mlp"), d)
         self.up = weight(rngs, (d, f), ("embed", "mlp"), d)
         self.down = weight(rngs, (f, d), ("mlp", "embed"), f, (2 * config.layers) ** -0.5)
+        if config.mlp_bias:
+            self.gate_bias = bias(f, "mlp") if config.mlp.gated else None
+            self.up_bias = bias(f, "mlp")
+            self.down_bias = bias(d, "norm")
+        else:
+            self.gate_bias = self.up_bias = self.down_bias = None
         self.config, self.target = config, target
 
     def __call__(
@@ -101,18 +139,15 @@ class MLP(nnx.Module):
         del count, order
         x = gathered(self.target, x)
         if self.config.mlp.gated:
-            gate = name(
-                product(self.target, "bsd,df->bsf", x, self.gate[...], self.config.rounding), "mlp"
-            )
-            up = name(
-                product(self.target, "bsd,df->bsf", x, self.up[...], self.config.rounding), "mlp"
-            )
-            hidden = gated(self.config.mlp, gate, up)
+            gate = self._hidden(x, self.gate, self.gate_bias)
+            hidden = gated(self.config.mlp, gate, self._hidden(x, self.up, self.up_bias))
         else:
-            up = name(
-                product(self.target, "bsd,df->bsf", x, self.up[...], self.config.rounding), "mlp"
-            )
-            hidden = ACTIVATIONS[self.config.mlp](up)
+            hidden = ACTIVATIONS[self.config.mlp](self._hidden(x, self.up, self.up_bias))
         hidden = self.target.constrain(hidden, "batch", "sequence", "mlp")
         down = product(self.target, "bsf,fd->bsd", hidden, self.down[...], self.config.rounding)
-        return name(self.target.constrain(down, *STREAM), "down"), {}
+        down = added(self.target.constrain(down, *STREAM), self.down_bias)
+        return name(down, "down"), {}
+
+    def _hidden(self, x: jax.Array, matrix: nnx.Param, bias: nnx.Param | None) -> jax.Array:
+        made = product(self.target, "bsd,df->bsf", x, matrix[...], self.config.rounding)
+        return name(added(made, bias), "mlp")
