@@ -16,6 +16,7 @@ def test_public_names() -> None:
     assert systolic.__all__ == [
         "Chip",
         "Forecast",
+        "Imported",
         "Slice",
         "Spread",
         "SystolicError",
@@ -26,6 +27,7 @@ def test_public_names() -> None:
         "chips",
         "explain",
         "forecast",
+        "import_model",
         "open",
         "plan",
         "resume",

@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 
 import systolic
-from systolic.artifact.tensors import Planned, write
+from systolic.artifact.tensors import TensorSpec, write
 from systolic.interop.source import open_source
 from tests.models.foreign import structure
 
@@ -50,7 +50,7 @@ def folder(path: Path, wide: int, vocab: int) -> None:
     for layer in range(LAYERS):
         shapes |= {f"model.layers.{layer}.{n}.weight": s for n, s in parts.items()}
     f32 = np.dtype(np.float32)
-    planned = [Planned(name=name, shape=shape, dtype=f32) for name, shape in shapes.items()]
+    planned = [TensorSpec(name=name, shape=shape, dtype=f32) for name, shape in shapes.items()]
     with (path / "model.safetensors").open("wb") as out:
         write(out, planned, (np.ones(t.shape, f32) for t in planned), {"format": "pt"})
 

@@ -13,7 +13,7 @@ import torch
 
 import systolic
 from systolic.artifact.bundle import Bundle, index_of, open_bundle, shards_of
-from systolic.artifact.tensors import Planned
+from systolic.artifact.tensors import TensorSpec
 from systolic.cli.main import main
 from systolic.core.errors import RunError, SystolicError, TakenError
 from systolic.interop import parity
@@ -198,7 +198,7 @@ def test_a_damaged_bundle_is_refused_in_one_line(
 
 def test_weights_are_cut_into_files() -> None:
     sizes = {"a": 30, "b": 30, "c": 90, "d": 10}
-    planned = [Planned(name=n, shape=(s,), dtype=np.dtype("uint8")) for n, s in sizes.items()]
+    planned = [TensorSpec(name=n, shape=(s,), dtype=np.dtype("uint8")) for n, s in sizes.items()]
     shards = shards_of(planned, 64)
     assert [[t.name for t in shard] for shard in shards] == [["a", "b"], ["c"], ["d"]]
     index = json.loads(index_of(["1", "2", "3"], shards))

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from systolic.artifact import failure
-from systolic.artifact.tensors import MappedTensor, Planned, read_header, write
+from systolic.artifact.tensors import MappedTensor, TensorSpec, read_header, write
 from systolic.core.errors import DataError, NotFoundError, RunError, TakenError
 from systolic.core.files import write_json
 from systolic.job import Model
@@ -57,7 +57,7 @@ class FileRecord(msgspec.Struct, frozen=True):
     sha256: str
 
 
-class Origin(msgspec.Struct, frozen=True, omit_defaults=False):
+class ImportedFrom(msgspec.Struct, frozen=True, omit_defaults=False):
     """What a Bundle was made from."""
 
     kind: str
@@ -77,7 +77,7 @@ class BundleRecord(msgspec.Struct, frozen=True):
     """Version that wrote it."""
     model: dict[str, Any]
     """``type`` and fields."""
-    source: Origin
+    source: ImportedFrom
     dtype: str
     """Numpy name of the dtype of most weights."""
     files: dict[str, FileRecord]
@@ -240,7 +240,7 @@ class BundleDraft:
 
     def weights(
         self,
-        planned: Sequence[Planned],
+        planned: Sequence[TensorSpec],
         pieces: Callable[[str], Iterator[np.ndarray]],
         progress: Callable[[int], None],
     ) -> None:
@@ -254,7 +254,7 @@ class BundleDraft:
         shards = shards_of(planned)
         names = [WEIGHTS] if len(shards) == 1 else _numbered(len(shards))
 
-        def made(shard: Sequence[Planned]) -> Iterator[Iterator[np.ndarray]]:
+        def made(shard: Sequence[TensorSpec]) -> Iterator[Iterator[np.ndarray]]:
             for tensor in shard:
                 yield pieces(tensor.name)
                 progress(tensor.nbytes)
@@ -318,9 +318,9 @@ def check_free(final: Path) -> None:
         raise TakenError(f"{final} exists; choose another --out, or remove it")
 
 
-def shards_of(planned: Sequence[Planned], limit: int = SHARD_BYTES) -> list[list[Planned]]:
+def shards_of(planned: Sequence[TensorSpec], limit: int = SHARD_BYTES) -> list[list[TensorSpec]]:
     """Tensors of each file, in order, up to ``limit`` bytes a file."""
-    shards: list[list[Planned]] = [[]]
+    shards: list[list[TensorSpec]] = [[]]
     size = 0
     for tensor in planned:
         if shards[-1] and size + tensor.nbytes > limit:
@@ -331,7 +331,7 @@ def shards_of(planned: Sequence[Planned], limit: int = SHARD_BYTES) -> list[list
     return shards
 
 
-def index_of(names: Sequence[str], shards: Iterable[Sequence[Planned]]) -> bytes:
+def index_of(names: Sequence[str], shards: Iterable[Sequence[TensorSpec]]) -> bytes:
     """The JSON index of numbered shards, as Hugging Face has it."""
     places = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
     size = sum(t.nbytes for shard in shards for t in shard)

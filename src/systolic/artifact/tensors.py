@@ -148,7 +148,7 @@ def _tensor(file: Path, name: str, about: Any, start: int, size: int) -> MappedT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
+class TensorSpec:
     """A tensor that will be written: its place in the header."""
 
     name: str
@@ -163,7 +163,7 @@ class Planned:
 
 def write(
     out: IO[bytes],
-    planned: Sequence[Planned],
+    planned: Sequence[TensorSpec],
     arrays: Iterable[Iterator[np.ndarray] | np.ndarray],
     metadata: Mapping[str, str],
 ) -> None:

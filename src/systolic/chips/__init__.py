@@ -5,16 +5,16 @@ hosts and links. Both come from ``catalogue.toml``, the one file with hardware n
 """
 
 from systolic.chips.catalogue import by_device_kind, chip, chips, known, usual
-from systolic.chips.record import Chip, ChipKind, Figure, Prices, Source
+from systolic.chips.record import Chip, ChipKind, Citation, Figure, Prices
 from systolic.chips.slices import Slice, named_slices, slice
 
 __all__ = [
     "Chip",
     "ChipKind",
+    "Citation",
     "Figure",
     "Prices",
     "Slice",
-    "Source",
     "by_device_kind",
     "chip",
     "chips",

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from systolic.chips.host import cpu
-from systolic.chips.record import Chip, ChipKind, Figure, Prices, Source
+from systolic.chips.record import Chip, ChipKind, Citation, Figure, Prices
 from systolic.chips.rule import Counts, Sizes, SliceRule
 from systolic.core.errors import NotFoundError, OptionError, nearest
 
@@ -115,7 +115,7 @@ def _usual() -> dict[str, dict[str, Figure]]:
 def _figures(named: dict[str, dict[str, Any]]) -> dict[str, dict[str, Figure]]:
     """Figures of each of the tables, by name and field."""
     units = _tables()["fields"]
-    sources = {key: Source(key=key, **entry) for key, entry in _tables()["sources"].items()}
+    sources = {key: Citation(key=key, **entry) for key, entry in _tables()["sources"].items()}
     return {
         name: {
             field: _figure(field, entry, units, sources)
@@ -147,7 +147,7 @@ def _entries(table: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _figure(
-    field: str, entry: dict[str, Any], units: dict[str, Any], sources: dict[str, Source]
+    field: str, entry: dict[str, Any], units: dict[str, Any], sources: dict[str, Citation]
 ) -> Figure:
     cited = tuple(sources[key] for key in entry["source"])
     return Figure(
@@ -259,7 +259,7 @@ def _user_figure(path: Path, field: str, entry: Any, units: dict[str, Any]) -> F
         value=value,
         unit=units[field]["unit"],
         text=units[field]["text"],
-        sources=(Source(key="your file", text=f"your catalogue {path}", url="", as_of=as_of),),
+        sources=(Citation(key="your file", text=f"your catalogue {path}", url="", as_of=as_of),),
         as_of=as_of,
         note=str(table.get("note", "")),
         region=str(table.get("region", "")),

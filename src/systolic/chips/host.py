@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from systolic.chips.record import Chip, ChipKind, Figure, Source
+from systolic.chips.record import Chip, ChipKind, Citation, Figure
 
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -16,7 +16,7 @@ _CGROUP_LIMITS = (
 
 def cpu(units: dict[str, Any]) -> Chip:
     """The processor this program runs on: model, cores, memory."""
-    source = Source(
+    source = Citation(
         key="machine", text=f"read from {platform.node() or 'this machine'}", url="", as_of="now"
     )
     memory = memory_bytes()

@@ -20,7 +20,7 @@ class ChipKind(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class Citation:
     """Something that can be read: a page, a paper, a file of a repository at a revision."""
 
     key: str
@@ -40,7 +40,7 @@ class Figure:
     value: Any
     unit: str
     text: str
-    sources: tuple[Source, ...]
+    sources: tuple[Citation, ...]
     as_of: str
     note: str = ""
     region: str = ""

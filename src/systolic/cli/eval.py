@@ -18,7 +18,7 @@ class EvalOptions:
     """Evaluates a run on its held-out data, or on other data.
 
     Args:
-        run: The run's directory, or a model: a Bundle or a Hugging Face folder.
+        run: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
         split: Which part; by default every held-out part there is.
         path: Other data for it, such as new.jsonl, read as the run's own was; all of it is evaluated.
         checkpoint: Of a run: best, last or the number of a step.

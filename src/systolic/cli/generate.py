@@ -24,7 +24,7 @@ class GenerateOptions:
     """Continues prompts with a trained language model.
 
     Args:
-        run: The run's directory, or a model: a Bundle or a Hugging Face folder.
+        run: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
         prompt: The texts to continue, one after the other; - reads one from standard input.
         file: More prompts: the lines of a file, or the field prompt of a .jsonl; - reads standard input.
         tokens: At most so many new tokens for each prompt.

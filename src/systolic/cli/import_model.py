@@ -23,7 +23,7 @@ class ImportOptions:
     interrupted, or computes something else than the source.
 
     Args:
-        source: A Hugging Face folder (config.json, safetensors, tokenizer), or a Bundle.
+        source: A Hugging Face folder (config.json, safetensors, tokenizer), a GGUF file, or a Bundle.
         out: The Bundle's folder; by default bundles/NAME.
         dtype: Round the weights to f32 or bf16; auto stores each as it is.
         parity: Compare logits with those of transformers, where it is installed.
@@ -56,7 +56,7 @@ def run(args: Sequence[str]) -> int:
         print_json({**made.to_json(), "seconds": seconds})
         return 0
     print(
-        f"{made.path}: {si(made.parameters)}parameters in {made.dtype}, {si(made.bytes, 'B')}, in {duration(seconds)}"
+        f"{made.path}: {made.parameters:,} parameters in {made.dtype}, {si(made.bytes, 'B')}, in {duration(seconds)}"
     )
     if made.parity is not None:
         print(made.parity.line())

@@ -19,7 +19,7 @@ class PredictOptions:
     A file that can't be read is named, the others are answered, and the exit code is 1.
 
     Args:
-        run: The run's directory, or a model: a Bundle or a Hugging Face folder.
+        run: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
         files: Images or arrays for an image model, texts for a language model.
         checkpoint: Of a run: best, last or the number of a step.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from systolic.artifact.bundle import BundleDraft
-from systolic.artifact.tensors import Planned
+from systolic.artifact.tensors import TensorSpec
 from systolic.core.errors import DataError
 from systolic.interop.source import Source
 from systolic.steps.network import ModelStructure
@@ -32,20 +32,20 @@ def shapes_of(source: Source) -> dict[str, tuple[int, ...]]:
     return {path: shape.shape for path, shape in {**made.params, **made.model_state}.items()}
 
 
-def planned(source: Source, dtype: np.dtype | None) -> list[Planned]:
+def planned(source: Source, dtype: np.dtype | None) -> list[TensorSpec]:
     """The tensors of a Bundle for a source; with ``dtype`` floats are stored in that one."""
     shapes = shapes_of(source)
     made = []
     for path, own in source.dtypes().items():
         kept = own if dtype is None or own.kind in "iub" else dtype
-        made.append(Planned(name=path, shape=shapes[path], dtype=kept))
+        made.append(TensorSpec(name=path, shape=shapes[path], dtype=kept))
     return made
 
 
 def write_weights(
     source: Source,
     out: BundleDraft,
-    tensors: list[Planned],
+    tensors: list[TensorSpec],
     progress: Callable[[int], None],
 ) -> None:
     """Writes a source's weights into a Bundle.

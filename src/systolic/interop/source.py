@@ -20,6 +20,8 @@ from systolic.models.mapping import Conversion, Tensors
 if TYPE_CHECKING:
     import jax
 
+GGUF, ONNX = ".gguf", ".onnx"
+"""Suffixes of files."""
 GENERATION = "generation_config.json"
 """File of sampling defaults and of the tokens that end a text."""
 TEXT_FILES = (
@@ -150,7 +152,7 @@ def most_common(tensors: Tensors) -> str:
 
 
 def open_source(path: Path | str) -> Source:
-    """The model at a path: a Hugging Face folder or a Bundle.
+    """The model at a path: a Hugging Face folder, a GGUF file or a Bundle.
 
     Raises:
         NotFoundError: nothing is there, or a file of it is missing.
@@ -168,11 +170,23 @@ def open_source(path: Path | str) -> Source:
         from systolic.interop.hugging_face import open_folder
 
         return open_folder(path)
+    if path.suffix == GGUF:
+        from systolic.interop.gguf import open_gguf
+
+        return open_gguf(path)
+    if path.suffix == ONNX:
+        raise OptionError(
+            f"{path} is an ONNX file, and no maintained package turns ONNX into JAX (jaxonnxruntime's last release is of 2023); import what it was exported from: a Hugging Face folder, a PyTorch module or a Keras model"
+        )
     raise OptionError(
-        f"{path} is no model in a format known here; give a Hugging Face folder (with {CONFIG}) or a Bundle (with {MANIFEST})"
+        f"{path} is no model in a format known here; give a Hugging Face folder (with {CONFIG}), a GGUF file or a Bundle (with {MANIFEST})"
     )
 
 
 def known_source(path: Path) -> bool:
     """Whether a path looks like a model that :func:`open_source` takes."""
-    return (path / MANIFEST).is_file() or (path / CONFIG).is_file()
+    return (
+        (path / MANIFEST).is_file()
+        or (path / CONFIG).is_file()
+        or (path.suffix in (GGUF, ONNX) and path.is_file())
+    )

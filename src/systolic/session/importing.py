@@ -12,7 +12,7 @@ from systolic.artifact.bundle import (
     ORIGIN,
     Bundle,
     BundleDraft,
-    Origin,
+    ImportedFrom,
     check_free,
     draft,
     model_record,
@@ -25,7 +25,7 @@ from systolic.interop.source import Source, open_source
 from systolic.job import Precision
 
 if TYPE_CHECKING:
-    from systolic.artifact.tensors import Planned
+    from systolic.artifact.tensors import TensorSpec
 
 FOLDER = Path("bundles")
 """Where a Bundle goes that has no ``out``."""
@@ -71,7 +71,7 @@ def import_model(
     """Writes a model of another library as a Bundle, one tensor in memory at a time.
 
     Args:
-        source: A Hugging Face folder, or another Bundle.
+        source: A Hugging Face folder, a GGUF file, or another Bundle.
         out: The Bundle's folder; by default ``bundles/NAME``.
         dtype: ``f32`` or ``bf16`` rounds the weights; ``auto`` stores each as it is.
         parity: Compare logits with those of transformers, where it is installed.
@@ -121,7 +121,7 @@ def import_model(
 def _fill(
     source: Source,
     made: BundleDraft,
-    tensors: "list[Planned]",
+    tensors: "list[TensorSpec]",
     size: int,
     say: Callable[[str], None],
 ) -> None:
@@ -141,7 +141,7 @@ def _fill(
         made.add(ORIGIN, source.config_bytes())
 
 
-def _about(source: Source, tensors: "list[Planned]") -> dict[str, Any]:
+def _about(source: Source, tensors: "list[TensorSpec]") -> dict[str, Any]:
     from systolic import __version__
 
     elements: dict[str, int] = {}
@@ -151,7 +151,7 @@ def _about(source: Source, tensors: "list[Planned]") -> dict[str, Any]:
     return {
         "systolic": __version__,
         "model": model_record(source.model),
-        "source": Origin(
+        "source": ImportedFrom(
             kind=source.kind,
             name=source.path.resolve().name,
             digest=source.fingerprint(),
