@@ -147,8 +147,10 @@ def test_words_that_mean_nothing_are_refused(options: dict[str, Any], said: str)
         systolic.plan(fabricated.facts().job, on="v6e-8", **options)
 
 
-def test_a_recipes_name_is_not_a_job() -> None:
-    with pytest.raises(OptionError, match="plan takes a Job and was given 'lm'"):
-        systolic.plan("lm", on="v6e-8")  # ty: ignore[invalid-argument-type]
-    with pytest.raises(OptionError, match="forecast takes a Job or a function and was given 'lm'"):
-        systolic.forecast("lm", on="v6e-8")  # ty: ignore[no-matching-overload]
+def test_what_is_neither_a_job_nor_a_name_is_refused() -> None:
+    with pytest.raises(OptionError, match="plan takes a Job or the name of a recipe or a model"):
+        systolic.plan(3, on="v6e-8")  # ty: ignore[invalid-argument-type]
+    with pytest.raises(OptionError, match="forecast takes a Job, the name of a recipe or a model"):
+        systolic.forecast(3, on="v6e-8")  # ty: ignore[no-matching-overload]
+    with pytest.raises(OptionError, match="plan takes no option sequence with a Job"):
+        systolic.plan(fabricated.facts().job, on="v6e-8", sequence=128)

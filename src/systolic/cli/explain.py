@@ -21,7 +21,7 @@ FORMS = """usage: systolic explain RECIPE --on SLICE [options]
        systolic explain RUN [--quick] [--trust] [--json]
        systolic explain PROFILE [--remedies N] [--workers N] [--trust] [--json]
 
-RECIPE is forecast on the slice: where its step's time goes, and what changes of settings gain, each compiled
+RECIPE (or a model: llama-3.1-70b, a config.json) is forecast on the slice: where its step's time goes, and what changes of settings gain, each compiled
 and forecast again; for a step that does not fit, layouts and slices where it does. FORECAST.json is what
 systolic forecast --json or systolic plan wrote; it takes the options of a recipe too, and --against says
 what makes one slower. Both are forecast from the compiler's schedule, whichever way the files were made.
@@ -149,7 +149,7 @@ def is_recipe(target: str) -> bool:
     """Whether a target names a recipe, or a function in a file."""
     from systolic import recipes
 
-    return ".py:" in target or target.endswith(".py") or target in recipes.shipped()
+    return ".py:" in target or target.endswith(".py") or recipes.is_named(target)
 
 
 def unknown(target: str) -> NotFoundError:
@@ -161,10 +161,12 @@ def unknown(target: str) -> NotFoundError:
         return NotFoundError(
             f"{target} is no run, profile, recipe or forecast; give a directory that systolic train made, an xplane.pb, a recipe with --on SLICE, or what systolic forecast --json or systolic plan wrote"
         )
+    from systolic.recipes.models import names
+
     runs = {str(found.parent) for found in Path(target).parent.glob(f"*/{JOB}")}
     runs |= {str(found.parent) for found in Path("runs").glob(f"*/{JOB}")}
     return NotFoundError(
-        f"{target} is no recipe, run, profile or forecast{nearest(target, [*recipes.shipped(), *runs])}; systolic recipes lists recipes"
+        f"{target} is no recipe, run, profile or forecast{nearest(target, [*recipes.shipped(), *names(), *runs])}; systolic recipes lists recipes and models"
     )
 
 

@@ -20,13 +20,16 @@ if TYPE_CHECKING:
     from systolic.job import Job
 
 FORMS = """usage: systolic forecast RECIPE --on SLICE [options]
+       systolic forecast MODEL --on SLICE [options]
        systolic forecast dump.txt --on SLICE [options]
 
 RECIPE is a name that systolic recipes lists, or path/to/file.py:function. Its step is compiled for
 the slice by the slice's own compiler and the schedule is simulated; no such hardware is needed.
 On cpu the program is compiled too and its time is a roofline at measured rates. A GPU that this
 machine doesn't have (h100, 8xh100, 2xh200 …) gets a roofline of the partitioned program, marked as
-assumed. dump.txt is scheduled HLO that another program wrote: compiled.as_text(), or XLA's dump
+assumed. MODEL is a published model that systolic recipes lists (llama-3.1-70b), a config.json, a Hugging Face folder
+or a Bundle; weights are not needed. It takes the options of the recipe lm, with the model's sizes as defaults.
+dump.txt is scheduled HLO that another program wrote: compiled.as_text(), or XLA's dump
 after optimizations; it takes --on, --html, --perfetto, --xprof, --against and --json.
 SLICE is one of systolic chips: v5e-16, v5p-128, tpu7x-8, 2xv5e-256, 8xh100, cpu.
 
@@ -92,7 +95,7 @@ def run(args: Sequence[str]) -> int:
     """The verb."""
     if not args or args[0] in ("-h", "--help"):
         return print_verb_help(FORMS, *OPTIONS)
-    target, rest = first(args, "forecast", "a recipe")
+    target, rest = first(args, "forecast", "a recipe or a model")
     if is_text(target):
         dump = parse(DumpOptions, rest, f"systolic forecast {target}")
         return forecast_dump(Path(target), ForecastOptions(**vars(dump)))
@@ -144,7 +147,7 @@ def arguments_of(asked: Request[ForecastOptions]) -> list[str]:
 
 def is_text(target: str) -> bool:
     """Whether a target is a file of HLO rather than a recipe."""
-    return ".py:" not in target and not target.endswith(".py") and Path(target).is_file()
+    return ".py:" not in target and not target.endswith((".py", ".json")) and Path(target).is_file()
 
 
 def compiled(job: "Job", on: "Slice", options: ForecastOptions) -> "Forecast":

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 FORMS = """usage: systolic plan RECIPE --on SLICES [options]
 
-RECIPE is a name that systolic recipes lists, or path/to/file.py:function. Every layout of every slice is
+RECIPE is a name that systolic recipes lists, path/to/file.py:function, or a model: llama-3.1-70b, a config.json,
+a Hugging Face folder or a Bundle; weights are not needed. Every layout of every slice is
 analysed; the most promising are compiled by the real compiler, best first, until one is settled. Compiles
 are kept: rerun to continue where Ctrl-C or --time-limit ended the search.
 SLICES is a list: v5e-16,v5p-8; v5e stands for all slices of that chip, any for all of TPUs that have a
@@ -100,7 +101,7 @@ def run(args: Sequence[str]) -> int:
     """The verb."""
     if not args or args[0] in ("-h", "--help"):
         return print_verb_help(FORMS, PlanOptions)
-    target, rest = first(args, "plan", "a recipe")
+    target, rest = first(args, "plan", "a recipe or a model")
     return answer(request(target, rest, "plan", PlanOptions))
 
 

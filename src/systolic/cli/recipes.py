@@ -15,6 +15,7 @@ from systolic.cli import train
 from systolic.cli.output import print_json
 from systolic.cli.parse import known, parse
 from systolic.cli.target import request
+from systolic.models.published import published
 from systolic.recipes import Recipe
 
 WIDTH = 100
@@ -44,8 +45,16 @@ def run(args: Sequence[str]) -> int:
 def listing(options: RecipesOptions) -> int:
     """All shipped recipes; returns the exit code."""
     found = [recipes.find(name) for name in recipes.shipped()]
+    models = list(published().values())
     if options.json:
-        print_json({"recipes": [{"name": r.target, "summary": r.summary} for r in found]})
+        print_json(
+            {
+                "recipes": [{"name": r.target, "summary": r.summary} for r in found],
+                "models": [
+                    {"name": m.name, "hub": m.hub, "parameters": m.parameters} for m in models
+                ],
+            }
+        )
         return 0
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True, style="bold")
@@ -54,6 +63,11 @@ def listing(options: RecipesOptions) -> int:
         table.add_row(recipe.target, recipe.summary)
     console = Console(width=WIDTH, highlight=False)
     console.print(table)
+    sizes = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for model in models:
+        sizes.add_row(f"[bold]{model.name}[/]", model.hub, f"{model.parameters:,} parameters")
+    console.print("\nPublished models, each lm with its sizes:", style="dim")
+    console.print(sizes)
     console.print(
         "systolic recipes NAME shows one with its options; systolic train NAME trains it.",
         style="dim",

@@ -1,7 +1,7 @@
 """Recipes: typed functions that return a Job. Their signatures are the command line options.
 
-A recipe is named by a module of this package (``bytes``) or by a file and a function
-(``path/to/file.py:job``).
+A recipe is named by a module of this package (``bytes``), by a file and a function
+(``path/to/file.py:job``), or by a model (``llama-3.1-70b``, a config.json, a folder with one): then it is ``lm`` with that model.
 """
 
 import enum
@@ -94,20 +94,29 @@ def shipped() -> list[str]:
     return sorted(each.name for each in pkgutil.iter_modules(__path__) if not each.ispkg)
 
 
+def is_named(target: str) -> bool:
+    """Whether a target names a shipped recipe or a model, and no file of Python."""
+    return target in shipped() or import_module(f"{__name__}.models").is_model(target)
+
+
 def find(target: str) -> Recipe:
-    """The recipe of a name or of ``file.py:function``.
+    """The recipe of a name, of ``file.py:function``, or of a model.
 
     Raises:
-        NotFoundError: no such recipe, file or function; names the nearest.
-        OptionError: the file does not import.
+        NotFoundError: no such recipe, model, file or function; names the nearest.
+        OptionError: the file does not import, or the model is not one that ours follow.
     """
     if target in shipped():
         module = import_module(f"{__name__}.{target}")
         return Recipe(target=target, function=vars(module)[target])
     path, name = split(target)
     if not path.endswith(".py"):
+        models = import_module(f"{__name__}.models")
+        if models.is_model(target):
+            return Recipe(target=target, function=models.recipe_of_model(target))
+        known = [*shipped(), *models.names()]
         raise NotFoundError(
-            f"there is no recipe {target!r}{nearest(target, shipped())}; systolic recipes lists them, and your own is given as path/to/file.py:function"
+            f"there is no recipe or model {target!r}{nearest(target, known)}; systolic recipes lists them, and your own is given as path/to/file.py:function"
         )
     return from_file(Path(path), name, target)
 

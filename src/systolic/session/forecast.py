@@ -10,6 +10,10 @@ from systolic.chips.flags import resolved
 from systolic.core.errors import OptionError, nearest
 from systolic.forecasting import Forecast, forecast_function, forecast_job
 from systolic.job import Job
+from systolic.session.job_source import source_of
+
+STEP_OPTIONS = ("step", "flags", "quick", "save", "watch")
+"""Options of a forecast; others are those of the recipe."""
 
 
 @overload
@@ -28,6 +32,21 @@ def forecast(
 
 @overload
 def forecast(
+    what: str,
+    /,
+    *,
+    on: str | Slice,
+    step: StepKind | str = StepKind.train,
+    flags: str = "",
+    quick: bool = False,
+    save: Path | str | None = None,
+    watch: Callable[[str], None] = ...,
+    **options: Any,
+) -> Forecast: ...
+
+
+@overload
+def forecast(
     what: Callable[..., Any], /, *args: Any, on: str | Slice, **options: Any
 ) -> Forecast: ...
 
@@ -35,14 +54,19 @@ def forecast(
 def forecast(what: Any, /, *args: Any, on: str | Slice, **options: Any) -> Forecast:
     """Memory, time and cost of a Job's step, or of a function, on a slice that need not be there.
 
-    A Job takes the options of :func:`forecast_step`; anything else is a function, jitted or plain, whose
-    arguments and options are those of :func:`~systolic.forecasting.forecast_function`.
+    A Job takes the options of :func:`forecast_step`. A name is that of a recipe or of a published model
+    (``llama-3.1-70b``), or the path of a config.json, a Hugging Face folder or a Bundle, and takes the options
+    of that recipe as well. Anything else is a function, jitted or plain, whose arguments and options are those
+    of :func:`~systolic.forecasting.forecast_function`.
     """
     if isinstance(what, Job):
         return forecast_step(what, *args, on=on, **options)
+    if isinstance(what, str):
+        own = {name: options.pop(name) for name in STEP_OPTIONS if name in options}
+        return forecast_step(source_of(what, options).job, *args, on=on, **own)
     if not callable(what):
         raise OptionError(
-            f"forecast takes a Job or a function and was given {what!r}; give one, or forecast a recipe by the command: systolic forecast RECIPE --on v5e-16"
+            f"forecast takes a Job, the name of a recipe or a model, or a function, and was given {what!r}; give one"
         )
     return forecast_function(what, *args, on=on, **options)
 

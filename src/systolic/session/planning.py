@@ -1,10 +1,11 @@
 """From a job and the slices it may run on to a plan: what ``systolic plan`` and :func:`systolic.plan` call."""
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
+from systolic import recipes
 from systolic.chips import ChipKind, Slice, chips, named_slices, slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import OptionError, nearest
@@ -18,6 +19,7 @@ from systolic.planning.objective import Objective, PriceTerm
 from systolic.planning.plan import Plan, default_objective
 from systolic.planning.search import Limits, Search, SearchProgress
 from systolic.planning.space import Freedom, global_batch
+from systolic.session.job_source import source_of
 
 ANY = "any"
 FREE = ("batch", "precision")
@@ -25,7 +27,7 @@ MAX_CHIPS = 256
 
 
 def plan(  # noqa: PLR0913  the options of systolic plan
-    job: Job,
+    job: Job | str,
     *,
     on: str | Sequence[Slice],
     tokens: Annotated[float | None, POSITIVE] = None,
@@ -40,11 +42,13 @@ def plan(  # noqa: PLR0913  the options of systolic plan
     limits: Limits | None = None,
     watch: Callable[[SearchProgress], None] = lambda _: None,
     evaluator: OpenEvaluator = CompilingEvaluator,
+    **options: Any,
 ) -> Plan:
     """The slice and the layout that reach a goal best; nothing of the slices need be there.
 
     Args:
-        job: What to train; its layout is what is searched.
+        job: What to train; its layout is what is searched. A name is that of a recipe or of a published
+            model, or the path of a config.json, a Hugging Face folder or a Bundle.
         on: Slices, or names with commas: ``v5e-16,v5p-8``; ``v5e`` for all slices of a chip, ``any`` for all of TPUs.
         tokens: To train on; by default the job's own steps times its batch.
         examples: To train on, instead of tokens.
@@ -58,15 +62,14 @@ def plan(  # noqa: PLR0913  the options of systolic plan
         limits: When the search ends.
         watch: Is given the progress; Ctrl-C ends the search with the best so far.
         evaluator: Tells what a candidate does; by default the compiler.
+        options: Of the recipe that ``job`` names.
 
     Raises:
         OptionError: options that contradict each other or do not parse.
         NotFoundError: a name that is neither a slice nor a chip.
     """
-    if not isinstance(job, Job):
-        raise OptionError(
-            f"plan takes a Job and was given {job!r}; give the Job, or plan a recipe by the command: systolic plan RECIPE --on SLICES"
-        )
+    source = source_of(job, options) if isinstance(job, str) else None
+    job = _job(job, options) if source is None else source.job
     numbers = {"tokens": tokens, "examples": examples, "budget": budget, "max_chips": max_chips}
     check_arguments(plan, numbers, lambda name: f"--{name.replace('_', '-')}")
     if deadline is not None and not isinstance(deadline, str):
@@ -95,7 +98,22 @@ def plan(  # noqa: PLR0913  the options of systolic plan
         watch=watch,
         evaluator=evaluator,
     )
-    return _with_notes(search.run(), search, wanted)
+    made = _with_notes(search.run(), search, wanted)
+    if source is None:
+        return made
+    return replace(made, target=source.recipe.target, options=recipes.plain(source.options))
+
+
+def _job(given: Any, options: Mapping[str, Any]) -> Job:
+    if not isinstance(given, Job):
+        raise OptionError(
+            f"plan takes a Job or the name of a recipe or a model and was given {given!r}; give one"
+        )
+    if options:
+        raise OptionError(
+            f"plan takes no option {min(options)} with a Job; change the Job, or give the name of its recipe"
+        )
+    return given
 
 
 def _with_notes(made: Plan, search: Search, wanted: "Wanted") -> Plan:

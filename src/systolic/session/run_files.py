@@ -125,7 +125,7 @@ def _recipe(run: Run, record: JobRecord, *, trust_code: bool) -> Recipe:
     if code:
         trust.require(run.path, code, trust=trust_code)
         return recipes.from_file(run.recipe, recipes.split(target)[1], target, run.modules)
-    if target not in recipes.shipped():
+    if not recipes.is_named(target):
         raise NotFoundError(
             f"{run.path} has no {RECIPE} and was trained with {target}, which only its own copy may stand for; copy that file to {run.recipe}"
         )

@@ -1,0 +1,63 @@
+"""Full-size published models by name, from ``published.toml``; imports without jax."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from systolic.job import Model
+from systolic.models.families import HOMES, Config, family
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedModel:
+    """A published model: its configuration and its parameters, each with its source."""
+
+    name: str
+    """``llama-3.1-70b``."""
+    hub: str
+    """Its name on Hugging Face."""
+    config: Config
+    """Fields of its config.json that say what it computes."""
+    config_source: str
+    parameters: int
+    """Parameters as published, embeddings included; of the text model."""
+    counted_by: str
+    """Where the number of parameters is published."""
+    exact: bool
+    """Whether it is published to the digit; else ``parameters`` is what transformers 5.23 counts."""
+
+    def model(self) -> Model:
+        """The model of its configuration."""
+        return family(self.config, self.name).model(self.config)
+
+
+@cache
+def published() -> Mapping[str, PublishedModel]:
+    """All published models, by name."""
+    text = files("systolic.models").joinpath("published.toml").read_text(encoding="utf-8")
+    found: dict[str, PublishedModel] = {}
+    for kin in tomllib.loads(text)["family"]:
+        if kin["config"]["model_type"] not in HOMES:
+            continue
+        for name, one in kin["models"].items():
+            found[name] = PublishedModel(
+                name=name,
+                hub=one["hub"],
+                config={**kin["config"], **one["config"]},
+                config_source=kin["config_source"],
+                parameters=one["parameters"],
+                counted_by=one.get("counted_by", kin["counted_by"]),
+                exact=kin.get("exact", True),
+            )
+    return found
+
+
+def find_published(target: str) -> PublishedModel | None:
+    """The published model of a name here or on Hugging Face, in any case; ``None`` if there is none."""
+    known = published()
+    given = target.lower()
+    if given in known:
+        return known[given]
+    return next((one for one in known.values() if one.hub.lower() == given), None)

@@ -1,0 +1,93 @@
+"""Models as recipes: by name, by a config.json, by a folder, by a Bundle."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import systolic
+from systolic import recipes
+from systolic.artifact.bundle import MANIFEST, model_record
+from systolic.cli.main import main
+from systolic.core.errors import LayoutError, NotFoundError, OptionError
+from systolic.job import Layout, Remat
+from systolic.models.decoder.config import Decoder
+from systolic.models.families import CONFIG
+from systolic.models.published import published
+from systolic.recipes.models import BUNDLE
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 384,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a config.json and nothing else."""
+    made = tmp_path / "tiny-llama"
+    made.mkdir()
+    (made / CONFIG).write_text(json.dumps(LLAMA))
+    return made
+
+
+def test_a_published_model_is_lm_with_its_sizes() -> None:
+    found = recipes.find("llama-3.1-70b")
+    job = found({"sequence": 2048})
+    assert job.name == "llama-3.1-70b"
+    assert job.model == published()["llama-3.1-70b"].model()
+    assert (job.batch.per_device, job.layout.remat) == (1.0, Remat.full)
+    assert found.summary.startswith("The published meta-llama/Llama-3.1-70B, 70,553,706,496")
+
+
+def test_an_unknown_name_has_its_nearest() -> None:
+    with pytest.raises(NotFoundError, match=r"'llama-3.1-71b'; did you mean llama-3.1-70b\?"):
+        recipes.find("llama-3.1-71b")
+
+
+def test_a_config_is_found_by_file_and_by_folder(folder: Path) -> None:
+    for target in (folder, folder / CONFIG):
+        found = recipes.find(str(target))
+        job = found({})
+        assert job.name == "tiny-llama"
+        assert isinstance(job.model, Decoder)
+        assert (job.model.d_model, job.model.vocab) == (32, 384)
+        assert job.data.fields()["tokens"].shape == (64,)  # no more than the model takes
+
+
+def test_a_bundle_is_found_by_its_record(tmp_path: Path) -> None:
+    assert BUNDLE == MANIFEST
+    model = Decoder(layers=3, d_model=32, d_ff=48, heads=2, kv_heads=2, head_dim=16, vocab=300)
+    (tmp_path / BUNDLE).write_text(json.dumps({"model": model_record(model)}))
+    assert recipes.find(str(tmp_path))({}).model == model
+
+
+def test_another_class_of_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / BUNDLE).write_text(json.dumps({"model": {"type": "ResNet"}}))
+    with pytest.raises(OptionError, match="a model of the class ResNet, and only decoders"):
+        recipes.find(str(tmp_path))
+    (tmp_path / BUNDLE).unlink()
+    (tmp_path / CONFIG).write_text(json.dumps({"model_type": "mystery"}))
+    with pytest.raises(OptionError, match="is of the kind 'mystery'"):
+        recipes.find(str(tmp_path))
+
+
+def test_a_config_alone_is_forecast(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = systolic.forecast(str(folder), on="cpu", quick=True, sequence=32)
+    assert made.fits
+    line = f"forecast {folder / CONFIG} --on cpu --quick --sequence 32 --model.layers 1 --json"
+    assert main(line.split()) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["recipe"] == "tiny-llama"
+    assert said["options"]["model"]["layers"] == 1
+
+
+def test_a_layout_that_does_not_divide_it_is_refused() -> None:
+    with pytest.raises(LayoutError, match=r"layout.tensor 16 does not divide model.kv-heads 8"):
+        systolic.forecast("llama-3.1-8b", on="v6e-16", layout=Layout(fsdp=1, tensor=16))
