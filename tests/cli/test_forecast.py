@@ -73,7 +73,7 @@ MISTAKES = [
     (["lm", "--on", "h400"], "did you mean h100"),
     (["lm", "--on", "v5e-4", "--setp", "eval"], "did you mean --step"),
     (["lm", "--on", "v5e-4", "--step", "evil"], "see systolic forecast lm --help"),
-    (["lmm", "--on", "v5e-4"], "there is no recipe 'lmm'; did you mean lm?"),
+    (["lmm", "--on", "v5e-4"], "there is no recipe or model 'lmm'; did you mean lm?"),
     (["--on", "v5e-4"], "systolic forecast needs a recipe"),
     (["lm", "--on", "v5e-4", "--quick", "--save", "x"], "leave one of them out"),
     (

@@ -48,7 +48,7 @@ CASES = [
     (["train", "lm", "--batch-per-device=-1"], 2, "systolic: --batch-per-device is -1.0; it must"),
     (["train", "lm", "--batch", "0"], 2, "systolic: --batch is 0; it must be at least 1"),
     (["train", "lm", "--layout.tensor=-2"], 2, "layout.tensor is -2"),
-    (["recipes", "lmm"], 2, "there is no recipe 'lmm'; did you mean lm?"),
+    (["recipes", "lmm"], 2, "there is no recipe or model 'lmm'; did you mean lm?"),
     (["recipes", "--jsn"], 2, "systolic recipes has no option --jsn; did you mean --json?"),
     (["chips", "v5e-17"], 2, "did you mean v5e-16?"),
     (["doctor", "--no-mesure"], 2, "did you mean --no-measure?"),

@@ -14,7 +14,7 @@ from systolic.job import Layout, Remat
 from systolic.models.decoder.config import Decoder
 from systolic.models.families import CONFIG
 from systolic.models.published import published
-from systolic.recipes.models import BUNDLE
+from systolic.recipes.models.named import BUNDLE
 
 LLAMA = {
     "model_type": "llama",

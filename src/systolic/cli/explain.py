@@ -161,7 +161,7 @@ def unknown(target: str) -> NotFoundError:
         return NotFoundError(
             f"{target} is no run, profile, recipe or forecast; give a directory that systolic train made, an xplane.pb, a recipe with --on SLICE, or what systolic forecast --json or systolic plan wrote"
         )
-    from systolic.recipes.models import names
+    from systolic.recipes.models.named import names
 
     runs = {str(found.parent) for found in Path(target).parent.glob(f"*/{JOB}")}
     runs |= {str(found.parent) for found in Path("runs").glob(f"*/{JOB}")}

@@ -5,11 +5,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import DataError, NotFoundError, OptionError, nearest
 from systolic.job import Model
-from systolic.models.mapping import Conversion, Tensors
+
+if TYPE_CHECKING:
+    from systolic.models.mapping import Conversion, Tensors
 
 CONFIG = "config.json"
 """File of a model's configuration in its folder."""
@@ -18,7 +20,7 @@ Config = Mapping[str, Any]
 """Fields of a config.json."""
 
 
-def as_given(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+def as_given(config: Config, tensors: "Tensors") -> "tuple[Config, Tensors]":
     """Both unchanged: files of the family have one form."""
     return config, tensors
 
@@ -29,11 +31,11 @@ class Family:
 
     model: Callable[[Config], Model]
     """The model of a config.json; raises OptionError for a field that it does not follow."""
-    conversion: Callable[[Config], Conversion]
+    conversion: "Callable[[Config], Conversion]"
     """Rules between the weights of a config.json's model and ours."""
     config: Callable[[Model], dict[str, Any]]
     """A config.json for a model of ours, that transformers reads; raises OptionError for one that it can't say."""
-    settle: Callable[[Config, Tensors], tuple[Config, Tensors]] = as_given
+    settle: "Callable[[Config, Tensors], tuple[Config, Tensors]]" = as_given
     """A folder's config.json and tensors as the other three take them, where files differ in names or parts.
 
     To be applied to what a folder holds, before anything else.

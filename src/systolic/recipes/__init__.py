@@ -96,7 +96,7 @@ def shipped() -> list[str]:
 
 def is_named(target: str) -> bool:
     """Whether a target names a shipped recipe or a model, and no file of Python."""
-    return target in shipped() or import_module(f"{__name__}.models").is_model(target)
+    return target in shipped() or import_module(f"{__name__}.models.named").is_model(target)
 
 
 def find(target: str) -> Recipe:
@@ -111,7 +111,7 @@ def find(target: str) -> Recipe:
         return Recipe(target=target, function=vars(module)[target])
     path, name = split(target)
     if not path.endswith(".py"):
-        models = import_module(f"{__name__}.models")
+        models = import_module(f"{__name__}.models.named")
         if models.is_model(target):
             return Recipe(target=target, function=models.recipe_of_model(target))
         known = [*shipped(), *models.names()]

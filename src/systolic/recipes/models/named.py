@@ -1,0 +1,160 @@
+"""Models from elsewhere as recipes: published ones by name, and those of a config.json, a Hugging Face folder or a Bundle.
+
+Such a recipe is ``lm`` with other defaults: the model's sizes, rows as long as it takes up to :data:`ROW`
+tokens, one row per device and full rematerialisation. Its weights are random; no file of weights is read.
+"""
+
+import functools
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import replace as with_fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from systolic.core.errors import DataError, OptionError
+from systolic.job import Job, Layout, Model, Remat
+from systolic.models.decoder.config import Decoder
+from systolic.models.families import CONFIG, Config, family, read_config
+from systolic.models.published import find_published, published
+from systolic.recipes.lm import lm
+
+ROW = 4096
+"""Tokens of a row, or fewer where the model takes fewer."""
+BUNDLE = "bundle.json"
+"""File of a Bundle that describes its model."""
+POSITIONS = ("max_position_embeddings", "n_positions")
+"""Fields of a config.json with the tokens that a model takes at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedModel:
+    """A decoder from elsewhere."""
+
+    name: str
+    """Of its jobs."""
+    origin: str
+    """Where its sizes come from, for its description."""
+    model: Decoder
+    row: int
+    """Tokens of a row by default."""
+
+
+def names() -> list[str]:
+    """Names of the published models."""
+    return list(published())
+
+
+def is_model(target: str) -> bool:
+    """Whether a target names a published model, or a file or folder that describes one."""
+    return find_published(target) is not None or _file(Path(target)) is not None
+
+
+def recipe_of_model(target: str) -> Callable[..., Job]:
+    """The function of a model's recipe.
+
+    Args:
+        target: For which :func:`is_model` holds.
+
+    Raises:
+        OptionError: the model is no decoder, or has a field that ours does not follow.
+        DataError: the file is damaged.
+    """
+    found = _found(target)
+    defaults = {
+        "model": found.model,
+        "sequence": found.row,
+        "batch_per_device": 1.0,
+        "layout": Layout(remat=Remat.full),
+    }
+
+    @functools.wraps(lm)
+    def job(**options: Any) -> Job:
+        return with_fields(lm(**{**defaults, **options}), name=found.name)
+
+    signature = inspect.signature(lm)
+    job.__signature__ = signature.replace(  # ty: ignore[unresolved-attribute]
+        parameters=[
+            p.replace(default=defaults.get(name, p.default), kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, p in signature.parameters.items()
+        ]
+    )
+    count = f"{found.model.num_parameters:,} parameters"
+    about = f"{found.origin}, {count}: rows of {found.row} tokens, bf16 compute on TPUs, weights and optimizer state of training in f32."
+    job.__doc__ = about + (lm.__doc__ or "").partition(".")[2]
+    return job
+
+
+def _found(target: str) -> NamedModel:
+    known = find_published(target)
+    if known is not None:
+        return NamedModel(
+            name=known.name,
+            origin=f"The published {known.hub}",
+            model=_decoder(known.model(), target),
+            row=_row(known.config),
+        )
+    path = Path(target)
+    file = _file(path)
+    assert file is not None
+    folder = file.parent if file.name in (CONFIG, BUNDLE) else file
+    name = folder.absolute().name.removesuffix(".json")
+    config = read_config(file)
+    if file.name == BUNDLE:
+        origin = file.parent / "source" / CONFIG
+        known_config = read_config(origin) if origin.is_file() else {}
+        return NamedModel(
+            name=name,
+            origin=f"The model of {target}",
+            model=_of_bundle(config, file),
+            row=_row(known_config),
+        )
+    return NamedModel(
+        name=name,
+        origin=f"The model of {target}",
+        model=_decoder(family(config, str(file)).model(config), target),
+        row=_row(config),
+    )
+
+
+def _file(path: Path) -> Path | None:
+    """The file that describes a model: a config.json, a Bundle's or that of a folder; ``None`` if there is none."""
+    if path.is_dir():
+        return next((path / one for one in (BUNDLE, CONFIG) if (path / one).is_file()), None)
+    if path.suffix != ".json" or not path.is_file():
+        return None
+    try:
+        fields = json.loads(path.read_bytes())
+    except ValueError:
+        return None
+    return path if isinstance(fields, dict) and "model_type" in fields else None
+
+
+def _row(config: Config) -> int:
+    positions = [config[name] for name in POSITIONS if config.get(name)]
+    return min([ROW, *positions])
+
+
+def _decoder(model: Model, target: str) -> Decoder:
+    if not isinstance(model, Decoder):
+        raise OptionError(
+            f"{target} is a model of the class {type(model).__name__}, and only decoders of text are forecast by their configuration; forecast a recipe with such a model"
+        )
+    return model
+
+
+def _of_bundle(fields: Config, file: Path) -> Decoder:
+    """The model of a bundle.json."""
+    record = dict(fields.get("model") or {})
+    kind = record.pop("type", None)
+    if kind != "Decoder":
+        raise OptionError(
+            f"{file} has a model of the class {kind}, and only decoders of text are forecast by their configuration; forecast a recipe with such a model"
+        )
+    try:
+        return msgspec.convert(record, Decoder)
+    except msgspec.ValidationError as error:
+        raise DataError(f"{file} is damaged ({error}); import the model again") from error
