@@ -12,7 +12,7 @@ CASES = [
     (["trian"], 2, "there is no verb 'trian'; did you mean train?; systolic --help lists them"),
     (["train"], 0, None),
     (["train", "--steps", "3"], 2, "systolic train needs a recipe"),
-    (["train", "bites"], 2, "there is no recipe 'bites'; did you mean bytes?"),
+    (["train", "bites"], 2, "there is no recipe or model 'bites'; did you mean bytes?"),
     (["train", "bytes", "--step", "3"], 2, "has no option --step; did you mean --steps?"),
     (["train", "bytes", "--model.layer=3"], 2, "did you mean --model.layers?"),
     (["train", "bytes", "--steps", "many"], 2, "see systolic train bytes --help"),

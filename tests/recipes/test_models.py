@@ -42,7 +42,9 @@ def test_a_published_model_is_lm_with_its_sizes() -> None:
     job = found({"sequence": 2048})
     assert job.name == "llama-3.1-70b"
     assert job.model == published()["llama-3.1-70b"].model()
-    assert (job.batch.per_device, job.layout.remat) == (1.0, Remat.full)
+    assert (job.batch.per_device, job.layout.remat) == (1, Remat.full)
+    assert found({"batch": 64}).batch.total == 64
+    assert "pass, by default 1;" in (found.function.__doc__ or "")
     assert found.summary.startswith("The published meta-llama/Llama-3.1-70B, 70,553,706,496")
 
 

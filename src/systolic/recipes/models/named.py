@@ -20,7 +20,7 @@ from systolic.job import Job, Layout, Model, Remat
 from systolic.models.decoder.config import Decoder
 from systolic.models.families import CONFIG, Config, family, read_config
 from systolic.models.published import find_published, published
-from systolic.recipes.lm import lm
+from systolic.recipes.lm import BATCH, lm
 
 ROW = 4096
 """Tokens of a row, or fewer where the model takes fewer."""
@@ -64,19 +64,21 @@ def recipe_of_model(target: str) -> Callable[..., Job]:
         DataError: the file is damaged.
     """
     found = _found(target)
-    defaults = {
+    defaults: dict[str, Any] = {
         "model": found.model,
         "sequence": found.row,
-        "batch_per_device": 1.0,
         "layout": Layout(remat=Remat.full),
     }
 
     @functools.wraps(lm)
     def job(**options: Any) -> Job:
-        return with_fields(lm(**{**defaults, **options}), name=found.name)
+        given: dict[str, Any] = {**defaults, **options}
+        if given.get("batch") is None and given.get("batch_per_device") is None:
+            given["batch_per_device"] = 1
+        return with_fields(lm(**given), name=found.name)
 
     signature = inspect.signature(lm)
-    job.__signature__ = signature.replace(  # ty: ignore[unresolved-attribute]
+    job.__signature__ = signature.replace(  # ty: ignore[missing-attribute]
         parameters=[
             p.replace(default=defaults.get(name, p.default), kind=inspect.Parameter.KEYWORD_ONLY)
             for name, p in signature.parameters.items()
@@ -84,7 +86,8 @@ def recipe_of_model(target: str) -> Callable[..., Job]:
     )
     count = f"{found.model.num_parameters:,} parameters"
     about = f"{found.origin}, {count}: rows of {found.row} tokens, bf16 compute on TPUs, weights and optimizer state of training in f32."
-    job.__doc__ = about + (lm.__doc__ or "").partition(".")[2]
+    options = (lm.__doc__ or "").partition(".")[2]
+    job.__doc__ = about + options.replace(f"by default {BATCH.per_device}", "by default 1")
     return job
 
 
