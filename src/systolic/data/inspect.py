@@ -128,17 +128,19 @@ def _text(sample: Mapping[str, np.ndarray], tokenizer: Tokenizer) -> dict[str, A
 
 
 def _row(row: Mapping[str, np.ndarray], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Documents of one row: their places, and their text with the last target."""
+    """Documents of one row: their places, their text with the last target, and what of it is trained on where that is a part."""
     parts = []
     for segment in range(1, int(row["segments"].max()) + 1):
         at = np.flatnonzero(row["segments"] == segment)
-        ids = [*row["tokens"][at].tolist(), int(row["targets"][at[-1]])]
-        parts.append(
-            {
-                "from": int(at[0]),
-                "places": len(at),
-                "starts": ids[0] == tokenizer.start,
-                "text": tokenizer.decode(ids),
-            }
-        )
+        targets = row["targets"][at]
+        ids = [*row["tokens"][at].tolist(), *(one for one in targets[-1:].tolist() if one >= 0)]
+        part = {
+            "from": int(at[0]),
+            "places": len(at),
+            "starts": ids[0] == tokenizer.start,
+            "text": tokenizer.decode(ids),
+        }
+        if (targets < 0).any():
+            part["trained"] = tokenizer.decode(targets[targets >= 0].tolist())
+        parts.append(part)
     return parts

@@ -4,6 +4,7 @@ A recipe is a function that returns a :class:`Job`. Its model, task and data are
 build* the real thing (a Flax module, a loss, a stream of batches); nothing is built here.
 """
 
+from systolic.job.adapter import Adapter, AdapterKind
 from systolic.job.data import Data, Field, FileReading, OnError, Read, Split
 from systolic.job.job import Batch, Checkpoints, Evaluation, Guard, GuardRule, Job, Mode
 from systolic.job.layout import (
@@ -34,6 +35,8 @@ from systolic.job.precision import Dtypes, Precision, RoundedBackward, Rounding,
 from systolic.job.sampling import Sampling
 
 __all__ = [
+    "Adapter",
+    "AdapterKind",
     "AttentionBackward",
     "Axis",
     "Batch",

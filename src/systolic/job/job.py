@@ -3,6 +3,7 @@
 import enum
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from systolic.chips import Slice
 from systolic.core.errors import LayoutError, OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range, check, complaint, ranges_of
+from systolic.job.adapter import Adapter
 from systolic.job.data import Data
 from systolic.job.layout import Layout, Remat
 from systolic.job.model import Model, Task
@@ -179,9 +181,14 @@ class Job:
     seed: Annotated[int, NOT_NEGATIVE] = 0
     sample: str | None = None
     """Prompt that a language model continues at the end of training."""
+    start: Path | None = None
+    """The weights that it begins with: a Hugging Face directory, a Bundle, a GGUF file or a run; None for random ones."""
+    adapter: Adapter = field(default_factory=Adapter)
+    """What of the model trains."""
 
     def __post_init__(self) -> None:
         check(self)
+        self.adapter.check(type(self.model).__name__, self.model.adaptable())
 
     def on(self, num_devices: int, num_slices: int = 1) -> "Job":
         """The same job with a definite layout.
@@ -224,6 +231,31 @@ class Job:
         """
         self.layout.check_effects()
         self.model.check_effects(self.precision)
+
+    @property
+    def forward_flops(self) -> float | None:
+        """Matmul FLOPs of one example's forward pass, adapters included; ``None``: counted from the program."""
+        fields = self.data.fields()
+        known = self.model.flops(fields)
+        if known is None or not self.adapter:
+            return known
+        tokens = fields["tokens"].shape[0] if "tokens" in fields else 1
+        return known + 2.0 * tokens * self.adapter_parameters
+
+    @property
+    def adapter_parameters(self) -> int:
+        """Elements of all adapters."""
+        if not self.adapter:
+            return 0
+        known = self.model.adaptable()
+        return self.adapter.rank * sum(known[name] for name in self.adapter.targets or known)
+
+    @property
+    def unused_flops(self) -> float:
+        """FLOPs of gradients of one example that no step computes: of the input, and of frozen weights."""
+        fields = self.data.fields()
+        frozen = self.model.weight_flops(fields) if self.adapter else 0.0
+        return self.model.input_flops(fields) + frozen
 
     def to_json(self) -> dict[str, Any]:
         """The job as plain values; parts that are chosen by class carry it as ``type``."""

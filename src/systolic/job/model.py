@@ -130,6 +130,18 @@ class Model(ABC):
         del fields
         return 0.0
 
+    def weight_flops(self, fields: Mapping[str, Field]) -> float:
+        """FLOPs, of :meth:`flops`, of products with weights: where these are frozen, no gradient of them is computed."""
+        del fields
+        return 0.0
+
+    def adaptable(self) -> Mapping[str, int]:
+        """Matrices that can have an adapter, by name: the elements of A and B together over all layers at rank 1.
+
+        A name is the last of a parameter's path; all parameters of the name that are no expert's are meant.
+        """
+        return {}
+
     def prefill_flops(self, sequence: int) -> float | None:
         """Matmul FLOPs of reading a prompt of ``sequence`` tokens into a cache; ``None``: counted from the program."""
         del sequence

@@ -1,22 +1,43 @@
 """Products of activations with weights, in the precision that the target asks for."""
 
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from systolic.core.errors import MissingExtraError
 from systolic.job import Rounding, Target
+from systolic.models.compact import Compact
 
 PER_CHANNEL = Rounding()
+
+
+class LowRank(NamedTuple):
+    """A frozen matrix with a low-rank adapter."""
+
+    base: jax.Array | Compact
+    """[inputs ..., outputs ...]."""
+    a: jax.Array
+    """A, [inputs ..., rank]."""
+    b: jax.Array
+    """B, [rank, outputs ...]."""
+    scale: float
+    """Factor of (x A) B."""
+
+    def merged(self) -> jax.Array:
+        """W + scale A B in float32."""
+        base = self.base.restored() if isinstance(self.base, Compact) else self.base
+        wide = partial(jnp.asarray, dtype=jnp.float32)
+        change = jnp.tensordot(wide(self.a), wide(self.b), 1)
+        return wide(base) + self.scale * change
 
 
 def product(
     target: Target,
     spec: str,
     x: jax.Array,
-    weights: jax.Array,
+    weights: jax.Array | LowRank,
     rounding: Rounding = PER_CHANNEL,
     *,
     heads: bool = False,
@@ -24,23 +45,70 @@ def product(
     """``einsum(spec, x, weights)``, in the dtype of ``x``.
 
     With ``int8`` or ``fp8`` operands both sides are rounded, per channel of what they contract over or as
-    ``rounding`` says, in the backward pass the gradient too (Qwix); sums stay wide.
+    ``rounding`` says, in the backward pass the gradient too (Qwix); sums stay wide. The product with an
+    adapter is made of the activations, x A first, so that no gradient of a full matrix exists.
 
     Args:
         target: Says what operands are rounded to.
         spec: Of the einsum.
         x: Activations.
-        weights: In the dtype that the target computes in.
+        weights: In the dtype that the target computes in; an adapter's may be wider.
         rounding: Ranges, and which gradients are rounded.
         heads: Whether the product makes queries, keys or values.
 
     Raises:
         MissingExtraError: Qwix is not installed.
     """
+    if isinstance(weights, LowRank):
+        base = _with_frozen(target, spec, x, weights.base, rounding, heads=heads)
+        return base + _narrow(spec, x, weights)
     if target.matmul_format is None:
         return jnp.einsum(spec, x, weights)
     rounded = _rounded(target.matmul_format, rounding.gradients(heads=heads), rounding.largest)
     return jnp.einsum(spec, x, weights, _dot_general=rounded)
+
+
+def _with_frozen(
+    target: Target,
+    spec: str,
+    x: jax.Array,
+    base: jax.Array | Compact,
+    rounding: Rounding,
+    *,
+    heads: bool,
+) -> jax.Array:
+    """Product with a frozen matrix, which has no gradient."""
+    if not isinstance(base, Compact):
+        return product(target, spec, x, base, rounding, heads=heads)
+
+    def restored(x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
+        weights = Compact(codes, scales).restored()
+        return product(target, spec, x, weights, rounding, heads=heads)
+
+    # The backward pass restores the matrix again: kept for it, those of all layers would be in memory at once.
+    # The layers are a scan, whose two passes no compiler joins.
+    policy = jax.checkpoint_policies.nothing_saveable
+    again = jax.checkpoint(restored, policy=policy, prevent_cse=False)
+    return again(x, base.codes, base.scales)
+
+
+def _narrow(spec: str, x: jax.Array, weights: LowRank) -> jax.Array:
+    """scale (x A) B, in the dtype of ``x``; where ``spec`` sums over the outputs of the matrix, B comes first."""
+    operands, out = spec.split("->")
+    given, matrix = operands.split(",")
+    rank = next(letter for letter in "zyxwvut" if letter not in spec)
+    inputs = weights.a.ndim - 1
+    parts = [
+        (matrix[:inputs] + rank, weights.a.astype(x.dtype)),
+        (rank + matrix[inputs:], weights.b.astype(x.dtype)),
+    ]
+    if any(letter in out for letter in matrix[:inputs]):
+        parts.reverse()
+    (first, one), (second, other) = parts
+    kept = [letter for letter in given if letter in out or letter in second]
+    between = "".join(kept) + rank
+    narrow = jnp.einsum(f"{given},{first}->{between}", x, one)
+    return jnp.einsum(f"{between},{second}->{out}", narrow * weights.scale, other)
 
 
 @cache

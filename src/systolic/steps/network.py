@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from systolic.job import Model
+from systolic.job import Adapter, Model
+from systolic.models.adapters import Frozen, adapt
 from systolic.steps.target import MeshTarget
 
 Arrays = dict[str, jax.Array]
@@ -22,12 +23,13 @@ class ModelStructure:
 
     Attributes:
         params: Path to ShapeDtypeStruct of each parameter.
-        model_state: The same for all other variables.
+        model_state: The same for all other variables, frozen weights among them.
+        frozen: Paths of the frozen weights, with the logical names of their dims.
         axes: Path to the logical names of a parameter's dims, ``None`` where the module names none.
     """
 
-    def __init__(self, model: Model, target: MeshTarget) -> None:
-        self.model, self.target = model, target
+    def __init__(self, model: Model, target: MeshTarget, adapter: Adapter = Adapter()) -> None:  # noqa: B008
+        self.model, self.target, self.adapter = model, target, adapter
 
         def split() -> tuple[Any, ...]:
             module = self._module(jax.random.key(0))
@@ -45,10 +47,15 @@ class ModelStructure:
         self.params = {path: _shape(variable) for path, variable in self._params.items()}
         self.model_state = {path: _shape(variable) for path, variable in self._model_state.items()}
         self.axes = {path: _axes(variable) for path, variable in self._params.items()}
+        self.frozen = {
+            path: _axes(slot)
+            for path, slot in self._model_state.items()
+            if isinstance(slot.variable, Frozen)
+        }
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters."""
+        """Elements of all parameters that train."""
         return sum(shape.size for shape in self.params.values())
 
     def init(self, key: jax.Array) -> tuple[Arrays, Arrays]:
@@ -82,7 +89,12 @@ class ModelStructure:
 
     def _module(self, key: jax.Array) -> nnx.Module:
         with nnx.use_eager_sharding(False):
-            return self.model.build(nnx.Rngs(key), self.target)
+            rngs = nnx.Rngs(key)
+            module = self.model.build(rngs, self.target)
+            if self.adapter:
+                names = frozenset(self.model.adaptable())
+                adapt(module, self.adapter, names, rngs, jnp.dtype(self.target.dtype))
+            return module
 
 
 class _Slot(NamedTuple):

@@ -45,7 +45,7 @@ class StepFunctions:
         check_fields(target, job.data.fields())
         self.job, self.target = job, target
         self.batch_size = job.batch.resolve(target.layout)
-        self.network = ModelStructure(job.model, target)
+        self.network = ModelStructure(job.model, target, job.adapter)
         self.learning_rate = schedule(job.schedule, job.steps, job.optimizer.learning_rate)
         axes = {
             path: dims or (None,) * self.network.params[path].ndim
@@ -76,7 +76,12 @@ class StepFunctions:
         return TrainState(
             step=whole,
             params=params,
-            model_state=dict.fromkeys(self.network.model_state, whole),
+            model_state={
+                path: sharding(parameter_spec(self.target, shape.shape, self.network.frozen[path]))
+                if path in self.network.frozen
+                else whole
+                for path, shape in self.network.model_state.items()
+            },
             optimizer=jax.tree.map(sharding, optimizer_specs(self.shapes.optimizer, shapes, specs)),
             ema=params if self.shapes.ema is not None else None,
             scale=jax.tree.map(lambda _: whole, self.shapes.scale),
@@ -116,7 +121,7 @@ class StepFunctions:
     @cached_property
     def forward_flops(self) -> float:
         """Matmul FLOPs of one example's forward pass."""
-        known = self.job.model.flops(self.job.data.fields())
+        known = self.job.forward_flops
         if known is not None:
             return known
         state = self.abstract_state
@@ -132,12 +137,11 @@ class StepFunctions:
 
     @property
     def step_flops(self) -> float:
-        """Model FLOPs of a train step: the backward pass counts twice the forward, without the gradient of the input.
+        """Model FLOPs of a train step: the backward pass counts twice the forward, without the gradients of the input and of frozen weights.
 
         Rematerialisation is not counted.
         """
-        unused = self.job.model.input_flops(self.job.data.fields())
-        return (3 * self.forward_flops - unused) * self.batch_size
+        return (3 * self.forward_flops - self.job.unused_flops) * self.batch_size
 
     # Step functions
 
@@ -254,16 +258,20 @@ class StepFunctions:
         def loss(
             params: Arrays, model_state: Arrays, part: Batch
         ) -> tuple[jax.Array, tuple[dict[str, Mean], Arrays]]:
-            sums, model_state = self.sums(params, model_state, part, train=True)
-            return sums["loss"].total * scale, (sums, model_state)
+            sums, model_state = self.sums(params, {**model_state, **frozen}, part, train=True)
+            moving = {path: model_state[path] for path in model_state if path not in frozen}
+            return sums["loss"].total * scale, (sums, moving)
 
+        # Frozen weights are no state that a pass hands to the next: they stay where they are.
+        frozen = {path: state.model_state[path] for path in self.network.frozen}
+        begun = {path: p for path, p in state.model_state.items() if path not in frozen}
         gradient = jax.value_and_grad(loss, has_aux=True)
         passes, dtype = self.job.layout.accumulate, self.job.dtypes.gradients.dtype
         # Gradients of the working copy come in its dtype, those of float32 weights in float32.
         at = state.params if dtype == "float32" else self.network.cast(state.params)
         if passes == 1:
-            (_, (sums, model_state)), gradients = gradient(at, state.model_state, batch)
-            return jax.tree.map(lambda g: g.astype(dtype), gradients), model_state, sums
+            (_, (sums, moving)), gradients = gradient(at, begun, batch)
+            return jax.tree.map(lambda g: g.astype(dtype), gradients), {**moving, **frozen}, sums
 
         def one(carry: Any, part: Batch) -> tuple[Any, None]:
             total, model_state, sums = carry
@@ -276,11 +284,11 @@ class StepFunctions:
 
         parts = self.parts(batch, passes)
         first = jax.tree.map(lambda p: p[0], parts)
-        _, (shape, _) = jax.eval_shape(loss, at, state.model_state, first)
+        _, (shape, _) = jax.eval_shape(loss, at, begun, first)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
-        start = (jax.tree.map(lambda p: jnp.zeros_like(p, dtype), at), state.model_state, zeros)
-        (gradients, model_state, sums), _ = jax.lax.scan(one, start, parts)
-        return gradients, model_state, sums
+        start = (jax.tree.map(lambda p: jnp.zeros_like(p, dtype), at), begun, zeros)
+        (gradients, moving, sums), _ = jax.lax.scan(one, start, parts)
+        return gradients, {**moving, **frozen}, sums
 
     def parts(self, batch: Batch, count: int) -> dict[str, jax.Array]:
         """The batch in ``count`` equal parts: name to [count, batch / count, ...]."""

@@ -7,7 +7,7 @@ transformers gives it (https://huggingface.co/docs/transformers/chat_templating_
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import date, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import jinja2.nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from systolic.core.errors import DataError
+from systolic.core.errors import DataError, NotFoundError
 from systolic.data.text.tokenizer import CONFIG
 
 TEMPLATE = "chat_template.jinja"
@@ -32,11 +32,38 @@ TOKENS = (
     "mask_token",
 )
 """Special tokens that a template may name."""
+KEPT = "chat_tokens.json"
+"""File of a run with the special tokens of its chat template, which go before those of tokenizer_config.json."""
 DEFAULT = "default"
 """Name of the template to use where there are several."""
 
+ANSWERS = "assistant"
+"""Role whose turns are the model's."""
+DATE = date(2024, 7, 26)
+"""What ``strftime_now`` says in training, so that a run that resumes another day reads the same text; templates of Llama 3 have this default."""
+OPEN, CLOSE = "\ue0f0", "\ue0f1"
+"""Marks around a template's ``generation`` blocks while it is rendered, of Unicode's private use."""
+PLAIN = (
+    "{{ bos_token or '' }}{% for message in messages %}{% if message.role == 'assistant' %}"
+    "### Response:\n{% generation %}{{ message.content }}{{ eos_token or '' }}{% endgeneration %}{{ '\n\n' }}"
+    "{% else %}### {{ 'System' if message.role == 'system' else 'Instruction' }}:\n{{ message.content }}{{ '\n\n' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}### Response:\n{% endif %}"
+)
+"""Template for a model without one."""
+
 Messages = Sequence[Mapping[str, Any]]
 """``role`` and ``content`` of each message."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendered:
+    """A conversation as text."""
+
+    text: str
+    answers: tuple[tuple[int, int], ...]
+    """Characters [start, stop) of each answer, with what the template puts behind it."""
+    missing: int = 0
+    """Answers that the template changes where later turns follow, so that they can't be told from the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +88,40 @@ class ChatTemplate:
             messages: From the first to the last.
             answer: Whether the text ends where the model's next answer begins.
         """
+        return _unmarked(self._marked(messages, answer=answer))[0]
+
+    def conversation(self, messages: Messages) -> Rendered:
+        """A whole conversation for training, and where its answers are: the template's generation blocks, else what each answer adds to the text before it.
+
+        Raises:
+            DataError: also where no answer can be told from the rest.
+        """
+        marked = self._marked(messages, answer=False, strftime_now=DATE.strftime)
+        text, spans = _unmarked(marked)
+        if OPEN in marked:
+            return Rendered(text=text, answers=tuple(spans))
+        found, missing = [], 0
+        for number, message in enumerate(messages):
+            if message["role"] != ANSWERS:
+                continue
+            upto, behind = messages[:number], messages[: number + 1]
+            before = self._marked(upto, answer=True, strftime_now=DATE.strftime) if number else ""
+            after = self._marked(behind, answer=False, strftime_now=DATE.strftime)
+            if after.startswith(before) and text.startswith(after):
+                found.append((len(before), len(after)))
+            else:
+                missing += 1
+        if missing and not found:
+            raise DataError(
+                f"the chat template of {self.origin} does not put answers behind the turns before them, so that the loss can't be on the answers alone; mark them in it with generation blocks, or give another with --template"
+            )
+        return Rendered(text=text, answers=tuple(found), missing=missing)
+
+    def _marked(self, messages: Messages, *, answer: bool, **names: Any) -> str:
+        """The text with marks around generation blocks; ``names`` go before the template's functions."""
         try:
             return _compiled(self.text).render(
-                messages=messages, add_generation_prompt=answer, **dict(self.tokens)
+                messages=messages, add_generation_prompt=answer, **dict(self.tokens), **names
             )
         except jinja2.TemplateError as error:
             reason = " ".join(str(error).split())
@@ -87,9 +145,42 @@ def find_template(folder: Path) -> ChatTemplate | None:
         found, origin = (folder / TEMPLATE).read_text(), folder / TEMPLATE
     if not isinstance(found, str):
         return None
+    return ChatTemplate(text=found, tokens=special_tokens(folder), origin=origin)
+
+
+def template_for(folder: Path, file: Path | None) -> ChatTemplate:
+    """The chat template to train with: of a file, else the one beside a tokenizer.json, else :data:`PLAIN`; with the tokenizer's special tokens.
+
+    Raises:
+        NotFoundError: the file can't be read.
+        DataError: the template does not parse, or tokenizer_config.json is no JSON.
+    """
+    known = find_template(folder)
+    if file is not None:
+        try:
+            text, origin = file.read_text(), file
+        except OSError as error:
+            raise NotFoundError(
+                f"{file} can't be read ({error.strerror}); check --template"
+            ) from error
+    elif known is not None:
+        text, origin = known.text, known.origin
+    else:
+        text, origin = PLAIN, Path("plain")
+    try:
+        _compiled(text)
+    except jinja2.TemplateError as error:
+        raise DataError(
+            f"the chat template of {origin} is not valid ({error}); fix it, or give another with --template"
+        ) from error
+    return ChatTemplate(text=text, tokens=special_tokens(folder), origin=origin)
+
+
+def special_tokens(folder: Path) -> tuple[tuple[str, str], ...]:
+    """Special tokens beside a tokenizer.json, by the names that templates have for them; of a run those that it was trained with."""
+    config = _config(folder / KEPT) or _config(folder / CONFIG)
     tokens = {name: _content(config.get(name)) for name in TOKENS}
-    known = tuple((name, text) for name, text in tokens.items() if text is not None)
-    return ChatTemplate(text=found, tokens=known, origin=origin)
+    return tuple((name, text) for name, text in tokens.items() if text is not None)
 
 
 def _config(file: Path) -> dict[str, Any]:
@@ -108,14 +199,31 @@ def _content(token: Any) -> str | None:
 
 
 class _Answers(Extension):
-    """``{% generation %}``, which marks the model's own words: here what is in it, and no more."""
+    """``{% generation %}``, which marks the model's own words."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own attribute)
 
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
+        marked = self.call_method("marked")
+        return jinja2.nodes.CallBlock(marked, [], [], body).set_lineno(line)
+
+    def marked(self, caller: Any) -> str:
+        """What is in the block, between marks."""
+        return OPEN + caller() + CLOSE
+
+
+def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """Text without the marks, and the characters that they enclosed."""
+    first, *parts = text.split(OPEN)
+    out, spans = first, []
+    for part in parts:
+        inside, _, rest = part.partition(CLOSE)
+        if inside:
+            spans.append((len(out), len(out) + len(inside)))
+        out += inside + rest
+    return out, spans
 
 
 @lru_cache(maxsize=8)

@@ -150,6 +150,25 @@ class Tokenizer:
         encoded = _load(self).backend.encode_batch_fast(strings, add_special_tokens=special)
         return [np.array(one.ids, np.int32) for one in encoded]
 
+    def spans(self, texts: Sequence[str]) -> "list[tuple[np.ndarray, np.ndarray, np.ndarray]]":
+        """For each text the ids int32[tokens], without special tokens around them; the character where each token starts, int64[tokens]; and whether it is a special token, bool[tokens].
+
+        Raises:
+            DataError: reading bytes, which have no special tokens.
+        """
+        import numpy as np
+
+        if self.path is None:
+            raise DataError("conversations need a tokenizer; give a tokenizer.json")
+        backend = _load(self).backend
+        added = [i for i, one in backend.get_added_tokens_decoder().items() if one.special]
+        found = []
+        for one in backend.encode_batch(list(texts), add_special_tokens=False):
+            ids = np.array(one.ids, np.int32)
+            starts = np.array([start for start, _ in one.offsets], np.int64)
+            found.append((ids, starts, np.isin(ids, added)))
+        return found
+
     def documents(self, texts: Sequence[str | bytes]) -> "list[np.ndarray]":
         """int32[tokens] for each text, with the tokens around it."""
         import numpy as np

@@ -380,6 +380,15 @@ class Decoder(Model):
         sequence, work = fields["tokens"].shape[0], count.work(self)
         return sequence * (work.token + work.logits) + work.pair * count.pairs(self, sequence)
 
+    def weight_flops(self, fields: Mapping[str, Field]) -> float:
+        """FLOPs of one sequence without attention's own products."""
+        work = count.work(self)
+        return fields["tokens"].shape[0] * (work.token + work.logits)
+
+    def adaptable(self) -> Mapping[str, int]:
+        """Matrices of attention, of dense feed-forward parts and of shared experts; other experts have no adapters."""
+        return count.adapters(self)
+
     def prefill_flops(self, sequence: int) -> float:
         """Matmul FLOPs of reading a prompt of so many tokens: logits of the last one only."""
         work = count.work(self)

@@ -78,6 +78,33 @@ def biases(config: "Decoder") -> int:
     return total
 
 
+def adapters(config: "Decoder") -> dict[str, int]:
+    """Elements of adapters of rank 1 by the names of their matrices, over all layers: inputs and outputs of each."""
+    latent, d, heads, layers = config.latent, config.d_model, config.heads, config.layers
+    if latent:
+        q, r = latent.q_lora_rank, latent.kv_lora_rank
+        sizes = {
+            "query": (q or d) + heads * latent.query_dim,
+            "down": d + r + latent.qk_rope_head_dim,
+            "key": r + heads * latent.qk_nope_head_dim,
+            "value": r + heads * latent.v_head_dim,
+        }
+        sizes |= {"query_down": d + q} if q else {}
+    else:
+        keys = d + config.kv_heads * config.head_dim
+        sizes = {"query": d + heads * config.head_dim, "key": keys, "value": keys}
+    sizes["out"] = heads * config.value_dim + d
+    found = {name: layers * size for name, size in sizes.items()}
+    dense, mixtures = layers - config.mixtures, config.mixtures
+    hidden = dense * (d + config.dense_width)
+    if config.shared_experts:
+        hidden += mixtures * (d + config.shared_experts * config.d_ff)
+    if hidden:
+        names = ("gate", "up", "down") if config.mlp.gated else ("up", "down")
+        found |= {name: found.get(name, 0) + hidden for name in names}
+    return found
+
+
 def parameters(config: "Decoder") -> int:
     """Parameters, embeddings included, without the router's biases."""
     per_norm = 2 if config.norm.biased else 1

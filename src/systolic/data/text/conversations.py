@@ -1,0 +1,238 @@
+"""Conversations read from JSONL, tokenized by a chat template, and laid into rows."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from systolic.core.errors import DataError, NotFoundError
+from systolic.data.random_access import Picks, Table
+from systolic.data.text.chat import ANSWERS, ChatTemplate, Messages
+from systolic.data.text.rows import Piece, fit, lay
+from systolic.data.text.tokenizer import Tokenizer
+from systolic.job.data import Split
+
+if TYPE_CHECKING:
+    from systolic.data.text.instructions import Instructions
+
+SUFFIXES = (".jsonl", ".json")
+NOTHING = -1
+"""Target where nothing is learned."""
+FORMS = "messages, or prompt and completion, or instruction and output"
+
+
+class Line(NamedTuple):
+    """A conversation and where it is from."""
+
+    place: str
+    """``data.jsonl line 3``."""
+    messages: Messages
+    key: float
+    """From 0 to 1 by the line's content; below the validation share it is for validation."""
+
+
+class Tokens(NamedTuple):
+    """A conversation in tokens."""
+
+    ids: np.ndarray
+    """int32[n]."""
+    learned: np.ndarray
+    """bool[n]: whether a token is of an answer."""
+    missing: int
+    """Answers that could not be told from the rest."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rows(Table):
+    """Rows of a split in memory."""
+
+    arrays: Mapping[str, np.ndarray]
+    """tokens, targets, segments, positions: int32[rows, sequence]."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """conversations, learned (tokens), cut, dropped, unanswered, missing (answers)."""
+    sequence: int = 0
+
+    def __len__(self) -> int:
+        return len(self.arrays["tokens"])
+
+    def take(self, picks: Picks) -> dict[str, np.ndarray]:
+        """The picked rows."""
+        return {name: array[picks.indices] for name, array in self.arrays.items()}
+
+    def notes(self) -> tuple[str, ...]:
+        """What was cut and left out, a line each."""
+        said = {
+            "cut": f"conversations are longer than a row of {self.sequence} tokens and were cut there",
+            "dropped": f"conversations are longer than a row of {self.sequence} tokens and were left out",
+            "unanswered": "conversations have no answer in their row and were left out",
+            "missing": "answers are changed by the chat template where later turns follow, and are not learned",
+        }
+        return tuple(
+            f"{self.counts[name]} {text}" for name, text in said.items() if self.counts[name]
+        )
+
+
+def files_of(path: Path) -> list[Path]:
+    """The JSONL files at a path.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    if path.is_file():
+        return [path]
+    found = sorted(file for file in path.glob("*") if file.suffix in SUFFIXES)
+    if not found:
+        what = "has no .jsonl file" if path.is_dir() else "does not exist"
+        raise NotFoundError(f"{path} {what}; give a JSONL file of conversations with --data")
+    return found
+
+
+def read(path: Path) -> Iterator[Line]:
+    """The conversations at a path, in order.
+
+    Raises:
+        DataError: a line is none; names it and what it lacks.
+    """
+    for file in files_of(path):
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                place = f"{file} line {number}"
+                hashed = hashlib.sha256(line.strip()).digest()
+                key = int.from_bytes(hashed[:8], "big") / 2.0**64
+                yield Line(place, messages_of(line, place), key)
+
+
+def messages_of(line: bytes, place: str) -> Messages:
+    """The turns of a line.
+
+    Raises:
+        DataError: it is no conversation.
+    """
+    try:
+        row = msgspec.json.decode(line)
+    except ValueError as error:
+        raise DataError(f"{place} is not JSON ({error}); each line is one JSON object") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{place} is not a JSON object; it takes one with {FORMS}")
+    if "messages" in row:
+        return _turns(row["messages"], place)
+    for asks, answers in (("prompt", "completion"), ("instruction", "output")):
+        if asks not in row and answers not in row:
+            continue
+        texts = {name: row.get(name, "") for name in (asks, answers, "input", "system")}
+        for name, text in texts.items():
+            if name in (asks, answers) and name not in row:
+                raise DataError(
+                    f"{place} has {asks if name == answers else answers} and lacks {name}; add it"
+                )
+            if text is not None and not isinstance(text, str):
+                raise DataError(f"{place} has a {name} that is no text; give a text")
+        asked = texts[asks]
+        if asks == "instruction" and texts["input"]:
+            asked = f"{asked}\n\n{texts['input']}"
+        system = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
+        return [
+            *system,
+            {"role": "user", "content": asked},
+            {"role": ANSWERS, "content": texts[answers] or ""},
+        ]
+    raise DataError(f"{place} has {', '.join(row) or 'no field'}; it lacks {FORMS}")
+
+
+def _turns(messages: Any, place: str) -> Messages:
+    if not isinstance(messages, list) or not messages:
+        raise DataError(
+            f"{place} has messages that are no list of turns; give role and content of each"
+        )
+    for number, message in enumerate(messages, 1):
+        lacking = [
+            name
+            for name in ("role", "content")
+            if not isinstance(message, dict) or not isinstance(message.get(name), str)
+        ]
+        if lacking:
+            raise DataError(
+                f"{place}, turn {number} lacks a text in {' and '.join(lacking)}; give both"
+            )
+    if all(message["role"] != ANSWERS for message in messages):
+        raise DataError(
+            f"{place} has no turn of the role {ANSWERS}, so nothing to learn; add one, or take the line out"
+        )
+    return messages
+
+
+def tokenized(lines: Sequence[Line], template: ChatTemplate, tokenizer: Tokenizer) -> list[Tokens]:
+    """Conversations in tokens; an answer is learned up to its last special token, such as the end of its turn.
+
+    A token of both an answer and the text before it is not learned.
+
+    Raises:
+        DataError: the template refuses a conversation; names the line.
+    """
+    made = []
+    for line in lines:
+        try:
+            made.append(template.conversation(line.messages))
+        except DataError as error:
+            raise DataError(f"{line.place}: {error}") from error
+    found = []
+    encodings = tokenizer.spans([one.text for one in made])
+    for one, (ids, starts, special) in zip(made, encodings, strict=True):
+        learned = np.zeros(len(ids), bool)
+        for start, stop in one.answers:
+            inside = (starts >= start) & (starts < stop)
+            ends = np.flatnonzero(inside & special)
+            if len(ends):  # what follows the end of a turn is the template's
+                inside[ends[-1] + 1 :] = False
+            learned |= inside
+        found.append(Tokens(ids, learned, one.missing))
+    return found
+
+
+def make_rows(data: "Instructions", split: Split) -> Rows:
+    """Rows of a split."""
+    lines = list(read(data.file(split)))
+    if data.validation is None and len(lines) > 1 and data.validation_share:
+        chosen = np.array([line.key < data.validation_share for line in lines])
+        keys = np.array([line.key for line in lines])
+        # A small file gives at least one conversation and keeps at least one.
+        chosen[np.argmin(keys)], chosen[np.argmax(keys)] = True, False
+        wanted = chosen if split is Split.validation else ~chosen
+        lines = [line for line, kept in zip(lines, wanted, strict=True) if kept]
+    elif data.validation is None and split is Split.validation:
+        lines = []
+    return _laid(data, tokenized(lines, data.chat_template, data.get_tokenizer()))
+
+
+def _laid(data: "Instructions", conversations: Sequence[Tokens]) -> Rows:
+    from systolic.data.text.instructions import Filling, TooLong
+
+    counts = Counter(conversations=len(conversations), cut=0, dropped=0, unanswered=0, missing=0)
+    pairs, most = [], data.sequence + 1
+    for ids, learned, missing in conversations:
+        counts["missing"] += missing
+        if len(ids) > most and data.too_long is TooLong.drop:
+            counts["dropped"] += 1
+            continue
+        pair = np.stack([ids, np.where(learned, ids, NOTHING)], axis=1)[:most]
+        if (pair[1:, 1] == NOTHING).all():
+            counts["unanswered"] += 1
+            continue
+        counts["cut"] += len(ids) > most
+        pairs.append(pair)
+    if data.filling is Filling.packed:
+        pieces = fit(pairs, data.sequence)
+    else:
+        pieces = [Piece(pair, row) for row, pair in enumerate(pairs)]
+    rows = lay([Piece(piece.tokens[:, 0], piece.row) for piece in pieces], data.sequence)
+    labels = lay([Piece(piece.tokens[:, 1], piece.row) for piece in pieces], data.sequence)
+    arrays = {**rows, "targets": labels["targets"]}
+    counts["learned"] = int((arrays["targets"] >= 0).sum())
+    return Rows(arrays=arrays, counts=counts, sequence=data.sequence)

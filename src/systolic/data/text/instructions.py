@@ -1,0 +1,159 @@
+"""Instructions for fine-tuning: conversations from JSONL in rows, with a loss on the answers only."""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from systolic.core.errors import DataError
+from systolic.core.files import as_paths
+from systolic.core.ranges import SHARE, check
+from systolic.data.text.chat import ChatTemplate, Messages
+from systolic.data.text.text_data import FILL, ROW, TextData, row_fields
+from systolic.data.text.tokenizer import Tokenizer
+from systolic.job import Layout
+from systolic.job.data import Batches, Contents, Field, Read, Split
+
+if TYPE_CHECKING:
+    from systolic.data.text.conversations import Rows
+
+
+class Filling(enum.Enum):
+    """How conversations are laid into rows."""
+
+    packed = "packed"
+    """Several in a row, wherever one has room (best fit); they don't see each other."""
+    single = "single"
+    """One in each row."""
+
+
+class TooLong(enum.Enum):
+    """What happens to a conversation that is longer than a row."""
+
+    cut = "cut"
+    """Its start is kept; without an answer in it, it is left out."""
+    drop = "drop"
+    """It is left out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Instructions(TextData):
+    """Conversations of a JSONL file or of a folder of them.
+
+    A line is one JSON object: ``{"messages": [{"role": …, "content": …}, …]}``, or ``{"prompt": …, "completion": …}``,
+    or ``{"instruction": …, "input": …, "output": …}`` (``input`` may be left out or empty; ``system`` may come beside the
+    last two). Rows are packed once; their order changes every epoch.
+    """
+
+    path: Path
+    tokenizer: Path
+    """A ``tokenizer.json`` or its folder."""
+    template: str
+    """The chat template, in Jinja."""
+    tokens: tuple[tuple[str, str], ...] = ()
+    """Special tokens by the names that the template has for them."""
+    sequence: Annotated[int, ROW] = 1024
+    """Tokens per row."""
+    validation: Path | None = None
+    """Validation conversations, like ``path``; None takes a share of the conversations."""
+    validation_share: Annotated[float, SHARE] = 0.05
+    """The share of conversations that are for validation, chosen by a hash of the line: equal lines are on the same side."""
+    filling: Filling = Filling.packed
+    """How conversations are laid into rows."""
+    too_long: TooLong = TooLong.cut
+    """What happens to a conversation that is longer than a row."""
+
+    def __post_init__(self) -> None:
+        as_paths(self, "path", "tokenizer", "validation")
+        check(self)
+
+    def fields(self) -> Mapping[str, Field]:
+        """tokens, targets (-1 where nothing is learned), segments, positions: int32[sequence]."""
+        return row_fields(self.sequence)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer given."""
+        return Tokenizer(path=self.tokenizer)
+
+    def with_tokenizer(self, path: Path) -> "Instructions":
+        """See :class:`TextData`."""
+        return replace(self, tokenizer=path)
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The template with its tokens."""
+        return ChatTemplate(text=self.template, tokens=self.tokens, origin=self.tokenizer)
+
+    def chat(self, messages: Messages) -> str:
+        """See :class:`TextData`; by the template of the training."""
+        return self.chat_template.render(messages, answer=True)
+
+    def at(self, path: Path) -> "Instructions":
+        """See :class:`Data`; the template and the rows are the same."""
+        return replace(self, path=path, validation=path)
+
+    def size(self, split: Split) -> int | None:
+        """Rows of a split; reads and tokenizes its conversations."""
+        return 0 if split is Split.test else len(self.rows(split))
+
+    def rows(self, split: Split) -> "Rows":
+        """The rows of a split with what was counted on the way.
+
+        Raises:
+            NotFoundError: no such path.
+            DataError: a line is not a conversation, or the template refuses it; names the line.
+        """
+        from systolic.data.text.conversations import files_of
+
+        stamp = tuple(file.stat().st_mtime_ns for file in files_of(self.file(split)))
+        return _rows(self, split, stamp)
+
+    def file(self, split: Split) -> Path:
+        """The path of a split."""
+        given = self.validation is not None and split is Split.validation
+        return self.validation if given and self.validation is not None else self.path
+
+    def contents(self, split: Split) -> Contents | None:
+        """Fingerprint of the training file, and of the validation file if it is separate."""
+        from systolic.data.fingerprint import of_files
+        from systolic.data.text.conversations import files_of
+
+        if split is Split.test or (split is Split.validation and self.validation is None):
+            return None
+        path = self.file(split)
+        return of_files(path if path.is_dir() else path.parent, files_of(path))
+
+    def lasting(self) -> frozenset[str]:
+        """Parameters that decide what is learned and how rows are laid."""
+        return frozenset(("sequence", "template", "tokens", "filling", "too_long", "validation_share"))
+
+    def shrink(self, layout: Layout) -> "Instructions":
+        """The same rows: cut conversations would have no answers."""
+        del layout
+        return self
+
+    def notes(self) -> tuple[str, ...]:
+        """What was cut and left out of the training split."""
+        return self.rows(Split.train).notes()
+
+    def open(self, read: Read) -> Batches:
+        """Rows of a split.
+
+        Raises:
+            DataError: it has none.
+        """
+        from systolic.data.random_access import open_table
+
+        if read.split is Split.test:
+            raise DataError("instructions have no test split; use validation")
+        return open_table(self.rows(read.split), read, self.fields(), FILL)
+
+
+@lru_cache(maxsize=4)
+def _rows(data: Instructions, split: Split, stamp: tuple[int, ...]) -> "Rows":
+    del stamp
+    from systolic.data.text.conversations import make_rows
+
+    return make_rows(data, split)

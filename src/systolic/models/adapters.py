@@ -1,0 +1,151 @@
+"""Adapters in a built module: its parameters are frozen, and small matrices beside some of them train."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from systolic.job import Adapter, AdapterKind
+from systolic.models.compact import Compact, compressed
+from systolic.models.product import LowRank
+
+STACKED = ("layers",)
+"""Leading dims that stack copies of a matrix."""
+EXPERTS = "experts"
+"""Dim of matrices that stay frozen without an adapter: those of a mixture's experts."""
+
+
+A, B = "lora_a", "lora_b"
+"""Last names of the paths of adapters, below the path of their matrix."""
+BASE, CODES, SCALES = "base", "codes", "scales"
+"""Last names of a frozen matrix beside an adapter, or of its parts in 4 bits."""
+
+
+class Frozen(nnx.Variable):
+    """A weight that gets no gradient and has no optimizer state."""
+
+
+class AdaptedWeight(nnx.Module):
+    """A frozen matrix with an adapter, in the place of a parameter.
+
+    Reading it as a parameter is read, ``weight[...]``, gives what :func:`~systolic.models.product.product` takes.
+    """
+
+    def __init__(
+        self,
+        base: nnx.Variable | tuple[nnx.Variable, nnx.Variable],
+        a: nnx.Param,
+        b: nnx.Param,
+        scale: float,
+    ) -> None:
+        if isinstance(base, tuple):
+            self.codes, self.scales = base
+        else:
+            self.base = base
+        self.compact = isinstance(base, tuple)
+        self.lora_a, self.lora_b, self.scale = a, b, scale
+
+    def __getitem__(self, key: Any) -> LowRank:
+        """The matrix with its adapter; takes ``...`` alone."""
+        assert key is Ellipsis
+        base = Compact(self.codes[...], self.scales[...]) if self.compact else self.base[...]
+        return LowRank(base, self.lora_a[...], self.lora_b[...], self.scale)
+
+
+def adapt(
+    module: nnx.Module, adapter: Adapter, names: frozenset[str], rngs: nnx.Rngs, dtype: jnp.dtype
+) -> None:
+    """Freezes a module's parameters and puts adapters beside its matrices of some names.
+
+    Args:
+        module: As its model built it; changed.
+        adapter: Kind, rank, scale and targets.
+        names: Last names of the matrices that its code multiplies with ``product``.
+        rngs: For A: uniform within 1 / sqrt(inputs), as in the PEFT library; B is zero.
+        dtype: Of frozen weights.
+    """
+    targets = frozenset(adapter.targets) or names
+    for holder, name, parameter in list(_parameters(module)):
+        axes = parameter.get_metadata().get("out_sharding")
+        value = parameter.get_value().astype(dtype)
+        frozen = Frozen(value, out_sharding=axes)
+        if name in targets and axes is not None and EXPERTS not in axes:
+            setattr(holder, name, _adapted(value, axes, adapter, rngs))
+        else:
+            setattr(holder, name, frozen)
+
+
+def _parameters(module: nnx.Module) -> Iterator[tuple[nnx.Module, str, nnx.Param]]:
+    """Modules with the names and values of their own parameters."""
+    for _, holder in nnx.iter_modules(module):
+        for name, value in vars(holder).items():
+            if isinstance(value, nnx.Param):
+                yield holder, name, value
+
+
+def _adapted(
+    value: jax.Array, axes: tuple[str | None, ...], adapter: Adapter, rngs: nnx.Rngs
+) -> AdaptedWeight:
+    outer = len([name for name in axes if name in STACKED])
+    inputs = outer + num_inputs(axes[outer:])
+    stack, given, made = value.shape[:outer], value.shape[outer:inputs], value.shape[inputs:]
+    reach = math.prod(given) ** -0.5
+    down = jax.random.uniform(
+        rngs.params(), (*stack, *given, adapter.rank), jnp.float32, -reach, reach
+    )
+    up = jnp.zeros((*stack, adapter.rank, *made), jnp.float32)
+    base: Any = Frozen(value, out_sharding=axes)
+    if adapter.kind is AdapterKind.qlora:
+        parts = compressed(
+            value, inputs - 1, tuple(range(inputs - 1)) + tuple(range(inputs, value.ndim))
+        )
+        base = tuple(Frozen(part, out_sharding=axes) for part in parts)
+    return AdaptedWeight(
+        base,
+        nnx.Param(down, out_sharding=(*axes[:inputs], None)),
+        nnx.Param(up, out_sharding=(*axes[:outer], None, *axes[inputs:])),
+        adapter.scale,
+    )
+
+
+def num_inputs(axes: tuple[str | None, ...]) -> int:
+    """Leading dims of a matrix that a product sums over: one where it reads the residual stream or a latent, else all but the last.
+
+    axes: logical names of its dims, without those that stack matrices.
+    """
+    return len(axes) - 1 if axes[-1] == "embed" else 1
+
+
+def merged(
+    params: Mapping[str, jax.Array], frozen: Mapping[str, jax.Array], adapter: Adapter
+) -> dict[str, jax.Array]:
+    """Weights of the plain model: W + scale A B in the dtype of W (of its scales, in 4 bits), the others as they are.
+
+    Args:
+        params: Adapters by path.
+        frozen: Frozen weights and other variables by path.
+        adapter: Its scale.
+    """
+    plain: dict[str, jax.Array] = {}
+    for path, value in frozen.items():
+        home, _, last = path.rpartition("/")
+        if f"{home}/{A}" not in params:
+            plain[path] = value
+        elif last != SCALES:
+            base = value if last == BASE else Compact(value, frozen[f"{home}/{SCALES}"])
+            plain[home] = _joined(base, params[f"{home}/{A}"], params[f"{home}/{B}"], adapter.scale)
+    return plain
+
+
+def _joined(base: jax.Array | Compact, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+    """W + scale A B, each with the same leading dims of a stack, one matrix at a time."""
+    dtype = base.scales.dtype if isinstance(base, Compact) else base.dtype
+
+    def one(base: jax.Array | Compact, a: jax.Array, b: jax.Array) -> jax.Array:
+        return LowRank(base, a, b, scale).merged().astype(dtype)
+
+    stacked = a.ndim + b.ndim - 2 - len(base.shape)
+    return one(base, a, b) if not stacked else jax.lax.map(lambda each: one(*each), (base, a, b))

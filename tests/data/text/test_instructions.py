@@ -1,0 +1,258 @@
+"""Instruction data: tokens and answers as transformers has them, rows, positions, and mistakes by their line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from systolic.core.errors import DataError, NotFoundError
+from systolic.data.inspect import inspect
+from systolic.data.text.chat import PLAIN, ChatTemplate, special_tokens, template_of
+from systolic.data.text.conversations import Line, tokenized
+from systolic.data.text.instructions import Filling, Instructions, TooLong
+from systolic.data.text.tokenizer import Tokenizer
+from systolic.job.data import Read, Split
+
+CHATML = "{% for m in messages %}{% if loop.first and m.role != 'system' %}{{ '<|im_start|>system\\nBe kind<|im_end|>\\n' }}{% endif %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+"""The shape of SmolLM2 and Qwen."""
+MARKED = "{{ bos_token }}{% for m in messages %}\n  {%- if m.role == 'assistant' %}\n<|im_start|>assistant\n{% generation %}{{ m.content | trim }}<|im_end|>{% endgeneration %}\n{% continue %}\n{%- endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+"""With generation blocks, loop controls and white space control."""
+INST = "{% if messages[0].role == 'system' %}{% set first = messages[0].content %}{% set rest = messages[1:] %}{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}{% for m in rest %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns must alternate') }}{% endif %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + (('<<' ~ first ~ '>> ') if loop.first and first else '') + m.content + ' [/INST]' }}{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+"""The shape of Llama 2 and Mistral: no prompt of the next answer, and alternation is checked."""
+JSON = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role | upper }} {{ m | tojson }}{{ strftime_now('%Y') if strftime_now is defined and false }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>ASSISTANT {% endif %}"
+
+CHATS: list[list[dict[str, str]]] = [
+    [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}],
+    [
+        {"role": "system", "content": "short"},
+        {"role": "user", "content": "one and two <&>"},
+        {"role": "assistant", "content": "three\n\nfour é"},
+        {"role": "user", "content": "and?"},
+        {"role": "assistant", "content": "five"},
+    ],
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level tokenizer with the special tokens of the templates."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    made.train_from_iterator(["hello there one two three four five assistant user"] * 9, trainer)
+    path = tmp_path_factory.mktemp("tokenizer")
+    made.save(str(path / "tokenizer.json"))
+    return path
+
+
+def theirs(folder: Path, template: str) -> Any:
+    import transformers
+
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template=template,
+    )
+
+
+def ours(folder: Path) -> tuple[ChatTemplate, Tokenizer]:
+    """As a run opens them."""
+    text = template_of(folder)
+    assert text is not None
+    return ChatTemplate(text=text, tokens=special_tokens(folder)), Tokenizer(path=folder)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, INST, JSON])
+@pytest.mark.parametrize("chat", CHATS, ids=["one turn", "several turns"])
+def test_tokens_are_those_of_transformers(
+    folder: Path, tmp_path: Path, template: str, chat: list[dict[str, str]]
+) -> None:
+    known = theirs(folder, template)
+    known.save_pretrained(tmp_path)
+    mine, tokenizer = ours(tmp_path)
+    (made,) = tokenized([Line("here", chat, 0.0)], mine, tokenizer)
+    assert made.ids.tolist() == known.apply_chat_template(chat, return_dict=False)
+    for number, message in enumerate(chat):
+        if message["role"] == "assistant":
+            expected = known.apply_chat_template(
+                chat[:number], add_generation_prompt=True, tokenize=False
+            )
+            assert mine.prompt(chat[:number]) == expected
+    answers = [m["content"] for m in chat if m["role"] == "assistant"]
+    text = tokenizer.decode(made.ids[made.learned].tolist())
+    if template is MARKED:
+        full = known.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+        assert made.learned.tolist() == [bool(one) for one in full["assistant_masks"]]
+        assert text == "".join(answers)
+    elif template is CHATML:
+        assert text == "".join(answers)  # special tokens are not decoded
+        ends = tokenizer.encode("<|im_end|>")[0]
+        assert int((made.ids[made.learned] == ends).sum()) == len(answers)
+        # The line break behind the end of a turn is the template's, not the answer's.
+        assert not made.learned[-1] and made.learned[-2]
+    elif template is INST:
+        assert text == "".join(f" {answer} " for answer in answers)
+        assert made.learned[-1] and made.ids[-1] == tokenizer.end
+
+
+def test_plain_template_marks_answers_and_their_end(folder: Path, tmp_path: Path) -> None:
+    theirs(folder, "").save_pretrained(tmp_path)
+    tokenizer = Tokenizer(path=tmp_path)
+    mine = ChatTemplate(text=PLAIN, tokens=special_tokens(tmp_path))
+    (made,) = tokenized([Line("here", CHATS[1], 0.0)], mine, tokenizer)
+    assert tokenizer.decode(made.ids.tolist()) == (
+        "### System:\nshort\n\n### Instruction:\none and two <&>\n\n### Response:\nthree\n\nfour é\n\n"
+        "### Instruction:\nand?\n\n### Response:\nfive\n\n"
+    )
+    learned = made.ids[made.learned].tolist()
+    assert tokenizer.decode(learned) == "three\n\nfour éfive"
+    assert learned.count(tokenizer.end) == 2
+    assert mine.prompt(CHATS[0][:1]) == "<s>### Instruction:\nhi\n\n### Response:\n"
+
+
+def test_answers_that_a_template_rewrites_are_counted() -> None:
+    shown = "{% for m in messages %}[{{ m.role }}]{{ m.content if loop.last or m.role == 'user' else '...' }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    made = ChatTemplate(text=shown).conversation(CHATS[1][1:])
+    assert made.missing == 1
+    assert [made.text[a:b] for a, b in made.answers] == ["five"]
+
+
+def written(path: Path, rows: list[Any]) -> Path:
+    file = path / "some.jsonl"
+    file.write_text(
+        "".join(f"{json.dumps(row) if not isinstance(row, str) else row}\n" for row in rows)
+    )
+    return file
+
+
+def data(folder: Path, path: Path, **changes: Any) -> Instructions:
+    given = {
+        "path": path,
+        "tokenizer": folder,
+        "template": PLAIN,
+        "sequence": 64,
+        "validation_share": 0.2,
+    }
+    return Instructions(**{**given, **changes})
+
+
+def test_three_forms_of_a_line_are_the_same_conversation(folder: Path, tmp_path: Path) -> None:
+    file = written(
+        tmp_path,
+        [
+            {
+                "messages": [
+                    {"role": "user", "content": "a\n\nb"},
+                    {"role": "assistant", "content": "c"},
+                ]
+            },
+            {"prompt": "a\n\nb", "completion": "c"},
+            {"instruction": "a", "input": "b", "output": "c"},
+            {"instruction": "a\n\nb", "output": "c"},
+        ],
+    )
+    rows = data(folder, file, validation_share=0.0, filling=Filling.single).rows(Split.train)
+    assert len(rows) == 4
+    for name, array in rows.arrays.items():
+        assert (array == array[0]).all(), name
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ("{", "line 2 is not JSON"),
+        ([1], "line 2 is not a JSON object"),
+        (
+            {"question": "a"},
+            "line 2 has question; it lacks messages, or prompt and completion, or instruction and output",
+        ),
+        ({"prompt": "a"}, "line 2 has prompt and lacks completion"),
+        ({"prompt": "a", "completion": 3}, "line 2 has a completion that is no text"),
+        ({"messages": [{"role": "user"}]}, "line 2, turn 1 lacks a text in content"),
+        (
+            {"messages": [{"role": "user", "content": "a"}]},
+            "line 2 has no turn of the role assistant",
+        ),
+    ],
+)
+def test_a_wrong_line_is_named(folder: Path, tmp_path: Path, row: Any, text: str) -> None:
+    file = written(tmp_path, [{"prompt": "a", "completion": "b"}, row])
+    with pytest.raises(DataError, match=text):
+        data(folder, file).size(Split.train)
+    with pytest.raises(NotFoundError, match="give a JSONL file of conversations"):
+        data(folder, tmp_path / "none.jsonl").size(Split.train)
+
+
+def test_template_refusals_name_the_line(folder: Path, tmp_path: Path) -> None:
+    file = written(tmp_path, [{"messages": [*CHATS[0], *CHATS[0][1:]]}])
+    with pytest.raises(
+        DataError, match="line 1: the chat template refuses .* turns must alternate"
+    ):
+        data(folder, file, template=INST).size(Split.train)
+
+
+def test_rows_hold_each_conversation_once_and_learn_only_answers(
+    folder: Path, tmp_path: Path
+) -> None:
+    pairs = [{"prompt": f"one {n}", "completion": f"two {n}"} for n in range(40)]
+    made = data(folder, written(tmp_path, pairs))
+    tokenizer = made.get_tokenizer()
+    answers, total = [], 0
+    for split in (Split.train, Split.validation):
+        rows = made.rows(split)
+        arrays = rows.arrays
+        assert rows.counts["learned"] == (arrays["targets"] >= 0).sum()
+        total += rows.counts["conversations"]
+        for row in range(len(rows)):
+            for segment in range(1, arrays["segments"][row].max() + 1):
+                mine = arrays["segments"][row] == segment
+                targets = arrays["targets"][row][mine]
+                answers.append(tokenizer.decode(targets[targets >= 0].tolist()))
+                assert arrays["positions"][row][mine].tolist() == list(range(mine.sum()))
+    assert sorted(answers) == sorted(pair["completion"] for pair in pairs) and total == 40
+    assert 0 < made.rows(Split.validation).counts["conversations"] < 40
+    assert (made.rows(Split.train).arrays["segments"].max(axis=1) > 1).any()
+    record = inspect(made, Split.train, 2)
+    assert record["text"]["row"][0]["trained"].startswith("two ")
+
+
+@pytest.mark.parametrize(("rule", "count"), [(TooLong.cut, "cut"), (TooLong.drop, "dropped")])
+def test_long_conversations_are_counted(
+    folder: Path, tmp_path: Path, rule: TooLong, count: str
+) -> None:
+    pairs = [
+        {"prompt": "a", "completion": "b" * 200},
+        {"prompt": "a" * 200, "completion": "b"},
+        {"prompt": "a", "completion": "b"},
+    ]
+    made = data(folder, written(tmp_path, pairs), too_long=rule, validation_share=0.0)
+    counts = made.rows(Split.train).counts
+    assert counts[count] == (1 if rule is TooLong.cut else 2)
+    assert counts["unanswered"] == (1 if rule is TooLong.cut else 0)
+    assert any("longer than a row of 64 tokens" in note for note in made.notes())
+
+
+def test_a_position_resumes_to_the_same_batches(folder: Path, tmp_path: Path) -> None:
+    pairs = [{"prompt": f"one {n}", "completion": f"two {n}"} for n in range(40)]
+    made = data(folder, written(tmp_path, pairs), filling=Filling.single)
+    read = Read(split=Split.train, batch=3, seed=5)
+    batches = made.open(read)
+    for _ in range(4):
+        next(batches)
+    state = batches.get_state()
+    expected = [next(batches)["tokens"] for _ in range(15)]
+    batches.close()
+    again = made.open(read)
+    again.set_state(state)
+    np.testing.assert_array_equal([next(again)["tokens"] for _ in range(15)], expected)
+    again.close()
