@@ -52,6 +52,8 @@ class JobRecord:
     diagnose: int | None = None
     init_from: str | None = None
     """The checkpoint whose weights it began with."""
+    start: Mapping[str, str | None] | None = None
+    """Path, kind and fingerprint of the model that it began with; None where that is none in files."""
     data: Mapping[str, Contents] = field(default_factory=dict)
     """By split: what tells its data from other data."""
     labels: tuple[str, ...] = ()
@@ -78,6 +80,7 @@ class JobRecord:
             log_every=plain.get("log_every"),
             diagnose=plain.get("diagnose"),
             init_from=plain.get("init_from"),
+            start=plain.get("start"),
             data={split: Contents(**each) for split, each in (data or {}).items()},
             labels=tuple(plain.get("labels") or ()),
             types=plain.get("types"),
@@ -101,6 +104,7 @@ class JobRecord:
             "diagnose": self.diagnose,
             "digest": digest(dict(self.job)),
             "init_from": self.init_from,
+            "start": None if self.start is None else dict(self.start),
             "data": {split: asdict(each) for split, each in self.data.items()},
             "labels": list(self.labels),
         }

@@ -26,6 +26,7 @@ class Weights:
     params: dict[str, Any]
     """The moving average where the job keeps one, else the weights."""
     model_state: dict[str, Any]
+    """Other variables; those of a checkpoint are without frozen weights."""
     skipped: list[str]
     """Damaged checkpoints that were skipped, a line each."""
 
@@ -63,7 +64,7 @@ def load(run: Run, steps: StepFunctions, which: str = "best") -> Weights:
             )
         averaged = steps.shapes.ema is not None
         only = ("ema", "rest") if averaged else ("params", "rest")
-        restored = store.restore(steps.abstract_state, step=step, only=only)
+        restored = store.restore(steps.saved(steps.abstract_state), step=step, only=only)
         return Weights(
             step=restored.step,
             params=restored.state.ema if averaged else restored.state.params,

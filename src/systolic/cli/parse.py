@@ -18,7 +18,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import tyro
 
 from systolic.core.errors import OptionError
-from systolic.core.ranges import check_arguments
+from systolic.core.ranges import check_arguments, dashed
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ def known(
             if message.startswith(f"{prog} needs {name} "):
                 raise OptionError(f"{prog} needs {needs.text}") from stop
         raise OptionError(f"{message}; see {prog} --help") from stop
-    check_arguments(function, captured, lambda name: f"--{name.replace('_', '-')}")
+    check_arguments(function, captured, lambda name: f"--{dashed(name)}")
     return captured, unknown
 
 
@@ -217,7 +217,7 @@ def option_names(function: Callable[..., Any], prefix: str = "") -> set[str]:
         hint = hints.get(name, parameter.annotation)
         extras = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
         plain = typing.get_args(hint)[0] if extras else hint
-        typed = f"{prefix}{name.replace('_', '-')}"
+        typed = f"{prefix}{dashed(name)}"
         if isinstance(plain, type) and is_dataclass(plain):
             flat = any(isinstance(one, _ARG) and one.name == "" for one in extras)
             found |= option_names(plain, prefix if flat else f"{typed}.")
@@ -236,7 +236,7 @@ def _required(function: Callable[..., Any]) -> dict[str, Required]:
     """Option, as it is typed, to what the command says where it is missing."""
     hints = typing.get_type_hints(function, include_extras=True)
     return {
-        f"--{name.replace('_', '-')}": extra
+        f"--{dashed(name)}": extra
         for name, hint in hints.items()
         if typing.get_origin(hint) is Annotated
         for extra in typing.get_args(hint)[1:]
@@ -262,16 +262,19 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     """The signature that tyro reads.
 
     A boolean parameter that is off by default is a plain switch, ``--json``. Any other boolean is a pair,
-    ``--model.qk-norm, --model.no-qk-norm``, of which the help describes the first.
+    ``--model.qk-norm, --model.no-qk-norm``, of which the help describes the first. ``from_`` is ``--from``.
     """
+
+    def typed(p: inspect.Parameter) -> inspect.Parameter:
+        if p.annotation is bool and p.default is False:
+            return p.replace(annotation=Annotated[bool, tyro.conf.FlagCreatePairsOff])
+        if p.name.endswith("_"):
+            named = tyro.conf.arg(name=dashed(p.name))
+            return p.replace(annotation=Annotated[p.annotation, named])
+        return p
+
     signature = inspect.signature(function, eval_str=True)
-    switched = [
-        p.replace(annotation=Annotated[bool, tyro.conf.FlagCreatePairsOff])
-        if p.annotation is bool and p.default is False
-        else p
-        for p in signature.parameters.values()
-    ]
-    return signature.replace(parameters=switched)
+    return signature.replace(parameters=[typed(p) for p in signature.parameters.values()])
 
 
 def _one_line(complaint: str) -> str:

@@ -16,6 +16,7 @@ from systolic.cli.parse import (
     stray,
 )
 from systolic.core.errors import OptionError
+from systolic.core.ranges import dashed
 
 if TYPE_CHECKING:
     from systolic.artifact.chosen import Chosen
@@ -49,7 +50,7 @@ class Request(Generic[Options]):
     def gives(self, option: str) -> bool:
         """Whether an option of the recipe was typed: ``steps``, ``layout.fsdp``."""
         names = (word[2:].partition("=")[0] for word in self.typed if word.startswith("--"))
-        return option.replace("_", "-") in {name.replace("_", "-") for name in names}
+        return dashed(option) in {dashed(name) for name in names}
 
 
 def first(args: Sequence[str], verb: str, what: str) -> tuple[str, list[str]]:
@@ -143,20 +144,16 @@ def renamed(args: Sequence[str], *, typed: bool = True) -> list[str]:
     from systolic.job.layout import RENAMED
 
     options = {
-        f"--layout.{_dashed(old)}": f"--layout.{_dashed(new)}" for old, new in RENAMED.items()
+        f"--layout.{dashed(old)}": f"--layout.{dashed(new)}" for old, new in RENAMED.items()
     }
     found = []
     for word in args:
         name, equals, value = word.partition("=")
-        now = options.get(_dashed(name))
+        now = options.get(dashed(name))
         if now is not None and typed:
-            print(f"systolic: {_dashed(name)} is now called {now}; use that name", file=sys.stderr)
+            print(f"systolic: {dashed(name)} is now called {now}; use that name", file=sys.stderr)
         found.append(word if now is None else f"{now}{equals}{value}")
     return found
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
 
 
 def _with_defaults(recipe: "Recipe", saved: Mapping[str, Any]) -> Callable[..., None]:

@@ -79,6 +79,11 @@ class Ranged(typing.NamedTuple):
     """Whether it is a tuple of such numbers."""
 
 
+def dashed(name: str) -> str:
+    """A parameter as its option is typed: ``batch-per-device``; ``from`` of ``from_``, which Python does not take."""
+    return name.rstrip("_").replace("_", "-")
+
+
 def check(record: Any, prefix: str = "", error: type[Exception] = OptionError) -> None:
     """Checks the ranged fields of a dataclass instance.
 

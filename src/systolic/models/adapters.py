@@ -99,16 +99,20 @@ def _adapted(
     up = jnp.zeros((*stack, adapter.rank, *made), jnp.float32)
     base: Any = Frozen(value, out_sharding=axes)
     if adapter.kind is AdapterKind.qlora:
-        parts = compressed(
-            value, inputs - 1, tuple(range(inputs - 1)) + tuple(range(inputs, value.ndim))
-        )
-        base = tuple(Frozen(part, out_sharding=axes) for part in parts)
+        base = tuple(Frozen(part, out_sharding=axes) for part in compact_base(value, axes))
     return AdaptedWeight(
         base,
         nnx.Param(down, out_sharding=(*axes[:inputs], None)),
         nnx.Param(up, out_sharding=(*axes[:outer], None, *axes[inputs:])),
         adapter.scale,
     )
+
+
+def compact_base(value: jax.Array, axes: tuple[str | None, ...]) -> Compact:
+    """A frozen matrix, or a stack of them, in 4 bits; neighbours in its last input dim share scales."""
+    outer = len([name for name in axes if name in STACKED])
+    dim = outer + num_inputs(axes[outer:]) - 1
+    return compressed(value, dim, tuple(each for each in range(value.ndim) if each != dim))
 
 
 def num_inputs(axes: tuple[str | None, ...]) -> int:

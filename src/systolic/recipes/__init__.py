@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from systolic.core.errors import NotFoundError, OptionError, RunError, nearest
-from systolic.core.ranges import check_arguments
+from systolic.core.ranges import check_arguments, dashed
 from systolic.job import Job, Layout
 from systolic.job.layout import RENAMED
 from systolic.recipes.folder.imported import is_beside, modules
@@ -75,7 +75,7 @@ class Recipe:
         Raises:
             OptionError: an argument is out of range, or the function did not return a job.
         """
-        check_arguments(self.function, options, lambda name: f"--{name.replace('_', '-')}")
+        check_arguments(self.function, options, lambda name: f"--{dashed(name)}")
         layout = options.get("layout", self.layout)
         if self.layout is not None and not isinstance(layout, Layout):
             raise OptionError(

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from systolic.core.ranges import dashed
+
 
 def option_words(
     function: Callable[..., Any],
@@ -49,9 +51,9 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _option(name: str, value: Any) -> list[str]:
     """An option as one or more words; a text that begins with a dash follows an equals sign."""
-    option = f"--{_dashed(name)}"
+    option = f"--{dashed(name)}"
     if isinstance(value, bool):
-        part, dot, last = _dashed(name).rpartition(".")
+        part, dot, last = dashed(name).rpartition(".")
         return [option if value else f"--{part}{dot}no-{last}"]
     words = _words(value)
     if (isinstance(value, str) and value.startswith("-")) or value == "":
@@ -61,7 +63,7 @@ def _option(name: str, value: Any) -> list[str]:
 
 def typed(name: str, value: Any) -> str:
     """An option as it is typed: ``--layout.remat-names query key``, ``--model.no-qk-norm``."""
-    part, dot, last = _dashed(name).rpartition(".")
+    part, dot, last = dashed(name).rpartition(".")
     if isinstance(value, bool):
         return f"--{part}{dot}{'' if value else 'no-'}{last}"
     words = plain_words(value)
@@ -73,10 +75,6 @@ def plain_words(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     return shlex.join(_words(value))
-
-
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
 
 
 def _words(value: Any) -> list[str]:

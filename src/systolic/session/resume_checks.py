@@ -99,6 +99,7 @@ def _same_settings(
     kept = {
         "model": ("type", *sorted(job.model.lasting())),
         "data": ("type", *sorted(job.data.lasting())),
+        "adapter": ("kind", "rank", "alpha", "targets"),
         "optimizer": ("kind",),
         "dtypes": ("parameters", "moments"),
     }

@@ -32,6 +32,7 @@ from systolic.session.training import (
     load_step,
     run_session,
     with_initial,
+    with_start,
 )
 from systolic.training.ledger import Ledger
 
@@ -173,9 +174,13 @@ def continue_run(
 
     setup = replace(set_up(job, flags=flags.compiler), expected=expected(source.chosen))
     setup.check_metric()
-    if record.init_from is not None and not any(directory.checkpoints.glob("[0-9]*")):
+    fresh = not any(directory.checkpoints.glob("[0-9]*"))
+    if record.init_from is not None and fresh:
         setup, _ = with_initial(setup, record.init_from, audience)
-    after = replace(after, init_from=record.init_from, data=data, labels=record.labels)
+    elif setup.job.adapter or fresh:
+        setup, _ = with_start(setup, directory.path, record)
+    kept = {"init_from": record.init_from, "start": record.start}
+    after = replace(after, **kept, data=data, labels=record.labels)
     loaded = load_step(setup, options, ledger)
 
     def accept() -> None:

@@ -61,6 +61,10 @@ def open_model(
         keep_programs()
         setup = set_up_here(rebuild(run, trust_code=trust, job=job).job, run)
         found = weights.load(run, setup.steps, str(checkpoint))
+        if setup.job.adapter:
+            record = JobRecord.from_json(run.read_job())
+            setup, _ = with_start(setup, run.path, record)
+            found = with_frozen(found, setup)
     model = TrainedModel(Path(path), setup, found, warn)
     for line in found.skipped:
         model.warn(f"{line}; using step {found.step}")

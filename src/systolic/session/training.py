@@ -1,7 +1,7 @@
 """Training sessions: their options and result, a new run, the session itself, and the replay of a bad step."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +9,7 @@ from systolic.artifact.access import Access
 from systolic.artifact.job_record import JobRecord, RunFlags
 from systolic.artifact.run import JOB, Run
 from systolic.chips import Slice
-from systolic.core.errors import NotFoundError, RunError, SystolicError
+from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
 from systolic.core.machine import bounded
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
 from systolic.core.store import cache_home
@@ -136,9 +136,17 @@ def start(
     setup = replace(setup, expected=expected(source.chosen))
     setup.check_metric()
     setup, begun_with = with_initial(setup, init_from, audience)
+    if begun_with is not None and setup.job.adapter:
+        raise OptionError(
+            f"init-from {init_from} sets all weights, and the job trains adapters beside those of {setup.job.start}; give the model that it begins with as --from"
+        )
+    origin = None
+    if begun_with is None:
+        setup, origin = with_start(setup)
     record = replace(
         describe(source, setup.job, flags, options),
         init_from=begun_with,
+        start=origin,
         data=contents_of(setup.job.data),
         labels=tuple(setup.job.data.labels()),
     )
@@ -255,6 +263,30 @@ def with_initial(
     return replace(setup, initial=weights), str(folder / str(weights.step))
 
 
+def with_start(
+    setup: "Setup", run: Path | None = None, record: JobRecord | None = None
+) -> "tuple[Setup, Mapping[str, str | None] | None]":
+    """A set-up that begins with the weights of its job's start, and where these are from; unchanged without a start.
+
+    Args:
+        setup: The job on this machine.
+        run: A run that has begun before.
+        record: Its job.json: the start must be the same.
+
+    Raises:
+        RunError: it is another, or it is gone.
+    """
+    start = setup.job.start
+    if start is None:
+        return setup, None
+    from systolic.interop.starting import Origin, starting_weights
+
+    weights, origin = starting_weights(start, setup.steps)
+    if run is not None and record is not None and record.start is not None:
+        Origin(**record.start).require(origin, run)
+    return replace(setup, initial=weights), asdict(origin)
+
+
 def load_step(setup: "Setup", options: SessionOptions, ledger: Ledger) -> "Loaded | None":
     """The train step of ``executable``, before a run is made; None where it is to be compiled."""
     if options.executable is None:
@@ -282,7 +314,10 @@ def replay(path: Path, *, trust: bool = False) -> dict[str, Any]:
         from systolic.training.replay import replay as again
         from systolic.training.setup import set_up
 
-        return again(set_up(job, flags=flags.compiler), directory, path)
+        setup = set_up(job, flags=flags.compiler)
+        if job.adapter or not any(directory.checkpoints.glob("[0-9]*")):
+            setup, _ = with_start(setup, directory.path, record)
+        return again(setup, directory, path)
 
 
 def _create(path: Path | None, record: JobRecord, files: Mapping[str, bytes]) -> Run:

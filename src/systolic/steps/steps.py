@@ -6,6 +6,7 @@ forecast lowers the same ones for a described slice.
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax.sharding import NamedSharding
 from systolic.job import GuardRule, Job, Stored
 from systolic.job.data import MASK
 from systolic.job.model import Mean
+from systolic.models.adapters import A
 from systolic.steps import flops, storage
 from systolic.steps.network import Arrays, ModelStructure
 from systolic.steps.optimizer import build, num_updates, schedule
@@ -96,6 +98,17 @@ class StepFunctions:
             self.shapes,
             self.shardings,
         )
+
+    def is_adapted(self, path: str) -> bool:
+        """Whether a matrix of the plain model at ``path`` is frozen beside an adapter."""
+        return f"{path}/{A}" in self.network.params
+
+    def saved(self, state: TrainState) -> TrainState:
+        """What checkpoints hold of a state (arrays or abstract): all but frozen weights, which come from the job's start."""
+        if not self.network.frozen:
+            return state
+        kept = {p: a for p, a in state.model_state.items() if p not in self.network.frozen}
+        return replace(state, model_state=kept)
 
     @cached_property
     def batch_shardings(self) -> dict[str, NamedSharding]:

@@ -1,6 +1,7 @@
 """Checkpoints of a training session: restoring, saving and rating."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from systolic.artifact import CheckpointStore, Run
@@ -46,7 +47,8 @@ class Keeper:
         """
         # Several processes must refuse together, which they do when they restore.
         if not hosts.several():
-            self.store.require_same(self._setup.steps.abstract_state)
+            steps = self._setup.steps
+            self.store.require_same(steps.saved(steps.abstract_state))
 
     def restore(self, feed: Any) -> Restored | None:
         """The newest intact checkpoint, ``None`` where there is none yet; changes nothing on disk.
@@ -61,7 +63,9 @@ class Keeper:
         if not hosts.any_of(self.store.latest_step() is not None):
             return None
         with self._ledger.spend(Spent.checkpoint):
-            restored = self.store.restore(self._setup.steps.abstract_state)
+            steps = self._setup.steps
+            restored = self.store.restore(steps.saved(steps.abstract_state))
+            restored = replace(restored, state=self._setup.whole(restored.state))
         feed.set_states([extra["data"] for extra in restored.extras])
         if TrainingProgress.from_json(restored.extra["progress"]).step > job.steps:
             raise OptionError(
@@ -90,7 +94,8 @@ class Keeper:
         start = self._ledger.clock()
         with self._ledger.spend(Spent.checkpoint):
             extra = {"data": feed.get_state(), "progress": progress.to_json()}
-            self.store.save(step, state, extra=extra, metrics=metrics)
+            kept = self._setup.steps.saved(state)
+            self.store.save(step, kept, extra=extra, metrics=metrics)
         self._kept = (step, measured)
         self._event("checkpoint", self._ledger.clock() - start, f"step {step}")
 

@@ -151,13 +151,14 @@ def examine(setup: Setup, run: Run, probes: int = PROBES_AFTERWARDS) -> Iterator
     with CheckpointStore(run.checkpoints, access=Access.read) as store:
         if store.latest_step() is None:
             raise NotFoundError(f"{run.path} has no checkpoint to probe; train with --diagnose 50")
-        restored = store.restore(setup.steps.abstract_state)
+        restored = store.restore(setup.steps.saved(setup.steps.abstract_state))
+    state = setup.whole(restored.state)
     program = jit_diagnose(setup.steps)
     feed = training(setup.job, setup.steps, 0)
     try:
         feed.set_states([extra["data"] for extra in restored.extras])
         for _ in range(probes):
-            found = jax.device_get(program(restored.state, next(feed)))
+            found = jax.device_get(program(state, next(feed)))
             yield record(setup, restored.step + 1, found)
     finally:
         feed.close()

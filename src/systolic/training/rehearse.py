@@ -222,17 +222,21 @@ class _Stage:
         """Saves and restores a checkpoint; returns the restored state, with the data at its position."""
         with tempfile.TemporaryDirectory(prefix="systolic-rehearsal-") as folder:
             with CheckpointStore(Path(folder)) as store:
-                store.save(STEPS - 1, state, extra={"data": feed.get_state()})
+                kept = self.setup.steps.saved(state)
+                store.save(STEPS - 1, kept, extra={"data": feed.get_state()})
                 saved = store.wait()
-                restored = store.restore(self.setup.steps.abstract_state)
-            if not same(state, restored.state):
+                steps = self.setup.steps
+                restored = store.restore(steps.saved(steps.abstract_state))
+            if not same(kept, restored.state):
                 raise RunError(
                     "the restored checkpoint differs from the saved state; please report this with the recipe"
                 )
             feed.set_states([extra["data"] for extra in restored.extras])
             size = gibibytes(saved.num_bytes) if saved is not None else "nothing"
             self.say("checkpoint", f"{size} saved and restored, every bit the same")
-        return restored.state
+        frozen = {p: state.model_state[p] for p in self.setup.steps.network.frozen}
+        whole = {**restored.state.model_state, **frozen}
+        return replace(restored.state, model_state=whole)
 
     def _evaluate(self, state: Any) -> dict[str, float]:
         job, steps = self.setup.job, self.setup.steps

@@ -31,8 +31,9 @@ def replay(setup: Setup, run: Run, path: Path) -> dict[str, Any]:
     with CheckpointStore(run.checkpoints, access=Access.read) as store:
         before = [saved for saved in store.steps() if saved < step]
         if before:
-            restored = store.restore(setup.steps.abstract_state, step=before[-1])
-            weights, state = restored.step, restored.state
+            wanted = setup.steps.saved(setup.steps.abstract_state)
+            restored = store.restore(wanted, step=before[-1])
+            weights, state = restored.step, setup.whole(restored.state)
         else:
             weights, state = 0, setup.first_state()
     placed = {

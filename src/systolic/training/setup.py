@@ -1,7 +1,7 @@
 """Set-up of a job on the local devices: its programs, after every check and before any compile."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from systolic.core.errors import DataError, OptionError, nearest
 from systolic.job import Job, Split, Target
 from systolic.steps.mesh import slices_of
 from systolic.steps.programs import jit_evaluate, jit_train
+from systolic.steps.state import TrainState
 from systolic.steps.steps import StepFunctions, wide_copy
 from systolic.steps.target import MeshTarget
 from systolic.training.expected import Expected
@@ -103,15 +104,25 @@ class Setup:
 
         ``None`` where ``stop`` returned True during the compile.
         """
-        state = first_state(self.steps, self.job.seed, stop)
-        if state is None:
-            return None
-        if self.initial is None:
+        given = self.initial
+        made = {} if given is None else {**given.params, **given.model_state}
+        state = first_state(self.steps, self.job.seed, stop, frozenset(made))
+        if state is None or given is None:
             return state
-        params, model_state = self.initial.params, self.initial.model_state
+        params = {path: given.params.get(path, p) for path, p in state.params.items()}
+        rest = {path: given.model_state.get(path, p) for path, p in state.model_state.items()}
         # A copy, since the step donates its arguments and an array can be donated only once.
-        ema = None if state.ema is None else wide_copy(params)
-        return replace(state, params=params, model_state=model_state, ema=ema)
+        ema = wide_copy(params) if self.job.optimizer.ema else None
+        return replace(state, params=params, model_state=rest, ema=ema)
+
+    def whole(self, state: TrainState) -> TrainState:
+        """A state of a checkpoint with the frozen weights that it leaves out."""
+        if not self.steps.network.frozen:
+            return state
+        given = self.initial
+        assert given is not None  # sessions open what a job with adapters begins with
+        frozen = {path: given.model_state[path] for path in self.steps.network.frozen}
+        return replace(state, model_state={**state.model_state, **frozen})
 
     def mfu(self, step_seconds: float) -> float | None:
         """Model FLOPs utilisation against the published bf16 peak; ``None`` without one."""
@@ -185,9 +196,25 @@ def check_flags(flags: Sequence[str], platform: str) -> None:
         ) from error
 
 
-def first_state(steps: StepFunctions, seed: int, stop: Callable[[], bool] = never) -> Any:
-    """The state before the first step, created sharded; ``None`` where ``stop`` returned True during the compile."""
-    init = jax.jit(steps.init, out_shardings=steps.shardings)
+def first_state(
+    steps: StepFunctions,
+    seed: int,
+    stop: Callable[[], bool] = never,
+    given: Collection[str] = (),
+) -> Any:
+    """The state before the first step, created sharded; ``None`` where ``stop`` returned True during the compile.
+
+    Weights and variables at the paths ``given`` are not made: None is in their place.
+    """
+
+    def without(state: TrainState) -> TrainState:
+        if not given:
+            return state
+        params: Any = {p: None if p in given else a for p, a in state.params.items()}
+        rest: Any = {p: None if p in given else a for p, a in state.model_state.items()}
+        return replace(state, params=params, model_state=rest, ema=None)
+
+    init = jax.jit(lambda key: without(steps.init(key)), out_shardings=without(steps.shardings))
     # It runs once, and on a CPU LLVM's optimisation takes longer than it saves.
     quick: dict[str, str | bool] | None = None
     if steps.target.platform == "cpu":

@@ -1,0 +1,61 @@
+"""What a recipe needs of a model in files: its sizes and its tokenizer, without its weights, which need not be there."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from systolic.artifact.job_record import JobRecord
+from systolic.artifact.run import JOB, TOKENIZER, Run
+from systolic.core.errors import NotFoundError, OptionError
+from systolic.interop.source import open_source
+from systolic.job import Model
+from systolic.models.decoder.config import Decoder
+from systolic.models.families import CONFIG, family, read_config
+
+MODELS: dict[str, type[Model]] = {"Decoder": Decoder}
+"""Models of runs that language recipes can begin with, by the type in job.json."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceOutline:
+    """A model in files without its weights."""
+
+    model: Model
+    tokenizer: Path | None
+    """Its tokenizer.json; files of the chat template lie beside it."""
+
+
+def outlined(path: Path) -> SourceOutline:
+    """The model at a path: a Hugging Face folder (its config.json is enough), a Bundle, a GGUF file or a run.
+
+    Raises:
+        NotFoundError: nothing is there.
+        OptionError: it is of another kind or family.
+        DataError: a file is damaged.
+    """
+    if not path.exists():
+        raise NotFoundError(f"{path} does not exist; check --from")
+    if (path / JOB).is_file():
+        return _of_run(path)
+    if (path / CONFIG).is_file():
+        config = read_config(path)
+        made = family(config, str(path / CONFIG)).model(config)
+        tokenizer = path / "tokenizer.json"
+        return SourceOutline(model=made, tokenizer=tokenizer if tokenizer.is_file() else None)
+    source = open_source(path)
+    return SourceOutline(model=source.model, tokenizer=source.tokenizer)
+
+
+def _of_run(path: Path) -> SourceOutline:
+    with Run.open(path) as run:
+        plain = JobRecord.from_json(run.read_job()).job.get("model", {})
+    kind = plain.get("type")
+    if kind not in MODELS:
+        raise OptionError(f"{path} trained a {kind}; fine-tuning begins with a language model")
+    fields = {name: value for name, value in plain.items() if name != "type"}
+    tokenizer = path / TOKENIZER / "tokenizer.json"
+    return SourceOutline(
+        model=msgspec.convert(fields, MODELS[kind]),
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+    )

@@ -1,0 +1,120 @@
+"""Fine-tuning of a language model that is there already, on instructions."""
+
+from pathlib import Path
+from typing import Annotated
+
+from systolic.core.errors import OptionError
+from systolic.core.ranges import COUNT, POSITIVE, SHARE
+from systolic.data.text.chat import PLAIN, template_of
+from systolic.data.text.instructions import Filling, Instructions, TooLong
+from systolic.interop.outline import outlined
+from systolic.job import (
+    Adapter,
+    AdapterKind,
+    Batch,
+    Checkpoints,
+    Dtypes,
+    Evaluation,
+    Guard,
+    Job,
+    Layout,
+    Optimizer,
+    Precision,
+    Schedule,
+)
+from systolic.steps.tasks.language import LanguageModel
+
+BATCH = Batch(per_device=4)
+OPTIMIZER = Optimizer(learning_rate=1e-4, b2=0.999, weight_decay=0.0)
+SCHEDULE = Schedule(warmup=20)
+
+
+def sft(
+    from_: Path,
+    data: Path,
+    validation: Path | None = None,
+    validation_share: Annotated[float, SHARE] = 0.05,
+    template: Path | None = None,
+    sequence: int = 1024,
+    filling: Filling = Filling.packed,
+    too_long: TooLong = TooLong.cut,
+    adapter: AdapterKind = AdapterKind.none,
+    rank: Annotated[int, COUNT] = 16,
+    alpha: Annotated[float, POSITIVE] = 32.0,
+    targets: tuple[str, ...] = (),
+    batch_per_device: float | None = None,
+    batch: int | None = None,
+    steps: int = 200,
+    optimizer: Optimizer = OPTIMIZER,
+    schedule: Schedule = SCHEDULE,
+    precision: Precision = Precision.auto,
+    dtypes: Dtypes = Dtypes(),
+    layout: Layout = Layout(),
+    evaluation: Evaluation = Evaluation(every=50),
+    checkpoints: Checkpoints = Checkpoints(every=50),
+    guard: Guard = Guard(),
+    seed: int = 0,
+) -> Job:
+    """Fine-tunes a language model on instructions: all of it, or low-rank adapters beside frozen weights (LoRA, QLoRA).
+
+    Args:
+        from_: The model: a Hugging Face directory, a Bundle, a GGUF file or a run. A forecast reads its config.json only.
+        data: JSONL, one conversation a line: messages (role, content), or prompt and completion, or instruction, input and output; or a folder of such files.
+        validation: Validation conversations; by default a share of the data.
+        validation_share: That share, chosen by a hash of each line.
+        template: A chat template in jinja2; by default the model's own, or "### Instruction:" and "### Response:" where it has none.
+        sequence: Tokens per row.
+        filling: Several conversations in a row, which don't see each other, or one.
+        too_long: Whether a conversation that is longer than a row is cut at its end or left out.
+        adapter: What trains: all weights, low-rank adapters, or adapters beside matrices that are stored in 4 bits.
+        rank: Columns of an adapter's first matrix, rows of its second.
+        alpha: An adapter's product is scaled by alpha / rank.
+        targets: Matrices with adapters: query key value out gate up down; by default all of attention and MLP. Experts of a mixture have none.
+        batch_per_device: Rows per device and pass, by default 4; may be a fraction where an axis splits a row over devices.
+        batch: Rows per optimizer step, instead of batch-per-device.
+        steps: Optimizer steps.
+        optimizer: The update rule; training all weights usually takes a learning rate of a tenth or less of an adapter's.
+        schedule: The learning rate over the steps; the default warm-up is at most a tenth of them.
+        precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU. Frozen weights are stored in it.
+        dtypes: Dtypes of what trains: weights, gradients and optimizer state.
+        layout: Parallelism and memory settings.
+        evaluation: When to evaluate, and early stopping.
+        checkpoints: When to save, and which to keep. Frozen weights are not saved: they come from the model again.
+        guard: Handling of a loss that is not a number or jumps.
+        seed: Seed of the adapters' initial weights and the order of the data.
+    """
+    source = outlined(from_)
+    if source.tokenizer is None:
+        raise OptionError(
+            f"{from_} has no tokenizer.json; copy it from where the model came from, beside its weights"
+        )
+    folder = source.tokenizer.parent
+    rows = Instructions(
+        path=data,
+        tokenizer=folder,
+        template=template_of(folder, template) or PLAIN,
+        sequence=sequence,
+        validation=validation,
+        validation_share=validation_share,
+        filling=filling,
+        too_long=too_long,
+    )
+    return Job(
+        name="sft",
+        model=source.model,
+        task=LanguageModel(),
+        data=rows,
+        steps=steps,
+        batch=Batch.given(batch, batch_per_device, BATCH),
+        optimizer=optimizer,
+        schedule=schedule.shortened(SCHEDULE, steps),
+        precision=precision,
+        dtypes=dtypes,
+        layout=layout,
+        evaluation=evaluation,
+        checkpoints=checkpoints,
+        guard=guard,
+        seed=seed,
+        start=from_,
+        adapter=Adapter(kind=adapter, rank=rank, alpha=alpha, targets=targets),
+    )
