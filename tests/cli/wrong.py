@@ -68,6 +68,7 @@ def commands(run: Path, text: Path) -> Iterator[Command]:
     small = ("--steps", "1")
     targets = {
         "image": ("--path", str(text.parent), "--classes", "3"),
+        "sft": ("--from", str(run), "--data", str(text)),
         "lm": ("--model.layers", "1", "--sequence", "64", "--batch", "4"),
     }
     for name in recipes.shipped():

@@ -216,10 +216,24 @@ def test_text_is_a_path_in_image_recipes(tmp_path: Path) -> None:
     assert root == StandardLibrary(root=ROOT / "src")
 
 
+LLAMA = {
+    "num_hidden_layers": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 1,
+    "vocab_size": 300,
+}
+
+
 @pytest.mark.parametrize("few", [{}, {"steps": 7}])
 @pytest.mark.parametrize("name", recipes.shipped())
 def test_a_job_is_read_back_from_its_json(name: str, few: dict[str, int], tmp_path: Path) -> None:
-    options = {"image": {"path": tmp_path, "classes": 3}}.get(name, {})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **LLAMA}))
+    (tmp_path / "tokenizer.json").touch()
+    options = {
+        "image": {"path": tmp_path, "classes": 3},
+        "sft": {"from_": tmp_path, "data": tmp_path},
+    }.get(name, {})
     job = recipes.find(name)({**options, **few})
     if few and name in ("bytes", "lm", "mlm"):
         assert type(job.schedule) is Shortened

@@ -12,7 +12,6 @@ from systolic.job import Adapter, AdapterKind, Job, Layout, Remat
 from systolic.models.adapters import merged
 from systolic.models.compact import compressed
 from systolic.models.decoder.config import Decoder, Dispatch
-from systolic.models.decoder.switches import Latent
 from systolic.steps import flops
 from tests.steps import tiny
 from tests.steps.layouts_child import LATENT
@@ -110,7 +109,8 @@ def test_four_bits_restore_as_the_library_does() -> None:
 
     value = jax.random.normal(jax.random.key(0), (3, 128, 16))
     made = compressed(value, 1, (0, 2))
-    assert made.codes.dtype == jnp.uint4 and made.scales.shape == (3, 2, 16)
+    assert made.codes.dtype == jnp.uint4
+    assert made.scales.shape == (3, 2, 16)
     expected = qarray.dequantize(qarray.QArray(made.codes, made.scales, qtype="nf4"))
     np.testing.assert_array_equal(made.restored(), expected)
     # The widest gap between two codes is 0.30 of the largest magnitude of a block.
@@ -143,10 +143,9 @@ def test_experts_stay_frozen_and_shared_parts_adapt() -> None:
     model = replace(LATENT, dispatch=Dispatch.dropless)
     steps = tiny.steps(adapted(model=model))
     paths = {path.rpartition("/")[0] for path in steps.network.params}
-    assert "blocks/mlp/shared/gate" in paths and "dense_blocks/mlp/gate" in paths
-    assert "blocks/latent/query_down" in paths and "blocks/mlp/gate" not in paths
+    assert {"blocks/mlp/shared/gate", "dense_blocks/mlp/gate", "blocks/latent/query_down"} <= paths
+    assert "blocks/mlp/gate" not in paths
     assert steps.job.adapter_parameters == steps.network.num_parameters
-    assert LATENT.latent != Latent()
 
 
 def test_targets_choose_matrices() -> None:
@@ -154,7 +153,7 @@ def test_targets_choose_matrices() -> None:
     paths = {path.rpartition("/")[0] for path in steps.network.params}
     assert paths == {"blocks/query", "blocks/value"}
     assert steps.job.adapter_parameters == steps.network.num_parameters
-    with pytest.raises(OptionError, match="targets have 'q_proj'.*Decoder has down, gate, key"):
+    with pytest.raises(OptionError, match=r"targets have 'q_proj'.*Decoder has down, gate, key"):
         adapted(replace(LORA, targets=("q_proj",)))
-    with pytest.raises(OptionError, match="adapter.rank is 3 but all weights train"):
+    with pytest.raises(OptionError, match=r"adapter\.rank is 3 but all weights train"):
         Adapter(rank=3)

@@ -143,9 +143,7 @@ def renamed(args: Sequence[str], *, typed: bool = True) -> list[str]:
     """``args`` with today's names for options of the last version, each reported on stderr where the user ``typed`` them."""
     from systolic.job.layout import RENAMED
 
-    options = {
-        f"--layout.{dashed(old)}": f"--layout.{dashed(new)}" for old, new in RENAMED.items()
-    }
+    options = {f"--layout.{dashed(old)}": f"--layout.{dashed(new)}" for old, new in RENAMED.items()}
     found = []
     for word in args:
         name, equals, value = word.partition("=")

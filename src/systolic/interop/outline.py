@@ -1,5 +1,6 @@
 """What a recipe needs of a model in files: its sizes and its tokenizer, without its weights, which need not be there."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +13,6 @@ from systolic.interop.source import open_source
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder
 from systolic.models.families import CONFIG, family, read_config
-
-MODELS: dict[str, type[Model]] = {"Decoder": Decoder}
-"""Models of runs that language recipes can begin with, by the type in job.json."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,12 +48,23 @@ def outlined(path: Path) -> SourceOutline:
 def _of_run(path: Path) -> SourceOutline:
     with Run.open(path) as run:
         plain = JobRecord.from_json(run.read_job()).job.get("model", {})
-    kind = plain.get("type")
-    if kind not in MODELS:
-        raise OptionError(f"{path} trained a {kind}; fine-tuning begins with a language model")
+    if plain.get("type") != Decoder.__name__:
+        raise OptionError(
+            f"{path} trained a {plain.get('type')}; fine-tuning begins with a language model"
+        )
     fields = {name: value for name, value in plain.items() if name != "type"}
     tokenizer = path / TOKENIZER / "tokenizer.json"
     return SourceOutline(
-        model=msgspec.convert(fields, MODELS[kind]),
+        model=msgspec.convert(fields, Decoder),
         tokenizer=tokenizer if tokenizer.is_file() else None,
     )
+
+
+def kept_files(path: Path) -> dict[str, bytes]:
+    """Files of a model that a run keeps, so that its recipe works without the model: config.json; {} where it has none."""
+    if (path / CONFIG).is_file():
+        return {CONFIG: (path / CONFIG).read_bytes()}
+    if (path / JOB).is_file() or not path.exists():
+        return {}
+    config = dict(open_source(path).config)
+    return {CONFIG: json.dumps(config, indent=2).encode()} if config else {}

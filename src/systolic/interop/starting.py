@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from systolic.artifact.weights import Weights, begin_with
 from systolic.artifact.run import JOB
+from systolic.artifact.weights import Weights, begin_with
 from systolic.core.errors import OptionError, RunError
 from systolic.interop.source import open_source
 from systolic.models.adapters import BASE, CODES, SCALES, compact_base
@@ -17,7 +17,7 @@ from systolic.steps.steps import StepFunctions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
+class StartOrigin:
     """Where a job's first weights are from, as its run keeps it."""
 
     path: str
@@ -26,19 +26,19 @@ class Origin:
     fingerprint: str | None
     """Of the files; None for a run, whose checkpoints hold all weights."""
 
-    def require(self, now: "Origin", run: Path) -> None:
-        """Refuses other files than the run began with.
+    def require(self, before: Mapping[str, str | None], run: Path) -> None:
+        """Refuses other files than those that a run began with, as its job.json has them.
 
         Raises:
             RunError: their fingerprints differ.
         """
-        if self.fingerprint != now.fingerprint:
+        if self.fingerprint != before["fingerprint"]:
             raise RunError(
-                f"the frozen weights of {run} are those of {self.path}, and {now.path} has others ({now.fingerprint}, it was {self.fingerprint}); restore that model, or train a new run"
+                f"{run} began with the weights of {before['path']} ({before['fingerprint']}), and {self.path} has others ({self.fingerprint}); restore that model, or train a new run"
             )
 
 
-def starting_weights(path: Path, steps: StepFunctions) -> tuple[Weights, Origin]:
+def starting_weights(path: Path, steps: StepFunctions) -> tuple[Weights, StartOrigin]:
     """The weights at a path for a job: all that train, or all that are frozen.
 
     Args:
@@ -57,16 +57,16 @@ def starting_weights(path: Path, steps: StepFunctions) -> tuple[Weights, Origin]
         raise OptionError(
             f"{path} holds another model than {steps.job.name} trains; give the job the model of its config.json"
         )
-    origin = Origin(path=str(path), kind=source.kind, fingerprint=source.fingerprint())
+    origin = StartOrigin(path=str(path), kind=source.kind, fingerprint=source.fingerprint())
     return _weights(source.arrays(_like(steps)), steps), origin
 
 
-def _of_run(path: Path, steps: StepFunctions) -> tuple[Weights, Origin]:
+def _of_run(path: Path, steps: StepFunctions) -> tuple[Weights, StartOrigin]:
     if steps.job.adapter:
         raise OptionError(
             f"adapters begin with a model in files, and {path} is a run; write it first with systolic export {path} --to bundle --out DIR, then give --from DIR"
         )
-    return begin_with(path, steps), Origin(path=str(path), kind="run", fingerprint=None)
+    return begin_with(path, steps), StartOrigin(path=str(path), kind="run", fingerprint=None)
 
 
 def _like(steps: StepFunctions) -> dict[str, Any]:
@@ -111,6 +111,7 @@ def _beside(path: str, value: jax.Array, steps: StepFunctions) -> dict[str, jax.
     placed = steps.shardings.model_state
     names = (f"{path}/{CODES}", f"{path}/{SCALES}")
     axes = steps.network.frozen[names[0]]
+    assert axes is not None  # only matrices with named dims have adapters
     pack = jax.jit(
         partial(compact_base, axes=axes), out_shardings=tuple(placed[name] for name in names)
     )

@@ -99,7 +99,8 @@ def _adapted(
     up = jnp.zeros((*stack, adapter.rank, *made), jnp.float32)
     base: Any = Frozen(value, out_sharding=axes)
     if adapter.kind is AdapterKind.qlora:
-        base = tuple(Frozen(part, out_sharding=axes) for part in compact_base(value, axes))
+        codes, scales = compact_base(value, axes)
+        base = (Frozen(codes, out_sharding=axes), Frozen(scales, out_sharding=axes))
     return AdaptedWeight(
         base,
         nnx.Param(down, out_sharding=(*axes[:inputs], None)),

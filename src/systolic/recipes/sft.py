@@ -5,7 +5,7 @@ from typing import Annotated
 
 from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, POSITIVE, SHARE
-from systolic.data.text.chat import PLAIN, template_of
+from systolic.data.text.chat import template_for
 from systolic.data.text.instructions import Filling, Instructions, TooLong
 from systolic.interop.outline import outlined
 from systolic.job import (
@@ -89,10 +89,12 @@ def sft(
             f"{from_} has no tokenizer.json; copy it from where the model came from, beside its weights"
         )
     folder = source.tokenizer.parent
+    chat = template_for(folder, template)
     rows = Instructions(
         path=data,
         tokenizer=folder,
-        template=template_of(folder, template) or PLAIN,
+        template=chat.text,
+        tokens=chat.tokens,
         sequence=sequence,
         validation=validation,
         validation_share=validation_share,

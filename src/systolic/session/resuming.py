@@ -24,6 +24,7 @@ from systolic.session.planned import check_slice, expected, resumed
 from systolic.session.resume_checks import agreed, check_resume, flat
 from systolic.session.run_flags import kept_flags
 from systolic.session.saved_job import types_of
+from systolic.session.starting import with_start
 from systolic.session.training import (
     Audience,
     SessionOptions,
@@ -32,7 +33,6 @@ from systolic.session.training import (
     load_step,
     run_session,
     with_initial,
-    with_start,
 )
 from systolic.training.ledger import Ledger
 

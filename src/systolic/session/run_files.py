@@ -1,5 +1,6 @@
 """Files and options that a run keeps of what it was made from, and the job made again from them alone."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,12 @@ from systolic.artifact.job_record import JobRecord
 from systolic.artifact.revision import check_revision
 from systolic.artifact.run import MODULES, RECIPE, TOKENIZER, Run
 from systolic.core.errors import NotFoundError, OptionError, RunError
+from systolic.data.text.chat import KEPT, TEMPLATE
+from systolic.data.text.instructions import Instructions
 from systolic.data.text.text_data import TextData
+from systolic.interop.outline import kept_files
 from systolic.job import Data, Job
+from systolic.models.families import CONFIG
 from systolic.recipes import Recipe
 from systolic.session.job_source import JobSource, recipe_of
 from systolic.session.planned import under_plan
@@ -53,6 +58,12 @@ def files(source: JobSource, job: Job, warn: Callable[[str], None]) -> dict[str,
     if isinstance(job.data, TextData):
         kept = job.data.get_tokenizer().files()
         found |= {f"{TOKENIZER}/{name}": content for name, content in kept.items()}
+    if isinstance(job.data, Instructions):
+        found[f"{TOKENIZER}/{TEMPLATE}"] = job.data.template.encode()
+        found[f"{TOKENIZER}/{KEPT}"] = json.dumps(dict(job.data.tokens)).encode()
+    if job.start is not None:
+        kept = kept_files(job.start)
+        found |= {f"{TOKENIZER}/{name}": content for name, content in kept.items()}
     return found
 
 
@@ -74,7 +85,10 @@ def options(given: Mapping[str, Any], job: Job, run: Path | None) -> dict[str, A
         found["classes"] = len(labels)
     if file is not None:
         sources = (file.absolute(), file.absolute().parent)
-        found = {n: Path(TOKENIZER) if v in sources else v for n, v in found.items()}
+        # The model that a job begins with may be the tokenizer's folder, and has weights that the run has not.
+        found = {
+            n: Path(TOKENIZER) if v in sources and v != job.start else v for n, v in found.items()
+        }
         if "tokenizer" in found and found["tokenizer"] is None:
             # It came with the data, which may be gone when the run is used.
             found["tokenizer"] = Path(TOKENIZER)
@@ -110,10 +124,22 @@ def rebuild(run: Run, *, trust_code: bool = False, job: Job | None = None) -> Re
     options = {
         name: paths.located(value, run.path, record.directory) for name, value in typed.items()
     }
+    options = _without_gone(options, run)
     made = under_plan(recipe(options), record.plan)
     if record.labels:
         made = replace(made, data=made.data.with_labels(record.labels))
     return Rebuilt(recipe, replace(made, data=with_tokenizer(run, made.data)), options)
+
+
+def _without_gone(options: Mapping[str, Any], run: Run) -> dict[str, Any]:
+    """Options whose model or chat template is gone: the run's copies of config.json and template say as much of the job."""
+    kept = dict(options)
+    start, template = kept.get("from_"), kept.get("template")
+    if isinstance(start, Path) and not start.exists() and (run.tokenizer / CONFIG).is_file():
+        kept |= {"from_": run.tokenizer, "template": None}
+    elif isinstance(template, Path) and not template.exists():
+        kept["template"] = run.tokenizer / TEMPLATE
+    return kept
 
 
 def _recipe(run: Run, record: JobRecord, *, trust_code: bool) -> Recipe:

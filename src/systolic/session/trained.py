@@ -13,6 +13,7 @@ from systolic.interop.source import Source, known_source, open_source
 from systolic.job import Job, Layout, Precision, Remat, Sampling, Split
 from systolic.session.run_files import rebuild
 from systolic.session.run_flags import kept_flags
+from systolic.session.starting import with_frozen
 
 if TYPE_CHECKING:
     from systolic.artifact.weights import Weights
@@ -61,10 +62,8 @@ def open_model(
         keep_programs()
         setup = set_up_here(rebuild(run, trust_code=trust, job=job).job, run)
         found = weights.load(run, setup.steps, str(checkpoint))
-        if setup.job.adapter:
-            record = JobRecord.from_json(run.read_job())
-            setup, _ = with_start(setup, run.path, record)
-            found = with_frozen(found, setup)
+        record = JobRecord.from_json(run.read_job())
+        found = with_frozen(found, setup, run.path, record)
     model = TrainedModel(Path(path), setup, found, warn)
     for line in found.skipped:
         model.warn(f"{line}; using step {found.step}")

@@ -1,7 +1,7 @@
 """Training sessions: their options and result, a new run, the session itself, and the replay of a bad step."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,7 @@ from systolic.session import run_files
 from systolic.session.job_source import JobSource
 from systolic.session.planned import check_machine, check_slice, expected
 from systolic.session.run_flags import kept_flags, new_flags
+from systolic.session.starting import with_start
 from systolic.training.ledger import Ledger, Spent
 from systolic.training.watch import Watcher
 
@@ -261,30 +262,6 @@ def with_initial(
         audience.warn(f"{line}; using step {weights.step}")
     folder = path / "checkpoints" if (path / JOB).is_file() else path.parent
     return replace(setup, initial=weights), str(folder / str(weights.step))
-
-
-def with_start(
-    setup: "Setup", run: Path | None = None, record: JobRecord | None = None
-) -> "tuple[Setup, Mapping[str, str | None] | None]":
-    """A set-up that begins with the weights of its job's start, and where these are from; unchanged without a start.
-
-    Args:
-        setup: The job on this machine.
-        run: A run that has begun before.
-        record: Its job.json: the start must be the same.
-
-    Raises:
-        RunError: it is another, or it is gone.
-    """
-    start = setup.job.start
-    if start is None:
-        return setup, None
-    from systolic.interop.starting import Origin, starting_weights
-
-    weights, origin = starting_weights(start, setup.steps)
-    if run is not None and record is not None and record.start is not None:
-        Origin(**record.start).require(origin, run)
-    return replace(setup, initial=weights), asdict(origin)
 
 
 def load_step(setup: "Setup", options: SessionOptions, ledger: Ledger) -> "Loaded | None":

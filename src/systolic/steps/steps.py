@@ -75,15 +75,14 @@ class StepFunctions:
         }
         whole: Any = self.target.sharding(jax.sharding.PartitionSpec())
         params: Any = {path: sharding(spec) for path, spec in specs.items()}
+        rest: Any = dict.fromkeys(self.network.model_state, whole)
+        for path, axes in self.network.frozen.items():
+            shape = self.network.model_state[path].shape
+            rest[path] = sharding(parameter_spec(self.target, shape, axes))
         return TrainState(
             step=whole,
             params=params,
-            model_state={
-                path: sharding(parameter_spec(self.target, shape.shape, self.network.frozen[path]))
-                if path in self.network.frozen
-                else whole
-                for path, shape in self.network.model_state.items()
-            },
+            model_state=rest,
             optimizer=jax.tree.map(sharding, optimizer_specs(self.shapes.optimizer, shapes, specs)),
             ema=params if self.shapes.ema is not None else None,
             scale=jax.tree.map(lambda _: whole, self.shapes.scale),

@@ -9,7 +9,7 @@ import pytest
 
 from systolic.core.errors import DataError, NotFoundError
 from systolic.data.inspect import inspect
-from systolic.data.text.chat import PLAIN, ChatTemplate, special_tokens, template_of
+from systolic.data.text.chat import PLAIN, ChatTemplate, template_for
 from systolic.data.text.conversations import Line, tokenized
 from systolic.data.text.instructions import Filling, Instructions, TooLong
 from systolic.data.text.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def theirs(folder: Path, template: str) -> Any:
+def theirs(folder: Path, template: str | None) -> Any:
     import transformers
 
     return transformers.PreTrainedTokenizerFast(
@@ -67,9 +67,7 @@ def theirs(folder: Path, template: str) -> Any:
 
 def ours(folder: Path) -> tuple[ChatTemplate, Tokenizer]:
     """As a run opens them."""
-    text = template_of(folder)
-    assert text is not None
-    return ChatTemplate(text=text, tokens=special_tokens(folder)), Tokenizer(path=folder)
+    return template_for(folder, None), Tokenizer(path=folder)
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED, INST, JSON])
@@ -87,7 +85,7 @@ def test_tokens_are_those_of_transformers(
             expected = known.apply_chat_template(
                 chat[:number], add_generation_prompt=True, tokenize=False
             )
-            assert mine.prompt(chat[:number]) == expected
+            assert mine.render(chat[:number], answer=True) == expected
     answers = [m["content"] for m in chat if m["role"] == "assistant"]
     text = tokenizer.decode(made.ids[made.learned].tolist())
     if template is MARKED:
@@ -99,16 +97,18 @@ def test_tokens_are_those_of_transformers(
         ends = tokenizer.encode("<|im_end|>")[0]
         assert int((made.ids[made.learned] == ends).sum()) == len(answers)
         # The line break behind the end of a turn is the template's, not the answer's.
-        assert not made.learned[-1] and made.learned[-2]
+        assert made.learned[-2:].tolist() == [True, False]
     elif template is INST:
         assert text == "".join(f" {answer} " for answer in answers)
-        assert made.learned[-1] and made.ids[-1] == tokenizer.end
+        assert made.learned[-1]
+        assert made.ids[-1] == tokenizer.end
 
 
 def test_plain_template_marks_answers_and_their_end(folder: Path, tmp_path: Path) -> None:
-    theirs(folder, "").save_pretrained(tmp_path)
+    theirs(folder, None).save_pretrained(tmp_path)
     tokenizer = Tokenizer(path=tmp_path)
-    mine = ChatTemplate(text=PLAIN, tokens=special_tokens(tmp_path))
+    mine = template_for(tmp_path, None)
+    assert mine.text == PLAIN
     (made,) = tokenized([Line("here", CHATS[1], 0.0)], mine, tokenizer)
     assert tokenizer.decode(made.ids.tolist()) == (
         "### System:\nshort\n\n### Instruction:\none and two <&>\n\n### Response:\nthree\n\nfour é\n\n"
@@ -117,12 +117,12 @@ def test_plain_template_marks_answers_and_their_end(folder: Path, tmp_path: Path
     learned = made.ids[made.learned].tolist()
     assert tokenizer.decode(learned) == "three\n\nfour éfive"
     assert learned.count(tokenizer.end) == 2
-    assert mine.prompt(CHATS[0][:1]) == "<s>### Instruction:\nhi\n\n### Response:\n"
+    assert mine.render(CHATS[0][:1], answer=True) == "<s>### Instruction:\nhi\n\n### Response:\n"
 
 
 def test_answers_that_a_template_rewrites_are_counted() -> None:
     shown = "{% for m in messages %}[{{ m.role }}]{{ m.content if loop.last or m.role == 'user' else '...' }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-    made = ChatTemplate(text=shown).conversation(CHATS[1][1:])
+    made = ChatTemplate(text=shown, origin=Path("shown")).conversation(CHATS[1][1:])
     assert made.missing == 1
     assert [made.text[a:b] for a, b in made.answers] == ["five"]
 
@@ -140,6 +140,7 @@ def data(folder: Path, path: Path, **changes: Any) -> Instructions:
         "path": path,
         "tokenizer": folder,
         "template": PLAIN,
+        "tokens": (("bos_token", "<s>"), ("eos_token", "</s>")),
         "sequence": 64,
         "validation_share": 0.2,
     }
@@ -196,7 +197,7 @@ def test_a_wrong_line_is_named(folder: Path, tmp_path: Path, row: Any, text: str
 def test_template_refusals_name_the_line(folder: Path, tmp_path: Path) -> None:
     file = written(tmp_path, [{"messages": [*CHATS[0], *CHATS[0][1:]]}])
     with pytest.raises(
-        DataError, match="line 1: the chat template refuses .* turns must alternate"
+        DataError, match=r"line 1: the chat template of .* fails \(turns must alternate\)"
     ):
         data(folder, file, template=INST).size(Split.train)
 
@@ -205,7 +206,7 @@ def test_rows_hold_each_conversation_once_and_learn_only_answers(
     folder: Path, tmp_path: Path
 ) -> None:
     pairs = [{"prompt": f"one {n}", "completion": f"two {n}"} for n in range(40)]
-    made = data(folder, written(tmp_path, pairs))
+    made = data(folder, written(tmp_path, pairs), sequence=256)
     tokenizer = made.get_tokenizer()
     answers, total = [], 0
     for split in (Split.train, Split.validation):
@@ -219,7 +220,8 @@ def test_rows_hold_each_conversation_once_and_learn_only_answers(
                 targets = arrays["targets"][row][mine]
                 answers.append(tokenizer.decode(targets[targets >= 0].tolist()))
                 assert arrays["positions"][row][mine].tolist() == list(range(mine.sum()))
-    assert sorted(answers) == sorted(pair["completion"] for pair in pairs) and total == 40
+    assert sorted(answers) == sorted(pair["completion"] for pair in pairs)
+    assert total == 40
     assert 0 < made.rows(Split.validation).counts["conversations"] < 40
     assert (made.rows(Split.train).arrays["segments"].max(axis=1) > 1).any()
     record = inspect(made, Split.train, 2)

@@ -127,7 +127,9 @@ class Instructions(TextData):
 
     def lasting(self) -> frozenset[str]:
         """Parameters that decide what is learned and how rows are laid."""
-        return frozenset(("sequence", "template", "tokens", "filling", "too_long", "validation_share"))
+        return frozenset(
+            ("sequence", "template", "tokens", "filling", "too_long", "validation_share")
+        )
 
     def shrink(self, layout: Layout) -> "Instructions":
         """The same rows: cut conversations would have no answers."""

@@ -1,0 +1,133 @@
+"""Fine-tuning from a folder of transformers: trained, resumed, used, and what a run keeps of it."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import systolic
+from systolic.core.errors import NotFoundError, OptionError, RunError
+from systolic.job import AdapterKind, Checkpoints, Evaluation, Layout, Optimizer, Schedule
+from systolic.job.optimizer import ScheduleKind
+from tests.interop import folders
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folders.folder(tmp_path_factory.mktemp("hf"))
+
+
+@pytest.fixture(scope="module")
+def options(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    file = tmp_path_factory.mktemp("data") / "some.jsonl"
+    pairs = ({"prompt": f"a question {n}", "completion": f"yes {n}"} for n in range(30))
+    file.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+    return {
+        "from_": model,
+        "data": file,
+        "sequence": 48,
+        "batch": 4,
+        "layout": Layout(data=1, fsdp=1),
+        "optimizer": Optimizer(learning_rate=3e-3),
+        "schedule": Schedule(kind=ScheduleKind.constant, warmup=0),
+        "evaluation": Evaluation(batches=1),
+        "checkpoints": Checkpoints(every=2),
+    }
+
+
+LORA = {"adapter": AdapterKind.lora, "rank": 2, "alpha": 4.0}
+
+
+def losses(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["kind"] == "train"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, LORA], ids=["all weights", "lora"])
+def test_a_run_resumes_to_the_same_weights(
+    options: dict[str, Any], tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    model = shutil.copytree(options["from_"], tmp_path / "model")
+    given = {**options, **changes, "from_": model, "log_every": 1}
+    systolic.train("sft", run=tmp_path / "whole", steps=4, **given)
+    systolic.train("sft", run=tmp_path / "part", steps=2, **given)
+    assert losses(tmp_path / "part") == losses(tmp_path / "whole")[:2]
+    if not changes:  # nothing of the model is needed any more
+        shutil.rmtree(model)
+    systolic.resume(tmp_path / "part", steps=4)
+    assert losses(tmp_path / "part") == losses(tmp_path / "whole")
+    whole, part = (systolic.open(tmp_path / name, checkpoint="last") for name in ("whole", "part"))
+    for path, value in whole.weights.params.items():
+        np.testing.assert_array_equal(part.weights.params[path], value)
+    record = json.loads((tmp_path / "part/job.json").read_text())
+    assert record["start"]["kind"] == "hugging-face"
+    assert len(record["start"]["fingerprint"]) == 16
+    assert whole.generate("a question 3", tokens=3, chat=True) == part.generate(
+        "a question 3", tokens=3, chat=True
+    )
+    saved = {path.name for path in (tmp_path / "whole/checkpoints/4").iterdir()}
+    assert "rest" not in saved
+    names = {path.rpartition("/")[2] for path in whole.weights.params}
+    assert ("lora_a" in names) == bool(changes)
+    if changes:
+        shutil.rmtree(model)
+        with pytest.raises(NotFoundError, match="no copy of the frozen weights"):
+            systolic.open(tmp_path / "part")
+        folders.folder(model, folders.llama(tie_word_embeddings=True))
+        with pytest.raises((RunError, OptionError)):
+            systolic.open(tmp_path / "part")
+
+
+@pytest.mark.slow
+def test_training_begins_with_the_weights_of_the_folder(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """A learning rate of almost nothing: the first loss is that of transformers on the answers."""
+    import torch
+    import transformers
+
+    still = {**options, "optimizer": Optimizer(learning_rate=1e-12), "steps": 1, "log_every": 1}
+    systolic.train("sft", run=tmp_path / "run", **still)
+    opened = systolic.open(tmp_path / "run")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(options["from_"]).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options["from_"])
+    total, count = 0.0, 0
+    for line in options["data"].read_text().splitlines():
+        pair = json.loads(line)
+        asked = [{"role": "user", "content": pair["prompt"]}]
+        chat = [*asked, {"role": "assistant", "content": pair["completion"]}]
+        before = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(chat, return_dict=False)
+        labels = torch.tensor(ids)
+        labels[: len(before)] = -100
+        labels[-1] = -100  # the line break behind the end of the turn
+        with torch.no_grad():
+            found = theirs(torch.tensor([ids]), labels=labels[None])
+        learned = int((labels[1:] >= 0).sum())
+        total, count = total + float(found.loss) * learned, count + learned
+    mine = opened.evaluate(path=options["data"])
+    assert mine[str(options["data"])]["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_another_adapter_can_not_resume(options: dict[str, Any], tmp_path: Path) -> None:
+    systolic.train("sft", run=tmp_path / "run", steps=2, **{**options, **LORA})
+    with pytest.raises(OptionError, match=r"--rank 3 \(was 2\) can't change"):
+        systolic.resume(tmp_path / "run", steps=4, rank=3)
+    again = {**options, **LORA, "from_": tmp_path / "run"}
+    with pytest.raises(OptionError, match="adapters begin with a model in files"):
+        systolic.train("sft", run=tmp_path / "other", steps=2, **again)
+
+
+def test_all_weights_of_a_run_are_fine_tuned_again(options: dict[str, Any], tmp_path: Path) -> None:
+    first = replace(options["optimizer"], learning_rate=1e-2)
+    systolic.train(
+        "sft", run=tmp_path / "a", steps=3, log_every=1, **{**options, "optimizer": first}
+    )
+    given = {**options, "from_": tmp_path / "a"}
+    systolic.train("sft", run=tmp_path / "b", steps=1, log_every=1, **given)
+    assert losses(tmp_path / "b")[0] < losses(tmp_path / "a")[0] - 0.05
