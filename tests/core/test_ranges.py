@@ -26,6 +26,7 @@ from systolic.core.ranges import (
     ranges_of,
 )
 from systolic.job import Job, Optimizer, OptimizerChange, OptimizerKind
+from tests.interop.outlines import outline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +166,8 @@ def job(name: str, folder: Path, parameter: str, field: str | None, value: float
     given: dict[str, Any] = {
         p.name: folder for p in signature.parameters.values() if p.default is p.empty
     }
+    if "from_" in signature.parameters:
+        outline(folder)
     if "classes" in signature.parameters:
         given["classes"] = 3  # the folder has none to count
     if field is not None:

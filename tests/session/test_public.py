@@ -29,6 +29,7 @@ from systolic.session.planned import candidate_of
 from systolic.session.saved_job import job_from_json, types_of
 from systolic.session.training import Audience
 from systolic.training.setup import set_up
+from tests.interop.outlines import outline
 from tests.planning import fabricated
 from tests.session import train_child
 from tests.training import tiny
@@ -216,20 +217,10 @@ def test_text_is_a_path_in_image_recipes(tmp_path: Path) -> None:
     assert root == StandardLibrary(root=ROOT / "src")
 
 
-LLAMA = {
-    "num_hidden_layers": 1,
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_attention_heads": 1,
-    "vocab_size": 300,
-}
-
-
 @pytest.mark.parametrize("few", [{}, {"steps": 7}])
 @pytest.mark.parametrize("name", recipes.shipped())
 def test_a_job_is_read_back_from_its_json(name: str, few: dict[str, int], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **LLAMA}))
-    (tmp_path / "tokenizer.json").touch()
+    outline(tmp_path)
     options = {
         "image": {"path": tmp_path, "classes": 3},
         "sft": {"from_": tmp_path, "data": tmp_path},

@@ -5,7 +5,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from systolic import recipes
 from systolic.artifact import paths
@@ -35,6 +35,9 @@ from systolic.session.training import (
     with_initial,
 )
 from systolic.training.ledger import Ledger
+
+if TYPE_CHECKING:
+    from systolic.training.setup import Setup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,13 +177,9 @@ def continue_run(
 
     setup = replace(set_up(job, flags=flags.compiler), expected=expected(source.chosen))
     setup.check_metric()
-    fresh = not any(directory.checkpoints.glob("[0-9]*"))
-    if record.init_from is not None and fresh:
-        setup, _ = with_initial(setup, record.init_from, audience)
-    elif setup.job.adapter or fresh:
-        setup, _ = with_start(setup, directory.path, record)
-    kept = {"init_from": record.init_from, "start": record.start}
-    after = replace(after, **kept, data=data, labels=record.labels)
+    setup = _begun(setup, directory, record, audience)
+    kept = {"init_from": record.init_from, "start": record.start, "labels": record.labels}
+    after = replace(after, **kept, data=data)
     loaded = load_step(setup, options, ledger)
 
     def accept() -> None:
@@ -191,6 +190,16 @@ def continue_run(
             directory.write_job(after.to_json())
 
     return run_session(setup, directory, options, audience, ledger, loaded=loaded, accept=accept)
+
+
+def _begun(setup: "Setup", directory: Run, record: JobRecord, audience: Audience) -> "Setup":
+    """A set-up with what the run began with, as far as its checkpoints don't hold it."""
+    fresh = not any(directory.checkpoints.glob("[0-9]*"))
+    if record.init_from is not None and fresh:
+        return with_initial(setup, record.init_from, audience)[0]
+    if setup.job.adapter or fresh:
+        return with_start(setup, directory.path, record)[0]
+    return setup
 
 
 def _as_it_was(

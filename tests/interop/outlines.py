@@ -1,0 +1,20 @@
+"""Folders that say what a model is and have no weights; imports no other framework."""
+
+import json
+from pathlib import Path
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 1,
+    "vocab_size": 300,
+}
+
+
+def outline(folder: Path) -> Path:
+    """A Llama's config.json, and an empty tokenizer.json."""
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    (folder / "tokenizer.json").touch()
+    return folder
