@@ -1,10 +1,11 @@
 """Fields of a config.json that many decoders share."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields as dataclass_fields
 from typing import Any
 
 from systolic.core.errors import OptionError, nearest
-from systolic.models.decoder.config import Decoder
+from systolic.models.decoder.config import Decoder, Mlp
 from systolic.models.decoder.rotary import RopeScaling, Stretching
 from systolic.models.families import Config
 
@@ -22,6 +23,13 @@ NUMBERS = {
     Stretching.yarn: ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
 }
 """Numbers of a kind beside factor and original positions, which have one name there and here."""
+
+GATED = {"silu": Mlp.swiglu, "gelu_pytorch_tanh": Mlp.geglu, "gelu": Mlp.geglu_exact}
+"""Activations of gated feed-forward parts by their names there."""
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""Names of layers with a window and without in layer_types."""
+UNSAID = ("capacity_factor", "dispatch", "router_loss", "router_bias_rate", "rounding")
+"""Fields that no config.json has; they matter to training only."""
 
 
 def follow(config: Config, known: Mapping[str, Any]) -> None:
@@ -111,3 +119,97 @@ def rotary_fields(model: Decoder) -> dict[str, Any]:
     if scaling.kind is Stretching.yarn:
         fields["truncate"] = scaling.truncate
     return found | {"rope_scaling": fields}
+
+
+def activation(config: Config, name: str, known: Mapping[str, Mlp] = GATED) -> Mlp:
+    """Kind of feed-forward part that a field names.
+
+    Raises:
+        OptionError: it is none of those known.
+    """
+    if config[name] not in known:
+        raise OptionError(f"{name} is {config[name]!r} and only {', '.join(known)} are known")
+    return known[config[name]]
+
+
+def named(mlp: Mlp, known: Mapping[str, Mlp] = GATED) -> str:
+    """Name there of an activation.
+
+    Raises:
+        OptionError: it has none in the family.
+    """
+    for name, kind in known.items():
+        if kind is mlp:
+            return name
+    raise OptionError(
+        f"model.mlp is {mlp.value}, which this family does not have; export it as another one"
+    )
+
+
+def windows(types: Sequence[str], window: int | None) -> tuple[int, int]:
+    """``window`` and ``global_every`` of a decoder whose layers are of these kinds.
+
+    Args:
+        types: Kind of each layer (``layer_types``).
+        window: Window of the sliding ones (``sliding_window``).
+
+    Raises:
+        OptionError: an unknown kind, or kinds that do not end each period with a layer of full attention.
+    """
+    if not window or all(kind == FULL for kind in types):
+        return 0, 0
+    every = types.index(FULL) + 1 if FULL in types else 0
+    if every == 0 and all(kind == SLIDING for kind in types):
+        return window, 0
+    expected = [SLIDING if (n + 1) % every else FULL for n in range(len(types))] if every else []
+    if every < 2 or list(types) != expected:
+        raise OptionError(
+            f"layer_types is {', '.join(types)} and only {SLIDING} with {FULL} in the last layer of each period is known"
+        )
+    return window, every
+
+
+def layer_types(model: Decoder) -> list[str]:
+    """``layer_types`` of a decoder."""
+    pattern = model.windows
+    return [SLIDING if pattern[n % len(pattern)] else FULL for n in range(model.layers)]
+
+
+def faithful(
+    model: Decoder, written: dict[str, Any], read: Callable[[Config], Decoder]
+) -> dict[str, Any]:
+    """A config.json, checked to make the same model again.
+
+    Args:
+        model: The model.
+        written: Fields of the config.json for it.
+        read: Makes a model of such fields.
+
+    Raises:
+        OptionError: the family has no field for something in the model.
+    """
+    theirs = _meaning(read(written))
+    for name, value in _meaning(model).items():
+        if theirs[name] != value:
+            shown = getattr(model, name)
+            raise OptionError(
+                f"model.{name.replace('_', '-')} is {shown}, which a config.json of {written['model_type']} can't say; export it as another family"
+            )
+    return written
+
+
+def _meaning(model: Decoder) -> dict[str, Any]:
+    """Fields of a decoder, those with several forms by what they mean."""
+    found = {field.name: getattr(model, field.name) for field in dataclass_fields(model)}
+    pattern = [model.windows[n % len(model.windows)] for n in range(model.layers)]
+    rotaries = None if model.learned_positions else [model.rotary(window) for window in pattern]
+    found |= {
+        "embedding_scale": model.embedding_factor,
+        "query_pre_attn_scalar": model.softmax_scale,
+        "window": pattern,
+        "global_every": pattern,
+        "rope_theta": rotaries,
+        "rope_scaling": rotaries,
+        "local_rope_theta": rotaries,
+    }
+    return {name: value for name, value in found.items() if name not in UNSAID}

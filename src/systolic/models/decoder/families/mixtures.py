@@ -55,6 +55,13 @@ def attention(model: Decoder, path: str, layers: Layers) -> list[Rule]:
         matrix(f"{path}/value", f"{there}v_proj.weight", (d, k, e), stack=layers),
         matrix(f"{path}/out", f"{there}o_proj.weight", (h, e, d), inputs=2, stack=layers),
     ]
+    if model.qkv_bias:
+        found += [
+            plain(f"{path}/{name}_bias", f"{there}{name[0]}_proj.bias", layers)
+            for name in ("query", "key", "value")
+        ]
+    if model.out_bias:
+        found.append(plain(f"{path}/out_bias", f"{there}o_proj.bias", layers))
     if model.qk_norm:
         found += [
             plain(f"{path}/query_norm/scale", f"{there}q_norm.weight", layers),

@@ -1,0 +1,189 @@
+"""Gemma 2, and Gemma 3 for text: alone, or the text part of a multimodal one."""
+
+from typing import Any
+
+from systolic.core.errors import OptionError
+from systolic.job import Model
+from systolic.models.decoder.config import Decoder, NormKind
+from systolic.models.decoder.families import dense
+from systolic.models.decoder.families.fields import (
+    FULL,
+    SLIDING,
+    activation,
+    faithful,
+    follow,
+    layer_types,
+    named,
+    rotary,
+    windows,
+)
+from systolic.models.families import Config, Family
+from systolic.models.mapping import Conversion, Tensors
+
+SHARED: Config = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+"""Values of absent fields; the text part of a multimodal Gemma 3 relies on them."""
+GEMMA2: Config = {
+    **SHARED,
+    "vocab_size": 256_000,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+    "sliding_window_pattern": 2,
+}
+GEMMA3: Config = {
+    **SHARED,
+    "vocab_size": 262_208,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+    "sliding_window_pattern": 6,
+}
+PREFIXES = ("language_model.model.", "model.language_model.")
+"""Beginnings of names of a multimodal file's text part, in files of old and new versions of transformers."""
+OTHER_PARTS = r"(model\.)?(vision_tower|multi_modal_projector)\..*"
+"""Names of the tensors of a multimodal file's other parts."""
+
+
+def gemma2(config: Config) -> Decoder:
+    """The sizes of a Gemma 2's config.json.
+
+    Raises:
+        OptionError: a field has a value that this decoder does not follow.
+    """
+    config = {**GEMMA2, **config}
+    theta, scaling = rotary(config)
+    return Decoder(**_shared(config), rope_theta=theta, rope_scaling=scaling)
+
+
+def gemma3(config: Config) -> Decoder:
+    """The sizes of a Gemma 3's config.json, or of the text part of a multimodal one's.
+
+    Raises:
+        OptionError: a field has a value that this decoder does not follow.
+    """
+    config = {**GEMMA3, **config.get("text_config", config)}
+    shared = _shared(config)
+    theta, scaling = rotary(config, 1e6, FULL)
+    base = config.get("rope_local_base_freq")
+    alone = {**config, "rope_scaling": None, "rope_theta": base}
+    local, stretched = rotary(alone, 1e4, SLIDING)
+    if stretched:
+        raise OptionError(
+            f"rope_parameters stretch the layers of {SLIDING} ({stretched.kind.value}) and only stretched layers of {FULL} are known"
+        )
+    return Decoder(
+        **shared,
+        qk_norm=True,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        local_rope_theta=local if shared["window"] else None,
+    )
+
+
+def _shared(config: Config) -> dict[str, Any]:
+    if config.get("use_bidirectional_attention"):
+        follow(config, {"use_bidirectional_attention": False})
+    layers, every = config["num_hidden_layers"], config["sliding_window_pattern"]
+    types = [FULL if (number + 1) % every == 0 else SLIDING for number in range(layers)]
+    window, every = windows(config.get("layer_types") or types, config["sliding_window"])
+    return {
+        **dense.sizes(config),
+        "mlp": activation(config, "hidden_activation"),
+        "norm": NormKind.rms_offset,
+        "post_norms": True,
+        "embedding_scale": config["hidden_size"] ** 0.5,
+        "qkv_bias": config["attention_bias"],
+        "out_bias": config["attention_bias"],
+        "query_pre_attn_scalar": config["query_pre_attn_scalar"],
+        "attention_cap": config["attn_logit_softcapping"] or 0.0,
+        "logit_cap": config["final_logit_softcapping"] or 0.0,
+        "window": window,
+        "global_every": every,
+    }
+
+
+def _written(model: Decoder) -> dict[str, Any]:
+    return {
+        **dense.fields(model),
+        "hidden_activation": named(model.mlp),
+        "attention_bias": model.qkv_bias,
+        "query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_dim,
+        "final_logit_softcapping": model.logit_cap or None,
+        "sliding_window": model.window or None,
+        "layer_types": layer_types(model),
+    }
+
+
+def gemma2_config(model: Model) -> dict[str, Any]:
+    """A Gemma 2's config.json.
+
+    Raises:
+        OptionError: a Gemma 2 of transformers can't be this model.
+    """
+    assert isinstance(model, Decoder)
+    written = {
+        "model_type": "gemma2",
+        "architectures": ["Gemma2ForCausalLM"],
+        **_written(model),
+        "attn_logit_softcapping": model.attention_cap or None,
+    }
+    return faithful(model, written, gemma2)
+
+
+def gemma3_config(model: Model) -> dict[str, Any]:
+    """A config.json of a Gemma 3 for text.
+
+    Raises:
+        OptionError: a Gemma 3 of transformers can't be this model.
+    """
+    assert isinstance(model, Decoder)
+    written = {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        **_written(model),
+        "rope_local_base_freq": model.local_rope_theta or model.rope_theta,
+    }
+    return faithful(model, written, gemma3)
+
+
+def gemma3_conversion(config: Config) -> Conversion:
+    """Rules of a Gemma 3's config.json; other parts of a multimodal one are left out."""
+    found = dense.conversion(gemma3(config))
+    return Conversion(rules=found.rules, unused=(*found.unused, OTHER_PARTS))
+
+
+def text_part(config: Config, tensors: Tensors) -> tuple[Config, Tensors]:
+    """A multimodal file's tensors, those of its text part by the names of a Gemma 3 for text."""
+
+    def name(theirs: str) -> str:
+        for prefix in PREFIXES:
+            if theirs.startswith(prefix):
+                return "model." + theirs.removeprefix(prefix)
+        return theirs.removeprefix("language_model.")
+
+    return config, {name(theirs): tensor for theirs, tensor in tensors.items()}
+
+
+TEXT = Family(model=gemma3, conversion=gemma3_conversion, config=gemma3_config)
+FAMILIES = {
+    "gemma2": Family(
+        model=gemma2,
+        conversion=lambda config: dense.conversion(gemma2(config)),
+        config=gemma2_config,
+    ),
+    "gemma3_text": TEXT,
+    "gemma3": Family(
+        model=gemma3, conversion=gemma3_conversion, config=gemma3_config, settle=text_part
+    ),
+}
