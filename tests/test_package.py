@@ -15,6 +15,7 @@ HEAVY = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax", "grain", "rich", "t
 def test_public_names() -> None:
     assert systolic.__all__ == [
         "Chip",
+        "Exported",
         "Forecast",
         "Imported",
         "Slice",
@@ -26,6 +27,7 @@ def test_public_names() -> None:
         "chip",
         "chips",
         "explain",
+        "export_model",
         "forecast",
         "import_model",
         "open",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from systolic.core.errors import SystolicError
     from systolic.forecasting import Forecast, Spread
     from systolic.session.explaining import explain
+    from systolic.session.exporting import Exported, export_model
     from systolic.session.forecast import forecast
     from systolic.session.importing import Imported, import_model
     from systolic.session.planning import plan
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Chip": "systolic.chips",
+    "Exported": "systolic.session.exporting",
     "Forecast": "systolic.forecasting",
     "Imported": "systolic.session.importing",
     "Slice": "systolic.chips",
@@ -33,6 +35,7 @@ _HOME = {
     "chip": "systolic.chips",
     "chips": "systolic.chips",
     "explain": "systolic.session.explaining",
+    "export_model": "systolic.session.exporting",
     "forecast": "systolic.session.forecast",
     "import_model": "systolic.session.importing",
     "open": "systolic.session.trained",
@@ -47,6 +50,7 @@ _NAMES = {"open": "open_model"}
 
 __all__ = [
     "Chip",
+    "Exported",
     "Forecast",
     "Imported",
     "Slice",
@@ -58,6 +62,7 @@ __all__ = [
     "chip",
     "chips",
     "explain",
+    "export_model",
     "forecast",
     "import_model",
     "open",

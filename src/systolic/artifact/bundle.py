@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from systolic.artifact import failure
-from systolic.artifact.tensors import MappedTensor, TensorSpec, read_header, write
+from systolic.artifact.tensors import SUFFIX, MappedTensor, TensorSpec, read_header, write
 from systolic.core.errors import DataError, NotFoundError, RunError, TakenError
 from systolic.core.files import write_json
 from systolic.job import Model
@@ -34,7 +34,10 @@ FORMAT = 1
 """Raised when the files change in a way that older versions misread."""
 SHARD_BYTES = 4_000_000_000
 """Size of a weights file; a larger tensor has a file of its own."""
-WEIGHTS, INDEX = "weights.safetensors", "weights.safetensors.index.json"
+WEIGHTS = "weights"
+"""Stem of the names of its weights files."""
+FORMATS = {WEIGHTS: "systolic", "model": "pt"}
+"""``format`` in the metadata of weights files by their stem; transformers opens ``pt`` only."""
 ORIGIN = "source/config.json"
 """The config.json that the model came with."""
 HASHED_BYTES = 1 << 22
@@ -149,7 +152,7 @@ def open_bundle(folder: Path) -> Bundle:
     model = _model(record, file)
     tensors: dict[str, MappedTensor] = {}
     for name in record.files:
-        if name.endswith(".safetensors"):
+        if name.endswith(SUFFIX):
             tensors |= read_header(folder / name)[0]
     return Bundle(folder=folder, record=record, model=model, tensors=tensors)
 
@@ -243,16 +246,18 @@ class BundleDraft:
         planned: Sequence[TensorSpec],
         pieces: Callable[[str], Iterator[np.ndarray]],
         progress: Callable[[int], None],
+        stem: str = WEIGHTS,
     ) -> None:
         """Writes the weights, one piece of a tensor in memory at a time.
 
         Args:
             planned: All tensors.
-            pieces: Consecutive pieces of a tensor's first dims, by its name.
+            pieces: Consecutive pieces of a tensor's first dims, by its name; called in their order.
             progress: Called with the bytes of each tensor that was written.
+            stem: Of the names of the files: ``model`` as Hugging Face has it.
         """
         shards = shards_of(planned)
-        names = [WEIGHTS] if len(shards) == 1 else _numbered(len(shards))
+        names = _names(stem, len(shards))
 
         def made(shard: Sequence[TensorSpec]) -> Iterator[Iterator[np.ndarray]]:
             for tensor in shard:
@@ -261,10 +266,15 @@ class BundleDraft:
 
         for name, shard in zip(names, shards, strict=True):
             with _written(self.folder / name) as out:
-                write(out, shard, made(shard), {"format": "systolic"})
+                write(out, shard, made(shard), {"format": FORMATS[stem]})
             self._files[name] = out.record
         if len(shards) > 1:
-            self.add(INDEX, index_of(names, shards))
+            self.add(f"{stem}{SUFFIX}.index.json", index_of(names, shards))
+
+    def rename(self) -> Path:
+        """Gives the folder its name as it is, without a bundle.json."""
+        os.replace(self.folder, self.final)
+        return self.final
 
     def finish(self, **about: Any) -> Bundle:
         """Writes bundle.json and gives the folder its name.
@@ -338,8 +348,10 @@ def index_of(names: Sequence[str], shards: Iterable[Sequence[TensorSpec]]) -> by
     return json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2).encode()
 
 
-def _numbered(count: int) -> list[str]:
-    return [f"weights-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+def _names(stem: str, count: int) -> list[str]:
+    if count == 1:
+        return [f"{stem}{SUFFIX}"]
+    return [f"{stem}-{i + 1:05}-of-{count:05}{SUFFIX}" for i in range(count)]
 
 
 class _Hashing:

@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from systolic.artifact.bundle import MANIFEST
+from systolic.artifact.tensors import TensorSpec
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.data.fingerprint import of_files
 from systolic.job import Model
 from systolic.models.families import CONFIG, Config
-from systolic.models.mapping import Conversion, Tensors
+from systolic.models.mapping import Conversion, Tensor, Tensors
 
 if TYPE_CHECKING:
     import jax
@@ -112,7 +113,7 @@ class TransformersSource(Source):
     @cached_property
     def dtype(self) -> str:
         """See :class:`Source`."""
-        return most_common(self.tensors)
+        return most_common(self.tensors.values())
 
     def arrays(self, like: "Mapping[str, jax.ShapeDtypeStruct]") -> "dict[str, jax.Array]":
         """See :class:`Source`."""
@@ -142,10 +143,10 @@ class TransformersSource(Source):
         return contents.digest
 
 
-def most_common(tensors: Tensors) -> str:
+def most_common(tensors: "Iterable[Tensor | TensorSpec]") -> str:
     """Numpy name of the dtype with the most elements."""
     elements: dict[str, int] = {}
-    for tensor in tensors.values():
+    for tensor in tensors:
         name = tensor.dtype.name
         elements[name] = elements.get(name, 0) + int(np.prod(tensor.shape, dtype=np.int64))
     return max(elements, key=lambda name: elements[name])

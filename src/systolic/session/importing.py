@@ -21,7 +21,7 @@ from systolic.core.errors import OptionError, RunError
 from systolic.core.units import si
 from systolic.interop.importing import planned, write_weights
 from systolic.interop.parity import Parity, check, impossible
-from systolic.interop.source import Source, open_source
+from systolic.interop.source import Source, most_common, open_source
 from systolic.job import Precision
 
 if TYPE_CHECKING:
@@ -144,10 +144,6 @@ def _fill(
 def _about(source: Source, tensors: "list[TensorSpec]") -> dict[str, Any]:
     from systolic import __version__
 
-    elements: dict[str, int] = {}
-    for tensor in tensors:
-        name = tensor.dtype.name
-        elements[name] = elements.get(name, 0) + int(np.prod(tensor.shape))
     return {
         "systolic": __version__,
         "model": model_record(source.model),
@@ -157,7 +153,7 @@ def _about(source: Source, tensors: "list[TensorSpec]") -> dict[str, Any]:
             digest=source.fingerprint(),
             licence=source.licence,
         ),
-        "dtype": max(elements, key=lambda name: elements[name]),
+        "dtype": most_common(tensors),
     }
 
 

@@ -1,0 +1,144 @@
+"""Export: what came from transformers goes home bit for bit, and what was trained here opens there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file
+
+import systolic
+from systolic.cli.main import main
+from systolic.core.errors import OptionError
+from systolic.interop.exporting import outgoing_model
+from systolic.interop.logits import logits_of
+from systolic.interop.parity import compare, reference
+from systolic.interop.source import open_source
+from systolic.job import Model
+from systolic.models.decoder.config import Decoder, Mlp
+from systolic.models.vision.cnn.config import CNN
+from tests.interop import folders
+from tests.interop.test_gguf import KINDS, write
+
+SMALL = ["--steps", "2", "--sequence", "32", "--batch", "2", "--model.layers", "2"]
+SIZES = [
+    "--model.d-model",
+    "32",
+    "--model.d-ff",
+    "64",
+    "--model.heads",
+    "2",
+    "--model.head-dim",
+    "16",
+]
+
+
+def held(folder: Path) -> dict[str, np.ndarray]:
+    """All tensors of a folder."""
+    found: dict[str, np.ndarray] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def other(name: str) -> Any:
+    """A small model of another family of transformers."""
+    shared = {"vocab_size": 304, "hidden_size": 32, "intermediate_size": 48}
+    shared |= {"num_hidden_layers": 2, "num_attention_heads": 4}
+    decoders = {**shared, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    if name == "bert":
+        config = transformers.BertConfig(**shared, max_position_embeddings=64)
+        return transformers.BertForMaskedLM(config)
+    if name == "vit":
+        own = {k: v for k, v in shared.items() if k != "vocab_size"}
+        return transformers.ViTForImageClassification(
+            transformers.ViTConfig(**own, image_size=16, patch_size=4, num_labels=5)
+        )
+    if name == "mixtral":
+        return transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(**decoders, num_local_experts=4, num_experts_per_tok=2)
+        )
+    return folders.llama(tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "bert", "vit"])
+def test_a_family_comes_home_bit_for_bit(tmp_path: Path, name: str) -> None:
+    model = other(name)
+    model.save_pretrained(tmp_path / "theirs")
+    if name in ("llama", "mixtral"):
+        folders.tokenizer().save_pretrained(tmp_path / "theirs")
+    systolic.import_model(tmp_path / "theirs", tmp_path / "bundle", parity=False)
+    made = systolic.export_model(tmp_path / "bundle", tmp_path / "home")
+    theirs, home = held(tmp_path / "theirs"), held(tmp_path / "home")
+    assert set(home) <= set(theirs)  # tied and derived tensors are left out
+    for tensor, array in home.items():
+        np.testing.assert_array_equal(array, theirs[tensor])
+    assert made.parameters == sum(array.size for array in home.values())
+    config = json.loads((tmp_path / "home" / "config.json").read_text())
+    assert config == json.loads((tmp_path / "theirs" / "config.json").read_text())
+    _, told = type(model).from_pretrained(tmp_path / "home", output_loading_info=True)
+    assert not told["unexpected_keys"]
+    assert not told["missing_keys"]
+
+
+def test_a_shard_each_and_one_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folders.folder(tmp_path / "theirs", dtype=torch.bfloat16)
+    monkeypatch.setattr("systolic.artifact.bundle.shards_of.__defaults__", (20_000,))
+    systolic.export_model(folder, tmp_path / "home")
+    assert len(list((tmp_path / "home").glob("model-*.safetensors"))) > 1
+    rows = np.arange(20, dtype=np.int32).reshape(2, 10)
+    expected = folders.logits(folder, rows)
+    np.testing.assert_array_equal(folders.logits(tmp_path / "home", rows), expected)
+
+
+def test_what_was_trained_here_opens_there(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = folders.folder(tmp_path / "words")
+    text = tmp_path / "text.txt"
+    text.write_text("the capital of France is Paris\n" * 200)
+    words = ["--path", str(text), "--tokenizer", str(tokenizer / "tokenizer.json")]
+    run = tmp_path / "run"
+    options = [*SMALL, *SIZES, "--model.kv-heads", "1", "--model.norm-eps", "1e-4", *words]
+    assert main(["train", "lm", *options, "--run", str(run), "--json"]) == 0
+    capfd.readouterr()
+    assert main(["export", str(run), "--out", str(tmp_path / "home"), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["model_type"] == "llama"
+    rows = np.random.default_rng(0).integers(0, 300, (2, 24)).astype(np.int32)
+    # In a second process, as a user of transformers opens it.
+    theirs, framework = reference(open_source(tmp_path / "home"), rows)
+    model = systolic.open(run)
+    found = compare(logits_of(model.setup.steps, model.weights, rows), theirs, framework, 1e-4)
+    assert found.passed, found.line()
+    ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "home")("the capital")["input_ids"]
+    assert ids == model.job.data.get_tokenizer().encode("the capital")
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (Decoder(tie_embeddings=False, vocab=256), "model.embedding-scale is 27.7"),
+        (Decoder(mlp=Mlp.relu, vocab=256), "model.mlp is relu, not"),
+        (Decoder(ngrams=2, vocab=256), "model.ngrams is 2, not 0"),
+        (CNN(), "no family of transformers computes this CNN"),
+    ],
+)
+def test_what_transformers_can_not_say_is_named(model: Model, says: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        outgoing_model(model, {}, {})
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_gguf_file_becomes_a_folder(tmp_path: Path) -> None:
+    model = folders.llama(rms_norm_eps=1e-5)
+    file = write(tmp_path / "small.gguf", model, KINDS.F32)
+    systolic.export_model(file, tmp_path / "home")
+    rows = np.arange(20, dtype=np.int32).reshape(2, 10)
+    with torch.no_grad():
+        expected = model(torch.tensor(rows), use_cache=False).logits.numpy()
+    np.testing.assert_allclose(folders.logits(tmp_path / "home", rows), expected, atol=1e-6)
