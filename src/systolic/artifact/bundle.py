@@ -49,6 +49,7 @@ MODELS = {
     "MobileNetV2": "systolic.models.vision.mobilenet.config",
     "ResNet": "systolic.models.vision.resnet.config",
     "ViT": "systolic.models.vision.vit.config",
+    "Whisper": "systolic.models.whisper.config",
 }
 """Types of models to their modules; a Bundle names one of them."""
 

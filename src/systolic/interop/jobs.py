@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping
 from systolic.core.errors import OptionError
 from systolic.data.text.prompts import Prompts
 from systolic.interop.source import GENERATION, Source
+from systolic.interop.speech import speech_job
 from systolic.job import Batch, Dtypes, Job, Model, Stored
 from systolic.models.decoder.config import Decoder
 from systolic.models.families import read_config
+from systolic.models.whisper.config import Whisper
 from systolic.steps.tasks.language import LanguageModel
 
 ROW = 1024
@@ -73,5 +75,8 @@ def _stops(source: Source) -> tuple[int, ...]:
     return tuple(int(one) for one in several if one is not None)
 
 
-MAKERS: Mapping[type[Model], Callable[[Source], Job]] = {Decoder: _decoder}
+MAKERS: Mapping[type[Model], Callable[[Source], Job]] = {
+    Decoder: _decoder,
+    Whisper: speech_job,
+}
 """Class of a model to what makes its job."""

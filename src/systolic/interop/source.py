@@ -35,6 +35,10 @@ TEXT_FILES = (
 """Files that belong to a model's text, copied as they are."""
 OTHER_FILES = ("preprocessor_config.json", "processor_config.json", "modules.json")
 """Files about a model's other inputs, copied as they are."""
+BINARY = "model.bin"
+"""Weights of a CTranslate2 folder."""
+BINARY_FORMATS = (4, 5, 6)
+"""Format numbers of it that are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,7 @@ class Source(ABC):
     config: Config
     """Fields of its config.json; {} where its origin has none."""
     kind: str
-    """Format: ``hugging-face``, ``gguf`` or ``bundle``."""
+    """Format: ``hugging-face``, ``gguf``, ``ctranslate2`` or ``bundle``."""
     licence: str | None = None
     """Licence that its files name, such as ``apache-2.0``; ``None`` where they name none."""
 
@@ -167,6 +171,10 @@ def open_source(path: Path | str) -> Source:
         from systolic.interop.bundled import open_bundled
 
         return open_bundled(path)
+    if is_ctranslate2(path):
+        from systolic.interop.ctranslate2 import open_ctranslate2
+
+        return open_ctranslate2(path)
     if (path / CONFIG).is_file():
         from systolic.interop.hugging_face import open_folder
 
@@ -184,10 +192,19 @@ def open_source(path: Path | str) -> Source:
     )
 
 
+def is_ctranslate2(path: Path) -> bool:
+    """Whether a path is a folder of CTranslate2."""
+    if not (path / BINARY).is_file():
+        return False
+    with (path / BINARY).open("rb") as opened:
+        return int.from_bytes(opened.read(4), "little") in BINARY_FORMATS
+
+
 def known_source(path: Path) -> bool:
     """Whether a path looks like a model that :func:`open_source` takes."""
     return (
         (path / MANIFEST).is_file()
         or (path / CONFIG).is_file()
+        or is_ctranslate2(path)
         or (path.suffix in (GGUF, ONNX) and path.is_file())
     )

@@ -10,9 +10,11 @@ import numpy as np
 
 from systolic.artifact.weights import Weights
 from systolic.core.errors import DataError, NotFoundError
+from systolic.data.audio.recordings import Recordings
 from systolic.data.text.text_data import TextData
 from systolic.job.data import MASK, Data
 from systolic.training.setup import Setup
+from systolic.training.transcribe import transcriptions
 
 UNREADABLE = (DataError, NotFoundError, OSError)
 """Errors of a file that do not affect the others."""
@@ -29,6 +31,9 @@ def predictions(
     For a file that can't be read ``error`` has the reason.
     """
     data = setup.job.data
+    if isinstance(data, Recordings):
+        yield from transcriptions(setup, weights, files)
+        return
     if isinstance(data, TextData) and "targets" in data.fields():
         for file in files:
             try:

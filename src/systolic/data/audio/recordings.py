@@ -1,0 +1,215 @@
+"""Recordings with their texts, for speech to text."""
+
+import csv
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from systolic.core.errors import DataError, NotFoundError, OptionError
+from systolic.core.files import as_paths
+from systolic.core.ranges import COUNT, Range, check
+from systolic.data.text.tokenizer import Tokenizer
+from systolic.job import Data, Field, Read, Split
+from systolic.job.data import Batches, Contents, OnError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+FILL = {"targets": -1}
+"""Padding values other than 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Writing:
+    """Tokens that the text of a recording starts and ends with, and those that it never has."""
+
+    prompt: tuple[int, ...] = ()
+    """Start of every text: start of transcript, and where a model knows several, language, task and no timestamps."""
+    end: int = 0
+    """End of every text."""
+    suppressed: tuple[int, ...] = ()
+    """Tokens that are never written: marks of speakers and of noise."""
+    suppressed_first: tuple[int, ...] = ()
+    """Tokens that no text starts with: a space, and the end."""
+
+
+class Line(NamedTuple):
+    """A line of a manifest."""
+
+    audio: Path
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recordings(Data):
+    """Recordings named by a manifest: features f32[2 x frames, mels], tokens and targets int32[sequence].
+
+    A manifest has a JSON object {"audio": PATH, "text": TEXT} a line, or the two separated by a tab; paths
+    are relative to it. The targets are the tokens of the text and its end; the prompt has none.
+    """
+
+    path: Path | None = None
+    """Manifest; without one the training and validation splits are empty."""
+    validation: Path | None = None
+    """Manifest of the validation split; None takes a share of the lines."""
+    validation_share: Annotated[float, Range(least=0, below=0.5)] = 0.1
+    """Share of the lines, evenly spaced, for validation where it has no manifest."""
+    tokenizer: Path | None = None
+    """A ``tokenizer.json`` or its folder; None reads bytes."""
+    writing: Writing = field(default_factory=Writing)
+    sequence: Annotated[int, Range(least=2, most=2**20)] = 448
+    """Tokens of a text, prompt and end included."""
+    frames: Annotated[int, COUNT] = 1500
+    """Positions of the model's encoder, 20 ms each."""
+    mels: Annotated[int, COUNT] = 80
+    """Mel bins."""
+    joined: bool = False
+    """Whether recordings that follow each other in the manifest share a window, as many as fit."""
+    on_error: OnError = OnError.skip
+    """What to do with a recording that can't be read or is too long, or whose text is."""
+
+    def __post_init__(self) -> None:
+        as_paths(self, "path", "validation", "tokenizer")
+        check(self)
+
+    @property
+    def samples(self) -> int:
+        """Samples of a window."""
+        from systolic.data.audio.sound import HOP
+
+        return 2 * self.frames * HOP
+
+    def fields(self) -> Mapping[str, Field]:
+        """features, tokens and targets."""
+        text = Field(shape=(self.sequence,), dtype="int32", axes=("sequence",))
+        sound = Field(shape=(2 * self.frames, self.mels), dtype="float32")
+        return {"features": sound, "tokens": text, "targets": text}
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the texts."""
+        return Tokenizer(path=self.tokenizer)
+
+    def with_tokenizer(self, path: Path) -> "Recordings":
+        """The same data with the tokenizer in a folder."""
+        return replace(self, tokenizer=path)
+
+    def lines(self, split: Split) -> list[Line]:
+        """Lines of a split, in the order of the manifest.
+
+        Raises:
+            NotFoundError: no such manifest.
+            DataError: a line that is neither form, or has no text.
+        """
+        if split is Split.test:
+            return []
+        if self.validation is not None:
+            path = self.path if split is Split.train else self.validation
+            return [] if path is None else read_manifest(path)
+        if self.path is None:
+            return []
+        found, share = read_manifest(self.path), self.validation_share
+        held = [int((i + 1) * share) > int(i * share) for i in range(len(found))]
+        wanted = split is Split.validation
+        return [line for line, own in zip(found, held, strict=True) if own is wanted]
+
+    def size(self, split: Split) -> int | None:
+        """Recordings in a split; ``None`` where several share a window."""
+        count = len(self.lines(split))
+        return None if self.joined and count else count
+
+    def contents(self, split: Split) -> Contents | None:
+        """Fingerprint of the split's manifest."""
+        from systolic.data.fingerprint import of_files
+
+        own = self.validation if split is Split.validation else self.path
+        if own is None or split is Split.test:
+            return None
+        return of_files(own.parent, [own])
+
+    def lasting(self) -> frozenset[str]:
+        """What decides which recordings make a window."""
+        return frozenset(("validation_share", "sequence", "frames", "mels", "joined"))
+
+    def at(self, path: Path) -> "Recordings":
+        """See :class:`Data`."""
+        return replace(self, path=None, validation=path)
+
+    def open(self, read: Read) -> Batches:
+        """Batches of a split.
+
+        Raises:
+            NotFoundError: no such manifest.
+            DataError: no recording in the split, or one that can't be read where these are not skipped.
+            MissingExtraError: the extra ``audio`` is not installed.
+        """
+        from systolic.data.audio.spoken import Spoken, groups
+        from systolic.data.random_access import open_table
+
+        found = self.lines(read.split)
+        if not found:
+            raise DataError(
+                f"{self.path or self.validation} has no recording for {read.split.value}; give a manifest with some"
+            )
+        tokens = self.get_tokenizer().encode_all([f" {line.text}" for line in found])
+        return open_table(
+            Spoken(self, found, tokens, groups(self, found, tokens)), read, self.fields(), FILL
+        )
+
+    def windows(self, path: Path) -> "list[np.ndarray]":
+        """Spectrograms f32[2 x frames, mels] of a recording's windows, in order.
+
+        Raises:
+            NotFoundError: no such file.
+            DataError: it is no sound.
+            MissingExtraError: the extra ``audio`` is not installed.
+        """
+        from systolic.data.audio.sound import cut, log_mel, read_sound
+
+        parts = cut(read_sound(path), self.samples)
+        return [log_mel(part, 2 * self.frames, self.mels) for part in parts]
+
+
+def read_manifest(path: Path) -> list[Line]:
+    """Lines of a manifest.
+
+    Raises:
+        NotFoundError: no such file.
+        DataError: a line that is neither form, or has no text.
+    """
+    try:
+        rows = [row for row in path.read_text().splitlines() if row.strip()]
+    except OSError as error:
+        raise NotFoundError(f"{path} can't be read ({error.strerror}); check the path") from error
+    found = []
+    for number, row in enumerate(rows, 1):
+        try:
+            line = json.loads(row) if row.lstrip().startswith("{") else _tabbed(row)
+            audio, text = line["audio"], line["text"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f'line {number} of {path} is no recording ({error}); write {{"audio": PATH, "text": TEXT}}, or the two with a tab between'
+            ) from error
+        found.append(Line(path.parent / str(audio), " ".join(str(text).split())))
+    return found
+
+
+def _tabbed(row: str) -> dict[str, str]:
+    (cells,) = csv.reader([row], delimiter="\t", quoting=csv.QUOTE_NONE)
+    if len(cells) != 2:
+        raise ValueError(f"{len(cells)} columns")
+    return {"audio": cells[0], "text": cells[1]}
+
+
+def checked_prompt(writing: Writing, vocab: int) -> None:
+    """Refuses tokens that a model does not have.
+
+    Raises:
+        OptionError: one is beyond its vocabulary, or there is no prompt.
+    """
+    used = (*writing.prompt, writing.end, *writing.suppressed, *writing.suppressed_first)
+    if not writing.prompt or max(used) >= vocab:
+        raise OptionError(
+            f"texts start with the tokens {writing.prompt} and use ids up to {max(used)}, and the model has {vocab}; give the tokenizer that belongs to it"
+        )

@@ -1,0 +1,130 @@
+"""Sound files as mono waves of 16 kHz, and their log-mel spectrograms, as Whisper reads them (Radford et al. 2022, section 2.2)."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from systolic.core.errors import DataError, MissingExtraError, NotFoundError
+
+RATE = 16_000
+"""Samples a second."""
+WINDOW = 400
+"""Samples of a frame: 25 ms."""
+HOP = 160
+"""Samples between frames: 10 ms."""
+FLOOR = 1e-10
+"""Least power before the logarithm."""
+DYNAMIC_RANGE = 8.0
+"""Powers of ten below the loudest bin, at which a spectrogram is cut."""
+QUIET = 1600
+"""Samples, 0.1 s, of the stretches among which a cut looks for the quietest."""
+SEARCHED = 6
+"""A cut lies in the last of so many parts of a window: the last 5 s of 30."""
+
+LINEAR_HZ, LINEAR_STEP_HZ, LOG_STEP = 1000.0, 200.0 / 3, float(np.log(6.4) / 27)
+"""The mel scale is linear up to 1 kHz and logarithmic above (Slaney, Auditory Toolbox, 1998)."""
+
+
+def read_sound(path: Path) -> np.ndarray:
+    """f32[samples] in -1 to 1: channels averaged, resampled to :data:`RATE`; any format of libsndfile (WAV, FLAC, Ogg, MP3).
+
+    Raises:
+        NotFoundError: no such file.
+        DataError: the file is no sound, or empty.
+        MissingExtraError: the extra ``audio`` is not installed.
+    """
+    library = _soundfile()
+    if not path.is_file():
+        raise NotFoundError(f"{path} is not a file; check the path")
+    try:
+        samples, rate = library.read(path, dtype="float32", always_2d=True)
+    except (library.LibsndfileError, OSError) as error:
+        raise DataError(
+            f"{path} can't be read as sound ({error}); give WAV, FLAC, Ogg or MP3"
+        ) from error
+    if not len(samples):
+        raise DataError(f"{path} has no sound; give a longer recording")
+    wave = samples.mean(axis=1)
+    if rate == RATE:
+        return wave
+    from scipy.signal import resample_poly
+
+    common = gcd(RATE, rate)
+    return resample_poly(wave, RATE // common, rate // common).astype(np.float32)
+
+
+def num_samples(path: Path) -> int:
+    """Samples that :func:`read_sound` returns, from the file's header; 0 if it can't be read."""
+    library = _soundfile()
+    try:
+        about = library.info(path)
+    except (library.LibsndfileError, OSError):
+        return 0  # Reading it says why.
+    return -(-about.frames * RATE // about.samplerate)
+
+
+def _soundfile() -> Any:
+    try:
+        import soundfile
+    except ImportError as error:
+        raise MissingExtraError("reading sound", "audio") from error
+    return soundfile
+
+
+def cut(wave: np.ndarray, most: int) -> Iterator[np.ndarray]:
+    """Consecutive parts of at most ``most`` samples, cut in the quietest 0.1 s of the last sixth of each."""
+    while len(wave) > most:
+        first = most - most // SEARCHED
+        stretch = max(1, min(QUIET, most // SEARCHED))
+        count = (most - first) // stretch
+        blocks = wave[first : first + count * stretch].reshape(count, stretch)
+        quietest = int(np.argmin(np.square(blocks).sum(axis=1)))
+        at = first + quietest * stretch + stretch // 2
+        yield wave[:at]
+        wave = wave[at:]
+    yield wave
+
+
+def log_mel(wave: np.ndarray, frames: int, mels: int) -> np.ndarray:
+    """Log-mel spectrogram f32[frames, mels] of a wave f32[samples], silence after its end.
+
+    Args:
+        wave: At most ``frames`` x :data:`HOP` samples; more are dropped.
+        frames: Frames, 10 ms each.
+        mels: Mel bins.
+    """
+    half = WINDOW // 2
+    whole = np.zeros(frames * HOP, np.float64)
+    whole[: len(wave)] = wave[: len(whole)]
+    # Frames are centred; the last, at the very end, is dropped.
+    padded = np.pad(whole, half, mode="reflect")
+    cuts = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP][:frames]
+    hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)
+    power = np.abs(np.fft.rfft(cuts * hann, axis=1)) ** 2
+    logs = np.log10(np.maximum(power @ mel_filters(mels), FLOOR))
+    return ((np.maximum(logs, logs.max() - DYNAMIC_RANGE) + 4.0) / 4.0).astype(np.float32)
+
+
+@lru_cache(maxsize=4)
+def mel_filters(mels: int) -> np.ndarray:
+    """f64[WINDOW / 2 + 1, mels]: triangles evenly spaced on the mel scale, of equal area."""
+    edges = _hertz(np.linspace(0.0, _mel(RATE / 2), mels + 2))
+    bins = np.linspace(0.0, RATE / 2, WINDOW // 2 + 1)[:, None]
+    low, centre, high = edges[:-2], edges[1:-1], edges[2:]
+    rising, falling = (bins - low) / (centre - low), (high - bins) / (high - centre)
+    return np.maximum(0.0, np.minimum(rising, falling)) * 2.0 / (high - low)
+
+
+def _mel(hertz: float) -> float:
+    """Mels of a frequency above 1 kHz."""
+    return LINEAR_HZ / LINEAR_STEP_HZ + float(np.log(hertz / LINEAR_HZ)) / LOG_STEP
+
+
+def _hertz(mel: np.ndarray) -> np.ndarray:
+    """Frequencies of mels."""
+    linear, knee = mel * LINEAR_STEP_HZ, LINEAR_HZ / LINEAR_STEP_HZ
+    return np.where(mel < knee, linear, LINEAR_HZ * np.exp(LOG_STEP * (mel - knee)))
