@@ -57,10 +57,10 @@ def config(model: Whisper = MODEL) -> transformers.WhisperConfig:
 
 
 @cache
-def foreign() -> Any:
+def foreign(model: Whisper = MODEL) -> Any:
     """The model, every parameter random: biases and norms too."""
     torch.manual_seed(0)
-    made = transformers.WhisperForConditionalGeneration(config()).eval()
+    made = transformers.WhisperForConditionalGeneration(config(model)).eval()
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if "encoder.embed_positions" not in name:

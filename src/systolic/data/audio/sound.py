@@ -25,8 +25,8 @@ QUIET = 1600
 SEARCHED = 6
 """A cut lies in the last of so many parts of a window: the last 5 s of 30."""
 
-LINEAR_HZ, LINEAR_STEP_HZ, LOG_STEP = 1000.0, 200.0 / 3, float(np.log(6.4) / 27)
-"""The mel scale is linear up to 1 kHz and logarithmic above (Slaney, Auditory Toolbox, 1998)."""
+KNEE, LINEAR_STEP, LOG_STEP = 1000.0, 200.0 / 3, float(np.log(6.4) / 27)
+"""The mel scale, in hertz: linear up to 1 kHz and logarithmic above (Slaney, Auditory Toolbox, 1998)."""
 
 
 def read_sound(path: Path) -> np.ndarray:
@@ -121,10 +121,10 @@ def mel_filters(mels: int) -> np.ndarray:
 
 def _mel(hertz: float) -> float:
     """Mels of a frequency above 1 kHz."""
-    return LINEAR_HZ / LINEAR_STEP_HZ + float(np.log(hertz / LINEAR_HZ)) / LOG_STEP
+    return KNEE / LINEAR_STEP + float(np.log(hertz / KNEE)) / LOG_STEP
 
 
 def _hertz(mel: np.ndarray) -> np.ndarray:
     """Frequencies of mels."""
-    linear, knee = mel * LINEAR_STEP_HZ, LINEAR_HZ / LINEAR_STEP_HZ
-    return np.where(mel < knee, linear, LINEAR_HZ * np.exp(LOG_STEP * (mel - knee)))
+    linear, knee = mel * LINEAR_STEP, KNEE / LINEAR_STEP
+    return np.where(mel < knee, linear, KNEE * np.exp(LOG_STEP * (mel - knee)))
