@@ -80,7 +80,9 @@ def test_texts_and_losses_are_those_of_transformers(folder: Path, tmp_path: Path
     tokens = torch.tensor([[*PROMPT, 7, 9, 11]])
     with torch.no_grad():
         spectrogram = torch.tensor(windows[0][0].T[None])
-        chances = speech.foreign(speech.TINY)(spectrogram, decoder_input_ids=tokens).logits.log_softmax(-1)
+        chances = speech.foreign(speech.TINY)(
+            spectrogram, decoder_input_ids=tokens
+        ).logits.log_softmax(-1)
     nats = [
         -float(chances[0, place, i]) for place, i in zip(range(1, 5), (7, 9, 11, END), strict=True)
     ]
