@@ -50,6 +50,7 @@ HOMES = {
     "gemma3": "systolic.models.decoder.families.gemma",
     "gemma3_text": "systolic.models.decoder.families.gemma",
     "gpt2": "systolic.models.decoder.families.gpt2",
+    "gpt_oss": "systolic.models.decoder.families.gpt_oss",
     "llama": "systolic.models.decoder.families.llama",
     "mistral": "systolic.models.decoder.families.llama",
     "mixtral": "systolic.models.decoder.families.mixtral",

@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 
 from systolic.job import Model
-from systolic.models.families import HOMES, Config, family
+from systolic.models.families import Config, family
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,6 @@ def published() -> Mapping[str, PublishedModel]:
     text = files("systolic.models").joinpath("published.toml").read_text(encoding="utf-8")
     found: dict[str, PublishedModel] = {}
     for kin in tomllib.loads(text)["family"]:
-        if kin["config"]["model_type"] not in HOMES:
-            continue
         for name, one in kin["models"].items():
             found[name] = PublishedModel(
                 name=name,

@@ -14,6 +14,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from systolic.core.errors import OptionError
+from systolic.models.decoder.families.gpt_oss import unpacked
 from systolic.models.families import CONFIG, family, read_config
 from tests.models.foreign import Held, converted, relative, returned
 
@@ -61,10 +62,20 @@ MIXTRAL = {
     "num_experts_per_tok": 2,
     "sliding_window": 5,
 }
+GPT_OSS = {
+    **SHARED,
+    "intermediate_size": 24,
+    "head_dim": 10,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "sliding_window": 4,
+    "rope_parameters": {**SCALED, "factor": 32, "truncate": False},
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", MIXTRAL),
     "mixtral-tied": ("mixtral", {**MIXTRAL, "tie_word_embeddings": True, "sliding_window": None}),
     "qwen3-moe": ("qwen3_moe", {**QWEN, "norm_topk_prob": True}),
+    "gpt-oss": ("gpt_oss", GPT_OSS),
     "qwen3-moe-first": ("qwen3_moe", {**QWEN, "mlp_only_layers": [0]}),
     "qwen3-moe-every-other": ("qwen3_moe", {**QWEN, "decoder_sparse_step": 2}),
     "deepseek-v2": (
@@ -78,7 +89,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**LATENTS, "rope_interleave": False, "rope_parameters": None, "rope_theta": 5e3},
     ),
 }
-QUICK = ("mixtral", "qwen3-moe-first", "deepseek-v2", "deepseek-v3")
+QUICK = ("mixtral", "gpt-oss", "qwen3-moe-first", "deepseek-v2", "deepseek-v3")
 """Every family once."""
 TOKENS = np.random.default_rng(0).integers(0, 120, (2, 17))
 
@@ -142,7 +153,9 @@ def test_a_mixture_agrees_with_transformers(name: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(back[key], value, err_msg=key)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe-every-other", "deepseek-v2", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name", ["mixtral", "gpt-oss", "qwen3-moe-every-other", "deepseek-v2", "deepseek-v3"]
+)
 def test_transformers_reads_what_is_written(name: str, tmp_path: Path) -> None:
     theirs = random_model(*CASES[name])
     config = json.loads(theirs.config.to_json_string())
@@ -165,6 +178,7 @@ def test_transformers_reads_what_is_written(name: str, tmp_path: Path) -> None:
     ("kind", "fields", "words"),
     [
         ("qwen3_moe", {**QWEN, "mlp_only_layers": [2]}, "make layers"),
+        ("gpt_oss", {**GPT_OSS, "swiglu_limit": 5.0}, r"swiglu_limit is 5.0"),
         ("deepseek_v2", {**LATENTS, "norm_topk_prob": True}, "norm_topk_prob is True"),
         ("deepseek_v2", {**LATENTS, "topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
         ("deepseek_v3", {**LATENTS, "scoring_func": "softmax"}, "scoring_func is 'softmax'"),
@@ -186,3 +200,29 @@ def test_quantized_weights_are_refused_and_their_sizes_known() -> None:
     assert known.model(config).num_parameters
     with pytest.raises(OptionError, match="quantization_config says that the weights are in fp8"):
         known.conversion(config)
+
+
+def test_experts_in_mxfp4_are_those_of_transformers() -> None:
+    """Random codes and scales, both orders of a byte's halves."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    draw = np.random.default_rng(0).integers
+    blocks = draw(0, 256, (2, 6, 3, 16), dtype=np.uint8)
+    scales = draw(120, 132, (2, 6, 3), dtype=np.uint8)
+    wanted = convert_moe_packed_tensors(
+        torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32
+    )
+    np.testing.assert_array_equal(unpacked(blocks, scales), wanted.numpy())
+    config = {
+        "model_type": "gpt_oss",
+        **GPT_OSS,
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    rules = family(config, "the model").conversion(config).rules
+    (gates,) = (rule for rule in rules if "blocks/mlp/gate" in rule.ours)
+    gate, up = gates.read([blocks, scales])
+    np.testing.assert_array_equal(gate, wanted.numpy()[..., ::2])
+    np.testing.assert_array_equal(up, wanted.numpy()[..., 1::2])
+    assert gates.names((0,))[0] == "model.layers.0.mlp.experts.gate_up_proj_blocks"
+    with pytest.raises(OptionError, match="MXFP4 are read and not written"):
+        gates.write([gate, up])

@@ -10,6 +10,7 @@ from flax import nnx
 from systolic.job import Target
 from systolic.models.decoder.config import Decoder, Mlp, NormKind
 from systolic.models.decoder.rotary import Rotary, Stretching
+from systolic.models.decoder.switches import CLAMP_LIMIT, CLAMP_SLOPE
 from systolic.models.layers import LayerNorm
 from systolic.models.order import Order
 from systolic.models.parameters import weight
@@ -93,10 +94,6 @@ def rope(x: jax.Array, positions: jax.Array, rotary: Rotary) -> jax.Array:
     )
 
 
-CLAMP_LIMIT = 7.0
-"""Largest gate, and largest magnitude of up, of Mlp.swiglu_clamped (gpt-oss: swiglu_limit)."""
-CLAMP_SLOPE = 1.702
-"""Slope inside the sigmoid of Mlp.swiglu_clamped (gpt-oss: swiglu_alpha)."""
 ACTIVATIONS = {
     Mlp.swiglu: jax.nn.silu,
     Mlp.geglu: jax.nn.gelu,

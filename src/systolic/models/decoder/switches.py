@@ -14,6 +14,10 @@ LATENT = Needs(
     lambda latent: latent.kv_lora_rank,
 )
 WIDTH = Range(least=0, most=2**20)
+CLAMP_LIMIT = 7.0
+"""Largest gate, and largest magnitude of up, of Mlp.swiglu_clamped (gpt-oss: swiglu_limit)."""
+CLAMP_SLOPE = 1.702
+"""Slope inside the sigmoid of Mlp.swiglu_clamped (gpt-oss: swiglu_alpha)."""
 
 
 @dataclass(frozen=True, kw_only=True)
