@@ -32,7 +32,7 @@ MANIFEST = "bundle.json"
 KIND = "systolic-bundle"
 FORMAT = 1
 """Raised when the files change in a way that older versions misread."""
-SHARD_BYTES = 4_000_000_000
+SHARD_BYTES = 4 * 10**9
 """Size of a weights file; a larger tensor has a file of its own."""
 WEIGHTS = "weights"
 """Stem of the names of its weights files."""
