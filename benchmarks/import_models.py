@@ -145,12 +145,14 @@ def child(kind: str, folder: Path) -> None:
         import torch
         import transformers
 
-        transformers.AutoModelForCausalLM  # noqa: B018 (loads the code)
-        load = lambda: transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.bfloat16
-        )  # noqa: E731
-        load_and_touch = lambda: sum(float(p[..., :1].sum()) for p in load().parameters())  # noqa: E731
-        print(json.dumps(measured(load_and_touch)))
+        kind_of = transformers.AutoModelForCausalLM  # loads the code
+
+        def read() -> float:
+            model = kind_of.from_pretrained(folder, dtype=torch.bfloat16)
+            # A column of each, since pages of a mapped file are read when they are touched.
+            return sum(float(tensor[..., :1].sum()) for tensor in model.parameters())
+
+        print(json.dumps(measured(read)))
         return
     import jax
 
@@ -158,11 +160,12 @@ def child(kind: str, folder: Path) -> None:
     from systolic.session import importing, trained  # noqa: F401 (loads the code)
 
     jax.block_until_ready(jax.numpy.zeros(1))
-    if kind == "import":
-        out = folder.with_suffix(".imported")
-        work: Callable[[], Any] = lambda: systolic.import_model(folder, out, parity=False)  # noqa: E731
-    else:
-        work = lambda: systolic.open(folder)  # noqa: E731
+
+    def work() -> Any:
+        if kind == "open":
+            return systolic.open(folder)
+        return systolic.import_model(folder, folder.with_suffix(".imported"), parity=False)
+
     print(json.dumps(measured(work)))
 
 
