@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
+from flax import nnx
 from safetensors.numpy import save_file
 
 from systolic.models.families import CONFIG, Family, family
-from tests.models.families import dense_models
+from tests.models.families import dense_models, test_mixtures
 from tests.models.foreign import Held, converted, saved, structure
 
 LENGTH = 48
@@ -64,12 +66,17 @@ def decoder_ours(module: Any) -> jax.Array:
     """Logits of our decoder."""
     given = jnp.asarray(tokens())
     positions = jnp.asarray(np.broadcast_to(np.arange(LENGTH), given.shape))
-    return module(given, jnp.ones_like(given), positions)
+    graph, state = nnx.split(module)
+
+    def run(state: Any) -> jax.Array:
+        call = nnx.capture(nnx.merge(graph, state), nnx.Intermediate)
+        return call(given, jnp.ones_like(given), positions)[0]
+
+    return jax.jit(run)(state)
 
 
-def dense(name: str) -> Case:
-    """A dense decoder of the tests."""
-    kind, fields = dense_models.CASES[name]
+def decoder(kind: str, fields: dict[str, Any]) -> Case:
+    """A decoder of the tests."""
     if kind == "gpt2":
         fields = {**fields, "n_positions": LENGTH}
     return Case(
@@ -79,8 +86,9 @@ def dense(name: str) -> Case:
     )
 
 
+DECODERS = dense_models.CASES | test_mixtures.CASES
 CASES: dict[str, Callable[[], Case]] = {
-    **{name: lambda name=name: dense(name) for name in dense_models.CASES},
+    **{name: partial(decoder, *given) for name, given in DECODERS.items()},
 }
 """Name to case; a family more is a line more."""
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 
@@ -35,6 +36,17 @@ GEMMA = replace(
     global_every=2,
 )
 QWEN = replace(tiny.MODEL, qkv_bias=True, mlp_bias=True, tie_embeddings=False)
+NEW = (
+    "mlp_bias",
+    "qkv_bias",
+    "out_bias",
+    "learned_positions",
+    "rope_scaling",
+    "norm",
+    "post_norms",
+    "query_pre_attn_scalar",
+)
+"""Fields that decoders did not have at first."""
 ALL = {"gpt2": GPT2, "gemma": GEMMA, "qwen": QWEN}
 
 
@@ -114,5 +126,10 @@ def test_gelu_has_two_forms() -> None:
     assert values[Mlp.gelu] == values[Mlp.geglu] == pytest.approx(0.841192, abs=1e-6)
 
 
-def test_decoders_of_before_have_their_defaults() -> None:
-    assert Decoder().num_parameters == Decoder(norm=NormKind.rms_offset).num_parameters
+def test_a_decoder_saved_before_these_fields_is_the_same() -> None:
+    """The model of a job.json of the version before."""
+    model = replace(tiny.MODEL, qk_norm=True, window=4, tie_embeddings=False)
+    plain = msgspec.to_builtins(model)
+    for name in NEW:
+        del plain[name]
+    assert msgspec.convert(plain, Decoder) == model
