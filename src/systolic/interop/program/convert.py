@@ -1,0 +1,172 @@
+"""Converting a model of another framework, the parent's side: a child writes the program, another one compares it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from systolic.core.errors import (
+    DataError,
+    MissingExtraError,
+    NotFoundError,
+    OptionError,
+    RunError,
+    SystolicError,
+)
+from systolic.interop.program.description import Description
+
+KINDS = ("function", "torch-export", "keras", "saved-model")
+"""Kinds of sources: file.py:function, .pt2, .keras, a SavedModel's folder."""
+SAVED_MODEL = "saved_model.pb"
+_MISTAKES = {one.__name__: one for one in (OptionError, NotFoundError, DataError, RunError)}
+_ENVIRONMENT = {
+    "KERAS_BACKEND": "jax",
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+    "CUDA_VISIBLE_DEVICES": "-1",
+}
+"""Conversion runs on the CPU, beside whatever uses the machine's accelerator."""
+LOG = "log.txt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What to convert, and how."""
+
+    source: str
+    """A path, or ``file.py:function``."""
+    kind: str
+    """One of :data:`KINDS`."""
+    signature: str | None = None
+    """Of a SavedModel."""
+    example: Path | None = None
+    """An ``.npz`` file with example inputs, for a model that does not say their sizes."""
+    python: Path | None = None
+    """Interpreter of the environment with the framework; by default this one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """Largest differences between a framework's outputs and those of the program without the framework."""
+
+    examples: int
+    max_absolute: float
+    max_relative: float
+    """Over the largest magnitude of the same output."""
+    tolerance: float
+    """Largest relative difference that counts as equal."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether they agree."""
+        return self.max_relative <= self.tolerance
+
+
+def kind_of(source: str) -> str | None:
+    """Kind of a source by its name and its files; None for none of these."""
+    path = Path(source)
+    if source.endswith(".py") or (source.rpartition(":")[0]).endswith(".py"):
+        return "function"
+    if path.suffix == ".pt2":
+        return "torch-export"
+    if path.suffix == ".keras":
+        return "keras"
+    return "saved-model" if (path / SAVED_MODEL).is_file() else None
+
+
+def convert(request: Conversion, folder: Path) -> Description:
+    """Writes the program, its weights, its description and a sample of outputs into ``folder``.
+
+    Raises:
+        SystolicError: the source is missing or can't be converted; names the layer or operation.
+        MissingExtraError: its framework is not installed.
+        RunError: the converting process died.
+    """
+    from systolic.interop.program.child import OUTCOME
+
+    asked = {
+        "source": request.source,
+        "kind": request.kind,
+        "folder": str(folder),
+        "signature": request.signature,
+        "example": None if request.example is None else str(request.example),
+    }
+    python = str(request.python or sys.executable)
+    code = _child(python, "systolic.interop.program.child", [json.dumps(asked)], folder / LOG)
+    answer = folder / OUTCOME
+    if not answer.is_file():
+        raise RunError(f"the conversion of {request.source} {_ended(code)}; {_last(folder / LOG)}")
+    outcome = json.loads(answer.read_bytes())
+    answer.unlink()
+    if "error" in outcome:
+        raise _mistake(outcome)
+    (folder / LOG).unlink(missing_ok=True)
+    return msgspec.convert(outcome["description"], Description)
+
+
+def compare(folder: Path) -> Parity:
+    """Runs the program of ``folder`` on its sample in a fresh process without the framework.
+
+    Raises:
+        RunError: that process died, or loaded the framework.
+    """
+    log = folder / LOG
+    code = _child(sys.executable, "systolic.interop.program.parity", [str(folder)], log)
+    answer = folder / "parity.json"
+    if not answer.is_file():
+        raise RunError(f"the comparison of {folder} {_ended(code)}; {_last(log)}")
+    found = json.loads(answer.read_bytes())
+    answer.unlink()
+    log.unlink(missing_ok=True)
+    if "error" in found:
+        raise _mistake(found)
+    return msgspec.convert(found, Parity)
+
+
+def _child(python: str, module: str, args: Sequence[str], log: Path) -> int:
+    """Exit code of a module's process; negative for a signal."""
+    root = Path(__file__).resolve().parents[3]
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | _ENVIRONMENT
+    # Of this environment only the package itself: another interpreter has its own libraries.
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
+    try:
+        with log.open("wb") as out:
+            return subprocess.run(
+                [python, "-m", module, *args], env=env, stdout=out, stderr=out, check=False
+            ).returncode
+    except OSError as error:
+        raise OptionError(
+            f"{python} can't be started ({error.strerror}); give the path of a Python interpreter"
+        ) from error
+
+
+def _mistake(outcome: Mapping[str, Any]) -> SystolicError:
+    told = outcome["told"]
+    if outcome["error"] == MissingExtraError.__name__:
+        feature, _, rest = told.partition(" needs packages")
+        return MissingExtraError(feature, rest.rpartition("[")[2].rstrip("]'"))
+    return _MISTAKES.get(outcome["error"], RunError)(told)
+
+
+def _ended(code: int) -> str:
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def _last(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return (
+        f"its last line: {lines[-1][:300]}"
+        if lines
+        else "it printed nothing; try it with less in memory"
+    )

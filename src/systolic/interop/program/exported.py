@@ -1,0 +1,114 @@
+"""Exported programs: StableHLO with a batch of any size, its weights beside it, and no framework."""
+
+import hashlib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import msgspec
+
+from systolic.artifact.tensors import read_header
+from systolic.core.errors import DataError, NotFoundError
+from systolic.interop.program.description import DESCRIPTION, PROGRAM, WEIGHTS, Description
+from systolic.models.program.function import Named, PureFunction
+
+
+def read_description(folder: Path) -> Description:
+    """The description of a folder's program.
+
+    Raises:
+        NotFoundError: there is none.
+        DataError: it does not read in this version.
+    """
+    file = folder / DESCRIPTION
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Description)
+    except OSError as error:
+        raise NotFoundError(
+            f"{file} can't be read ({error.strerror}); give the folder of an exported program"
+        ) from error
+    except msgspec.DecodeError as error:
+        raise DataError(
+            f"{file} does not read in this version ({error}); import the model again"
+        ) from error
+
+
+@cache
+def exported_function(folder: Path, digest: str) -> PureFunction:
+    """The program of a folder as a pure function; weights are mapped and read when they are used.
+
+    Raises:
+        NotFoundError: a file is missing.
+        DataError: the program is another one than ``digest`` says, or does not read in this version of JAX.
+    """
+    known = read_description(folder)
+    file = folder / PROGRAM
+    if not file.is_file():
+        raise NotFoundError(f"{folder} lacks {PROGRAM}; copy the whole folder")
+    raw = file.read_bytes()
+    if hashlib.sha256(raw).hexdigest() != digest:
+        raise DataError(
+            f"{file} is another program than the one that was imported; import the model again"
+        )
+    try:
+        program = jax.export.deserialize(bytearray(raw))
+    except Exception as error:
+        raise DataError(
+            f"{file} was written by jax {known.jax} and does not read with {jax.__version__} ({str(error).splitlines()[0]}); import the model again"
+        ) from error
+    arrays = {name: one.read() for name, one in read_header(folder / WEIGHTS)[0].items()}
+    trained = {name: arrays[name] for name in known.trained}
+    state = {name: array for name, array in arrays.items() if name not in trained}
+    return PureFunction(
+        framework=known.framework,
+        trained=trained,
+        state=state,
+        example={},
+        call=_Call(program, known, {name: array.dtype for name, array in arrays.items()}),
+        random=False,
+    )
+
+
+class _Call:
+    """An exported program under the contract of a pure function; evaluation always."""
+
+    def __init__(self, program: Any, known: Description, dtypes: Mapping[str, Any]) -> None:
+        self.program, self.known, self.dtypes = program, known, dtypes
+
+    def __call__(
+        self, trained: Named, state: Named, inputs: Named, train: bool, key: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See :class:`PureFunction`."""
+        del train, key
+        weights = {
+            name: jnp.asarray(one, self.dtypes[name]) for name, one in {**trained, **state}.items()
+        }
+        given = {}
+        for name, one in self.known.inputs.items():
+            array = jnp.asarray(inputs[name], one.dtype)
+            # A batch repeats what is the same for all its examples.
+            given[name] = array if one.batched else array[0]
+        if self.known.batch is None:
+            return dict(self.program.call(weights, given)), dict(state)
+        return self._in_groups(weights, given, self.known.batch), dict(state)
+
+    def _in_groups(self, weights: Named, inputs: dict[str, Any], size: int) -> dict[str, Any]:
+        """The program on groups of the examples that it was exported for, the last one padded with zeros."""
+        batched = {name: one for name, one in inputs.items() if self.known.inputs[name].batched}
+        rest = {name: one for name, one in inputs.items() if name not in batched}
+        count = next(iter(batched.values())).shape[0]
+        groups = -(-count // size)
+
+        def split(array: Any) -> Any:
+            pads = [(0, groups * size - count)] + [(0, 0)] * (array.ndim - 1)
+            return jnp.pad(array, pads).reshape(groups, size, *array.shape[1:])
+
+        made = jax.lax.map(
+            lambda group: self.program.call(weights, {**group, **rest}),
+            jax.tree.map(split, batched),
+        )
+        return {name: one.reshape(-1, *one.shape[2:])[:count] for name, one in made.items()}

@@ -1,0 +1,142 @@
+"""A TensorFlow SavedModel as a pure function, through tf2jax; runs in a process of its own."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from systolic.core.errors import DataError, MissingExtraError, NotFoundError, OptionError, nearest
+from systolic.models.program.function import Named, PureFunction, narrowed, outputs_of
+
+SERVING = "serving_default"
+"""Signature that TensorFlow Serving calls."""
+EXAMPLES = 2
+"""Examples of the random inputs of a signature."""
+OWN = "XlaCallModule"
+"""Operation that holds a program of JAX in a SavedModel."""
+
+
+def saved_model_function(
+    folder: Path, signature: str | None, example: Mapping[str, np.ndarray] | None
+) -> PureFunction:
+    """The pure function of a signature.
+
+    Args:
+        folder: Of the SavedModel.
+        signature: Its name; by default ``serving_default``, or the only one there is.
+        example: Inputs by name; random ones where None.
+
+    Raises:
+        MissingExtraError: TensorFlow or tf2jax is not installed.
+        NotFoundError: there is no such signature.
+        OptionError: an input has an unknown size, or an operation has no form in JAX.
+        DataError: it is no SavedModel.
+    """
+    try:
+        import tensorflow as tf
+        import tf2jax
+    except ImportError as error:
+        raise MissingExtraError("a TensorFlow SavedModel", "tf") from error
+    logging.disable(logging.WARNING)  # tf2jax warns of every attribute that it passes over
+    try:
+        restored = tf.saved_model.load(str(folder))
+    except Exception as error:
+        raise DataError(
+            f"{folder} does not load as a SavedModel: {str(error).splitlines()[0]}; save it again with tf.saved_model.save"
+        ) from error
+    name, called = _signature(folder, restored, signature)
+    operations = {one.type for one in called.graph.get_operations()}
+    for one in called.graph.as_graph_def().library.function:
+        operations |= {node.op for node in one.node_def}
+    if OWN in operations:
+        raise OptionError(
+            f"{folder} was written by jax2tf, whose programs ({OWN}) tf2jax can't read; export the JAX function itself with jax.export, or import its weights"
+        )
+    inputs = _inputs(folder, called, example)
+    order = list(inputs)
+    wrapped = tf.function(
+        lambda *given: called(**dict(zip(order, given, strict=True))), autograph=False
+    )
+    try:
+        function, variables = tf2jax.convert(wrapped, *(inputs[one] for one in order))
+    except Exception as error:
+        told = " ".join(str(error).split())[:300]
+        raise OptionError(
+            f"signature {name} of {folder} does not convert: {told}; replace that operation in the TensorFlow model"
+        ) from error
+    kinds = {one.name.split(":")[0]: one.trainable for one in called.variables}
+    trained = {key: narrowed(one) for key, one in variables.items() if kinds.get(key, False)}
+    state = {key: narrowed(one) for key, one in variables.items() if key not in trained}
+
+    def call(
+        trained: Named, state: Named, given: Named, train: bool, key: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        del train, key
+        made, _ = function({**trained, **state}, *(given[one] for one in order))
+        return outputs_of(made, jax.Array | np.ndarray), dict(state)
+
+    def run(given: Named) -> dict[str, np.ndarray]:
+        made = called(**{one: tf.constant(given[one]) for one in order})
+        return {key: narrowed(one.numpy()) for key, one in outputs_of(made, tf.Tensor).items()}
+
+    return PureFunction(
+        framework=f"tensorflow {tf.__version__}",
+        trained=trained,
+        state=state,
+        example=inputs,
+        call=call,
+        source=run,
+        random=False,
+    )
+
+
+def _signature(folder: Path, restored: Any, asked: str | None) -> tuple[str, Any]:
+    known = dict(restored.signatures)
+    if not known:
+        raise NotFoundError(
+            f"{folder} has no signatures; save it with tf.saved_model.save(module, path, signatures=…)"
+        )
+    name = asked or (SERVING if SERVING in known else next(iter(known)))
+    if asked is None and SERVING not in known and len(known) > 1:
+        raise OptionError(
+            f"{folder} has the signatures {', '.join(sorted(known))}; choose one with --signature"
+        )
+    if name not in known:
+        raise NotFoundError(
+            f"{folder} has no signature {name}{nearest(name, known)}; it has {', '.join(sorted(known))}"
+        )
+    return name, known[name]
+
+
+def _inputs(
+    folder: Path, called: Any, example: Mapping[str, np.ndarray] | None
+) -> dict[str, np.ndarray]:
+    """Example inputs of a signature, random where none are given."""
+    specs = called.structured_input_signature[1]
+    if example is not None:
+        if set(example) != set(specs):
+            raise DataError(
+                f"the example inputs are {', '.join(sorted(example))}, and the signature takes {', '.join(sorted(specs))}; give these"
+            )
+        return {name: narrowed(example[name]) for name in specs}
+    rng, found = np.random.default_rng(0), {}
+    for name, spec in specs.items():
+        sizes = spec.shape.as_list() if spec.shape.rank is not None else [None, None]
+        if None in sizes[1:]:
+            raise OptionError(
+                f"input {name} of {folder} has the shape {spec.shape}, of unknown size; give example inputs with --example inputs.npz"
+            )
+        shape = [EXAMPLES if size is None else size for size in sizes]
+        kind = spec.dtype.as_numpy_dtype
+        if np.issubdtype(kind, np.integer):
+            found[name] = narrowed(rng.integers(0, 2, shape).astype(kind))
+        elif np.issubdtype(kind, np.floating):
+            found[name] = narrowed(rng.normal(size=shape).astype(kind))
+        else:
+            raise OptionError(
+                f"input {name} of {folder} is {spec.dtype.name}, which JAX has no arrays of; make it numbers"
+            )
+    return found

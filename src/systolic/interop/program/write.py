@@ -1,0 +1,204 @@
+"""Exports a pure function: StableHLO with a batch of any size, weights and description; needs jax and numpy only."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import numpy as np
+
+from systolic.artifact.tensors import Planned, write
+from systolic.core.errors import OptionError, SystolicError
+from systolic.interop.program.description import (
+    DESCRIPTION,
+    PROGRAM,
+    SAMPLE,
+    TOLERANCE,
+    WEIGHTS,
+    Description,
+    Port,
+)
+from systolic.models.program.function import Named, PureFunction
+from systolic.steps import flops
+
+PLATFORMS = ("cpu", "tpu", "cuda")
+"""Platforms that a program is lowered for."""
+
+Program = Callable[[Named, Named], dict[str, Any]]
+"""(weights, inputs) to outputs, by name."""
+
+
+def write_program(function: PureFunction, folder: Path) -> Description:
+    """Writes a function's program, weights, description and a sample of its framework's outputs into ``folder``.
+
+    The program is the function of one example, vectorised over a batch of any size. Where examples depend on
+    each other, or the function has no form for one, it is exported for the example's batch alone.
+
+    Raises:
+        OptionError: it does not trace, or an operation has no form on a platform.
+    """
+    assert function.source is not None  # there is a framework to compare with
+    batched = _batched(function.example)
+    weights = {**function.trained, **function.state}
+    inputs = _doubled(function.example, batched)
+    try:
+        outputs = function.source(inputs)
+    except SystolicError:
+        raise
+    except Exception:  # a model of a fixed batch
+        inputs, outputs = dict(function.example), function.source(function.example)
+    program, batch = _vectorised(function, batched), None
+    if not _agrees(program, weights, inputs, outputs):
+        program, batch = _whole(function), next(iter(function.example.values())).shape[0]
+        if next(iter(inputs.values())).shape[0] != batch:
+            inputs, outputs = dict(function.example), function.source(function.example)
+    exported = _export(program, weights, function.example, batched, batch)
+    raw = bytes(exported.serialize(vjp_order=1))
+    (folder / PROGRAM).write_bytes(raw)
+    _save(folder / WEIGHTS, weights)
+    sample = {f"input:{name}": one for name, one in inputs.items()}
+    _save(folder / SAMPLE, {**sample, **{f"output:{name}": one for name, one in outputs.items()}})
+    known = _described(function, program, batched, batch, hashlib.sha256(raw).hexdigest())
+    (folder / DESCRIPTION).write_text(json.dumps(asdict(known), indent=1) + "\n")
+    return known
+
+
+def _batched(example: Named) -> frozenset[str]:
+    """Inputs with an entry for each example: as many as the first one has."""
+    first = next(iter(example.values()))
+    if not first.ndim:
+        raise OptionError("the first example input is a number; give one with a batch dim first")
+    return frozenset(name for name, one in example.items() if one.ndim and len(one) == len(first))
+
+
+def _doubled(example: Named, batched: frozenset[str]) -> dict[str, np.ndarray]:
+    """The example's rows and the same shifted along their last dim: another batch size, and rows that differ."""
+
+    def more(one: np.ndarray) -> np.ndarray:
+        other = np.roll(one, 1, axis=-1) if one.ndim > 1 else one
+        return np.concatenate([one, other])
+
+    return {name: more(one) if name in batched else one for name, one in example.items()}
+
+
+def _vectorised(function: PureFunction, batched: frozenset[str]) -> Program:
+    def program(weights: Named, inputs: Named) -> dict[str, Any]:
+        def single(each: Mapping[str, Any]) -> dict[str, Any]:
+            lifted = {name: one[None] if name in batched else one for name, one in each.items()}
+            made = _whole(function)(weights, lifted)
+            return {name: one[0] for name, one in made.items()}
+
+        axes = {name: 0 if name in batched else None for name in inputs}
+        return jax.vmap(single, in_axes=(axes,))(dict(inputs))
+
+    return program
+
+
+def _whole(function: PureFunction) -> Program:
+    def program(weights: Named, inputs: Named) -> dict[str, Any]:
+        trained = {name: weights[name] for name in function.trained}
+        state = {name: weights[name] for name in function.state}
+        return function.call(trained, state, inputs, False, None)[0]
+
+    return program
+
+
+def _agrees(program: Program, weights: Named, inputs: Named, outputs: Named) -> bool:
+    """Whether a program gives these outputs; one that does not trace gives none."""
+    try:
+        made = jax.device_get(jax.jit(program)(weights, inputs))
+    except Exception:  # the reason comes with the export that is tried next
+        return False
+    return all(
+        name in made
+        and made[name].shape == one.shape
+        and relative_error(made[name], one) <= TOLERANCE
+        for name, one in outputs.items()
+    )
+
+
+def relative_error(made: np.ndarray, wanted: np.ndarray) -> float:
+    """Largest difference over the largest magnitude of ``wanted``; infinite where only one is NaN or infinite."""
+    there, here = (np.asarray(one).astype(np.float64) for one in (wanted, made))
+    if not there.size:
+        return 0.0
+    same = (there == here) | (np.isnan(there) & np.isnan(here))
+    with np.errstate(invalid="ignore"):
+        apart = np.where(same, 0.0, np.abs(here - there))
+    if not np.isfinite(apart).all():
+        return float("inf")
+    finite = np.abs(there[np.isfinite(there)])
+    return float(apart.max() / max(finite.max(initial=0.0), 1e-30))
+
+
+def _export(
+    program: Program,
+    weights: Named,
+    example: Named,
+    batched: frozenset[str],
+    batch: int | None,
+) -> jax.export.Exported:
+    size = jax.export.symbolic_shape("batch")[0] if batch is None else batch
+
+    def shape(name: str, one: np.ndarray) -> jax.ShapeDtypeStruct:
+        dims = (size, *one.shape[1:]) if name in batched else one.shape
+        return jax.ShapeDtypeStruct(dims, one.dtype)
+
+    given = {name: shape(name, one) for name, one in example.items()}
+    like = {name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, one in weights.items()}
+    try:
+        return jax.export.export(jax.jit(program), platforms=PLATFORMS)(like, given)
+    except SystolicError:
+        raise
+    except Exception as error:
+        told = " ".join(str(error).split("\n\n")[0].split())[:300]
+        raise OptionError(
+            f"the model does not lower for {', '.join(PLATFORMS)}: {type(error).__name__}: {told}; replace that operation"
+        ) from error
+
+
+def _described(
+    function: PureFunction,
+    program: Program,
+    batched: frozenset[str],
+    batch: int | None,
+    digest: str,
+) -> Description:
+    weights = {**function.trained, **function.state}
+    example = (
+        function.example
+        if batch
+        else {name: one[:1] if name in batched else one for name, one in function.example.items()}
+    )
+    made = jax.eval_shape(program, weights, example)
+    size = batch or 1
+
+    def port(array: Any, each: bool) -> Port:
+        shape = tuple(array.shape[1:] if each else array.shape)
+        return Port(shape=shape, dtype=str(array.dtype), batched=each)
+
+    return Description(
+        framework=function.framework,
+        jax=jax.__version__,
+        digest=digest,
+        platforms=PLATFORMS,
+        inputs={name: port(one, name in batched) for name, one in example.items()},
+        outputs={
+            name: port(one, bool(one.ndim) and one.shape[0] == size) for name, one in made.items()
+        },
+        trained=tuple(function.trained),
+        parameters=sum(one.size for one in function.trained.values()),
+        batch=batch,
+        flops_per_example=flops.count(program, weights, example) / size,
+    )
+
+
+def _save(file: Path, arrays: Named) -> None:
+    whole = {name: np.asarray(one) for name, one in arrays.items()}
+    planned = [Planned(name=name, shape=one.shape, dtype=one.dtype) for name, one in whole.items()]
+    with file.open("wb") as out:
+        write(out, planned, whole.values(), {})

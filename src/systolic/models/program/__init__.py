@@ -1,0 +1,1 @@
+"""Models of other frameworks: weights by name, and a pure function of arrays."""

@@ -1,0 +1,168 @@
+"""Models of other frameworks as models of a job; imports without jax."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from systolic.core.errors import OptionError
+from systolic.job import Layout, Model, Precision, Target
+from systolic.job.layout import Axis
+from systolic.models.vision.pixels import refuse_axes
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+    from systolic.models.program.function import PureFunction
+
+
+class Maker:
+    """A user's function that makes a model, called once in each process; saved as its name."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        if not callable(function):
+            raise OptionError(
+                f"the model is made by {function!r}, which is no function; give the function itself, in the recipe or to systolic.resume(run, job=…)"
+            )
+        self.__wrapped__ = function
+
+    def __call__(self) -> Any:
+        """What the function returns."""
+        return self.__wrapped__()
+
+    def __str__(self) -> str:
+        function: Any = self.__wrapped__
+        # A partial or an instance has no name of its own; its class stands for it.
+        named = function if inspect.isroutine(function) else type(function)
+        return f"{named.__module__}.{named.__qualname__}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Maker) and self.__wrapped__ is other.__wrapped__
+
+    def __hash__(self) -> int:
+        return hash(self.__wrapped__)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Maker, (self.__wrapped__,)
+
+
+class ForeignModel(Model):
+    """What models of other frameworks share: replicated or with sharded parameters, FLOPs counted from the trace."""
+
+    def check(self, layout: Layout) -> None:
+        """Data and fsdp."""
+        refuse_axes(
+            layout,
+            "a model of another framework",
+            Axis.tensor,
+            Axis.context,
+            Axis.expert,
+            Axis.pipeline,
+        )
+
+
+@dataclass(frozen=True)
+class TorchModule(ForeignModel):
+    """A PyTorch module that trains here, traced by torchax: ``TorchModule(make)``.
+
+    ``make()`` returns the module and its example inputs: a tensor, or a tuple or dict of arguments of ``forward``. It is
+    called after ``torch.manual_seed(0)``, and training starts from the module's weights. Parameters are
+    named as in ``named_parameters()``. A task calls the built module with arrays by the names of forward's
+    parameters and gets arrays by name: ``output`` for one tensor, ``output_0`` and so on for a tuple, the
+    keys of a dict.
+
+    - Weights without ``requires_grad`` and buffers are state: not trained, kept in checkpoints.
+    - In training, dropout draws from the job's seed, and batch norm uses the statistics of the whole batch
+      of all devices and moves its running ones, as after ``module.train()``.
+    - Other buffers change as the module changes them in place.
+    """
+
+    make: Any
+    """The function; kept as a Maker."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.make, Maker):
+            object.__setattr__(self, "make", Maker(self.make))
+
+    def function(self) -> "PureFunction":
+        """The module as a pure function.
+
+        Raises:
+            OptionError: the function fails.
+            DataError: it returned something else.
+            MissingExtraError: torch or torchax is not installed.
+        """
+        from systolic.models.program.torch_function import torch_function
+
+        return _made(self.make, torch_function, "torch")
+
+    def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
+        """A :class:`~systolic.models.program.module.ProgramModule` with the module's weights."""
+        from systolic.models.program.module import ProgramModule
+
+        return ProgramModule(self.function(), rngs, target)
+
+
+@dataclass(frozen=True)
+class KerasModel(ForeignModel):
+    """A Keras 3 model that trains here, on Keras' JAX backend: ``KerasModel(make)``.
+
+    ``make()`` returns a built keras.Model; it is called after ``keras.utils.set_random_seed(0)``. Variables are named by
+    their paths; the non-trainable ones, batch statistics and the seeds of dropout among them, are state that
+    training moves. A task calls the built module with arrays by the names of the inputs.
+
+    Keras computes in the dtype of its own policy, so the job's precision is f32; for bf16 set
+    ``keras.config.set_dtype_policy("mixed_bfloat16")`` before the model is made.
+    """
+
+    make: Any
+    """The function; kept as a Maker."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.make, Maker):
+            object.__setattr__(self, "make", Maker(self.make))
+
+    def check_precision(self, precision: Precision) -> None:
+        """Raises OptionError for anything but f32."""
+        only_f32(
+            precision,
+            'a Keras model computes by its own policy: keras.config.set_dtype_policy("mixed_bfloat16")',
+        )
+
+    def function(self) -> "PureFunction":
+        """The model as a pure function.
+
+        Raises:
+            OptionError: the function fails, or Keras was loaded with another backend than JAX.
+            DataError: it returned something else.
+            MissingExtraError: Keras is not installed.
+        """
+        from systolic.models.program.keras_function import keras_function
+
+        return _made(self.make, keras_function, "keras")
+
+    def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
+        """A :class:`~systolic.models.program.module.ProgramModule` with the model's weights."""
+        from systolic.models.program.module import ProgramModule
+
+        return ProgramModule(self.function(), rngs, target)
+
+
+def only_f32(precision: Precision, why: str) -> None:
+    """Raises OptionError for another precision than f32, with the reason."""
+    if precision is not Precision.f32:
+        raise OptionError(f"precision is {precision.value}, but {why}; use --precision f32")
+
+
+_functions: dict[Maker, "PureFunction"] = {}
+"""Traced once a process: making a module again would take its memory again."""
+
+
+def _made(
+    make: Maker, convert: Callable[[Any, str], "PureFunction"], framework: str
+) -> "PureFunction":
+    from systolic.models.program.making import made_by
+
+    if make not in _functions:
+        _functions[make] = convert(made_by(make, framework, str(make)), str(make))
+    return _functions[make]

@@ -1,0 +1,96 @@
+"""A model of another framework as arrays by name and a pure function of them; needs jax and numpy only."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from systolic.core.errors import DataError
+
+Named = Mapping[str, Any]
+"""Arrays by name."""
+
+_NARROW = {"float64": "float32", "int64": "int32", "uint64": "uint32", "complex128": "complex64"}
+"""JAX computes in 32 bits."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PureFunction:
+    """A model as arrays by name and a function of them."""
+
+    framework: str
+    """Its framework with the version."""
+    trained: Named
+    """Weights that an optimizer changes, by the name that the framework gives them."""
+    state: Named
+    """All other arrays: batch statistics, frozen weights, constants, counters."""
+    example: Named
+    """Inputs by name, as numpy arrays."""
+    call: Callable[[Named, Named, Named, bool, Any], tuple[dict[str, Any], dict[str, Any]]]
+    """(trained, state, inputs, train, key) to (outputs, state after it), arrays by name.
+
+    ``train`` selects the behaviour in training, for which ``key`` is a key of jax.random.
+    """
+    source: Callable[[Named], dict[str, np.ndarray]] | None = None
+    """Outputs by name for inputs by name, as the framework itself computes them in evaluation; None without it."""
+    random: bool = True
+    """Whether training draws random numbers from ``key``."""
+
+
+def narrowed(array: Any) -> np.ndarray:
+    """An array with 64-bit numbers in 32 bits."""
+    made = np.asarray(array)
+    kind = _NARROW.get(str(made.dtype))
+    return made if kind is None else made.astype(kind)
+
+
+def flattened(
+    value: Any, tensor: type | tuple[type, ...], name: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Tensors of a result with their names: keys of dicts, numbers of tuples, ``output`` for a single one.
+
+    Raises:
+        DataError: something in it is no tensor, dict, list, tuple or None.
+    """
+    if value is None:
+        return
+    if isinstance(value, tensor):
+        yield name or "output", value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from flattened(inner, tensor, f"{name}_{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        fields = getattr(value, "_fields", None) if isinstance(value, tuple) else None
+        for number, inner in enumerate(value):
+            key = str(number) if fields is None else fields[number]
+            yield from flattened(inner, tensor, f"{name or 'output'}_{key}")
+    else:
+        raise DataError(
+            f"the model returns {type(value).__name__}{f' in {name}' if name else ''}, which is no tensor; return tensors, or tuples, lists or dicts of them"
+        )
+
+
+def outputs_of(value: Any, tensor: type | tuple[type, ...]) -> dict[str, Any]:
+    """:func:`flattened` as a dict.
+
+    Raises:
+        DataError: there is no tensor.
+    """
+    found = dict(flattened(value, tensor))
+    if not found:
+        raise DataError(
+            f"the model returns no tensor ({type(value).__name__}); return tensors, or tuples, lists or dicts of them"
+        )
+    return found
+
+
+VALUE_ERRORS = (
+    jax.errors.TracerBoolConversionError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+"""Errors of a trace that needs the values of arrays."""

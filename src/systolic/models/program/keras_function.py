@@ -1,0 +1,163 @@
+"""A Keras 3 model as a pure function, through its stateless calls on the JAX backend."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from systolic.core.errors import DataError, OptionError, SystolicError
+from systolic.models.program.function import (
+    VALUE_ERRORS,
+    Named,
+    PureFunction,
+    narrowed,
+    outputs_of,
+)
+from systolic.models.program.making import load_keras
+
+EXAMPLES = 2
+"""Examples of the random inputs of a model that comes without its own."""
+
+
+def keras_function(made: Any, source: str) -> PureFunction:
+    """The pure function of a Keras model, or of a model with example inputs.
+
+    Args:
+        made: A built keras.Model, or (model, inputs): an array, or a list or dict of arrays, as the model takes them.
+        source: Its name, for messages.
+
+    Raises:
+        DataError: it is something else, is not built, or its inputs have an unknown size without example inputs.
+        OptionError: Keras was loaded with another backend than JAX.
+        MissingExtraError: Keras is not installed.
+    """
+    keras = load_keras()
+    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, keras.Model):
+        raise DataError(
+            f"{source} made {type(model).__name__}, not a keras.Model; return the model, or model, inputs"
+        )
+    if example is not None:
+        model(example)
+    if not model.built or not model.inputs:
+        raise (
+            DataError(
+                f"{source} has unknown input shapes; start the model with keras.Input, or return model, inputs"
+            )
+            if example is None
+            else DataError(
+                f"{source} is a subclassed model without named inputs; wrap it: keras.Model(x, model(x)) with x = keras.Input(shape)"
+            )
+        )
+    names = _unique([tensor.name for tensor in model.inputs])
+    inputs = _random(model, names, source) if example is None else _named(example, names, source)
+    trained, state = model.trainable_variables, model.non_trainable_variables
+    trained_names = _unique([one.path for one in (*trained, *state)])
+    names_of = trained_names[: len(trained)], trained_names[len(trained) :]
+    call = _Call(model, names, *names_of)
+
+    def run(given: Named) -> dict[str, np.ndarray]:
+        result = model([given[name] for name in names], training=False)
+        return {name: narrowed(one) for name, one in outputs_of(result, jax.Array).items()}
+
+    return PureFunction(
+        framework=f"keras {keras.__version__}",
+        trained={name: narrowed(one.value) for name, one in zip(names_of[0], trained, strict=True)},
+        state={name: narrowed(one.value) for name, one in zip(names_of[1], state, strict=True)},
+        example=inputs,
+        call=call,
+        source=run,
+        random=False,  # seeds of dropout are variables of the model
+    )
+
+
+class _Call:
+    """The model as a function of its variables' values."""
+
+    def __init__(
+        self, model: Any, inputs: Sequence[str], trained: Sequence[str], state: Sequence[str]
+    ) -> None:
+        self.model, self.inputs, self.trained, self.state = model, inputs, trained, state
+
+    def __call__(
+        self, trained: Named, state: Named, inputs: Named, train: bool, key: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See :class:`PureFunction`."""
+        try:
+            made, after = self.model.stateless_call(
+                [trained[name] for name in self.trained],
+                [state[name] for name in self.state],
+                [inputs[name] for name in self.inputs],
+                training=train,
+            )
+        except SystolicError:
+            raise
+        except VALUE_ERRORS as error:
+            raise OptionError(
+                f"{self.model.name} needs the values of its arrays while it is traced (an if, a loop or a size that depends on them); write it with keras.ops.where or keras.ops.cond"
+            ) from error
+        except Exception as error:
+            told = " ".join(str(error).split("\n\n")[0].split())
+            raise OptionError(
+                f"{self.model.name} does not trace: {type(error).__name__}: {told}; its layers must compute with keras.ops"
+            ) from error
+        outputs = outputs_of(made, jax.Array)
+        return outputs, dict(zip(self.state, after, strict=True))
+
+
+def load_file(path: Any) -> Any:
+    """The model of a ``.keras`` file; code in it (lambdas) is not executed.
+
+    Raises:
+        DataError: the file is damaged, or holds layers that Keras does not know.
+        MissingExtraError: Keras is not installed.
+    """
+    keras = load_keras()
+    try:
+        return keras.saving.load_model(path, compile=False, safe_mode=True)
+    except Exception as error:
+        told = " ".join(str(error).split("\n\n")[0].split())[:300]
+        raise DataError(
+            f"{path} does not load: {told}; for layers of your own give a function that returns the model, file.py:function"
+        ) from error
+
+
+def _random(model: Any, names: Sequence[str], source: str) -> dict[str, np.ndarray]:
+    """Random inputs: normal numbers, or small whole ones."""
+    rng, found = np.random.default_rng(0), {}
+    for name, tensor in zip(names, model.inputs, strict=True):
+        shape = tuple(tensor.shape[1:])
+        if None in shape:
+            raise DataError(
+                f"input {name} of {source} has the shape {tuple(tensor.shape)}, of unknown size; return model, inputs from file.py:function"
+            )
+        size = (EXAMPLES, *shape)
+        integer = np.issubdtype(np.dtype(tensor.dtype), np.integer)
+        values = rng.integers(0, 2, size) if integer else rng.normal(size=size)
+        found[name] = narrowed(values.astype(tensor.dtype))
+    return found
+
+
+def _named(example: Any, names: Sequence[str], source: str) -> dict[str, np.ndarray]:
+    if isinstance(example, Mapping):
+        given = {str(name): value for name, value in example.items()}
+    else:
+        several = example if isinstance(example, list | tuple) else [example]
+        given = dict(zip(names, several, strict=False))
+    if set(given) != set(names):
+        raise DataError(
+            f"{source} returned inputs {', '.join(given)}, and the model takes {', '.join(names)}; give these"
+        )
+    return {name: narrowed(given[name]) for name in names}
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """The names, with numbers where two are equal."""
+    seen: Counter[str] = Counter()
+    made = []
+    for name in names:
+        made.append(f"{name}#{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return made

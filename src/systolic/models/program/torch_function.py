@@ -1,0 +1,255 @@
+"""A PyTorch module as a pure function, traced by torchax."""
+
+import inspect
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+
+from systolic.core.errors import DataError, OptionError, SystolicError
+from systolic.models.program.function import (
+    VALUE_ERRORS,
+    Named,
+    PureFunction,
+    narrowed,
+    outputs_of,
+)
+from systolic.models.program.torchax_import import environment
+
+HOW = "return the module and its example inputs: return module, (x,) or return module, {'x': x}"
+
+
+def torch_function(made: Any, source: str) -> PureFunction:
+    """The pure function of what a user's function returned.
+
+    Args:
+        made: A module and example inputs: one tensor, a tuple or a dict of arguments of ``forward``. Arguments that are
+            no arrays are constants.
+        source: Name of the function, for messages.
+
+    Raises:
+        DataError: it is something else, or the module has no forward for these inputs.
+        MissingExtraError: torch or torchax is not installed.
+    """
+    env = environment()
+    import torch
+
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module)):
+        raise DataError(
+            f"{source} returned {_kind(made)}, not a torch.nn.Module and its example inputs; {HOW}"
+        )
+    module, example = made
+    arguments = _arguments(module, example)
+    inputs = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    if not inputs:
+        raise DataError(f"the example inputs of {source} hold no tensor; {HOW}")
+    constants = {name: value for name, value in arguments.items() if name not in inputs}
+    trained, state = _arrays(module)
+    call = _Call(module, env, constants)
+
+    def run(given: Named) -> dict[str, np.ndarray]:
+        kinds = {name: inputs[name].dtype for name in given}
+        there = {
+            name: torch.from_numpy(np.array(one)).to(kinds[name]) for name, one in given.items()
+        }
+        with _mode(module, False), torch.no_grad():
+            made = call.forward(there)
+        return {name: narrowed(_numpy(one)) for name, one in outputs_of(made, torch.Tensor).items()}
+
+    return PureFunction(
+        framework=f"torch {torch.__version__}",
+        trained=trained,
+        state=state,
+        example={name: narrowed(_numpy(value)) for name, value in inputs.items()},
+        call=call,
+        source=run,
+    )
+
+
+class _Call:
+    """The module as a function of its arrays; the module's own arrays are never changed."""
+
+    def __init__(self, module: Any, env: Any, constants: Mapping[str, Any]) -> None:
+        self.module, self.env, self.constants = module, env, constants
+        signature = inspect.signature(module.forward)
+        self.positional = [
+            name for name, one in signature.parameters.items() if one.kind is one.VAR_POSITIONAL
+        ]
+
+    def forward(self, inputs: Mapping[str, Any]) -> Any:
+        """The module's result."""
+        if self.positional:
+            return self.module(*inputs.values())
+        return self.module(**inputs, **self.constants)
+
+    def __call__(
+        self, trained: Named, state: Named, inputs: Named, train: bool, key: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See :class:`PureFunction`."""
+        import torch
+        from torch.nn.utils.stateless import _reparametrize_module
+
+        env = self.env
+        arrays = {**trained, **state}
+        tensors, there = env.j2t_iso(jax.tree.map(jax.numpy.asarray, (dict(arrays), dict(inputs))))
+        key = jax.random.key(0) if key is None else key
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with (
+                _mode(self.module, train),
+                _layers(self.module) as at,
+                env.override_property(prng=key),
+                env,
+                _reparametrize_module(self.module, tensors, tie_weights=True),
+            ):
+                made = _guarded(lambda: self.forward(there), at)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+        outputs = {name: one.jax() for name, one in outputs_of(made, torch.Tensor).items()}
+        return outputs, {name: tensors[name].jax() for name in state}
+
+
+def _guarded(work: Callable[[], Any], at: list[tuple[str, Any]]) -> Any:
+    """Runs a trace; what it can't convert is named with the innermost layer that it is in.
+
+    Raises:
+        OptionError: so.
+    """
+    from torchax.tensor import OperatorNotFound
+
+    try:
+        return work()
+    except SystolicError:
+        raise
+    except OperatorNotFound as error:
+        operator = str(error).removeprefix("Operator with name ").partition(" ")[0]
+        raise OptionError(
+            f"{_layer(at)} calls {operator}, which torchax can't convert; replace that operator in the module"
+        ) from error
+    except VALUE_ERRORS as error:
+        raise OptionError(
+            f"{_layer(at)} needs the values of its tensors while it is traced (an if, a loop or a size that depends on them); write it with torch.where, or with fixed sizes"
+        ) from error
+    except Exception as error:
+        told = str(error).partition("\n")[0]
+        raise OptionError(
+            f"{_layer(at)} does not trace: {type(error).__name__}: {told}; check that it runs on the example inputs"
+        ) from error
+
+
+def _layer(at: list[tuple[str, Any]]) -> str:
+    if not at:
+        return "the module"
+    name, layer = at[-1]
+    return (
+        f"layer {name} ({type(layer).__name__})" if name else f"the module ({type(layer).__name__})"
+    )
+
+
+@contextmanager
+def _layers(module: Any) -> Generator[list[tuple[str, Any]]]:
+    """A list of the layers, outermost first, whose forward runs."""
+    running: list[tuple[str, Any]] = []
+    hooks = []
+    for name, layer in module.named_modules():
+        hooks.append(
+            layer.register_forward_pre_hook(
+                lambda layer, _, name=name: running.append((name, layer)), prepend=True
+            )
+        )
+        hooks.append(layer.register_forward_hook(lambda *_: running.pop() and None))
+    try:
+        yield running
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _mode(module: Any, train: bool) -> Generator[None]:
+    """The module in training or evaluation, then each layer as it was."""
+    before = [(layer, layer.training) for layer in module.modules()]
+    try:
+        module.train(train)
+    except NotImplementedError:  # a program of torch.export has one mode
+        for layer, _ in before:
+            layer.training = train
+    try:
+        yield
+    finally:
+        for layer, training in before:
+            layer.training = training
+
+
+def _arguments(module: Any, example: Any) -> dict[str, Any]:
+    """Example inputs by the names that ``forward`` gives them."""
+    import torch
+
+    if isinstance(example, torch.Tensor | np.ndarray):
+        example = (example,)
+    signature = inspect.signature(module.forward)
+    try:
+        if isinstance(example, Mapping):
+            bound = signature.bind(**example)
+        elif isinstance(example, list | tuple):
+            bound = signature.bind(*example)
+        else:
+            raise DataError(
+                f"the example inputs are {_kind(example)}; give a tensor, or a tuple or a dict of arguments of forward"
+            )
+    except TypeError as error:
+        raise DataError(
+            f"forward of {type(module).__name__} does not take the example inputs: {error}; give what module(...) takes"
+        ) from error
+    found: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            found |= {f"{name}_{number}": one for number, one in enumerate(value)}
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            found |= value
+        else:
+            found[name] = value
+    return {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        for name, value in found.items()
+    }
+
+
+def _arrays(module: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Weights that are trained, and all other tensors: frozen weights, buffers, plain attributes. Tied weights have one name."""
+    import torch
+
+    parameters = dict(module.named_parameters())
+    trained = {name: one for name, one in parameters.items() if one.requires_grad}
+    state = {name: one for name, one in parameters.items() if not one.requires_grad}
+    state |= dict(module.named_buffers())
+    for prefix, layer in module.named_modules():
+        for name, value in vars(layer).items():
+            if isinstance(value, torch.Tensor):
+                state[f"{prefix}.{name}" if prefix else name] = value
+    made = [
+        {name: narrowed(_numpy(one)) for name, one in group.items()} for group in (trained, state)
+    ]
+    return made[0], made[1]
+
+
+def _numpy(tensor: Any) -> np.ndarray:
+    """A tensor as numpy; bfloat16 is that of ml_dtypes."""
+    import torch
+
+    there = tensor.detach().cpu()
+    if there.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return there.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return there.numpy()
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(type(one).__name__ for one in value)})"
+    return type(value).__name__
