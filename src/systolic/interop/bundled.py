@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from systolic.artifact.bundle import ORIGIN, Bundle, arrays, open_bundle
 from systolic.core.digest import digest
+from systolic.interop.program.model import ExportedProgram
 from systolic.interop.source import Source
 
 if TYPE_CHECKING:
@@ -56,10 +57,12 @@ def open_bundled(folder: Path) -> BundleSource:
     Raises: as :func:`systolic.artifact.bundle.open_bundle`.
     """
     bundle = open_bundle(folder)
-    origin = folder / ORIGIN
+    origin, model = folder / ORIGIN, bundle.model
+    if isinstance(model, ExportedProgram):
+        model = replace(model, folder=folder)
     return BundleSource(
         path=folder,
-        model=bundle.model,
+        model=model,
         config=json.loads(origin.read_bytes()) if ORIGIN in bundle.record.files else {},
         kind="bundle",
         licence=bundle.record.source.licence,

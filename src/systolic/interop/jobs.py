@@ -3,13 +3,16 @@
 from collections.abc import Callable, Mapping
 
 from systolic.core.errors import OptionError
+from systolic.data.input_files import InputFiles
 from systolic.data.text.prompts import Prompts
+from systolic.interop.program.model import ExportedProgram
 from systolic.interop.source import GENERATION, Source
 from systolic.interop.speech import speech_job
-from systolic.job import Batch, Dtypes, Job, Model, Stored
+from systolic.job import Batch, Dtypes, Field, Job, Model, Precision, Stored
 from systolic.models.decoder.config import Decoder
 from systolic.models.families import read_config
 from systolic.models.whisper.config import Whisper
+from systolic.steps.tasks.arrays import ArrayOutputs
 from systolic.steps.tasks.language import LanguageModel
 
 ROW = 1024
@@ -75,8 +78,31 @@ def _stops(source: Source) -> tuple[int, ...]:
     return tuple(int(one) for one in several if one is not None)
 
 
+def _program(source: Source) -> Job:
+    """An exported program, whose loss is a stand-in until a recipe of one's own has another."""
+    model = source.model
+    assert isinstance(model, ExportedProgram)
+    about = model.about
+    fields = {
+        name: Field(shape=tuple(one.shape), dtype=one.dtype) for name, one in about.inputs.items()
+    }
+    return Job(
+        name=source.path.name,
+        model=model,
+        task=ArrayOutputs(),
+        data=InputFiles(
+            inputs=fields,
+            repeated=tuple(name for name, one in about.inputs.items() if not one.batched),
+        ),
+        steps=1,
+        batch=Batch(per_device=about.batch or 1),
+        precision=Precision.f32,
+    )
+
+
 MAKERS: Mapping[type[Model], Callable[[Source], Job]] = {
     Decoder: _decoder,
+    ExportedProgram: _program,
     Whisper: speech_job,
 }
 """Class of a model to what makes its job."""

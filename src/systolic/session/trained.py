@@ -88,7 +88,10 @@ def from_source(
     from systolic.interop.loading import weights_of
 
     keep_programs()
-    setup = set_up_here(replace(job_of(source), precision=precision))
+    job = job_of(source)
+    if precision is not Precision.auto:
+        job = replace(job, precision=precision)
+    setup = set_up_here(job)
     return TrainedModel(source.path, setup, weights_of(source, setup.steps), warn)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from systolic.artifact.weights import Weights
 from systolic.core.errors import DataError, NotFoundError
 from systolic.data.audio.recordings import Recordings
+from systolic.data.input_files import InputFiles
 from systolic.data.text.text_data import TextData
 from systolic.job.data import MASK, Data
 from systolic.training.setup import Setup
@@ -42,6 +43,13 @@ def predictions(
                 yield file, {"error": _reason(file, error)}
         return
     run = Runner(setup, weights, BATCH)
+    if isinstance(data, InputFiles):
+        for file in files:
+            try:
+                yield file, _stacked(run(data.examples(file)))
+            except UNREADABLE as error:
+                yield file, {"error": _reason(file, error)}
+        return
     for start in range(0, len(files), run.batch):
         group = files[start : start + run.batch]
         loaded = [_load(data, file) for file in group]
@@ -51,6 +59,12 @@ def predictions(
                 yield file, {"error": found}
             else:
                 yield file, _named(next(outputs), data.labels())
+
+
+def _stacked(outputs: Iterator[Mapping[str, np.ndarray]]) -> dict[str, Any]:
+    """Outputs of all examples of a file, name to list."""
+    each = list(outputs)
+    return {name: [one[name].tolist() for one in each] for name in (each[0] if each else ())}
 
 
 def _load(data: Data, file: Path) -> Mapping[str, np.ndarray] | str:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ LOG = "log.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conversion:
+class ProgramRequest:
     """What to convert, and how."""
 
     source: str
@@ -55,20 +55,32 @@ class Conversion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parity:
-    """Largest differences between a framework's outputs and those of the program without the framework."""
+class ProgramParity:
+    """Differences between a framework's outputs and those of the program in a process without the framework."""
 
-    examples: int
-    max_absolute: float
+    framework: str
+    """``torch 2.13.0``."""
+    rows: int
+    """Examples that were compared."""
+    max_abs: float
     max_relative: float
-    """Over the largest magnitude of the same output."""
+    """Largest difference over the largest magnitude of the same output."""
+    mean_abs: float
     tolerance: float
-    """Largest relative difference that counts as equal."""
+    """Of ``max_relative``."""
 
     @property
-    def equal(self) -> bool:
-        """Whether they agree."""
+    def passed(self) -> bool:
+        """Whether the largest relative difference is within the tolerance; not if it is no number."""
         return self.max_relative <= self.tolerance
+
+    def line(self) -> str:
+        """The figures on one line."""
+        return f"parity with {self.framework} over {self.rows} examples, float32: max {self.max_abs:.2e} (relative {self.max_relative:.2e}, tolerance {self.tolerance:.0e}), mean {self.mean_abs:.2e}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "passed": self.passed}
 
 
 def kind_of(source: str) -> str | None:
@@ -83,8 +95,8 @@ def kind_of(source: str) -> str | None:
     return "saved-model" if (path / SAVED_MODEL).is_file() else None
 
 
-def convert(request: Conversion, folder: Path) -> Description:
-    """Writes the program, its weights, its description and a sample of outputs into ``folder``.
+def convert(request: ProgramRequest, folder: Path) -> Description:
+    """Writes a program, its weights and a sample of outputs into ``folder``; its description.
 
     Raises:
         SystolicError: the source is missing or can't be converted; names the layer or operation.
@@ -106,30 +118,30 @@ def convert(request: Conversion, folder: Path) -> Description:
     if not answer.is_file():
         raise RunError(f"the conversion of {request.source} {_ended(code)}; {_last(folder / LOG)}")
     outcome = json.loads(answer.read_bytes())
-    answer.unlink()
     if "error" in outcome:
         raise _mistake(outcome)
-    (folder / LOG).unlink(missing_ok=True)
     return msgspec.convert(outcome["description"], Description)
 
 
-def compare(folder: Path) -> Parity:
-    """Runs the program of ``folder`` on its sample in a fresh process without the framework.
+def compare(bundle: Path, scratch: Path) -> ProgramParity:
+    """Runs a Bundle's program on the sample in ``scratch``, in a fresh process without the framework.
 
     Raises:
         RunError: that process died, or loaded the framework.
     """
-    log = folder / LOG
-    code = _child(sys.executable, "systolic.interop.program.parity", [str(folder)], log)
-    answer = folder / "parity.json"
+    from systolic.interop.program.parity import PARITY
+
+    log = scratch / LOG
+    code = _child(
+        sys.executable, "systolic.interop.program.parity", [str(bundle), str(scratch)], log
+    )
+    answer = scratch / PARITY
     if not answer.is_file():
-        raise RunError(f"the comparison of {folder} {_ended(code)}; {_last(log)}")
+        raise RunError(f"the comparison of {bundle} {_ended(code)}; {_last(log)}")
     found = json.loads(answer.read_bytes())
-    answer.unlink()
-    log.unlink(missing_ok=True)
     if "error" in found:
         raise _mistake(found)
-    return msgspec.convert(found, Parity)
+    return msgspec.convert(found, ProgramParity)
 
 
 def _child(python: str, module: str, args: Sequence[str], log: Path) -> int:

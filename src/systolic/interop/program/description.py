@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 PROGRAM = "program.bin"
 """jax.export's serialization (a FlatBuffer) of (weights by name, inputs by name) -> outputs by name."""
-DESCRIPTION = "program.json"
 WEIGHTS = "weights.safetensors"
 SAMPLE = "sample.safetensors"
 """Inputs (``input:NAME``) and what the framework makes of them (``output:NAME``), for the comparison at the end of an import."""
@@ -38,8 +37,10 @@ class Description:
     outputs: Mapping[str, Port]
     trained: tuple[str, ...]
     """Names of the weights that training changes."""
+    state: tuple[str, ...] = ()
+    """Names of the other arrays."""
     parameters: int
-    """Elements of these."""
+    """Elements of the trained weights."""
     batch: int | None = None
     """Examples that a call takes; ``None``: any number."""
     flops_per_example: float = 0.0

@@ -2,55 +2,41 @@
 
 import hashlib
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.export
 import jax.numpy as jnp
-import msgspec
 
-from systolic.artifact.tensors import read_header
+from systolic.artifact.tensors import SUFFIX, read_header
 from systolic.core.errors import DataError, NotFoundError
-from systolic.interop.program.description import DESCRIPTION, PROGRAM, WEIGHTS, Description
+from systolic.interop.program.description import PROGRAM, Description
 from systolic.models.program.function import Named, PureFunction
 
-
-def read_description(folder: Path) -> Description:
-    """The description of a folder's program.
-
-    Raises:
-        NotFoundError: there is none.
-        DataError: it does not read in this version.
-    """
-    file = folder / DESCRIPTION
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=Description)
-    except OSError as error:
-        raise NotFoundError(
-            f"{file} can't be read ({error.strerror}); give the folder of an exported program"
-        ) from error
-    except msgspec.DecodeError as error:
-        raise DataError(
-            f"{file} does not read in this version ({error}); import the model again"
-        ) from error
+_functions: dict[tuple[Path, str], PureFunction] = {}
+"""Loaded once a process, by folder and digest."""
 
 
-@cache
-def exported_function(folder: Path, digest: str) -> PureFunction:
+def exported_function(folder: Path, known: Description) -> PureFunction:
     """The program of a folder as a pure function; weights are mapped and read when they are used.
 
     Raises:
         NotFoundError: a file is missing.
-        DataError: the program is another one than ``digest`` says, or does not read in this version of JAX.
+        DataError: the program is another one than the description says, or does not read in this version of JAX.
     """
-    known = read_description(folder)
+    key = folder.resolve(), known.digest
+    if key not in _functions:
+        _functions[key] = _loaded(folder, known)
+    return _functions[key]
+
+
+def _loaded(folder: Path, known: Description) -> PureFunction:
     file = folder / PROGRAM
     if not file.is_file():
         raise NotFoundError(f"{folder} lacks {PROGRAM}; copy the whole folder")
     raw = file.read_bytes()
-    if hashlib.sha256(raw).hexdigest() != digest:
+    if hashlib.sha256(raw).hexdigest() != known.digest:
         raise DataError(
             f"{file} is another program than the one that was imported; import the model again"
         )
@@ -60,13 +46,16 @@ def exported_function(folder: Path, digest: str) -> PureFunction:
         raise DataError(
             f"{file} was written by jax {known.jax} and does not read with {jax.__version__} ({str(error).splitlines()[0]}); import the model again"
         ) from error
-    arrays = {name: one.read() for name, one in read_header(folder / WEIGHTS)[0].items()}
-    trained = {name: arrays[name] for name in known.trained}
-    state = {name: array for name, array in arrays.items() if name not in trained}
+    arrays = {}
+    for part in sorted(folder.glob(f"weights*{SUFFIX}")):
+        arrays |= {name: one.read() for name, one in read_header(part)[0].items()}
+    missing = [name for name in (*known.trained, *known.state) if name not in arrays]
+    if missing:
+        raise NotFoundError(f"{folder} lacks the weights of {missing[0]}; copy the whole folder")
     return PureFunction(
         framework=known.framework,
-        trained=trained,
-        state=state,
+        trained={name: arrays[name] for name in known.trained},
+        state={name: arrays[name] for name in known.state},
         example={},
         call=_Call(program, known, {name: array.dtype for name, array in arrays.items()}),
         random=False,

@@ -1,10 +1,13 @@
 """An exported program as a model of a job; imports without jax."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from systolic.core.errors import NotFoundError
+from systolic.core.files import as_paths
+from systolic.interop.program.description import Description
 from systolic.job import Field, Precision, Target
 from systolic.models.program.config import ForeignModel, only_f32
 
@@ -16,34 +19,52 @@ if TYPE_CHECKING:
 class ExportedProgram(ForeignModel):
     """A program exported from another framework, which it no longer needs; in float32, always in evaluation.
 
-    It trains as it is: no dropout, and batch norm keeps its running statistics.
-
-    Raises:
-        OptionError: a precision other than f32, where one is asked for.
+    It trains as it is: no dropout, and batch norm keeps its running statistics. Training starts from the weights
+    in its folder.
     """
 
-    folder: Path
-    """Folder with the program, its description and its weights."""
-    digest: str
-    """SHA-256 of the program."""
-    flops_per_example: float = 0.0
-    trained: int = 0
-    """Elements of the weights that training changes."""
-    inputs: Mapping[str, Field] = field(default_factory=dict)
-    """Inputs by name, without the batch dim."""
+    about: Description
+    folder: Path | None = None
+    """Folder of its Bundle."""
+
+    def __post_init__(self) -> None:
+        as_paths(self, "folder")
+
+    @classmethod
+    def of(cls, folder: Path | str) -> "ExportedProgram":
+        """The program of a Bundle, for a job of one's own.
+
+        Raises:
+            NotFoundError: the folder is no Bundle, or holds another kind of model.
+            DataError: it is damaged.
+        """
+        from systolic.interop.bundled import open_bundled
+
+        found = open_bundled(Path(folder).absolute()).model
+        if not isinstance(found, cls):
+            raise NotFoundError(
+                f"{folder} holds a {type(found).__name__}, not an exported program; give a Bundle that was imported from PyTorch, Keras or TensorFlow"
+            )
+        return found
 
     def check_precision(self, precision: Precision) -> None:
         """Raises OptionError for anything but f32."""
-        only_f32(precision, "an exported program computes as it was exported")
+        only_f32(precision, "an exported program computes in float32")
 
     def flops(self, fields: Mapping[str, Field]) -> float:
         """Matmul FLOPs of one example, counted when it was exported."""
         del fields
-        return self.flops_per_example
+        return self.about.flops_per_example
 
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
-        """A :class:`~systolic.models.program.module.ProgramModule` with the exported weights."""
+        """A :class:`~systolic.models.program.module.ProgramModule` with the exported weights.
+
+        Raises:
+            NotFoundError: a file of the Bundle is missing.
+            DataError: a file is another one than was imported.
+        """
         from systolic.interop.program.exported import exported_function
         from systolic.models.program.module import ProgramModule
 
-        return ProgramModule(exported_function(self.folder, self.digest), rngs, target)
+        assert self.folder is not None  # set when a Bundle is opened
+        return ProgramModule(exported_function(self.folder, self.about), rngs, target)

@@ -1,8 +1,9 @@
-"""Compares an exported program with its framework's outputs, in a process without the framework: ``python -m … FOLDER``."""
+"""Compares an exported program with its framework's outputs, in a process without the framework: ``python -m … BUNDLE SCRATCH``."""
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,27 +11,29 @@ import numpy as np
 from systolic.artifact.tensors import read_header
 from systolic.core.errors import RunError, SystolicError
 from systolic.interop.program.description import SAMPLE, TOLERANCE
-from systolic.interop.program.exported import exported_function, read_description
+from systolic.interop.program.exported import exported_function
+from systolic.interop.program.model import ExportedProgram
 from systolic.interop.program.write import relative_error
 
 FRAMEWORKS = ("torch", "torchax", "keras", "tensorflow", "tf2jax", "transformers")
 PARITY = "parity.json"
 
 
-def measure(folder: Path) -> dict[str, float]:
-    """Largest differences over all outputs of the sample.
+def measure(folder: Path, sample_file: Path) -> dict[str, Any]:
+    """Differences over all outputs of the sample.
 
     Raises:
         RunError: a framework is loaded, or an output is missing.
     """
-    function = exported_function(folder, read_description(folder).digest)
-    arrays = {name: one.read() for name, one in read_header(folder / SAMPLE)[0].items()}
+    known = ExportedProgram.of(folder).about
+    function = exported_function(folder, known)
+    arrays = {name: one.read() for name, one in read_header(sample_file)[0].items()}
     sample = {name[6:]: one for name, one in arrays.items() if name.startswith("input:")}
     wanted = {name[7:]: one for name, one in arrays.items() if name.startswith("output:")}
-    known = read_description(folder).inputs
-    count = next(len(one) for name, one in sample.items() if known[name].batched)
+    ports = known.inputs
+    count = next(len(one) for name, one in sample.items() if ports[name].batched)
     inputs = {
-        name: one if known[name].batched else np.broadcast_to(one, (count, *one.shape))
+        name: one if ports[name].batched else np.broadcast_to(one, (count, *one.shape))
         for name, one in sample.items()
     }
     run = jax.jit(
@@ -40,33 +43,35 @@ def measure(folder: Path) -> dict[str, float]:
     loaded = [name for name in FRAMEWORKS if name in sys.modules]
     if loaded:
         raise RunError(f"the comparison loaded {', '.join(loaded)}; report this as a defect")
-    absolute = relative = 0.0
+    relative, apart = 0.0, []
     for name, one in wanted.items():
-        here = np.asarray(made[name], np.float64)
-        there = np.asarray(one, np.float64)
+        here, there = np.asarray(made[name], np.float64), np.asarray(one, np.float64)
         if here.shape != there.shape:
             raise RunError(
-                f"output {name} is {list(here.shape)} here and {list(there.shape)} in {function.framework}; report this as a defect"
+                f"output {name} is {list(here.shape)} here and {list(there.shape)} in {known.framework}; report this as a defect"
             )
         finite = np.isfinite(there) & np.isfinite(here)
-        absolute = max(absolute, float(np.abs(here - there)[finite].max(initial=0.0)))
+        apart.append(np.abs(here - there)[finite].ravel())
         relative = max(relative, relative_error(here, there))
+    every = np.concatenate(apart)
     return {
-        "examples": count,
-        "max_absolute": absolute,
+        "framework": known.framework,
+        "rows": count,
+        "max_abs": float(every.max(initial=0.0)),
         "max_relative": relative,
+        "mean_abs": float(every.mean()) if every.size else 0.0,
         "tolerance": TOLERANCE,
     }
 
 
 def main() -> int:
-    """Writes the result into the folder."""
-    folder = Path(sys.argv[1])
+    """Writes the result into the folder with the sample."""
+    folder, scratch = Path(sys.argv[1]), Path(sys.argv[2])
     try:
-        outcome: dict[str, object] = dict(measure(folder))
+        outcome: dict[str, object] = dict(measure(folder, scratch / SAMPLE))
     except SystolicError as error:
         outcome = {"error": type(error).__name__, "told": str(error)}
-    (folder / PARITY).write_text(json.dumps(outcome))
+    (scratch / PARITY).write_text(json.dumps(outcome))
     return 0
 
 

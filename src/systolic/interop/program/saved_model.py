@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ def saved_model_function(
         DataError: it is no SavedModel.
     """
     try:
-        import tensorflow as tf
-        import tf2jax
+        import tensorflow as tf  # ty: ignore[import-not-found]
+        import tf2jax  # ty: ignore[import-not-found]
     except ImportError as error:
         raise MissingExtraError("a TensorFlow SavedModel", "tf") from error
     logging.disable(logging.WARNING)  # tf2jax warns of every attribute that it passes over
@@ -58,25 +59,33 @@ def saved_model_function(
     inputs = _inputs(folder, called, example)
     order = list(inputs)
     wrapped = tf.function(
-        lambda *given: called(**dict(zip(order, given, strict=True))), autograph=False
+        lambda *given: restored.signatures[name](**dict(zip(order, given, strict=True))),
+        autograph=False,
     )
-    try:
-        function, variables = tf2jax.convert(wrapped, *(inputs[one] for one in order))
-    except Exception as error:
-        told = " ".join(str(error).split())[:300]
-        raise OptionError(
-            f"signature {name} of {folder} does not convert: {told}; replace that operation in the TensorFlow model"
-        ) from error
-    kinds = {one.name.split(":")[0]: one.trainable for one in called.variables}
-    trained = {key: narrowed(one) for key, one in variables.items() if kinds.get(key, False)}
-    state = {key: narrowed(one) for key, one in variables.items() if key not in trained}
+
+    @cache
+    def converted(shapes: tuple[tuple[int, ...], ...]) -> Any:
+        """The function for inputs of these shapes: tf2jax takes sizes as they are in its graph."""
+        given = [np.zeros(size, inputs[one].dtype) for one, size in zip(order, shapes, strict=True)]
+        try:
+            return tf2jax.convert(wrapped, *given)
+        except Exception as error:
+            told = " ".join(str(error).split())[:300]
+            raise OptionError(
+                f"signature {name} of {folder} does not convert: {told}; replace that operation in the TensorFlow model"
+            ) from error
+
+    _, variables = converted(tuple(inputs[one].shape for one in order))
+    trained = {key: narrowed(one) for key, one in variables.items() if one.trainable}
+    state = {key: narrowed(one) for key, one in variables.items() if not one.trainable}
 
     def call(
         trained: Named, state: Named, given: Named, train: bool, key: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         del train, key
+        function, _ = converted(tuple(tuple(given[one].shape) for one in order))
         made, _ = function({**trained, **state}, *(given[one] for one in order))
-        return outputs_of(made, jax.Array | np.ndarray), dict(state)
+        return outputs_of(made, (jax.Array, np.ndarray)), dict(state)
 
     def run(given: Named) -> dict[str, np.ndarray]:
         made = called(**{one: tf.constant(given[one]) for one in order})

@@ -1,9 +1,7 @@
 """Exports a pure function: StableHLO with a batch of any size, weights and description; needs jax and numpy only."""
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import numpy as np
 from systolic.artifact.tensors import Planned, write
 from systolic.core.errors import OptionError, SystolicError
 from systolic.interop.program.description import (
-    DESCRIPTION,
     PROGRAM,
     SAMPLE,
     TOLERANCE,
@@ -33,7 +30,7 @@ Program = Callable[[Named, Named], dict[str, Any]]
 
 
 def write_program(function: PureFunction, folder: Path) -> Description:
-    """Writes a function's program, weights, description and a sample of its framework's outputs into ``folder``.
+    """Writes a function's program, weights and a sample of its framework's outputs into ``folder``; its description.
 
     The program is the function of one example, vectorised over a batch of any size. Where examples depend on
     each other, or the function has no form for one, it is exported for the example's batch alone.
@@ -62,9 +59,7 @@ def write_program(function: PureFunction, folder: Path) -> Description:
     _save(folder / WEIGHTS, weights)
     sample = {f"input:{name}": one for name, one in inputs.items()}
     _save(folder / SAMPLE, {**sample, **{f"output:{name}": one for name, one in outputs.items()}})
-    known = _described(function, program, batched, batch, hashlib.sha256(raw).hexdigest())
-    (folder / DESCRIPTION).write_text(json.dumps(asdict(known), indent=1) + "\n")
-    return known
+    return _described(function, program, batched, batch, hashlib.sha256(raw).hexdigest())
 
 
 def _batched(example: Named) -> frozenset[str]:
@@ -191,6 +186,7 @@ def _described(
             name: port(one, bool(one.ndim) and one.shape[0] == size) for name, one in made.items()
         },
         trained=tuple(function.trained),
+        state=tuple(function.state),
         parameters=sum(one.size for one in function.trained.values()),
         batch=batch,
         flops_per_example=flops.count(program, weights, example) / size,
