@@ -25,6 +25,12 @@ WITHOUT_IMPORT = {
 HOW_JAX_FINDS_DEVICES = ("tpu", "cuda")
 """Extras that only choose plugins of jax."""
 
+APART = {"tensorflow": "tensorflow", "tf2jax": "tf2jax"}
+"""Modules and distributions of the extra ``tf``, whose environment is its own."""
+
+THROUGH_JAX = {"flatbuffers"}
+"""What jax asks for when a program is exported or read, without a dependency of its own."""
+
 
 def names(requirements: list[str]) -> set[str]:
     """Canonical names of other projects in a list of requirements."""
@@ -47,7 +53,7 @@ def imported(folder: str) -> frozenset[str]:
     own = {"systolic", *(path.name for path in ROOT.iterdir() if path.is_dir())}
     own |= {path.stem for path in (ROOT / "benchmarks").rglob("*.py")}  # by name, beside each other
     outside = modules - set(sys.stdlib_module_names) - own
-    home = packages_distributions()
+    home = {**packages_distributions(), **{module: [name] for module, name in APART.items()}}
     return frozenset(canonicalize_name(name) for module in outside for name in home[module])
 
 
@@ -58,7 +64,7 @@ def optional() -> set[str]:
 
 
 def test_the_package_imports_what_it_declares() -> None:
-    assert imported("src") == names(PROJECT["dependencies"]) | optional()
+    assert imported("src") | THROUGH_JAX == names(PROJECT["dependencies"]) | optional()
 
 
 def test_the_tests_import_what_dev_declares() -> None:
@@ -69,7 +75,7 @@ def test_the_tests_import_what_dev_declares() -> None:
 def test_dev_has_every_feature() -> None:
     (own,) = [r for text in EXTRAS["dev"] if (r := Requirement(text)).name == "systolic"]
     # The TPU's compiler too, which needs no TPU; a GPU's libraries are of no use without one.
-    assert own.extras == set(EXTRAS) - {"dev", "cuda"}
+    assert own.extras == set(EXTRAS) - {"dev", "cuda", "tf"}
 
 
 def test_every_bound_below_is_given() -> None:

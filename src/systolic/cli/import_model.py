@@ -23,10 +23,16 @@ class ImportOptions:
     interrupted, or computes something else than the source.
 
     Args:
-        source: A Hugging Face folder (config.json, safetensors, tokenizer), a GGUF file, or a Bundle.
+        source: A Hugging Face folder (config.json, safetensors, tokenizer), a GGUF file, or a Bundle; a PyTorch
+            module or Keras model as file.py:function (a function that returns the module with example
+            inputs, or the Keras model), a .pt2 program of torch.export, a .keras file, or a SavedModel's
+            folder.
         out: The Bundle's folder; by default bundles/NAME.
         dtype: Round the weights to f32 or bf16; auto stores each as it is.
-        parity: Compare logits with those of transformers, where it is installed.
+        parity: Compare outputs with those of the other library, where it is installed.
+        signature: Signature of a SavedModel; by default serving_default.
+        example: An .npz file with example inputs, for a .keras file or SavedModel that leaves sizes open.
+        python: Python of the environment that has the framework, such as TensorFlow's; by default this one.
         json: Print one JSON object.
     """
 
@@ -34,12 +40,16 @@ class ImportOptions:
     out: Path | None = None
     dtype: Literal["auto", "f32", "bf16"] = "auto"
     parity: bool = True
+    signature: str | None = None
+    example: Path | None = None
+    python: Path | None = None
     json: bool = False
 
 
 def run(args: Sequence[str]) -> int:
     """The verb."""
     options = parse(ImportOptions, args, "systolic import")
+    from systolic.interop.program.convert import Framework, kind_of
     from systolic.session.importing import import_model
 
     begun = time.perf_counter()
@@ -49,6 +59,9 @@ def run(args: Sequence[str]) -> int:
             options.out,
             dtype=options.dtype,
             parity=options.parity,
+            framework=Framework(
+                signature=options.signature, example=options.example, python=options.python
+            ),
             say=progress.say,
         )
     seconds = time.perf_counter() - begun
@@ -62,5 +75,6 @@ def run(args: Sequence[str]) -> int:
         print(made.parity.line())
     elif options.parity:
         warn(made.unchecked or "")
-    print(f'next: systolic generate {made.path} "…"')
+    use = 'generate {} "…"' if kind_of(str(options.source)) is None else "predict {} inputs.npz"
+    print(f"next: systolic {use.format(made.path)}")
     return 0

@@ -21,8 +21,15 @@ from systolic.core.errors import OptionError, RunError
 from systolic.core.units import si
 from systolic.interop.importing import planned, write_weights
 from systolic.interop.parity import Parity, check, impossible
+from systolic.interop.program.convert import (
+    Framework,
+    ProgramParity,
+    ProgramRequest,
+    kind_of,
+)
 from systolic.interop.source import Source, most_common, open_source
 from systolic.job import Precision
+from systolic.session.importing_program import import_program
 
 if TYPE_CHECKING:
     from systolic.artifact.tensors import TensorSpec
@@ -44,7 +51,7 @@ class Imported:
     bytes: int
     """Of the weights."""
     dtype: str
-    parity: Parity | None
+    parity: Parity | ProgramParity | None
     unchecked: str | None
     """Why there is no parity; ``None`` where there is."""
 
@@ -66,15 +73,18 @@ def import_model(
     *,
     dtype: str = AUTO,
     parity: bool = True,
+    framework: Framework = Framework(),  # noqa: B008
     say: Callable[[str], None] = lambda _: None,
 ) -> Imported:
     """Writes a model of another library as a Bundle, one tensor in memory at a time.
 
     Args:
-        source: A Hugging Face folder, a GGUF file, or another Bundle.
+        source: A Hugging Face folder, a GGUF file, another Bundle, or a model of another framework:
+            ``file.py:function``, ``.pt2``, ``.keras``, a SavedModel's folder.
         out: The Bundle's folder; by default ``bundles/NAME``.
         dtype: ``f32`` or ``bf16`` rounds the weights; ``auto`` stores each as it is.
         parity: Compare logits with those of transformers, where it is installed.
+        framework: How to convert a model that is code or a program.
         say: Called with each stage.
 
     Raises:
@@ -86,6 +96,11 @@ def import_model(
     """
     if dtype not in (AUTO, *DTYPES):
         raise OptionError(f"dtype is {dtype!r}; it takes {AUTO}, {' or '.join(DTYPES)}")
+    if (kind := kind_of(str(source))) is not None:
+        return _program(
+            ProgramRequest(source=str(source), kind=kind, how=framework), out, dtype, parity, say
+        )
+    framework.check_unused(source)
     opened = open_source(source)
     final = FOLDER / opened.path.resolve().stem if out is None else Path(out)
     check_free(final)
@@ -115,6 +130,30 @@ def import_model(
         dtype=bundle.record.dtype,
         parity=found,
         unchecked=unchecked,
+    )
+
+
+def _program(
+    request: ProgramRequest,
+    out: Path | str | None,
+    dtype: str,
+    parity: bool,
+    say: Callable[[str], None],
+) -> Imported:
+    """A model of PyTorch, Keras or TensorFlow."""
+    if dtype != AUTO:
+        raise OptionError(
+            f"dtype is {dtype}, but {request.source} is exported as it computes; convert it before, with module.bfloat16() or Keras' policy"
+        )
+    final = FOLDER / request.name if out is None else Path(out)
+    model, size, found = import_program(request, final, parity=parity, say=say)
+    return Imported(
+        path=final,
+        parameters=model.about.parameters,
+        bytes=size,
+        dtype="float32",
+        parity=found,
+        unchecked=None if parity else "not asked for",
     )
 
 

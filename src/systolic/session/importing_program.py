@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from systolic.artifact.bundle import Origin, draft, model_record
-from systolic.artifact.tensors import Planned, read_header
+from systolic.artifact.tensors import TensorSpec, read_header
 from systolic.core.digest import digest
 from systolic.core.errors import RunError
 from systolic.interop.program.convert import ProgramParity, ProgramRequest, compare, convert
@@ -49,7 +49,7 @@ def import_program(
         say("weights")
         tensors = read_header(scratch / WEIGHTS)[0]
         planned = [
-            Planned(name=name, shape=one.shape, dtype=one.dtype) for name, one in tensors.items()
+            TensorSpec(name=name, shape=one.shape, dtype=one.dtype) for name, one in tensors.items()
         ]
 
         def pieces(name: str) -> Iterator[np.ndarray]:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +39,44 @@ LOG = "log.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Framework:
+    """How a model of another framework is converted."""
+
+    signature: str | None = None
+    """Signature of a SavedModel; by default serving_default."""
+    example: Path | None = None
+    """An .npz file with example inputs, for a .keras file or SavedModel that leaves sizes open."""
+    python: Path | None = None
+    """Python of the environment that has the framework; by default this one."""
+
+    def check_unused(self, source: Path | str) -> None:
+        """Refuses settings for a source that is not converted.
+
+        Raises:
+            OptionError: one is set.
+        """
+        for name in ("signature", "example", "python"):
+            if (value := vars(self)[name]) is not None:
+                raise OptionError(
+                    f"--{name} is {value}, but {source} is no model of PyTorch, Keras or TensorFlow; leave it out"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProgramRequest:
-    """What to convert, and how."""
+    """A model to convert."""
 
     source: str
     """A path, or ``file.py:function``."""
     kind: str
     """One of :data:`KINDS`."""
-    signature: str | None = None
-    """Of a SavedModel."""
-    example: Path | None = None
-    """An ``.npz`` file with example inputs, for a model that does not say their sizes."""
-    python: Path | None = None
-    """Interpreter of the environment with the framework; by default this one."""
+    how: Framework = field(default_factory=Framework)
+
+    @property
+    def name(self) -> str:
+        """The function's name, or the path's without its suffix."""
+        path, colon, function = self.source.rpartition(":")
+        return function if colon and path.endswith(".py") else Path(self.source).resolve().stem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +134,10 @@ def convert(request: ProgramRequest, folder: Path) -> Description:
         "source": request.source,
         "kind": request.kind,
         "folder": str(folder),
-        "signature": request.signature,
-        "example": None if request.example is None else str(request.example),
+        "signature": request.how.signature,
+        "example": None if request.how.example is None else str(request.how.example),
     }
-    python = str(request.python or sys.executable)
+    python = str(request.how.python or sys.executable)
     code = _child(python, "systolic.interop.program.child", [json.dumps(asked)], folder / LOG)
     answer = folder / OUTCOME
     if not answer.is_file():

@@ -9,7 +9,7 @@ import jax
 import jax.export
 import numpy as np
 
-from systolic.artifact.tensors import Planned, write
+from systolic.artifact.tensors import TensorSpec, write
 from systolic.core.errors import OptionError, SystolicError
 from systolic.interop.program.description import (
     PROGRAM,
@@ -195,6 +195,6 @@ def _described(
 
 def _save(file: Path, arrays: Named) -> None:
     whole = {name: np.asarray(one) for name, one in arrays.items()}
-    planned = [Planned(name=name, shape=one.shape, dtype=one.dtype) for name, one in whole.items()]
+    planned = [TensorSpec(name=name, shape=one.shape, dtype=one.dtype) for name, one in whole.items()]
     with file.open("wb") as out:
         write(out, planned, whole.values(), {})

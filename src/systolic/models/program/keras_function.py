@@ -59,7 +59,7 @@ def keras_function(made: Any, source: str) -> PureFunction:
     call = _Call(model, names, *names_of)
 
     def run(given: Named) -> dict[str, np.ndarray]:
-        result = model([given[name] for name in names], training=False)
+        result = model(call.packed(given), training=False)
         return {name: narrowed(one) for name, one in outputs_of(result, jax.Array).items()}
 
     return PureFunction(
@@ -81,6 +81,13 @@ class _Call:
     ) -> None:
         self.model, self.inputs, self.trained, self.state = model, inputs, trained, state
 
+    def packed(self, inputs: Named) -> Any:
+        """Inputs in the structure that the model takes them in: one, a list or a dict."""
+        keras, given = load_keras(), [inputs[name] for name in self.inputs]
+        if isinstance(self.model, keras.Sequential):
+            return given[0]
+        return keras.tree.pack_sequence_as(self.model.input, given)
+
     def __call__(
         self, trained: Named, state: Named, inputs: Named, train: bool, key: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -89,7 +96,7 @@ class _Call:
             made, after = self.model.stateless_call(
                 [trained[name] for name in self.trained],
                 [state[name] for name in self.state],
-                [inputs[name] for name in self.inputs],
+                self.packed(inputs),
                 training=train,
             )
         except SystolicError:

@@ -55,9 +55,9 @@ def load_keras() -> Any:
         MissingExtraError: Keras is not installed.
         OptionError: it was loaded with another backend, or its environment asks for one.
     """
-    if importlib.util.find_spec("keras") is None:
-        raise MissingExtraError("a Keras model", "keras")
     if "keras" not in sys.modules:
+        if importlib.util.find_spec("keras") is None:
+            raise MissingExtraError("a Keras model", "keras")
         asked = os.environ.setdefault("KERAS_BACKEND", "jax")
         if asked != "jax":
             raise OptionError(

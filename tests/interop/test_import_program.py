@@ -1,0 +1,184 @@
+"""``systolic import`` of PyTorch, Keras and TensorFlow models: a Bundle that needs none of them, compared in a fresh process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from systolic.cli.main import main
+from systolic.interop.program.convert import kind_of
+
+ZOO = Path(__file__).parents[1] / "models" / "program" / "zoo.py"
+ROOT = Path(__file__).parents[2]
+TENSORFLOW = os.environ.get("SYSTOLIC_TENSORFLOW_PYTHON")
+"""Python of an environment with the extra ``tf``."""
+PREDICT = """
+import json, sys
+import systolic
+model = systolic.open(sys.argv[1])
+print(json.dumps([model.predict(sys.argv[2]), [n for n in ("torch", "keras", "tensorflow") if n in sys.modules]]))
+"""
+
+
+def imported(source: str, out: Path, capsys: pytest.CaptureFixture[str], *more: str) -> Any:
+    assert main(["import", source, "--out", str(out), "--json", *more]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def predicted(bundle: Path, tmp_path: Path, **inputs: np.ndarray) -> dict[str, Any]:
+    """Outputs of a Bundle in a process that loads no framework."""
+    np.savez(tmp_path / "inputs.npz", **inputs)  # ty: ignore[invalid-argument-type]
+    args = [sys.executable, "-c", PREDICT, str(bundle), str(tmp_path / "inputs.npz")]
+    done = subprocess.run(args, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (answer,), loaded = json.loads(done.stdout.splitlines()[-1])
+    assert loaded == []
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        ("net.py:model", "function"),
+        ("net.py", "function"),
+        ("net.pt2", "torch-export"),
+        ("net.keras", "keras"),
+        ("net.gguf", None),
+    ],
+)
+def test_kinds_by_name(source: str, kind: str | None) -> None:
+    assert kind_of(source) == kind
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("gone.py:model", "gone.py is not a file"),
+        (f"{ZOO}:cnn --dtype bf16", "dtype is bf16, but"),
+        (f"{ZOO.parent} --signature other", "--signature is other, but"),
+    ],
+)
+def test_a_mistake_is_one_line(source: str, told: str, tmp_path: Path, capsys: Any) -> None:
+    assert main(["import", *source.split(), "--out", str(tmp_path / "out")]) != 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("systolic: ")]
+    assert len(lines) == 1
+    assert told in lines[0]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_module_becomes_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = imported(f"{ZOO}:cnn", tmp_path / "cnn", capsys)
+    assert made["parity"]["passed"]
+    assert made["parity"]["max_relative"] < 1e-5
+    assert made["parity"]["framework"].startswith("torch ")
+    assert made["parity"]["rows"] == 4
+    assert made["parameters"] == 16 * 9 + 16 + 32 + 2560 + 10
+    answer = predicted(tmp_path / "cnn", tmp_path, input=np.zeros((3, 1, 8, 8), np.float32))
+    # The same input gives the same output, whichever example it is.
+    assert np.shape(answer["output"]) == (3, 10)
+    assert answer["output"][0] == answer["output"][2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["encoder", "bloom", "coupled", "sequential", "functional"])
+def test_models_agree(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = imported(f"{ZOO}:{name}", tmp_path / name, capsys)
+    assert made["parity"]["max_relative"] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("no_tensor", "returns str, which is no tensor"),
+        ("dynamic", "layer 1 (Turned) needs the values"),
+        ("dies", "was ended by SIGSEGV"),
+        ("nothing", "has no function nothing"),
+    ],
+)
+def test_what_a_child_says(name: str, told: str, tmp_path: Path, capsys: Any) -> None:
+    assert main(["import", f"{ZOO}:{name}", "--out", str(tmp_path / "out")]) == (
+        2 if name in ("dynamic", "nothing") else 1
+    )
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("systolic: ")]
+    assert len(lines) == 1
+    assert told in lines[0]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_saved_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import zoo; zoo.functional().save(sys.argv[2] + '/net.keras');"
+    code += "import torch; m, (x) = zoo.cnn(); m.eval(); b = torch.export.Dim('b', max=64);"
+    code += "torch.export.save(torch.export.export(m, (x,), dynamic_shapes=({0: b},)), sys.argv[2] + '/net.pt2')"
+    env = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
+    args = [sys.executable, "-c", code, str(ZOO.parent), str(tmp_path)]
+    done = subprocess.run(args, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name in ("net.keras", "net.pt2"):
+        made = imported(str(tmp_path / name), tmp_path / f"{name}-bundle", capsys)
+        assert made["parity"]["max_relative"] < 1e-5, name
+    (tmp_path / "bad.keras").write_text("no")
+    assert main(["import", str(tmp_path / "bad.keras"), "--out", str(tmp_path / "out")]) == 1
+    assert "bad.keras does not load" in capsys.readouterr().err
+
+
+SAVED = """
+import sys
+import numpy as np, tensorflow as tf
+from jax.experimental import jax2tf
+rng, out = np.random.default_rng(0), sys.argv[1]
+class Net(tf.Module):
+    def __init__(self):
+        self.kernel = tf.Variable(rng.normal(size=(3, 3, 1, 4)).astype("f4"))
+        self.weight = tf.Variable(rng.normal(size=(64, 10)).astype("f4"))
+        self.scale = tf.Variable(2.0, trainable=False)
+    @tf.function(input_signature=[tf.TensorSpec([None, 8, 8, 1], tf.float32)])
+    def __call__(self, image):
+        x = tf.reshape(tf.nn.relu(tf.nn.conv2d(image, self.kernel, 2, "SAME")), [-1, 64])
+        return {"logits": self.scale * tf.matmul(x, self.weight)}
+net = Net()
+tf.saved_model.save(net, out + "/net", signatures={"one": net.__call__, "two": net.__call__})
+other = tf.Module()
+shapes = [tf.TensorSpec([None, 4], tf.float32)]
+other.f = tf.function(jax2tf.convert(lambda x: x * 2, polymorphic_shapes=["(b, 4)"]), input_signature=shapes, autograph=False)
+tf.saved_model.save(other, out + "/jax", signatures={"serving_default": other.f})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    TENSORFLOW is None,
+    reason="python -m venv tf && tf/bin/pip install 'tensorflow>=2.21,<2.22' tf2jax==0.3.8 jax==0.10.2, then SYSTOLIC_TENSORFLOW_PYTHON=tf/bin/python",
+)
+def test_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert TENSORFLOW is not None
+    args = [TENSORFLOW, "-c", SAVED, str(tmp_path)]
+    done = subprocess.run(args, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    python = ("--python", TENSORFLOW)
+    made = imported(str(tmp_path / "net"), tmp_path / "b", capsys, "--signature", "two", *python)
+    assert made["parity"]["max_relative"] < 1e-5
+    assert made["parity"]["rows"] == 4
+    assert made["parameters"] == 3 * 3 * 4 + 640
+    for wrong, told in (
+        (("net",), "has the signatures one, two; choose one with --signature"),
+        (("net", "--signature", "tow"), "has no signature tow; did you mean"),
+        (("jax",), "was written by jax2tf"),
+    ):
+        line = [
+            "import",
+            str(tmp_path / wrong[0]),
+            *wrong[1:],
+            "--out",
+            str(tmp_path / "c"),
+            *python,
+        ]
+        assert main(line) != 0
+        assert told in capsys.readouterr().err

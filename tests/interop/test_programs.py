@@ -1,0 +1,116 @@
+"""Exported programs: the framework's numbers at any batch, gradients, and files that are refused."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from systolic.core.errors import DataError, NotFoundError, OptionError
+from systolic.data.input_files import InputFiles
+from systolic.interop.program.description import PROGRAM
+from systolic.interop.program.exported import exported_function
+from systolic.interop.program.model import ExportedProgram
+from systolic.interop.program.write import relative_error, write_program
+from systolic.job import Field, Precision
+from systolic.models.program.making import made_by
+from systolic.models.program.torch_function import torch_function
+from tests.models.program import zoo
+
+
+CNN_FLOPS = 2 * (8 * 8 * 16 * 9 + 256 * 10)
+"""A 3x3 convolution of 1 to 16 channels on 8 x 8, and a layer of 256 to 10."""
+
+
+def exported(make: Any, folder: Path) -> Any:
+    """The framework's function, the program's, and its description."""
+    there = torch_function(made_by(make, "torch", "zoo.py"), "zoo.py")
+    about = write_program(there, folder)
+    return there, exported_function(folder, about), about
+
+
+def run(function: Any, inputs: Any) -> dict[str, np.ndarray]:
+    call = jax.jit(lambda t, s, x: function.call(t, s, x, False, None)[0])
+    return jax.device_get(call(dict(function.trained), dict(function.state), inputs))
+
+
+def test_any_batch_and_gradients(tmp_path: Path) -> None:
+    there, here, about = exported(zoo.cnn, tmp_path)
+    assert about.batch is None
+    assert about.platforms == ("cpu", "tpu", "cuda")
+    assert about.flops_per_example == CNN_FLOPS
+    assert about.parameters == 16 * 9 + 16 + 32 + 2560 + 10
+    for count in (1, 7):
+        x = np.random.default_rng(count).normal(size=(count, 1, 8, 8)).astype(np.float32)
+        assert (
+            relative_error(run(here, {"input": x})["output"], there.source({"input": x})["output"])
+            < 1e-6
+        )
+
+    def gradients(function: Any) -> Any:
+        def loss(trained: Any) -> jax.Array:
+            made = function.call(trained, dict(function.state), there.example, False, None)[0]
+            return (made["output"] ** 2).sum()
+
+        return jax.jit(jax.grad(loss))(dict(function.trained))
+
+    wanted, made = gradients(there), gradients(here)
+    for name, one in wanted.items():
+        np.testing.assert_allclose(made[name], one, rtol=1e-5, atol=1e-6)
+
+
+def test_examples_that_depend_on_each_other_keep_their_batch(tmp_path: Path) -> None:
+    _, here, about = exported(zoo.coupled, tmp_path)
+    assert about.batch == 4
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    wanted = np.concatenate([x[:4] - x[:4].mean(0), x[4:] - x[4:].mean(0)])
+    np.testing.assert_allclose(run(here, {"x": x})["output"], wanted, atol=1e-6)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    _, _, about = exported(zoo.coupled, tmp_path)
+    model = ExportedProgram(about=about, folder=tmp_path)
+    with pytest.raises(OptionError, match="computes in float32; use --precision f32"):
+        model.check_precision(Precision.bf16)
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(NotFoundError, match=r"lacks program\.bin"):
+        exported_function(other, about)
+    (other / PROGRAM).write_bytes((tmp_path / PROGRAM).read_bytes()[:-1])
+    with pytest.raises(DataError, match="is another program than the one that was imported"):
+        exported_function(other, about)
+    with pytest.raises(NotFoundError, match="is no Bundle"):
+        ExportedProgram.of(other)
+
+
+def test_relative_error_by_hand() -> None:
+    assert relative_error(np.array([1.0, 2.5]), np.array([1.0, 2.0])) == 0.25
+    assert relative_error(np.array([np.inf, 1.0]), np.array([np.inf, 1.0])) == 0.0
+    assert relative_error(np.array([np.nan]), np.array([1.0])) == np.inf
+    assert relative_error(np.array([1.0]), np.array([np.inf])) == np.inf
+
+
+def test_inputs_of_a_file(tmp_path: Path) -> None:
+    data = InputFiles(
+        inputs={"x": Field(shape=(3,), dtype="float32"), "n": Field(shape=(), dtype="int32")}
+    )
+    file = tmp_path / "inputs.npz"
+    np.savez(file, x=np.ones((2, 3)), n=np.array([4, 5]))
+    first, second = data.examples(file)
+    assert (first["x"].dtype, int(second["n"])) == (np.float32, 5)
+    for given, told in (
+        (
+            {"x": np.ones((2, 3))},
+            r"has the arrays x, and the model takes x float32\[examples, 3\], n int32\[examples\]",
+        ),
+        ({"x": np.ones((2, 4)), "n": np.ones(2, int)}, r"x in .* is \[2, 4\]"),
+        ({"x": np.ones((2, 3)), "n": np.ones(2)}, "n in .* is float64, and the model takes int32"),
+        ({"x": np.ones((2, 3)), "n": np.ones(1, int)}, "differ in their first dim"),
+    ):
+        np.savez(file, **given)
+        with pytest.raises(DataError, match=told):
+            list(data.examples(file))
+    file.write_text("no")
+    with pytest.raises(DataError, match=r"is no \.npz file"):
+        list(data.examples(file))
