@@ -18,7 +18,6 @@ from systolic.models.program.making import made_by
 from systolic.models.program.torch_function import torch_function
 from tests.models.program import zoo
 
-
 CNN_FLOPS = 2 * (8 * 8 * 16 * 9 + 256 * 10)
 """A 3x3 convolution of 1 to 16 channels on 8 x 8, and a layer of 256 to 10."""
 

@@ -29,7 +29,7 @@ from systolic.interop.program.convert import (
 )
 from systolic.interop.source import Source, most_common, open_source
 from systolic.job import Precision
-from systolic.session.importing_program import import_program
+from systolic.session.importing_program import check_passed, import_program
 
 if TYPE_CHECKING:
     from systolic.artifact.tensors import TensorSpec
@@ -97,9 +97,8 @@ def import_model(
     if dtype not in (AUTO, *DTYPES):
         raise OptionError(f"dtype is {dtype!r}; it takes {AUTO}, {' or '.join(DTYPES)}")
     if (kind := kind_of(str(source))) is not None:
-        return _program(
-            ProgramRequest(source=str(source), kind=kind, how=framework), out, dtype, parity, say
-        )
+        asked = ProgramRequest(source=str(source), kind=kind, how=framework)
+        return _program(asked, out, dtype, parity, say)
     framework.check_unused(source)
     opened = open_source(source)
     final = FOLDER / opened.path.resolve().stem if out is None else Path(out)
@@ -118,10 +117,7 @@ def import_model(
             say("parity")
             written = made.describe(**about)
             found = check(opened, lambda rows: _logits(written, rows), rounded=rounded)
-            if not found.passed:
-                raise RunError(
-                    f"{found.line()}: the import is not the same model, and no Bundle was written; report it, or import with --no-parity"
-                )
+            check_passed(found)
         bundle = made.finish(**about, parity=None if found is None else found.to_json())
     return Imported(
         path=bundle.folder,

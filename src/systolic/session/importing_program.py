@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from systolic.artifact.bundle import Origin, draft, model_record
+from systolic.artifact.bundle import BundleDraft, ImportedFrom, draft, model_record
 from systolic.artifact.tensors import TensorSpec, read_header
 from systolic.core.digest import digest
 from systolic.core.errors import RunError
+from systolic.interop.parity import Parity
 from systolic.interop.program.convert import ProgramParity, ProgramRequest, compare, convert
 from systolic.interop.program.description import PROGRAM, WEIGHTS
 from systolic.interop.program.model import ExportedProgram
@@ -47,21 +48,12 @@ def import_program(
         say("converting")
         about = convert(request, scratch)
         say("weights")
-        tensors = read_header(scratch / WEIGHTS)[0]
-        planned = [
-            TensorSpec(name=name, shape=one.shape, dtype=one.dtype) for name, one in tensors.items()
-        ]
-
-        def pieces(name: str) -> Iterator[np.ndarray]:
-            yield tensors[name].read()
-
-        made.add(PROGRAM, (scratch / PROGRAM).read_bytes())
-        made.weights(planned, pieces, lambda _: None)
+        size = _fill(made, scratch)
         model = ExportedProgram(about=about)
         record: dict[str, Any] = {
             "systolic": __version__,
             "model": model_record(model),
-            "source": Origin(
+            "source": ImportedFrom(
                 kind=about.framework,
                 name=Path(request.source).name,
                 digest=digest({"program": about.digest}),
@@ -73,10 +65,33 @@ def import_program(
             say("parity")
             made.describe(**record)
             found = compare(made.folder, scratch)
-            if not found.passed:
-                raise RunError(
-                    f"{found.line()}: the import is not the same model, and no Bundle was written; report it, or import with --no-parity"
-                )
+            check_passed(found)
         made.finish(**record, parity=None if found is None else found.to_json())
-    size = sum(one.nbytes for one in planned)
     return replace(model, folder=final), size, found
+
+
+def check_passed(found: Parity | ProgramParity) -> None:
+    """Ends an import whose model computes something else than its source.
+
+    Raises:
+        RunError: so.
+    """
+    if not found.passed:
+        raise RunError(
+            f"{found.line()}: the import is not the same model, and no Bundle was written; report it, or import with --no-parity"
+        )
+
+
+def _fill(made: BundleDraft, scratch: Path) -> int:
+    """Writes program and weights; the bytes of the weights."""
+    tensors = read_header(scratch / WEIGHTS)[0]
+    planned = [
+        TensorSpec(name=name, shape=one.shape, dtype=one.dtype) for name, one in tensors.items()
+    ]
+
+    def pieces(name: str) -> Iterator[np.ndarray]:
+        yield tensors[name].read()
+
+    made.add(PROGRAM, (scratch / PROGRAM).read_bytes())
+    made.weights(planned, pieces, lambda _: None)
+    return sum(one.nbytes for one in planned)

@@ -14,7 +14,6 @@ from systolic.models.program.making import load_keras, made_by
 from tests.models.program import zoo
 
 
-
 @pytest.mark.parametrize("make", [zoo.sequential, zoo.functional])
 def test_outputs_are_those_of_keras(make: Any) -> None:
     function = keras_function(made_by(make, "keras", "zoo.py"), "zoo.py")
@@ -59,9 +58,14 @@ def test_training_moves_statistics_and_the_seed_of_dropout() -> None:
 @pytest.mark.parametrize(
     ("made", "told"),
     [
-        (lambda: load_keras().Sequential([load_keras().layers.Dense(3)]), "has unknown input shapes"),
         (
-            lambda: load_keras().Sequential([load_keras().Input((None, 3)), load_keras().layers.Dense(3)]),
+            lambda: load_keras().Sequential([load_keras().layers.Dense(3)]),
+            "has unknown input shapes",
+        ),
+        (
+            lambda: load_keras().Sequential(
+                [load_keras().Input((None, 3)), load_keras().layers.Dense(3)]
+            ),
             "of unknown size",
         ),
         (lambda: 3, "made int, not a keras.Model"),

@@ -110,7 +110,7 @@ def test_the_same_weights_in_every_process() -> None:
     [
         (zoo.no_tensor, "returns str, which is no tensor"),
         (zoo.dynamic, "layer 1 (Turned) needs the values of its tensors"),
-        (zoo.unsupported, "layer 1 (Factors) calls aten::linalg_eig"),
+        (zoo.unsupported, "layer 1 (Factors) calls aten::geqrf, which torchax"),
         (zoo.only_module, "returned Linear, not a torch.nn.Module and its example inputs"),
         (zoo.wrong_inputs, "forward of Linear does not take the example inputs"),
         (zoo.fails, "zoo.py failed: ValueError: no such checkpoint"),

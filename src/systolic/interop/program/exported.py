@@ -57,12 +57,12 @@ def _loaded(folder: Path, known: Description) -> PureFunction:
         trained={name: arrays[name] for name in known.trained},
         state={name: arrays[name] for name in known.state},
         example={},
-        call=_Call(program, known, {name: array.dtype for name, array in arrays.items()}),
+        call=_Reloaded(program, known, {name: array.dtype for name, array in arrays.items()}),
         random=False,
     )
 
 
-class _Call:
+class _Reloaded:
     """An exported program under the contract of a pure function; evaluation always."""
 
     def __init__(self, program: Any, known: Description, dtypes: Mapping[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ def saved_model_function(
     """
     try:
         import tensorflow as tf  # ty: ignore[import-not-found]
-        import tf2jax  # ty: ignore[import-not-found]
+        import tf2jax  # ty: ignore[import-not-found]  # noqa: F401
     except ImportError as error:
         raise MissingExtraError("a TensorFlow SavedModel", "tf") from error
     logging.disable(logging.WARNING)  # tf2jax warns of every attribute that it passes over
@@ -56,50 +55,72 @@ def saved_model_function(
         raise OptionError(
             f"{folder} was written by jax2tf, whose programs ({OWN}) tf2jax can't read; export the JAX function itself with jax.export, or import its weights"
         )
-    inputs = _inputs(folder, called, example)
-    order = list(inputs)
-    wrapped = tf.function(
-        lambda *given: restored.signatures[name](**dict(zip(order, given, strict=True))),
-        autograph=False,
+    graph = _Graph(folder, restored, name, _inputs(folder, called, example))
+    _, variables = graph.converted(tuple(one.shape for one in graph.inputs.values()))
+    return PureFunction(
+        framework=f"tensorflow {tf.__version__}",
+        trained={key: narrowed(one) for key, one in variables.items() if one.trainable},
+        state={key: narrowed(one) for key, one in variables.items() if not one.trainable},
+        example=graph.inputs,
+        call=graph,
+        source=graph.in_tensorflow,
+        random=False,
     )
 
-    @cache
-    def converted(shapes: tuple[tuple[int, ...], ...]) -> Any:
-        """The function for inputs of these shapes: tf2jax takes sizes as they are in its graph."""
-        given = [np.zeros(size, inputs[one].dtype) for one, size in zip(order, shapes, strict=True)]
+
+class _Graph:
+    """A signature as a function of its variables and inputs."""
+
+    def __init__(
+        self, folder: Path, restored: Any, name: str, inputs: dict[str, np.ndarray]
+    ) -> None:
+        # The restored object owns the variables: without it they are deleted.
+        self.folder, self.restored, self.name, self.inputs = folder, restored, name, inputs
+        self._made: dict[tuple[tuple[int, ...], ...], Any] = {}
+
+    def converted(self, shapes: tuple[tuple[int, ...], ...]) -> Any:
+        """The function and its variables for inputs of these shapes: tf2jax takes sizes as they are in its graph.
+
+        Raises:
+            OptionError: an operation has no form in JAX.
+        """
+        import tensorflow as tf  # ty: ignore[import-not-found]
+        import tf2jax  # ty: ignore[import-not-found]
+
+        if shapes in self._made:
+            return self._made[shapes]
+        called = self.restored.signatures[self.name]
+        wrapped = tf.function(
+            lambda *given: called(**dict(zip(self.inputs, given, strict=True))), autograph=False
+        )
+        kinds = [one.dtype for one in self.inputs.values()]
+        given = [np.zeros(size, kind) for size, kind in zip(shapes, kinds, strict=True)]
         try:
-            return tf2jax.convert(wrapped, *given)
+            self._made[shapes] = tf2jax.convert(wrapped, *given)
         except Exception as error:
             told = " ".join(str(error).split())[:300]
             raise OptionError(
-                f"signature {name} of {folder} does not convert: {told}; replace that operation in the TensorFlow model"
+                f"signature {self.name} of {self.folder} does not convert: {told}; replace that operation in the TensorFlow model"
             ) from error
+        return self._made[shapes]
 
-    _, variables = converted(tuple(inputs[one].shape for one in order))
-    trained = {key: narrowed(one) for key, one in variables.items() if one.trainable}
-    state = {key: narrowed(one) for key, one in variables.items() if not one.trainable}
-
-    def call(
-        trained: Named, state: Named, given: Named, train: bool, key: Any
+    def __call__(
+        self, trained: Named, state: Named, inputs: Named, train: bool, key: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See :class:`PureFunction`."""
         del train, key
-        function, _ = converted(tuple(tuple(given[one].shape) for one in order))
-        made, _ = function({**trained, **state}, *(given[one] for one in order))
+        given = [inputs[one] for one in self.inputs]
+        function, _ = self.converted(tuple(tuple(one.shape) for one in given))
+        made, _ = function({**trained, **state}, *given)
         return outputs_of(made, (jax.Array, np.ndarray)), dict(state)
 
-    def run(given: Named) -> dict[str, np.ndarray]:
-        made = called(**{one: tf.constant(given[one]) for one in order})
-        return {key: narrowed(one.numpy()) for key, one in outputs_of(made, tf.Tensor).items()}
+    def in_tensorflow(self, inputs: Named) -> dict[str, np.ndarray]:
+        """The signature's own outputs."""
+        import tensorflow as tf  # ty: ignore[import-not-found]
 
-    return PureFunction(
-        framework=f"tensorflow {tf.__version__}",
-        trained=trained,
-        state=state,
-        example=inputs,
-        call=call,
-        source=run,
-        random=False,
-    )
+        called = self.restored.signatures[self.name]
+        made = called(**{one: tf.constant(inputs[one]) for one in self.inputs})
+        return {key: narrowed(one.numpy()) for key, one in outputs_of(made, tf.Tensor).items()}
 
 
 def _signature(folder: Path, restored: Any, asked: str | None) -> tuple[str, Any]:

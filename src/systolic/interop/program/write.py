@@ -195,6 +195,8 @@ def _described(
 
 def _save(file: Path, arrays: Named) -> None:
     whole = {name: np.asarray(one) for name, one in arrays.items()}
-    planned = [TensorSpec(name=name, shape=one.shape, dtype=one.dtype) for name, one in whole.items()]
+    planned = [
+        TensorSpec(name=name, shape=one.shape, dtype=one.dtype) for name, one in whole.items()
+    ]
     with file.open("wb") as out:
         write(out, planned, whole.values(), {})

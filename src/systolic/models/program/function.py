@@ -62,10 +62,8 @@ def flattened(
         for key, inner in value.items():
             yield from flattened(inner, tensor, f"{name}_{key}" if name else str(key))
     elif isinstance(value, list | tuple):
-        fields = getattr(value, "_fields", None) if isinstance(value, tuple) else None
         for number, inner in enumerate(value):
-            key = str(number) if fields is None else fields[number]
-            yield from flattened(inner, tensor, f"{name or 'output'}_{key}")
+            yield from flattened(inner, tensor, f"{name or 'output'}_{number}")
     else:
         raise DataError(
             f"the model returns {type(value).__name__}{f' in {name}' if name else ''}, which is no tensor; return tensors, or tuples, lists or dicts of them"

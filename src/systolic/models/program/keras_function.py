@@ -56,7 +56,7 @@ def keras_function(made: Any, source: str) -> PureFunction:
     trained, state = model.trainable_variables, model.non_trainable_variables
     trained_names = _unique([one.path for one in (*trained, *state)])
     names_of = trained_names[: len(trained)], trained_names[len(trained) :]
-    call = _Call(model, names, *names_of)
+    call = _Stateless(model, names, *names_of)
 
     def run(given: Named) -> dict[str, np.ndarray]:
         result = model(call.packed(given), training=False)
@@ -73,7 +73,7 @@ def keras_function(made: Any, source: str) -> PureFunction:
     )
 
 
-class _Call:
+class _Stateless:
     """The model as a function of its variables' values."""
 
     def __init__(

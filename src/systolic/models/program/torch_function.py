@@ -47,7 +47,7 @@ def torch_function(made: Any, source: str) -> PureFunction:
         raise DataError(f"the example inputs of {source} hold no tensor; {HOW}")
     constants = {name: value for name, value in arguments.items() if name not in inputs}
     trained, state = _arrays(module)
-    call = _Call(module, env, constants)
+    call = _Traced(module, env, constants)
 
     def run(given: Named) -> dict[str, np.ndarray]:
         kinds = {name: inputs[name].dtype for name in given}
@@ -68,7 +68,7 @@ def torch_function(made: Any, source: str) -> PureFunction:
     )
 
 
-class _Call:
+class _Traced:
     """The module as a function of its arrays; the module's own arrays are never changed."""
 
     def __init__(self, module: Any, env: Any, constants: Mapping[str, Any]) -> None:
