@@ -1,6 +1,7 @@
 """A folder of transformers' Whisper writes down speech and is scored as transformers does it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,11 @@ import torch
 
 import systolic
 from systolic.core.errors import DataError, OptionError
+from systolic.data.audio.recordings import Recordings
 from systolic.data.audio.sound import cut, log_mel, read_sound
+from systolic.interop.jobs import job_of
 from systolic.interop.source import open_source
+from systolic.job import Batch, Optimizer
 from tests.models import speech
 from tests.speech import needs_recordings, needs_weights, recording, tiny_en
 
@@ -97,6 +101,31 @@ def test_a_tokenizer_of_another_model_is_refused(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(OptionError, match=r"has no tokenizer\.json"):
         systolic.open(folder)
+
+
+@pytest.mark.slow
+def test_a_folder_is_fine_tuned_on_a_manifest_and_its_run_writes_down(
+    folder: Path, tmp_path: Path
+) -> None:
+    short, _ = sounds(folder)
+    rows = [{"audio": short.name, "text": "w7 w9 w11"}] * 8
+    manifest = folder / "m.jsonl"
+    manifest.write_text("\n".join(map(json.dumps, rows)))
+    job = job_of(open_source(folder))
+    assert isinstance(job.data, Recordings)
+    made = replace(
+        job,
+        data=replace(job.data, path=manifest, validation=manifest),
+        start=folder,
+        steps=40,
+        batch=Batch(total=4),
+        optimizer=Optimizer(learning_rate=2e-2, weight_decay=0.0),
+    )
+    before = systolic.open(folder).evaluate(path=manifest)[str(manifest)]["loss"]
+    systolic.train(made, run=tmp_path / "run")
+    model = systolic.open(tmp_path / "run", job=made)
+    assert model.evaluate("validation")["validation"]["loss"] < 0.2 * before
+    assert model.predict([short]) == [{"text": "w7 w9 w11"}]
 
 
 @needs_weights

@@ -14,13 +14,13 @@ from systolic.core.errors import NotFoundError, OptionError
 
 @dataclass(frozen=True, kw_only=True)
 class PredictOptions:
-    """Labels files with a trained model; a language model scores texts in bits per byte.
+    """Labels files with a trained model; a language model scores texts in bits per byte, Whisper writes down sound files.
 
     A file that can't be read is named, the others are answered, and the exit code is 1.
 
     Args:
         run: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
-        files: Images or arrays for an image model, texts for a language model.
+        files: Images or arrays for an image model, texts for a language model, recordings for Whisper.
         checkpoint: Of a run: best, last or the number of a step.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         json: Print one JSON object.

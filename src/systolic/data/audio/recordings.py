@@ -35,7 +35,7 @@ class Writing:
     """Tokens that no text starts with: a space, and the end."""
 
 
-class Line(NamedTuple):
+class Utterance(NamedTuple):
     """A line of a manifest."""
 
     audio: Path
@@ -95,7 +95,7 @@ class Recordings(Data):
         """The same data with the tokenizer in a folder."""
         return replace(self, tokenizer=path)
 
-    def lines(self, split: Split) -> list[Line]:
+    def lines(self, split: Split) -> list[Utterance]:
         """Lines of a split, in the order of the manifest.
 
         Raises:
@@ -171,7 +171,7 @@ class Recordings(Data):
         return [log_mel(part, 2 * self.frames, self.mels) for part in parts]
 
 
-def read_manifest(path: Path) -> list[Line]:
+def read_manifest(path: Path) -> list[Utterance]:
     """Lines of a manifest.
 
     Raises:
@@ -191,7 +191,7 @@ def read_manifest(path: Path) -> list[Line]:
             raise DataError(
                 f'line {number} of {path} is no recording ({error}); write {{"audio": PATH, "text": TEXT}}, or the two with a tab between'
             ) from error
-        found.append(Line(path.parent / str(audio), " ".join(str(text).split())))
+        found.append(Utterance(path.parent / str(audio), " ".join(str(text).split())))
     return found
 
 

@@ -5,14 +5,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError
-from systolic.data.audio.recordings import Line, Recordings
+from systolic.data.audio.recordings import Recordings, Utterance
 from systolic.data.audio.sound import log_mel, num_samples, read_sound
 from systolic.data.random_access import Picks, Table
 from systolic.data.skipped_files import SIDE, pack
 from systolic.job.data import MASK, OnError
 
 
-def groups(data: Recordings, lines: Sequence[Line], tokens: Sequence[np.ndarray]) -> list[range]:
+def groups(
+    data: Recordings, lines: Sequence[Utterance], tokens: Sequence[np.ndarray]
+) -> list[range]:
     """Numbers of the lines of each window: one, or as many in a row as fit where windows are shared."""
     if not data.joined:
         return [range(i, i + 1) for i in range(len(lines))]
@@ -40,7 +42,7 @@ class Spoken(Table):
     def __init__(
         self,
         data: Recordings,
-        lines: Sequence[Line],
+        lines: Sequence[Utterance],
         tokens: Sequence[np.ndarray],
         windows: Sequence[range],
     ) -> None:
