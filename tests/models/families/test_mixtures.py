@@ -1,6 +1,7 @@
 """Families with experts against transformers: logits, also through a cache, sizes, and files there and back."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,15 @@ def test_another_form_is_refused(kind: str, fields: dict[str, Any], words: str) 
     config = {"model_type": kind, **fields}
     with pytest.raises(OptionError, match=words):
         family(config, "the model").model(config)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_what_a_family_cannot_say_is_refused(kind: str) -> None:
+    fields = {"mixtral": MIXTRAL, "qwen3_moe": QWEN, "gpt_oss": GPT_OSS}[kind]
+    known = family({"model_type": kind}, "the model")
+    model: Any = known.model(fields)
+    with pytest.raises(OptionError, match=f"model.logit-cap is 3.0, which a config.json of {kind}"):
+        known.config(replace(model, logit_cap=3.0))
 
 
 def test_quantized_weights_are_refused_and_their_sizes_known() -> None:

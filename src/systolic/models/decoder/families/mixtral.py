@@ -4,7 +4,7 @@ from typing import Any
 
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder, Dispatch
-from systolic.models.decoder.families.fields import follow, rotary, rotary_fields
+from systolic.models.decoder.families.fields import faithful, follow, rotary, rotary_fields
 from systolic.models.decoder.families.mixtures import (
     LAYER,
     attention,
@@ -63,9 +63,13 @@ def conversion(config: Config) -> Conversion:
 
 
 def config(model: Model) -> dict[str, Any]:
-    """A Mixtral's config.json."""
+    """A Mixtral's config.json.
+
+    Raises:
+        OptionError: it can't say something in the model.
+    """
     assert isinstance(model, Decoder)
-    return {
+    written = {
         "model_type": "mixtral",
         "architectures": ["MixtralForCausalLM"],
         **shared_fields(model),
@@ -76,6 +80,7 @@ def config(model: Model) -> dict[str, Any]:
         "sliding_window": model.window or None,
         **rotary_fields(model),
     }
+    return faithful(model, written, decoder)
 
 
 FAMILIES = {"mixtral": Family(model=decoder, conversion=conversion, config=config)}

@@ -5,7 +5,7 @@ from typing import Any
 from systolic.core.errors import OptionError
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder, Dispatch
-from systolic.models.decoder.families.fields import follow, rotary, rotary_fields
+from systolic.models.decoder.families.fields import faithful, follow, rotary, rotary_fields
 from systolic.models.decoder.families.mixtures import (
     LAYER,
     attention,
@@ -89,9 +89,13 @@ def conversion(config: Config) -> Conversion:
 
 
 def config(model: Model) -> dict[str, Any]:
-    """A Qwen3-MoE's config.json."""
+    """A Qwen3-MoE's config.json.
+
+    Raises:
+        OptionError: it can't say something in the model.
+    """
     assert isinstance(model, Decoder)
-    return {
+    written = {
         "model_type": "qwen3_moe",
         "architectures": ["Qwen3MoeForCausalLM"],
         **shared_fields(model),
@@ -108,6 +112,7 @@ def config(model: Model) -> dict[str, Any]:
         "sliding_window": model.window or None,
         **rotary_fields(model),
     }
+    return faithful(model, written, decoder)
 
 
 FAMILIES = {"qwen3_moe": Family(model=decoder, conversion=conversion, config=config)}
