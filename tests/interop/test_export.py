@@ -95,6 +95,7 @@ def test_a_shard_each_and_one_index(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     np.testing.assert_array_equal(folders.logits(tmp_path / "home", rows), expected)
 
 
+@pytest.mark.slow
 def test_what_was_trained_here_opens_there(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,9 @@ from tests import weights
 
 pytestmark = pytest.mark.slow
 GREEDY = Sampling(temperature=0)
+RIVER = """The river rises in the mountains and flows north to the sea. In winter it freezes, and people cross it on
+foot; in summer, boats carry grain and timber to the towns along its banks.
+"""
 
 
 def test_smollm2_knows_the_capital_of_france(tmp_path: Path) -> None:
@@ -35,9 +38,17 @@ def test_gemma_3_continues_a_text(tmp_path: Path) -> None:
     assert made.parity is not None
     assert made.parity.max_relative < 1e-4
     model = systolic.open(tmp_path / "gemma")
-    (text,) = model.generate("The capital of France is", tokens=8, sampling=GREEDY)
-    assert "Paris" in text
+    asked = ["Monday, Tuesday, Wednesday,", "The opposite of hot is"]
+    days, cold = model.generate(asked, tokens=8, sampling=GREEDY)
+    assert days == " Thursday, Friday, Saturday, Sunday,"
+    assert cold.startswith(" cold.")
+    (tmp_path / "text.txt").write_text(RIVER)
+    assert model.predict(tmp_path / "text.txt")[0]["bits_per_byte"] < 1.0
     tokenizer = model.job.data.get_tokenizer()
-    assert tokenizer.token(tokenizer.prompt("hello")[0]) == "<bos>"
+    assert [tokenizer.token(i) for i in tokenizer.prompt("hello world")] == [
+        "<bos>",
+        "hello",
+        "▁world",
+    ]
     plain = "  Two spaces,\n\n\ta tab, naïve 東京 🜁"
     assert tokenizer.decode(tokenizer.encode(plain)) == plain
