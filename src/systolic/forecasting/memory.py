@@ -28,7 +28,8 @@ KINDS = (
     "temporaries",
 )
 
-_PARAMETERS = re.compile(r"(^|\.)params\b")
+_PARAMETERS = re.compile(r"(^|\.)(params|model_state)\b")
+"""Weights that train and, among other variables, those that are frozen."""
 _OPTIMIZER = re.compile(r"\.(optimizer|ema|mu|nu)\b|\bopt_state\b")
 _CACHE = re.compile(r"(^|[._'\[])(kv_?)?caches?($|[._'\]\[])", re.IGNORECASE)
 _COLLECTIVE = ("all-gather", "all-reduce", "reduce-scatter", "collective", "all-to-all")

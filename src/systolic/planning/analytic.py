@@ -147,7 +147,7 @@ def _memory(facts: Facts, candidate: Candidate) -> tuple[float, float]:
     # Gathered weights of a layer are whole while its matmuls run.
     working = 2.0 * tokens * (once[0] + once[1] / layout.tensor) * HALF
     summed = facts.job.dtypes.gradients.bytes if layout.accumulate > 1 else HALF
-    gradients = summed * parameters
+    gradients = summed * parameters * facts.trained_share
     matrices = layout.tensor * layout.pipeline * layout.expert
     gathered = 3.0 * HALF * outline.parameters / max(outline.layers, 1) / matrices
     chunks = layout.loss_chunks
@@ -168,7 +168,7 @@ def _time(facts: Facts, candidate: Candidate, rates: Speeds) -> tuple[float, flo
     ways = _stream_ways(facts, candidate)
     repeated = outline.repeated.get(layout.remat, 0.0)
     fast = best_peak if matmul_format == "int8" or "fp8" in rates.peaks else peak
-    flops = model * (1 + repeated / 3)
+    flops = model + repeated * facts.forward_flops * candidate.batch / on.num_devices
     if layout.loss_chunks > 1:  # logits are recomputed for the gradient
         flops += 2.0 * outline.vocab * outline.stream * _passed(facts, candidate)
     compute = flops / (EFFICIENCY * (0.5 * fast + 0.5 * peak if matmul_format else peak))
@@ -185,7 +185,7 @@ def _time(facts: Facts, candidate: Candidate, rates: Speeds) -> tuple[float, flo
     compute *= 1 + (layout.pipeline - 1) / max(micro, 1)
 
     parts = _traffic(facts, candidate, rates, weights, passes)
-    moved = parts.pop("weights") + parts.pop("gradients")
+    moved = parts.pop("weights") + parts.pop("gradients") * facts.trained_share
     shown = max(EXPOSED * moved, moved - HIDDEN * compute)
     costs = {
         "weights and gradients between chips": shown,
@@ -193,6 +193,7 @@ def _time(facts: Facts, candidate: Candidate, rates: Speeds) -> tuple[float, flo
         "optimizer update": facts.update_bytes * _shards(facts, candidate) / rates.hbm,
         "accumulation": ACCUMULATES
         * facts.job.dtypes.gradients.bytes
+        * facts.trained_share
         * _shards(facts, candidate)
         * (layout.accumulate if layout.accumulate > 1 else 0)
         / rates.hbm,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from systolic.job import Job, Layout, ModelStats, Optimizer, OptimizerKind, Remat
+from systolic.job import AdapterKind, Job, Layout, ModelStats, Optimizer, OptimizerKind, Remat
 
 _MOMENTS: Mapping[OptimizerKind, int] = {
     OptimizerKind.adamw: 2,
@@ -16,6 +16,12 @@ _MOMENTS: Mapping[OptimizerKind, int] = {
     OptimizerKind.adafactor: 0,
 }
 """Full moments per parameter of an optimizer; adafactor's factored ones are small."""
+_FROZEN_BYTES: Mapping[AdapterKind, float] = {
+    AdapterKind.none: 0.0,
+    AdapterKind.lora: 2.0,
+    AdapterKind.qlora: 0.5 + 2.0 / 64,
+}
+"""Bytes per frozen parameter in bf16, or in 4 bits with a scale for 64: a lower bound, since embeddings are not in 4 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +38,16 @@ class Facts:
 
     @cached_property
     def state_bytes(self) -> float:
-        """Bytes per parameter kept for the whole run: master weight, optimizer state, average."""
+        """Bytes per parameter kept for the whole run: master weight, optimizer state, average; with adapters the frozen weights, and these of the adapters."""
+        return _FROZEN_BYTES[self.job.adapter.kind] + self.trained_share * self._trained_bytes
+
+    @property
+    def trained_share(self) -> float:
+        """Parameters that train over those of the model: 1 without adapters."""
+        return self.job.adapter_parameters / self.parameters if self.job.adapter else 1.0
+
+    @property
+    def _trained_bytes(self) -> float:
         optimizer: Optimizer = self.job.optimizer
         average = 4.0 if optimizer.ema else 0.0
         return self.job.dtypes.parameters.bytes + self._moment_bytes + average
@@ -40,7 +55,8 @@ class Facts:
     @cached_property
     def update_bytes(self) -> float:
         """HBM bytes of an update per parameter: weight and moments read and written, the gradient read."""
-        return 2.0 * self.state_bytes + self.job.dtypes.gradients.bytes
+        each = 2.0 * self._trained_bytes + self.job.dtypes.gradients.bytes
+        return self.trained_share * each
 
     @property
     def _moment_bytes(self) -> float:
@@ -67,8 +83,9 @@ class Facts:
 
     @property
     def train_flops(self) -> float:
-        """Model FLOPs of one example's train step: forward, and backward at twice that."""
-        return 3.0 * self.forward_flops
+        """Model FLOPs of one example's train step: forward, and backward at twice that, less gradients of frozen weights."""
+        frozen = self.job.model.weight_flops(self.job.data.fields()) if self.job.adapter else 0.0
+        return 3.0 * self.forward_flops - frozen
 
 
 def facts_of(job: Job) -> Facts:
@@ -80,7 +97,7 @@ def facts_of(job: Job) -> Facts:
     fields = job.data.fields()
     unit = "tokens" if "tokens" in fields else "examples"
     per_example = fields["tokens"].shape[0] if unit == "tokens" else 1
-    known, flops = job.model.outline(Layout()), job.model.flops(fields)
+    known, flops = job.model.outline(Layout()), job.forward_flops
     if known is None or flops is None:
         from systolic.steps.outline import count
 

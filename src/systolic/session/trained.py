@@ -147,6 +147,16 @@ class TrainedModel:
         """
         return dict(self.job_on(path).data.baselines())
 
+    @property
+    def plain_weights(self) -> dict[str, Any]:
+        """Parameters and other variables of the job's model by path; adapters are merged into the matrices beside them."""
+        from systolic.models.adapters import merged
+
+        adapter, weights = self.job.adapter, self.weights
+        if adapter:
+            return merged(weights.params, weights.model_state, adapter)
+        return {**weights.params, **weights.model_state}
+
     # Evaluation
 
     def evaluate(
