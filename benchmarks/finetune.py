@@ -1,6 +1,6 @@
 """LoRA fine-tuning of SmolLM2-135M-Instruct on made instruction pairs: `systolic train sft` against Hugging Face PEFT.
 
-    python benchmarks/finetune.py [--pairs 200] [--steps 75] [--batch 8] [--rank 8] [--out result.json]
+    python benchmarks/finetune.py [--pairs 200] [--steps 50] [--batch 4] [--rank 8] [--out result.json]
 
 The pairs follow a rule that no model has read: a made-up word has a "zorb", the word spelt backwards with the
 number of its letters. Both sides begin with the same folder, train all matrices of attention and MLP at the
@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-RATE = 5e-4
+RATE = 1e-3
 HELD_OUT = 0.2
 """Held-out pairs, as a share of the training pairs."""
 SYLLABLES = ("ba", "ke", "lo", "mi", "nu", "ra", "se", "ti", "vo", "zu", "fen", "gar", "pol")
@@ -116,17 +116,16 @@ def ours(given: dict[str, Any]) -> dict[str, Any]:
     before = model.evaluate("validation")["validation"]["loss"]
     lines = (folder / "run/metrics.jsonl").read_text().splitlines()
     losses = [one["loss"] for one in map(json.loads, lines) if one["kind"] == "train"]
-    seconds = result.summary["seconds_by_part"] if "seconds_by_part" in result.summary else None
     return {
         "first_loss": losses[0],
         "last_loss": sum(losses[-5:]) / len(losses[-5:]),
         "held_out_before": before,
         "held_out_after": after,
         "seconds": total,
-        "parts": seconds,
+        "steps_seconds": result.summary["time"]["step"],
+        "compile_seconds": result.summary["time"]["compile"],
         "peak_gib": peak,
         "adapter_parameters": sum(a.size for a in model.weights.params.values()),
-        "summary": {k: v for k, v in result.summary.items() if isinstance(v, int | float | dict)},
         "text": model.generate("What is the zorb of kelomi?", tokens=24, chat=True)[0],
     }
 
@@ -236,8 +235,8 @@ def longest(folder: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--pairs", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=75)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--sides", nargs="+", default=["ours", "theirs"])
     parser.add_argument("--out", type=Path)

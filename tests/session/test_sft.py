@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,7 +14,10 @@ import systolic
 from systolic.core.errors import NotFoundError, OptionError, RunError
 from systolic.job import AdapterKind, Checkpoints, Evaluation, Layout, Optimizer, Schedule
 from systolic.job.optimizer import ScheduleKind
+from systolic.models.families import family, read_config
+from systolic.recipes.sft import sft
 from tests.interop import folders
+from tests.models.foreign import relative
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +135,51 @@ def test_all_weights_of_a_run_are_fine_tuned_again(options: dict[str, Any], tmp_
     given = {**options, "from_": tmp_path / "a"}
     systolic.train("sft", run=tmp_path / "b", steps=1, log_every=1, **given)
     assert losses(tmp_path / "b")[0] < losses(tmp_path / "a")[0] - 0.05
+
+
+@pytest.mark.slow
+def test_merged_adapters_are_the_same_model_in_transformers(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    import torch
+    import transformers
+
+    fast = {**options, **LORA, "optimizer": Optimizer(learning_rate=5e-2), "steps": 4}
+    systolic.train("sft", run=tmp_path / "run", **fast)
+    opened = systolic.open(tmp_path / "run", checkpoint="last")
+    config = read_config(options["from_"])
+    rules = family(config, "it").conversion(config)
+    state = {name: torch.tensor(array) for name, array in rules.tensors(opened.plain_weights)}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(options["from_"]).eval()
+    tokens = np.random.default_rng(0).integers(0, 300, (2, 19))
+    with torch.no_grad():
+        base = theirs(torch.tensor(tokens), use_cache=False).logits.numpy()
+        theirs.load_state_dict(state, strict=False)
+        merged = theirs(torch.tensor(tokens), use_cache=False).logits.numpy()
+    steps, weights = opened.setup.steps, opened.weights
+    module: Any = steps.network.module(weights.params, weights.model_state, train=False)
+    positions = np.broadcast_to(np.arange(19), tokens.shape)
+    mine = module(jnp.asarray(tokens), jnp.ones_like(tokens), jnp.asarray(positions))
+    assert relative(mine, merged) < 1e-4
+    assert relative(mine, base) > 1e-2
+
+
+@pytest.mark.slow
+def test_a_forecast_needs_no_weights(options: dict[str, Any], tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
+        shutil.copy(options["from_"] / name, tmp_path / name)
+    given = {**options, "from_": tmp_path}
+    held = {}
+    for kind in AdapterKind:
+        rank = {} if kind is AdapterKind.none else {"rank": 2}
+        wanted = sft(**given, adapter=kind, **rank)
+        made = systolic.forecast(wanted, on="cpu", quick=True)
+        held[kind] = made.memory.by_kind
+    # 3 layers of d 32, hidden 48, 4 heads of 8 over 2 of keys and values; 304 tokens twice.
+    matrices = 3 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48)
+    others = 3 * 2 * 32 + 32 + 2 * 304 * 32
+    small = 3 * 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))
+    assert held[AdapterKind.none]["parameters"] == 4 * (matrices + others)
+    assert held[AdapterKind.lora]["parameters"] == 4 * (matrices + others + small)
+    assert held[AdapterKind.none]["optimizer state"] > 2 * 4 * matrices
+    assert 2 * 4 * small <= held[AdapterKind.lora]["optimizer state"] < 2 * 4 * small + 100
