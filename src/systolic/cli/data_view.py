@@ -109,6 +109,8 @@ def _row(documents: Sequence[Mapping[str, Any]]) -> Text:
             text[:room] + (" ..." if len(text) > room else ""),
             style=_DOCUMENT_STYLES[number % len(_DOCUMENT_STYLES)],
         )
+        if "trained" in document:
+            shown.append(f"\n[learned: {_printable(document['trained'])}]", style="dim")
     return shown
 
 

@@ -142,5 +142,6 @@ def _row(row: Mapping[str, np.ndarray], tokenizer: Tokenizer) -> list[dict[str, 
         }
         if (targets < 0).any():
             part["trained"] = tokenizer.decode(targets[targets >= 0].tolist())
+            part["starts"] = True  # a conversation is only cut at its end
         parts.append(part)
     return parts
