@@ -77,7 +77,7 @@ def export_model(
         files = {name: file.read_bytes() for name, file in source.files().items()}
         return _write(outgoing(source), files, out, say)
     model = open_model(path, checkpoint, trust=trust)
-    weights = {**model.weights.params, **model.weights.model_state}
+    weights = model.plain_weights
     return _write(
         outgoing_model(model.job.model, weights, {}), _text_files(model.job.data), out, say
     )
