@@ -30,7 +30,9 @@ def base_of(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 @pytest.mark.parametrize(
-    ("model", "ulps"), [(tiny.MODEL, 0), (LATENT, 1)], ids=["dense", "latent mixture"]
+    ("model", "ulps"),
+    [(tiny.MODEL, 0), pytest.param(LATENT, 1, marks=pytest.mark.slow)],
+    ids=["dense", "latent mixture"],
 )
 def test_training_begins_with_the_model_as_it_was(model: Decoder, ulps: int) -> None:
     """To the bit; where XLA fuses the sums of two programs differently, to the last one."""
@@ -70,9 +72,8 @@ def test_gradient_of_b_is_that_of_the_matrix_seen_through_a() -> None:
         assert not np.any(small[f"{name}/lora_a"])
 
 
-@pytest.mark.parametrize(
-    "adapter", [pytest.param(LORA, marks=pytest.mark.slow), QLORA], ids=["lora", "qlora"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [LORA, QLORA], ids=["lora", "qlora"])
 def test_only_adapters_train(adapter: Adapter) -> None:
     steps = tiny.steps(adapted(adapter))
     losses, after = tiny.run(steps, 2)
