@@ -130,6 +130,53 @@ def ours(given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+Row = tuple[list[int], int]
+"""Tokens of a pair up to the end of the answer's turn, and how many of them are the prompt."""
+
+
+def their_rows(tokenizer: Any, file: Path) -> list[Row]:
+    """The pairs of a file by the tokenizer's chat template."""
+    found = []
+    for line in file.read_text().splitlines():
+        pair = json.loads(line)
+        asked = [{"role": "user", "content": pair["prompt"]}]
+        chat = [*asked, {"role": "assistant", "content": pair["completion"]}]
+        prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+        whole = tokenizer.apply_chat_template(chat, return_dict=False)
+        end = len(whole) - whole[::-1].index(tokenizer.convert_tokens_to_ids("<|im_end|>"))
+        found.append((whole[:end], len(prompt)))
+    return found
+
+
+def their_loss(model: Any, chosen: list[Row]) -> tuple[Any, int]:
+    """Summed loss of the answers of a batch, and their tokens."""
+    import torch
+
+    longest = max(len(ids) for ids, _ in chosen)
+    ids = torch.zeros((len(chosen), longest), dtype=torch.long)
+    labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
+    for row, (tokens, prompt) in enumerate(chosen):
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        mask[row, : len(tokens)] = 1
+        labels[row, prompt : len(tokens)] = ids[row, prompt : len(tokens)]
+    logits = model(ids, attention_mask=mask, use_cache=False).logits
+    total = torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+    )
+    return total, int((labels[:, 1:] >= 0).sum())
+
+
+def their_held_out(model: Any, rows: list[Row], batch: int) -> float:
+    """Mean loss of a token of the answers."""
+    import torch
+
+    model.eval()
+    with torch.no_grad():
+        parts = [their_loss(model, rows[n : n + batch]) for n in range(0, len(rows), batch)]
+    model.train()
+    return sum(one.item() for one, _ in parts) / sum(count for _, count in parts)
+
+
 def theirs(given: dict[str, Any]) -> dict[str, Any]:
     """Trains with transformers and PEFT."""
     import peft
@@ -145,71 +192,33 @@ def theirs(given: dict[str, Any]) -> dict[str, Any]:
         r=given["rank"], lora_alpha=2 * given["rank"], target_modules="all-linear"
     )
     model = peft.get_peft_model(base, wanted)
-
-    def rows(name: str) -> list[tuple[list[int], int]]:
-        """Tokens of each pair up to the end of the answer's turn, and how many of them are the prompt."""
-        found = []
-        for line in (folder / name).read_text().splitlines():
-            pair = json.loads(line)
-            asked = [{"role": "user", "content": pair["prompt"]}]
-            chat = [*asked, {"role": "assistant", "content": pair["completion"]}]
-            prompt = tokenizer.apply_chat_template(
-                asked, add_generation_prompt=True, return_dict=False
-            )
-            whole = tokenizer.apply_chat_template(chat, return_dict=False)
-            end = len(whole) - whole[::-1].index(tokenizer.convert_tokens_to_ids("<|im_end|>"))
-            found.append((whole[:end], len(prompt)))
-        return found
-
-    def loss_of(chosen: list[tuple[list[int], int]]) -> tuple[Any, int]:
-        """Summed loss of the answers, and their tokens."""
-        longest = max(len(ids) for ids, _ in chosen)
-        ids = torch.zeros((len(chosen), longest), dtype=torch.long)
-        labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
-        for row, (tokens, prompt) in enumerate(chosen):
-            ids[row, : len(tokens)] = torch.tensor(tokens)
-            mask[row, : len(tokens)] = 1
-            labels[row, prompt : len(tokens)] = ids[row, prompt : len(tokens)]
-        logits = model(ids, attention_mask=mask, use_cache=False).logits
-        total = torch.nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
-        )
-        return total, int((labels[:, 1:] >= 0).sum())
-
-    def held_out() -> float:
-        model.eval()
-        with torch.no_grad():
-            parts = [loss_of(held[n : n + batch]) for n in range(0, len(held), batch)]
-        model.train()
-        return sum(one.item() for one, _ in parts) / sum(count for _, count in parts)
-
-    train, held = rows("train.jsonl"), rows("held.jsonl")
-    before_start = time.perf_counter()
-    before = held_out()
-    evaluation = time.perf_counter() - before_start
+    train, held = (their_rows(tokenizer, folder / f"{part}.jsonl") for part in ("train", "held"))
+    evaluating = time.perf_counter()
+    before = their_held_out(model, held, batch)
+    evaluation = time.perf_counter() - evaluating
     trained = [p for p in model.parameters() if p.requires_grad]
     update = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
-    draw, losses, times = random.Random(0), [], []
+    draw, losses, seconds = random.Random(0), [], 0.0  # noqa: S311
     order: list[int] = []
     for _ in range(given["steps"]):
         began = time.perf_counter()
         while len(order) < batch:
             order += draw.sample(range(len(train)), len(train))
         chosen, order = order[:batch], order[batch:]
-        total, count = loss_of([train[n] for n in chosen])
+        total, count = their_loss(model, [train[n] for n in chosen])
         (total / count).backward()
         update.step()
         update.zero_grad()
         losses.append(total.item() / count)
-        times.append(time.perf_counter() - began)
-    after = held_out()
+        seconds += time.perf_counter() - began
+    after = their_held_out(model, held, batch)
     return {
         "first_loss": losses[0],
         "last_loss": sum(losses[-5:]) / len(losses[-5:]),
         "held_out_before": before,
         "held_out_after": after,
         "seconds": time.perf_counter() - start - evaluation,
-        "steps_seconds": sum(times),
+        "steps_seconds": seconds,
         "peak_gib": peak_gib(),
         "adapter_parameters": sum(p.numel() for p in trained),
     }
