@@ -198,7 +198,7 @@ def theirs(given: dict[str, Any]) -> dict[str, Any]:
     evaluation = time.perf_counter() - evaluating
     trained = [p for p in model.parameters() if p.requires_grad]
     update = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
-    draw, losses, seconds = random.Random(0), [], 0.0  # noqa: S311
+    draw, losses, seconds = random.Random(0), [], 0.0
     order: list[int] = []
     for _ in range(given["steps"]):
         began = time.perf_counter()
