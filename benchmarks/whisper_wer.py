@@ -6,8 +6,8 @@
 
 569 lines of transcript, one speaker, 8 kHz. Lines whose text is a description in brackets (tones, silence) and
 lines without a recording are left out and counted. Both sides are normalised by the normaliser of Whisper's
-own authors, as transformers has it, without its table of British spellings: lower case, no punctuation, number
-words as digits, no fillers. Errors are substitutions, deletions and insertions of words over the words of the
+own authors, as transformers has it, without its table of British spellings: lower case, no punctuation, one form of
+numbers, contractions written out, no fillers. Errors are substitutions, deletions and insertions of words over the words of the
 transcripts. Both run in float32 on this machine, one after the other, eight recordings at a time.
 """
 
@@ -124,7 +124,7 @@ def main() -> None:
     found: dict[str, Any] = {"lines": len(known), "spoken": len(spoken), "recordings": len(names)}
     texts, seconds = by_systolic(folder, [there[name] for name in names])
     found["systolic"] = told([spoken[name] for name in names], texts, seconds)
-    # Every so manieth, so that the sample has short and long ones.
+    # Evenly spaced, so that the sample has short and long ones.
     short = [n for n in range(len(names)) if there[names[n]].stat().st_size <= 30 * 16_000]
     sample = short[:: max(1, len(short) // options.sample)]
     others, seconds = by_transformers(folder, [there[names[n]] for n in sample])
