@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 SLICES = ("v6e-1", "v6e-4", "v6e-8", "v6e-16", "v6e-32", "v6e-64", "v6e-128", "v6e-256")
-LARGER = ("v5p-256", "v5p-512", "v5p-1024")
+LARGER = ("v5p-128", "v5p-256", "v5p-512", "v5p-1024")
 """Slices for models whose widths v6e-128 and v6e-256 do not divide, or that are too large for these."""
 BYTES_PER_PARAMETER = 16
 """f32 weights, gradients and two moments."""
@@ -106,7 +106,7 @@ def main() -> None:
             with options.out.open("a") as out:
                 out.write(json.dumps(record) + "\n")
             print(json.dumps(record), flush=True)
-    print("\n".join(rows(list(records.values()))))
+    print("\n".join(rows([records[name] for name in wanted])))
 
 
 if __name__ == "__main__":
