@@ -26,7 +26,9 @@ def network():
         nn.MaxPool2d(2),
         nn.Flatten(),
     ]
-    return nn.Sequential(*layers, nn.Dropout(0.2), nn.Linear(512, 10)), torch.zeros(2, 1, 8, 8)
+    return nn.Sequential(
+        *layers, nn.Linear(512, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10)
+    ), torch.zeros(2, 1, 8, 8)
 
 
 def keras_network():

@@ -11,6 +11,7 @@ from systolic.aot.traced import FunctionCall, StepKind, Traced
 from systolic.chips import Prices, Slice
 from systolic.core.errors import SystolicError
 from systolic.job import Job
+from systolic.models.program.config import Maker
 
 _KNOWN = ("systolic", "builtins")
 """Packages whose code is part of every key."""
@@ -78,6 +79,8 @@ class FunctionProgram(FunctionCall):
 
 def _known(part: Any) -> bool:
     """Whether a value and its contents use only classes and functions whose code is part of every key."""
+    if isinstance(part, Maker):
+        return _known(part.__wrapped__)
     named = part if inspect.isroutine(part) or inspect.isclass(part) else type(part)
     package = named.__module__.split(".")[0]
     if package not in _KNOWN and package not in sys.stdlib_module_names:

@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from systolic.aot.program import JobProgram
 from systolic.core.errors import SystolicError
+from systolic.data.arrays import Arrays
+from systolic.job import Batch, Job
 from systolic.models.program.config import Maker, TorchModule
 from systolic.models.program.function import PureFunction
 from systolic.models.program.making import made_by
 from systolic.models.program.torch_function import torch_function
+from systolic.steps.tasks.arrays import ArrayClassification
 from tests.models.program import zoo
 
 RELATIVE = 1e-5
@@ -121,6 +125,21 @@ def test_a_mistake_is_one_line(make: Any, told: str) -> None:
         outputs(function_of(make)[1])
     assert told in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_no_stored_answer_stands_for_a_module() -> None:
+    """Its name is no key: the code behind it may have changed."""
+    data = Arrays.of(train={"input": np.zeros((4, 1, 8, 8), np.float32), "label": np.zeros(4, int)})
+    job = Job(
+        name="cnn",
+        model=TorchModule(zoo.cnn),
+        task=ArrayClassification(),
+        data=data,
+        steps=1,
+        batch=Batch(total=4),
+    )
+    assert job.to_json()["model"] == {"type": "TorchModule", "make": "tests.models.program.zoo.cnn"}
+    assert JobProgram(job=job).key() is None
 
 
 def test_a_module_is_saved_as_the_name_of_its_function() -> None:

@@ -161,8 +161,12 @@ _functions: dict[Maker, "PureFunction"] = {}
 def _made(
     make: Maker, convert: Callable[[Any, str], "PureFunction"], framework: str
 ) -> "PureFunction":
+    import jax
+
     from systolic.models.program.making import made_by
 
     if make not in _functions:
-        _functions[make] = convert(made_by(make, framework, str(make)), str(make))
+        # Models are built inside a trace, and Keras draws its first weights with JAX.
+        with jax.ensure_compile_time_eval():
+            _functions[make] = convert(made_by(make, framework, str(make)), str(make))
     return _functions[make]

@@ -16,11 +16,13 @@ from typing import Any
 import msgspec
 
 from systolic.core.errors import DataError, OptionError
+from systolic.interop.program.model import ExportedProgram
 from systolic.job import Job, Layout, Model, Remat
 from systolic.models.decoder.config import Decoder
 from systolic.models.families import CONFIG, Config, family, read_config
 from systolic.models.published import find_published, published
 from systolic.recipes.lm import BATCH, lm
+from systolic.recipes.models.program import recipe_of_program
 
 ROW = 4096
 """Tokens of a row, or fewer where the model takes fewer."""
@@ -63,6 +65,8 @@ def recipe_of_model(target: str) -> Callable[..., Job]:
         OptionError: the model is no decoder, or has a field that ours does not follow.
         DataError: the file is damaged.
     """
+    if (folder := _program(target)) is not None:
+        return recipe_of_program(folder)
     found = _found(target)
     defaults: dict[str, Any] = {
         "model": found.model,
@@ -89,6 +93,16 @@ def recipe_of_model(target: str) -> Callable[..., Job]:
     options = (lm.__doc__ or "").partition(".")[2]
     job.__doc__ = about + options.replace(f"by default {BATCH.per_device}", "by default 1")
     return job
+
+
+def _program(target: str) -> Path | None:
+    """Folder of a Bundle that holds a program of another framework."""
+    file = None if find_published(target) is not None else _file(Path(target))
+    if file is None or file.name != BUNDLE:
+        return None
+    model = read_config(file).get("model")
+    held = isinstance(model, dict) and model.get("type") == ExportedProgram.__name__
+    return file.parent if held else None
 
 
 def _found(target: str) -> NamedModel:
