@@ -42,7 +42,7 @@ class BundleSource(Source):
 
     def files(self) -> dict[str, Path]:
         """See :class:`Source`."""
-        own = [name for name in self.bundle.record.files if "/" not in name]
+        own = [name for name in self.bundle.record.files if name != ORIGIN]
         skipped = (".safetensors", ".safetensors.index.json")
         return {name: self.path / name for name in own if not name.endswith(skipped)}
 

@@ -5,12 +5,18 @@ from collections.abc import Callable, Mapping
 from systolic.core.errors import OptionError
 from systolic.data.input_files import InputFiles
 from systolic.data.text.prompts import Prompts
+from systolic.interop.pictures import classifier
 from systolic.interop.program.model import ExportedProgram
-from systolic.interop.source import GENERATION, Source
+from systolic.interop.sentences import embedder
+from systolic.interop.source import GENERATION, Source, dtypes_of
 from systolic.interop.speech import speech_job
-from systolic.job import Batch, Dtypes, Field, Job, Model, Precision, Stored
+from systolic.job import Batch, Field, Job, Model, Precision
 from systolic.models.decoder.config import Decoder
+from systolic.models.encoder.config import Encoder
 from systolic.models.families import read_config
+from systolic.models.vision.mobilenet.config import MobileNetV2
+from systolic.models.vision.resnet.config import ResNet
+from systolic.models.vision.vit.config import ViT
 from systolic.models.whisper.config import Whisper
 from systolic.steps.tasks.arrays import ArrayOutputs
 from systolic.steps.tasks.language import LanguageModel
@@ -33,11 +39,6 @@ def job_of(source: Source) -> Job:
             f"{source.path} is a {kind.__name__}, which is imported and can't be used on its own; used are {', '.join(one.__name__ for one in MAKERS)}"
         )
     return MAKERS[kind](source)
-
-
-def dtypes_of(source: Source) -> Dtypes:
-    """Dtypes that hold a source's weights exactly: bf16 where they are stored so, else f32."""
-    return Dtypes(parameters=Stored.bf16 if source.dtype == "bfloat16" else Stored.f32)
 
 
 def _decoder(source: Source) -> Job:
@@ -102,7 +103,11 @@ def _program(source: Source) -> Job:
 
 MAKERS: Mapping[type[Model], Callable[[Source], Job]] = {
     Decoder: _decoder,
+    Encoder: embedder,
     ExportedProgram: _program,
+    MobileNetV2: classifier,
+    ResNet: classifier,
+    ViT: classifier,
     Whisper: speech_job,
 }
 """Class of a model to what makes its job."""

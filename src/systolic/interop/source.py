@@ -14,7 +14,7 @@ from systolic.artifact.bundle import MANIFEST
 from systolic.artifact.tensors import TensorSpec
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.data.fingerprint import of_files
-from systolic.job import Model
+from systolic.job import Dtypes, Model, Stored
 from systolic.models.families import CONFIG, Config
 from systolic.models.mapping import Conversion, Tensor, Tensors
 
@@ -33,7 +33,17 @@ TEXT_FILES = (
     GENERATION,
 )
 """Files that belong to a model's text, copied as they are."""
-OTHER_FILES = ("preprocessor_config.json", "processor_config.json", "modules.json")
+LENGTHS, POOLING = "sentence_bert_config.json", "1_Pooling/config.json"
+"""Files of sentence-transformers: the longest text, and how vectors of tokens become one."""
+STATE_DICTS = (".pth", ".pt")
+"""Suffixes of files that ``torch.save`` writes of a module's ``state_dict()``."""
+OTHER_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "modules.json",
+    LENGTHS,
+    POOLING,
+)
 """Files about a model's other inputs, copied as they are."""
 BINARY = "model.bin"
 """Weights of a CTranslate2 folder."""
@@ -147,6 +157,11 @@ class TransformersSource(Source):
         return contents.digest
 
 
+def dtypes_of(source: Source) -> Dtypes:
+    """Dtypes that hold a source's weights exactly: bf16 where they are stored so, else f32."""
+    return Dtypes(parameters=Stored.bf16 if source.dtype == "bfloat16" else Stored.f32)
+
+
 def most_common(tensors: "Iterable[Tensor | TensorSpec]") -> str:
     """Numpy name of the dtype with the most elements."""
     elements: dict[str, int] = {}
@@ -157,7 +172,7 @@ def most_common(tensors: "Iterable[Tensor | TensorSpec]") -> str:
 
 
 def open_source(path: Path | str) -> Source:
-    """The model at a path: a Hugging Face folder, a GGUF file or a Bundle.
+    """The model at a path: a Hugging Face folder, a GGUF file, a Bundle, or a state dict of torchvision.
 
     Raises:
         NotFoundError: nothing is there, or a file of it is missing.
@@ -183,12 +198,16 @@ def open_source(path: Path | str) -> Source:
         from systolic.interop.gguf import open_gguf
 
         return open_gguf(path)
+    if path.suffix in STATE_DICTS:
+        from systolic.interop.torchvision import open_state_dict
+
+        return open_state_dict(path)
     if path.suffix == ONNX:
         raise OptionError(
             f"{path} is an ONNX file, and no maintained package turns ONNX into JAX (jaxonnxruntime's last release is of 2023); import what it was exported from: a Hugging Face folder, a PyTorch module or a Keras model"
         )
     raise OptionError(
-        f"{path} is no model in a format known here; give a Hugging Face folder (with {CONFIG}), a GGUF file or a Bundle (with {MANIFEST})"
+        f"{path} is no model in a format known here; give a Hugging Face folder (with {CONFIG}), a GGUF file, a Bundle (with {MANIFEST}) or a state dict of torchvision ({', '.join(STATE_DICTS)})"
     )
 
 
@@ -206,5 +225,5 @@ def known_source(path: Path) -> bool:
         (path / MANIFEST).is_file()
         or (path / CONFIG).is_file()
         or is_ctranslate2(path)
-        or (path.suffix in (GGUF, ONNX) and path.is_file())
+        or (path.suffix in (GGUF, ONNX, *STATE_DICTS) and path.is_file())
     )

@@ -9,6 +9,7 @@ from systolic.artifact.job_record import JobRecord
 from systolic.artifact.run import JOB, Run
 from systolic.core.errors import NotFoundError, OptionError, nearest
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
+from systolic.data.text.sentences import Sentences
 from systolic.interop.source import Source, known_source, open_source
 from systolic.job import Job, Layout, Precision, Remat, Sampling, Split
 from systolic.session.run_files import rebuild
@@ -92,7 +93,10 @@ def from_source(
     if precision is not Precision.auto:
         job = replace(job, precision=precision)
     setup = set_up_here(job)
-    return TrainedModel(source.path, setup, weights_of(source, setup.steps), warn)
+    model = TrainedModel(source.path, setup, weights_of(source, setup.steps), warn)
+    for line in job.data.notes():
+        model.warn(line)
+    return model
 
 
 def keep_programs() -> None:
@@ -290,14 +294,16 @@ class TrainedModel:
 
     def predictions(
         self, files: Path | str | Sequence[Path | str]
-    ) -> Iterator[tuple[Path, dict[str, Any]]]:
+    ) -> Iterator[tuple[Path | str, dict[str, Any]]]:
         """Each file with its answer as plain values, as soon as it is known.
 
         The answer is ``label``, ``probability`` and ``top`` of an image, ``bits_per_byte``, ``perplexity``
-        and ``tokens`` of a text, and ``error`` (one line) of a file that can't be read.
+        and ``tokens`` of a text, ``embedding`` of a text for a model of embeddings, and ``error`` (one line)
+        of a file that can't be read.
 
         Args:
-            files: One or more: images or arrays for an image model, texts for a language model.
+            files: One or more: images or arrays for an image model, files of text for a language model,
+                texts or their files for a model of embeddings.
 
         Raises:
             OptionError: ``files`` is neither a path nor a list of paths.
@@ -307,7 +313,17 @@ class TrainedModel:
         several = [files] if isinstance(files, str | Path) else files
         if not isinstance(several, Iterable):
             raise OptionError(f"files is {files!r}; give a path or a list of paths")
+        if self.takes_texts:
+            from systolic.training.embed import embeddings
+
+            yield from embeddings(self.setup, self.weights, list(several))
+            return
         yield from predictions(self.setup, self.weights, [Path(file) for file in several])
+
+    @property
+    def takes_texts(self) -> bool:
+        """Whether :meth:`predict` takes texts themselves beside files."""
+        return isinstance(self.job.data, Sentences)
 
 
 def set_up_here(job: Job, run: Run | None = None) -> "Setup":

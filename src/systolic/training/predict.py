@@ -42,14 +42,15 @@ def predictions(
             except UNREADABLE as error:
                 yield file, {"error": _reason(file, error)}
         return
-    run = Runner(setup, weights, BATCH)
     if isinstance(data, InputFiles):
+        run = Runner(setup, weights, BATCH)
         for file in files:
             try:
                 yield file, _stacked(run(data.examples(file)))
             except UNREADABLE as error:
                 yield file, {"error": _reason(file, error)}
         return
+    run = Runner(setup, weights, enough(len(files)))
     for start in range(0, len(files), run.batch):
         group = files[start : start + run.batch]
         loaded = [_load(data, file) for file in group]
@@ -65,6 +66,14 @@ def _stacked(outputs: Iterator[Mapping[str, np.ndarray]]) -> dict[str, Any]:
     """Outputs of all examples of a file, name to list."""
     each = list(outputs)
     return {name: [one[name].tolist() for one in each] for name in (each[0] if each else ())}
+
+
+def enough(examples: int) -> int:
+    """Examples of a batch that holds so many, at most BATCH.
+
+    An example of padding takes as long as any, and powers of two are few shapes to compile.
+    """
+    return min(BATCH, 1 << max(examples - 1, 0).bit_length())
 
 
 def _load(data: Data, file: Path) -> Mapping[str, np.ndarray] | str:
@@ -139,8 +148,7 @@ def _score(setup: Setup, weights: Weights, data: TextData, file: Path) -> dict[s
     rows = lay(cut(documents, sequence), sequence)
     if not text or not len(rows["tokens"]):
         raise DataError(f"{file} is empty; give a text to score")
-    # Rows of padding take as long as rows of text; powers of two are few shapes to compile.
-    run = Runner(setup, weights, min(BATCH, 1 << (len(rows["tokens"]) - 1).bit_length()))
+    run = Runner(setup, weights, enough(len(rows["tokens"])))
     outputs = list(
         run({name: array[i] for name, array in rows.items()} for i in range(len(rows["tokens"])))
     )

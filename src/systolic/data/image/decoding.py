@@ -8,6 +8,7 @@ import numpy as np
 from systolic.core.errors import DataError, NotFoundError
 from systolic.data.image.augmentation import CHANCES, Augmentation
 from systolic.data.image.pictures import EVALUATION_SHARE, centre, crop, decode, random_box, upright
+from systolic.data.image.preparation import Preparation
 from systolic.data.random_access import Picks, Table
 from systolic.data.shuffle import uniform
 from systolic.data.skipped_files import SIDE, pack
@@ -115,6 +116,8 @@ class Crops(NamedTuple):
     seed: int
     augmentation: Augmentation | None
     """Augmentation; ``None`` takes the centre crop."""
+    preparation: Preparation | None = None
+    """Replaces the centre crop."""
 
     def apply(self, picture: Picture, chance: np.ndarray) -> np.ndarray:
         """uint8[side, side, channels]; ``chance`` f64[CHANCES] drives crops and changes.
@@ -124,6 +127,8 @@ class Crops(NamedTuple):
         """
         if picture.error is not None:
             raise picture.error
+        if self.augmentation is None and self.preparation is not None:
+            return self.preparation.apply(picture.content, self.channels, picture.name)
         image = decode(picture.content, picture.name)
         if self.augmentation is None:
             return centre(image, self.side, self.channels, EVALUATION_SHARE, picture.name)

@@ -11,6 +11,7 @@ from systolic.core.errors import DataError, NotFoundError
 from systolic.core.files import as_paths, write_json
 from systolic.core.ranges import Range, check
 from systolic.data.image.augmentation import Augmentation
+from systolic.data.image.preparation import Preparation
 from systolic.job import Data, Field, Read, Split
 from systolic.job.data import Batches, Contents, OnError
 
@@ -65,6 +66,8 @@ class Images(Data):
     """The classes in label order; () takes the folders that hold pictures."""
     whole: bool = False
     """Whether all pictures are in the validation split."""
+    preparation: Preparation | None = None
+    """Resize and cut of pictures that are not augmented; None takes the centre as for models of our own."""
 
     def __post_init__(self) -> None:
         as_paths(self, "path")
@@ -179,6 +182,7 @@ class Images(Data):
             channels=self.channels,
             seed=read.seed,
             augmentation=self.augmentation if read.split is Split.train and read.shuffle else None,
+            preparation=self.preparation,
         )
         return open_table(
             Decoded(source, crops, self.on_error), read, self.fields(), fill={"label": -1}
@@ -189,6 +193,10 @@ class Images(Data):
         from systolic.data.image.pictures import EVALUATION_SHARE
         from systolic.data.image.small_images import read_picture
 
+        if self.preparation is not None and path.suffix != ".npy":
+            if not path.is_file():
+                raise NotFoundError(f"{path} is not a file; give a picture (.png, .jpg)")
+            return {"image": self.preparation.apply(path, self.channels)}
         return {"image": read_picture(path, self.side, self.channels, EVALUATION_SHARE)}
 
 

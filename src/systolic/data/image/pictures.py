@@ -77,7 +77,7 @@ def crop(
 
     mode = "L" if channels == 1 else "RGB"
     width, height = upright(image, name)
-    with _readable(name):
+    with readable(name):
         scale = size / max(
             1.0, min((box.right - box.left) * width, (box.bottom - box.top) * height)
         )
@@ -95,13 +95,13 @@ def crop(
 
 def upright(image: "Image", name: str = "a picture") -> tuple[int, int]:
     """Width and height as a viewer shows the picture; see :func:`crop` for errors."""
-    with _readable(name):
+    with readable(name):
         turned = image.getexif().get(_ORIENTATION, 1) >= 5
     return (image.height, image.width) if turned else image.size
 
 
 @contextmanager
-def _readable(name: str) -> Generator[None]:
+def readable(name: str) -> Generator[None]:
     """Turns Pillow's errors about a damaged file into one that names it."""
     try:
         yield

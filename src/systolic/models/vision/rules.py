@@ -41,12 +41,19 @@ def num_classes(config: Config) -> int:
 
 
 def labels(config: Config) -> tuple[str, ...]:
-    """Names of the classes in their order; () where the file has only transformers' LABEL_0, LABEL_1, ..."""
+    """Names of the classes in their order; () where the file has only transformers' LABEL_0, LABEL_1, ...
+
+    Of equal names, such as ImageNet's two cranes, the later have their number behind them.
+    """
     given = config.get("id2label") or {}
     names = {int(number): str(name) for number, name in given.items()}
     if all(name == f"LABEL_{number}" for number, name in names.items()):
         return ()
-    return tuple(names.get(number, str(number)) for number in range(len(names)))
+    found: list[str] = []
+    for number in range(len(names)):
+        name = names.get(number, str(number))
+        found.append(f"{name} ({number})" if name in found else name)
+    return tuple(found)
 
 
 def side(config: Config, name: str, default: int) -> int:

@@ -1,0 +1,120 @@
+"""Texts for a model of embeddings: each alone, cut to what the model reads."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from systolic.core.errors import DataError, NotFoundError, OptionError
+from systolic.core.files import as_paths
+from systolic.core.ranges import COUNT, check
+from systolic.data.text.tokenizer import Around, Tokenizer
+from systolic.job import Data, Field, Layout, Read, Split
+from systolic.job.data import Batches
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SHORTEST = 8
+"""Fewest tokens of a row."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sentences(Data):
+    """Texts given one by one; all splits are empty."""
+
+    tokenizer: Path | None = None
+    """A ``tokenizer.json`` or its folder; None reads bytes."""
+    sequence: Annotated[int, COUNT] = 512
+    """Most tokens of a text, those around it included; the rest is cut off."""
+
+    def __post_init__(self) -> None:
+        as_paths(self, "tokenizer")
+        check(self)
+
+    def fields(self) -> Mapping[str, Field]:
+        """tokens, segments (0: padding) and positions, int32[sequence]."""
+        row = Field(shape=(self.sequence,), dtype="int32", axes=("sequence",))
+        return dict.fromkeys(("tokens", "segments", "positions"), row)
+
+    def size(self, split: Split) -> int:
+        """0: there is no text."""
+        del split
+        return 0
+
+    def open(self, read: Read) -> Batches:
+        """Refuses.
+
+        Raises:
+            OptionError: always.
+        """
+        raise OptionError(
+            f"a model of embeddings brings no {read.split.value} text; give texts to systolic predict"
+        )
+
+    def encode(self, texts: Sequence[str]) -> "list[np.ndarray]":
+        """Ids int32[tokens] of each text, with the tokens around it that the tokenizer adds, at most ``sequence``."""
+        import numpy as np
+
+        tokenizer = Tokenizer(path=self.tokenizer, around=Around.own)
+        before = tokenizer.prompt("")
+        after = tokenizer.documents([""])[0][len(before) :]
+        room = max(self.sequence - len(before) - len(after), 0)
+        return [
+            np.concatenate([np.array(before, np.int32), ids[:room], after])
+            for ids in tokenizer.encode_all(texts)
+        ]
+
+    def rows(self, ids: "Sequence[np.ndarray]") -> dict[str, "np.ndarray"]:
+        """Encoded texts as one batch of int32[texts, tokens], padded to a power of two, or to ``sequence``.
+
+        Few lengths mean few programs to compile, and a short text takes a short time.
+        """
+        import numpy as np
+
+        longest = max(map(len, ids))
+        width = min(max(SHORTEST, 1 << (longest - 1).bit_length()), self.sequence)
+        tokens = np.zeros((len(ids), width), np.int32)
+        segments = np.zeros_like(tokens)
+        for row, one in enumerate(ids):
+            tokens[row, : len(one)] = one
+            segments[row, : len(one)] = 1
+        positions = np.broadcast_to(np.arange(width, dtype=np.int32), tokens.shape)
+        return {"tokens": tokens, "segments": segments, "positions": positions}
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """The text of a file as one example.
+
+        Raises:
+            NotFoundError: there is no such file.
+            DataError: it is no text, or empty.
+        """
+        import numpy as np
+
+        ids = self.encode([read_text(path)])[0]
+        row = np.zeros((3, self.sequence), np.int32)
+        row[0, : len(ids)], row[1, : len(ids)] = ids, 1
+        row[2] = np.arange(self.sequence)
+        return dict(zip(("tokens", "segments", "positions"), row, strict=True))
+
+    def shrink(self, layout: Layout) -> "Sentences":
+        """Rows of 64 tokens a context shard."""
+        return replace(self, sequence=min(self.sequence, 64 * layout.context))
+
+
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        NotFoundError: there is no such file.
+        DataError: it is no text, or empty.
+    """
+    try:
+        text = path.read_text("utf-8")
+    except OSError as error:
+        raise NotFoundError(f"{path} can't be read ({error.strerror}); check the path") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text ({error.reason}); give a text") from error
+    if not text.strip():
+        raise DataError(f"{path} is empty; give a text")
+    return text

@@ -1,0 +1,197 @@
+"""The job of an imported image model: preprocessor_config.json, the names of classes, and how they are used."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from systolic.core.errors import OptionError
+from systolic.data.image.outside import OutsidePictures
+from systolic.data.image.pictures import EVALUATION_SHARE
+from systolic.data.image.preparation import Preparation, Resample
+from systolic.interop.source import Source, dtypes_of
+from systolic.job import Batch, Job
+from systolic.models.families import read_config
+from systolic.models.vision.mobilenet.config import MobileNetV2
+from systolic.models.vision.pixels import HALF, IMAGENET_MEAN, IMAGENET_STD, Pixels
+from systolic.models.vision.resnet.config import ResNet
+from systolic.models.vision.rules import labels
+from systolic.models.vision.vit.config import ViT
+from systolic.steps.tasks.classification import Classification
+
+PREPROCESSOR = "preprocessor_config.json"
+FILTERS = (
+    Resample.nearest,
+    Resample.lanczos,
+    Resample.bilinear,
+    Resample.bicubic,
+    Resample.box,
+    Resample.hamming,
+)
+"""Filters by Pillow's numbers, as the file gives them."""
+CONVNEXT_WHOLE = 384
+"""Side from which ConvNeXT's processor, which ResNet uses, shows all of a picture instead of its centre."""
+SHARE = "crop_pct"
+"""Field of ConvNeXT's processor: side of the centre over the shorter edge."""
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "ConvNext": {
+        "size": {"shortest_edge": 384},
+        "resample": 3,
+        SHARE: 224 / 256,
+        "image_mean": HALF,
+        "image_std": HALF,
+    },
+    "MobileNetV2": {
+        "size": {"shortest_edge": 256},
+        "do_center_crop": True,
+        "crop_size": {"height": 224, "width": 224},
+        "image_mean": HALF,
+        "image_std": HALF,
+    },
+    "ViT": {"size": {"height": 224, "width": 224}, "image_mean": HALF, "image_std": HALF},
+}
+"""Values of fields that a file leaves out, by the processor's name (transformers 5.23, image_processing_pil_*.py)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preprocessor:
+    """What a preprocessor_config.json says."""
+
+    preparation: Preparation
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def preprocessor(fields: Mapping[str, Any], file: str) -> Preprocessor:
+    """The steps of a preprocessor_config.json.
+
+    Args:
+        fields: Its content.
+        file: Its name in messages.
+
+    Raises:
+        OptionError: a step that is not known, or a result that is no square.
+    """
+    named = str(fields.get("image_processor_type") or fields.get("feature_extractor_type") or "")
+    kind = next((name for name in DEFAULTS if named.startswith(name)), None)
+    given = {**DEFAULTS["ViT" if kind is None else kind], **fields}
+    if named and kind is None and not {"size", "image_mean", "image_std"} <= set(fields):
+        raise OptionError(
+            f"{file} is of a {named} and leaves fields to its defaults, which are known of {', '.join(DEFAULTS)} only; write size, image_mean and image_std into it"
+        )
+    if given.get("do_pad"):
+        raise OptionError(f"{file} has do_pad, which is not known; images of one size need none")
+    mean, std = tuple(given["image_mean"]), tuple(given["image_std"])
+    if not given.get("do_normalize", True):
+        mean, std = (0.0,), (1.0,)
+    # Pixels are byte / 255 here and byte * factor there.
+    factor = (
+        255.0 * given.get("rescale_factor", 1 / 255) if given.get("do_rescale", True) else 255.0
+    )
+    if abs(factor - 1.0) > 1e-6:
+        mean, std = (tuple(one / factor for one in values) for values in (mean, std))
+    return Preprocessor(preparation=_preparation(given, kind, file), mean=mean, std=std)
+
+
+def _preparation(given: Mapping[str, Any], kind: str | None, file: str) -> Preparation:
+    size, cut = given["size"], given.get("crop_size")
+    resample = FILTERS[int(given.get("resample", 2))]
+    side = None
+    if given.get("do_center_crop", False) and cut is not None:
+        side = _square(cut, "crop_size", file)
+    if not given.get("do_resize", True):
+        if side is None:
+            raise OptionError(
+                f"{file} neither resizes nor crops, and a model needs images of one size"
+            )
+        return Preparation(side=side, resize=False)
+    if isinstance(size, int):
+        size = {"height": size, "width": size} if kind in ("ViT", None) else {"shortest_edge": size}
+    if "shortest_edge" not in size:
+        whole = _square(size, "size", file)
+        return Preparation(side=side or whole, both=whole, resample=resample)
+    if "longest_edge" in size:
+        raise OptionError(f"{file} has longest_edge, which is not known; give shortest_edge alone")
+    shorter = int(size["shortest_edge"])
+    if kind == "ConvNext":
+        if shorter >= CONVNEXT_WHOLE:
+            return Preparation(side=shorter, resample=resample)
+        return Preparation(
+            side=shorter, shorter=int(shorter / given.get(SHARE, 224 / 256)), resample=resample
+        )
+    if side is None:
+        raise OptionError(
+            f"{file} resizes the shorter edge and does not crop, so that images have many shapes; give do_center_crop and crop_size"
+        )
+    return Preparation(side=side, shorter=shorter, resample=resample)
+
+
+def _square(size: Any, name: str, file: str) -> int:
+    sides = {size} if isinstance(size, int) else {int(value) for value in size.values()}
+    if len(sides) != 1:
+        raise OptionError(f"{file} has {name} {size}, and only squares are known")
+    return sides.pop()
+
+
+def classifier(source: Source) -> Job:
+    """An image model: it labels pictures, prepared as its preprocessor_config.json says.
+
+    Without that file the shorter edge is resized and the centre cut out, as for models of our own.
+
+    Raises:
+        OptionError: the file has a step that is not known, or images of another size than the model's.
+    """
+    model: Any = source.model
+    assert isinstance(model, ResNet | ViT | MobileNetV2)
+    pixels = model.pixels
+    file = source.files().get(PREPROCESSOR)
+    if file is None:
+        shorter = round(pixels.size / EVALUATION_SHARE)
+        preparation = Preparation(side=pixels.size, shorter=shorter)
+    else:
+        steps = preprocessor(read_config(file), str(file))
+        preparation = steps.preparation
+        if isinstance(model, ViT) and preparation.side != pixels.size:
+            raise OptionError(
+                f"{file} makes images of {preparation.side} pixels, and the model takes {pixels.size}; correct one of them"
+            )
+        pixels = replace(pixels, size=preparation.side, mean=steps.mean, std=steps.std)
+    return Job(
+        name=source.path.name,
+        model=replace(model, pixels=pixels),
+        task=Classification(),
+        data=OutsidePictures(
+            preparation=preparation, channels=pixels.channels, classes=labels(source.config)
+        ),
+        steps=1,
+        batch=Batch(per_device=1),
+        dtypes=dtypes_of(source),
+    )
+
+
+def fields_of(preparation: Preparation, pixels: Pixels) -> dict[str, Any]:
+    """A preprocessor_config.json for pictures of a model, that transformers reads."""
+    filter_ = FILTERS.index(preparation.resample)
+    channels, shorter = pixels.channels, preparation.shorter
+    both = preparation.both or preparation.side
+    side = {"height": preparation.side, "width": preparation.side}
+    made: dict[str, Any] = {
+        "image_processor_type": "MobileNetV2ImageProcessor",
+        "do_resize": preparation.resize,
+        "size": {"height": both, "width": both} if shorter is None else {"shortest_edge": shorter},
+        "resample": filter_,
+        "do_center_crop": True,
+        "crop_size": side,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+    }
+    for name, values in (("image_mean", pixels.mean), ("image_std", pixels.std)):
+        made[name] = list(values if len(values) == channels else values * channels)
+    return made
+
+
+TORCHVISION = fields_of(
+    Preparation(side=224, shorter=256), Pixels(mean=IMAGENET_MEAN, std=IMAGENET_STD)
+)
+"""Preprocessing of torchvision's first ImageNet weights (IMAGENET1K_V1)."""
