@@ -12,6 +12,10 @@ import pytest
 
 from systolic.cli.main import main
 from systolic.interop.program.convert import kind_of
+from systolic.interop.program.write import relative_error
+from systolic.models.program.making import made_by
+from systolic.models.program.torch_function import torch_function
+from tests.models.program import zoo
 
 ZOO = Path(__file__).parents[1] / "models" / "program" / "zoo.py"
 ROOT = Path(__file__).parents[2]
@@ -83,6 +87,43 @@ def test_a_module_becomes_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture
     # The same input gives the same output, whichever example it is.
     assert np.shape(answer["output"]) == (3, 10)
     assert answer["output"][0] == answer["output"][2]
+
+
+@pytest.mark.slow
+def test_outputs_are_written_as_arrays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = tmp_path / "bundle"
+    imported(f"{ZOO}:encoder", bundle, capsys, "--no-parity")
+    there = torch_function(made_by(zoo.encoder, "torch", "zoo.py"), "zoo.py")
+    rng = np.random.default_rng(1)
+    tokens, mask = rng.integers(0, 50, (5, 8)), np.zeros((5, 8), bool)
+    mask[1, 6:] = mask[4, 3:] = True
+    # A batch marks its padding as mask, so the model's input of that name has another one.
+    given = {"tokens": tokens, "mask_input": mask}
+    inputs, out = tmp_path / "inputs.npz", tmp_path / "new" / "outputs.npz"
+    np.savez(inputs, **given)  # ty: ignore[invalid-argument-type]
+    command = ["predict", str(bundle), str(inputs), "--out"]
+    assert main([*command, str(out)]) == 0
+    assert "logits float32[5, 8, 50]" in capsys.readouterr().out
+    assert there.source is not None
+    wanted = there.source({"tokens": tokens, "mask": mask})
+    with np.load(out, allow_pickle=False) as found:
+        assert sorted(found) == sorted(wanted)
+        for name, one in wanted.items():
+            assert found[name].dtype == one.dtype
+            assert relative_error(found[name], one) < 1e-5
+    # Nothing is left beside it, and a mistake leaves what was there.
+    before = out.read_bytes()
+    assert list(out.parent.iterdir()) == [out]
+    np.savez(inputs, **{name: one[:0] for name, one in given.items()})
+    assert main([*command, str(out)]) == 1
+    assert "inputs.npz has no examples" in capsys.readouterr().err
+    assert out.read_bytes() == before
+    for line, told in (
+        ([*command, "outputs.txt"], "name a file that ends in .npz"),
+        ([*command[:3], str(inputs), "--out", str(out)], "2 files were given"),
+    ):
+        assert main(line) == 2
+        assert told in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import torch
 
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.data.input_files import InputFiles
@@ -65,6 +66,20 @@ def test_examples_that_depend_on_each_other_keep_their_batch(tmp_path: Path) -> 
     x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
     wanted = np.concatenate([x[:4] - x[:4].mean(0), x[4:] - x[4:].mean(0)])
     np.testing.assert_allclose(run(here, {"x": x})["output"], wanted, atol=1e-6)
+
+
+def test_an_input_named_mask_has_another_name(tmp_path: Path) -> None:
+    """Batches mark their padding as ``mask``."""
+
+    class Masked(torch.nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return x.masked_fill(mask, 7.0)
+
+    given = np.arange(6, dtype=np.float32).reshape(2, 3), np.eye(2, 3, dtype=bool)
+    _, here, about = exported(lambda: (Masked(), given), tmp_path)
+    assert list(about.inputs) == ["x", "mask_input"]
+    made = run(here, dict(zip(about.inputs, given, strict=True)))["output"]
+    np.testing.assert_array_equal(made, [[7, 1, 2], [3, 7, 5]])
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

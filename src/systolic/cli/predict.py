@@ -1,15 +1,20 @@
 """``systolic predict RUN|BUNDLE|DIR FILES...``: the model's answer for each file or text."""
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse
 from systolic.core.errors import NotFoundError, OptionError
+from systolic.core.files import check_writable, write_atomically
+
+if TYPE_CHECKING:
+    from systolic.session.trained import TrainedModel
 
 SHOWN = 4
 """Numbers of a vector that are printed."""
@@ -23,7 +28,8 @@ class PredictOptions:
 
     Args:
         run: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
-        files: Images or arrays for an image model, files of text for a language model, recordings for Whisper; for a model of embeddings texts, or their files.
+        files: Images or arrays for an image model, files of text for a language model, recordings for Whisper; for a model of embeddings texts, or their files; for an exported program .npz files with an array for each input.
+        out: Of an exported program: write its outputs for one file as arrays into this .npz file.
         checkpoint: Of a run: best, last or the number of a step.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         json: Print one JSON object.
@@ -31,6 +37,7 @@ class PredictOptions:
 
     run: Annotated[Path, tyro.conf.Positional]
     files: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    out: Path | None = None
     checkpoint: str = "best"
     trust: bool = False
     json: bool = False
@@ -44,6 +51,8 @@ def run(args: Sequence[str]) -> int:
         raise OptionError(
             f"systolic predict {options.run} needs files; name one or more after the run"
         )
+    if options.out is not None:
+        _check_out(files, options.out)
     from systolic.interop.source import known_source
     from systolic.session.trained import open_model
 
@@ -52,6 +61,8 @@ def run(args: Sequence[str]) -> int:
     model = open_model(options.run, options.checkpoint, trust=options.trust, warn=warn)
     if not model.takes_texts:
         _check(files)
+    if options.out is not None:
+        return _write(model, options.run, files[0], options.out, options.json)
     found: list[dict[str, Any]] = []
     for file, answer in model.predictions(files):
         found.append({"file": str(file), **answer})
@@ -66,6 +77,32 @@ def run(args: Sequence[str]) -> int:
     if failed:
         warn(f"no answer for {failed} of {len(found)} files; see the lines above")
     return 1 if failed else 0
+
+
+def _check_out(files: Sequence[str], out: Path) -> None:
+    if len(files) != 1:
+        raise OptionError(
+            f"--out is one file, and {len(files)} files were given; predict them one by one"
+        )
+    if out.suffix != ".npz":
+        raise OptionError(f"--out is {out}; name a file that ends in .npz")
+    check_writable(out)
+
+
+def _write(model: "TrainedModel", run: Path, file: str, out: Path, as_json: bool) -> int:
+    """Writes the outputs for a file as arrays."""
+    import numpy as np
+
+    made, packed = model.outputs(file), io.BytesIO()
+    np.savez(packed, **made)
+    write_atomically(out, packed.getvalue())
+    if as_json:
+        shapes = {name: list(one.shape) for name, one in made.items()}
+        print_json({"run": str(run), "step": model.step, "out": str(out), "outputs": shapes})
+        return 0
+    told = ", ".join(f"{name} {one.dtype}{list(one.shape)}" for name, one in made.items())
+    print(f"{out}: {told}")
+    return 0
 
 
 def _check(files: Sequence[str]) -> None:

@@ -320,6 +320,18 @@ class TrainedModel:
             return
         yield from predictions(self.setup, self.weights, [Path(file) for file in several])
 
+    def outputs(self, file: Path | str) -> dict[str, Any]:
+        """Outputs of an exported program for all examples of an ``.npz`` file: name to array [examples, ...].
+
+        Raises:
+            OptionError: the model is no exported program.
+            NotFoundError: there is no such file.
+            DataError: it lacks inputs, or has no examples.
+        """
+        from systolic.training.predict import output_arrays
+
+        return output_arrays(self.setup, self.weights, Path(file))
+
     @property
     def takes_texts(self) -> bool:
         """Whether :meth:`predict` takes texts themselves beside files."""

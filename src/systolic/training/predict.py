@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from systolic.artifact.weights import Weights
-from systolic.core.errors import DataError, NotFoundError
+from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.data.audio.recordings import Recordings
 from systolic.data.input_files import InputFiles
 from systolic.data.text.text_data import TextData
@@ -46,7 +46,8 @@ def predictions(
         run = Runner(setup, weights, BATCH)
         for file in files:
             try:
-                yield file, _stacked(run(data.examples(file)))
+                made = _stacked(run, data, file)
+                yield file, {name: one.tolist() for name, one in made.items()}
             except UNREADABLE as error:
                 yield file, {"error": _reason(file, error)}
         return
@@ -62,10 +63,33 @@ def predictions(
                 yield file, _named(next(outputs), data.labels())
 
 
-def _stacked(outputs: Iterator[Mapping[str, np.ndarray]]) -> dict[str, Any]:
-    """Outputs of all examples of a file, name to list."""
-    each = list(outputs)
-    return {name: [one[name].tolist() for one in each] for name in (each[0] if each else ())}
+def output_arrays(setup: Setup, weights: Weights, file: Path) -> dict[str, np.ndarray]:
+    """Outputs [examples, ...] of a model that takes arrays by name, for all examples of a file.
+
+    Raises:
+        OptionError: the model takes something else.
+        NotFoundError: there is no such file.
+        DataError: it lacks inputs, or has no examples.
+    """
+    data = setup.job.data
+    if not isinstance(data, InputFiles):
+        raise OptionError(
+            f"--out takes the arrays of an exported program, and {setup.job.name} is none; leave it out, or take --json"
+        )
+    return _stacked(Runner(setup, weights, BATCH), data, file)
+
+
+def _stacked(run: "Runner", data: InputFiles, file: Path) -> dict[str, np.ndarray]:
+    """Outputs of all examples of a file."""
+    each = list(run(data.examples(file)))
+    if not each:
+        raise DataError(f"{file} has no examples; give arrays of one or more")
+    made = {name: np.stack([one[name] for one in each]) for name in each[0]}
+    # numpy's files have no bfloat16.
+    return {
+        name: one.astype(np.float32) if one.dtype == jax.numpy.bfloat16 else one
+        for name, one in made.items()
+    }
 
 
 def enough(examples: int) -> int:

@@ -19,7 +19,7 @@ from systolic.interop.program.description import (
     Description,
     Port,
 )
-from systolic.models.program.function import Named, PureFunction
+from systolic.models.program.function import Named, PureFunction, without_mask
 from systolic.steps import flops
 
 PLATFORMS = ("cpu", "tpu", "cuda")
@@ -38,6 +38,7 @@ def write_program(function: PureFunction, folder: Path) -> Description:
     Raises:
         OptionError: it does not trace, or an operation has no form on a platform.
     """
+    function = without_mask(function)
     assert function.source is not None  # there is a framework to compare with
     batched = _batched(function.example)
     weights = {**function.trained, **function.state}

@@ -68,7 +68,7 @@ class TorchModule(ForeignModel):
     ``make()`` returns the module and its example inputs: a tensor, or a tuple or dict of arguments of ``forward``. It is
     called after ``torch.manual_seed(0)``, and training starts from the module's weights. Parameters are
     named as in ``named_parameters()``. A task calls the built module with arrays by the names of forward's
-    parameters and gets arrays by name: ``output`` for one tensor, ``output_0`` and so on for a tuple, the
+    parameters (``mask_input`` for one named ``mask``, which marks padding in a batch) and gets arrays by name: ``output`` for one tensor, ``output_0`` and so on for a tuple, the
     keys of a dict.
 
     - Weights without ``requires_grad`` and buffers are state: not trained, kept in checkpoints.
@@ -163,10 +163,12 @@ def _made(
 ) -> "PureFunction":
     import jax
 
+    from systolic.models.program.function import without_mask
     from systolic.models.program.making import made_by
 
     if make not in _functions:
         # Models are built inside a trace, and Keras draws its first weights with JAX.
         with jax.ensure_compile_time_eval():
-            _functions[make] = convert(made_by(make, framework, str(make)), str(make))
+            made = convert(made_by(make, framework, str(make)), str(make))
+            _functions[make] = without_mask(made)
     return _functions[make]

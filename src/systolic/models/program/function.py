@@ -1,19 +1,22 @@
 """A model of another framework as arrays by name and a pure function of them; needs jax and numpy only."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from systolic.core.errors import DataError
+from systolic.job.data import MASK
 
 Named = Mapping[str, Any]
 """Arrays by name."""
 
 _NARROW = {"float64": "float32", "int64": "int32", "uint64": "uint32", "complex128": "complex64"}
 """JAX computes in 32 bits."""
+
+RENAMED = f"{MASK}_input"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,6 +40,25 @@ class PureFunction:
     """Outputs by name for inputs by name, as the framework itself computes them in evaluation; None without it."""
     random: bool = True
     """Whether training draws random numbers from ``key``."""
+
+
+def without_mask(function: PureFunction) -> PureFunction:
+    """The function with an input named ``mask`` under the name ``mask_input``: batches mark their padding as ``mask``."""
+    if MASK not in function.example:
+        return function
+    source = function.source
+
+    def inner(inputs: Named) -> Named:
+        return {MASK if name == RENAMED else name: one for name, one in inputs.items()}
+
+    return replace(
+        function,
+        example={RENAMED if name == MASK else name: one for name, one in function.example.items()},
+        call=lambda trained, state, inputs, train, key: function.call(
+            trained, state, inner(inputs), train, key
+        ),
+        source=None if source is None else lambda inputs: source(inner(inputs)),
+    )
 
 
 def narrowed(array: Any) -> np.ndarray:
