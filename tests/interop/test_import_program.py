@@ -12,6 +12,7 @@ import pytest
 
 from systolic.cli.main import main
 from systolic.interop.program.convert import kind_of
+from systolic.interop.program.model import ExportedProgram
 from systolic.interop.program.write import relative_error
 from systolic.models.program.making import made_by
 from systolic.models.program.torch_function import torch_function
@@ -153,21 +154,54 @@ def test_what_a_child_says(name: str, told: str, tmp_path: Path, capsys: Any) ->
     assert not (tmp_path / "out").exists()
 
 
+SAVED_PROGRAMS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, zoo
+from torch.export import Dim, export, save
+if sys.argv[3] == "keras":
+    zoo.functional().save(sys.argv[2] + "/net.keras")
+else:
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.head = zoo.cnn()[0].eval(), torch.nn.Linear(10, 3)
+        def forward(self, image, power, *, mask=None):
+            return self.head(self.net(image) ** power).masked_fill(mask, 0)
+    net, (args, mask) = Scaled(), ((torch.randn(2, 1, 8, 8), 2), torch.eye(2, 3, dtype=torch.bool))
+    save(export(net, args, {"mask": mask}), sys.argv[2] + "/fixed.pt2")
+    some = Dim("b", max=64)
+    sizes = {"image": {0: some}, "power": None, "mask": {0: some}}
+    save(export(net, args, {"mask": mask}, dynamic_shapes=sizes), sys.argv[2] + "/net.pt2")
+"""
+
+
 @pytest.mark.slow
-def test_saved_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import zoo; zoo.functional().save(sys.argv[2] + '/net.keras');"
-    code += "import torch; m, (x) = zoo.cnn(); m.eval(); b = torch.export.Dim('b', max=64);"
-    code += "torch.export.save(torch.export.export(m, (x,), dynamic_shapes=({0: b},)), sys.argv[2] + '/net.pt2')"
+@pytest.mark.parametrize(
+    ("name", "batch"), [("net.keras", None), ("net.pt2", None), ("fixed.pt2", 2)]
+)
+def test_saved_files(
+    name: str, batch: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     env = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
-    args = [sys.executable, "-c", code, str(ZOO.parent), str(tmp_path)]
+    suffix = name.partition(".")[2]
+    args = [sys.executable, "-c", SAVED_PROGRAMS, str(ZOO.parent), str(tmp_path), suffix]
     done = subprocess.run(args, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    for name in ("net.keras", "net.pt2"):
-        made = imported(str(tmp_path / name), tmp_path / f"{name}-bundle", capsys)
-        assert made["parity"]["max_relative"] < 1e-5, name
-    (tmp_path / "bad.keras").write_text("no")
-    assert main(["import", str(tmp_path / "bad.keras"), "--out", str(tmp_path / "out")]) == 1
-    assert "bad.keras does not load" in capsys.readouterr().err
+    made = imported(str(tmp_path / name), tmp_path / "bundle", capsys)
+    assert made["parity"]["max_relative"] < 1e-5
+    about = ExportedProgram.of(tmp_path / "bundle").about
+    assert about.batch == batch
+    assert list(about.inputs) == (
+        ["image", "size"] if suffix == "keras" else ["image", "mask_input"]
+    )
+
+
+@pytest.mark.parametrize("suffix", ["keras", "pt2"])
+def test_a_damaged_file(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / f"bad.{suffix}").write_text("no")
+    assert main(["import", str(tmp_path / f"bad.{suffix}"), "--out", str(tmp_path / "out")]) != 0
+    assert f"bad.{suffix} does not load" in capsys.readouterr().err
 
 
 SAVED = """

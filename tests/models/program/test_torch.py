@@ -116,6 +116,7 @@ def test_the_same_weights_in_every_process() -> None:
         (zoo.dynamic, "layer 1 (Turned) needs the values of its tensors"),
         (zoo.unsupported, "layer 1 (Factors) calls aten::geqrf, which torchax"),
         (zoo.only_module, "returned Linear, not a torch.nn.Module and its example inputs"),
+        (zoo.structure, "example input rest of zoo.py is a dict of tensors"),
         (zoo.wrong_inputs, "forward of Linear does not take the example inputs"),
         (zoo.fails, "zoo.py failed: ValueError: no such checkpoint"),
     ],

@@ -121,6 +121,14 @@ def only_module():
     return nn.Linear(3, 3)
 
 
+def structure():
+    class Joined(nn.Module):
+        def forward(self, x, rest):
+            return x + rest["y"]
+
+    return Joined(), {"x": torch.zeros(2, 3), "rest": {"y": torch.zeros(2, 3)}}
+
+
 def wrong_inputs():
     return nn.Linear(3, 3), {"image": torch.zeros(2, 3)}
 

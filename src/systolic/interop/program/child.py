@@ -1,6 +1,7 @@
 """Converts a model of another framework, in a process of its own: ``python -m systolic.interop.program.child REQUEST``."""
 
 import importlib.util
+import inspect
 import json
 import logging
 import sys
@@ -99,11 +100,11 @@ def _torch_export(source: str) -> Any:
         raise OptionError(
             f"{source} has no example inputs; save the program as torch.export.export returns it"
         )
-    return torch_function((program.module(), _bound(args, kwargs)), source)
-
-
-def _bound(args: Any, kwargs: Any) -> Any:
-    return args if not kwargs else {**{f"args_{n}": one for n, one in enumerate(args)}, **kwargs}
+    # Operations of the core set name all their arguments, as torchax needs them.
+    module = program.run_decompositions().module()
+    names = inspect.signature(module.forward).parameters
+    example = {**dict(zip(names, args, strict=False)), **kwargs}
+    return torch_function((module, example), source, placed=len(args))
 
 
 def _from_code(target: str) -> Any:

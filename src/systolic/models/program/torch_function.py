@@ -1,7 +1,7 @@
 """A PyTorch module as a pure function, traced by torchax."""
 
 import inspect
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,20 +21,22 @@ from systolic.models.program.torchax_import import environment
 HOW = "return the module and its example inputs: return module, (x,) or return module, {'x': x}"
 
 
-def torch_function(made: Any, source: str) -> PureFunction:
+def torch_function(made: Any, source: str, placed: int = 0) -> PureFunction:
     """The pure function of what a user's function returned.
 
     Args:
         made: A module and example inputs: one tensor, a tuple or a dict of arguments of ``forward``. Arguments that are
             no arrays are constants.
         source: Name of the function, for messages.
+        placed: Arguments that are passed by place, the first ones; a program of torch.export takes them only so.
 
     Raises:
-        DataError: it is something else, or the module has no forward for these inputs.
+        DataError: it is something else, an argument is a structure of tensors, or the module has no forward for these inputs.
         MissingExtraError: torch or torchax is not installed.
     """
     env = environment()
     import torch
+    from torch.utils import _pytree as pytree
 
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module)):
         raise DataError(
@@ -46,8 +48,13 @@ def torch_function(made: Any, source: str) -> PureFunction:
     if not inputs:
         raise DataError(f"the example inputs of {source} hold no tensor; {HOW}")
     constants = {name: value for name, value in arguments.items() if name not in inputs}
+    for name, value in constants.items():
+        if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):
+            raise DataError(
+                f"example input {name} of {source} is a {type(value).__name__} of tensors; wrap the module in one whose forward takes each tensor by itself"
+            )
     trained, state = _arrays(module)
-    call = _Traced(module, env, constants)
+    call = _Traced(module, env, constants, tuple(arguments)[:placed])
 
     def run(given: Named) -> dict[str, np.ndarray]:
         kinds = {name: inputs[name].dtype for name in given}
@@ -71,8 +78,10 @@ def torch_function(made: Any, source: str) -> PureFunction:
 class _Traced:
     """The module as a function of its arrays; the module's own arrays are never changed."""
 
-    def __init__(self, module: Any, env: Any, constants: Mapping[str, Any]) -> None:
-        self.module, self.env, self.constants = module, env, constants
+    def __init__(
+        self, module: Any, env: Any, constants: Mapping[str, Any], placed: Sequence[str]
+    ) -> None:
+        self.module, self.env, self.constants, self.placed = module, env, constants, placed
         signature = inspect.signature(module.forward)
         self.positional = [
             name for name, one in signature.parameters.items() if one.kind is one.VAR_POSITIONAL
@@ -82,7 +91,8 @@ class _Traced:
         """The module's result."""
         if self.positional:
             return self.module(*inputs.values())
-        return self.module(**inputs, **self.constants)
+        given = {**inputs, **self.constants}
+        return self.module(*[given.pop(name) for name in self.placed], **given)
 
     def __call__(
         self, trained: Named, state: Named, inputs: Named, train: bool, key: Any
