@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from systolic.core.errors import DataError, NotFoundError, OptionError
+from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
 from systolic.data.input_files import InputFiles
 from systolic.interop.program.description import PROGRAM
 from systolic.interop.program.exported import exported_function
 from systolic.interop.program.model import ExportedProgram
+from systolic.interop.program.parity import differences
 from systolic.interop.program.write import relative_error, write_program
 from systolic.job import Field, Precision
 from systolic.models.program.making import made_by
@@ -103,6 +104,20 @@ def test_relative_error_by_hand() -> None:
     assert relative_error(np.array([np.inf, 1.0]), np.array([np.inf, 1.0])) == 0.0
     assert relative_error(np.array([np.nan]), np.array([1.0])) == np.inf
     assert relative_error(np.array([1.0]), np.array([np.inf])) == np.inf
+
+
+def test_differences_by_hand() -> None:
+    """Each output is compared with its own largest magnitude."""
+    made = {"large": np.array([100.0, 201.0]), "small": np.array([0.5, np.nan])}
+    wanted = {"large": np.array([100.0, 200.0]), "small": np.array([1.0, np.nan])}
+    assert differences(made, wanted, "torch") == {
+        "max_abs": 1.0,
+        "max_relative": 0.5,
+        "mean_abs": pytest.approx(1.5 / 3),
+        "mean_relative": pytest.approx((1 / 200 + 0.5) / 3),
+    }
+    with pytest.raises(RunError, match=r"output small is \[2\] here and \[1\] in torch"):
+        differences(made, {"small": np.ones(1)}, "torch")
 
 
 def test_inputs_of_a_file(tmp_path: Path) -> None:

@@ -91,6 +91,8 @@ class ProgramParity:
     max_relative: float
     """Largest difference over the largest magnitude of the same output."""
     mean_abs: float
+    mean_relative: float
+    """Mean difference over the largest magnitude of the same output."""
     tolerance: float
     """Of ``max_relative``."""
 
@@ -101,7 +103,7 @@ class ProgramParity:
 
     def line(self) -> str:
         """The figures on one line."""
-        return f"parity with {self.framework} over {self.rows} examples, float32: max {self.max_abs:.2e} (relative {self.max_relative:.2e}, tolerance {self.tolerance:.0e}), mean {self.mean_abs:.2e}"
+        return f"parity with {self.framework} over {self.rows} examples, float32: max {self.max_abs:.2e} (relative {self.max_relative:.2e}, tolerance {self.tolerance:.0e}), mean {self.mean_abs:.2e} (relative {self.mean_relative:.2e})"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

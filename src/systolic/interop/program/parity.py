@@ -14,6 +14,7 @@ from systolic.interop.program.description import SAMPLE, TOLERANCE
 from systolic.interop.program.exported import exported_function
 from systolic.interop.program.model import ExportedProgram
 from systolic.interop.program.write import relative_error
+from systolic.models.program.function import Named
 
 FRAMEWORKS = ("torch", "torchax", "keras", "tensorflow", "tf2jax", "transformers")
 PARITY = "parity.json"
@@ -43,24 +44,37 @@ def measure(folder: Path, sample_file: Path) -> dict[str, Any]:
     loaded = [name for name in FRAMEWORKS if name in sys.modules]
     if loaded:
         raise RunError(f"the comparison loaded {', '.join(loaded)}; report this as a defect")
-    relative, apart = 0.0, []
+    return {
+        "framework": known.framework,
+        "rows": count,
+        **differences(made, wanted, known.framework),
+        "tolerance": TOLERANCE,
+    }
+
+
+def differences(made: Named, wanted: Named, framework: str) -> dict[str, float]:
+    """Largest and mean differences over all outputs, and both relative to the largest magnitude of the same output.
+
+    Raises:
+        RunError: an output has another shape.
+    """
+    relative, apart, shares = 0.0, [], []
     for name, one in wanted.items():
         here, there = np.asarray(made[name], np.float64), np.asarray(one, np.float64)
         if here.shape != there.shape:
             raise RunError(
-                f"output {name} is {list(here.shape)} here and {list(there.shape)} in {known.framework}; report this as a defect"
+                f"output {name} is {list(here.shape)} here and {list(there.shape)} in {framework}; report this as a defect"
             )
         finite = np.isfinite(there) & np.isfinite(here)
         apart.append(np.abs(here - there)[finite].ravel())
+        shares.append(apart[-1] / max(np.abs(there[finite]).max(initial=0.0), 1e-30))
         relative = max(relative, relative_error(here, there))
-    every = np.concatenate(apart)
+    every, share = np.concatenate(apart), np.concatenate(shares)
     return {
-        "framework": known.framework,
-        "rows": count,
         "max_abs": float(every.max(initial=0.0)),
         "max_relative": relative,
         "mean_abs": float(every.mean()) if every.size else 0.0,
-        "tolerance": TOLERANCE,
+        "mean_relative": float(share.mean()) if share.size else 0.0,
     }
 
 
