@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import jax
 
-from systolic.job import ContextOrder, Layout, Residual
+from systolic.job import Adapter, AdapterKind, ContextOrder, Job, Layout, Residual
 from systolic.job.layout import Remat
-from systolic.models.decoder.config import Decoder, Dispatch, Mlp, NormKind
+from systolic.models.decoder.config import Dispatch, Mlp, NormKind
 from systolic.models.decoder.rotary import RopeScaling, Stretching
 from systolic.models.decoder.switches import Latent, Router, Score
 from systolic.steps.steps import StepFunctions
@@ -132,12 +132,26 @@ MODELS = (
     (BIASED, GPT2),
     (OFFSET, GEMMA),
 )
+LORA = Adapter(kind=AdapterKind.lora, rank=4, alpha=8.0)
+ADAPTED = {
+    "lora-tensor": Layout(fsdp=4, tensor=2),
+    "lora-context": Layout(fsdp=4, context=2),
+    "lora-context-tensor-embed": Layout(fsdp=2, context=2, tensor=2, residual=EMBED),
+    "lora-pipeline": Layout(fsdp=2, pipeline=2, tensor=2, remat=Remat.full),
+    "qlora-context-tensor": Layout(fsdp=2, context=2, tensor=2),
+    "qlora-pipeline": Layout(fsdp=2, pipeline=2, tensor=2, remat=Remat.full),
+}
 LAYOUTS = {name: layout for layouts, _ in MODELS for name, layout in layouts.items()}
+LAYOUTS |= ADAPTED
 
 
-def model_of(name: str) -> Decoder:
-    """The model that a layout is for."""
-    return next(model for layouts, model in MODELS if name in layouts)
+def job_of(name: str, layout: Layout | None = None) -> Job:
+    """The job that a layout is for, with it or with another one."""
+    model = next((model for layouts, model in MODELS if name in layouts), tiny.MODEL)
+    adapter = Adapter()
+    if name in ADAPTED:
+        adapter = replace(LORA, kind=AdapterKind(name.partition("-")[0]))
+    return tiny.job(layout=layout or LAYOUTS[name], model=model, adapter=adapter)
 
 
 def saved_inputs(steps: StepFunctions) -> list[str]:
@@ -153,9 +167,10 @@ def main(names: list[str]) -> None:
     # The numbers are the same, in less than half the time: each layout is compiled for 3 steps.
     jax.config.update("jax_disable_most_optimizations", True)
     for name in names:
-        steps = tiny.steps(tiny.job(layout=LAYOUTS[name], model=model_of(name)), 8)
+        steps = tiny.steps(job_of(name), 8)
         losses, state = tiny.run(steps)
         moments = state.optimizer[0].mu
+        largest = "blocks/mlp/up" + ("/lora_b" if name in ADAPTED else "")
         print(
             json.dumps(
                 {
@@ -165,8 +180,8 @@ def main(names: list[str]) -> None:
                     "inputs": saved_inputs(steps) if name in SAVED else None,
                     "params": {path: str(p.sharding.spec) for path, p in state.params.items()},
                     "moments": {path: str(m.sharding.spec) for path, m in moments.items()},
-                    "shard": state.params["blocks/mlp/up"].addressable_shards[0].data.size
-                    / state.params["blocks/mlp/up"].size,
+                    "shard": state.params[largest].addressable_shards[0].data.size
+                    / state.params[largest].size,
                 }
             ),
             flush=True,

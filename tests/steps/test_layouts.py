@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from systolic.models.decoder.config import Decoder
+from systolic.job import Job
 from tests.steps import tiny
-from tests.steps.layouts_child import LAYOUTS, model_of
+from tests.steps.layouts_child import ADAPTED, LAYOUTS, job_of
 
 TOLERANCE = 2e-5
 """Relative, after three steps in float32: sums over devices are added in another order."""
@@ -44,20 +44,19 @@ def on_eight_devices(names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 @cache
-def gradients_alone(model: Decoder) -> dict[str, list[float]]:
-    return tiny.gradients(tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=model)))
+def gradients_alone(job: Job) -> dict[str, list[float]]:
+    return tiny.gradients(tiny.steps(job))
 
 
 def check(found: dict[str, dict[str, Any]]) -> None:
-    alone: dict[Any, list[float]] = {}
-    for name in found:
-        model = model_of(name)
-        if model not in alone:
-            alone[model] = tiny.run(tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=model)))[0]
+    alone: dict[Job, list[float]] = {}
     for name, one in found.items():
-        assert one["losses"] == pytest.approx(alone[model_of(name)], rel=TOLERANCE), name
+        job = job_of(name, tiny.ONE_DEVICE)
+        if job not in alone:
+            alone[job] = tiny.run(tiny.steps(job))[0]
+        assert one["losses"] == pytest.approx(alone[job], rel=TOLERANCE), name
         if one["gradients"] is not None:
-            for path, expected in gradients_alone(model_of(name)).items():
+            for path, expected in gradients_alone(job).items():
                 assert one["gradients"][path] == pytest.approx(expected, rel=1e-4, abs=2e-4), path
         assert one["moments"] == one["params"], (
             f"{name}: optimizer state is not sharded like its parameters"
@@ -77,7 +76,16 @@ def test_usual_layouts_agree_with_one_device() -> None:
 
 @pytest.mark.slow
 def test_all_layouts_agree_with_one_device() -> None:
-    found = on_eight_devices([name for name in LAYOUTS if name not in QUICK])
+    found = on_eight_devices([name for name in LAYOUTS if name not in (*QUICK, *ADAPTED)])
     check(found)
     assert found["expert"]["shard"] == 1 / 8
     assert found["tensor-whole"]["inputs"] == ["4,32,32"]
+
+
+@pytest.mark.slow
+def test_adapters_agree_with_one_device() -> None:
+    found = on_eight_devices([*ADAPTED])
+    check(found)
+    # B is [layers, rank, d_ff]: its layers are split over the pipeline, its outputs over the tensor axis.
+    assert found["lora-tensor"]["shard"] == 1 / 2
+    assert found["lora-pipeline"]["shard"] == 1 / 4
