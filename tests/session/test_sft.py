@@ -6,15 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import systolic
+from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError, RunError
+from systolic.interop.logits import logits_of
 from systolic.job import AdapterKind, Checkpoints, Evaluation, Layout, Optimizer, Schedule
 from systolic.job.optimizer import ScheduleKind
-from systolic.models.families import family, read_config
 from systolic.recipes.sft import sft
 from tests.interop import folders
 from tests.models.foreign import relative
@@ -138,30 +138,42 @@ def test_all_weights_of_a_run_are_fine_tuned_again(options: dict[str, Any], tmp_
 
 
 @pytest.mark.slow
-def test_merged_adapters_are_the_same_model_in_transformers(
+def test_exported_adapters_are_merged(
+    options: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As a folder of transformers and as a Bundle, from the command line."""
+    fast = {**options, **LORA, "optimizer": Optimizer(learning_rate=5e-2), "steps": 4}
+    run, home, bundle = (tmp_path / name for name in ("run", "home", "bundle"))
+    systolic.train("sft", run=run, **fast)
+    for kind, out in (("hf", home), ("bundle", bundle)):
+        words = ["export", str(run), "--to", kind, "--out", str(out), "--checkpoint", "last"]
+        assert main([*words, "--json"]) == 0
+        told = json.loads(capfd.readouterr().out)
+        assert told["parameters"] == folders.llama().num_parameters()
+    tokens = np.random.default_rng(0).integers(0, 300, (2, 19)).astype(np.int32)
+    opened, bundled = systolic.open(run, checkpoint="last"), systolic.open(bundle)
+    trained = logits_of(opened.setup.steps, opened.weights, tokens)
+    assert relative(folders.logits(home, tokens), trained) < 1e-4
+    assert relative(logits_of(bundled.setup.steps, bundled.weights, tokens), trained) < 1e-4
+    assert relative(folders.logits(options["from_"], tokens), trained) > 1e-2
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (bundle / name).read_bytes() == (options["from_"] / name).read_bytes()
+    record = json.loads((bundle / "bundle.json").read_text())
+    assert record["source"]["kind"] == "run"
+    # Both are what adapters begin with, and a Bundle is what transformers opens after an export.
+    systolic.train("sft", run=tmp_path / "again", **{**fast, "from_": bundle, "steps": 1})
+    systolic.export_model(bundle, tmp_path / "round")
+    np.testing.assert_array_equal(
+        folders.logits(tmp_path / "round", tokens), folders.logits(home, tokens)
+    )
+
+
+def test_what_is_no_run_of_a_language_model_is_no_bundle(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    import torch
-    import transformers
-
-    fast = {**options, **LORA, "optimizer": Optimizer(learning_rate=5e-2), "steps": 4}
-    systolic.train("sft", run=tmp_path / "run", **fast)
-    opened = systolic.open(tmp_path / "run", checkpoint="last")
-    config = read_config(options["from_"])
-    rules = family(config, "it").conversion(config)
-    state = {name: torch.tensor(array) for name, array in rules.tensors(opened.plain_weights)}
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(options["from_"]).eval()
-    tokens = np.random.default_rng(0).integers(0, 300, (2, 19))
-    with torch.no_grad():
-        base = theirs(torch.tensor(tokens), use_cache=False).logits.numpy()
-        theirs.load_state_dict(state, strict=False)
-        merged = theirs(torch.tensor(tokens), use_cache=False).logits.numpy()
-    steps, weights = opened.setup.steps, opened.weights
-    module: Any = steps.network.module(weights.params, weights.model_state, train=False)
-    positions = np.broadcast_to(np.arange(19), tokens.shape)
-    mine = module(jnp.asarray(tokens), jnp.ones_like(tokens), jnp.asarray(positions))
-    assert relative(mine, merged) < 1e-4
-    assert relative(mine, base) > 1e-2
+    with pytest.raises(OptionError, match=r"a model in files already; .*systolic import"):
+        systolic.export_model(options["from_"], tmp_path / "out", to="bundle")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""``systolic export RUN|BUNDLE --to hf --out DIR``: a trained model for another library."""
+"""``systolic export RUN|BUNDLE --to hf|bundle --out DIR``: a trained model for another library, or without its run."""
 
 import sys
 import time
@@ -17,14 +17,14 @@ from systolic.report.progress import ProgressLine
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """Writes a trained model in the format of another library, one tensor in memory at a time.
+    """Writes a trained model in the format of another library, or a run as a Bundle; adapters are merged.
 
     A model that transformers has no options for is refused, with the option's name.
 
     Args:
         run: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
         out: The new folder.
-        to: hf is a folder that transformers opens: config.json, safetensors, tokenizer.
+        to: hf is a folder that transformers opens: config.json, safetensors, tokenizer; bundle is a Bundle of a run's language model.
         checkpoint: Of a run: best, last or the number of a step.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         json: Print one JSON object.
@@ -32,7 +32,7 @@ class ExportOptions:
 
     run: Annotated[Path, tyro.conf.Positional]
     out: Path
-    to: Literal["hf"] = "hf"
+    to: Literal["hf", "bundle"] = "hf"
     checkpoint: str = "best"
     trust: bool = False
     json: bool = False

@@ -43,7 +43,9 @@ VERBS = {
     "eval": Verb("eval", "evaluates a run on its held-out data"),
     "generate": Verb("generate", "continues prompts with a trained language model"),
     "predict": Verb("predict", "labels files with a trained model"),
-    "export": Verb("export", "writes a trained model as a folder that transformers opens"),
+    "export": Verb(
+        "export", "writes a trained model as a folder that transformers opens, or as a Bundle"
+    ),
 }
 
 

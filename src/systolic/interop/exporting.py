@@ -90,6 +90,14 @@ def outgoing_model(model: Model, weights: Mapping[str, Any], origin: Config) -> 
     return Outgoing(config=config, specs=_specs(conversion, weights), pieces=pieces)
 
 
+def config_of(model: Model) -> Config:
+    """The config.json of the family of transformers that computes what a model does; {} where none does."""
+    try:
+        return _said(model)
+    except OptionError:
+        return {}
+
+
 def _specs(conversion: Conversion, weights: Mapping[str, Any]) -> list[TensorSpec]:
     """Names, shapes and dtypes of all tensors; all places of a stack have those of the first."""
     made = []

@@ -8,18 +8,22 @@ from typing import Any
 
 import numpy as np
 
-from systolic.artifact.bundle import check_free, draft
+from systolic.artifact.bundle import ORIGIN, ImportedFrom, check_free, draft, model_record
 from systolic.artifact.run import JOB
+from systolic.artifact.tensors import TensorSpec
+from systolic.core.digest import digest
 from systolic.core.errors import OptionError
 from systolic.core.units import si
 from systolic.data.text.text_data import TextData
-from systolic.interop.exporting import Outgoing, outgoing, outgoing_model
+from systolic.interop.exporting import Outgoing, config_of, outgoing, outgoing_model
 from systolic.interop.source import OTHER_FILES, TEXT_FILES, known_source, most_common, open_source
+from systolic.models.decoder.config import Decoder
 from systolic.models.families import CONFIG
-from systolic.session.trained import open_model
+from systolic.session.trained import TrainedModel, open_model
 
-FORMATS = ("hf",)
-"""Formats of an export: ``hf`` is a folder of Hugging Face transformers."""
+HF, BUNDLE = "hf", "bundle"
+FORMATS = (HF, BUNDLE)
+"""Formats of an export: ``hf`` is a folder of Hugging Face transformers, ``bundle`` a Bundle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +32,7 @@ class Exported:
 
     path: Path
     kind: str
-    """``model_type`` of its config.json."""
+    """``model_type`` of its config.json; ``bundle`` for a Bundle."""
     parameters: int
     """Elements of all tensors."""
     bytes: int
@@ -53,18 +57,20 @@ def export_model(
     trust: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Exported:
-    """Writes a run, a Bundle or another model in files for another library: config.json, safetensors, tokenizer.
+    """Writes a run, a Bundle or another model in files for another library, or a run as a Bundle; adapters are merged.
 
     Args:
         path: The run's directory, or the model.
         out: The new folder.
-        to: ``hf``, what transformers opens.
+        to: ``hf``, what transformers opens: config.json, safetensors, tokenizer; or ``bundle``, which this
+            library opens without the run: of a run that trained a language model.
         checkpoint: Of a run: ``best``, ``last`` or the number of a step.
         trust: Execute the run's recipe although it is not yours, now and later.
         say: Called with each stage.
 
     Raises:
-        OptionError: no family of transformers computes what the model does; names the field.
+        OptionError: no family of transformers computes what the model does; names the field. For a Bundle:
+            the path is a model in files already, or no language model with a tokenizer.json.
         TakenError: there is something at ``out``.
         RunError: the disk is full, or the run can't be opened; nothing is left at ``out``.
     """
@@ -73,14 +79,18 @@ def export_model(
     path, out = Path(path), Path(out)
     check_free(out)
     if known_source(path) and not (path / JOB).is_file():
+        if to == BUNDLE:
+            raise OptionError(
+                f"{path} is a model in files already; write it as a Bundle with systolic import {path} --out {out}"
+            )
         source = open_source(path)
         files = {name: file.read_bytes() for name, file in source.files().items()}
         return _write(outgoing(source), files, out, say)
     model = open_model(path, checkpoint, trust=trust)
-    weights = model.plain_weights
-    return _write(
-        outgoing_model(model.job.model, weights, {}), _text_files(model.job.data), out, say
-    )
+    files = _text_files(model.job.data)
+    if to == BUNDLE:
+        return _write_bundle(model, files, out, say)
+    return _write(outgoing_model(model.job.model, model.plain_weights, {}), files, out, say)
 
 
 def _text_files(data: Any) -> dict[str, bytes]:
@@ -95,7 +105,56 @@ def _text_files(data: Any) -> dict[str, bytes]:
 def _write(
     made: Outgoing, files: dict[str, bytes], out: Path, say: Callable[[str], None]
 ) -> Exported:
-    size = sum(spec.nbytes for spec in made.specs)
+    config = {"dtype": most_common(made.specs), **made.config}
+    with draft(out) as folder:
+        folder.add(CONFIG, json.dumps(config, indent=2).encode())
+        for name, content in files.items():
+            folder.add(name, content)
+        folder.weights(made.specs, made.pieces, _progress(made.specs, say), stem="model")
+        folder.rename()
+    return _exported(out, config["model_type"], made.specs)
+
+
+def _write_bundle(
+    model: TrainedModel, files: dict[str, bytes], out: Path, say: Callable[[str], None]
+) -> Exported:
+    """Writes a run's language model as a Bundle.
+
+    Raises:
+        OptionError: it is no such model, or has no tokenizer.json.
+    """
+    from systolic import __version__
+
+    job = model.job
+    if not isinstance(job.model, Decoder) or TEXT_FILES[0] not in files:
+        raise OptionError(
+            f"{model.path} is no language model with a tokenizer.json, which a Bundle of a run needs; use the run itself, or give --to hf"
+        )
+    weights = model.plain_weights
+    specs = [TensorSpec(name=p, shape=a.shape, dtype=a.dtype) for p, a in weights.items()]
+    begun = json.loads((model.path / JOB).read_bytes())
+    with draft(out) as folder:
+        for name, content in files.items():
+            folder.add(name, content)
+        if config := config_of(job.model):
+            folder.add(ORIGIN, json.dumps(config, indent=2).encode())
+        folder.weights(specs, lambda p: iter([np.asarray(weights[p])]), _progress(specs, say))
+        folder.finish(
+            systolic=__version__,
+            model=model_record(job.model),
+            source=ImportedFrom(
+                kind="run",
+                name=model.path.resolve().name,
+                digest=digest({"job": begun, "step": model.step}),
+            ),
+            dtype=most_common(specs),
+        )
+    return _exported(out, BUNDLE, specs)
+
+
+def _progress(specs: list[TensorSpec], say: Callable[[str], None]) -> Callable[[int], None]:
+    """What is called with the bytes of each tensor that was written."""
+    size = sum(spec.nbytes for spec in specs)
     done = 0
 
     def progress(written: int) -> None:
@@ -103,16 +162,13 @@ def _write(
         done += written
         say(f"weights {done * 10 // size * 10} % of {si(size, 'B')}")
 
-    config = {"dtype": most_common(made.specs), **made.config}
-    with draft(out) as folder:
-        folder.add(CONFIG, json.dumps(config, indent=2).encode())
-        for name, content in files.items():
-            folder.add(name, content)
-        folder.weights(made.specs, made.pieces, progress, stem="model")
-        folder.rename()
+    return progress
+
+
+def _exported(out: Path, kind: str, specs: list[TensorSpec]) -> Exported:
     return Exported(
         path=out,
-        kind=config["model_type"],
-        parameters=sum(int(np.prod(spec.shape)) for spec in made.specs),
-        bytes=size,
+        kind=kind,
+        parameters=sum(int(np.prod(spec.shape)) for spec in specs),
+        bytes=sum(spec.nbytes for spec in specs),
     )
