@@ -14,8 +14,9 @@ import systolic
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
 from systolic.interop.exporting import outgoing_model
-from systolic.interop.logits import logits_of
+from systolic.interop.outputs import outputs_of
 from systolic.interop.parity import compare, reference
+from systolic.interop.probe import of_text
 from systolic.interop.source import open_source
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder, Mlp
@@ -111,9 +112,11 @@ def test_what_was_trained_here_opens_there(
     assert json.loads(capfd.readouterr().out)["model_type"] == "llama"
     rows = np.random.default_rng(0).integers(0, 300, (2, 24)).astype(np.int32)
     # In a second process, as a user of transformers opens it.
-    theirs, framework = reference(open_source(tmp_path / "home"), rows)
+    probe = of_text(rows)
+    theirs, framework = reference(open_source(tmp_path / "home"), probe)
     model = systolic.open(run)
-    found = compare(logits_of(model.setup.steps, model.weights, rows), theirs, framework, 1e-4)
+    ours = outputs_of(model.setup.steps, model.weights, probe.ours)
+    found = compare(ours, theirs, framework, 1e-4)
     assert found.passed, found.line()
     ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "home")("the capital")["input_ids"]
     assert ids == model.job.data.get_tokenizer().encode("the capital")

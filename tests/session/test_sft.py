@@ -12,7 +12,7 @@ import pytest
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError, RunError
-from systolic.interop.logits import logits_of
+from systolic.interop.outputs import outputs_of
 from systolic.job import AdapterKind, Checkpoints, Evaluation, Layout, Optimizer, Schedule
 from systolic.job.optimizer import ScheduleKind
 from systolic.recipes.sft import sft
@@ -152,9 +152,12 @@ def test_exported_adapters_are_merged(
         assert told["parameters"] == folders.llama().num_parameters()
     tokens = np.random.default_rng(0).integers(0, 300, (2, 19)).astype(np.int32)
     opened, bundled = systolic.open(run, checkpoint="last"), systolic.open(bundle)
-    trained = logits_of(opened.setup.steps, opened.weights, tokens)
+    trained = outputs_of(opened.setup.steps, opened.weights, {"tokens": tokens})
     assert relative(folders.logits(home, tokens), trained) < 1e-4
-    assert relative(logits_of(bundled.setup.steps, bundled.weights, tokens), trained) < 1e-4
+    assert (
+        relative(outputs_of(bundled.setup.steps, bundled.weights, {"tokens": tokens}), trained)
+        < 1e-4
+    )
     assert relative(folders.logits(options["from_"], tokens), trained) > 1e-2
     for name in ("tokenizer.json", "chat_template.jinja"):
         assert (bundle / name).read_bytes() == (options["from_"] / name).read_bytes()

@@ -49,7 +49,7 @@ class ImportOptions:
 def run(args: Sequence[str]) -> int:
     """The verb."""
     options = parse(ImportOptions, args, "systolic import")
-    from systolic.interop.program.convert import Framework, kind_of
+    from systolic.interop.program.convert import Framework
     from systolic.session.importing import import_model
 
     begun = time.perf_counter()
@@ -75,6 +75,5 @@ def run(args: Sequence[str]) -> int:
         print(made.parity.line())
     elif options.parity:
         warn(made.unchecked or "")
-    use = 'generate {} "…"' if kind_of(str(options.source)) is None else "predict {} inputs.npz"
-    print(f"next: systolic {use.format(made.path)}")
+    print(f"next: systolic {made.use.format(made.path)}")
     return 0

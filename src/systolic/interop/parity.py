@@ -7,47 +7,42 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from systolic.core.errors import RunError
-from systolic.interop.source import Source
-from systolic.models.decoder.config import Decoder
+from systolic.core.errors import RunError, SystolicError
+from systolic.interop.jobs import job_of
+from systolic.interop.probe import PROBES, Probe, probe_of
+from systolic.interop.source import Source, TransformersSource
 
-ROWS, TOKENS = 4, 64
-"""Rows of text that both read, and their tokens."""
 EXACT, ROUNDED = 1e-4, 5e-2
-"""Largest difference over the largest logit: with the source's own weights, and with weights rounded by --dtype."""
-PASSAGE = """The harbour lies open to the north, so that ships wait outside while the wind blows from there.
-In 1869 the canal was dug; 42 metres wide and 9 deep, it took eleven years and 1,200 workers.
-def area(width: float, height: float) -> float:
-    return width * height  # square metres
-Question: what is the capital of France? Answer: the capital of France is Paris.
-Die Messung ergab 3,7 Volt; le courant était de 0,5 ampère. El resultado no cambia.
-"""
-"""Prose, figures, code and other languages, so that many kinds of tokens are read."""
+"""Largest difference over the largest output: with the source's own weights, and with weights rounded by --dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parity:
-    """Differences between the logits of an imported model and those of the library that it came from."""
+    """Differences between the outputs of an imported model and those of the library that it came from."""
 
     framework: str
     """``transformers 5.23.0``."""
     rows: int
     tokens: int
-    """Positions that were compared."""
+    """Positions that were compared; of image models pictures, of encoders vectors."""
     max_abs: float
     max_relative: float
-    """Largest difference over the largest magnitude of the other's logits."""
+    """Largest difference over the largest magnitude of the other's outputs."""
     mean_abs: float
     argmax_agreement: float
-    """Share of positions at which both predict the same token."""
+    """Share of positions at which the same output is the largest: the token or class that both predict."""
     tolerance: float
     """Of ``max_relative``."""
+    unit: str = Probe.unit
+    """What a position is."""
+    best: str = Probe.best
+    """What the largest output is."""
 
     @property
     def passed(self) -> bool:
@@ -56,7 +51,7 @@ class Parity:
 
     def line(self) -> str:
         """The figures on one line."""
-        return f"parity with {self.framework} over {self.tokens} positions, float32: max {self.max_abs:.2e} (relative {self.max_relative:.2e}, tolerance {self.tolerance:.0e}), mean {self.mean_abs:.2e}, same next token at {self.argmax_agreement:.1%}"
+        return f"parity with {self.framework} over {self.tokens} {self.unit}, float32: max {self.max_abs:.2e} (relative {self.max_relative:.2e}, tolerance {self.tolerance:.0e}), mean {self.mean_abs:.2e}, same {self.best} at {self.argmax_agreement:.1%}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -64,7 +59,7 @@ class Parity:
 
 
 def compare(ours: np.ndarray, theirs: np.ndarray, framework: str, tolerance: float) -> Parity:
-    """Differences of logits [rows, tokens, vocab]; ours may have rows of padding at the end of the vocabulary."""
+    """Differences of outputs [rows, ..., n]; ours may have rows of padding at the end of the vocabulary."""
     ours = ours[..., : theirs.shape[-1]].astype(np.float64)
     away = np.abs(ours - theirs)
     return Parity(
@@ -81,8 +76,12 @@ def compare(ours: np.ndarray, theirs: np.ndarray, framework: str, tolerance: flo
 
 def impossible(source: Source) -> str | None:
     """Why there is no parity check, and what would allow one; ``None`` where there is one."""
-    if not isinstance(source.model, Decoder) or source.kind == "bundle":
+    if type(source.model) not in PROBES or not isinstance(source, TransformersSource):
         return f"no parity check for a {type(source.model).__name__} from a {source.kind}"
+    try:
+        job_of(source)
+    except SystolicError as error:
+        return f"no parity check of a model that is not used as it is: {error}"
     needed = {
         "torch": importlib.util.find_spec("torch"),
         "transformers": importlib.util.find_spec("transformers"),
@@ -92,33 +91,34 @@ def impossible(source: Source) -> str | None:
     lacking = [name for name, spec in needed.items() if spec is None]
     if lacking:
         return f"no parity check without {' and '.join(lacking)}: pip install {' '.join(lacking)}"
-    wanted, free = 4 * _parameters(source) * 5 // 4, _free_bytes()
+    wanted, free = 4 * _elements(source) * 5 // 4, _free_bytes()
     if wanted > free:
         return f"no parity check: float32 weights need {wanted / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB free"
     return None
 
 
-def rows_of(source: Source) -> np.ndarray:
-    """int32[rows, tokens] that both read: text, or numbers where there is no tokenizer."""
-    model = source.model
-    assert isinstance(model, Decoder)
-    ids = np.random.default_rng(0).integers(0, model.vocab, ROWS * TOKENS)
-    if source.tokenizer is not None:
-        from systolic.data.text.tokenizer import Tokenizer
+def reference(source: Source, probe: Probe, rounded: str | None = None) -> tuple[np.ndarray, str]:
+    """Outputs float32[rows, ..., n] of transformers, computed in a process of its own, and its version.
 
-        ids = np.asarray(Tokenizer(path=source.tokenizer).encode(PASSAGE))
-    return np.resize(ids, (ROWS, TOKENS)).astype(np.int32)
-
-
-def reference(source: Source, rows: np.ndarray) -> tuple[np.ndarray, str]:
-    """Logits float32[rows, tokens, vocab] of transformers, computed in a process of its own, and its version.
+    Args:
+        source: The model.
+        probe: What it reads.
+        rounded: Numpy name of the dtype that its weights are rounded to before.
 
     Raises:
         RunError: it failed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "logits.npz"
-        asked = {"path": str(source.path), "rows": rows.tolist(), "out": str(out)}
+        inputs, out = Path(folder) / "inputs.npz", Path(folder) / "outputs.npz"
+        np.savez(inputs, allow_pickle=False, **probe.theirs)
+        asked = {
+            "path": str(source.path),
+            "inputs": str(inputs),
+            "loader": probe.loader,
+            "outputs": probe.outputs,
+            "rounded": rounded,
+            "out": str(out),
+        }
         done = subprocess.run(
             [sys.executable, "-m", "systolic.interop.reference"],
             input=json.dumps(asked),
@@ -132,26 +132,29 @@ def reference(source: Source, rows: np.ndarray) -> tuple[np.ndarray, str]:
                 f"transformers could not compute {source.path} ({lines[-1]}); import with --no-parity to leave the comparison out"
             )
         with np.load(out) as found:
-            return found["logits"], str(found["framework"])
+            return found["found"], str(found["framework"])
 
 
-def check(source: Source, ours: Callable[[np.ndarray], np.ndarray], *, rounded: bool) -> Parity:
-    """Compares logits with those of the source's own library.
+def check(source: Source, ours: Callable[[Probe], np.ndarray], *, rounded: str | None) -> Parity:
+    """Compares outputs with those of the source's own library.
 
     Args:
-        source: What was imported.
-        ours: Logits of int32[rows, tokens].
-        rounded: Whether the weights were rounded to another dtype.
+        source: What was imported, for which :func:`impossible` knows no reason.
+        ours: Outputs of the imported model.
+        rounded: Numpy name of the dtype that the weights were rounded to; ``None`` where they were not.
     """
-    rows = rows_of(source)
+    probe = probe_of(source)
+    both = rounded if probe.rounds else None
     # One after the other: the memory of both is never needed at once.
-    theirs, framework = reference(source, rows)
-    return compare(ours(rows), theirs, framework, ROUNDED if rounded else EXACT)
+    theirs, framework = reference(source, probe, both)
+    if both is not None:
+        framework = f"{framework} with weights rounded to {both}"
+    found = compare(ours(probe), theirs, framework, ROUNDED if rounded != both else EXACT)
+    return replace(found, unit=probe.unit, best=probe.best)
 
 
-def _parameters(source: Source) -> int:
-    assert isinstance(source.model, Decoder)
-    return source.model.num_parameters
+def _elements(source: TransformersSource) -> int:
+    return sum(int(np.prod(one.shape, dtype=np.int64)) for one in source.tensors.values())
 
 
 def _free_bytes() -> int:

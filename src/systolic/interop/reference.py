@@ -1,6 +1,8 @@
-"""``python -m systolic.interop.reference``: logits of transformers for :mod:`systolic.interop.parity`.
+"""``python -m systolic.interop.reference``: outputs of transformers for :mod:`systolic.interop.parity`.
 
-Reads one JSON object from stdin: ``path`` of the model, ``rows`` of tokens, and ``out``, the .npz to write.
+Reads one JSON object from stdin: ``path`` of the model, ``inputs`` (an .npz of arguments by name), ``loader`` (class
+of transformers), ``outputs`` (fields of its answer), ``rounded`` (dtype that weights are rounded to, or null) and ``out``, the
+.npz to write.
 """
 
 import json
@@ -11,22 +13,73 @@ from typing import Any
 
 import numpy as np
 
+from systolic.core.errors import DataError
 from systolic.core.machine import end_with
+from systolic.interop.source import (
+    GGUF,
+    STATE_DICTS,
+    TransformersSource,
+    is_ctranslate2,
+    open_source,
+)
+
+UNREAD = ("num_batches_tracked", "proj_out.weight")
+"""Ends of names that files may lack: a counter that nothing reads, and logits tied to the embedding."""
 
 
-def compute(path: Path, rows: list[list[int]]) -> np.ndarray:
-    """Logits float32[rows, tokens, vocab]; the model's own code, if it has any, is not executed."""
+def opened(path: Path, loader: Any, rounded: str | None = None) -> Any:
+    """The model in float32, its weights rounded to another dtype before where one is given; its own code, if it has any, is not executed."""
+    import torch
+
+    place: dict[str, Any] = {"pretrained_model_name_or_path": path}
+    if path.suffix == GGUF:
+        place = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    if path.suffix in STATE_DICTS or is_ctranslate2(path):
+        model = renamed(path, loader)
+    else:
+        model = loader.from_pretrained(**place, dtype=torch.float32, trust_remote_code=False)
+    return model if rounded is None else model.to(getattr(torch, rounded)).float()
+
+
+def renamed(path: Path, loader: Any) -> Any:
+    """A model whose file has the names of another library, with the same tensors under those of transformers.
+
+    Raises:
+        DataError: tensors are missing or unknown.
+    """
     import torch
     import transformers
 
-    place: dict[str, Any] = {"pretrained_model_name_or_path": path}
-    if path.is_file():
-        place = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        **place, dtype=torch.float32, trust_remote_code=False
-    ).eval()
+    source = open_source(path)
+    assert isinstance(source, TransformersSource)
+    fields = dict(source.config)
+    kind = fields.pop("model_type")
+    model = loader.from_config(transformers.AutoConfig.for_model(kind, **fields))
+    given = {
+        name: torch.from_numpy(np.array(tensor.read(), np.float32))
+        for name, tensor in source.tensors.items()
+    }
+    lacking, unknown = model.load_state_dict(given, strict=False)
+    wrong = [*unknown, *(name for name in lacking if not name.endswith(UNREAD))]
+    if wrong:
+        raise DataError(
+            f"{path} and transformers' {kind} do not both have {wrong[0]}; report it with the file"
+        )
+    model.tie_weights()
+    return model
+
+
+def compute(model: Any, inputs: dict[str, np.ndarray], outputs: list[str]) -> np.ndarray:
+    """Outputs float32[rows, ..., n]; several are joined, one position after another."""
+    import torch
+
+    given = {name: torch.from_numpy(value) for name, value in inputs.items()}
     with torch.no_grad():
-        return model(torch.tensor(rows), use_cache=False).logits.float().numpy()
+        answer = model.eval()(**given)
+    found = [answer[name].float().numpy() for name in outputs]
+    if len(found) == 1:
+        return found[0]
+    return np.concatenate([one.reshape(len(one), -1, one.shape[-1]) for one in found], axis=1)
 
 
 def main() -> None:
@@ -36,9 +89,10 @@ def main() -> None:
 
     asked = json.load(sys.stdin)
     transformers.logging.set_verbosity_error()
-    logits = compute(Path(asked["path"]), asked["rows"])
-    framework = f"transformers {transformers.__version__}"
-    np.savez(asked["out"], logits=logits, framework=framework)
+    model = opened(Path(asked["path"]), getattr(transformers, asked["loader"]), asked["rounded"])
+    with np.load(asked["inputs"]) as inputs:
+        found = compute(model, dict(inputs), asked["outputs"])
+    np.savez(asked["out"], found=found, framework=f"transformers {transformers.__version__}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from systolic.core.errors import OptionError, RunError
 from systolic.core.units import si
 from systolic.interop.importing import planned, write_weights
 from systolic.interop.parity import Parity, check, impossible
+from systolic.interop.probe import Probe
 from systolic.interop.program.convert import (
     Framework,
     ProgramParity,
@@ -39,6 +40,17 @@ FOLDER = Path("bundles")
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 """Dtypes of stored weights by their names in options; ``auto`` keeps the source's."""
 AUTO = "auto"
+PICTURE = "predict {} picture.jpg"
+USES = {
+    "Decoder": 'generate {} "…"',
+    "Encoder": 'predict {} "…"',
+    "ExportedProgram": "predict {} inputs.npz",
+    "MobileNetV2": PICTURE,
+    "ResNet": PICTURE,
+    "ViT": PICTURE,
+    "Whisper": "predict {} speech.wav",
+}
+"""Class of a model to the command that uses its Bundle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +66,8 @@ class Imported:
     parity: Parity | ProgramParity | None
     unchecked: str | None
     """Why there is no parity; ``None`` where there is."""
+    use: str
+    """Verb and arguments of the command that uses it, with {} for the Bundle."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -83,7 +97,7 @@ def import_model(
             ``file.py:function``, ``.pt2``, ``.keras``, a SavedModel's folder.
         out: The Bundle's folder; by default ``bundles/NAME``.
         dtype: ``f32`` or ``bf16`` rounds the weights; ``auto`` stores each as it is.
-        parity: Compare logits with those of transformers, where it is installed.
+        parity: Compare outputs with those of transformers, where it is installed.
         framework: How to convert a model that is code or a program.
         say: Called with each stage.
 
@@ -91,7 +105,7 @@ def import_model(
         NotFoundError: there is no such source, or a file of it is missing.
         OptionError: its family, or a field of its configuration, is not known.
         DataError: files are damaged, or tensors are missing or unknown.
-        RunError: the disk is full, or the logits differ by more than the tolerance; no Bundle is left.
+        RunError: the disk is full, or the outputs differ by more than the tolerance; no Bundle is left.
         TakenError: there is something at ``out``.
     """
     if dtype not in (AUTO, *DTYPES):
@@ -102,12 +116,11 @@ def import_model(
     framework.check_unused(source)
     opened = open_source(source)
     final = FOLDER / opened.path.resolve().stem if out is None else Path(out)
-    check_free(final)
     say("read descriptions")
     tensors = planned(opened, np.dtype(DTYPES[dtype]) if dtype != AUTO else None)
     size = sum(tensor.nbytes for tensor in tensors)
     _check_room(final, size)
-    rounded = any(tensor.dtype != opened.dtypes()[tensor.name] for tensor in tensors)
+    rounded = _rounded_to(opened, tensors)
     with draft(final) as made:
         _fill(opened, made, tensors, size, say)
         about: dict[str, Any] = _about(opened, tensors)
@@ -116,7 +129,7 @@ def import_model(
         if unchecked is None:
             say("parity")
             written = made.describe(**about)
-            found = check(opened, lambda rows: _logits(written, rows), rounded=rounded)
+            found = check(opened, lambda probe: _outputs(written, probe), rounded=rounded)
             check_passed(found)
         bundle = made.finish(**about, parity=None if found is None else found.to_json())
     return Imported(
@@ -126,6 +139,7 @@ def import_model(
         dtype=bundle.record.dtype,
         parity=found,
         unchecked=unchecked,
+        use=USES[type(opened.model).__name__],
     )
 
 
@@ -150,6 +164,7 @@ def _program(
         dtype="float32",
         parity=found,
         unchecked=None if parity else "not asked for",
+        use=USES[type(model).__name__],
     )
 
 
@@ -176,6 +191,12 @@ def _fill(
         made.add(ORIGIN, source.config_bytes())
 
 
+def _rounded_to(source: Source, tensors: "list[TensorSpec]") -> str | None:
+    """Dtype of the first tensor that is stored in another than the source's."""
+    own = source.dtypes()
+    return next((str(one.dtype) for one in tensors if one.dtype != own[one.name]), None)
+
+
 def _about(source: Source, tensors: "list[TensorSpec]") -> dict[str, Any]:
     from systolic import __version__
 
@@ -193,11 +214,13 @@ def _about(source: Source, tensors: "list[TensorSpec]") -> dict[str, Any]:
 
 
 def _check_room(final: Path, size: int) -> None:
-    """Whether the disk has room, before minutes of writing.
+    """Whether there is nothing at a path yet, and room on its disk, before minutes of writing.
 
     Raises:
-        RunError: it has not.
+        TakenError: there is something.
+        RunError: there is no room.
     """
+    check_free(final)
     parent = next(folder for folder in final.absolute().parents if folder.exists())
     free = shutil.disk_usage(parent).free
     if size > free:
@@ -206,10 +229,10 @@ def _check_room(final: Path, size: int) -> None:
         )
 
 
-def _logits(bundle: Bundle, rows: np.ndarray) -> np.ndarray:
-    """Our logits of tokens int32[rows, tokens] in float32, from a Bundle as a user opens it."""
-    from systolic.interop.logits import logits_of
+def _outputs(bundle: Bundle, probe: Probe) -> np.ndarray:
+    """Our outputs in float32, from a Bundle as a user opens it."""
+    from systolic.interop.outputs import outputs_of
     from systolic.session.trained import from_source
 
     model = from_source(open_source(bundle.folder), Precision.f32)
-    return logits_of(model.setup.steps, model.weights, rows)
+    return outputs_of(model.setup.steps, model.weights, probe.ours)

@@ -1,0 +1,136 @@
+"""Inputs that an imported model and the library that it came from both read, by the class of the model."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from systolic.interop.jobs import job_of
+from systolic.interop.source import Source
+from systolic.models.decoder.config import Decoder
+from systolic.models.encoder.config import Encoder
+from systolic.models.vision.mobilenet.config import MobileNetV2
+from systolic.models.vision.pixels import Pixels
+from systolic.models.vision.resnet.config import ResNet
+from systolic.models.vision.vit.config import ViT
+from systolic.models.whisper.config import Whisper
+
+ROWS, TOKENS = 4, 64
+"""Rows of text, pictures or recordings that both read, and the most tokens of a row."""
+PASSAGE = """The harbour lies open to the north, so that ships wait outside while the wind blows from there.
+In 1869 the canal was dug; 42 metres wide and 9 deep, it took eleven years and 1,200 workers.
+def area(width: float, height: float) -> float:
+    return width * height  # square metres
+Question: what is the capital of France? Answer: the capital of France is Paris.
+Die Messung ergab 3,7 Volt; le courant était de 0,5 ampère. El resultado no cambia.
+"""
+"""Prose, figures, code and other languages, so that many kinds of tokens are read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Inputs of one comparison, for either side."""
+
+    ours: Mapping[str, np.ndarray]
+    """As :func:`systolic.interop.outputs.outputs_of` takes them."""
+    theirs: Mapping[str, np.ndarray]
+    """Arguments of a model of transformers."""
+    loader: str
+    """Class of transformers that opens the source."""
+    outputs: tuple[str, ...] = ("logits",)
+    """Fields of its answer; several are joined, one position after another."""
+    rounds: bool = False
+    """Whether weights that an import rounds are rounded on the other side too.
+
+    What rounding changes in an image model is as large as the tolerance: 3 to 7 % of the largest logit in
+    MobileNetV2 with weights and statistics in bfloat16, by the picture.
+    """
+    unit: str = "positions"
+    """What a row of outputs belongs to."""
+    best: str = "next token"
+    """What the largest of a row of outputs is."""
+
+
+def of_text(rows: np.ndarray) -> Probe:
+    """Tokens int32[rows, tokens] for a language model."""
+    return Probe(ours={"tokens": rows}, theirs={"input_ids": rows}, loader="AutoModelForCausalLM")
+
+
+def probe_of(source: Source) -> Probe:
+    """Inputs for a source's model.
+
+    Raises: as :func:`systolic.interop.jobs.job_of`.
+    """
+    return PROBES[type(source.model)](source)
+
+
+def _decoder(source: Source) -> Probe:
+    assert isinstance(source.model, Decoder)
+    return of_text(_rows(source, source.model.vocab, TOKENS))
+
+
+def _encoder(source: Source) -> Probe:
+    """Logits of masked tokens where there is a head for them, else vectors of tokens and of the text."""
+    model = source.model
+    assert isinstance(model, Encoder)
+    rows = _rows(source, model.vocab, min(TOKENS, model.positions))
+    given: dict[str, Any] = {"ours": {"tokens": rows}, "theirs": {"input_ids": rows}}
+    if model.head:
+        return Probe(**given, loader="AutoModelForMaskedLM", best="token")
+    outputs = ("last_hidden_state", *(["pooler_output"] if model.pooler else []))
+    return Probe(
+        **given, loader="AutoModel", outputs=outputs, unit="vectors", best="largest component"
+    )
+
+
+def _pictures(source: Source) -> Probe:
+    """Pictures of random bytes, of the size and with the mean and deviation of the model's own job."""
+    model: Any = job_of(source).model
+    pixels: Pixels = model.pixels
+    shape = (ROWS, pixels.size, pixels.size, pixels.channels)
+    images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    scaled = (images / 255 - np.array(pixels.mean)) / np.array(pixels.std)
+    return Probe(
+        ours={"image": images},
+        theirs={"pixel_values": np.moveaxis(scaled, -1, 1).astype(np.float32)},
+        loader="AutoModelForImageClassification",
+        rounds=True,
+        unit="pictures",
+        best="class",
+    )
+
+
+def _speech(source: Source) -> Probe:
+    """Random spectrograms with a text, whose tokens before each one are given."""
+    model = source.model
+    assert isinstance(model, Whisper)
+    rows = _rows(source, model.vocab, min(TOKENS, model.positions))
+    shape = (ROWS, 2 * model.frames, model.mels)
+    features = np.random.default_rng(1).normal(size=shape).astype(np.float32)
+    return Probe(
+        ours={"features": features, "tokens": rows},
+        theirs={"input_features": features.swapaxes(1, 2), "decoder_input_ids": rows},
+        loader="AutoModelForSpeechSeq2Seq",
+    )
+
+
+def _rows(source: Source, vocab: int, tokens: int) -> np.ndarray:
+    """int32[rows, tokens]: text, or numbers where there is no tokenizer."""
+    ids = np.random.default_rng(0).integers(0, vocab, ROWS * tokens)
+    if source.tokenizer is not None:
+        from systolic.data.text.tokenizer import Tokenizer
+
+        ids = np.asarray(Tokenizer(path=source.tokenizer).encode(PASSAGE))
+    return np.resize(ids, (ROWS, tokens)).astype(np.int32)
+
+
+PROBES: Mapping[type, Callable[[Source], Probe]] = {
+    Decoder: _decoder,
+    Encoder: _encoder,
+    MobileNetV2: _pictures,
+    ResNet: _pictures,
+    ViT: _pictures,
+    Whisper: _speech,
+}
+"""Class of a model to what makes its inputs."""
