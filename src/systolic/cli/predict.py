@@ -53,10 +53,9 @@ def run(args: Sequence[str]) -> int:
         )
     if options.out is not None:
         _check_out(files, options.out)
-    from systolic.interop.source import known_source
-    from systolic.session.trained import open_model
+    from systolic.session.trained import in_files, open_model
 
-    if not known_source(options.run):
+    if not in_files(options.run):
         _check(files)
     model = open_model(options.run, options.checkpoint, trust=options.trust, warn=warn)
     if not model.takes_texts:

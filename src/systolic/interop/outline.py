@@ -3,16 +3,19 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from systolic.artifact.job_record import JobRecord
 from systolic.artifact.run import JOB, TOKENIZER, Run
 from systolic.core.errors import NotFoundError, OptionError
-from systolic.interop.source import open_source
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder
 from systolic.models.families import CONFIG, family, read_config
+
+if TYPE_CHECKING:
+    from systolic.interop.source import Source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +44,15 @@ def outlined(path: Path) -> SourceOutline:
         made = family(config, str(path / CONFIG)).model(config)
         tokenizer = path / "tokenizer.json"
         return SourceOutline(model=made, tokenizer=tokenizer if tokenizer.is_file() else None)
-    source = open_source(path)
+    source = _opened(path)
     return SourceOutline(model=source.model, tokenizer=source.tokenizer)
+
+
+def _opened(path: Path) -> "Source":
+    """The source itself; imports NumPy, which a mistyped option is refused without."""
+    from systolic.interop.source import open_source
+
+    return open_source(path)
 
 
 def _of_run(path: Path) -> SourceOutline:
@@ -66,5 +76,5 @@ def kept_files(path: Path) -> dict[str, bytes]:
         return {CONFIG: (path / CONFIG).read_bytes()}
     if (path / JOB).is_file() or not path.exists():
         return {}
-    config = dict(open_source(path).config)
+    config = dict(_opened(path).config)
     return {CONFIG: json.dumps(config, indent=2).encode()} if config else {}

@@ -10,7 +10,6 @@ from systolic.artifact.run import JOB, Run
 from systolic.core.errors import NotFoundError, OptionError, nearest
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
 from systolic.data.text.sentences import Sentences
-from systolic.interop.source import Source, known_source, open_source
 from systolic.job import Job, Layout, Precision, Remat, Sampling, Split
 from systolic.session.run_files import rebuild
 from systolic.session.run_flags import kept_flags
@@ -18,6 +17,7 @@ from systolic.session.starting import with_frozen
 
 if TYPE_CHECKING:
     from systolic.artifact.weights import Weights
+    from systolic.interop.source import Source
     from systolic.training.generate import Generator
     from systolic.training.setup import Setup
 
@@ -50,7 +50,9 @@ def open_model(
         DataError: files of the folder are damaged or incomplete.
         OptionError: the folder holds a model that is not known, or a checkpoint or job was given for it.
     """
-    if known_source(Path(path)) and not (Path(path) / JOB).is_file():
+    if in_files(Path(path)):
+        from systolic.interop.source import open_source
+
         if job is not None or checkpoint != "best":
             given = "a job" if job is not None else f"checkpoint {checkpoint}"
             raise OptionError(
@@ -71,8 +73,17 @@ def open_model(
     return model
 
 
+def in_files(path: Path) -> bool:
+    """Whether a path is a model in files and no run."""
+    if not path.exists() or (path / JOB).is_file():
+        return False  # before NumPy is imported: a mistyped path is refused at once
+    from systolic.interop.source import known_source
+
+    return known_source(path)
+
+
 def from_source(
-    source: Source,
+    source: "Source",
     precision: Precision = Precision.auto,
     warn: Callable[[str], None] | None = None,
 ) -> "TrainedModel":

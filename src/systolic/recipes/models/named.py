@@ -22,7 +22,6 @@ from systolic.models.decoder.config import Decoder
 from systolic.models.families import CONFIG, Config, family, read_config
 from systolic.models.published import find_published, published
 from systolic.recipes.lm import BATCH, lm
-from systolic.recipes.models.program import recipe_of_program
 
 ROW = 4096
 """Tokens of a row, or fewer where the model takes fewer."""
@@ -66,6 +65,8 @@ def recipe_of_model(target: str) -> Callable[..., Job]:
         DataError: the file is damaged.
     """
     if (folder := _program(target)) is not None:
+        from systolic.recipes.models.program import recipe_of_program  # imports NumPy
+
         return recipe_of_program(folder)
     found = _found(target)
     defaults: dict[str, Any] = {
