@@ -1,5 +1,7 @@
 """Exported programs: the framework's numbers at any batch, gradients, and files that are refused."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from systolic.interop.program.model import ExportedProgram
 from systolic.interop.program.parity import differences
 from systolic.interop.program.write import relative_error, write_program
 from systolic.job import Field, Precision
+from systolic.job import data as job_data
+from systolic.models.program.function import MASK
 from systolic.models.program.making import made_by
 from systolic.models.program.torch_function import torch_function
 from tests.models.program import zoo
@@ -81,6 +85,15 @@ def test_an_input_named_mask_has_another_name(tmp_path: Path) -> None:
     assert list(about.inputs) == ["x", "mask_input"]
     made = run(here, dict(zip(about.inputs, given, strict=True)))["output"]
     np.testing.assert_array_equal(made, [[7, 1, 2], [3, 7, 5]])
+
+
+def test_an_environment_of_tensorflow_needs_jax_and_numpy_only() -> None:
+    """The child that exports runs in it."""
+    assert MASK == job_data.MASK
+    code = "import sys; sys.modules['msgspec'] = sys.modules['flax'] = sys.modules['tyro'] = None;"
+    code += "from systolic.interop.program import child, saved_model, write"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from systolic.core.errors import DataError
-from systolic.job.data import MASK
 
 Named = Mapping[str, Any]
 """Arrays by name."""
@@ -16,6 +15,8 @@ Named = Mapping[str, Any]
 _NARROW = {"float64": "float32", "int64": "int32", "uint64": "uint32", "complex128": "complex64"}
 """JAX computes in 32 bits."""
 
+MASK = "mask"
+"""That of ``systolic.job.data``, which needs packages that an environment of TensorFlow may lack."""
 RENAMED = f"{MASK}_input"
 
 
