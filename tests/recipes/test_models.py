@@ -1,6 +1,7 @@
 """Models as recipes: by name, by a config.json, by a folder, by a Bundle."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,12 @@ from systolic.cli.main import main
 from systolic.core.errors import LayoutError, NotFoundError, OptionError
 from systolic.job import Layout, Remat
 from systolic.models.decoder.config import Decoder
-from systolic.models.families import CONFIG
+from systolic.models.encoder.config import Encoder
+from systolic.models.families import CONFIG, family
 from systolic.models.published import published
 from systolic.recipes.models.named import BUNDLE
+from tests.models import speech
+from tests.models.foreign import structure
 
 LLAMA = {
     "model_type": "llama",
@@ -71,8 +75,8 @@ def test_a_bundle_is_found_by_its_record(tmp_path: Path) -> None:
 
 
 def test_another_class_of_model_is_refused(tmp_path: Path) -> None:
-    (tmp_path / BUNDLE).write_text(json.dumps({"model": {"type": "ResNet"}}))
-    with pytest.raises(OptionError, match="a model of the class ResNet, and only decoders"):
+    (tmp_path / BUNDLE).write_text(json.dumps({"model": {"type": "CNN"}}))
+    with pytest.raises(OptionError, match="a model of the class CNN, and only Decoder"):
         recipes.find(str(tmp_path))
     (tmp_path / BUNDLE).unlink()
     (tmp_path / CONFIG).write_text(json.dumps({"model_type": "mystery"}))
@@ -88,6 +92,41 @@ def test_a_config_alone_is_forecast(folder: Path, capsys: pytest.CaptureFixture[
     said = json.loads(capsys.readouterr().out)
     assert said["recipe"] == "tiny-llama"
     assert said["options"]["model"]["layers"] == 1
+
+
+BERT = {"model_type": "bert", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+BERT |= {"num_attention_heads": 4, "vocab_size": 384, "max_position_embeddings": 64}
+VIT = {"model_type": "vit", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+VIT |= {"num_attention_heads": 4, "image_size": 30, "patch_size": 5, "num_labels": 7}
+WHISPER = speech.config(speech.TINY).to_dict()
+OTHERS = {
+    "bert": (BERT, "MaskedTokens", {"tokens": (64,)}),
+    "vit": (VIT, "Classification", {"image": (30, 30, 3)}),
+    "whisper": (WHISPER, "Transcription", {"features": (60, 20), "tokens": (24,)}),
+}
+
+
+COUNTS = {"bert": 30_976, "vit": 18_951, "whisper": 8_288}
+"""Trainable parameters of the same models of transformers, the first with the head for masked tokens."""
+
+
+@pytest.mark.parametrize(("config", "task", "shapes"), OTHERS.values(), ids=OTHERS.keys())
+def test_encoders_image_models_and_whisper_are_jobs_by_their_config(
+    config: dict, task: str, shapes: dict, tmp_path: Path
+) -> None:
+    (tmp_path / CONFIG).write_text(json.dumps(config, default=str))
+    own = family(config, "it").model(config)
+    if isinstance(own, Encoder):
+        assert not own.head
+        own = replace(own, head=True, pooler=False)  # as BertForMaskedLM
+    job = recipes.find(str(tmp_path))({})
+    fields = job.data.fields()
+    assert (job.model, type(job.task).__name__, job.name) == (own, task, tmp_path.name)
+    assert {name: fields[name].shape for name in shapes} == shapes
+    assert job.model.flops(fields) == own.flops(fields) > 0
+    made = systolic.forecast(str(tmp_path), on="cpu", quick=True, batch=8)
+    assert made.fits
+    assert COUNTS[config["model_type"]] == structure(own).num_parameters
 
 
 def test_a_layout_that_does_not_divide_it_is_refused() -> None:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from dataclasses import replace as with_fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,13 @@ POSITIONS = ("max_position_embeddings", "n_positions")
 
 @dataclass(frozen=True, kw_only=True)
 class NamedModel:
-    """A decoder from elsewhere."""
+    """A model from elsewhere."""
 
     name: str
     """Of its jobs."""
     origin: str
     """Where its sizes come from, for its description."""
-    model: Decoder
+    model: Model
     row: int
     """Tokens of a row by default."""
 
@@ -61,7 +62,7 @@ def recipe_of_model(target: str) -> Callable[..., Job]:
         target: For which :func:`is_model` holds.
 
     Raises:
-        OptionError: the model is no decoder, or has a field that ours does not follow.
+        OptionError: the model is of a class that has no recipe, or has a field that ours does not follow.
         DataError: the file is damaged.
     """
     if (folder := _program(target)) is not None:
@@ -69,8 +70,16 @@ def recipe_of_model(target: str) -> Callable[..., Job]:
 
         return recipe_of_program(folder)
     found = _found(target)
+    if not isinstance(found.model, Decoder):
+        from systolic.recipes.models.other import recipe_of_other  # imports NumPy
+
+        made = recipe_of_other(found.model, found.name)
+        options = (made.__doc__ or "").partition(".")[2]
+        made.__doc__ = f"{found.origin}, {type(found.model).__name__}: random weights.{options}"
+        return made
+    model = found.model
     defaults: dict[str, Any] = {
-        "model": found.model,
+        "model": model,
         "sequence": found.row,
         "layout": Layout(remat=Remat.full),
     }
@@ -89,7 +98,7 @@ def recipe_of_model(target: str) -> Callable[..., Job]:
             for name, p in signature.parameters.items()
         ]
     )
-    count = f"{found.model.num_parameters:,} parameters"
+    count = f"{model.num_parameters:,} parameters"
     about = f"{found.origin}, {count}: rows of {found.row} tokens, bf16 compute on TPUs, weights and optimizer state of training in f32."
     options = (lm.__doc__ or "").partition(".")[2]
     job.__doc__ = about + options.replace(f"by default {BATCH.per_device}", "by default 1")
@@ -112,7 +121,7 @@ def _found(target: str) -> NamedModel:
         return NamedModel(
             name=known.name,
             origin=f"The published {known.hub}",
-            model=_decoder(known.model(), target),
+            model=known.model(),
             row=_row(known.config),
         )
     path = Path(target)
@@ -133,7 +142,7 @@ def _found(target: str) -> NamedModel:
     return NamedModel(
         name=name,
         origin=f"The model of {target}",
-        model=_decoder(family(config, str(file)).model(config), target),
+        model=family(config, str(file)).model(config),
         row=_row(config),
     )
 
@@ -156,23 +165,17 @@ def _row(config: Config) -> int:
     return min([ROW, *positions])
 
 
-def _decoder(model: Model, target: str) -> Decoder:
-    if not isinstance(model, Decoder):
-        raise OptionError(
-            f"{target} is a model of the class {type(model).__name__}, and only decoders of text are forecast by their configuration; forecast a recipe with such a model"
-        )
-    return model
-
-
-def _of_bundle(fields: Config, file: Path) -> Decoder:
+def _of_bundle(fields: Config, file: Path) -> Model:
     """The model of a bundle.json."""
+    from systolic.artifact.bundle import MODELS  # imports NumPy
+
     record = dict(fields.get("model") or {})
     kind = record.pop("type", None)
-    if kind != "Decoder":
+    if kind not in MODELS:
         raise OptionError(
-            f"{file} has a model of the class {kind}, and only decoders of text are forecast by their configuration; forecast a recipe with such a model"
+            f"{file} has a model of the class {kind}, and only {', '.join(MODELS)} are forecast by their configuration; forecast a recipe with such a model"
         )
     try:
-        return msgspec.convert(record, Decoder)
+        return msgspec.convert(record, vars(import_module(MODELS[kind]))[kind])
     except msgspec.ValidationError as error:
         raise DataError(f"{file} is damaged ({error}); import the model again") from error

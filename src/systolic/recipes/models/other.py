@@ -1,0 +1,148 @@
+"""Encoders, image models and Whisper from elsewhere as recipes: masked tokens, classes of pictures, texts of recordings."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from systolic.core.errors import OptionError
+from systolic.data.audio.recordings import Recordings
+from systolic.job import Batch, Job, Layout, Model, Optimizer, Precision
+from systolic.models.encoder.config import Encoder
+from systolic.models.vision.mobilenet.config import MobileNetV2
+from systolic.models.vision.resnet.config import ResNet
+from systolic.models.vision.vit.config import ViT
+from systolic.models.whisper.config import Whisper
+from systolic.recipes.image import ImageModel, image
+from systolic.recipes.mlm import mlm
+from systolic.steps.tasks.transcription import Transcription
+
+ROW = 512
+"""Tokens of an encoder's row, or fewer where it takes fewer."""
+SPEECH_BATCH = Batch(per_device=8)
+OF_ANOTHER = ("size", "patch", "stem", "norm_examples", "classes")
+"""Options of the recipe ``image`` that the model itself decides."""
+
+
+def recipe_of_other(own: Model, name: str) -> Callable[..., Job]:
+    """The function of a model's recipe, that is an encoder, an image model or a Whisper.
+
+    Raises:
+        OptionError: it is of another class.
+    """
+    if isinstance(own, Encoder):
+        return _masked(own, name)
+    if isinstance(own, Whisper):
+        return _speech(own, name)
+    if not isinstance(own, MobileNetV2 | ResNet | ViT):
+        raise OptionError(
+            f"{name} is a model of the class {type(own).__name__}, which is not forecast by its configuration; forecast a recipe with such a model"
+        )
+    return _pictures(own, name)
+
+
+def _masked(own: Encoder, name: str) -> Callable[..., Job]:
+    """The recipe ``mlm``; a model of embeddings gets the head for masked tokens, and loses a pooler, which they do not train."""
+    defaults: dict[str, Any] = {
+        "model": replace(own, head=True, pooler=False),
+        "sequence": min(ROW, own.positions),
+    }
+
+    def job(**options: Any) -> Job:
+        return replace(mlm(**{**defaults, **options}), name=name)
+
+    return _described(job, mlm, defaults)
+
+
+def _pictures(own: MobileNetV2 | ResNet | ViT, name: str) -> Callable[..., Job]:
+    """The recipe ``image`` for the model's own picture size and classes."""
+    kind = {MobileNetV2: ImageModel.mobilenet_v2, ResNet: ImageModel.resnet50}
+    defaults: dict[str, Any] = {"path": Path("pictures"), "model": own}
+
+    def job(**options: Any) -> Job:
+        given = {**defaults, **options}
+        model = given.pop("model")
+        patch = {"patch": model.patch} if isinstance(model, ViT) else {}
+        pixels, classes = model.pixels, model.num_classes
+        named = kind.get(type(model), ImageModel.vit_b)
+        made = image(model=named, size=pixels.size, classes=classes, **patch, **given)
+        data: Any = made.data
+        return replace(made, name=name, model=model, data=replace(data, channels=pixels.channels))
+
+    return _described(job, image, defaults, OF_ANOTHER)
+
+
+def _speech(own: Whisper, name: str) -> Callable[..., Job]:
+    """Next tokens of a recording's text, the tokens before given."""
+
+    def job(
+        path: Path | None = None,
+        validation: Path | None = None,
+        tokenizer: Path | None = None,
+        model: Whisper = own,
+        batch_per_device: float | None = None,
+        batch: int | None = None,
+        steps: int = 1000,
+        optimizer: Optimizer = Optimizer(learning_rate=1e-5, weight_decay=0.0),
+        precision: Precision = Precision.auto,
+        layout: Layout = Layout(),
+    ) -> Job:
+        """Whisper.
+
+        Args:
+            path: Manifest of recordings with their texts.
+            validation: Manifest of the validation split; by default a share of the lines.
+            tokenizer: A tokenizer.json or its folder; by default bytes.
+            model: The model's sizes.
+            batch_per_device: Recordings per device and pass, by default 8.
+            batch: Recordings per optimizer step, instead of batch-per-device.
+            steps: Optimizer steps.
+            optimizer: The update rule.
+            precision: Compute dtype; auto is bf16 where the chip has it, f32 on a CPU.
+            layout: Parallelism and memory settings.
+        """
+        return Job(
+            name=name,
+            model=model,
+            task=Transcription(),
+            data=Recordings(
+                path=path,
+                validation=validation,
+                tokenizer=tokenizer,
+                sequence=model.positions,
+                frames=model.frames,
+                mels=model.mels,
+            ),
+            steps=steps,
+            batch=Batch.given(batch, batch_per_device, SPEECH_BATCH),
+            optimizer=optimizer,
+            precision=precision,
+            layout=layout,
+        )
+
+    return job
+
+
+def _described(
+    job: Callable[..., Job],
+    like: Callable[..., Job],
+    defaults: dict[str, Any],
+    without: tuple[str, ...] = (),
+) -> Callable[..., Job]:
+    """Gives a function the options of a recipe, with other defaults."""
+    found = []
+    for name, one in inspect.signature(like).parameters.items():
+        if name in without:
+            continue
+        changed = one.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        if name in defaults:
+            changed = changed.replace(default=defaults[name])
+        if name == "model":
+            changed = changed.replace(annotation=type(defaults[name]))
+        found.append(changed)
+    job.__signature__ = inspect.Signature(found, return_annotation=Job)  # ty: ignore[missing-attribute]
+    lines = (like.__doc__ or "").splitlines(keepends=True)
+    unused = tuple(f"{name}:" for name in without)
+    job.__doc__ = "".join(line for line in lines if not line.lstrip().startswith(unused or ("\0",)))
+    return job
