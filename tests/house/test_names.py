@@ -7,7 +7,6 @@ from tests.house.names import by_luck, dead, doubles, missing
 
 PUBLIC: dict[str, str] = {
     "systolic/hlo/shape.py:VMEM": "one of the memory spaces that the parser tells apart",
-    "systolic/models/encoder/module.py:EncoderModule.pooled": "what a head for whole texts reads; its parameters are among BERT's",
 }
 """Names for users of the package that nothing here uses, with the reason."""
 

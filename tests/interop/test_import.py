@@ -17,7 +17,7 @@ from systolic.artifact.tensors import TensorSpec
 from systolic.cli.main import main
 from systolic.core.errors import RunError, SystolicError, TakenError
 from systolic.interop import parity
-from systolic.interop.probe import Probe
+from systolic.interop.probe import ParityInputs
 from systolic.interop.source import open_source
 from systolic.job import Sampling
 from systolic.session import importing
@@ -103,7 +103,7 @@ def test_rounding_is_asked_for_and_compared(tmp_path: Path) -> None:
 def test_another_model_is_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours: Callable[[Bundle, Probe], np.ndarray] = importing._outputs
+    ours: Callable[[Bundle, ParityInputs], np.ndarray] = importing._outputs
     monkeypatch.setattr(importing, "_outputs", lambda bundle, probe: ours(bundle, probe) * 1.01)
     with pytest.raises(RunError, match="no Bundle was written"):
         systolic.import_model(folder, tmp_path / "out")

@@ -14,7 +14,7 @@ import systolic
 from systolic.cli.main import main
 from systolic.interop import parity, reference
 from systolic.interop.parity import EXACT
-from systolic.interop.probe import Probe
+from systolic.interop.probe import ParityInputs
 from systolic.interop.source import Source
 from systolic.interop.torchvision import resnet_name
 from tests.interop import foreign_images
@@ -63,7 +63,7 @@ def whisper(path: Path) -> tuple[int, str]:
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs of transformers computed here: a process of its own takes seconds to import it, and other tests have one."""
 
-    def compute(source: Source, probe: Probe, rounded: str | None) -> tuple[np.ndarray, str]:
+    def compute(source: Source, probe: ParityInputs, rounded: str | None) -> tuple[np.ndarray, str]:
         model = reference.opened(source.path, getattr(transformers, probe.loader), rounded)
         found = reference.compute(model, dict(probe.theirs), list(probe.outputs))
         return found, f"transformers {transformers.__version__}"

@@ -15,7 +15,7 @@ import numpy as np
 
 from systolic.core.errors import RunError, SystolicError
 from systolic.interop.jobs import job_of
-from systolic.interop.probe import PROBES, Probe, probe_of
+from systolic.interop.probe import PROBES, ParityInputs, probe_of
 from systolic.interop.source import Source, TransformersSource
 
 EXACT, ROUNDED = 1e-4, 5e-2
@@ -39,9 +39,9 @@ class Parity:
     """Share of positions at which the same output is the largest: the token or class that both predict."""
     tolerance: float
     """Of ``max_relative``."""
-    unit: str = Probe.unit
+    unit: str = ParityInputs.unit
     """What a position is."""
-    best: str = Probe.best
+    best: str = ParityInputs.best
     """What the largest output is."""
 
     @property
@@ -97,7 +97,9 @@ def impossible(source: Source) -> str | None:
     return None
 
 
-def reference(source: Source, probe: Probe, rounded: str | None = None) -> tuple[np.ndarray, str]:
+def reference(
+    source: Source, probe: ParityInputs, rounded: str | None = None
+) -> tuple[np.ndarray, str]:
     """Outputs float32[rows, ..., n] of transformers, computed in a process of its own, and its version.
 
     Args:
@@ -135,7 +137,9 @@ def reference(source: Source, probe: Probe, rounded: str | None = None) -> tuple
             return found["found"], str(found["framework"])
 
 
-def check(source: Source, ours: Callable[[Probe], np.ndarray], *, rounded: str | None) -> Parity:
+def check(
+    source: Source, ours: Callable[[ParityInputs], np.ndarray], *, rounded: str | None
+) -> Parity:
     """Compares outputs with those of the source's own library.
 
     Args:

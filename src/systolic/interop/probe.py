@@ -29,7 +29,7 @@ Die Messung ergab 3,7 Volt; le courant était de 0,5 ampère. El resultado no ca
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probe:
+class ParityInputs:
     """Inputs of one comparison, for either side."""
 
     ours: Mapping[str, np.ndarray]
@@ -52,12 +52,14 @@ class Probe:
     """What the largest of a row of outputs is."""
 
 
-def of_text(rows: np.ndarray) -> Probe:
+def of_text(rows: np.ndarray) -> ParityInputs:
     """Tokens int32[rows, tokens] for a language model."""
-    return Probe(ours={"tokens": rows}, theirs={"input_ids": rows}, loader="AutoModelForCausalLM")
+    return ParityInputs(
+        ours={"tokens": rows}, theirs={"input_ids": rows}, loader="AutoModelForCausalLM"
+    )
 
 
-def probe_of(source: Source) -> Probe:
+def probe_of(source: Source) -> ParityInputs:
     """Inputs for a source's model.
 
     Raises: as :func:`systolic.interop.jobs.job_of`.
@@ -65,33 +67,33 @@ def probe_of(source: Source) -> Probe:
     return PROBES[type(source.model)](source)
 
 
-def _decoder(source: Source) -> Probe:
+def _decoder(source: Source) -> ParityInputs:
     assert isinstance(source.model, Decoder)
     return of_text(_rows(source, source.model.vocab, TOKENS))
 
 
-def _encoder(source: Source) -> Probe:
+def _encoder(source: Source) -> ParityInputs:
     """Logits of masked tokens where there is a head for them, else vectors of tokens and of the text."""
     model = source.model
     assert isinstance(model, Encoder)
     rows = _rows(source, model.vocab, min(TOKENS, model.positions))
     given: dict[str, Any] = {"ours": {"tokens": rows}, "theirs": {"input_ids": rows}}
     if model.head:
-        return Probe(**given, loader="AutoModelForMaskedLM", best="token")
+        return ParityInputs(**given, loader="AutoModelForMaskedLM", best="token")
     outputs = ("last_hidden_state", *(["pooler_output"] if model.pooler else []))
-    return Probe(
+    return ParityInputs(
         **given, loader="AutoModel", outputs=outputs, unit="vectors", best="largest component"
     )
 
 
-def _pictures(source: Source) -> Probe:
+def _pictures(source: Source) -> ParityInputs:
     """Pictures of random bytes, of the size and with the mean and deviation of the model's own job."""
     model: Any = job_of(source).model
     pixels: Pixels = model.pixels
     shape = (ROWS, pixels.size, pixels.size, pixels.channels)
     images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     scaled = (images / 255 - np.array(pixels.mean)) / np.array(pixels.std)
-    return Probe(
+    return ParityInputs(
         ours={"image": images},
         theirs={"pixel_values": np.moveaxis(scaled, -1, 1).astype(np.float32)},
         loader="AutoModelForImageClassification",
@@ -101,14 +103,14 @@ def _pictures(source: Source) -> Probe:
     )
 
 
-def _speech(source: Source) -> Probe:
+def _speech(source: Source) -> ParityInputs:
     """Random spectrograms with a text, whose tokens before each one are given."""
     model = source.model
     assert isinstance(model, Whisper)
     rows = _rows(source, model.vocab, min(TOKENS, model.positions))
     shape = (ROWS, 2 * model.frames, model.mels)
     features = np.random.default_rng(1).normal(size=shape).astype(np.float32)
-    return Probe(
+    return ParityInputs(
         ours={"features": features, "tokens": rows},
         theirs={"input_features": features.swapaxes(1, 2), "decoder_input_ids": rows},
         loader="AutoModelForSpeechSeq2Seq",
@@ -125,7 +127,7 @@ def _rows(source: Source, vocab: int, tokens: int) -> np.ndarray:
     return np.resize(ids, (ROWS, tokens)).astype(np.int32)
 
 
-PROBES: Mapping[type, Callable[[Source], Probe]] = {
+PROBES: Mapping[type, Callable[[Source], ParityInputs]] = {
     Decoder: _decoder,
     Encoder: _encoder,
     MobileNetV2: _pictures,

@@ -21,7 +21,7 @@ from systolic.core.errors import OptionError, RunError
 from systolic.core.units import si
 from systolic.interop.importing import planned, write_weights
 from systolic.interop.parity import Parity, check, impossible
-from systolic.interop.probe import Probe
+from systolic.interop.probe import ParityInputs
 from systolic.interop.program.convert import (
     Framework,
     ProgramParity,
@@ -229,7 +229,7 @@ def _check_room(final: Path, size: int) -> None:
         )
 
 
-def _outputs(bundle: Bundle, probe: Probe) -> np.ndarray:
+def _outputs(bundle: Bundle, probe: ParityInputs) -> np.ndarray:
     """Our outputs in float32, from a Bundle as a user opens it."""
     from systolic.interop.outputs import outputs_of
     from systolic.session.trained import from_source
