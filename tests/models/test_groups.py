@@ -111,7 +111,7 @@ def test_groups_that_do_not_divide_are_one_line() -> None:
             lambda: replace(job(batch=64, norm_examples=32), layout=Layout(accumulate=4)).on(1),
             "does not divide the 16 examples of a pass",
         ),
-        (lambda: job(model=ImageModel.vit_s, norm_examples=32), "the model is vit-s; leave them"),
+        (lambda: job(model=ImageModel.vit_s, norm_examples=32), "the model is vit-s; leave it out"),
         (lambda: ResNet(stem=Stem.paired, pixels=Pixels(size=225)), "the image size 225 is odd"),
     ):
         with pytest.raises(OptionError, match=says) as caught:

@@ -112,6 +112,10 @@ def _specs(conversion: Conversion, weights: Mapping[str, Any]) -> list[TensorSpe
     return made
 
 
+PLAINEST = ("llama",)
+"""Families that others extend."""
+
+
 def _family(config: Config) -> Family:
     kind = config["model_type"]
     return import_module(HOMES[kind]).FAMILIES[kind]
@@ -124,7 +128,8 @@ def _said(model: Model) -> dict[str, Any]:
         OptionError: none does; names the fields of the nearest.
     """
     nearest: tuple[int, str] | None = None
-    for kind in sorted(HOMES):
+    # The plainest families come first, so that of several that are as near the plainest is named.
+    for kind in sorted(HOMES, key=lambda kind: (kind not in PLAINEST, kind)):
         known = import_module(HOMES[kind]).FAMILIES[kind]
         try:
             config = known.config(model)

@@ -214,11 +214,14 @@ def first_state(
         rest: Any = {p: None if p in given else a for p, a in state.model_state.items()}
         return replace(state, params=params, model_state=rest, ema=None)
 
-    init = jax.jit(lambda key: without(steps.init(key)), out_shardings=without(steps.shardings))
+    def init(key: jax.Array) -> Any:
+        return without(steps.init(key))
+
+    program = jax.jit(init, out_shardings=without(steps.shardings))
     # It runs once, and on a CPU LLVM's optimisation takes longer than it saves.
     quick: dict[str, str | bool] | None = None
     if steps.target.platform == "cpu":
         quick = {"xla_backend_optimization_level": "1"}
     key = jax.random.key(seed)
-    made = compiled(init.lower(key), quick, stop)
+    made = compiled(program.lower(key), quick, stop)
     return None if made is None else jax.block_until_ready(made(key))
