@@ -13,7 +13,7 @@ from systolic.core.errors import OptionError
 from systolic.interop.source import Source, TransformersSource
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder
-from systolic.models.families import HOMES, Config, Family
+from systolic.models.families import HOMES, Config, Family, UnsaidError
 from systolic.models.mapping import Conversion
 
 CONSTANTS = ("rope_theta", "rope_scaling", "norm_eps", "experts_per_token")
@@ -112,10 +112,6 @@ def _specs(conversion: Conversion, weights: Mapping[str, Any]) -> list[TensorSpe
     return made
 
 
-PLAINEST = ("llama",)
-"""Families that others extend."""
-
-
 def _family(config: Config) -> Family:
     kind = config["model_type"]
     return import_module(HOMES[kind]).FAMILIES[kind]
@@ -127,19 +123,21 @@ def _said(model: Model) -> dict[str, Any]:
     Raises:
         OptionError: none does; names the fields of the nearest.
     """
-    nearest: tuple[int, str] | None = None
-    # The plainest families come first, so that of several that are as near the plainest is named.
-    for kind in sorted(HOMES, key=lambda kind: (kind not in PLAINEST, kind)):
+    nearest: tuple[tuple[int, bool], str] | None = None
+    for kind in sorted(HOMES):
         known = import_module(HOMES[kind]).FAMILIES[kind]
         try:
             config = known.config(model)
             away = _differences(model, config)
-            size = len(away)
+            size = len(away), False
         except (AssertionError, AttributeError):
             continue  # a family of another type of model
+        except UnsaidError as error:
+            config, away = {}, list(error.fields)
+            size = len(away), not error.whole
         except OptionError as error:
             # How much else differs is not known, so that it comes after those that say all.
-            config, away, size = {}, [str(error)], UNKNOWN
+            config, away, size = {}, [str(error)], (UNKNOWN, True)
         if not away:
             return config
         if nearest is None or size < nearest[0]:

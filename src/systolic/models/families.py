@@ -1,7 +1,7 @@
 """Model families of Hugging Face's transformers that are models of ours, by the ``model_type`` of a config.json."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +23,21 @@ Config = Mapping[str, Any]
 def as_given(config: Config, tensors: "Tensors") -> "tuple[Config, Tensors]":
     """Both unchanged: files of the family have one form."""
     return config, tensors
+
+
+class UnsaidError(OptionError):
+    """A model that a family's config.json can't describe.
+
+    Attributes:
+        fields: Fields in which the nearest model that it describes differs, as ``model.mlp is relu, not swiglu``.
+        whole: Whether these are all.
+    """
+
+    def __init__(self, kind: str, fields: Sequence[str], *, whole: bool = True) -> None:
+        self.fields, self.whole = tuple(fields), whole
+        super().__init__(
+            f"{'; '.join(fields)}, as far as a config.json of {kind} can say; export it as another family"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -196,7 +196,9 @@ def test_what_a_family_cannot_say_is_refused(kind: str) -> None:
     fields = {"mixtral": MIXTRAL, "qwen3_moe": QWEN, "gpt_oss": GPT_OSS}[kind]
     known = family({"model_type": kind}, "the model")
     model: Any = known.model(fields)
-    with pytest.raises(OptionError, match=f"model.logit-cap is 3.0, which a config.json of {kind}"):
+    with pytest.raises(
+        OptionError, match=f"model.logit-cap is 3, not 0, as far as a config.json of {kind}"
+    ):
         known.config(replace(model, logit_cap=3.0))
 
 

@@ -48,10 +48,8 @@ def saved_model_function(
             f"{folder} does not load as a SavedModel: {str(error).splitlines()[0]}; save it again with tf.saved_model.save"
         ) from error
     name, called = _signature(folder, restored, signature)
-    operations = {one.type for one in called.graph.get_operations()}
-    for one in called.graph.as_graph_def().library.function:
-        operations |= {node.op for node in one.node_def}
-    if OWN in operations:
+    # The operation may also lie in a function that the graph calls, so the whole description is searched.
+    if OWN.encode() in called.graph.as_graph_def().SerializeToString():
         raise OptionError(
             f"{folder} was written by jax2tf, whose programs ({OWN}) tf2jax can't read; export the JAX function itself with jax.export, or import its weights"
         )

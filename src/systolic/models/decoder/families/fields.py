@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields as dataclass_fields
+from enum import Enum
 from typing import Any
 
 from systolic.core.errors import OptionError, nearest
 from systolic.models.decoder.config import Decoder, Mlp
 from systolic.models.decoder.rotary import RopeScaling, Stretching
-from systolic.models.families import Config
+from systolic.models.families import Config, UnsaidError
 
 KINDS = {
     "default": Stretching.none,
@@ -136,14 +137,13 @@ def named(mlp: Mlp, known: Mapping[str, Mlp] = GATED) -> str:
     """Name there of an activation.
 
     Raises:
-        OptionError: it has none in the family.
+        UnsaidError: it has none in the family.
     """
     for name, kind in known.items():
         if kind is mlp:
             return name
-    raise OptionError(
-        f"model.mlp is {mlp.value}, which this family does not have; export it as another one"
-    )
+    there = " or ".join(dict.fromkeys(kind.value for kind in known.values()))
+    raise UnsaidError("this family", [f"model.mlp is {mlp.value}, not {there}"], whole=False)
 
 
 def windows(types: Sequence[str], window: int | None) -> tuple[int, int]:
@@ -186,16 +186,31 @@ def faithful(
         read: Makes a model of such fields.
 
     Raises:
-        OptionError: the family has no field for something in the model.
+        UnsaidError: the family has no field for something in the model; names all of it.
     """
-    theirs = _meaning(read(written))
-    for name, value in _meaning(model).items():
-        if theirs[name] != value:
-            shown = getattr(model, name)
-            raise OptionError(
-                f"model.{name.replace('_', '-')} is {shown}, which a config.json of {written['model_type']} can't say; export it as another family"
-            )
+    said = read(written)
+    mine, theirs = _meaning(model), _meaning(said)
+    away = [name for name in mine if mine[name] != theirs[name]]
+    if away:
+        told = {name: (_shown(model, mine, name), _shown(said, theirs, name)) for name in away}
+        # Fields that mean something together differ together, also where a value is the same.
+        seen = [name for name, (ours, other) in told.items() if ours != other] or away
+        raise UnsaidError(
+            written["model_type"],
+            [
+                f"model.{name.replace('_', '-')} is {told[name][0]}, not {told[name][1]}"
+                for name in seen
+            ],
+        )
     return written
+
+
+def _shown(model: Decoder, meaning: Mapping[str, Any], name: str) -> str:
+    """A field's value for a message: what a number means, of all others what was set."""
+    value = meaning[name] if isinstance(meaning[name], float) else getattr(model, name)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value.value if isinstance(value, Enum) else value)
 
 
 def _meaning(model: Decoder) -> dict[str, Any]:
