@@ -9,88 +9,19 @@ output; in bfloat16 both sides are compared with that too, and transformers' own
 
 import argparse
 import json
-import os
-import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
-from flax import nnx
+from parity_cases import CASES, Case
 from safetensors.numpy import save_file
 
 from systolic.models.families import CONFIG, Family, family
-from tests.models.families import dense_models, test_mixtures
 from tests.models.foreign import Held, converted, saved, structure
-
-LENGTH = 48
-"""Tokens of a sequence: longer than the windows, shorter than the positions."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A model of a family, and how either side computes its output."""
-
-    make: Callable[[int], Any]
-    """A model of transformers from a seed, in float32, with random norms and biases."""
-    theirs: Callable[[Any], np.ndarray]
-    """Its output, float32."""
-    ours: Callable[[Any], jax.Array]
-    """Output of our module."""
-    load: Any = transformers.AutoModelForCausalLM
-    """Class that opens a folder."""
-
-
-def tokens(model_vocab: int = 120) -> np.ndarray:
-    """int64[2, LENGTH]."""
-    return np.random.default_rng(0).integers(0, model_vocab, (2, LENGTH))
-
-
-def decoder_theirs(model: Any) -> np.ndarray:
-    """Logits of a language model of transformers."""
-    with torch.no_grad():
-        return model(torch.tensor(tokens()), use_cache=False).logits.float().numpy()
-
-
-def decoder_ours(module: Any) -> jax.Array:
-    """Logits of our decoder."""
-    given = jnp.asarray(tokens())
-    positions = jnp.asarray(np.broadcast_to(np.arange(LENGTH), given.shape))
-    graph, state = nnx.split(module)
-
-    def run(state: Any) -> jax.Array:
-        call = nnx.capture(nnx.merge(graph, state), nnx.Intermediate)
-        return call(given, jnp.ones_like(given), positions)[0]
-
-    return jax.jit(run)(state)
-
-
-def decoder(kind: str, fields: dict[str, Any]) -> Case:
-    """A decoder of the tests."""
-    if kind == "gpt2":
-        fields = {**fields, "n_positions": LENGTH}
-    return Case(
-        make=lambda seed: dense_models.random_model(kind, fields, seed),
-        theirs=decoder_theirs,
-        ours=decoder_ours,
-    )
-
-
-DECODERS = dense_models.CASES | test_mixtures.CASES
-CASES: dict[str, Callable[[], Case]] = {
-    **{name: partial(decoder, *given) for name, given in DECODERS.items()},
-}
-"""Name to case; a family more is a line more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,19 +73,24 @@ def measured(name: str, case: Case, seed: int, folder: Path) -> list[Error]:
         key: np.ascontiguousarray(value) for key, value in known.conversion(written).tensors(arrays)
     }
     save_file(there, out / "model.safetensors", metadata={"format": "pt"})
-    again = case.load.from_pretrained(out, attn_implementation="eager").eval()
-    ours = np.asarray(case.ours(module), np.float64)
+    again, ours = loaded(case, out, torch.float32), np.asarray(case.ours(module), np.float64)
     found.append(
         Error(name=name, direction="out", dtype="float32", **both(case.theirs(again), ours))
     )
 
     narrow, _ = opened(known, config, tensors, "bfloat16")
-    reference = error(case.theirs(model.bfloat16()), exact)[1]
+    reference = case.theirs(loaded(case, folder / "theirs", torch.bfloat16))
+    mean = error(reference, exact)[1]
     sizes = both(case.ours(narrow), exact)
-    found.append(Error(name=name, direction="in", dtype="bfloat16", reference=reference, **sizes))
-    sizes = both(case.theirs(again.bfloat16()), np.asarray(case.ours(module), np.float64))
-    found.append(Error(name=name, direction="out", dtype="bfloat16", reference=reference, **sizes))
+    found.append(Error(name=name, direction="in", dtype="bfloat16", reference=mean, **sizes))
+    sizes = both(case.theirs(loaded(case, out, torch.bfloat16)), ours)
+    found.append(Error(name=name, direction="out", dtype="bfloat16", reference=mean, **sizes))
     return found
+
+
+def loaded(case: Case, folder: Path, dtype: torch.dtype) -> Any:
+    """A folder as transformers opens it, which keeps some weights and buffers in float32 in any dtype."""
+    return case.load.from_pretrained(folder, attn_implementation="eager", dtype=dtype).eval()
 
 
 def both(found: Any, exact: np.ndarray) -> dict[str, float]:
@@ -182,6 +118,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     print("| family | direction | dtype | maximum | mean | mean of transformers |")
     print("|---|---|---|---|---|---|")
     rows = []

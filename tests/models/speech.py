@@ -58,8 +58,13 @@ def config(model: Whisper = MODEL) -> transformers.WhisperConfig:
 
 @cache
 def foreign(model: Whisper = MODEL) -> Any:
+    """The model, every parameter random; made once."""
+    return random_model(model)
+
+
+def random_model(model: Whisper = MODEL, seed: int = 0) -> Any:
     """The model, every parameter random: biases and norms too."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     made = transformers.WhisperForConditionalGeneration(config(model)).eval()
     with torch.no_grad():
         for name, parameter in made.named_parameters():

@@ -25,8 +25,8 @@ SIZES: dict[str, Any] = {
 }
 
 
-def made(name: str, **fields: Any) -> Any:
-    torch.manual_seed(0)
+def made(name: str, seed: int = 0, **fields: Any) -> Any:
+    torch.manual_seed(seed)
     module = getattr(transformers, name)(transformers.BertConfig(**{**SIZES, **fields})).eval()
     for key, tensor in module.state_dict().items():
         if "LayerNorm" in key or key.endswith("bias"):
