@@ -1,0 +1,1 @@
+"""Models behind addresses: the engine that batches requests, and the server around it."""

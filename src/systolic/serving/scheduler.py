@@ -1,0 +1,179 @@
+"""Which texts the next step reads: continuous batching over pages, with chunked prefill and preemption.
+
+Pure Python, so that its rules are tested without a device. Each step every running text with one
+token to read takes part in the decode batch; beside it a bounded number of prompt tokens is read.
+The oldest text always has its pages: where they run out, the youngest loses its own and is read
+again later. So every admitted text ends, whatever the load.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from systolic.serving.pages import START, PagePool
+
+
+@dataclass(kw_only=True, eq=False)
+class Text:
+    """A request's tokens and how far the cache holds them."""
+
+    number: int
+    """In order of arrival."""
+    tokens: list[int]
+    """Prompt and what was generated."""
+    prompt: int
+    """Tokens of the prompt."""
+    most: int
+    """Tokens that it may have in the end, prompt included."""
+    read: int = 0
+    """Tokens whose keys and values are in pages."""
+    pages: list[int] = field(default_factory=list)
+    key: bytes = START
+    """Key of its full, published pages."""
+    published: int = 0
+    """Of its pages."""
+    reused: int = 0
+    """Tokens that were found in the cache when it was first admitted."""
+    preempted: int = 0
+    """Times that it lost its pages."""
+
+    @property
+    def left(self) -> int:
+        """Tokens still to read."""
+        return len(self.tokens) - self.read
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds of a step."""
+
+    rows: int
+    """Texts that run at once."""
+    chunk: int
+    """Prompt tokens that one text reads in a step."""
+    prefills: int
+    """Texts that read their prompt in a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one step reads."""
+
+    decode: Sequence[Text] = ()
+    """Texts that read one token."""
+    prefill: Sequence[tuple[Text, int]] = ()
+    """Texts with more to read, and how many tokens of it."""
+    preempted: Sequence[Text] = ()
+    """Texts that lost their pages to this step."""
+
+    def __bool__(self) -> bool:
+        return bool(self.decode or self.prefill)
+
+
+@dataclass(kw_only=True)
+class Scheduler:
+    """Waiting and running texts."""
+
+    pool: PagePool
+    limits: Limits
+    waiting: deque[Text] = field(default_factory=deque)
+    """By age: those that lost their pages come before those that never ran."""
+    running: list[Text] = field(default_factory=list)
+    """By age."""
+
+    def fits(self, most: int) -> bool:
+        """Whether a text of so many tokens can ever run."""
+        return self._pages(most) <= self.pool.total
+
+    def add(self, text: Text) -> None:
+        """Queues a text, for which :meth:`fits` holds."""
+        self.waiting.append(text)
+
+    def next(self) -> Work:
+        """The next step's work; empty where nothing can run."""
+        preempted = self._grow()
+        self._admit(blocked=bool(preempted))
+        decode = [text for text in self.running if text.left == 1]
+        prefill = []
+        for text in self.running:
+            if text.left > 1 and len(prefill) < self.limits.prefills:
+                count = min(text.left, self.limits.chunk)
+                if self._reserve(text, count):
+                    prefill.append((text, count))
+        return Work(decode=decode, prefill=prefill, preempted=preempted)
+
+    def advanced(self, text: Text, count: int) -> None:
+        """Records that so many of a text's tokens were read; its full pages can then be shared."""
+        text.read += count
+        size = self.pool.page_size
+        while (text.published + 1) * size <= text.read:
+            start = text.published * size
+            page, tokens = text.pages[text.published], text.tokens[start : start + size]
+            text.key = self.pool.publish(page, text.key, tokens)
+            text.published += 1
+
+    def remove(self, text: Text) -> None:
+        """Ends a text, waiting or running, and gives its pages back at once."""
+        if text in self.running:
+            self.running.remove(text)
+        elif text in self.waiting:
+            self.waiting.remove(text)
+        self._empty(text)
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self.pool.page_size)
+
+    def _reserve(self, text: Text, count: int) -> bool:
+        """Whether a text has pages for so many more tokens, taken where it lacks them."""
+        lacking = self._pages(text.read + count) - len(text.pages)
+        if lacking <= 0:
+            return True
+        taken = self.pool.take(lacking)
+        if taken is None:
+            return False
+        text.pages += taken
+        return True
+
+    def _grow(self) -> list[Text]:
+        """Room for one more token of each text that generates, oldest first; the youngest make room."""
+        lost: list[Text] = []
+        for text in list(self.running):
+            if text in lost:
+                continue
+            need = 1 if text.left == 1 else min(text.left, self.limits.chunk)
+            oldest = text is self.running[0]
+            while not self._reserve(text, need):
+                if text.left > 1 and not oldest:
+                    break  # It waits for its turn with the pages that it has.
+                youngest = self.running[-1]
+                self._preempt(youngest)
+                lost.append(youngest)
+                if youngest is text:
+                    break
+        return lost
+
+    def _preempt(self, text: Text) -> None:
+        self.running.remove(text)
+        self._empty(text)
+        text.preempted += 1
+        self.waiting.appendleft(text)
+
+    def _empty(self, text: Text) -> None:
+        self.pool.release(text.pages)
+        text.pages, text.read, text.published, text.key = [], 0, 0, START
+
+    def _admit(self, *, blocked: bool) -> None:
+        """Starts waiting texts while there are rows, and pages for their first chunk."""
+        while self.waiting and len(self.running) < self.limits.rows and not blocked:
+            text = self.waiting[0]
+            text.pages, text.key = self.pool.find(text.tokens) if self.pool.reuse else ([], START)
+            text.published = len(text.pages)
+            text.read = text.published * self.pool.page_size
+            if not self._reserve(text, min(text.left, self.limits.chunk)):
+                self._empty(text)
+                return
+            if not text.preempted:
+                text.reused = text.read
+            self.waiting.popleft()
+            self.running.append(text)
+            self.running.sort(key=lambda one: one.number)

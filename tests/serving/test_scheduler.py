@@ -1,0 +1,120 @@
+"""Every admitted text ends with what it would have alone, and all pages come back, for any load and any cancels."""
+
+import random
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from systolic.serving.pages import NOWHERE, PagePool
+from systolic.serving.scheduler import Limits, Scheduler, Text
+
+
+class Device:
+    """The cache as the steps fill it: a page's positions hold the text before them."""
+
+    def __init__(self, page_size: int) -> None:
+        self.size = page_size
+        self.rows: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def read(self, text: Text, count: int) -> int:
+        """The token after ``count`` more, from what lies in the pages alone."""
+        for at in range(text.read, text.read + count):
+            page = text.pages[at // self.size]
+            assert page != NOWHERE
+            self.rows[page, at % self.size] = tuple(text.tokens[: at + 1])
+        end = text.read + count
+        for at in range(end):
+            assert self.rows[text.pages[at // self.size], at % self.size] == tuple(
+                text.tokens[: at + 1]
+            )
+        return following(text.tokens[:end])
+
+
+def following(tokens: list[int]) -> int:
+    return (sum(tokens) * 31 + len(tokens)) % 5
+
+
+def alone(prompt: list[int], most: int) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) < most:
+        tokens.append(following(tokens))
+    return tokens
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    num_pages=st.integers(4, 24),
+    page_size=st.integers(1, 5),
+    rows=st.integers(1, 6),
+    chunk=st.integers(1, 9),
+    prefills=st.integers(1, 3),
+    reuse=st.booleans(),
+)
+def test_every_text_ends_as_it_would_alone(
+    seed: int,
+    num_pages: int,
+    page_size: int,
+    rows: int,
+    chunk: int,
+    prefills: int,
+    reuse: bool,
+) -> None:
+    draw = random.Random(seed)
+    pool = PagePool(num_pages=num_pages, page_size=page_size, reuse=reuse)
+    scheduler = Scheduler(
+        pool=pool, limits=Limits(rows=rows, chunk=chunk, prefills=prefills)
+    )
+    device = Device(page_size)
+    texts: list[Text] = []
+    for number in range(draw.randint(1, 12)):
+        prompt = [draw.randint(0, 1) for _ in range(draw.randint(1, 12))]
+        most = len(prompt) + draw.randint(1, 10)
+        if scheduler.fits(most):
+            texts.append(Text(number=number, tokens=prompt, prompt=len(prompt), most=most))
+    expected = {text.number: alone(text.tokens[: text.prompt], text.most) for text in texts}
+    coming, ended, cancelled = list(texts), set(), set()
+    for _ in range(3000):
+        while coming and draw.random() < 0.4:
+            scheduler.add(coming.pop(0))
+        if draw.random() < 0.03 and scheduler.running:
+            gone = draw.choice(scheduler.running)
+            scheduler.remove(gone)
+            cancelled.add(gone.number)
+        work = scheduler.next()
+        assert len(scheduler.running) <= rows
+        assert len(work.prefill) <= prefills
+        for text, count in [*((one, 1) for one in work.decode), *work.prefill]:
+            assert 0 < count <= max(chunk, 1)
+            token = device.read(text, count)
+            scheduler.advanced(text, count)
+            if text.left == 0:
+                text.tokens.append(token)
+                if len(text.tokens) >= text.most:
+                    scheduler.remove(text)
+                    ended.add(text.number)
+        if len(ended | cancelled) == len(texts):
+            break
+    assert ended | cancelled == {text.number for text in texts}
+    for text in texts:
+        if text.number in ended:
+            assert text.tokens == expected[text.number]
+    assert pool.in_use == 0
+    assert pool.available == pool.total
+
+
+def test_a_prompt_that_begins_the_same_reads_the_rest_only() -> None:
+    pool = PagePool(num_pages=16, page_size=4)
+    scheduler = Scheduler(pool=pool, limits=Limits(rows=4, chunk=64, prefills=4))
+    first = Text(number=0, tokens=list(range(10)), prompt=10, most=12)
+    scheduler.add(first)
+    ((_, count),) = scheduler.next().prefill
+    assert count == 10
+    scheduler.advanced(first, 10)
+    second = Text(number=1, tokens=[*range(8), 99, 98], prompt=10, most=12)
+    scheduler.add(second)
+    work = scheduler.next()
+    assert [(text.number, count) for text, count in work.prefill] == [(1, 2)]
+    assert second.reused == 8
+    assert second.pages[:2] == first.pages[:2]
+    assert second.pages[2] != first.pages[2]
