@@ -62,9 +62,7 @@ def test_every_text_ends_as_it_would_alone(
 ) -> None:
     draw = random.Random(seed)
     pool = PagePool(num_pages=num_pages, page_size=page_size, reuse=reuse)
-    scheduler = Scheduler(
-        pool=pool, limits=Limits(rows=rows, chunk=chunk, prefills=prefills)
-    )
+    scheduler = Scheduler(pool=pool, limits=Limits(rows=rows, chunk=chunk, prefills=prefills))
     device = Device(page_size)
     texts: list[Text] = []
     for number in range(draw.randint(1, 12)):

@@ -6,7 +6,7 @@ from flax import nnx
 
 from systolic.job import Target
 from systolic.models.attention import attention, plain_dtype
-from systolic.models.decoder.cache import ScorePart, Sight, attend_one
+from systolic.models.decoder.cache import ScorePart, Sight, attend_cached
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.latent import LatentAttention
 from systolic.models.decoder.moe import Mixture
@@ -158,7 +158,7 @@ class DecoderBlock(nnx.Module):
     def attend_next(
         self, x: jax.Array, positions: jax.Array, cached: tuple[jax.Array, jax.Array], window: int
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """:meth:`attend` for one new token x [batch, 1, d_model] over a layer of the cache, which holds the tokens before it."""
+        """:meth:`attend` for new tokens x [batch, n, d_model] at ``positions`` over a layer of the cache, which holds the tokens before them."""
         given = self.attention_norm(x)
         sight = Sight(positions, window, self.attention_logits, self.config.rolling)
         dtype = plain_dtype(self.target, x.dtype)
@@ -166,4 +166,4 @@ class DecoderBlock(nnx.Module):
             return self.latent.read(given, self.config.rotary(window), cached, sight, dtype)
         query, key, value = self.project(given, positions, window)
         part = ScorePart(query.astype(dtype), key, cached[0])
-        return attend_one([part], value, cached[1], sight).astype(x.dtype), (key, value)
+        return attend_cached([part], value, cached[1], sight).astype(x.dtype), (key, value)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from systolic.job import Target
-from systolic.models.decoder.cache import ScorePart, Sight, attend_one
+from systolic.models.decoder.cache import ScorePart, Sight, attend_cached
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.parts import norm, rope
 from systolic.models.decoder.rotary import Rotary
@@ -67,13 +67,13 @@ class LatentAttention(nnx.Module):
         sight: Sight,
         dtype: jnp.dtype,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Attention output of one new token over a cache, [batch, 1, heads, v_head_dim], and its own row of the cache.
+        """Attention output of new tokens over a cache, [batch, n, heads, v_head_dim], and their own rows of the cache.
 
         Args:
-            x: [batch, 1, d_model].
+            x: [batch, n, d_model].
             rotary: Rotary embeddings of the layer.
             cached: Shared keys [batch, 1, capacity, rope] and latents [batch, 1, capacity, kv_lora_rank].
-            sight: Positions that the token sees.
+            sight: Positions that the tokens see.
             dtype: Of the products with the cache.
         """
         plain, turned = self._queries(x, sight.positions, rotary)
@@ -85,7 +85,7 @@ class LatentAttention(nnx.Module):
             ScorePart(narrow.astype(dtype), latent, cached[1]),
             ScorePart(turned.astype(dtype), shared, cached[0]),
         )
-        found = attend_one(parts, latent, cached[1], sight).astype(x.dtype)
+        found = attend_cached(parts, latent, cached[1], sight).astype(x.dtype)
         return product(
             self.target, "bshr,rhe->bshe", found, self.value[...], self.config.rounding, heads=True
         ), (shared, latent)
