@@ -5,8 +5,8 @@ import random
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from systolic.serving.pages import NOWHERE, PagePool
-from systolic.serving.scheduler import Limits, Scheduler, Text
+from systolic.serving.text.pages import NOWHERE, PagePool
+from systolic.serving.text.scheduler import Limits, Scheduler, Text
 
 
 class Device:

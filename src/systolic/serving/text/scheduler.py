@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from systolic.serving.pages import START, PagePool
+from systolic.serving.text.pages import START, PagePool
 
 
 @dataclass(kw_only=True, eq=False)

@@ -1,0 +1,1 @@
+"""Language models: continuous batching over a key-value cache in pages."""

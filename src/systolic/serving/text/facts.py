@@ -1,0 +1,60 @@
+"""What an engine tells whoever watches it: metrics, traces and logs are made of these."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from systolic.serving.text.request import Finish
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFacts:
+    """One step of the engine."""
+
+    decode_rows: int
+    """Texts that read one token."""
+    prefill_tokens: int
+    """Prompt tokens that were read."""
+    bucket: str
+    """The program that ran, such as ``decode 16 rows x 64 pages``."""
+    padded_tokens: int
+    """Positions of the program that held no token."""
+    pages_in_use: int
+    pages_total: int
+    running: int
+    waiting: int
+    preempted: int
+    """Texts that lost their pages to this step."""
+    host_seconds: float
+    """Scheduling, sampling's bookkeeping and detokenising: what the device did not hide."""
+    seconds: float
+    """Wall time from step to step."""
+    compiled: bool = False
+    """Whether the program had to be compiled, which never happens after the engine is ready."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestFacts:
+    """One request that ended."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    finish: Finish
+    queue_seconds: float
+    """Until its first token was read."""
+    first_token_seconds: float | None
+    """Until its first new token was known; None where there was none."""
+    seconds: float
+    """Until it ended."""
+
+
+class Watcher(Protocol):
+    """Whoever is told; its methods return at once, and are called from the engine's thread."""
+
+    def stepped(self, facts: StepFacts) -> None:
+        """After each step."""
+        ...
+
+    def ended(self, facts: RequestFacts) -> None:
+        """After each request."""
+        ...

@@ -1,0 +1,161 @@
+"""A request for text, and what comes back of it."""
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Annotated, Protocol
+
+from systolic.core.errors import SystolicError
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, Range, check
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenChoice:
+    """How a request's next token is chosen from its logits.
+
+    Raises:
+        OptionError: a value out of its range.
+    """
+
+    temperature: Annotated[float, Range(least=0, most=100)] = 1.0
+    """Softmax temperature; 0 takes the likeliest token."""
+    top_k: Annotated[int, NOT_NEGATIVE] = 0
+    """Chooses among the k likeliest; 0 among all."""
+    top_p: Annotated[float, Range(above=0, most=1)] = 1.0
+    """Chooses among the fewest tokens whose probabilities sum to this."""
+    min_p: Annotated[float, Range(least=0, most=1)] = 0.0
+    """Drops tokens less likely than this share of the likeliest."""
+    presence_penalty: Annotated[float, Range(least=-2, most=2)] = 0.0
+    """Taken off the logits of tokens that were generated before."""
+    frequency_penalty: Annotated[float, Range(least=-2, most=2)] = 0.0
+    """Taken off for each time that a token was generated before."""
+    repetition_penalty: Annotated[float, Range(above=0, most=100)] = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens of the prompt or generated before (Keskar et al. 2019)."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these tokens."""
+    seed: int | None = None
+    """The same seed gives the same text, whatever else runs beside it; None draws one."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextRequest:
+    """A prompt to continue."""
+
+    tokens: Sequence[int]
+    """Ids of the prompt, at least one."""
+    max_tokens: Annotated[int, COUNT]
+    """At most so many new tokens."""
+    choice: TokenChoice = TokenChoice()  # noqa: RUF009
+    stop: Sequence[str] = ()
+    """The text ends before the first of these."""
+    stop_tokens: Sequence[int] = ()
+    """Ids that end the text beside those of the model."""
+    ignore_ends: bool = False
+    """Goes on after the model's own end tokens; for measurements."""
+    logprobs: int | None = None
+    """Log-probabilities of the chosen tokens and of so many likeliest ones; None gives none."""
+    prompt_logprobs: bool = False
+    """Log-probabilities of the prompt's tokens as well, with as many likeliest ones as ``logprobs``."""
+    deadline_seconds: float | None = None
+    """Ends the text so long after it was submitted."""
+
+
+class Finish(StrEnum):
+    """Why a text ended."""
+
+    stop = "stop"
+    """An end token or a stop string."""
+    length = "length"
+    """``max_tokens``, or the model's context."""
+    cancelled = "cancelled"
+    deadline = "deadline"
+    error = "error"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Token:
+    """A token of a text."""
+
+    id: int
+    logprob: float | None = None
+    """Natural logarithm of its probability before temperature and cuts; None where none was asked for, and of a prompt's first."""
+    top: Sequence[tuple[int, float]] = ()
+    """The likeliest ids with their log-probabilities, likeliest first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """What is new of a text: whole characters, none of which can be the start of a stop string."""
+
+    text: str = ""
+    tokens: Sequence[Token] = ()
+    """Tokens that were read since the last piece; their text may still be held back."""
+    prompt: Sequence[Token] = ()
+    """The prompt's tokens, in the first piece, where their log-probabilities were asked for."""
+    finish: Finish | None = None
+    """In the last piece."""
+    usage: "Usage | None" = None
+    """In the last piece."""
+    message: str = ""
+    """Of an error, one line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """Tokens that a request took."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    """Of the prompt, found in pages of earlier requests."""
+
+
+class RefusedError(SystolicError):
+    """A request that is not taken now.
+
+    Attributes:
+        retry_seconds: When to come back; None where it can never be taken.
+        parameter: Field of the request that is to blame, if one is.
+    """
+
+    def __init__(
+        self, message: str, *, retry_seconds: float | None = None, parameter: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.retry_seconds, self.parameter = retry_seconds, parameter
+
+
+class TextStream(Protocol):
+    """A submitted request, read from one thread or event loop."""
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Blocks for each piece; ends after the one with ``finish``."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        """Waits for each piece in the running event loop."""
+        ...
+
+    def cancel(self) -> None:
+        """Ends the request and frees its pages before the next step; from any thread, more than once."""
+        ...
+
+
+class TextEngine(Protocol):
+    """A language model that continues many texts at once."""
+
+    @property
+    def context(self) -> int:
+        """Tokens that a prompt and its answer may have together."""
+        ...
+
+    def submit(self, request: TextRequest) -> TextStream:
+        """Queues a request; from any thread.
+
+        Raises:
+            RefusedError: the queue is full, the engine ends, or the request can never run here.
+        """
+        ...
