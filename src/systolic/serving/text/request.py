@@ -48,7 +48,7 @@ class TextRequest:
     """Ids of the prompt, at least one."""
     max_tokens: Annotated[int, COUNT]
     """At most so many new tokens."""
-    choice: TokenChoice = TokenChoice()  # noqa: RUF009
+    choice: TokenChoice = TokenChoice()
     stop: Sequence[str] = ()
     """The text ends before the first of these."""
     stop_tokens: Sequence[int] = ()
