@@ -142,8 +142,7 @@ def attend_cached(
     batch, count, heads, _ = parts[0].query.shape
     kv_heads, capacity = values.shape[1:3]
     dtype = parts[0].query.dtype
-    group = heads // kv_heads
-    rows = group * count
+    group, rows = heads // kv_heads, heads // kv_heads * count
 
     def grouped(query: jax.Array) -> jax.Array:
         """[batch, kv_heads, rows, size], two rows at least: a product with one is none for a matrix unit."""
@@ -177,26 +176,35 @@ def attend_cached(
     present = logits([stored(part.own) for part in parts])
     if count > 1:
         present = jnp.where(by_row(sight.among()[None]), present, -jnp.inf)
+    past, present = _shares(past, present, _sinks(sight, kv_heads, count))
+
+    def read(chances: jax.Array, of: jax.Array) -> jax.Array:
+        return jnp.einsum("bkrs,bksh->bkrh", chances.astype(dtype), of.astype(dtype))
+
+    # One own value is scaled, which costs less than a product with a matrix of one row.
+    own = read(present, own_value) if count > 1 else present.astype(dtype) * own_value.astype(dtype)
+    attended = (read(past, values) + own)[:, :, :rows]
+    attended = attended.reshape(batch, kv_heads, group, count, -1).transpose(0, 3, 1, 2, 4)
+    return attended.reshape(batch, count, heads, -1)
+
+
+def _sinks(sight: Sight, kv_heads: int, count: int) -> jax.Array | None:
+    """Logits of sinks, f32[1, kv_heads, heads of a group x count, 1]; None without them."""
+    if sight.logits.sinks is None:
+        return None
+    sinks = sight.logits.sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1)
+    return jnp.repeat(sinks, count, axis=2)
+
+
+def _shares(
+    past: jax.Array, present: jax.Array, sinks: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Softmax over two groups of logits, f32[batch, kv_heads, rows, keys] each, and the sinks, which nothing is read from."""
     largest = jnp.maximum(*(jnp.max(one, axis=-1, keepdims=True) for one in (past, present)))
-    sinks = None
-    if sight.logits.sinks is not None:
-        sinks = sight.logits.sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1)
-        sinks = jnp.repeat(sinks, count, axis=2)
+    if sinks is not None:
         largest = jnp.maximum(largest, sinks)
     past, present = jnp.exp(past - largest), jnp.exp(present - largest)
     total = jnp.sum(past, axis=-1, keepdims=True) + jnp.sum(present, axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sinks - largest)
-
-    def read(chances: jax.Array, of: jax.Array) -> jax.Array:
-        return jnp.einsum("bkrs,bksh->bkrh", (chances / total).astype(dtype), of.astype(dtype))
-
-    # One own value is scaled, which costs less than a product with a matrix of one row.
-    own = (
-        read(present, own_value)
-        if count > 1
-        else (present / total).astype(dtype) * own_value.astype(dtype)
-    )
-    attended = (read(past, values) + own)[:, :, :rows]
-    attended = attended.reshape(batch, kv_heads, group, count, -1).transpose(0, 3, 1, 2, 4)
-    return attended.reshape(batch, count, heads, -1)
+    return past / total, present / total
