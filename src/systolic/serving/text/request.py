@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Protocol
 
-from systolic.core.errors import SystolicError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, Range, check
 
 
@@ -111,21 +110,6 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     """Of the prompt, found in pages of earlier requests."""
-
-
-class RefusedError(SystolicError):
-    """A request that is not taken now.
-
-    Attributes:
-        retry_seconds: When to come back; None where it can never be taken.
-        parameter: Field of the request that is to blame, if one is.
-    """
-
-    def __init__(
-        self, message: str, *, retry_seconds: float | None = None, parameter: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.retry_seconds, self.parameter = retry_seconds, parameter
 
 
 class TextStream(Protocol):
