@@ -4,13 +4,14 @@
 
 Two directions: ``in`` gives transformers' files to Systolic, ``out`` writes Systolic's config.json and weights and
 gives them to transformers. Errors are differences of the outputs over the largest magnitude of transformers' float32
-output; in bfloat16 both sides are compared with that too, and transformers' own error stands beside ours.
+output; in bfloat16 both sides are compared with that too, and transformers' own error stands beside ours. Lines of
+mixtures in bfloat16 also have how many choices of experts are those of float32, and the error where all are.
 """
 
 import argparse
 import json
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 import transformers
 from parity_cases import CASES, Case
+from parity_routing import Choices, Routing, compared, forced, watch_ours, watch_theirs
 from safetensors.numpy import save_file
 
 from systolic.models.families import CONFIG, Family, family
@@ -35,6 +37,8 @@ class Error:
     mean: float
     reference: float | None = None
     """Mean error of transformers in this dtype, where it is not exact."""
+    routing: Routing | None = None
+    """Of mixtures in bfloat16."""
 
 
 def error(found: Any, exact: np.ndarray) -> tuple[float, float]:
@@ -79,12 +83,35 @@ def measured(name: str, case: Case, seed: int, folder: Path) -> list[Error]:
     )
 
     narrow, _ = opened(known, config, tensors, "bfloat16")
-    reference = case.theirs(loaded(case, folder / "theirs", torch.bfloat16))
-    mean = error(reference, exact)[1]
-    sizes = both(case.ours(narrow), exact)
-    found.append(Error(name=name, direction="in", dtype="bfloat16", reference=mean, **sizes))
-    sizes = both(case.theirs(loaded(case, out, torch.bfloat16)), ours)
-    found.append(Error(name=name, direction="out", dtype="bfloat16", reference=mean, **sizes))
+    reference = error(case.theirs(loaded(case, folder / "theirs", torch.bfloat16)), exact)[1]
+    there = loaded(case, out, torch.bfloat16)
+    with watch_ours() as seen:
+        here = np.asarray(case.ours(narrow), np.float64)
+    with watch_theirs(there) as theirs_seen:
+        back = case.theirs(there)
+    inward, outward = None, None
+    if case.mixture:
+        with watch_theirs(model) as exact_seen:
+            case.theirs(model)
+        choices = Choices.of(exact_seen)
+        with forced(choices):
+            given = np.asarray(case.ours(narrow), np.float64)
+        inward = compared(exact, choices, here, Choices.of(seen), given)
+        outward = compared(ours, choices, back, Choices.of(theirs_seen))
+    for direction, made, against, routing in (
+        ("in", here, exact, inward),
+        ("out", back, ours, outward),
+    ):
+        found.append(
+            Error(
+                name=name,
+                direction=direction,
+                dtype="bfloat16",
+                reference=reference,
+                routing=routing,
+                **both(made, against),
+            )
+        )
     return found
 
 
@@ -102,6 +129,15 @@ def both(found: Any, exact: np.ndarray) -> dict[str, float]:
 def joined(errors: list[Error]) -> Error:
     """The largest maximum and the mean of the means, of several seeds."""
     references = [one.reference for one in errors if one.reference is not None]
+    routings = [one.routing for one in errors if one.routing is not None]
+    far = [one.maximum_forced for one in routings if one.maximum_forced is not None]
+    routing = None
+    if routings:
+        routing = Routing(
+            agree=float(np.mean([one.agree for one in routings])),
+            maximum_agreeing=max(one.maximum_agreeing for one in routings),
+            maximum_forced=max(far) if far else None,
+        )
     return Error(
         name=errors[0].name,
         direction=errors[0].direction,
@@ -109,7 +145,19 @@ def joined(errors: list[Error]) -> Error:
         maximum=max(one.maximum for one in errors),
         mean=float(np.mean([one.mean for one in errors])),
         reference=float(np.mean(references)) if references else None,
+        routing=routing,
     )
+
+
+def line(row: Error) -> str:
+    """A line of the table."""
+    cells = [row.name, row.direction, row.dtype, f"{row.maximum:.1e}", f"{row.mean:.1e}"]
+    cells.append("" if row.reference is None else f"{row.reference:.1e}")
+    about = row.routing
+    far = None if about is None else about.maximum_forced
+    cells += ["", ""] if about is None else [f"{about.agree:.1%}", f"{about.maximum_agreeing:.1e}"]
+    cells.append("" if far is None else f"{far:.1e}")
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -120,8 +168,10 @@ def main() -> None:
     given = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    print("| family | direction | dtype | maximum | mean | mean of transformers |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| family | direction | dtype | maximum | mean | mean of transformers | same experts | maximum where same | maximum with float32's experts |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     rows = []
     for name in given.names or CASES:
         case = CASES[name]()
@@ -132,13 +182,9 @@ def main() -> None:
         for errors in zip(*by_seed, strict=True):
             row = joined(list(errors))
             rows.append(row)
-            reference = "" if row.reference is None else f"{row.reference:.1e}"
-            print(
-                f"| {row.name} | {row.direction} | {row.dtype} | {row.maximum:.1e} | {row.mean:.1e} | {reference} |",
-                flush=True,
-            )
+            print(line(row), flush=True)
     if given.json:
-        given.json.write_text(json.dumps([vars(row) for row in rows], indent=1) + "\n")
+        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
 if __name__ == "__main__":

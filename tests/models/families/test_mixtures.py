@@ -15,9 +15,11 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from systolic.core.errors import OptionError
+from systolic.models.decoder import moe
 from systolic.models.decoder.families.gpt_oss import unpacked
+from systolic.models.decoder.router import choose
 from systolic.models.families import CONFIG, family, read_config
-from tests.models.foreign import Held, converted, relative, returned
+from tests.models.foreign import Held, converted, relative, returned, structure
 
 SHARED = {
     "vocab_size": 120,
@@ -152,6 +154,45 @@ def test_a_mixture_agrees_with_transformers(name: str, tmp_path: Path) -> None:
     assert set(back) == set(stored)
     for key, value in stored.items():
         np.testing.assert_array_equal(back[key], value, err_msg=key)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
+def test_a_router_in_bfloat16_chooses_as_that_of_transformers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same activations and weights in bfloat16: equal logits in float32, not their rounded values."""
+    kind, fields = CASES[name]
+    config = {"model_type": kind, **fields}
+    model: Any = family(config, "the model").model(config)
+    target: Any = structure(model, "bfloat16").target
+    draw = np.random.default_rng(0).normal
+    x, weights = draw(size=(2, 400, 32)), draw(size=(8, 32)) / 6
+    theirs = next(
+        one for one in random_model(kind, fields).modules() if "TopkRouter" in type(one).__name__
+    ).bfloat16()
+    with torch.no_grad():
+        theirs.weight.copy_(torch.tensor(weights))
+        for buffer in theirs.buffers():
+            buffer.zero_()
+        logits, _, experts = theirs(torch.tensor(x).bfloat16())
+    found: list[Any] = []
+
+    def watched(*given: Any) -> Any:
+        made = choose(*given)
+        found.extend((given[2], made[2]))
+        return made
+
+    monkeypatch.setattr(moe, "choose", watched)
+    with nnx.use_eager_sharding(False):
+        mixture = moe.Mixture(model, nnx.Rngs(0), target)
+    state = nnx.state(mixture, nnx.Param)
+    nnx.update(mixture, jax.tree.map(lambda one: one.astype(jnp.bfloat16), state))
+    mixture.router.set_value(jnp.asarray(weights.T, jnp.bfloat16))
+    mixture(jnp.asarray(x, jnp.bfloat16))
+    assert found[0].dtype == jnp.float32
+    assert relative(found[0].reshape(800, 8), logits.numpy()) < 1e-6
+    ours = np.sort(found[1].reshape(800, -1), axis=-1)
+    np.testing.assert_array_equal(ours, np.sort(experts.numpy(), axis=-1))
 
 
 @pytest.mark.parametrize(

@@ -73,10 +73,10 @@ class Mixture(nnx.Module):
         config = self.config
         given = gathered(self.target, x)
         bias = self.bias[...] if config.router.bias else None
-        logits = given @ self.router[...]
+        # Rounded to bfloat16, logits would tie or change places (DeepSeek's published code has float32 too).
+        logits = jnp.matmul(given, self.router[...], preferred_element_type=jnp.float32)
         if config.router.logit_bias:
-            logits = logits + self.router_bias[...]
-        logits = logits.astype(jnp.float32)
+            logits = logits + self.router_bias[...].astype(jnp.float32)
         scores, weights, chosen = choose(config.router, config.experts_per_token, logits, bias)
         routing = routed_as(config.router, scores, chosen)
         if config.dispatch is Dispatch.dropless:
