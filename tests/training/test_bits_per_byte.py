@@ -14,8 +14,8 @@ from systolic.data.text.documents import Documents
 from systolic.data.text.text_data import TextData
 from systolic.job import Split
 from systolic.models.decoder.config import Decoder
+from systolic.predicting.files import predictions
 from systolic.training.evaluate import evaluate
-from systolic.training.predict import predictions
 from systolic.training.setup import Setup, set_up
 from tests.cli.tiny import job
 
@@ -38,7 +38,7 @@ def test_eval_and_predict_agree_on_a_documents_bits_per_byte(tmp_path: Path):
     setup, weights, found = measured(data)
     binary = tmp_path / "bin.txt"
     binary.write_bytes(b"words \x00\x01\xff" * 100)
-    (_, answer), (_, refused) = predictions(setup, weights, [text, binary])
+    (_, answer), (_, refused) = predictions(setup.steps, weights, [text, binary])
     assert "bin.txt is binary, not text (a zero byte at 6)" in refused["error"]
     # Three targets, two of which are bytes: a, b and the document's end.
     assert answer["tokens"] == 3

@@ -174,6 +174,22 @@ class Data(ABC):
             f"{path} is a single file, and the data of this recipe is read as a whole only; use systolic eval RUN --path {path}"
         )
 
+    def read(self, content: bytes, name: str) -> dict[str, Any]:
+        """The content of a file as :meth:`load` gives it; no path of this machine is opened.
+
+        Args:
+            content: All of the file.
+            name: What messages call it.
+
+        Raises:
+            OptionError: this kind of data has no such form.
+            DataError: it can't be read.
+        """
+        del content
+        raise OptionError(
+            f"{name} is a file, and the data of this recipe is not read from the content of one; give arrays"
+        )
+
     def at(self, path: Path) -> "Data":
         """The same source at another path, all of it in the validation split.
 

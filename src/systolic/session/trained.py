@@ -319,17 +319,17 @@ class TrainedModel:
         Raises:
             OptionError: ``files`` is neither a path nor a list of paths.
         """
-        from systolic.training.predict import predictions
+        from systolic.predicting.files import predictions
 
         several = [files] if isinstance(files, str | Path) else files
         if not isinstance(several, Iterable):
             raise OptionError(f"files is {files!r}; give a path or a list of paths")
         if self.takes_texts:
-            from systolic.training.embed import embeddings
+            from systolic.predicting.texts import embeddings
 
-            yield from embeddings(self.setup, self.weights, list(several))
+            yield from embeddings(self.setup.steps, self.weights, list(several))
             return
-        yield from predictions(self.setup, self.weights, [Path(file) for file in several])
+        yield from predictions(self.setup.steps, self.weights, [Path(file) for file in several])
 
     def outputs(self, file: Path | str) -> dict[str, Any]:
         """Outputs of an exported program for all examples of an ``.npz`` file: name to array [examples, ...].
@@ -339,9 +339,9 @@ class TrainedModel:
             NotFoundError: there is no such file.
             DataError: it lacks inputs, or has no examples.
         """
-        from systolic.training.predict import output_arrays
+        from systolic.predicting.files import output_arrays
 
-        return output_arrays(self.setup, self.weights, Path(file))
+        return output_arrays(self.setup.steps, self.weights, Path(file))
 
     @property
     def takes_texts(self) -> bool:

@@ -35,6 +35,15 @@ class Writing:
     """Tokens that no text starts with: a space, and the end."""
 
 
+class Window(NamedTuple):
+    """A part of a recording that a model hears at once."""
+
+    features: "np.ndarray"
+    """f32[2 x frames, mels]: its spectrogram, silence at the end."""
+    start_seconds: float
+    end_seconds: float
+
+
 class Utterance(NamedTuple):
     """A line of a manifest."""
 
@@ -157,18 +166,16 @@ class Recordings(Data):
             Spoken(self, found, tokens, groups(self, found, tokens)), read, self.fields(), FILL
         )
 
-    def windows(self, path: Path) -> "list[np.ndarray]":
-        """Spectrograms f32[2 x frames, mels] of a recording's windows, in order.
+    def windows(self, wave: "np.ndarray") -> "list[Window]":
+        """Windows of a recording f32[samples] (:func:`systolic.data.audio.sound.read_sound`), in order."""
+        from systolic.data.audio.sound import RATE, cut, log_mel
 
-        Raises:
-            NotFoundError: no such file.
-            DataError: it is no sound.
-            MissingExtraError: the extra ``audio`` is not installed.
-        """
-        from systolic.data.audio.sound import cut, log_mel, read_sound
-
-        parts = cut(read_sound(path), self.samples)
-        return [log_mel(part, 2 * self.frames, self.mels) for part in parts]
+        made, at = [], 0
+        for part in cut(wave, self.samples):
+            features = log_mel(part, 2 * self.frames, self.mels)
+            made.append(Window(features, at / RATE, (at + len(part)) / RATE))
+            at += len(part)
+        return made
 
 
 def read_manifest(path: Path) -> list[Utterance]:

@@ -1,5 +1,6 @@
 """Sound files as mono waves of 16 kHz, and their log-mel spectrograms, as Whisper reads them (Radford et al. 2022, section 2.2)."""
 
+import io
 from collections.abc import Iterator
 from functools import lru_cache
 from math import gcd
@@ -20,6 +21,8 @@ FLOOR = 1e-10
 """Least power before the logarithm."""
 DYNAMIC_RANGE = 8.0
 """Powers of ten below the loudest bin, at which a spectrogram is cut."""
+BLOCK = 1 << 16
+"""Samples that are decoded at once."""
 QUIET = 1600
 """Samples, 0.1 s, of the stretches among which a cut looks for the quietest."""
 SEARCHED = 6
@@ -29,26 +32,45 @@ KNEE, LINEAR_STEP, LOG_STEP = 1000.0, 200.0 / 3, float(np.log(6.4) / 27)
 """The mel scale, in hertz: linear up to 1 kHz and logarithmic above (Slaney, Auditory Toolbox, 1998)."""
 
 
-def read_sound(path: Path) -> np.ndarray:
+def read_sound(
+    source: Path | bytes, name: str = "", most_seconds: float | None = None
+) -> np.ndarray:
     """f32[samples] in -1 to 1: channels averaged, resampled to :data:`RATE`; any format of libsndfile (WAV, FLAC, Ogg, MP3).
+
+    Args:
+        source: A file, or its content.
+        name: What messages call it; by default its path.
+        most_seconds: Refuses a longer recording; decodes no more than that, whatever its header says.
 
     Raises:
         NotFoundError: no such file.
-        DataError: the file is no sound, or empty.
+        DataError: the file is no sound, empty, or too long.
         MissingExtraError: the extra ``audio`` is not installed.
     """
-    library = _soundfile()
-    if not path.is_file():
-        raise NotFoundError(f"{path} is not a file; check the path")
+    library, name = _soundfile(), name or str(source)
+    if isinstance(source, Path) and not source.is_file():
+        raise NotFoundError(f"{name} is not a file; check the path")
     try:
-        samples, rate = library.read(path, dtype="float32", always_2d=True)
+        with library.SoundFile(source if isinstance(source, Path) else io.BytesIO(source)) as file:
+            rate = file.samplerate
+            most = None if most_seconds is None else int(most_seconds * rate)
+            parts, count = [], 0
+            # Blocks are mixed down at once: a file of many channels takes no more memory than its wave.
+            size = max(BLOCK // file.channels, 1)
+            for block in file.blocks(size, dtype="float32", always_2d=True):
+                parts.append(block.mean(axis=1))
+                count += len(block)
+                if most is not None and count > most:
+                    raise DataError(
+                        f"{name} is longer than {most_seconds:g} s, the most for a recording; send it in parts"
+                    )
     except (library.LibsndfileError, OSError) as error:
         raise DataError(
-            f"{path} can't be read as sound ({error}); give WAV, FLAC, Ogg or MP3"
+            f"{name} can't be read as sound ({error}); give WAV, FLAC, Ogg or MP3"
         ) from error
-    if not len(samples):
-        raise DataError(f"{path} has no sound; give a longer recording")
-    wave = samples.mean(axis=1)
+    if not count:
+        raise DataError(f"{name} has no sound; give a longer recording")
+    wave = np.concatenate(parts)
     if rate == RATE:
         return wave
     from scipy.signal import resample_poly

@@ -66,6 +66,12 @@ class Digits(Data):
 
         return {"image": read_picture(path, SIZE, 1)}
 
+    def read(self, content: bytes, name: str) -> dict[str, Any]:
+        """The same of a picture's content."""
+        from systolic.data.image.pictures import centre, decode
+
+        return {"image": centre(decode(content, name), SIZE, 1, name=name)}
+
     def labels(self) -> tuple[str, ...]:
         """0 to 9."""
         return tuple("0123456789")

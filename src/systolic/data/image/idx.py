@@ -103,6 +103,12 @@ class Idx(Data):
 
         return {"image": read_picture(path, self.side, 1)}
 
+    def read(self, content: bytes, name: str) -> dict[str, Any]:
+        """The same of a picture's content."""
+        from systolic.data.image.pictures import centre, decode
+
+        return {"image": centre(decode(content, name), self.side, 1, name=name)}
+
     def labels(self) -> tuple[str, ...]:
         """The names of the classes."""
         return self.names

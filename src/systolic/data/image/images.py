@@ -199,6 +199,15 @@ class Images(Data):
             return {"image": self.preparation.apply(path, self.channels)}
         return {"image": read_picture(path, self.side, self.channels, EVALUATION_SHARE)}
 
+    def read(self, content: bytes, name: str) -> dict[str, Any]:
+        """A picture's content as image uint8[side, side, channels], cropped as in evaluation."""
+        from systolic.data.image.pictures import EVALUATION_SHARE, centre, decode
+
+        if self.preparation is not None:
+            return {"image": self.preparation.apply(content, self.channels, name)}
+        made = centre(decode(content, name), self.side, self.channels, EVALUATION_SHARE, name)
+        return {"image": made}
+
 
 def _nothing() -> Listing:
     import numpy as np

@@ -62,6 +62,10 @@ class OutsidePictures(Data):
         """A picture, or a .npy array, as image uint8[side, side, channels]; see :meth:`Images.load`."""
         return self._images(path.parent).load(path)
 
+    def read(self, content: bytes, name: str) -> dict[str, Any]:
+        """A picture's content; see :meth:`Images.read`."""
+        return self._images(Path()).read(content, name)
+
     def at(self, path: Path) -> Images:
         """Class folders at a path, named by the classes.
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,9 +15,6 @@ from systolic.job.data import Batches
 
 if TYPE_CHECKING:
     import numpy as np
-
-SHORTEST = 8
-"""Fewest tokens of a row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,30 +55,9 @@ class Sentences(Data):
         import numpy as np
 
         tokenizer = Tokenizer(path=self.tokenizer, around=Around.own)
-        before = tokenizer.prompt("")
-        after = tokenizer.documents([""])[0][len(before) :]
+        before, after = _around(tokenizer)
         room = max(self.sequence - len(before) - len(after), 0)
-        return [
-            np.concatenate([np.array(before, np.int32), ids[:room], after])
-            for ids in tokenizer.encode_all(texts)
-        ]
-
-    def rows(self, ids: "Sequence[np.ndarray]") -> dict[str, "np.ndarray"]:
-        """Encoded texts as one batch of int32[texts, tokens], padded to a power of two, or to ``sequence``.
-
-        Few lengths mean few programs to compile, and a short text takes a short time.
-        """
-        import numpy as np
-
-        longest = max(map(len, ids))
-        width = min(max(SHORTEST, 1 << (longest - 1).bit_length()), self.sequence)
-        tokens = np.zeros((len(ids), width), np.int32)
-        segments = np.zeros_like(tokens)
-        for row, one in enumerate(ids):
-            tokens[row, : len(one)] = one
-            segments[row, : len(one)] = 1
-        positions = np.broadcast_to(np.arange(width, dtype=np.int32), tokens.shape)
-        return {"tokens": tokens, "segments": segments, "positions": positions}
+        return [np.concatenate([before, ids[:room], after]) for ids in tokenizer.encode_all(texts)]
 
     def load(self, path: Path) -> dict[str, Any]:
         """The text of a file as one example.
@@ -100,6 +77,15 @@ class Sentences(Data):
     def shrink(self, layout: Layout) -> "Sentences":
         """Rows of 64 tokens a context shard."""
         return replace(self, sequence=min(self.sequence, 64 * layout.context))
+
+
+@lru_cache(maxsize=8)
+def _around(tokenizer: Tokenizer) -> "tuple[np.ndarray, np.ndarray]":
+    """Ids int32[tokens] that a tokenizer puts before and after a text."""
+    import numpy as np
+
+    before = np.array(tokenizer.prompt(""), np.int32)
+    return before, tokenizer.documents([""])[0][len(before) :]
 
 
 def read_text(path: Path) -> str:

@@ -1,5 +1,6 @@
 """Predictions for single files: labels for images, scores for texts, raw outputs for a user's own kind."""
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,37 +14,37 @@ from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.data.audio.recordings import Recordings
 from systolic.data.input_files import InputFiles
 from systolic.data.text.text_data import TextData
-from systolic.job.data import MASK, Data
-from systolic.training.setup import Setup
-from systolic.training.transcribe import transcriptions
+from systolic.job.data import Data
+from systolic.predicting.forms import FixedForm
+from systolic.predicting.predictor import Predictor
+from systolic.predicting.recordings import transcriptions
+from systolic.predicting.rows import MOST, Bucket, Row, enough
+from systolic.steps.steps import StepFunctions
 
 UNREADABLE = (DataError, NotFoundError, OSError)
 """Errors of a file that do not affect the others."""
 
-BATCH = 32
-"""Fewest examples per call, rounded up to a multiple of the devices."""
-
 
 def predictions(
-    setup: Setup, weights: Weights, files: Sequence[Path]
+    steps: StepFunctions, weights: Weights, files: Sequence[Path]
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Predictions by file, as plain values, in the order of the files.
 
     For a file that can't be read ``error`` has the reason.
     """
-    data = setup.job.data
+    data = steps.job.data
     if isinstance(data, Recordings):
-        yield from transcriptions(setup, weights, files)
+        yield from transcriptions(steps, weights, files)
         return
     if isinstance(data, TextData) and "targets" in data.fields():
         for file in files:
             try:
-                yield file, _score(setup, weights, data, file)
+                yield file, _score(steps, weights, data, file)
             except UNREADABLE as error:
                 yield file, {"error": _reason(file, error)}
         return
     if isinstance(data, InputFiles):
-        run = Runner(setup, weights, BATCH)
+        run = Runner(steps, weights, MOST)
         for file in files:
             try:
                 made = _stacked(run, data, file)
@@ -51,7 +52,7 @@ def predictions(
             except UNREADABLE as error:
                 yield file, {"error": _reason(file, error)}
         return
-    run = Runner(setup, weights, enough(len(files)))
+    run = Runner(steps, weights, enough(len(files)))
     for start in range(0, len(files), run.batch):
         group = files[start : start + run.batch]
         loaded = [_load(data, file) for file in group]
@@ -63,7 +64,7 @@ def predictions(
                 yield file, _named(next(outputs), data.labels())
 
 
-def output_arrays(setup: Setup, weights: Weights, file: Path) -> dict[str, np.ndarray]:
+def output_arrays(steps: StepFunctions, weights: Weights, file: Path) -> dict[str, np.ndarray]:
     """Outputs [examples, ...] of a model that takes arrays by name, for all examples of a file.
 
     Raises:
@@ -71,12 +72,12 @@ def output_arrays(setup: Setup, weights: Weights, file: Path) -> dict[str, np.nd
         NotFoundError: there is no such file.
         DataError: it lacks inputs, or has no examples.
     """
-    data = setup.job.data
+    data = steps.job.data
     if not isinstance(data, InputFiles):
         raise OptionError(
-            f"--out takes the arrays of an exported program, and {setup.job.name} is none; leave it out, or take --json"
+            f"--out takes the arrays of an exported program, and {steps.job.name} is none; leave it out, or take --json"
         )
-    return _stacked(Runner(setup, weights, BATCH), data, file)
+    return _stacked(Runner(steps, weights, MOST), data, file)
 
 
 def _stacked(run: "Runner", data: InputFiles, file: Path) -> dict[str, np.ndarray]:
@@ -90,14 +91,6 @@ def _stacked(run: "Runner", data: InputFiles, file: Path) -> dict[str, np.ndarra
         name: one.astype(np.float32) if one.dtype == jax.numpy.bfloat16 else one
         for name, one in made.items()
     }
-
-
-def enough(examples: int) -> int:
-    """Examples of a batch that holds so many, at most BATCH.
-
-    An example of padding takes as long as any, and powers of two are few shapes to compile.
-    """
-    return min(BATCH, 1 << max(examples - 1, 0).bit_length())
 
 
 def _load(data: Data, file: Path) -> Mapping[str, np.ndarray] | str:
@@ -117,50 +110,19 @@ def _reason(file: Path, error: Exception) -> str:
 class Runner:
     """The predict step over any number of examples."""
 
-    def __init__(self, setup: Setup, weights: Weights, examples: int) -> None:
-        self.setup, self.weights = setup, weights
-        ways = setup.job.layout.batch_ways
-        self.batch = -(-examples // ways) * ways
-        options = setup.steps.target.compiler_options
-        self.program = jax.jit(setup.steps.predict, compiler_options=options)
+    def __init__(self, steps: StepFunctions, weights: Weights, examples: int) -> None:
+        self._run = Predictor(FixedForm(steps), weights.params, weights.model_state)
+        self.batch = self._run.up(examples)
 
     def __call__(
         self, examples: Iterator[Mapping[str, np.ndarray]]
     ) -> Iterator[dict[str, np.ndarray]]:
         """One output for each example: name to array."""
-        group: list[Mapping[str, np.ndarray]] = []
-        for example in examples:
-            group.append(example)
-            if len(group) == self.batch:
-                yield from self._run(group)
-                group = []
-        if group:
-            yield from self._run(group)
-
-    def _run(self, group: Sequence[Mapping[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:
-        steps = self.setup.steps
-        arrays: dict[str, np.ndarray] = {}
-        for name, field in self.setup.job.data.fields().items():
-            whole = np.full(
-                (self.batch, *field.shape), -1 if name in ("label", "targets") else 0, field.dtype
-            )
-            given = [example[name] for example in group if name in example]
-            if given:
-                whole[: len(given)] = np.stack(given)
-            arrays[name] = whole
-        arrays[MASK] = (np.arange(self.batch) < len(group)).astype(np.float32)
-        placed = {
-            name: jax.device_put(array, steps.batch_shardings[name])
-            for name, array in arrays.items()
-        }
-        outputs = jax.device_get(
-            self.program(self.weights.params, self.weights.model_state, placed)
-        )
-        for index in range(len(group)):
-            yield {name: value[index] for name, value in outputs.items()}
+        while group := [Row(arrays=example) for example in itertools.islice(examples, self.batch)]:
+            yield from self._run(group, Bucket(rows=self.batch))
 
 
-def _score(setup: Setup, weights: Weights, data: TextData, file: Path) -> dict[str, Any]:
+def _score(steps: StepFunctions, weights: Weights, data: TextData, file: Path) -> dict[str, Any]:
     """Score of a text under the model."""
     from systolic.data.text.find_corpus import check_text
     from systolic.data.text.rows import cut, lay
@@ -172,7 +134,7 @@ def _score(setup: Setup, weights: Weights, data: TextData, file: Path) -> dict[s
     rows = lay(cut(documents, sequence), sequence)
     if not text or not len(rows["tokens"]):
         raise DataError(f"{file} is empty; give a text to score")
-    run = Runner(setup, weights, enough(len(rows["tokens"])))
+    run = Runner(steps, weights, enough(len(rows["tokens"])))
     outputs = list(
         run({name: array[i] for name, array in rows.items()} for i in range(len(rows["tokens"])))
     )

@@ -1,0 +1,96 @@
+"""What a kind of model reads, as rows, and what it makes of their outputs: one class for each kind."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from systolic.data.audio.recordings import Recordings
+from systolic.data.text.sentences import Sentences
+from systolic.predicting.forms import FEATURES, TOKENS, SpeechForm, TextForm
+from systolic.predicting.rows import Row
+from systolic.steps.steps import StepFunctions
+
+Output = Mapping[str, np.ndarray]
+"""Outputs of a row by name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Example:
+    """One thing to answer: a picture, a text, a recording."""
+
+    rows: Sequence[Row]
+    """At least one."""
+    spans: "Sequence[Span]" = ()
+    """Of a recording: where each row lies in it."""
+
+
+class Span(NamedTuple):
+    """A part of a recording."""
+
+    start_seconds: float
+    end_seconds: float
+
+
+class Spoken(NamedTuple):
+    """A part of a recording with its text."""
+
+    start_seconds: float
+    end_seconds: float
+    text: str
+
+
+class TextReader:
+    """Texts for a model of embeddings."""
+
+    def __init__(self, steps: StepFunctions, data: Sentences) -> None:
+        self.form, self._data = TextForm(steps, data), data
+
+    def read(self, texts: Sequence[str]) -> list[Example]:
+        """Examples of some texts, cut to what the model reads."""
+        return [self.of(ids) for ids in self._data.encode(texts)]
+
+    def of(self, ids: np.ndarray) -> Example:
+        """An example of token ids int32[tokens], with the tokens around a text."""
+        ids = ids[: self._data.sequence]
+        return Example(rows=[Row(arrays={TOKENS: ids}, length=len(ids))])
+
+
+class SpeechReader:
+    """Recordings for a model that writes down speech.
+
+    A recording longer than the model's window is cut in the quietest 0.1 s of each window's last sixth; its
+    windows are transcribed on their own and their texts joined.
+
+    Raises:
+        OptionError: the job is not about speech, or its tokens are not the model's.
+    """
+
+    def __init__(self, steps: StepFunctions) -> None:
+        self.form = SpeechForm(steps)
+        data = steps.job.data
+        assert isinstance(data, Recordings)
+        self._data, self._tokenizer = data, data.get_tokenizer()
+
+    def read(self, wave: np.ndarray) -> Example:
+        """The windows of a wave f32[samples] of 16 kHz."""
+        windows = self._data.windows(wave)
+        return Example(
+            rows=[Row(arrays={FEATURES: window.features}) for window in windows],
+            spans=[Span(window.start_seconds, window.end_seconds) for window in windows],
+        )
+
+    def spoken(self, example: Example, outputs: Sequence[Output]) -> list[Spoken]:
+        """Text of each window; "" where nothing was said."""
+        end, made = self._data.writing.end, []
+        for span, output in zip(example.spans, outputs, strict=True):
+            tokens = output[TOKENS].tolist()
+            until = tokens.index(end) if end in tokens else None
+            made.append(Spoken(*span, self._tokenizer.decode(tokens[:until]).strip()))
+        return made
+
+
+def joined(spoken: Sequence[Spoken]) -> str:
+    """The text of a recording."""
+    return " ".join(part.text for part in spoken if part.text)
