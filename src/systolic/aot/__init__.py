@@ -2,7 +2,7 @@
 
 from systolic.aot.compile import Compiler, compile
 from systolic.aot.outcome import Compiled, Failed, Outcome, Rejected
-from systolic.aot.program import FunctionProgram, JobProgram, Program
+from systolic.aot.program import FunctionProgram, JobProgram, Program, ServingProgram
 from systolic.aot.traced import StepKind
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Outcome",
     "Program",
     "Rejected",
+    "ServingProgram",
     "StepKind",
     "compile",
 ]

@@ -63,6 +63,37 @@ class JobProgram:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServingProgram:
+    """Step of a server of a job's language model."""
+
+    job: Job
+    rows: int
+    """Texts of the step."""
+    tokens: int
+    """Tokens that it reads of each; 1 makes the next token over a cache, more read the start of a prompt."""
+    context: int
+    """Positions of the cache of each text."""
+
+    def key(self) -> Any:
+        """The job and the sizes; None where a part is a user's class, whose code is unknown."""
+        if not _known(self.job):
+            return None
+        sizes = {"rows": self.rows, "tokens": self.tokens, "context": self.context}
+        return {"job": self.job.to_json(), "serving": sizes}
+
+    def trace(self, on: Slice, devices: Sequence[Any]) -> Traced:
+        """See :class:`Program`.
+
+        Raises:
+            LayoutError: the layout does not divide the slice or the model.
+            RunError: the model does not generate text.
+        """
+        from systolic.aot.serving import trace_serving
+
+        return trace_serving(self, on, devices)
+
+
+@dataclass(frozen=True, kw_only=True)
 class FunctionProgram(FunctionCall):
     """User's function with abstract arguments."""
 

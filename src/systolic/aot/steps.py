@@ -72,19 +72,32 @@ def described(job: Job, steps: StepFunctions) -> dict[str, Any]:
 def _generation(steps: StepFunctions, verb: StepKind, sequence: int) -> tuple[Any, float, int]:
     """Prefill of full rows, or decoding one token for each row with a full cache."""
     decode = Decode(steps, Sampling(temperature=0.0))
-    steps = decode.steps
-    size, placement = steps.batch_size, decode.placement
+    size = decode.steps.batch_size
+    tokens = 1 if verb is StepKind.decode else sequence
+    return trace_generation(decode, size, tokens, sequence), *generated(
+        decode, size, tokens, sequence
+    )
+
+
+def generated(decode: Decode, size: int, tokens: int, context: int) -> tuple[float, int]:
+    """Matmul FLOPs and tokens of :func:`trace_generation`'s program."""
+    if tokens == 1:
+        return decode.decode_flops(context) * size, size
+    return decode.prefill_flops(tokens) * size, size * tokens
+
+
+def trace_generation(decode: Decode, size: int, tokens: int, context: int) -> Any:
+    """The next token of ``size`` texts over a cache of ``context`` positions, or with more ``tokens`` the start of each text."""
+    steps, placement = decode.steps, decode.placement
     params = {
         path: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=placement[path])
         for path, shape in jax.eval_shape(decode.weights, steps.abstract_state.params).items()
     }
-    model_state, begun = steps.abstract_state.model_state, decode.abstract_state(size, sequence)
-    if verb is StepKind.decode:
-        traced = jit_decode(decode, size).trace(params, model_state, begun, count=1)
-        return traced, decode.decode_flops(sequence) * size, size
-    where = steps.target.sharding(steps.target.fit((size, sequence), ("batch", None)))
-    tokens = jax.ShapeDtypeStruct((size, sequence), jnp.int32, sharding=where)
-    traced = jit_prefill(decode, size).trace(
-        params, model_state, tokens, begun.token, begun.key, capacity=sequence
+    model_state, begun = steps.abstract_state.model_state, decode.abstract_state(size, context)
+    if tokens == 1:
+        return jit_decode(decode, size).trace(params, model_state, begun, count=1)
+    where = steps.target.sharding(steps.target.fit((size, tokens), ("batch", None)))
+    prompt = jax.ShapeDtypeStruct((size, tokens), jnp.int32, sharding=where)
+    return jit_prefill(decode, size).trace(
+        params, model_state, prompt, begun.token, begun.key, capacity=context
     )
-    return traced, decode.prefill_flops(sequence) * size, size * sequence

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from systolic.aot import StepKind
+from systolic.cli.forecast_serving import SERVE, ServingOptions, forecast_server
 from systolic.cli.output import print_json
 from systolic.cli.parse import Required, parse, print_verb_help
 from systolic.cli.target import Request, first, request
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 FORMS = """usage: systolic forecast RECIPE --on SLICE [options]
        systolic forecast MODEL --on SLICE [options]
+       systolic forecast --serve MODEL --on SLICE [options]
        systolic forecast dump.txt --on SLICE [options]
 
 RECIPE is a name that systolic recipes lists, or path/to/file.py:function. Its step is compiled for
@@ -31,6 +33,8 @@ assumed. MODEL is a published model that systolic recipes lists (llama-3.1-70b),
 or a Bundle; weights are not needed. It takes the options of the recipe lm, with the model's sizes as defaults.
 dump.txt is scheduled HLO that another program wrote: compiled.as_text(), or XLA's dump
 after optimizations; it takes --on, --html, --perfetto, --xprof, --against and --json.
+--serve forecasts a server of the model with continuous batching: tokens per second, time to the first
+and to each further token, the requests that fit and dollars per million tokens, at several concurrencies.
 SLICE is one of systolic chips: v5e-16, v5p-128, tpu7x-8, 2xv5e-256, 8xh100, cpu.
 
 Exits with 1 when the step does not fit. systolic forecast RECIPE --help shows the recipe's options."""
@@ -87,7 +91,7 @@ class DumpOptions:
     json: bool = False
 
 
-OPTIONS = (ForecastOptions,)
+OPTIONS = (ForecastOptions, ServingOptions)
 """Classes of which ``systolic forecast --help`` lists the options."""
 
 
@@ -95,6 +99,8 @@ def run(args: Sequence[str]) -> int:
     """The verb."""
     if not args or args[0] in ("-h", "--help"):
         return print_verb_help(FORMS, *OPTIONS)
+    if SERVE in args:
+        return forecast_server([word for word in args if word != SERVE])
     target, rest = first(args, "forecast", "a recipe or a model")
     if is_text(target):
         dump = parse(DumpOptions, rest, f"systolic forecast {target}")

@@ -1,0 +1,80 @@
+"""Steps of a server of a language model, traced for described devices."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from systolic.aot.program import ServingProgram
+from systolic.aot.steps import described, generated, trace_generation
+from systolic.aot.traced import Traced
+from systolic.chips import Slice
+from systolic.job import Sampling
+from systolic.steps.decode import Decode
+from systolic.steps.steps import StepFunctions
+from systolic.steps.target import MeshTarget
+
+
+def trace_serving(program: ServingProgram, on: Slice, devices: Sequence[Any]) -> Traced:
+    """The step of a server on a mesh of ``devices``."""
+    job = program.job.settle(on)
+    target = MeshTarget.of(job, on.platform, devices)
+    decode = Decode(StepFunctions(job, target), Sampling(temperature=0.0))
+    sizes = (program.rows, program.tokens, program.context)
+    traced = trace_generation(decode, *sizes)
+    flops, units = generated(decode, *sizes)
+    return Traced(
+        traced=traced,
+        mesh=target.mesh,
+        facts={
+            "name": job.name,
+            "verb": "decode" if program.tokens == 1 else "prefill",
+            "model_flops": float(flops),
+            "unit": "tokens",
+            "units": units,
+            **described(job, decode.steps),
+            "batch_size": program.rows,
+            **_bytes(decode, program),
+            "notes": list(target.notes),
+        },
+    )
+
+
+def _bytes(decode: Decode, program: ServingProgram) -> dict[str, float]:
+    """Bytes of one device that a step can't do without: the floor of its time, by the rate of the memory.
+
+    ``cache_bytes`` are of all positions of its rows, ``weight_bytes`` of what it reads of the weights: no rows
+    of an embedding that isn't the output matrix, and of a mixture the experts that its tokens choose, each evenly
+    and by chance. ``stored_bytes`` are of all weights.
+    """
+    steps = decode.steps
+    weights = jax.eval_shape(decode.weights, steps.abstract_state.params)
+    placed = {path: _one(shape, steps.shardings.params[path]) for path, shape in weights.items()}
+    axes = steps.network.axes
+    config: Any = steps.job.model
+    tokens = program.rows * program.tokens
+    read = 0.0
+    for path, size in placed.items():
+        names = axes[path] or ()
+        if path == "embedding" and "unembedding" in placed:
+            continue
+        share = 1.0
+        if "experts" in names:
+            share = 1 - (1 - config.experts_per_token / config.experts) ** tokens
+        read += size * share
+    state = decode.abstract_state(program.rows, program.context)
+    cache = sum(_one(array, array.sharding) for array in jax.tree.leaves(state.cache))
+    ways = steps.target.axes("batch")
+    replicas = math.prod(steps.target.mesh.shape[axis] for axis in ways)
+    return {
+        "weight_bytes": read,
+        "stored_bytes": float(sum(placed.values())),
+        "cache_bytes": float(cache),
+        "replicas": replicas,
+    }
+
+
+def _one(array: Any, sharding: Any) -> int:
+    """Bytes of an array on one device."""
+    return math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize

@@ -1,0 +1,77 @@
+"""``systolic forecast --serve MODEL --on SLICE``: capacity, latency and cost of a server."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from systolic.cli.output import print_json
+from systolic.cli.parse import Required
+from systolic.cli.target import first, request
+from systolic.core.ranges import COUNT
+
+SERVE = "--serve"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions:
+    """Options of the forecast of a server (--serve).
+
+    Args:
+        on: The slice: v5e-8, v6e-8, tpu7x-8, cpu.
+        prompt_tokens: Tokens of each prompt.
+        output_tokens: New tokens of each request.
+        concurrency: Numbers of requests under way, one line each; by default 1, 4, 16 and so on, as many as fit.
+        page_size: Positions of a page of the cache.
+        chunk: Prompt tokens that a step reads.
+        flags: Compiler flags on top of the set that all jobs on the chip share; none leaves that set out.
+        quick: Stop at the compiler's schedule, after seconds: memory is exact, the time of ops estimated.
+        json: Print one JSON object on stdout.
+    """
+
+    on: Annotated[str, Required("a slice; add --on v6e-8, systolic chips lists them")]
+    prompt_tokens: Annotated[int, COUNT] = 1024
+    output_tokens: Annotated[int, COUNT] = 256
+    concurrency: tuple[int, ...] = ()
+    page_size: Annotated[int, COUNT] = 128
+    chunk: Annotated[int, COUNT] = 512
+    flags: str = ""
+    quick: bool = False
+    json: bool = False
+
+
+def forecast_server(args: Sequence[str]) -> int:
+    """Forecasts a server; ``args`` are the words of the line without ``--serve``. Returns the exit code."""
+    from systolic.chips import slice
+    from systolic.report.progress import ProgressLine
+    from systolic.session.capacity import Load, forecast_serving, serving_layout
+
+    target, rest = first(args, f"forecast {SERVE}", "a model or a recipe")
+    asked = request(target, rest, "forecast", ServingOptions)
+    options, job = asked.verb, asked.job
+    on = slice(options.on)
+    if not any(word.startswith("--layout.") for word in asked.typed):
+        job = replace(job, layout=serving_layout(job, on))
+    load = Load(
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        chunk=options.chunk,
+    )
+    with ProgressLine(sys.stderr, f"{job.name} for {on.name}") as progress:
+        made = forecast_serving(
+            job,
+            on,
+            load,
+            concurrency=options.concurrency,
+            page_size=options.page_size,
+            flags=options.flags,
+            quick=options.quick,
+            watch=progress.say,
+        )
+    if options.json:
+        print_json({**made.to_json(), "target": target, "quick": options.quick})
+    else:
+        from systolic.report.forecast.serving import print_serving
+
+        print_serving(made)
+    return 0 if made.fits else 1

@@ -1,0 +1,101 @@
+"""A forecast of serving as text: memory first, then a table of concurrencies with the floor beside each figure."""
+
+import textwrap
+
+from rich.text import Text
+
+from systolic.core.units import duration
+from systolic.forecasting.serving import ServingForecast, ServingPoint
+from systolic.report import serving_memory
+from systolic.report.printing import print_lines
+
+WIDTH = 100
+COLUMNS = (
+    ("requests", 8),
+    ("tokens/s", 10),
+    ("floor", 9),
+    ("first token", 12),
+    ("floor", 9),
+    ("per token", 10),
+    ("floor", 9),
+    ("$/M tokens", 11),
+    ("$/M output", 11),
+)
+NOTES = 4
+"""Notes that are shown; JSON has all."""
+
+
+def print_serving(forecast: ServingForecast) -> None:
+    """Prints the screen to stdout."""
+    print_lines(lambda width: lines(forecast, width), WIDTH, usual=WIDTH)
+
+
+def lines(forecast: ServingForecast, width: int) -> list[Text]:
+    """The screen, in lines of at most ``width`` columns."""
+    load = forecast.load
+    verdict = "fits" if forecast.fits else "does not fit"
+    shown = [
+        Text(f"{forecast.name} served on {forecast.on.name}: {verdict}", style="bold"),
+        Text(
+            f"prompts of {load.prompt_tokens:,} tokens in chunks of {load.chunk:,}, answers of {load.output_tokens:,}; {forecast.layout}"
+        ),
+        Text(""),
+        *map(Text, serving_memory.lines(forecast.memory, load.tokens)),
+    ]
+    if forecast.points:
+        shown += [Text(""), *_table(forecast)]
+    if forecast.refused:
+        many = ", ".join(f"{count:,}" for count in forecast.refused)
+        shown.append(Text(f"no room for {many} at once: the others would wait in the queue"))
+    price = forecast.bill.usd_per_hour
+    if price is not None and forecast.points:
+        shown.append(Text(f"${price:.2f}/h on demand ({forecast.bill.price_as_of})"))
+    for note in forecast.notes[:NOTES]:
+        for number, line in enumerate(textwrap.wrap(note, width - 6)):
+            shown.append(Text(f"{'note' if not number else '':<6}{line}", style="dim"))
+    if len(forecast.notes) > NOTES:
+        more = len(forecast.notes) - NOTES
+        shown.append(Text(f"{'':<6}{more} more with --json", style="dim"))
+    for line in shown:
+        line.truncate(width, overflow="ellipsis")
+    return shown
+
+
+def _table(forecast: ServingForecast) -> list[Text]:
+    """Figures by concurrency."""
+    origin = f"steps {forecast.origin.value}; closed load in steady state, assumed"
+    head = "".join(f"{name:>{size}}" for name, size in COLUMNS)
+    return [
+        Text(f"output tokens per second and latency  [{origin}]"),
+        Text(head, style="dim"),
+        *(Text(_row(point)) for point in forecast.points),
+    ]
+
+
+def _row(point: ServingPoint) -> str:
+    state, floor = point.state, point.floor
+    cells = (
+        f"{point.concurrency:,}",
+        f"{point.output_tokens_per_second:,.0f}",
+        _number(point.floor_output_tokens_per_second),
+        duration(state.first_token_seconds),
+        _seconds(None if floor is None else floor.first_token_seconds),
+        duration(state.token_seconds),
+        _seconds(None if floor is None else floor.token_seconds),
+        _dollars(point.usd_per_million_tokens),
+        _dollars(point.usd_per_million_output_tokens),
+    )
+    row = "".join(f"{cell:>{size}}" for cell, (_, size) in zip(cells, COLUMNS, strict=True))
+    return f"{row}  prompts wait" if state.saturated else row
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else duration(value)
+
+
+def _dollars(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

@@ -1,0 +1,329 @@
+"""Capacity of a server of a language model on a slice: what ``systolic forecast --serve`` prints."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from systolic.aot import Compiler, ServingProgram
+from systolic.chips import Slice, slice
+from systolic.chips.flags import resolved
+from systolic.core.errors import LayoutError, OptionError
+from systolic.core.origin import Origin
+from systolic.core.ranges import COUNT
+from systolic.core.units import gibibytes
+from systolic.forecasting import Forecast, forecast_program
+from systolic.forecasting.cost import bill_of
+from systolic.forecasting.serving import (
+    Load,
+    ServingForecast,
+    ServingPoint,
+    StepForecast,
+    StepTimes,
+    steady,
+)
+from systolic.forecasting.serving_memory import ServingMemory
+from systolic.job import Job, Layout
+
+PAGE_SIZE = 128
+"""Positions of a page: the lanes of a TPU's registers, which a shorter page would leave empty."""
+FACTOR = 4
+"""Of each concurrency to the one before, where none are given."""
+NOTE = "the cache of the compiled steps is one array per text; a paged kernel reads the same bytes in pages"
+WHOLE = "a chunk takes its share of the prompt's one-pass prefill, and no less than a pass over as many tokens alone"
+
+
+def serving_layout(job: Job, on: Slice) -> Layout:
+    """Layout of a server: tensor as far as it divides the model, then experts, then replicas.
+
+    Raises:
+        LayoutError: no layout of this kind divides the slice and the model.
+    """
+    refused: LayoutError | None = None
+    devices = on.num_devices
+    for tensor in (ways for ways in range(devices, 0, -1) if devices % ways == 0):
+        rest = devices // tensor
+        for expert in (ways for ways in range(rest, 0, -1) if rest % ways == 0):
+            layout = Layout(data=rest // expert, fsdp=1, expert=expert, tensor=tensor)
+            try:
+                job.model.check(layout)
+                layout.check_slices(on.num_slices)
+            except LayoutError as error:
+                refused = error
+            else:
+                return layout
+    assert refused is not None
+    raise refused
+
+
+def forecast_serving(
+    job: Job,
+    on: Slice | str,
+    load: Load,
+    *,
+    concurrency: Sequence[int] = (),
+    page_size: int = PAGE_SIZE,
+    flags: str = "",
+    quick: bool = False,
+    watch: Callable[[str], None] = lambda _: None,
+) -> ServingForecast:
+    """Throughput, latency, memory and cost of a server.
+
+    Args:
+        job: A language model under the layout that serves it.
+        on: The slice, or its name.
+        load: Prompt and answer of each request, and the chunks that prompts are read in.
+        concurrency: Requests under way, one point each; by default 1, 4, 16 … as many as fit, and these.
+        page_size: Positions of a page of the cache.
+        flags: Compiler flags, as for :func:`~systolic.session.forecast.forecast_step`.
+        quick: Stop at the compiler's schedule.
+        watch: Called with each stage, a few words.
+
+    Raises:
+        OptionError: a count below 1, or the model has no cache.
+        LayoutError: the layout does not divide the slice or the model.
+        RunError: the model does not generate text, or the compiler failed.
+    """
+    for name, counts in (("--concurrency", concurrency), ("--page-size", (page_size,))):
+        for count in counts:
+            if count not in COUNT:
+                raise OptionError(f"{name} is {count}; it takes {COUNT}")
+    target = slice(on) if isinstance(on, str) else on
+    compiler = Compiler(flags=resolved(flags, target.chip))
+    server = _Server(
+        job=job,
+        on=target,
+        load=load,
+        page_size=page_size,
+        compiler=compiler.quick() if quick else compiler,
+        watch=watch,
+    )
+    return server.forecast(concurrency)
+
+
+@dataclass
+class _Server:
+    job: Job
+    on: Slice
+    load: Load
+    page_size: int
+    compiler: Compiler
+    watch: Callable[[str], None]
+    made: dict[tuple[int, int], Forecast] = field(default_factory=dict)
+    """By rows of a replica and tokens."""
+    refusal: Forecast | None = None
+
+    def forecast(self, wanted: Sequence[int]) -> ServingForecast:
+        ways = self.replicas
+        self.step(1, 1)
+        for tokens in self.prompts:
+            self.step(1, tokens)
+        if self.refusal is not None or (memory := self.memory()).num_pages == 0:
+            return self.rejected()
+        most = memory.concurrency(self.load.tokens)
+        asked = sorted(set(wanted)) if wanted else ladder(most)
+        kept = [count for count in asked if count <= most]
+        for count in kept:
+            self.step(-(-count // ways), 1)
+        memory = self.memory()
+        most = memory.concurrency(self.load.tokens)
+        points = [self.point(count) for count in kept if count <= most]
+        return self.answer(memory, points, [count for count in asked if count > most])
+
+    @property
+    def replicas(self) -> int:
+        return self.job.settle(self.on).layout.batch_ways
+
+    @property
+    def axes(self) -> str:
+        """Mesh axes larger than 1."""
+        shape = self.job.settle(self.on).layout.mesh_shape
+        return ", ".join(f"{axis} {n}" for axis, n in shape.items() if n > 1) or "one device"
+
+    @property
+    def prompts(self) -> list[int]:
+        """Tokens of the passes over a prompt that are compiled: a chunk, and all of it."""
+        whole = self.padded(self.load.prompt_tokens)
+        return sorted({min(self.load.chunk, whole), whole})
+
+    @property
+    def context(self) -> int:
+        """Positions that a new token reads on average, in whole pages."""
+        return self.padded(self.load.mean_context)
+
+    def padded(self, tokens: int) -> int:
+        return -(-tokens // self.page_size) * self.page_size
+
+    def step(self, rows: int, tokens: int) -> None:
+        """Forecasts a step of so many texts a replica."""
+        if (rows, tokens) in self.made or self.refusal is not None:
+            return
+        count = rows * self.replicas
+        what = f"{count} rows" if tokens == 1 else f"a prompt of {tokens} tokens"
+        context = self.context if tokens == 1 else tokens
+        made = forecast_program(
+            ServingProgram(job=self.job, rows=count, tokens=tokens, context=context),
+            self.job.name,
+            self.on,
+            compiler=self.compiler,
+            say=lambda stage: self.watch(f"{what}: {stage}"),
+        )
+        if made.fits and made.step_seconds is not None:
+            self.made[rows, tokens] = made
+        elif rows == 1:
+            self.refusal = made
+
+    def memory(self) -> ServingMemory:
+        """The table, of the programs that were compiled."""
+        decode = self.made[1, 1]
+        assert decode.memory is not None
+        kinds = decode.memory.by_kind
+        positions = _facts(decode)["batch_size"] // self.replicas * self.context
+        page = kinds.get("cache", 0) // positions * self.page_size
+        if not page:
+            raise OptionError(
+                f"{self.job.name} keeps no keys and values between tokens; forecast its eval step instead"
+            )
+        return ServingMemory(
+            capacity_bytes=decode.capacity_bytes,
+            weights_bytes=kinds.get("parameters", 0),
+            temporary_bytes=max(_temporaries(one) for one in self.made.values()),
+            page_bytes=page,
+            page_size=self.page_size,
+            replicas=self.replicas,
+            origin=decode.memory_origin,
+        )
+
+    def point(self, count: int) -> ServingPoint:
+        busy = min(count, self.replicas)
+        real, least = self.times(lambda made: made.step_seconds), self.times(floor_seconds)
+        assert real is not None
+        requests = count / busy
+        return ServingPoint(
+            concurrency=count,
+            state=steady(self.load, real, requests),
+            replicas=busy,
+            floor=None if least is None else steady(self.load, least, requests),
+            load=self.load,
+            usd_per_hour=bill_of(self.on).usd_per_hour,
+        )
+
+    def times(self, seconds: Callable[[Forecast], float | None]) -> StepTimes | None:
+        """Seconds of a replica's steps by a rule; None where it knows none."""
+        found = {key: known for key, made in self.made.items() if (known := seconds(made))}
+        if len(found) < len(self.made):
+            return None
+        chunk, whole = self.prompts[0], self.prompts[-1]
+        return StepTimes(
+            decode={rows: found[rows, tokens] for rows, tokens in self.made if tokens == 1},
+            chunk=max(found[1, chunk], found[1, whole] * chunk / whole),
+        )
+
+    def answer(
+        self, memory: ServingMemory, points: Sequence[ServingPoint], refused: Sequence[int]
+    ) -> ServingForecast:
+        steps = [self.described(key) for key in sorted(self.made, key=lambda key: (key[1], key[0]))]
+        first = next(iter(self.made.values()))
+        notes = [NOTE, *([WHOLE] if self.load.chunks > 1 else [])]
+        for made in self.made.values():
+            notes += [note for note in (*made.warnings, *made.notes) if note not in notes]
+        return ServingForecast(
+            name=self.job.name,
+            on=self.on,
+            load=self.load,
+            layout=self.axes,
+            origin=first.origin,
+            memory=memory,
+            steps=steps,
+            points=points,
+            refused=refused,
+            bill=bill_of(self.on),
+            compiler={
+                key: first.compiler[key]
+                for key in ("jax", "libtpu", "flags")
+                if key in first.compiler
+            },
+            notes=notes,
+        )
+
+    def described(self, key: tuple[int, int]) -> StepForecast:
+        rows, tokens = key
+        made = self.made[key]
+        return StepForecast(
+            rows=rows * self.replicas,
+            tokens=tokens,
+            context=self.context if tokens == 1 else tokens,
+            seconds=made.step_seconds or 0.0,
+            floor_seconds=floor_seconds(made),
+        )
+
+    def rejected(self) -> ServingForecast:
+        """Without a point: what one text needs does not fit."""
+        if self.refusal is None:
+            return self.answer(self.memory(), (), ())
+        made = self.refusal
+        if made.fits:
+            raise OptionError(
+                f"{self.on.name} has no rates in the catalogue, so that no step has a time; forecast for another slice"
+            )
+        kinds: Mapping[str, int] = made.memory.by_kind if made.memory else {}
+        need = int((made.rejected or {}).get("need_bytes", 0))
+        weights = min(kinds.get("parameters", 0), need)
+        memory = ServingMemory(
+            capacity_bytes=made.capacity_bytes,
+            weights_bytes=weights,
+            temporary_bytes=need - weights,
+            page_bytes=1,
+            page_size=self.page_size,
+            pages=0,
+            replicas=self.replicas,
+            origin=Origin.compiled,
+        )
+        return ServingForecast(
+            name=self.job.name,
+            on=self.on,
+            load=self.load,
+            layout=self.axes,
+            origin=Origin.compiled,
+            memory=memory,
+            bill=bill_of(self.on),
+            notes=[
+                f"a step needs {gibibytes(need)} of {gibibytes(made.capacity_bytes)}; split the weights further with --layout.tensor, or take a larger slice"
+            ],
+        )
+
+
+def ladder(most: int) -> list[int]:
+    """Concurrencies to forecast where so many requests fit: 1, 4, 16 …, and ``most``."""
+    found = [FACTOR**power for power in range(max(most, 1).bit_length()) if FACTOR**power < most]
+    return [*found, most] if most else []
+
+
+def floor_seconds(made: Forecast) -> float | None:
+    """Seconds that a serving step's bytes and FLOPs take at the chip's peak rates: the bandwidth floor; None without rates.
+
+    Bytes of a decode step are those of the weights it reads and of the keys and values of its rows; a prompt
+    has no keys and values to read.
+    """
+    facts, chip = _facts(made), made.on.chip
+    if chip.hbm_bytes_per_second is None:
+        return None
+    rate = chip.hbm_bytes_per_second / (chip.devices_per_chip or 1)
+    cache = facts["cache_bytes"] if facts["verb"] == "decode" else 0.0
+    moving = (facts["weight_bytes"] + cache) / rate
+    peak = chip.peak_bf16_flops_per_second or math.inf
+    computing = (made.model_flops or 0.0) / (peak * made.on.num_chips)
+    return max(moving, computing)
+
+
+def _facts(made: Forecast) -> Mapping[str, Any]:
+    assert made.answer is not None
+    return made.answer.report["program"]
+
+
+def _temporaries(made: Forecast) -> int:
+    """Bytes of a program beside weights and cache."""
+    assert made.memory is not None
+    kinds = made.memory.by_kind
+    kept = 0 if _facts(made)["verb"] == "prefill" else kinds.get("cache", 0)
+    return made.memory.peak_bytes - kinds.get("parameters", 0) - kept
