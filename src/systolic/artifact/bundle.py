@@ -6,6 +6,8 @@ safetensors under the paths of our parameters. Nothing in it is executed: the mo
 """
 
 import contextlib
+import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -40,6 +42,8 @@ FORMATS = {WEIGHTS: "systolic", "model": "pt"}
 """``format`` in the metadata of weights files by their stem; transformers opens ``pt`` only."""
 ORIGIN = "source/config.json"
 """The config.json that the model came with."""
+DRAFT = ".draft-"
+"""Between the name of a folder and random letters, in the hidden name of its draft."""
 HASHED_BYTES = 1 << 22
 """Bytes that are hashed at a time."""
 
@@ -107,6 +111,17 @@ class Bundle:
                 if _sha256(opened) != about.sha256:
                     return name
         return None
+
+    def verify(self) -> None:
+        """Compares the contents of all files with their digests.
+
+        Raises:
+            DataError: a file has changed.
+        """
+        if (name := self.damaged()) is not None:
+            raise DataError(
+                f"{self.folder / name} is damaged: its contents are not those that were written; copy it again, or import the model again"
+            )
 
 
 def model_record(model: Model) -> dict[str, Any]:
@@ -206,7 +221,7 @@ def arrays(bundle: Bundle, like: Mapping[str, Any]) -> dict[str, Any]:
 
     made: dict[str, Any] = {}
     with ThreadPoolExecutor(1) as pool:
-        check = pool.submit(bundle.damaged)
+        check = pool.submit(bundle.verify)
         for path, shape in like.items():
             tensor = bundle.tensors.get(path)
             if tensor is None:
@@ -217,11 +232,7 @@ def arrays(bundle: Bundle, like: Mapping[str, Any]) -> dict[str, Any]:
                 )
             fill = partial(tensor.part, dtype=np.dtype(shape.dtype))
             made[path] = jax.make_array_from_callback(shape.shape, shape.sharding, fill)
-        name = check.result()
-    if name is not None:
-        raise DataError(
-            f"{bundle.folder / name} is damaged: its contents are not those that were written; copy it again, or import the model again"
-        )
+        check.result()
     return made
 
 
@@ -307,9 +318,11 @@ def draft(final: Path) -> Generator[BundleDraft]:
     scratch: Path | None = None
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}."))
+        _remove_left(final)
+        scratch = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{final.name}{DRAFT}"))
         scratch.chmod(0o777 & ~_umask())
-        yield BundleDraft(scratch, final)
+        with _held(scratch):
+            yield BundleDraft(scratch, final)
     except OSError as error:
         cure = "free some space" if failure.is_full(error) else "choose another folder"
         raise RunError(
@@ -318,6 +331,29 @@ def draft(final: Path) -> Generator[BundleDraft]:
     finally:
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _remove_left(final: Path) -> None:
+    """Removes drafts of processes that were killed: no process holds them."""
+    for left in final.parent.glob(f".{glob.escape(final.name)}{DRAFT}*"):
+        with contextlib.suppress(OSError), _held(left) as free:
+            if free:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Generator[bool]:
+    """A lock on a folder that ends with the process, whatever ends it; False where another one has it, or no disk locks."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(opened)
 
 
 def check_free(final: Path) -> None:

@@ -122,9 +122,27 @@ def read_header(file: Path) -> tuple[dict[str, MappedTensor], dict[str, str]]:
     if not isinstance(header, dict):
         raise DataError(f"the header of {file} is no JSON object; copy it again")
     metadata = header.pop("__metadata__", None) or {}
-    return {
-        name: _tensor(file, name, about, 8 + length, size) for name, about in header.items()
-    }, metadata
+    found = {name: _tensor(file, name, about, 8 + length, size) for name, about in header.items()}
+    _check_covered(file, found, 8 + length, size)
+    return found, metadata
+
+
+def _check_covered(file: Path, tensors: Mapping[str, MappedTensor], start: int, size: int) -> None:
+    """Whether the tensors follow each other and fill a file, as the format says.
+
+    Raises:
+        DataError: two overlap, or bytes belong to none.
+    """
+    end = start
+    for name, one in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if one.offset != end:
+            wrong = "shares bytes with another tensor" if one.offset < end else "follows a gap"
+            raise DataError(f"the header of {file} is damaged: {name} {wrong}; copy it again")
+        end += one.nbytes
+    if end != size:
+        raise DataError(
+            f"{file} has {size} bytes and its tensors end at {end}; it is damaged, copy it again"
+        )
 
 
 def _tensor(file: Path, name: str, about: Any, start: int, size: int) -> MappedTensor:

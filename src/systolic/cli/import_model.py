@@ -1,5 +1,6 @@
 """``systolic import SOURCE``: a model of another library as a Bundle."""
 
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -75,5 +76,5 @@ def run(args: Sequence[str]) -> int:
         print(made.parity.line())
     elif options.parity:
         warn(made.unchecked or "")
-    print(f"next: systolic {made.use.format(made.path)}")
+    print(f"next: systolic {made.use.format(shlex.quote(str(made.path)))}")
     return 0

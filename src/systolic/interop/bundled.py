@@ -46,6 +46,10 @@ class BundleSource(Source):
         skipped = (".safetensors", ".safetensors.index.json")
         return {name: self.path / name for name in own if not name.endswith(skipped)}
 
+    def verify(self) -> None:
+        """See :class:`Source`."""
+        self.bundle.verify()
+
     def fingerprint(self) -> str:
         """See :class:`Source`."""
         return digest({name: about.sha256 for name, about in self.bundle.record.files.items()})

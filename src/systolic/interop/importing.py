@@ -12,6 +12,9 @@ from systolic.interop.source import Source
 from systolic.steps.network import ModelStructure
 from systolic.steps.target import MeshTarget
 
+TESTED = 1 << 20
+"""Elements that are tested at a time for NaN and infinity."""
+
 
 def shapes_of(source: Source) -> dict[str, tuple[int, ...]]:
     """Shapes of all parameters and other variables of a model, by path; computes nothing."""
@@ -58,13 +61,28 @@ def write_weights(
     def pieces(path: str) -> Any:
         want = shapes[path]
         rest = want.nbytes
-        for piece in source.pieces(path):
+        for number, piece in enumerate(source.pieces(path)):
             rest -= piece.size * want.dtype.itemsize
             if piece.shape != tuple(want.shape[len(want.shape) - piece.ndim :]) or rest < 0:
                 raise DataError(
                     f"{path} of {source.path} has a piece of {piece.shape} and the model has {tuple(want.shape)}; the configuration is of another model"
                 )
+            if not _finite(piece):
+                raise DataError(
+                    f"{source.origin(path, number)} of {source.path} holds NaN or infinity, so that the model computes no numbers; copy the file again, or train from a checkpoint before that"
+                )
             yield piece if piece.dtype == want.dtype else piece.astype(want.dtype)
             del piece  # before the next one is made
 
     out.weights(tensors, pieces, progress)
+
+
+def _finite(piece: np.ndarray) -> bool:
+    """Whether all elements are finite; rows are tested a few at a time, which needs little memory."""
+    if piece.dtype.kind in "iub":
+        return True
+    rows = np.atleast_1d(piece)
+    step = max(1, TESTED // max(rows[:1].size, 1))
+    return all(
+        bool(np.isfinite(rows[start : start + step]).all()) for start in range(0, len(rows), step)
+    )

@@ -92,6 +92,14 @@ class Source(ABC):
         """The config.json as it came, or its fields where there is no such file."""
         return json.dumps(dict(self.config), indent=2).encode()
 
+    def verify(self) -> None:
+        """Compares the contents with the digests that were written beside them, where a format has any; reads everything.
+
+        Raises:
+            DataError: a file is damaged.
+        """
+        return
+
     @abstractmethod
     def fingerprint(self) -> str:
         """Digest of names, sizes and a sample of the contents; a copy elsewhere has the same."""
@@ -103,6 +111,11 @@ class Source(ABC):
     @abstractmethod
     def pieces(self, path: str) -> Iterator[np.ndarray]:
         """A parameter in consecutive pieces of its first dims, one in memory at a time."""
+
+    def origin(self, path: str, piece: int) -> str:
+        """Name in the files of what a parameter's piece of that number is made of."""
+        del piece
+        return path
 
     @property
     def tokenizer(self) -> Path | None:
@@ -141,6 +154,11 @@ class TransformersSource(Source):
     def pieces(self, path: str) -> Iterator[np.ndarray]:
         """See :class:`Source`."""
         return self.conversion.pieces(path, self.tensors)
+
+    def origin(self, path: str, piece: int) -> str:
+        """See :class:`Source`."""
+        rule = next(rule for rule in self.conversion.rules if path in rule.ours)
+        return " or ".join(rule.names(list(rule.places())[piece]))
 
     def files(self) -> dict[str, Path]:
         """See :class:`Source`."""

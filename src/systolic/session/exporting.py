@@ -84,6 +84,7 @@ def export_model(
                 f"{path} is a model in files already; write it as a Bundle with systolic import {path} --out {out}"
             )
         source = open_source(path)
+        source.verify()
         files = {name: file.read_bytes() for name, file in source.files().items()}
         return _write(outgoing(source), files, out, say)
     model = open_model(path, checkpoint, trust=trust)

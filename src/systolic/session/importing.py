@@ -115,6 +115,7 @@ def import_model(
         return _program(asked, out, dtype, parity, say)
     framework.check_unused(source)
     opened = open_source(source)
+    opened.verify()
     final = FOLDER / opened.path.resolve().stem if out is None else Path(out)
     say("read descriptions")
     tensors = planned(opened, np.dtype(DTYPES[dtype]) if dtype != AUTO else None)
@@ -123,14 +124,12 @@ def import_model(
     rounded = _rounded_to(opened, tensors)
     with draft(final) as made:
         _fill(opened, made, tensors, size, say)
-        about: dict[str, Any] = _about(opened, tensors)
+        about = _about(opened, tensors)
         unchecked = impossible(opened) if parity else "not asked for"
-        found: Parity | None = None
+        found = None
         if unchecked is None:
             say("parity")
-            written = made.describe(**about)
-            found = check(opened, lambda probe: _outputs(written, probe), rounded=rounded)
-            check_passed(found)
+            found = _compared(opened, made.describe(**about), rounded)
         bundle = made.finish(**about, parity=None if found is None else found.to_json())
     return Imported(
         path=bundle.folder,
@@ -166,6 +165,17 @@ def _program(
         unchecked=None if parity else "not asked for",
         use=USES[type(model).__name__],
     )
+
+
+def _compared(source: Source, written: Bundle, rounded: str | None) -> Parity:
+    """Parity of a Bundle with its source.
+
+    Raises:
+        RunError: it computes something else.
+    """
+    found = check(source, lambda probe: _outputs(written, probe), rounded=rounded)
+    check_passed(found)
+    return found
 
 
 def _fill(

@@ -63,6 +63,9 @@ def rotary(
     Raises:
         OptionError: an unknown rope_type, or rotation of a part of a head's dims.
     """
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(name) or {}, Mapping):
+            raise OptionError(f"{name} is {config[name]!r}; it takes an object with a rope_type")
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if layers is not None and layers in given:
         given = given[layers] or {}
@@ -72,7 +75,10 @@ def rotary(
             raise OptionError(
                 f"partial_rotary_factor is {fields['partial_rotary_factor']} and only 1 is known"
             )
-    theta = given.get("rope_theta") or config.get("rope_theta") or theta
+    bases = [f["rope_theta"] for f in (given, config) if f.get("rope_theta") is not None]
+    theta = bases[0] if bases else theta
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
+        raise OptionError(f"rope_theta is {theta!r}; it takes a number above 0")
     name = given.get("rope_type", given.get("type", "default"))
     if name not in KINDS:
         raise OptionError(
