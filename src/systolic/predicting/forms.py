@@ -30,6 +30,8 @@ class Form(ABC):
 
     longest: int | None = None
     """Most positions of a row; None where all rows have one shape."""
+    steady = True
+    """Whether a call takes the same time whatever its rows hold."""
 
     def __init__(self, steps: StepFunctions) -> None:
         self.steps = steps
@@ -119,6 +121,8 @@ class SpeechForm(Form):
     Raises:
         OptionError: the job is not about speech, or its tokens are not the model's.
     """
+
+    steady = False
 
     def __init__(self, steps: StepFunctions) -> None:
         super().__init__(steps)

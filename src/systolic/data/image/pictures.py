@@ -135,3 +135,34 @@ def centre(
 ) -> np.ndarray:
     """The centred square as uint8[size, size, channels]; see :func:`crop` for errors."""
     return crop(image, centre_box(*upright(image, name), share), size, channels, name)
+
+
+SAFE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+"""Formats of pictures from strangers: Pillow's readers of others start programs, or are rarely looked at."""
+
+
+def check_picture(content: bytes, most_pixels: int, name: str) -> None:
+    """Refuses a stranger's picture by its header, before its pixels take memory.
+
+    Raises:
+        DataError: it is none of :data:`SAFE_FORMATS`, damaged, or has more pixels.
+        MissingExtraError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtraError("reading pictures", "image") from error
+    try:
+        width, height = Image.open(io.BytesIO(content), formats=SAFE_FORMATS).size
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise DataError(
+            f"{name} has too many pixels, and at most {most_pixels} are taken; send a smaller one"
+        ) from error
+    except Exception as error:  # a stranger's bytes: readers raise many kinds
+        raise DataError(
+            f"{name} is not a picture that can be read; give {', '.join(SAFE_FORMATS)}"
+        ) from error
+    if width * height > most_pixels:
+        raise DataError(
+            f"{name} has {width} x {height} pixels, and at most {most_pixels} are taken; send a smaller one"
+        )

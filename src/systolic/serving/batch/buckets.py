@@ -1,0 +1,229 @@
+"""Which shapes are compiled: sizes that pad the expected traffic least, under a number of programs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import numpy as np
+
+from systolic.core.errors import DataError, OptionError
+from systolic.core.ranges import COUNT, check
+from systolic.predicting.rows import Bucket
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """What comes, as histograms: value to how often; {} where nothing is known, then each doubling is as likely."""
+
+    examples: Mapping[int, float] = field(default_factory=dict)
+    """How many examples waited when a batch was taken."""
+    lengths: Mapping[int, float] = field(default_factory=dict)
+    """Positions of an example, such as tokens of a text."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for :meth:`from_json`."""
+        return {
+            name: {str(value): weight for value, weight in sorted(histogram.items())}
+            for name, histogram in (("examples", self.examples), ("lengths", self.lengths))
+        }
+
+    @classmethod
+    def from_json(cls, given: Any) -> "Traffic":
+        """Traffic from plain values, such as a server recorded.
+
+        Raises:
+            DataError: it is something else.
+        """
+        try:
+            found = cls(
+                **{
+                    name: {int(value): float(weight) for value, weight in given[name].items()}
+                    for name in ("examples", "lengths")
+                    if name in given
+                }
+            )
+        except (AttributeError, TypeError, ValueError) as error:
+            raise DataError(
+                f'traffic is no pair of histograms ({error}); give {{"examples": {{"SIZE": HOW OFTEN}}, "lengths": …}}'
+            ) from error
+        for histogram in (found.examples, found.lengths):
+            if any(
+                value < 1 or not 0 <= weight < float("inf") for value, weight in histogram.items()
+            ):
+                raise DataError("traffic has a size below 1 or a negative weight; count from 1")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shapes:
+    """Limits within which buckets are chosen.
+
+    Raises:
+        OptionError: a value out of its range.
+    """
+
+    largest: Annotated[int, COUNT] = 32
+    """Most rows of a batch."""
+    programs: Annotated[int | None, COUNT] = None
+    """Most programs to compile; None takes 8, or 16 where rows differ in length."""
+    positions: Annotated[int | None, COUNT] = None
+    """Most rows x length of a batch; None takes what ``largest`` rows of 512 positions have."""
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+FIXED, VARIED = 8, 16
+"""Programs for rows of one shape, and for rows that differ in length, where none are given."""
+LONG = 512
+"""Positions of a row for ``Shapes.positions``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """The buckets of a model."""
+
+    rows: Sequence[int]
+    """Sizes of a batch, ascending."""
+    lengths: Sequence[int | None]
+    """Lengths of a row, ascending; [None] where all rows have one shape."""
+    most_positions: int | None = None
+    """Larger buckets are left out, but for those of the fewest rows."""
+    padding_share: float
+    """Expected share of positions that hold nothing, where each batch takes the smallest bucket that holds it."""
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """All of them, the smallest first."""
+        return sorted(
+            (self.at(rows, length) for length in self.lengths for rows in self.sizes(length)),
+            key=lambda bucket: bucket.positions,
+        )
+
+    def at(self, rows: int, length: int | None) -> Bucket:
+        """A bucket of the grid."""
+        return Bucket(rows=rows, length=length)
+
+    def sizes(self, length: int | None) -> list[int]:
+        """Sizes of a batch of rows of a length, ascending."""
+        if self.most_positions is None or length is None:
+            return list(self.rows)
+        return [
+            rows
+            for rows in self.rows
+            if rows * length <= self.most_positions or rows == self.rows[0]
+        ]
+
+    def length_for(self, length: int) -> int | None:
+        """The least length that holds a row."""
+        if self.lengths[0] is None:
+            return None
+        return next(one for one in self.lengths if one is not None and one >= length)
+
+    def __str__(self) -> str:
+        count = len(self.buckets)
+        rows = ", ".join(map(str, self.rows))
+        across = (
+            "" if self.lengths[0] is None else f" x {', '.join(map(str, self.lengths))} positions"
+        )
+        programs = f"{count} program{'s' if count > 1 else ''}"
+        return f"{programs}: batches of {rows}{across}; expected padding {self.padding_share:.1%}"
+
+
+def choose(shapes: Shapes, *, longest: int | None = None, ways: int = 1) -> Grid:
+    """The buckets with the least expected padding.
+
+    Args:
+        shapes: Limits and traffic.
+        longest: Most positions of a row; None where all rows have one shape.
+        ways: Rows of a batch are a multiple of this.
+
+    Raises:
+        OptionError: not even the largest shape is within the limits.
+    """
+    if shapes.largest < ways:
+        raise OptionError(
+            f"a batch has at most {shapes.largest} rows, and the {ways} devices each take one; allow {ways} or more"
+        )
+    largest = shapes.largest // ways * ways
+    rows = _weights(shapes.traffic.examples, largest, ways)
+    if longest is None:
+        sizes, share = _sizes(rows, shapes.programs or FIXED, ways)
+        return Grid(rows=sizes, lengths=[None], padding_share=share)
+    lengths = _weights(shapes.traffic.lengths, longest, 1)
+    most = max(shapes.positions or largest * LONG, longest * ways)
+    best: Grid | None = None
+    # Every split of the programs into sizes x lengths.
+    programs = shapes.programs or VARIED
+    for count in range(1, programs + 1):
+        across, length_share = fewest_padded(lengths, programs // count)
+        sizes, row_share = _sizes(rows, count, ways)
+        share = 1 - (1 - row_share) * (1 - length_share)
+        if best is None or share < best.padding_share:
+            best = Grid(rows=sizes, lengths=across, most_positions=most, padding_share=share)
+    assert best is not None
+    return best
+
+
+def _sizes(weights: Mapping[int, float], count: int, least: int) -> tuple[list[int], float]:
+    """Sizes of a batch; the smallest is ``least``, so that a request alone waits for no padding."""
+    if count == 1 or len(weights) == 1:
+        return fewest_padded(weights, count)
+    others = {value: weight for value, weight in weights.items() if value != least}
+    sizes, _ = fewest_padded(others, count - 1)
+    sizes = [least, *sizes]
+    padded = sum(
+        weight * next(size for size in sizes if size >= value) for value, weight in weights.items()
+    )
+    useful = sum(value * weight for value, weight in weights.items())
+    return sizes, 1 - useful / padded if padded else 0.0
+
+
+def fewest_padded(weights: Mapping[int, float], count: int) -> tuple[list[int], float]:
+    """At most ``count`` sizes, the largest value among them, and the share of positions that is then padding.
+
+    Each value takes the least size that holds it. Exact, by dynamic programming over the values in order.
+
+    Args:
+        weights: Value to how often it comes.
+        count: Most sizes.
+    """
+    values = np.array(sorted(weights), np.int64)
+    often = np.array([weights[value] for value in values.tolist()], np.float64)
+    if not often.sum():
+        often[-1] = 1.0
+    number = len(values)
+    before = np.concatenate([[0.0], np.cumsum(often)])
+    # cost[i]: positions of the first i values under the best sizes so far; size j ends a group at value j.
+    cost = np.concatenate([[0.0], np.full(number, np.inf)])
+    origins = []
+    for _ in range(min(count, number)):
+        fresh = np.full(number + 1, np.inf)
+        fresh[0] = 0.0
+        origin = np.zeros(number + 1, np.int64)
+        for end in range(1, number + 1):
+            total = cost[:end] + (before[end] - before[:end]) * values[end - 1]
+            origin[end] = int(np.argmin(total))
+            fresh[end] = total[origin[end]]
+        cost = np.minimum(fresh, cost)
+        origins.append(np.where(fresh <= cost, origin, -1))
+    sizes, end = [], number
+    for origin in reversed(origins):
+        if end == 0:
+            break
+        if origin[end] >= 0:
+            sizes.append(int(values[end - 1]))
+            end = int(origin[end])
+    useful = float((values * often).sum())
+    return sizes[::-1], 1 - useful / float(cost[number])
+
+
+def _weights(histogram: Mapping[int, float], most: int, step: int) -> dict[int, float]:
+    """A histogram over the multiples of ``step`` up to ``most``, which is always there."""
+    given = histogram or {value: 1 / value for value in range(1, most + 1)}
+    made = dict.fromkeys((most,), 0.0)
+    for value, weight in given.items():
+        up = min(-(-value // step) * step, most)
+        made[up] = made.get(up, 0.0) + weight
+    return made

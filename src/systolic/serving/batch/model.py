@@ -1,0 +1,240 @@
+"""A model that answers whole requests in batches."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from systolic.core.errors import RunError
+from systolic.predicting.predictor import Predictor
+from systolic.predicting.readers import Example
+from systolic.predicting.rows import Bucket
+from systolic.serving.batch.asked import Asked
+from systolic.serving.batch.buckets import Grid, Traffic, choose
+from systolic.serving.batch.ending import Endings
+from systolic.serving.batch.facts import BatchWatcher, CompileFacts, Ended
+from systolic.serving.batch.intake import Inputs, Intake, size_of
+from systolic.serving.batch.lanes import Lanes
+from systolic.serving.batch.options import BatchOptions
+from systolic.serving.batch.queue import BatchQueue
+from systolic.serving.batch.request import ArraySpec, ModelKind
+from systolic.serving.batch.workers import Workers
+from systolic.serving.compiles import COUNT, count_compiles
+
+MEASURED, QUICK_SECONDS = 3, 0.1
+"""Calls of a program, of which the fastest is its time; a slower first call is its time."""
+
+
+class DynamicBatches:
+    """A :class:`~systolic.serving.batch.request.BatchModel` over a predictor.
+
+    Args:
+        name: For messages.
+        intake: What requests hold.
+        predictor: The programs.
+        options: Batches, queue and limits.
+        watcher: Told of compiles, batches and answers.
+
+    Attributes:
+        grid: The buckets, with the expected padding; known before :meth:`start`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        intake: Intake,
+        predictor: Predictor,
+        options: BatchOptions | None = None,
+        watcher: BatchWatcher | None = None,
+    ) -> None:
+        self._name, self._intake, self._predictor = name, intake, predictor
+        self._options, self._watcher = options or BatchOptions(), watcher
+        self.grid = _grid(intake, self._options)
+        self._outputs = intake.outputs(predictor.outputs(self.grid.buckets[0]))
+        self._queue = BatchQueue(
+            Lanes(self.grid, intake.alone is not None),
+            most=self._options.waiting,
+            most_bytes=self._options.waiting_bytes,
+            delay_seconds=self._options.delay_ms / 1e3,
+            name=name,
+        )
+        self._endings = Endings(name, self._queue, intake, watcher)
+        self._workers = Workers(
+            name,
+            self._queue,
+            predictor,
+            self._endings,
+            watcher,
+            strict=self._options.strict,
+        )
+        self._readers = ThreadPoolExecutor(self._options.readers, "systolic-read")
+        self._started = self._ended = False
+
+    # What it is
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self._name
+
+    @property
+    def kind(self) -> ModelKind:
+        """What it is asked for."""
+        return self._intake.kind
+
+    @property
+    def inputs(self) -> Sequence[ArraySpec]:
+        """Arrays of a request."""
+        return self._intake.inputs
+
+    @property
+    def outputs(self) -> Sequence[ArraySpec]:
+        """Arrays of an answer."""
+        return self._outputs
+
+    @property
+    def labels(self) -> Sequence[str]:
+        """Names of classes in label order; () where there are none."""
+        return self._intake.labels
+
+    @property
+    def traffic(self) -> Traffic:
+        """What has come so far, for the choice of buckets at the next start."""
+        return self._workers.recorder.traffic
+
+    @property
+    def waiting(self) -> int:
+        """Examples that no batch holds yet."""
+        return self._queue.waiting
+
+    @property
+    def compiles_after_ready(self) -> int:
+        """Batches that compiled something after the model was ready."""
+        return self._workers.compiles
+
+    @property
+    def replaced(self) -> int:
+        """Workers that died and were replaced."""
+        return self._workers.replaced
+
+    # Its life
+
+    def start(self) -> None:
+        """Compiles and measures every program, then starts the workers; returns when it is ready."""
+        count_compiles()
+        seconds: dict[Bucket, float] = {}
+        for bucket in self.grid.buckets:
+            found = COUNT.found
+            took = self._predictor.compile(bucket)
+            if self._watcher is not None:
+                cached = COUNT.found > found
+                self._watcher.compiled(
+                    CompileFacts(bucket=str(bucket), seconds=took, cached=cached)
+                )
+            seconds[bucket] = self._timed(bucket)
+        if self._intake.form.steady:
+            self._queue.lanes.seconds = seconds
+        for number in range(self._options.workers):
+            self._workers.hire(number)
+        threading.Thread(target=self._watch_deadlines, name="systolic-deadlines").start()
+        self._started = True
+        self._queue.open()
+
+    def _timed(self, bucket: Bucket) -> float:
+        """Seconds of a call on padding alone, which also loads the program."""
+        best = float("inf")
+        for _ in range(MEASURED):
+            start = time.perf_counter()
+            self._predictor([], bucket)
+            best = min(best, time.perf_counter() - start)
+            if best > QUICK_SECONDS:
+                break
+        return best
+
+    def _watch_deadlines(self) -> None:
+        while self._queue.expired(self._endings.expire):
+            pass
+
+    @property
+    def ready(self) -> bool:
+        """Whether every program is compiled, requests are taken and no worker is stuck."""
+        stuck = self._workers.busy_seconds() > self._options.stalled_seconds
+        return self._started and not self._ended and not stuck
+
+    def drain(self, seconds: float) -> bool:
+        """Refuses new requests, and waits until those that were taken are answered; False where time ran out."""
+        self._queue.close("ends")
+        self._ended = True
+        finished = self._queue.empty(seconds)
+        self.close()
+        return finished
+
+    def close(self) -> None:
+        """Ends at once; requests that are left fail with RunError."""
+        self._ended = True
+        self._queue.close("has ended")
+        for asked in self._queue.stop():
+            self._end(asked)
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def _end(self, asked: Asked) -> None:
+        reason = RunError(f"{self._name} ended before the answer was known; ask again")
+        self._endings.fail(asked, Ended.failed, reason)
+
+    # Requests
+
+    def submit(
+        self, inputs: Inputs, *, deadline_seconds: float | None = None
+    ) -> "Future[Mapping[str, np.ndarray]]":
+        """Queues a request; see :class:`~systolic.serving.batch.request.BatchModel`."""
+        now = time.monotonic()
+        asked = Asked(
+            future=Future(),
+            count=self._intake.check(inputs),
+            bytes=size_of(inputs),
+            submitted=now,
+            deadline=None if deadline_seconds is None else now + deadline_seconds,
+        )
+        self._queue.admit(asked)
+        asked.future.add_done_callback(lambda _: self._endings.cancel(asked))
+        try:
+            self._read(asked, self._intake.parts(inputs))
+        except RuntimeError:  # the readers were shut down meanwhile
+            self._end(asked)
+        return asked.future
+
+    def _read(self, asked: Asked, parts: Sequence[Callable[[], Sequence[Example]]]) -> None:
+        """Reads a request's examples, each part in a thread; the last one queues the rows."""
+        found: list[Sequence[Example]] = [()] * len(parts)
+        lock, left = threading.Lock(), [len(parts)]
+
+        def read(index: int) -> None:
+            if asked.ended:
+                return
+            try:
+                found[index] = parts[index]()
+            except Exception as error:  # of a library, on a stranger's bytes
+                self._endings.refuse(asked, error)
+                return
+            with lock:
+                left[0] -= 1
+                last = left[0] == 0
+            if last:
+                self._queue.put(asked, [one for part in found for one in part])
+
+        for index in range(len(parts)):
+            if self._intake.reads:
+                self._readers.submit(read, index)
+            else:
+                read(index)
+
+
+def _grid(intake: Intake, options: BatchOptions) -> Grid:
+    """The buckets of a model."""
+    form = intake.form
+    if intake.alone is not None:
+        rows = -(-intake.alone // form.ways) * form.ways
+        return Grid(rows=[rows], lengths=[None], padding_share=1 - intake.alone / rows)
+    return choose(options.shapes, longest=form.longest, ways=form.ways)

@@ -1,0 +1,142 @@
+"""Arrays of requests: exported programs, and jobs of a user's own."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core
+import numpy as np
+
+from systolic.core.errors import OptionError
+from systolic.data.input_files import InputFiles
+from systolic.interop.program.model import ExportedProgram
+from systolic.job import Field
+from systolic.predicting.forms import FixedForm
+from systolic.predicting.readers import Example, Output
+from systolic.predicting.rows import Bucket, Row
+from systolic.serving.batch.intake import Inputs, Intake, form_of, spec_of, told
+from systolic.serving.batch.limits import InputLimits
+from systolic.serving.batch.request import ANY, ArraySpec, ModelKind
+
+KINDS = {"f": "fiu", "i": "iu", "u": "iu", "b": "b"}
+"""Kinds of numbers that become a kind."""
+
+
+class ArrayIntake(Intake):
+    """Arrays by name, one entry for each example.
+
+    A program whose examples depend on each other, which was exported for a number of examples, takes requests
+    of that number, each alone.
+    """
+
+    kind = ModelKind.tensors
+    reads = False
+
+    def __init__(self, form: FixedForm, used: Sequence[str], limits: InputLimits) -> None:
+        super().__init__(limits)
+        self.form = form
+        job = form.steps.job
+        self._fields: Mapping[str, Field] = {
+            name: field for name, field in job.data.fields().items() if name in used
+        }
+        self._repeated = job.data.repeated if isinstance(job.data, InputFiles) else ()
+        if isinstance(job.model, ExportedProgram):
+            self.alone = job.model.about.batch
+        self.inputs = tuple(self._spec(name, field) for name, field in self._fields.items())
+
+    def _spec(self, name: str, field: Field) -> ArraySpec:
+        each = () if name in self._repeated else (self.alone or ANY,)
+        return ArraySpec(name=name, dtype=field.dtype, shape=(*each, *field.shape))
+
+    def count(self, inputs: Inputs) -> int:
+        """See :class:`Intake`."""
+        counts: dict[str, int] = {}
+        for spec in self.inputs:
+            array, field = inputs[spec.name], self._fields[spec.name]
+            each = spec.name not in self._repeated
+            shape = array.shape[1:] if each else array.shape
+            if shape != tuple(field.shape) or (each and not len(array)):
+                raise OptionError(f"{spec.name} is {form_of(array)}; give {told(spec)}")
+            _check_numbers(array, spec)
+            if each:
+                counts[spec.name] = len(array)
+        if len(set(counts.values())) != 1:
+            raise OptionError(
+                f"the inputs differ in their first dim ({', '.join(f'{name} {count}' for name, count in counts.items())}); it is the number of examples"
+            )
+        found = next(iter(counts.values()))
+        if self.alone is not None and found != self.alone:
+            raise OptionError(
+                f"the request has {found} examples, and the program was exported for {self.alone} that depend on each other; give {self.alone}"
+            )
+        self.bound(found)
+        return found
+
+    def parts(self, inputs: Inputs) -> Sequence[Callable[[], Sequence[Example]]]:
+        """See :class:`Intake`."""
+        arrays = {name: inputs[name].astype(field.dtype) for name, field in self._fields.items()}
+        repeated = {name: arrays[name] for name in arrays if name in self._repeated}
+        shared = b""
+        if repeated:
+            digest = hashlib.sha256()
+            for array in repeated.values():
+                digest.update(np.ascontiguousarray(array).tobytes())
+            shared = digest.digest()
+        several = {name: array for name, array in arrays.items() if name not in repeated}
+        count = len(next(iter(several.values())))
+        made = [
+            Example(
+                rows=[
+                    Row(
+                        arrays={**repeated, **{name: array[i] for name, array in several.items()}},
+                        shared=shared,
+                    )
+                ]
+            )
+            for i in range(count)
+        ]
+        return [lambda: made]
+
+    def outputs(self, of: Mapping[str, Any]) -> Sequence[ArraySpec]:
+        """See :class:`Intake`."""
+        return [spec_of(name, array) for name, array in of.items()]
+
+    def answer(self, example: Example, outputs: Sequence[Output]) -> dict[str, Any]:
+        """See :class:`Intake`."""
+        del example
+        (output,) = outputs
+        return dict(output)
+
+
+def _check_numbers(array: np.ndarray, spec: ArraySpec) -> None:
+    """Refuses numbers of another kind, and those that the dtype can't hold."""
+    dtype = np.dtype(spec.dtype)
+    if array.dtype.kind not in KINDS.get(dtype.kind, "f"):
+        raise OptionError(
+            f"{spec.name} is {array.dtype}, and the model takes {spec.dtype}; convert it"
+        )
+    if dtype.kind in "iu" and array.dtype != dtype and array.size:
+        about: Any = np.iinfo(str(dtype))
+        if array.min() < about.min or array.max() > about.max:
+            raise OptionError(
+                f"{spec.name} has numbers from {array.min()} to {array.max()}, and {spec.dtype} holds {about.min} to {about.max}"
+            )
+
+
+def used_inputs(form: FixedForm, params: Any, model_state: Any) -> list[str]:
+    """Names of the arrays of an example that the program's outputs depend on: labels are none of them."""
+    batch = form.abstract(Bucket(rows=form.ways))
+    names = sorted(batch)
+    closed = jax.make_jaxpr(
+        lambda *arrays: form.function()(params, model_state, dict(zip(names, arrays, strict=True)))
+    )(*(batch[name] for name in names))
+    needed = {v for v in closed.jaxpr.outvars if not isinstance(v, jax.extend.core.Literal)}
+    for equation in reversed(closed.jaxpr.eqns):
+        if needed.intersection(equation.outvars):
+            needed.update(v for v in equation.invars if not isinstance(v, jax.extend.core.Literal))
+    return [
+        name
+        for name, variable in zip(names, closed.jaxpr.invars, strict=True)
+        if variable in needed and name in form.steps.job.data.fields()
+    ]

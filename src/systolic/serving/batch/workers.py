@@ -1,0 +1,147 @@
+"""Threads that run batches; one that dies is replaced."""
+
+import threading
+import time
+from collections.abc import Sequence
+
+from systolic.core.errors import RunError
+from systolic.predicting.predictor import Predictor
+from systolic.predicting.rows import Bucket
+from systolic.serving.batch.asked import Waiting
+from systolic.serving.batch.ending import Endings, line
+from systolic.serving.batch.facts import BatchFacts, BatchWatcher, CompileFacts, Ended
+from systolic.serving.batch.lanes import Group
+from systolic.serving.batch.queue import BatchQueue
+from systolic.serving.batch.recorded import Recorder
+from systolic.serving.compiles import COUNT
+
+RECENT = 0.1
+"""Weight of a batch in the recent time of a row."""
+
+
+class Workers:
+    """Threads between a queue and a predictor.
+
+    Args:
+        name: Of the model, for messages.
+        queue: Where batches come from.
+        predictor: The programs.
+        endings: Where answers go.
+        watcher: Told of batches.
+        strict: Whether a compile fails its batch.
+
+    Attributes:
+        recorder: Traffic so far.
+        compiles: Compiles that should not have happened.
+        replaced: Threads that died and were replaced.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        queue: BatchQueue,
+        predictor: Predictor,
+        endings: Endings,
+        watcher: BatchWatcher | None,
+        *,
+        strict: bool,
+    ) -> None:
+        self._name, self._queue, self._predictor = name, queue, predictor
+        self._endings, self._watcher, self._strict = endings, watcher, strict
+        self._busy: dict[int, float] = {}
+        self.recorder = Recorder()
+        self.compiles = self.replaced = 0
+
+    def hire(self, number: int) -> None:
+        """Starts a thread."""
+        threading.Thread(target=self._work, args=(number,), name=f"systolic-batch-{number}").start()
+
+    def busy_seconds(self) -> float:
+        """Time of the longest call that is running."""
+        since = min(list(self._busy.values()), default=None)
+        return 0.0 if since is None else time.monotonic() - since
+
+    def _work(self, number: int) -> None:
+        group: Group | None = None
+        try:
+            while (group := self._queue.take()) is not None:
+                self._busy[number] = time.monotonic()
+                self._run(group.rows, group)
+                self._busy.pop(number, None)
+                group = None
+        except BaseException as error:  # whatever ends a thread, its requests get an answer
+            self._busy.pop(number, None)
+            if group is not None:
+                reason = RunError(
+                    f"the worker of {self._name} that held the request died ({line(error)}); send it again"
+                )
+                for waiting in group.rows:
+                    self._endings.fail(waiting.asked, Ended.failed, reason)
+            self.replaced += 1
+            self.hire(number)
+
+    def _run(self, rows: Sequence[Waiting], group: Group) -> None:
+        """A call, and its answers; where it fails, its requests are tried one by one."""
+        compiled, start = COUNT.compiled, time.perf_counter()
+        try:
+            outputs = self._predictor([waiting.row for waiting in rows], group.bucket)
+            if COUNT.compiled > compiled:
+                self._compiled(group.bucket, time.perf_counter() - start)
+        except Exception as error:
+            self._failed(rows, group, error)
+            return
+        seconds = time.perf_counter() - start
+        each = seconds / len(rows)
+        recent = self._queue.seconds_per_row
+        self._queue.seconds_per_row = recent + RECENT * (each - recent) if recent else each
+        ready = [
+            waiting.asked
+            for waiting, output in zip(rows, outputs, strict=True)
+            if self._queue.done(waiting, output, seconds)
+        ]
+        for asked in ready:
+            self._endings.answer(asked)
+        self._tell(rows, group, start, seconds)
+
+    def _failed(self, rows: Sequence[Waiting], group: Group, error: Exception) -> None:
+        requests = {waiting.asked: None for waiting in rows}
+        if len(requests) == 1:
+            (asked,) = requests
+            reason = RunError(
+                f"{self._name} could not compute the request ({line(error)}); send it again"
+            )
+            self._endings.fail(asked, Ended.failed, reason)
+            return
+        for asked in requests:
+            self._run([waiting for waiting in rows if waiting.asked is asked], group)
+
+    def _compiled(self, bucket: Bucket, seconds: float) -> None:
+        """A broken promise."""
+        self.compiles += 1
+        if self._watcher is not None:
+            facts = CompileFacts(
+                bucket=str(bucket), seconds=seconds, cached=False, after_ready=True
+            )
+            self._watcher.compiled(facts)
+        if self._strict:
+            raise RunError(f"the program of {bucket} was compiled after {self._name} was ready")
+
+    def _tell(self, rows: Sequence[Waiting], group: Group, start: float, seconds: float) -> None:
+        lengths = [waiting.row.length for waiting in rows]
+        self.recorder.record(group.waited, lengths)
+        if self._watcher is None:
+            return
+        held = sum(lengths) if group.bucket.length else len(rows)
+        oldest = min(waiting.since for waiting in rows)
+        self._watcher.ran(
+            BatchFacts(
+                bucket=str(group.bucket),
+                examples=len(rows),
+                rows=group.bucket.rows,
+                padding_share=1 - held / group.bucket.positions,
+                requests=len({waiting.asked for waiting in rows}),
+                waiting=self._queue.waiting,
+                queue_seconds=max(min(w.asked.taken or oldest for w in rows) - oldest, 0.0),
+                compute_seconds=seconds,
+            )
+        )

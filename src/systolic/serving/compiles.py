@@ -1,0 +1,51 @@
+"""Compiles, as JAX itself counts them: how many happen in which threads."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax.monitoring
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+"""Event of JAX after each compile, also one that was read from the disk."""
+FOUND = "/jax/compilation_cache/cache_hits"
+"""Event of JAX for each executable that was read from the disk."""
+
+
+class CompileCount(threading.local):
+    """Compiles of the calling thread since it first asked.
+
+    JAX calls its listeners in the thread that compiles.
+    """
+
+    def __init__(self) -> None:
+        self.compiled = 0
+        self.found = 0
+
+
+COUNT = CompileCount()
+"""Counts of each thread; see :func:`count_compiles`."""
+_lock = threading.Lock()
+_listening: list[Callable[..., None]] = []
+
+
+def count_compiles() -> None:
+    """Starts to count, once in a process."""
+    with _lock:
+        if _listening:
+            return
+        _listening.append(_duration)
+        jax.monitoring.register_event_duration_secs_listener(_duration)
+        jax.monitoring.register_event_listener(_event)
+
+
+def _duration(event: str, duration_secs: float, **more: Any) -> None:
+    del duration_secs, more
+    if event == COMPILED:
+        COUNT.compiled += 1
+
+
+def _event(event: str, **more: Any) -> None:
+    del more
+    if event == FOUND:
+        COUNT.found += 1
