@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 import jinja2.nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -81,14 +82,23 @@ class ChatTemplate:
     origin: Path
     """Its file, for messages."""
 
-    def render(self, messages: Messages, *, answer: bool) -> str:
+    @property
+    def takes_tools(self) -> bool:
+        """Whether it tells the model of tools."""
+        return "tools" in jinja2.meta.find_undeclared_variables(_environment().parse(self.text))
+
+    def render(
+        self, messages: Messages, *, answer: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
         """The text of a conversation, special tokens included.
 
         Args:
             messages: From the first to the last.
             answer: Whether the text ends where the model's next answer begins.
+            tools: Descriptions of functions that the model may call, for a template that takes them.
         """
-        return _unmarked(self._marked(messages, answer=answer))[0]
+        names = {"tools": list(tools)} if tools else {}
+        return _unmarked(self._marked(messages, answer=answer, **names))[0]
 
     def conversation(self, messages: Messages) -> Rendered:
         """A whole conversation for training, and where its answers are: the template's generation blocks, else what each answer adds to the text before it.
@@ -226,11 +236,15 @@ def _unmarked(text: str) -> tuple[str, list[tuple[int, int]]]:
     return out, spans
 
 
-@lru_cache(maxsize=8)
-def _compiled(text: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> ImmutableSandboxedEnvironment:
+    return ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Answers, loopcontrols]
     )
+
+
+@lru_cache(maxsize=8)
+def _compiled(text: str) -> jinja2.Template:
+    environment = _environment()
     environment.filters["tojson"] = _to_json
     functions = {"raise_exception": _refuse, "strftime_now": _now}
     return environment.from_string(text, globals=functions)

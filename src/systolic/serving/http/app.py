@@ -1,0 +1,178 @@
+"""The application: routes, errors, and the description of both."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import msgspec
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from systolic.core.errors import SystolicError
+from systolic.serving.http import inference, listing, page, tensorflow
+from systolic.serving.http.bodies import encode
+from systolic.serving.http.chat import ChatFields, chat_completions
+from systolic.serving.http.completions import CompletionFields, completions
+from systolic.serving.http.desk import Desk
+from systolic.serving.http.embeddings import EmbeddingFields, embeddings
+from systolic.serving.http.problems import Dialect, ProblemError, problem_of
+from systolic.serving.http.transcriptions import FORMATS, transcriptions
+
+Handler = Callable[[Request, Desk], Awaitable[Response]]
+
+
+class Path(NamedTuple):
+    """One route."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    body: Any = None
+    """Type of the JSON body, or a schema of another media type."""
+
+
+FORM = {
+    "multipart/form-data": {
+        "schema": {
+            "type": "object",
+            "required": ["file"],
+            "properties": {
+                "file": {"type": "string", "format": "binary"},
+                "model": {"type": "string"},
+                "response_format": {"type": "string", "enum": list(FORMATS)},
+                "stream": {"type": "string", "enum": ["true", "false"]},
+            },
+        }
+    }
+}
+PREDICT = {
+    "application/json": {
+        "schema": {
+            "type": "object",
+            "properties": {
+                "signature_name": {"type": "string"},
+                "instances": {"type": "array", "items": {}},
+                "inputs": {},
+            },
+        }
+    }
+}
+MODEL = "/v2/models/{name}"
+VERSION = f"{MODEL}/versions/{{version}}"
+PATHS: Sequence[Path] = (
+    Path("GET", "/", page.page, "A page for trying the models"),
+    Path("GET", "/health", listing.health, "200 where every model answers"),
+    Path("GET", "/readyz", listing.health, "The same"),
+    Path("GET", "/livez", listing.liveness, "200 unless a model failed or hangs"),
+    Path("GET", "/metrics", listing.metrics, "Prometheus metrics"),
+    Path("GET", "/version", listing.version_of, "Version of the server"),
+    Path("GET", "/v1/models", listing.models, "All models"),
+    Path(
+        "GET", "/v1/models/{rest:path}", tensorflow.model, "One model, its versions, its signatures"
+    ),
+    Path(
+        "POST",
+        "/v1/models/{rest:path}",
+        tensorflow.predict,
+        "TensorFlow Serving's predict",
+        PREDICT,
+    ),
+    Path("POST", "/v1/completions", completions, "Continues texts", CompletionFields),
+    Path("POST", "/v1/chat/completions", chat_completions, "Answers chats", ChatFields),
+    Path("POST", "/v1/embeddings", embeddings, "Vectors of texts", EmbeddingFields),
+    Path("POST", "/v1/audio/transcriptions", transcriptions, "Speech to text", FORM),
+    Path("POST", "/tokenize", listing.tokenize, "Ids of a text", listing.TokenizeFields),
+    Path("POST", "/detokenize", listing.detokenize, "Text of ids", listing.DetokenizeFields),
+    Path("GET", "/v2", inference.server, "The server"),
+    Path("GET", "/v2/health/live", inference.live, "Whether it is alive"),
+    Path("GET", "/v2/health/ready", inference.ready, "Whether it is ready"),
+    Path("POST", "/v2/repository/index", inference.index, "All models with their states"),
+    Path("GET", MODEL, inference.metadata, "Inputs and outputs"),
+    Path("GET", VERSION, inference.metadata, "Inputs and outputs"),
+    Path("GET", f"{MODEL}/ready", inference.model_ready, "Whether it is ready"),
+    Path("GET", f"{VERSION}/ready", inference.model_ready, "Whether it is ready"),
+    Path("POST", f"{MODEL}/infer", inference.infer, "Outputs of inputs", inference.InferFields),
+    Path("POST", f"{VERSION}/infer", inference.infer, "Outputs of inputs", inference.InferFields),
+)
+
+
+def application(desk: Desk) -> FastAPI:
+    """All routes over the models of a desk; a :class:`~systolic.serving.http.gate.Gate` goes around it."""
+    app = FastAPI(title="Systolic", version=version("systolic"), docs_url=None, redoc_url=None)
+    bodies = [one.body for one in PATHS if isinstance(one.body, type)]
+    _, components = msgspec.json.schema_components(
+        bodies, ref_template="#/components/schemas/{name}"
+    )
+    for path in PATHS:
+        app.add_api_route(
+            path.path,
+            _endpoint(path.handler, desk),
+            methods=[path.method],
+            summary=path.summary,
+            operation_id=f"{path.method.lower()}{path.path.translate(_SIGNS)}",
+            response_class=Response,
+            openapi_extra=_described(path),
+        )
+    plain = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        found = plain()
+        found.setdefault("components", {}).setdefault("schemas", {}).update(components)
+        return found
+
+    app.openapi = openapi
+    for kind in (ProblemError, SystolicError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, _answer)
+    return app
+
+
+_SIGNS = str.maketrans("/{}:", "____")
+
+
+def _endpoint(handler: Handler, desk: Desk) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return await handler(request, desk)
+
+    return endpoint
+
+
+def _described(path: Path) -> dict[str, Any]:
+    """What FastAPI can't see in a handler: parameters of the path and the body."""
+    found: dict[str, Any] = {}
+    names = [part.split("}")[0].split(":")[0] for part in path.path.split("{")[1:]]
+    if names:
+        found["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
+        ]
+    if isinstance(path.body, type):
+        schema = {"$ref": f"#/components/schemas/{path.body.__name__}"}
+        found["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schema}},
+        }
+    elif path.body is not None:
+        found["requestBody"] = {"required": True, "content": path.body}
+    return found
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    """The error's answer, in the form of the path's protocol."""
+    if isinstance(error, ProblemError):
+        problem = error
+    elif isinstance(error, SystolicError):
+        problem = problem_of(error)
+    elif isinstance(error, HTTPException):
+        allow = (error.headers or {}).get("Allow")
+        told = {404: "there is no such path", 405: f"the path takes {allow}"}
+        message = told.get(error.status_code, str(error.detail))
+        problem = ProblemError(status=error.status_code, message=message, allow=allow)
+    elif isinstance(error, ClientDisconnect):
+        problem = ProblemError(status=499, message="the client left")
+    else:
+        problem = ProblemError(status=500, message="this server failed; its log says why")
+    body = encode(problem.body(Dialect.of(request.url.path)))
+    return Response(body, problem.status, problem.headers(), media_type="application/json")

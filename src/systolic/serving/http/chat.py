@@ -1,0 +1,254 @@
+"""``POST /v1/chat/completions``: answers to chats."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from systolic.serving.http.bodies import encode, read
+from systolic.serving.http.desk import Desk, Ticket, new_id
+from systolic.serving.http.events import DONE, attended, event, streamed
+from systolic.serving.http.fields import Count, TextFields, Top, room
+from systolic.serving.http.messages import checked_messages, rendered
+from systolic.serving.http.problems import bad
+from systolic.serving.http.texts import Bill, Whole, merged, off_loop, submit, token_ids, whole
+from systolic.serving.http.tools import OPEN, CallReader
+from systolic.serving.http.vocabulary import Vocabulary, vocabulary_of
+from systolic.serving.served import ServedText
+from systolic.serving.text.request import TextRequest, TextStream, Token
+
+
+class ChatFields(TextFields, kw_only=True):
+    """A request of ``/v1/chat/completions``."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Top | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[str] | None = None
+    # Known and not carried out.
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    functions: Any = None
+    function_call: Any = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    store: bool | None = None
+
+    @property
+    def most(self) -> int | None:
+        """Most new tokens."""
+        given = self.max_completion_tokens
+        return self.max_tokens if given is None else given
+
+    def used_tools(self, served: ServedText) -> list[dict[str, Any]]:
+        """The tools that the model is told of.
+
+        Raises:
+            ProblemError: its template takes none, one is no function, or a call is demanded.
+        """
+        if self.tool_choice not in (None, "auto", "none"):
+            raise bad(
+                "tool_choice other than auto and none is not supported; leave it out", "tool_choice"
+            )
+        if not self.tools or self.tool_choice == "none":
+            return []
+        if served.template is not None and not served.template.takes_tools:
+            raise bad(f"the chat template of {served.name} takes no tools; leave them out", "tools")
+        for number, tool in enumerate(self.tools):
+            function = tool.get("function")
+            if (
+                tool.get("type") != "function"
+                or not isinstance(function, dict)
+                or not isinstance(function.get("name"), str)
+            ):
+                raise bad(
+                    f"tools[{number}] is no function with a name; send {{type: function, function: {{name, ...}}}}",
+                    f"tools[{number}]",
+                )
+        return self.tools
+
+
+@dataclass(kw_only=True)
+class _Asked:
+    """A request that was understood."""
+
+    fields: ChatFields
+    served: ServedText
+    ticket: Ticket
+    requests: list[TextRequest]
+    with_tools: bool
+    id: str = field(default_factory=lambda: new_id("chatcmpl"))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def body(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """An answer or an event."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.ticket.model,
+            "choices": choices,
+            **more,
+        }
+
+    def reader(self) -> CallReader | None:
+        """What finds calls in a choice's text; None where no tools were given."""
+        template = self.served.template
+        if not self.with_tools or template is None:
+            return None
+        return CallReader(marked=OPEN in template.text)
+
+
+async def chat_completions(request: Request, desk: Desk) -> Response:
+    """Answers a request; errors as the parts that it calls."""
+    fields = await read(request, ChatFields)
+    fields.check()
+    asked = await _understood(request, desk, fields)
+    streams = submit(asked.served.engine, asked.requests, asked.ticket)
+    if fields.stream:
+        return await streamed(request, _events(asked, streams))
+    texts = await attended(request, whole(streams))
+    bill = Bill(choices=len(texts))
+    choices = []
+    for number, text in enumerate(texts):
+        bill.add(number, text.usage)
+        choices.append(_choice(asked, number, text))
+    asked.ticket.finish = ",".join(sorted({str(one["finish_reason"]) for one in choices}))
+    answer = asked.body("chat.completion", choices, usage=bill.close(asked.ticket))
+    return Response(encode(answer), media_type="application/json")
+
+
+async def _understood(request: Request, desk: Desk, fields: ChatFields) -> _Asked:
+    served, ticket = desk.text(request, fields.model), Ticket.of(request)
+    if fields.max_tokens == 0:
+        raise bad("max_tokens is 0; ask for 1 or more", "max_tokens")
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise bad("top_logprobs goes with logprobs: true", "top_logprobs")
+    if fields.modalities not in (None, ["text"]):
+        raise bad("modalities other than text are not supported; leave them out", "modalities")
+    if (fields.n or 1) > desk.limits.prompts:
+        raise bad(
+            f"n is {fields.n}; at most {desk.limits.prompts} answers are written at once", "n"
+        )
+    tools = fields.used_tools(served)
+    messages = checked_messages(fields.messages)
+    size = sum(len(one["content"]) for one in messages)
+    text = await off_loop(size, lambda: rendered(served, messages, tools))
+    if desk.log_prompts:
+        ticket.prompt = text
+    tokens = await token_ids(served.tokenizer, text, special=False)
+    requests = [
+        fields.text_request(
+            tokens,
+            number=number,
+            vocab_size=served.tokenizer.vocab_size,
+            max_tokens=room(len(tokens), fields.most, served.engine.context, "messages"),
+            logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+            deadline_seconds=ticket.deadline_seconds,
+        )
+        for number in range(fields.n or 1)
+    ]
+    return _Asked(
+        fields=fields, served=served, ticket=ticket, requests=requests, with_tools=bool(tools)
+    )
+
+
+def _choice(asked: _Asked, number: int, text: Whole) -> dict[str, Any]:
+    said, calls, reason = text.text, [], text.finish.value
+    if (reader := asked.reader()) is not None:
+        (first, early), (last, late) = reader.push(text.text), reader.flush()
+        said, calls = first + last, [*early, *late]
+    message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
+    if calls:
+        message["content"] = said.strip() or None
+        message["tool_calls"] = [one.body() for one in calls]
+        reason = "tool_calls" if reason == "stop" else reason
+    logprobs = _logprobs(text.tokens, asked) if asked.fields.logprobs else None
+    return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+
+async def _events(asked: _Asked, streams: Sequence[TextStream]) -> AsyncIterator[bytes]:
+    bill, finishes = Bill(choices=len(streams)), set()
+    writers = [_Writer(asked, number) for number in range(len(streams))]
+    async with aclosing(merged(streams)) as pieces:
+        async for number, piece in pieces:
+            written = writers[number].events(
+                Whole(text=piece.text, tokens=[*piece.tokens]),
+                None if piece.finish is None else piece.finish.value,
+            )
+            if piece.finish is not None:
+                bill.add(number, piece.usage)
+                finishes.add(piece.finish.value)
+            if written:
+                yield written
+    asked.ticket.finish = ",".join(sorted(finishes))
+    usage = bill.close(asked.ticket)
+    options = asked.fields.stream_options
+    if options is not None and options.include_usage:
+        yield event(asked.body("chat.completion.chunk", [], usage=usage))
+    yield DONE
+
+
+class _Writer:
+    """Turns the pieces of one choice into events."""
+
+    def __init__(self, asked: _Asked, number: int) -> None:
+        self._asked, self._index = asked, number
+        self._reader = asked.reader()
+        self._begun = False
+        self._calls = 0
+        self._tokens: list[Token] = []
+
+    def events(self, piece: Whole, finish: str | None) -> bytes:
+        """Events of the next piece; the last one with the reason of the end."""
+        out = b""
+        if not self._begun:
+            self._begun = True
+            out += self._one({"role": "assistant", "content": ""})
+        said, calls = piece.text, []
+        if self._reader is not None:
+            said, calls = self._reader.push(piece.text)
+            if finish is not None:
+                last, late = self._reader.flush()
+                said, calls = said + last, [*calls, *late]
+        self._tokens += piece.tokens
+        if said or (self._asked.fields.logprobs and self._tokens):
+            out += self._one({"content": said}, logprobs=True)
+        for call in calls:
+            out += self._one({"tool_calls": [call.body(self._calls)]})
+            self._calls += 1
+        if finish is not None:
+            reason = "tool_calls" if self._calls and finish == "stop" else finish
+            out += self._one({}, finish=reason)
+        return out
+
+    def _one(
+        self, delta: dict[str, Any], *, finish: str | None = None, logprobs: bool = False
+    ) -> bytes:
+        found = None
+        if logprobs and self._asked.fields.logprobs:
+            found, self._tokens = _logprobs(self._tokens, self._asked), []
+        choice = {"index": self._index, "delta": delta, "logprobs": found, "finish_reason": finish}
+        return event(self._asked.body("chat.completion.chunk", [choice]))
+
+
+def _logprobs(tokens: Sequence[Token], asked: _Asked) -> dict[str, Any]:
+    words = vocabulary_of(asked.served.tokenizer)
+    found = []
+    for one in tokens:
+        tops = [_one_logprob(words, index, value) for index, value in one.top]
+        found.append({**_one_logprob(words, one.id, one.logprob), "top_logprobs": tops})
+    return {"content": found, "refusal": None}
+
+
+def _one_logprob(words: Vocabulary, index: int, value: float | None) -> dict[str, Any]:
+    return {"token": words.text(index), "logprob": value, "bytes": words.raw(index)}

@@ -1,0 +1,156 @@
+"""What the routes of a server share, and what is known of each request."""
+
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from systolic.serving.http.limits import HttpLimits
+from systolic.serving.http.metrics import Metrics
+from systolic.serving.http.problems import ProblemError, bad
+from systolic.serving.served import Served, ServedBatch, ServedText, Shelf
+from systolic.serving.text.request import Usage
+
+TICKET = "systolic.ticket"
+"""Key of the ticket in a request's ASGI scope."""
+ALIVE = 6
+"""Times ``heartbeat_seconds`` after which a loop that does not turn is dead."""
+DRAIN_RETRY_SECONDS = 5.0
+
+
+@dataclass(kw_only=True, eq=False)
+class Ticket:
+    """One request from its headers to the last byte of its answer."""
+
+    id: str
+    begun: float = field(default_factory=time.monotonic)
+    key: str | None = None
+    """Name of the API key."""
+    route: str = ""
+    model: str | None = None
+    usage: Usage | None = None
+    finish: str | None = None
+    prompt: str | None = None
+    """Kept for the log where prompts are asked for."""
+    deadline_seconds: float | None = None
+    first_byte_seconds: float | None = None
+    gone: bool = False
+    """Whether the client left before the end."""
+    held: ExitStack = field(default_factory=ExitStack)
+    """Closed when the answer has ended: streams are cancelled, models let go."""
+
+    @classmethod
+    def of(cls, request: Request) -> "Ticket":
+        """The ticket of a request."""
+        return request.scope[TICKET]
+
+    def at_end(self, work: Callable[[], object]) -> None:
+        """Does something when the request ends, for whatever reason."""
+        self.held.callback(work)
+
+
+@dataclass(kw_only=True, eq=False)
+class Desk:
+    """The models of a server and its state."""
+
+    shelf: Shelf
+    limits: HttpLimits
+    metrics: Metrics
+    log_prompts: bool = False
+    draining: bool = False
+    failed: str | None = None
+    """Why the models can't start."""
+    in_flight: int = 0
+    begun: float = field(default_factory=time.monotonic)
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model answers and the server does not end."""
+        models = self.shelf.everything()
+        limit = self.limits.heartbeat_seconds
+        return (
+            not self.draining
+            and self.failed is None
+            and bool(models)
+            and all(one.ready and one.heartbeat_seconds < limit for one in models)
+        )
+
+    @property
+    def alive(self) -> bool:
+        """Whether no loop hangs; models that still compile do not count."""
+        limit = self.limits.heartbeat_seconds * ALIVE
+        return self.failed is None and all(
+            one.heartbeat_seconds < limit for one in self.shelf.everything() if one.ready
+        )
+
+    def use(self, request: Request, name: str | None, version: int | None = None) -> Served:
+        """The model of a request, held until the request ends; the only one where none is named.
+
+        Raises:
+            ProblemError: the model is not ready, or several are served and none is named.
+            NotFoundError: there is no such model.
+        """
+        ticket = Ticket.of(request)
+        if name is None:
+            names = [one.name for one in self.shelf.newest()]
+            if len(names) != 1:
+                raise bad(f"model is missing; served are: {', '.join(names)}", "model")
+            name = names[0]
+        served = ticket.held.enter_context(self.shelf.use(name, version))
+        ticket.model = served.name
+        if not served.ready:
+            raise ProblemError(
+                status=503,
+                message=f"{name} is not ready; come back when /health answers 200",
+                code="not_ready",
+                retry_seconds=DRAIN_RETRY_SECONDS,
+            )
+        return served
+
+    def text(self, request: Request, name: str | None) -> ServedText:
+        """The language model of a request; errors as :meth:`use`.
+
+        Raises:
+            ProblemError: also where the model is no language model.
+        """
+        served = self.use(request, name)
+        if not isinstance(served, ServedText):
+            raise bad(
+                f"{served.name} is a model of kind {served.model.kind.value} and does not write text; {_where(served)}",
+                "model",
+            )
+        return served
+
+    def batch(self, request: Request, name: str | None, version: int | None = None) -> ServedBatch:
+        """The batch model of a request; errors as :meth:`use`.
+
+        Raises:
+            ProblemError: also where the model is a language model.
+        """
+        served = self.use(request, name, version)
+        if isinstance(served, ServedText):
+            raise bad(f"{served.name} is a language model; ask /v1/completions", "model")
+        return served
+
+    def ending(self) -> ProblemError:
+        """The answer to requests that come while the server ends."""
+        return ProblemError(
+            status=503,
+            message="the server is ending; ask another one",
+            code="draining",
+            retry_seconds=DRAIN_RETRY_SECONDS,
+        )
+
+
+def _where(served: ServedBatch) -> str:
+    routes = {"embedding": "/v1/embeddings", "transcription": "/v1/audio/transcriptions"}
+    kind = served.model.kind.value
+    return f"ask {routes.get(kind, f'/v2/models/{served.name}/infer')}"
+
+
+def new_id(prefix: str) -> str:
+    """An id that no other request has, such as ``cmpl-5f...``."""
+    return f"{prefix}-{secrets.token_hex(12)}"

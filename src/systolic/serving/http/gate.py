@@ -1,0 +1,255 @@
+"""What every request passes: id, keys, rates, sizes, the end of the server; and what is noted of its answer."""
+
+import asyncio
+import re
+import time
+from collections.abc import MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from systolic.core.errors import SystolicError
+from systolic.serving.http.bodies import encode
+from systolic.serving.http.desk import TICKET, Desk, Ticket, new_id
+from systolic.serving.http.keys import Keys
+from systolic.serving.http.logs import Log
+from systolic.serving.http.problems import Dialect, ProblemError, problem_of
+from systolic.serving.http.traces import Traces
+
+OPEN = ("/", "/health", "/livez", "/readyz", "/v2/health/live", "/v2/health/ready", "/metrics")
+"""Paths that need no key and answer while the server ends."""
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+@dataclass(kw_only=True, eq=False)
+class Gate:
+    """An ASGI application around another one.
+
+    Every request gets one answer in its protocol's form, whatever is raised inside.
+    """
+
+    app: ASGIApp
+    desk: Desk
+    log: Log
+    traces: Traces
+    keys: Keys | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        given = headers.get(b"x-request-id", "")
+        ticket = Ticket(id=given if _ID.fullmatch(given) else new_id("req"))
+        scope[TICKET] = ticket
+        answer = _Answer(send=send, ticket=ticket, receive=receive)
+        answer.body_left = self.desk.limits.body_bytes
+        answer.body_end = time.monotonic() + self.desk.limits.body_seconds
+        self.desk.in_flight += 1
+        with self.traces.request(scope, headers, ticket) as span:
+            try:
+                await self._answer(scope, headers, answer)
+            finally:
+                ticket.held.close()
+                self.desk.in_flight -= 1
+                self._note(scope, answer)
+                span.ended(answer.status, ticket)
+
+    async def _answer(
+        self, scope: Scope, headers: MutableMapping[bytes, str], answer: "_Answer"
+    ) -> None:
+        try:
+            self._admit(scope["path"], headers, answer.ticket)
+            await self.app(scope, answer.receiving, answer.sending)
+        except ProblemError as problem:
+            await answer.problem(problem, scope["path"])
+        except SystolicError as error:
+            await answer.problem(problem_of(error), scope["path"])
+        except asyncio.CancelledError:
+            answer.ticket.gone = True
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+            self.log.write("failed", id=answer.ticket.id, path=scope["path"], error=reason)
+            problem = ProblemError(
+                status=500, message=f"this server failed; its log names request {answer.ticket.id}"
+            )
+            await answer.problem(problem, scope["path"])
+
+    def _admit(self, path: str, headers: MutableMapping[bytes, str], ticket: Ticket) -> None:
+        """Refuses what needs no reading.
+
+        Raises:
+            ProblemError: no or a wrong key, a rate that is used up, a body that is too large, an encoding that is not read, or the server ends.
+        """
+        limits = self.desk.limits
+        if path in OPEN:
+            return
+        if self.desk.draining:
+            raise self.desk.ending()
+        if self.keys is not None:
+            self._identify(self.keys, headers, ticket)
+        if self.desk.in_flight > limits.requests:
+            raise ProblemError(
+                status=503,
+                message=f"{limits.requests} requests are answered already; come back later",
+                code="overloaded",
+                retry_seconds=1.0,
+            )
+        if headers.get(b"content-encoding", "identity") != "identity":
+            raise ProblemError(
+                status=415, message="compressed bodies are not read; send the body as it is"
+            )
+        length = headers.get(b"content-length", "0")
+        if not length.isascii() or not length.isdigit() or int(length[:20]) > limits.body_bytes:
+            raise _too_large(limits.body_bytes)
+        ticket.deadline_seconds = _deadline(
+            headers.get(b"x-request-timeout"), limits.deadline_seconds
+        )
+
+    def _identify(self, keys: Keys, headers: MutableMapping[bytes, str], ticket: Ticket) -> None:
+        scheme, _, given = headers.get(b"authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = headers.get(b"x-api-key", "")
+        key = keys.find(given.strip())
+        if key is None:
+            told = "the API key is not known" if given else "no API key was given"
+            raise ProblemError(
+                status=401,
+                message=f"{told}; send one as Authorization: Bearer KEY",
+                code="invalid_api_key",
+            )
+        ticket.key = key.name
+        wait = keys.wait_seconds(key)
+        if wait:
+            raise ProblemError(
+                status=429,
+                message=f"key {key.name} has used up its requests; come back in {wait:.1f} s",
+                code="rate_limit_exceeded",
+                retry_seconds=wait,
+            )
+
+    def _note(self, scope: Scope, answer: "_Answer") -> None:
+        ticket, metrics = answer.ticket, self.desk.metrics
+        route = scope["route"].path if "route" in scope else "unknown"
+        seconds = time.monotonic() - ticket.begun
+        status = "499" if ticket.gone else str(answer.status)
+        metrics.http_requests.labels(route, status).inc()
+        metrics.http_seconds.labels(route).observe(seconds)
+        if ticket.gone:
+            metrics.cancelled.labels(route).inc()
+        if scope["path"] in OPEN:
+            return
+        usage = ticket.usage
+        self.log.write(
+            "request",
+            id=ticket.id,
+            method=scope["method"],
+            route=route,
+            status=int(status),
+            key=ticket.key,
+            model=ticket.model,
+            seconds=round(seconds, 6),
+            first_byte_seconds=ticket.first_byte_seconds,
+            prompt_tokens=usage.prompt_tokens if usage else None,
+            completion_tokens=usage.completion_tokens if usage else None,
+            cached_tokens=usage.cached_tokens if usage else None,
+            finish=ticket.finish,
+            prompt=ticket.prompt if self.desk.log_prompts else None,
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class _Answer:
+    """The two directions of one request."""
+
+    send: Send
+    receive: Receive
+    ticket: Ticket
+    status: int = 0
+    body_left: int = 0
+    body_end: float = 0.0
+    whole: bool = False
+    """Whether the body has arrived."""
+    _headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+    async def receiving(self) -> Message:
+        """The next part of the body, as long as it is not too large nor too slow; then the client's leaving."""
+        if self.whole:
+            message = await self.receive()
+        else:
+            try:
+                async with asyncio.timeout(self.body_end - time.monotonic()):
+                    message = await self.receive()
+            except TimeoutError as error:
+                raise ProblemError(
+                    status=408, message="the body did not arrive in time; send it at once"
+                ) from error
+        if message["type"] == "http.disconnect":
+            self.ticket.gone = True
+            return message
+        self.body_left -= len(message.get("body", b""))
+        if self.body_left < 0:
+            raise _too_large(None)
+        self.whole = not message.get("more_body", False)
+        return message
+
+    async def sending(self, message: Message) -> None:
+        """Hands a part of the answer on."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [
+                *message.get("headers", []),
+                (b"x-request-id", self.ticket.id.encode()),
+            ]
+        elif self.ticket.first_byte_seconds is None:
+            self.ticket.first_byte_seconds = round(time.monotonic() - self.ticket.begun, 6)
+        await self.send(message)
+
+    async def problem(self, problem: ProblemError, path: str) -> None:
+        """Sends an error where nothing was sent before; else the answer stays cut off."""
+        if self.status:
+            return
+        raw = encode(problem.body(Dialect.of(path)))
+        headers: dict[str, Any] = {
+            "content-type": "application/json",
+            "content-length": str(len(raw)),
+            **problem.headers(),
+        }
+        if not self.whole:
+            headers["connection"] = "close"  # What is left of the body is not read.
+        pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        with suppress(OSError):
+            await self.sending(
+                {"type": "http.response.start", "status": problem.status, "headers": pairs}
+            )
+            await self.sending({"type": "http.response.body", "body": raw})
+
+
+def _too_large(most: int | None) -> ProblemError:
+    limit = "" if most is None else f" of {most} bytes"
+    return ProblemError(
+        status=413, message=f"the body is larger than this server's limit{limit}; send less"
+    )
+
+
+def _deadline(asked: str | None, most: float | None) -> float | None:
+    """Seconds that a request may take: what its header asks for, at most the server's.
+
+    Raises:
+        ProblemError: the header is no number of seconds.
+    """
+    if asked is None:
+        return most
+    try:
+        seconds = float(asked)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ProblemError(
+            status=400, message="X-Request-Timeout is no number of seconds above 0; give one"
+        )
+    return seconds if most is None else min(seconds, most)

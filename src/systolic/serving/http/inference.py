@@ -1,0 +1,193 @@
+"""The Open Inference Protocol (KServe v2) over REST, with Triton's binary extension."""
+
+from collections.abc import Mapping
+from importlib.metadata import version as installed
+from typing import Any
+
+import numpy as np
+from msgspec import Struct, field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from systolic.serving.batch.request import BYTES
+from systolic.serving.http.batches import answered
+from systolic.serving.http.bodies import decode, encode
+from systolic.serving.http.desk import Desk
+from systolic.serving.http.listing import json_response
+from systolic.serving.http.problems import ProblemError, bad
+from systolic.serving.http.tensors import (
+    WireTensor,
+    datatype,
+    described,
+    read_tensors,
+    to_bytes,
+    to_json,
+)
+from systolic.serving.served import Served, ServedText
+
+HEADER = "inference-header-content-length"
+TEXT = {
+    "inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1]}],
+    "outputs": [{"name": "text_output", "datatype": "BYTES", "shape": [1]}],
+}
+"""What a language model takes and gives; it is asked through OpenAI's routes."""
+
+
+class WireOutput(Struct, kw_only=True):
+    """An output that a request asks for."""
+
+    name: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+
+class InferFields(Struct, kw_only=True):
+    """A request of ``/v2/models/NAME/infer``."""
+
+    inputs: list[WireTensor]
+    id: str | None = None
+    parameters: dict[str, Any] = field(default_factory=dict)
+    outputs: list[WireOutput] | None = None
+
+
+async def live(request: Request, desk: Desk) -> Response:
+    """``GET /v2/health/live``."""
+    del request
+    return json_response({"live": desk.alive}, 200 if desk.alive else 503)
+
+
+async def ready(request: Request, desk: Desk) -> Response:
+    """``GET /v2/health/ready``."""
+    del request
+    return json_response({"ready": desk.ready}, 200 if desk.ready else 503)
+
+
+async def server(request: Request, desk: Desk) -> Response:
+    """``GET /v2``."""
+    del request, desk
+    return json_response(
+        {
+            "name": "systolic",
+            "version": installed("systolic"),
+            "extensions": ["binary_tensor_data", "model_repository(read)"],
+        }
+    )
+
+
+async def index(request: Request, desk: Desk) -> Response:
+    """``POST /v2/repository/index``: all models with their states."""
+    del request
+    return json_response(
+        [
+            {
+                "name": one.name,
+                "version": str(one.version),
+                "state": "READY" if one.ready else "UNAVAILABLE",
+                "reason": "",
+            }
+            for one in desk.shelf.everything()
+        ]
+    )
+
+
+async def model_ready(request: Request, desk: Desk) -> Response:
+    """``GET /v2/models/NAME/ready``."""
+    served = _find(request, desk)
+    up = served.ready and not desk.draining
+    return json_response({"name": served.name, "ready": up}, 200 if up else 503)
+
+
+async def metadata(request: Request, desk: Desk) -> Response:
+    """``GET /v2/models/NAME``."""
+    served = _find(request, desk)
+    found: dict[str, Any] = {
+        "name": served.name,
+        "versions": [str(one.version) for one in desk.shelf.versions(served.name)],
+        "platform": "systolic_jax",
+    }
+    if isinstance(served, ServedText):
+        return json_response({**found, **TEXT})
+    inputs, outputs = map(described, served.model.inputs), map(described, served.model.outputs)
+    return json_response({**found, "inputs": list(inputs), "outputs": list(outputs)})
+
+
+async def infer(request: Request, desk: Desk) -> Response:
+    """``POST /v2/models/NAME/infer``."""
+    raw = await request.body()
+    size = request.headers.get(HEADER)
+    if size is not None and not (size.isascii() and size.isdigit() and int(size[:20]) <= len(raw)):
+        raise bad(f"{HEADER} is {size[:40]!r} and the body has {len(raw)} bytes")
+    end = len(raw) if size is None else int(size)
+    fields = decode(raw[:end], InferFields)
+    served = desk.batch(request, request.path_params["name"], version_in(request))
+    inputs = read_tensors(fields.inputs, raw[end:])
+    # A scalar per example may come as [n, 1], as Triton's clients send texts and files.
+    for spec in served.model.inputs:
+        given = inputs.get(spec.name)
+        if spec.dtype == BYTES and given is not None and given.dtype == object and given.ndim == 2:
+            inputs[spec.name] = given[:, 0] if given.shape[1] == 1 else given
+    found = await answered(request, served, inputs)
+    return _response(fields, served, found)
+
+
+def _response(fields: InferFields, served: Served, found: Mapping[str, np.ndarray]) -> Response:
+    asked = [WireOutput(name=name) for name in found] if not fields.outputs else fields.outputs
+    default = bool(fields.parameters.get("binary_data_output", False))
+    outputs, raws = [], []
+    for one in asked:
+        if one.name not in found:
+            raise bad(f"there is no output {one.name[:80]!r}; the model's are {', '.join(found)}")
+        if "classification" in one.parameters:
+            raise bad("classification is not supported; read the outputs themselves")
+        array = found[one.name]
+        kind = BYTES if array.dtype == object else str(array.dtype)
+        entry: dict[str, Any] = {
+            "name": one.name,
+            "datatype": datatype(kind),
+            "shape": list(array.shape),
+        }
+        if one.parameters.get("binary_data", default):
+            raws.append(to_bytes(array))
+            entry["parameters"] = {"binary_data_size": len(raws[-1])}
+        else:
+            entry["data"] = to_json(array)
+        outputs.append(entry)
+    answer = {
+        "model_name": served.name,
+        "model_version": str(served.version),
+        "outputs": outputs,
+    }
+    head = encode(answer if fields.id is None else {**answer, "id": fields.id})
+    if not raws:
+        return Response(head, media_type="application/json")
+    headers = {HEADER: str(len(head))}
+    body = b"".join([head, *raws])
+    return Response(body, media_type="application/octet-stream", headers=headers)
+
+
+def _find(request: Request, desk: Desk) -> Served:
+    version = version_in(request)
+    versions = desk.shelf.versions(request.path_params["name"])
+    return next((one for one in reversed(versions) if version in (None, one.version)), None) or _no(
+        request
+    )
+
+
+def _no(request: Request) -> Served:
+    name = request.path_params["name"]
+    raise ProblemError(status=404, message=f"{name} has no such version")
+
+
+def version_in(request: Request) -> int | None:
+    """The version that a path names.
+
+    Raises:
+        ProblemError: it is no number.
+    """
+    given = request.path_params.get("version")
+    if given is None:
+        return None
+    if not (given.isascii() and given.isdigit() and len(given) < 16):
+        raise ProblemError(
+            status=404, message=f"{given[:40]!r} is no version; versions are whole numbers"
+        )
+    return int(given)

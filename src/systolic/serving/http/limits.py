@@ -1,0 +1,58 @@
+"""Bounds of what a server takes, and how often a key may ask."""
+
+import time
+from dataclasses import dataclass
+from typing import Annotated
+
+from systolic.core.ranges import COUNT, POSITIVE, Range, check
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HttpLimits:
+    """Bounds of what a server takes.
+
+    Raises:
+        OptionError: a value out of its range.
+    """
+
+    body_bytes: Annotated[int, COUNT] = 64 << 20
+    """Largest body of a request."""
+    body_seconds: Annotated[float, POSITIVE] = 60.0
+    """A request whose body has not arrived after so long is ended."""
+    requests: Annotated[int, COUNT] = 2048
+    """Requests that are answered or wait at once; more are refused with 503."""
+    prompts: Annotated[int, COUNT] = 256
+    """Prompts, texts or choices of one request."""
+    heartbeat_seconds: Annotated[float, POSITIVE] = 10.0
+    """An engine whose loop did not turn for so long makes the server not ready; six times as long, not alive."""
+    deadline_seconds: Annotated[float, POSITIVE] | None = None
+    """Ends each request so long after it came; a request may ask for less with the header X-Request-Timeout."""
+    rate_per_minute: Annotated[int, Range(least=0)] = 0
+    """Requests of a key in a minute; 0 sets no bound."""
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(kw_only=True)
+class TokenBucket:
+    """A rate with bursts: refills evenly over a minute, holds at most a minute's worth."""
+
+    per_minute: int
+    left: float
+    at: float
+    """Seconds of the monotonic clock when ``left`` was counted."""
+
+    @classmethod
+    def full(cls, per_minute: int) -> "TokenBucket":
+        """A bucket that nothing was taken from."""
+        return cls(per_minute=per_minute, left=float(per_minute), at=time.monotonic())
+
+    def take(self, now: float) -> float:
+        """Takes one; 0 where there was one, else the seconds until there is."""
+        self.left = min(self.per_minute, self.left + (now - self.at) * self.per_minute / 60)
+        self.at = now
+        if self.left >= 1:
+            self.left -= 1
+            return 0.0
+        return (1 - self.left) * 60 / self.per_minute

@@ -1,0 +1,116 @@
+"""Prometheus metrics: vLLM's names under the prefix ``systolic``, and what XLA adds: programs, buckets, padding.
+
+The Kubernetes Gateway API Inference Extension maps names by configuration: ``systolic:num_requests_waiting``,
+``systolic:num_requests_running`` and ``systolic:kv_cache_usage_perc`` are the three gauges that it asks for.
+"""
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+PREFIX = "systolic:"
+MODEL = ("model_name", "engine")
+SHORT = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
+"""Seconds to a first token."""
+EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+"""Seconds per token."""
+LONG = (
+    0.005,
+    0.02,
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1,
+    1.5,
+    2,
+    2.5,
+    5,
+    10,
+    15,
+    20,
+    30,
+    40,
+    50,
+    60,
+    120,
+    240,
+    480,
+)
+"""Seconds of a request."""
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+"""Tokens."""
+
+
+class Metrics:
+    """All metrics of a server."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.http_requests = self.counter(
+            "http_requests", "Answers by route and status", "route", "status"
+        )
+        self.http_seconds = self.histogram(
+            "http_request_duration_seconds", "Time to the last byte", LONG, "route"
+        )
+        self.http_in_flight = self.gauge("http_requests_in_flight", "Requests that are answered")
+        self.cancelled = self.counter(
+            "http_requests_cancelled", "Requests whose client left", "route"
+        )
+        self.ready = self.gauge("ready", "1 while every model answers")
+        self.startup = self.gauge("startup_seconds", "Seconds of each phase of the start", "phase")
+        self.compiles = self.counter(
+            "compile", "Programs that were compiled", *MODEL, "bucket", "cause"
+        )
+        self.compile_seconds = self.counter(
+            "compile_seconds", "Seconds that programs took to compile or to be read", *MODEL
+        )
+        self.cache_hits = self.counter(
+            "compile_cache_hits", "Programs that were on the disk", *MODEL
+        )
+        self.cache_misses = self.counter(
+            "compile_cache_misses", "Programs that were not on the disk", *MODEL
+        )
+        self.late_compiles = self.counter(
+            "recompile_after_ready", "Programs compiled after the model was ready: always 0", *MODEL
+        )
+        self.buckets = self.counter("bucket_selected", "Runs of each program", *MODEL, "bucket")
+        self.useful = self.counter("useful_tokens", "Positions that held a token", *MODEL)
+        self.padding = self.counter("padding_tokens", "Positions that held none", *MODEL)
+        self.rows_padded = self.counter("batch_rows_padded", "Rows that held no example", *MODEL)
+
+    def counter(self, name: str, text: str, *labels: str) -> Counter:
+        """A counter of this registry."""
+        return Counter(f"{PREFIX}{name}", text, labels, registry=self.registry)
+
+    def gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        """A gauge of this registry."""
+        return Gauge(f"{PREFIX}{name}", text, labels, registry=self.registry)
+
+    def histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        """A histogram of this registry."""
+        return Histogram(f"{PREFIX}{name}", text, labels, registry=self.registry, buckets=buckets)
+
+    def page(self) -> bytes:
+        """The metrics in Prometheus' text format."""
+        return generate_latest(self.registry)

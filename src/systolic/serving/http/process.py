@@ -1,0 +1,173 @@
+"""The server's life: listening at once, ready when warm, ending when its requests have ended."""
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import uvicorn
+
+from systolic.core.errors import NotFoundError, OptionError, SystolicError
+from systolic.core.ranges import NOT_NEGATIVE, Range, check
+from systolic.serving.http.app import application
+from systolic.serving.http.desk import Desk
+from systolic.serving.http.gate import Gate
+from systolic.serving.http.keys import Keys
+from systolic.serving.http.logs import Log
+from systolic.serving.http.traces import find_traces
+
+TICK_SECONDS = 0.05
+LAST_SECONDS = 2.0
+"""For answers that end with an error after the grace time."""
+BACKLOG = 2048
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Address:
+    """Where a server listens and how it ends.
+
+    Raises:
+        OptionError: a value out of its range, or one of the two TLS files without the other.
+        NotFoundError: a TLS file that is not there.
+    """
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Range(least=0, most=65535)] = 8000
+    """0 takes a free one."""
+    tls_cert: Path | None = None
+    """Certificate chain, PEM."""
+    tls_key: Path | None = None
+    """Its private key, PEM."""
+    grace_seconds: Annotated[float, NOT_NEGATIVE] = 45.0
+    """Time for the requests in flight when the server is told to end."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise OptionError("--tls-cert and --tls-key go together; give both")
+        for file in (self.tls_cert, self.tls_key):
+            if file is not None and not file.is_file():
+                raise NotFoundError(f"{file} is not a file; check the path")
+
+
+class Process(uvicorn.Server):
+    """A server of one desk's models.
+
+    The first SIGTERM or SIGINT drains: not ready, new requests are refused with 503, those in flight end, at most
+    ``grace_seconds`` long. The second ends at once.
+
+    Args:
+        desk: The models; they are started in the background.
+        address: Where to listen.
+        log: What happens.
+        keys: API keys; None lets everyone in.
+        listening: Called with the port when the socket is open.
+    """
+
+    def __init__(
+        self,
+        desk: Desk,
+        address: Address,
+        log: Log,
+        keys: Keys | None = None,
+        listening: Callable[[int], None] | None = None,
+    ) -> None:
+        gate = Gate(app=application(desk), desk=desk, log=log, traces=find_traces(), keys=keys)
+        super().__init__(
+            uvicorn.Config(
+                gate,
+                host=address.host,
+                port=address.port,
+                ssl_certfile=address.tls_cert,
+                ssl_keyfile=address.tls_key,
+                backlog=BACKLOG,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=int(LAST_SECONDS),
+                timeout_keep_alive=75,
+                h11_max_incomplete_event_size=1 << 16,
+            )
+        )
+        self.desk, self.address, self.log = desk, address, log
+        self._listening = listening
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: object = None) -> None:
+        """Opens the socket, then starts the models."""
+        del sockets
+        self._loop = asyncio.get_running_loop()
+        await super().startup()
+        port = self.servers[0].sockets[0].getsockname()[1]
+        self.log.write("listening", host=self.address.host, port=port, pid=os.getpid())
+        if self._listening is not None:
+            self._listening(port)
+        threading.Thread(target=self._start_models, name="systolic-start", daemon=True).start()
+
+    def _start_models(self) -> None:
+        begun = time.monotonic()
+        for served in self.desk.shelf.everything():
+            at = time.monotonic()
+            try:
+                served.start()
+            except Exception as error:
+                reason = (
+                    str(error)
+                    if isinstance(error, SystolicError)
+                    else f"{type(error).__name__}: {error}"
+                )
+                self.desk.failed = reason
+                self.log.write("failed", model=served.name, error=reason)
+                self.end()
+                return
+            seconds = time.monotonic() - at
+            self.desk.metrics.startup.labels(served.name).set(seconds)
+            self.log.write(
+                "warm", model=served.name, version=served.version, seconds=round(seconds, 3)
+            )
+        total = time.monotonic() - begun
+        self.desk.metrics.startup.labels("all").set(total)
+        self.log.write("ready", seconds=round(total, 3))
+
+    def end(self) -> None:
+        """Begins to end; from any thread."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # The loop has ended already.
+                self._loop.call_soon_threadsafe(self._end)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal: the first one drains, the second one ends at once."""
+        del sig, frame
+        if self.desk.draining:
+            self.should_exit = self.force_exit = True
+        self.end()
+
+    def _end(self) -> None:
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        self.desk.draining = True
+        begun = time.monotonic()
+        end = begun + (0.0 if self.desk.failed else self.address.grace_seconds)
+        self.log.write("draining", in_flight=self.desk.in_flight)
+        while self.desk.in_flight and time.monotonic() < end and not self.should_exit:
+            await asyncio.sleep(TICK_SECONDS)
+        cut = self.desk.in_flight
+        if self.desk.failed is None:
+            for served in self.desk.shelf.everything():
+                await asyncio.to_thread(served.drain, 0.0)
+        # Streams that were cut end with an error event.
+        last = time.monotonic() + LAST_SECONDS
+        while self.desk.in_flight and time.monotonic() < last:
+            await asyncio.sleep(TICK_SECONDS)
+        self.log.write("ended", cut=cut, seconds=round(time.monotonic() - begun, 3))
+        self.should_exit = True

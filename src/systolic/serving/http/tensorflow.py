@@ -1,0 +1,242 @@
+"""TensorFlow Serving's REST under ``/v1/models``, which OpenAI's listing of one model shares."""
+
+import asyncio
+import base64
+import binascii
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from systolic.serving.batch.request import BYTES, ArraySpec, ModelKind
+from systolic.serving.http.batches import answered, objects
+from systolic.serving.http.desk import Desk
+from systolic.serving.http.listing import described, json_response
+from systolic.serving.http.problems import ProblemError, bad
+from systolic.serving.served import Served, ServedBatch, ServedText
+
+_GET = re.compile(r"(?P<name>.+?)(?:/versions/(?P<version>[0-9]{1,15}))?(?P<metadata>/metadata)?")
+_POST = re.compile(
+    r"(?P<name>[^:]+?)(?:/versions/(?P<version>[0-9]{1,15})|/labels/(?P<label>[^/:]+))?:(?P<verb>[a-z]+)"
+)
+SIGNATURE = "serving_default"
+SMALL = 1 << 16
+"""Bytes of JSON that are read in the event loop."""
+TYPES: Mapping[str, str] = {
+    BYTES: "DT_STRING",
+    "float32": "DT_FLOAT",
+    "float64": "DT_DOUBLE",
+    "float16": "DT_HALF",
+    "bfloat16": "DT_BFLOAT16",
+    "bool": "DT_BOOL",
+    **{f"int{bits}": f"DT_INT{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"DT_UINT{bits}" for bits in (8, 16, 32, 64)},
+}
+PLAIN: Mapping[ModelKind, str] = {ModelKind.image: "uint8", ModelKind.transcription: "float32"}
+"""Kind to the dtype of numbers that stand for an encoded input."""
+
+
+async def model(request: Request, desk: Desk) -> Response:
+    """``GET /v1/models/NAME``: OpenAI's model and TensorFlow Serving's versions in one object; or the signatures under ``/metadata``."""
+    found = _GET.fullmatch(request.path_params["rest"])
+    if found is None:
+        raise ProblemError(status=404, message="there is no such path")
+    served = _versions(desk, found["name"], found["version"])
+    if found["metadata"]:
+        return json_response(_metadata(served[-1]))
+    states = [
+        {
+            "version": str(one.version),
+            "state": "AVAILABLE" if one.ready else "LOADING",
+            "status": {"error_code": "OK", "error_message": ""},
+        }
+        for one in reversed(served)
+    ]
+    return json_response({**described(served[-1]), "model_version_status": states})
+
+
+def _versions(desk: Desk, name: str, version: str | None) -> Sequence[Served]:
+    versions = desk.shelf.versions(name)
+    if version is not None:
+        versions = [one for one in versions if one.version == int(version)]
+    if not versions:
+        raise ProblemError(status=404, message=f"{name} has no version {version}")
+    return versions
+
+
+def _metadata(served: Served) -> dict[str, Any]:
+    if isinstance(served, ServedText):
+        raise bad(f"{served.name} is a language model; ask /v1/completions")
+    signature = {
+        "inputs": {one.name: _signed(one) for one in served.model.inputs},
+        "outputs": {one.name: _signed(one) for one in served.model.outputs},
+        "method_name": "tensorflow/serving/predict",
+    }
+    return {
+        "model_spec": {"name": served.name, "signature_name": "", "version": str(served.version)},
+        "metadata": {"signature_def": {"signature_def": {SIGNATURE: signature}}},
+    }
+
+
+def _signed(spec: ArraySpec) -> dict[str, Any]:
+    dims = [{"size": str(size), "name": ""} for size in spec.shape]
+    return {
+        "dtype": TYPES.get(spec.dtype, "DT_INVALID"),
+        "tensor_shape": {"dim": dims, "unknown_rank": False},
+        "name": f"{spec.name}:0",
+    }
+
+
+async def predict(request: Request, desk: Desk) -> Response:
+    """``POST /v1/models/NAME[/versions/N]:predict``."""
+    found = _POST.fullmatch(request.path_params["rest"])
+    if found is None:
+        raise ProblemError(status=404, message="there is no such path; ask /v1/models/NAME:predict")
+    if found["label"]:
+        raise ProblemError(status=404, message=f"{found['name']} has no label {found['label']}")
+    if found["verb"] != "predict":
+        raise bad(f"{found['verb']} is not supported; ask :predict")
+    raw = await request.body()
+    version = None if found["version"] is None else int(found["version"])
+    served = desk.batch(request, found["name"], version)
+    inputs, rows = await _off_loop(len(raw), lambda: read_inputs(raw, served))
+    outputs = await answered(request, served, inputs)
+    body = await _off_loop(
+        sum(one.nbytes for one in outputs.values()), lambda: written(outputs, rows=rows)
+    )
+    return Response(body, media_type="application/json")
+
+
+async def _off_loop(size: int, work: Any) -> Any:
+    return work() if size <= SMALL else await asyncio.to_thread(work)
+
+
+def read_inputs(raw: bytes, served: ServedBatch) -> tuple[dict[str, np.ndarray], bool]:
+    """Inputs of a request, and whether they came as rows.
+
+    Raises:
+        ProblemError: the body is no such request.
+    """
+    try:
+        # The standard's parser, since TensorFlow Serving takes NaN and Infinity.
+        fields = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise bad(f"the body is not JSON ({error}); send a JSON object") from error
+    if not isinstance(fields, dict):
+        raise bad("the body is no JSON object; send {instances: [...]} or {inputs: {...}}")
+    if fields.get("signature_name", SIGNATURE) not in (SIGNATURE, ""):
+        raise bad(
+            f"there is no signature {str(fields['signature_name'])[:40]!r}; the model has {SIGNATURE}"
+        )
+    if ("instances" in fields) == ("inputs" in fields):
+        raise bad("send either instances (rows) or inputs (columns)")
+    rows = "instances" in fields
+    columns = _from_rows(fields["instances"], served) if rows else fields["inputs"]
+    specs = {one.name: one for one in served.model.inputs}
+    if not isinstance(columns, dict) or "b64" in columns:
+        columns = {_only(served): columns}
+    for name in columns:
+        if name not in specs:
+            raise bad(f"there is no input {str(name)[:80]!r}; the model's are {', '.join(specs)}")
+    kind = served.model.kind
+    return {name: _array(value, specs[name], kind) for name, value in columns.items()}, rows
+
+
+def _only(served: ServedBatch) -> str:
+    needed = [one.name for one in served.model.inputs if not one.optional]
+    if len(needed) != 1:
+        raise bad(
+            f"name the inputs; the model's are {', '.join(one.name for one in served.model.inputs)}"
+        )
+    return needed[0]
+
+
+def _from_rows(rows: Any, served: ServedBatch) -> dict[str, list[Any]]:
+    if not isinstance(rows, list) or not rows:
+        raise bad("instances is no list with an example in it")
+    if not isinstance(rows[0], dict) or "b64" in rows[0]:
+        return {_only(served): rows}
+    names = set(rows[0])
+    if any(not isinstance(row, dict) or set(row) != names for row in rows):
+        raise bad("instances have different inputs; give each row the same names")
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def _array(value: Any, spec: ArraySpec, kind: ModelKind) -> np.ndarray:
+    """A column as an array.
+
+    Raises:
+        ProblemError: values do not fit the input.
+    """
+    if not isinstance(value, list):
+        raise bad(f"input {spec.name} is no list of examples")
+    if spec.dtype == BYTES:
+        if all(isinstance(one, str | dict) for one in value):
+            return objects([_raw(one, spec) for one in value])
+        dtype = np.dtype(PLAIN.get(kind, "int32"))
+        if kind is ModelKind.embedding:
+            return objects([_numbers(one, spec, dtype) for one in value])
+    else:
+        dtype = np.dtype(spec.dtype)
+    return _numbers(value, spec, dtype)
+
+
+def _raw(value: str | dict[str, Any], spec: ArraySpec) -> bytes:
+    if isinstance(value, str):
+        try:
+            return value.encode()
+        except UnicodeEncodeError as error:
+            raise bad(f"input {spec.name} has a text that is no Unicode") from error
+    try:
+        return base64.b64decode(value["b64"], validate=True)
+    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        raise bad(f'input {spec.name} has bytes that are not {{"b64": "..."}}') from error
+
+
+def _numbers(value: Any, spec: ArraySpec, dtype: np.dtype) -> np.ndarray:
+    try:
+        plain = np.asarray(value)
+        wanted = "b" if dtype.kind == "b" else "iu" if dtype.kind in "iu" else "iuf"
+        if plain.size and plain.dtype.kind not in wanted:
+            raise ValueError(f"{plain.dtype} where {dtype} is expected")
+        if dtype.kind in "iu" and plain.size:
+            limits = np.iinfo(dtype)
+            if plain.min() < limits.min or plain.max() > limits.max:
+                raise ValueError(f"values beyond {dtype}")
+        with np.errstate(over="ignore"):
+            return plain.astype(dtype)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise bad(f"input {spec.name} does not fit {dtype} ({error})") from error
+
+
+def written(outputs: Mapping[str, np.ndarray], *, rows: bool) -> bytes:
+    """The answer: rows where the request had rows, else columns; a single output stands for itself."""
+    columns = {name: _listed(name, array) for name, array in outputs.items()}
+    if not rows:
+        made = next(iter(columns.values())) if len(columns) == 1 else columns
+        return json.dumps({"outputs": made}).encode()
+    if len(columns) == 1:
+        return json.dumps({"predictions": next(iter(columns.values()))}).encode()
+    names = list(columns)
+    rows_of = [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return json.dumps({"predictions": rows_of}).encode()
+
+
+def _listed(name: str, array: np.ndarray) -> Any:
+    if array.dtype == object:
+        as_base64 = name.endswith("_bytes")
+        return _each(array.tolist(), as_base64=as_base64)
+    return (array.astype(np.float32) if str(array.dtype) == "bfloat16" else array).tolist()
+
+
+def _each(value: Any, *, as_base64: bool) -> Any:
+    if isinstance(value, list):
+        return [_each(one, as_base64=as_base64) for one in value]
+    raw = value.encode() if isinstance(value, str) else bytes(value)
+    if as_base64:
+        return {"b64": base64.b64encode(raw).decode()}
+    return raw.decode("utf-8", "replace")

@@ -1,0 +1,172 @@
+"""Choices of a request: submitted together, their pieces merged as they come."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from systolic.data.text.tokenizer import Tokenizer
+from systolic.serving.http.desk import Ticket
+from systolic.serving.http.problems import ProblemError
+from systolic.serving.text.request import (
+    Finish,
+    Piece,
+    TextEngine,
+    TextRequest,
+    TextStream,
+    Token,
+    Usage,
+)
+
+T = TypeVar("T")
+SHORT = 4096
+"""Characters of a text that is tokenized in the event loop; a longer one would hold up the others' streams."""
+
+
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """The result of some work on so many characters, in a thread where they are many."""
+    return work() if size <= SHORT else await asyncio.to_thread(work)
+
+
+async def token_ids(tokenizer: Tokenizer, text: str, *, special: bool) -> list[int]:
+    """Ids of a text; ``special`` puts before it what starts a prompt."""
+    encode = tokenizer.prompt if special else tokenizer.encode
+    return await off_loop(len(text), lambda: encode(text))
+
+
+def submit(engine: TextEngine, requests: Sequence[TextRequest], ticket: Ticket) -> list[TextStream]:
+    """Streams of some requests, which end with the ticket; all or none.
+
+    Raises:
+        RefusedError: as the engine's.
+    """
+    streams = []
+    for request in requests:
+        stream = engine.submit(request)
+        ticket.at_end(stream.cancel)
+        streams.append(stream)
+    return streams
+
+
+def failure(piece: Piece) -> ProblemError | None:
+    """What a last piece says where its text did not end as asked."""
+    match piece.finish:
+        case Finish.error:
+            return ProblemError(status=500, message=piece.message or "the engine failed")
+        case Finish.deadline:
+            return ProblemError(
+                status=504,
+                message="the request's time is over; ask for fewer tokens or more time",
+                code="deadline",
+            )
+        case Finish.cancelled:
+            return ProblemError(
+                status=503,
+                message="the server ended before the text did; ask another one",
+                code="cancelled",
+                retry_seconds=1.0,
+            )
+    return None
+
+
+async def merged(streams: Sequence[TextStream]) -> AsyncGenerator[tuple[int, Piece]]:
+    """Pieces of several streams with the number of their stream, as they come.
+
+    Raises:
+        ProblemError: one of them failed.
+    """
+    if len(streams) == 1:
+        async for piece in streams[0]:
+            if (problem := failure(piece)) is not None:
+                raise problem
+            yield 0, piece
+        return
+    pieces: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue()
+
+    async def pump(number: int, stream: TextStream) -> None:
+        try:
+            async for piece in stream:
+                pieces.put_nowait((number, piece))
+        except Exception as error:
+            pieces.put_nowait((number, error))
+        pieces.put_nowait((number, None))
+
+    tasks = [asyncio.ensure_future(pump(*one)) for one in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            number, piece = await pieces.get()
+            if piece is None:
+                left -= 1
+            elif isinstance(piece, BaseException):
+                raise piece
+            elif (problem := failure(piece)) is not None:
+                raise problem
+            else:
+                yield number, piece
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+@dataclass(kw_only=True)
+class Whole:
+    """A text that has ended."""
+
+    text: str = ""
+    tokens: list[Token] = field(default_factory=list)
+    prompt: list[Token] = field(default_factory=list)
+    finish: Finish = Finish.stop
+    usage: Usage | None = None
+
+    def add(self, piece: Piece) -> None:
+        """Adds what is new."""
+        self.text += piece.text
+        self.tokens += piece.tokens
+        self.prompt += piece.prompt
+        if piece.finish is not None:
+            self.finish, self.usage = piece.finish, piece.usage
+
+
+async def whole(streams: Sequence[TextStream]) -> list[Whole]:
+    """The texts of some streams; errors as :func:`merged`."""
+    found = [Whole() for _ in streams]
+    async with aclosing(merged(streams)) as pieces:
+        async for number, piece in pieces:
+            found[number].add(piece)
+    return found
+
+
+@dataclass(kw_only=True)
+class Bill:
+    """Tokens of a request with several prompts and choices; a prompt counts once, whatever its choices."""
+
+    choices: int
+    """Choices of each prompt."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add(self, number: int, usage: Usage | None) -> None:
+        """Adds an ended stream of a number."""
+        if usage is None:
+            return
+        self.completion_tokens += usage.completion_tokens
+        if number % self.choices == 0:
+            self.prompt_tokens += usage.prompt_tokens
+            self.cached_tokens += usage.cached_tokens
+
+    def close(self, ticket: Ticket) -> dict[str, object]:
+        """``usage`` as clients read it, noted on the ticket."""
+        ticket.usage = Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            cached_tokens=self.cached_tokens,
+        )
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }

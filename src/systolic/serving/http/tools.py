@@ -1,0 +1,121 @@
+"""Calls of tools in a model's text, told from the rest by the marks of its chat template."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from systolic.serving.http.desk import new_id
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+"""Marks of Hermes, Qwen and SmolLM3 around {"name": ..., "arguments": {...}}."""
+_CALL = re.compile(re.escape(OPEN) + r"\s*(.*?)\s*" + re.escape(CLOSE), re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A call of a tool."""
+
+    name: str
+    arguments: str
+    """JSON."""
+
+    def body(self, index: int | None = None) -> dict[str, Any]:
+        """The call as clients read it; ``index`` counts the calls of a stream."""
+        made: dict[str, Any] = {
+            "id": new_id("call"),
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
+        return made if index is None else {"index": index, **made}
+
+
+class CallReader:
+    """Splits a text into what is said and what is called, as it comes.
+
+    Holds back what can be the start of a mark, and a call until it is whole. What only looks like a call is text.
+
+    Args:
+        marked: Whether the template marks calls. One that does not (Llama 3) makes the whole text one JSON object or several
+            lines of them, with ``parameters`` or ``arguments``; such a text is held back while it can be that.
+    """
+
+    def __init__(self, *, marked: bool) -> None:
+        self._marked = marked
+        self._held = ""
+        self._plain = False
+        """Whether an unmarked text was told to be no call."""
+
+    def push(self, text: str) -> tuple[str, list[Call]]:
+        """Text and calls that are certain now."""
+        self._held += text
+        if not self._marked:
+            return self._bare()
+        said, calls = "", []
+        while (start := self._held.find(OPEN)) >= 0:
+            found = _CALL.match(self._held, start)
+            if found is None:
+                break
+            call = _read(found[1])
+            said += self._held[:start] if call is not None else self._held[: found.end()]
+            calls += [] if call is None else [call]
+            self._held = self._held[found.end() :]
+        start = self._held.find(OPEN)
+        keep = len(self._held) - start if start >= 0 else _overlap(self._held, OPEN)
+        certain = len(self._held) - keep
+        said, self._held = said + self._held[:certain], self._held[certain:]
+        return said, calls
+
+    def flush(self) -> tuple[str, list[Call]]:
+        """What is left when the text has ended."""
+        rest, self._held = self._held, ""
+        if not self._marked and not self._plain:
+            calls = [_read(line) for line in _objects(rest)]
+            if calls and all(calls):
+                return "", [call for call in calls if call is not None]
+        return rest, []
+
+    def _bare(self) -> tuple[str, list[Call]]:
+        start = self._held.lstrip()
+        if not self._plain and start and start[0] not in "{[":
+            self._plain = True
+        if self._plain:
+            said, self._held = self._held, ""
+            return said, []
+        return "", []
+
+
+def _objects(text: str) -> Sequence[str]:
+    stripped = text.strip()
+    try:
+        found = json.loads(stripped)
+    except ValueError:
+        return [line for line in re.split(r"[;\n]\s*(?=\{)", stripped) if line]
+    return [json.dumps(one) for one in found] if isinstance(found, list) else [stripped]
+
+
+def _read(text: str) -> Call | None:
+    """A call from its JSON; None where it is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return None
+    arguments = found.get("arguments", found.get("parameters", {}))
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return Call(name=found["name"], arguments=arguments)
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Length of the longest end of a text that starts a mark."""
+    return next(
+        (
+            size
+            for size in range(min(len(text), len(mark) - 1), 0, -1)
+            if mark.startswith(text[-size:])
+        ),
+        0,
+    )
