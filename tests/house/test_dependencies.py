@@ -17,6 +17,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 WITHOUT_IMPORT = {
     "import-linter": "a command that CI runs",
+    "opentelemetry-sdk": "a module under that of opentelemetry-api",
     "pytest-xdist": "a plugin that pytest loads",
     "ruff": "a command that CI runs",
     "ty": "a command that CI runs",
@@ -28,8 +29,14 @@ HOW_JAX_FINDS_DEVICES = ("tpu", "cuda")
 APART = {"tensorflow": "tensorflow", "tf2jax": "tf2jax"}
 """Modules and distributions of the extra ``tf``, whose environment is its own."""
 
+NAMED = {**APART, "opentelemetry": "opentelemetry-api"}
+"""Modules whose distribution the environment does not tell: not installed, or several under one name."""
+
 THROUGH_JAX = {"flatbuffers"}
 """What jax asks for when a program is exported or read, without a dependency of its own."""
+
+THROUGH_STARLETTE = {"python-multipart"}
+"""What starlette asks for when a form is read, without a dependency of its own."""
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -53,7 +60,7 @@ def imported(folder: str) -> frozenset[str]:
     own = {"systolic", *(path.name for path in ROOT.iterdir() if path.is_dir())}
     own |= {path.stem for path in (ROOT / "benchmarks").rglob("*.py")}  # by name, beside each other
     outside = modules - set(sys.stdlib_module_names) - own
-    home = {**packages_distributions(), **{module: [name] for module, name in APART.items()}}
+    home = packages_distributions() | {module: [name] for module, name in NAMED.items()}
     return frozenset(canonicalize_name(name) for module in outside for name in home[module])
 
 
@@ -64,7 +71,10 @@ def optional() -> set[str]:
 
 
 def test_the_package_imports_what_it_declares() -> None:
-    assert imported("src") | THROUGH_JAX == names(PROJECT["dependencies"]) | optional()
+    assert (
+        imported("src") | THROUGH_JAX | THROUGH_STARLETTE
+        == names(PROJECT["dependencies"]) | optional()
+    )
 
 
 def test_the_tests_import_what_dev_declares() -> None:

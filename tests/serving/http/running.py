@@ -18,7 +18,7 @@ from systolic.serving.batch.request import ModelKind
 from systolic.serving.http.desk import Desk
 from systolic.serving.http.keys import Keys
 from systolic.serving.http.limits import HttpLimits
-from systolic.serving.http.logs import Log
+from systolic.serving.http.logs import EventLog
 from systolic.serving.http.meters import BatchMetrics, TextMetrics
 from systolic.serving.http.metrics import Metrics
 from systolic.serving.http.process import Address, Process
@@ -99,7 +99,7 @@ def running(
     process = Process(
         desk,
         Address(port=0, grace_seconds=grace_seconds),
-        Log(lines),
+        EventLog(lines),
         keys,
         listening=found.append,
     )

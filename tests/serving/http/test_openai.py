@@ -29,7 +29,7 @@ def test_a_completion(client: openai.OpenAI) -> None:
     # The prompt's first token is the one that starts a document, which has no text.
     made = client.completions.create(model="echo", prompt="hello", max_tokens=8)
     (choice,) = made.choices
-    assert (choice.text, choice.finish_reason) == ("hellohe"[:5] + "h", "length")
+    assert (choice.text, choice.finish_reason) == ("helloh", "length")
     assert made.object == "text_completion"
     assert made.usage is not None
     assert made.usage.prompt_tokens == 6
@@ -79,8 +79,8 @@ def test_fields_reach_the_engine(server: Running, client: openai.OpenAI) -> None
 
 
 def test_a_stop_string(client: openai.OpenAI) -> None:
-    made = client.completions.create(model="echo", prompt="hello", max_tokens=20, stop=["lo", "y"])
-    assert (made.choices[0].text, made.choices[0].finish_reason) == ("hel", "stop")
+    made = client.completions.create(model="echo", prompt="hello", max_tokens=20, stop=["l", "y"])
+    assert (made.choices[0].text, made.choices[0].finish_reason) == ("he", "stop")
 
 
 def test_a_stream_says_what_the_whole_says(client: openai.OpenAI) -> None:

@@ -101,7 +101,13 @@ PATHS: Sequence[Path] = (
 
 def application(desk: Desk) -> FastAPI:
     """All routes over the models of a desk; a :class:`~systolic.serving.http.gate.Gate` goes around it."""
-    app = FastAPI(title="Systolic", version=version("systolic"), docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Systolic",
+        version=version("systolic"),
+        docs_url=None,  # It loads scripts from elsewhere.
+        redoc_url=None,
+        telemetry={"tracing": False},  # The gate's span is of the whole request.
+    )
     bodies = [one.body for one in PATHS if isinstance(one.body, type)]
     _, components = msgspec.json.schema_components(
         bodies, ref_template="#/components/schemas/{name}"

@@ -15,7 +15,7 @@ from systolic.serving.http.events import DONE, attended, event, streamed
 from systolic.serving.http.fields import Count, TextFields, Top, room
 from systolic.serving.http.messages import checked_messages, rendered
 from systolic.serving.http.problems import bad
-from systolic.serving.http.texts import Bill, Whole, merged, off_loop, submit, token_ids, whole
+from systolic.serving.http.texts import Tally, Whole, merged, off_loop, submit, token_ids, whole
 from systolic.serving.http.tools import OPEN, CallReader
 from systolic.serving.http.vocabulary import Vocabulary, vocabulary_of
 from systolic.serving.served import ServedText
@@ -78,7 +78,7 @@ class ChatFields(TextFields, kw_only=True):
 
 
 @dataclass(kw_only=True)
-class _Asked:
+class _AskedChat:
     """A request that was understood."""
 
     fields: ChatFields
@@ -117,7 +117,7 @@ async def chat_completions(request: Request, desk: Desk) -> Response:
     if fields.stream:
         return await streamed(request, _events(asked, streams))
     texts = await attended(request, whole(streams))
-    bill = Bill(choices=len(texts))
+    bill = Tally(choices=len(texts))
     choices = []
     for number, text in enumerate(texts):
         bill.add(number, text.usage)
@@ -127,7 +127,7 @@ async def chat_completions(request: Request, desk: Desk) -> Response:
     return Response(encode(answer), media_type="application/json")
 
 
-async def _understood(request: Request, desk: Desk, fields: ChatFields) -> _Asked:
+async def _understood(request: Request, desk: Desk, fields: ChatFields) -> _AskedChat:
     served, ticket = desk.text(request, fields.model), Ticket.of(request)
     if fields.max_tokens == 0:
         raise bad("max_tokens is 0; ask for 1 or more", "max_tokens")
@@ -157,12 +157,12 @@ async def _understood(request: Request, desk: Desk, fields: ChatFields) -> _Aske
         )
         for number in range(fields.n or 1)
     ]
-    return _Asked(
+    return _AskedChat(
         fields=fields, served=served, ticket=ticket, requests=requests, with_tools=bool(tools)
     )
 
 
-def _choice(asked: _Asked, number: int, text: Whole) -> dict[str, Any]:
+def _choice(asked: _AskedChat, number: int, text: Whole) -> dict[str, Any]:
     said, calls, reason = text.text, [], text.finish.value
     if (reader := asked.reader()) is not None:
         (first, early), (last, late) = reader.push(text.text), reader.flush()
@@ -176,9 +176,9 @@ def _choice(asked: _Asked, number: int, text: Whole) -> dict[str, Any]:
     return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
 
-async def _events(asked: _Asked, streams: Sequence[TextStream]) -> AsyncIterator[bytes]:
-    bill, finishes = Bill(choices=len(streams)), set()
-    writers = [_Writer(asked, number) for number in range(len(streams))]
+async def _events(asked: _AskedChat, streams: Sequence[TextStream]) -> AsyncIterator[bytes]:
+    bill, finishes = Tally(choices=len(streams)), set()
+    writers = [_ChatWriter(asked, number) for number in range(len(streams))]
     async with aclosing(merged(streams)) as pieces:
         async for number, piece in pieces:
             written = writers[number].events(
@@ -198,10 +198,10 @@ async def _events(asked: _Asked, streams: Sequence[TextStream]) -> AsyncIterator
     yield DONE
 
 
-class _Writer:
+class _ChatWriter:
     """Turns the pieces of one choice into events."""
 
-    def __init__(self, asked: _Asked, number: int) -> None:
+    def __init__(self, asked: _AskedChat, number: int) -> None:
         self._asked, self._index = asked, number
         self._reader = asked.reader()
         self._begun = False
@@ -241,7 +241,7 @@ class _Writer:
         return event(self._asked.body("chat.completion.chunk", [choice]))
 
 
-def _logprobs(tokens: Sequence[Token], asked: _Asked) -> dict[str, Any]:
+def _logprobs(tokens: Sequence[Token], asked: _AskedChat) -> dict[str, Any]:
     words = vocabulary_of(asked.served.tokenizer)
     found = []
     for one in tokens:

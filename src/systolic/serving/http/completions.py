@@ -15,7 +15,7 @@ from systolic.serving.http.desk import Desk, Ticket, new_id
 from systolic.serving.http.events import DONE, attended, event, streamed
 from systolic.serving.http.fields import TextFields, Top, room
 from systolic.serving.http.problems import bad
-from systolic.serving.http.texts import Bill, Whole, merged, submit, token_ids, whole
+from systolic.serving.http.texts import Tally, Whole, merged, submit, token_ids, whole
 from systolic.serving.http.vocabulary import Vocabulary, vocabulary_of
 from systolic.serving.served import ServedText
 from systolic.serving.text.request import TextRequest, Token
@@ -35,7 +35,7 @@ class CompletionFields(TextFields, kw_only=True):
 
 
 @dataclass(kw_only=True)
-class _Asked:
+class _AskedTexts:
     """A request that was understood."""
 
     fields: CompletionFields
@@ -72,17 +72,17 @@ async def completions(request: Request, desk: Desk) -> Response:
     if fields.stream:
         return await streamed(request, _events(asked, streams))
     texts = await attended(request, whole(streams))
-    bill = Bill(choices=asked.choices)
+    bill = Tally(choices=asked.choices)
     choices = []
     for number, text in enumerate(texts):
         bill.add(number, text.usage)
-        choices.append(_Writer(asked, number).all(text))
+        choices.append(_ChoiceWriter(asked, number).all(text))
     asked.ticket.finish = ",".join(sorted({str(one["finish_reason"]) for one in choices}))
     answer = asked.chunk(choices, usage=bill.close(asked.ticket))
     return Response(encode(answer), media_type="application/json")
 
 
-async def _understood(request: Request, desk: Desk, fields: CompletionFields) -> _Asked:
+async def _understood(request: Request, desk: Desk, fields: CompletionFields) -> _AskedTexts:
     served, ticket = desk.text(request, fields.model), Ticket.of(request)
     prompts = await _prompts(fields.prompt, served)
     count = len(prompts) * (fields.n or 1)
@@ -112,7 +112,9 @@ async def _understood(request: Request, desk: Desk, fields: CompletionFields) ->
             )
             scored = bool(fields.echo) and fields.logprobs is not None
             requests.append(replace(made, prompt_logprobs=scored))
-    return _Asked(fields=fields, served=served, ticket=ticket, prompts=prompts, requests=requests)
+    return _AskedTexts(
+        fields=fields, served=served, ticket=ticket, prompts=prompts, requests=requests
+    )
 
 
 async def _prompts(given: str | list[Any], served: ServedText) -> list[list[int]]:
@@ -145,9 +147,9 @@ def checked_ids(ids: Sequence[int], served: ServedText, param: str) -> list[int]
     return list(ids)
 
 
-async def _events(asked: _Asked, streams: Sequence[Any]) -> AsyncIterator[bytes]:
-    writers = [_Writer(asked, number) for number in range(len(streams))]
-    bill, finishes = Bill(choices=asked.choices), set()
+async def _events(asked: _AskedTexts, streams: Sequence[Any]) -> AsyncIterator[bytes]:
+    writers = [_ChoiceWriter(asked, number) for number in range(len(streams))]
+    bill, finishes = Tally(choices=asked.choices), set()
     async with aclosing(merged(streams)) as pieces:
         async for number, piece in pieces:
             text = Whole(text=piece.text, tokens=[*piece.tokens], prompt=[*piece.prompt])
@@ -167,10 +169,10 @@ async def _events(asked: _Asked, streams: Sequence[Any]) -> AsyncIterator[bytes]
     yield DONE
 
 
-class _Writer:
+class _ChoiceWriter:
     """Turns one choice into its JSON, whole or in parts."""
 
-    def __init__(self, asked: _Asked, number: int) -> None:
+    def __init__(self, asked: _AskedTexts, number: int) -> None:
         self._asked, self._index = asked, number
         self._offset = 0
         self._echo = bool(asked.fields.echo)

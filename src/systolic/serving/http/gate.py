@@ -14,7 +14,7 @@ from systolic.core.errors import SystolicError
 from systolic.serving.http.bodies import encode
 from systolic.serving.http.desk import TICKET, Desk, Ticket, new_id
 from systolic.serving.http.keys import Keys
-from systolic.serving.http.logs import Log
+from systolic.serving.http.logs import EventLog
 from systolic.serving.http.problems import Dialect, ProblemError, problem_of
 from systolic.serving.http.traces import Traces
 
@@ -32,7 +32,7 @@ class Gate:
 
     app: ASGIApp
     desk: Desk
-    log: Log
+    log: EventLog
     traces: Traces
     keys: Keys | None = None
 
@@ -45,7 +45,7 @@ class Gate:
         given = headers.get(b"x-request-id", "")
         ticket = Ticket(id=given if _ID.fullmatch(given) else new_id("req"))
         scope[TICKET] = ticket
-        answer = _Answer(send=send, ticket=ticket, receive=receive)
+        answer = _Exchange(send=send, ticket=ticket, receive=receive)
         answer.body_left = self.desk.limits.body_bytes
         answer.body_end = time.monotonic() + self.desk.limits.body_seconds
         self.desk.in_flight += 1
@@ -59,7 +59,7 @@ class Gate:
                 span.ended(answer.status, ticket)
 
     async def _answer(
-        self, scope: Scope, headers: MutableMapping[bytes, str], answer: "_Answer"
+        self, scope: Scope, headers: MutableMapping[bytes, str], answer: "_Exchange"
     ) -> None:
         try:
             self._admit(scope["path"], headers, answer.ticket)
@@ -132,7 +132,7 @@ class Gate:
                 retry_seconds=wait,
             )
 
-    def _note(self, scope: Scope, answer: "_Answer") -> None:
+    def _note(self, scope: Scope, answer: "_Exchange") -> None:
         ticket, metrics = answer.ticket, self.desk.metrics
         route = scope["route"].path if "route" in scope else "unknown"
         seconds = time.monotonic() - ticket.begun
@@ -163,7 +163,7 @@ class Gate:
 
 
 @dataclass(kw_only=True, eq=False)
-class _Answer:
+class _Exchange:
     """The two directions of one request."""
 
     send: Send

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 import msgspec
 
 
-class Log:
+class EventLog:
     """Writes events with their time; fields that are None are left out.
 
     Args:

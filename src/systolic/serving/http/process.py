@@ -19,7 +19,7 @@ from systolic.serving.http.app import application
 from systolic.serving.http.desk import Desk
 from systolic.serving.http.gate import Gate
 from systolic.serving.http.keys import Keys
-from systolic.serving.http.logs import Log
+from systolic.serving.http.logs import EventLog
 from systolic.serving.http.traces import find_traces
 
 TICK_SECONDS = 0.05
@@ -74,7 +74,7 @@ class Process(uvicorn.Server):
         self,
         desk: Desk,
         address: Address,
-        log: Log,
+        log: EventLog,
         keys: Keys | None = None,
         listening: Callable[[int], None] | None = None,
     ) -> None:
@@ -87,6 +87,7 @@ class Process(uvicorn.Server):
                 ssl_certfile=address.tls_cert,
                 ssl_keyfile=address.tls_key,
                 backlog=BACKLOG,
+                http="h11",  # It bounds the size of headers.
                 lifespan="off",
                 log_config=None,
                 access_log=False,

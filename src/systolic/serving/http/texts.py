@@ -139,7 +139,7 @@ async def whole(streams: Sequence[TextStream]) -> list[Whole]:
 
 
 @dataclass(kw_only=True)
-class Bill:
+class Tally:
     """Tokens of a request with several prompts and choices; a prompt counts once, whatever its choices."""
 
     choices: int

@@ -1,0 +1,304 @@
+"""Readiness, draining, deadlines, refusals, keys, rates, logs, metrics, traces."""
+
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from systolic.core.errors import DataError, NotFoundError, OptionError
+from systolic.serving.batch.request import ModelKind
+from systolic.serving.http.keys import Keys, new_key
+from systolic.serving.http.limits import HttpLimits, TokenBucket
+from tests.serving.http.running import Running, echo_model, running, toy_model, wait
+
+ASKED = {"model": "echo", "prompt": "hello", "max_tokens": 5}
+
+
+def test_ready_only_while_the_loop_turns() -> None:
+    served = echo_model()
+    with running([served], limits=HttpLimits(heartbeat_seconds=0.05)) as one, one.client() as http:
+        for path in ("/health", "/readyz", "/livez", "/v2/health/ready", "/v2/health/live"):
+            assert http.get(path).status_code == 200
+        served.engine.hung = True
+        wait(lambda: http.get("/health").status_code == 503)
+        assert http.get("/v2/health/ready").json() == {"ready": False}
+        wait(lambda: http.get("/livez").status_code == 503)
+        served.engine.hung = False
+        wait(lambda: http.get("/health").status_code == 200)
+
+
+def test_not_ready_before_it_is_warm() -> None:
+    served = echo_model()
+    warm = threading.Event()
+    start = served.engine.start
+    served.engine.start = lambda: (warm.wait(10), start())
+    with running([served], ready=False) as one, one.client() as http:
+        assert http.get("/health").status_code == 503
+        assert http.get("/livez").status_code == 200
+        found = http.post("/v1/completions", json=ASKED)
+        assert (found.status_code, found.json()["error"]["code"]) == (503, "not_ready")
+        warm.set()
+        wait(lambda: http.get("/health").status_code == 200)
+        assert [line["model"] for line in one.log("warm")] == ["echo"]
+
+
+def test_what_was_accepted_ends_when_the_server_does() -> None:
+    with running([echo_model(step_seconds=0.01)]) as one:
+        texts: list[str] = []
+
+        def ask() -> None:
+            with one.client() as http:
+                found = http.post("/v1/completions", json={**ASKED, "max_tokens": 60})
+                texts.append(found.json()["choices"][0]["text"])
+
+        asking = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in asking:
+            thread.start()
+        wait(lambda: one.desk.in_flight == 4)
+        one.process.end()
+        wait(lambda: one.desk.draining)
+        with one.client() as http:
+            assert http.get("/health").status_code == 503
+            late = http.post("/v1/completions", json=ASKED)
+            assert (late.status_code, late.json()["error"]["code"]) == (503, "draining")
+            assert late.headers["retry-after"] == "5"
+        for thread in asking:
+            thread.join()
+        assert [len(text) for text in texts] == [50] * 4
+    assert one.log("ended")[0]["cut"] == 0
+
+
+def test_streams_that_outlast_the_grace_time_end_with_an_error() -> None:
+    with running([echo_model(step_seconds=0.01)], grace_seconds=0.1) as one, one.client() as http:
+        body = {**ASKED, "max_tokens": 4000, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            one.process.end()
+            last = [line for line in lines if line][-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "cancelled"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_place_at_once(server: Running, stream: bool) -> None:
+    engine = server.desk.shelf.newest()[0].engine
+    before = len(engine.everything)
+    body = json.dumps({**ASKED, "max_tokens": 4000, "stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as link:
+        link.sendall(head.encode() + body)
+        wait(lambda: len(engine.everything) > before and engine.everything[-1].done > 3)
+        left = time.monotonic()
+    found = engine.everything[-1]
+    wait(found.cancelled.is_set)
+    assert found.cancelled_at - left < 1.0
+    wait(lambda: server.desk.in_flight == 0)
+    wait(lambda: server.log("request")[-1]["status"] == 499)
+
+
+def test_a_batch_request_is_dropped_when_its_client_leaves() -> None:
+    served = toy_model(ModelKind.tensors, "toy")
+    served.model.delay_seconds = 0.3
+    with running([served]) as one:
+        with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=0.1) as http:
+            http.post(f"{one.url}/v1/models/toy:predict", json={"instances": [[1, 2]]})
+        wait(served.model.cancelled.is_set)
+
+
+def test_deadlines(server: Running) -> None:
+    body = {**ASKED, "max_tokens": 4000}
+    with server.client(headers={"X-Request-Timeout": "0.1"}) as http:
+        found = http.post("/v1/completions", json=body)
+        assert (found.status_code, found.json()["error"]["code"]) == (504, "deadline")
+        assert found.headers["x-should-retry"] == "false"
+        streamed = http.post("/v1/completions", json={**body, "stream": True}).text
+        assert '"code":"deadline"' in streamed.split("\n\n")[-2]
+        wrong = http.post("/v1/completions", json=ASKED, headers={"X-Request-Timeout": "nan"})
+        assert wrong.status_code == 400
+    limits, headers = HttpLimits(deadline_seconds=0.1), {"X-Request-Timeout": "100"}
+    with running([echo_model()], limits=limits) as one, one.client(headers=headers) as http:
+        assert http.post("/v1/completions", json=body).status_code == 504
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    with running([echo_model(most=0)]) as one, one.client() as http:
+        for stream in (False, True):
+            found = http.post("/v1/completions", json={**ASKED, "stream": stream})
+            assert (found.status_code, found.headers["retry-after"]) == (429, "2")
+            assert found.headers["x-should-retry"] == "true"
+        client = openai.OpenAI(base_url=f"{one.url}/v1", api_key="x", max_retries=0)
+        with pytest.raises(openai.RateLimitError):
+            client.completions.create(model="echo", prompt="x")
+
+
+def test_choices_that_are_refused_cancel_the_others() -> None:
+    served = echo_model(most=2)
+    with running([served]) as one, one.client() as http:
+        found = http.post("/v1/completions", json={**ASKED, "n": 3, "max_tokens": 4000})
+        assert found.status_code == 429
+        wait(lambda: not served.engine.streams)
+
+
+def test_more_requests_than_are_answered_at_once() -> None:
+    slow, body = echo_model(step_seconds=0.01), {**ASKED, "max_tokens": 4000, "stream": True}
+    with (
+        running([slow], limits=HttpLimits(requests=1)) as one,
+        one.client() as http,
+        one.client() as other,
+        http.stream("POST", "/v1/completions", json=body),
+    ):
+        found = other.post("/v1/completions", json=ASKED)
+        assert (found.status_code, found.json()["error"]["code"]) == (503, "overloaded")
+        assert other.get("/health").status_code == 200
+
+
+def test_bodies_that_are_too_large_or_too_slow() -> None:
+    limits = HttpLimits(body_bytes=1000, body_seconds=0.2)
+    with running([echo_model()], limits=limits) as one, one.client() as http:
+        assert http.post("/v1/completions", content=b"x" * 1001).status_code == 413
+        # Without a length, in chunks.
+        assert http.post("/v1/completions", content=iter([b"x" * 600] * 2)).status_code == 413
+        assert http.post("/v2/models/x/infer", content=b"x" * 1001).json() == {
+            "error": "the body is larger than this server's limit of 1000 bytes; send less"
+        }
+        with socket.create_connection(("127.0.0.1", one.port)) as link:
+            link.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nab")
+            assert link.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
+def test_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    first, second = new_key(file, "one"), new_key(file, "two")
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert first not in file.read_text()
+    with running([echo_model()], keys=Keys(file=file)) as one, one.client() as http:
+        for path in ("/health", "/metrics", "/v2/health/live"):
+            assert http.get(path).status_code == 200
+        for headers in ({}, {"Authorization": "Bearer sk-no"}, {"Authorization": f"Basic {first}"}):
+            found = http.get("/v1/models", headers=headers)
+            assert (found.status_code, found.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert http.get("/v2/models/echo").json()["error"].startswith("no API key was given")
+        for key in (first, second):
+            assert (
+                http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
+                == 200
+            )
+        assert http.get("/v1/models", headers={"X-API-Key": first}).status_code == 200
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{one.url}/v1", api_key="no").models.list()
+        assert {line.get("key") for line in one.log("request")} == {None, "one", "two"}
+        # A removed key is refused without a restart.
+        file.write_text(file.read_text().splitlines()[1])
+        gone = {"Authorization": f"Bearer {first}"}
+        wait(lambda: http.get("/v1/models", headers=gone).status_code == 401)
+
+
+def test_files_of_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    with pytest.raises(NotFoundError, match="--new-key NAME"):
+        Keys(file=file)
+    with pytest.raises(OptionError, match="letters"):
+        new_key(file, "a b")
+    new_key(file, "a")
+    with pytest.raises(OptionError, match="has a key a"):
+        new_key(file, "a")
+    os.chmod(file, 0o666)
+    with pytest.raises(DataError, match="writable by all"):
+        Keys(file=file)
+    os.chmod(file, 0o600)
+    file.write_text("nonsense\n")
+    with pytest.raises(DataError, match="line 1"):
+        Keys(file=file)
+
+
+def test_rates_of_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    key = new_key(file, "one")
+    file.write_text(file.read_text().strip() + " rate=2\n")
+    with running([echo_model()], keys=Keys(file=file, rate_per_minute=1000)) as one:
+        with one.client(headers={"Authorization": f"Bearer {key}"}) as http:
+            found = [http.get("/v1/models") for _ in range(3)]
+        assert [one.status_code for one in found] == [200, 200, 429]
+        # A new one comes every 30 s.
+        assert 28 <= int(found[2].headers["retry-after"]) <= 30
+    bucket = TokenBucket(per_minute=60, left=1.0, at=100.0)
+    assert (bucket.take(100.0), bucket.take(100.25)) == (0.0, 0.75)
+    assert bucket.take(101.0) == 0.0
+
+
+def test_logs_hold_no_prompts_unless_asked(server: Running) -> None:
+    with server.client() as http:
+        http.post("/v1/completions", json={**ASKED, "prompt": "a secret"})
+    line = server.log("request")[-1]
+    assert "secret" not in server.lines.getvalue()
+    assert (line["route"], line["status"], line["model"]) == ("/v1/completions", 200, "echo")
+    assert (line["prompt_tokens"], line["completion_tokens"], line["finish"]) == (9, 5, "length")
+    with running([echo_model()], log_prompts=True) as one, one.client() as http:
+        http.post("/v1/completions", json={**ASKED, "prompt": "a secret"})
+        assert one.log("request")[-1]["prompt"] == "a secret"
+
+
+def test_metrics() -> None:
+    with running([echo_model()]) as one, one.client() as http:
+        http.post("/v1/completions", json=ASKED)
+        http.get("/v1/nothing")
+        text = http.get("/metrics").text
+    at = '{engine="0",model_name="echo"}'
+    for line in (
+        f"systolic:num_requests_running{at} 1.0",
+        f"systolic:num_requests_waiting{at} 0.0",
+        f"systolic:kv_cache_usage_perc{at} 0.01",
+        f"systolic:prompt_tokens_total{at} 6.0",
+        f"systolic:generation_tokens_total{at} 5.0",
+        f"systolic:padding_tokens_total{at} 15.0",
+        f"systolic:useful_tokens_total{at} 5.0",
+        f"systolic:recompile_after_ready_total{at} 0.0",
+        f"systolic:time_to_first_token_seconds_count{at} 1.0",
+        'systolic:bucket_selected_total{bucket="echo",engine="0",model_name="echo"} 5.0',
+        'systolic:request_success_total{engine="0",finished_reason="length",model_name="echo"} 1.0',
+        'systolic:http_requests_total{route="/v1/completions",status="200"} 1.0',
+        'systolic:http_requests_total{route="unknown",status="404"} 1.0',
+        "systolic:ready 1.0",
+    ):
+        assert line in text, line
+
+
+def test_spans_of_requests(server: Running) -> None:
+    spans = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    trace.set_tracer_provider(provider)
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    with server.client(headers={"traceparent": parent}) as http:
+        http.post("/v1/completions", json=ASKED)
+    print([(s.name, s.context.span_id, s.parent) for s in spans.get_finished_spans()])
+    (span,) = spans.get_finished_spans()
+    assert span.context is not None
+    assert f"{span.context.trace_id:032x}" == parent.split("-")[1]
+    found: Any = span.attributes
+    assert found["http.response.status_code"] == 200
+    assert (found["gen_ai.request.model"], found["gen_ai.usage.output_tokens"]) == ("echo", 5)
+
+
+def test_the_first_byte_follows_the_first_token(server: Running) -> None:
+    engine = server.desk.shelf.newest()[0].engine
+    late = []
+    with server.client() as http:
+        for _ in range(30):
+            body = {**ASKED, "max_tokens": 3, "stream": True}
+            with http.stream("POST", "/v1/completions", json=body) as answer:
+                next(answer.iter_raw())
+                late.append(time.monotonic() - engine.everything[-1].made[0])
+    # The client's own reading is in it. A tenth of a second would be Nagle's wait for an acknowledgement.
+    assert sorted(late)[len(late) // 2] < 0.04
