@@ -43,16 +43,16 @@ def tokenizer(start: bool = False) -> Any:
 
 def llama(**changes: Any) -> Any:
     """A small Llama of transformers."""
-    config = transformers.LlamaConfig(
-        vocab_size=304,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        **changes,
-    )
+    sizes = {
+        "vocab_size": 304,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+    }
+    config = transformers.LlamaConfig(**{**sizes, **changes})
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(config).eval()
 

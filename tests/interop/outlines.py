@@ -11,10 +11,11 @@ LLAMA = {
     "num_attention_heads": 1,
     "vocab_size": 300,
 }
+WORD = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
 
 
 def outline(folder: Path) -> Path:
-    """A Llama's config.json, and an empty tokenizer.json."""
+    """A Llama's config.json, and a tokenizer of one word."""
     (folder / "config.json").write_text(json.dumps(LLAMA))
-    (folder / "tokenizer.json").touch()
+    (folder / "tokenizer.json").write_text(json.dumps(WORD))
     return folder

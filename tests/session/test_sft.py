@@ -11,7 +11,7 @@ import pytest
 
 import systolic
 from systolic.cli.main import main
-from systolic.core.errors import NotFoundError, OptionError, RunError
+from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
 from systolic.interop.outputs import outputs_of
 from systolic.job import AdapterKind, Checkpoints, Evaluation, Layout, Optimizer, Schedule
 from systolic.job.optimizer import ScheduleKind
@@ -198,3 +198,74 @@ def test_a_forecast_needs_no_weights(options: dict[str, Any], tmp_path: Path) ->
     assert held[AdapterKind.lora]["parameters"] == 4 * (matrices + others + small)
     assert held[AdapterKind.none]["optimizer state"] > 2 * 4 * matrices
     assert 2 * 4 * small <= held[AdapterKind.lora]["optimizer state"] < 2 * 4 * small + 100
+
+
+@pytest.mark.parametrize("changes", [{}, LORA], ids=["all weights", "lora"])
+def test_a_fine_tuned_model_keeps_its_ends_and_its_context(
+    options: dict[str, Any], tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """Also where the model that it began with is gone."""
+    import transformers
+
+    theirs = folders.llama(eos_token_id=[258, 257], max_position_embeddings=8192)
+    theirs.generation_config.eos_token_id = [258, 257]
+    theirs.generation_config.temperature = 0.6
+    theirs.generation_config.do_sample = True
+    model = folders.folder(tmp_path / "model", theirs)
+    run = tmp_path / "run"
+    systolic.train("sft", run=run, steps=1, **{**options, **changes, "from_": model})
+    if not changes:
+        shutil.rmtree(model)
+    opened = systolic.open(run)
+    # 0 ends a document by the tokenizer, 3 an answer by the chat template.
+    assert opened.job.data.ends == {258, 257, 0, 3}
+    for kind in ("hf", "bundle"):
+        systolic.export_model(run, tmp_path / kind, to=kind)
+    systolic.export_model(tmp_path / "bundle", tmp_path / "round")
+    for name in ("hf", "round"):
+        config = transformers.AutoConfig.from_pretrained(tmp_path / name)
+        assert config.eos_token_id == [258, 257, 0, 3]
+        assert config.max_position_embeddings == 8192
+        generation = transformers.GenerationConfig.from_pretrained(tmp_path / name)
+        assert generation.eos_token_id == [258, 257, 0, 3]
+        assert generation.temperature == 0.6
+    assert systolic.open(tmp_path / "bundle").job.data.ends == opened.job.data.ends
+
+
+def test_a_run_of_a_run_stops_where_the_first_model_did(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    theirs = folders.llama(eos_token_id=[258, 257], max_position_embeddings=8192)
+    model = folders.folder(tmp_path / "model", theirs)
+    systolic.train("sft", run=tmp_path / "a", steps=1, **{**options, "from_": model})
+    systolic.train("sft", run=tmp_path / "b", steps=1, **{**options, "from_": tmp_path / "a"})
+    assert systolic.open(tmp_path / "b").job.data.ends >= {258, 257}
+    systolic.export_model(tmp_path / "b", tmp_path / "home")
+    config = json.loads((tmp_path / "home" / "config.json").read_text())
+    assert config["max_position_embeddings"] == 8192
+    assert set(config["eos_token_id"]) >= {258, 257}
+
+
+@pytest.mark.parametrize("start", [True, False], ids=["post-processor", "none"])
+def test_a_prompt_has_the_same_tokens_before_and_after(
+    options: dict[str, Any], tmp_path: Path, start: bool
+) -> None:
+    model = folders.folder(tmp_path / "model", start=start)
+    systolic.train("sft", run=tmp_path / "run", steps=1, **{**options, "from_": model})
+    prompt = "the capital of France"
+    before, after = (
+        systolic.open(path).job.data.get_tokenizer().prompt(prompt)
+        for path in (model, tmp_path / "run")
+    )
+    assert after == before
+    assert (after[0] == 1) == start
+
+
+def test_a_model_with_fewer_ids_than_its_tokenizer_is_not_trained_on_others(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    model = folders.folder(tmp_path / "model", folders.llama(vocab_size=260))
+    with pytest.raises(
+        DataError, match=r"line \d+ has the token .* and the model has ids below 260"
+    ):
+        systolic.train("sft", run=tmp_path / "run", steps=1, **{**options, "from_": model})

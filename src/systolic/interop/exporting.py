@@ -1,5 +1,6 @@
 """A model as a folder that transformers opens: config.json, safetensors, tokenizer; one tensor in memory at a time."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -10,14 +11,19 @@ import numpy as np
 
 from systolic.artifact.tensors import TensorSpec
 from systolic.core.errors import OptionError
+from systolic.data.text.text_data import TextData
 from systolic.interop.source import Source, TransformersSource
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder
-from systolic.models.families import HOMES, Config, Family, UnsaidError
+from systolic.models.families import GENERATION, HOMES, Config, Family, UnsaidError
 from systolic.models.mapping import Conversion
 
 CONSTANTS = ("rope_theta", "rope_scaling", "norm_eps", "experts_per_token")
 """Fields that change what a model computes and that a resumed training may change."""
+END = "eos_token_id"
+"""Field with the ids that end a text, one or several."""
+TEXT = ("bos_token_id", END, "pad_token_id", "max_position_embeddings")
+"""Fields of a config.json about the text of a model, which no weights tell."""
 UNKNOWN = 1000
 """Differences from a family that refuses a model before all are counted."""
 SHOWN = 3
@@ -78,7 +84,7 @@ def outgoing_model(model: Model, weights: Mapping[str, Any], origin: Config) -> 
     Raises:
         OptionError: no family of transformers computes what the model does; names the field.
     """
-    config = origin if origin and not _differences(model, origin) else _said(model)
+    config = _written(model, origin)
     conversion = _family(config).conversion(config)
     stream = conversion.tensors(weights)
 
@@ -90,12 +96,49 @@ def outgoing_model(model: Model, weights: Mapping[str, Any], origin: Config) -> 
     return Outgoing(config=config, specs=_specs(conversion, weights), pieces=pieces)
 
 
-def config_of(model: Model) -> Config:
-    """The config.json of the family of transformers that computes what a model does; {} where none does."""
+def _written(model: Model, origin: Config) -> Config:
+    """The config.json for a model: its origin's where the model is still the same, with fields about its text in any case."""
+    if origin and not _differences(model, origin):
+        return origin
+    said = _said(model)
+    return said | {name: origin[name] for name in TEXT if name in origin and name not in said}
+
+
+def config_of(model: Model, origin: Config) -> Config:
+    """The config.json of the family of transformers that computes what a model does, see :func:`outgoing_model`; {} where none does."""
     try:
-        return _said(model)
+        return _written(model, origin)
     except OptionError:
         return {}
+
+
+def with_text(
+    config: Config, files: Mapping[str, bytes], data: TextData
+) -> tuple[Config, dict[str, bytes]]:
+    """A config.json and the files beside it, with the tokens that end a text of ``data`` and the model's context.
+
+    Args:
+        config: Of the model; what it says of tokens and context goes before.
+        files: Name to content; a generation_config.json among them has the same ends afterwards.
+        data: What the model was trained on.
+    """
+    said, start = dict(config), data.get_tokenizer().start
+    if start is not None:
+        said.setdefault("bos_token_id", start)
+    if "n_positions" not in said and not said.get("rope_scaling"):
+        said.setdefault("max_position_embeddings", data.context)
+    made = dict(files)
+    kept = json.loads(made.get(GENERATION, b"{}"))
+    for fields in (said, kept):
+        before = fields.get(END)
+        ids = before if isinstance(before, list) else [before]
+        known = [one for one in ids if one is not None]
+        if more := sorted(data.ends - set(known)):
+            all_of_them = [*known, *more]
+            fields[END] = all_of_them if len(all_of_them) > 1 else all_of_them[0]
+    if GENERATION in made and json.loads(made[GENERATION]) != kept:
+        made[GENERATION] = json.dumps(kept, indent=2).encode()
+    return said, made
 
 
 def _specs(conversion: Conversion, weights: Mapping[str, Any]) -> list[TensorSpec]:

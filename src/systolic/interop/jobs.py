@@ -5,15 +5,16 @@ from collections.abc import Callable, Mapping
 from systolic.core.errors import OptionError
 from systolic.data.input_files import InputFiles
 from systolic.data.text.prompts import Prompts
+from systolic.interop.outline import ends_of
 from systolic.interop.pictures import classifier
 from systolic.interop.program.model import ExportedProgram
 from systolic.interop.sentences import embedder
-from systolic.interop.source import GENERATION, Source, dtypes_of
+from systolic.interop.source import Source, dtypes_of
 from systolic.interop.speech import speech_job
 from systolic.job import Batch, Field, Job, Model, Precision
 from systolic.models.decoder.config import Decoder
 from systolic.models.encoder.config import Encoder
-from systolic.models.families import read_config
+from systolic.models.families import GENERATION
 from systolic.models.vision.mobilenet.config import MobileNetV2
 from systolic.models.vision.resnet.config import ResNet
 from systolic.models.vision.vit.config import ViT
@@ -61,22 +62,12 @@ def _decoder(source: Source) -> Job:
             tokenizer=tokenizer,
             sequence=min(ROW, positions),
             positions=positions,
-            stops=_stops(source),
+            stops=ends_of(source.config, source.files().get(GENERATION)),
         ),
         steps=1,
         batch=Batch(per_device=1),
         dtypes=dtypes_of(source),
     )
-
-
-def _stops(source: Source) -> tuple[int, ...]:
-    """Ids that end a text, by generation_config.json, else by config.json."""
-    fields = source.config
-    if (file := source.files().get(GENERATION)) is not None:
-        fields = {**fields, **read_config(file)}
-    found = fields.get("eos_token_id")
-    several = found if isinstance(found, list) else [found]
-    return tuple(int(one) for one in several if one is not None)
 
 
 def _program(source: Source) -> Job:

@@ -10,9 +10,11 @@ import msgspec
 from systolic.artifact.job_record import JobRecord
 from systolic.artifact.run import JOB, TOKENIZER, Run
 from systolic.core.errors import NotFoundError, OptionError
+from systolic.data.text.instructions import Instructions
+from systolic.data.text.tokenizer import Around
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder
-from systolic.models.families import CONFIG, family, read_config
+from systolic.models.families import CONFIG, GENERATION, Config, family, read_config
 
 if TYPE_CHECKING:
     from systolic.interop.source import Source
@@ -25,6 +27,18 @@ class SourceOutline:
     model: Model
     tokenizer: Path | None
     """Its tokenizer.json; files of the chat template lie beside it."""
+    stops: tuple[int, ...] = ()
+    """Ids that end a text, besides the tokenizer's end."""
+    around: Around = Around.own
+    """Tokens around a text that it was trained on."""
+
+
+def ends_of(config: Config, generation: Path | None) -> tuple[int, ...]:
+    """Ids that end a text, by a generation_config.json, else by a config.json's fields."""
+    fields = {**config, **read_config(generation)} if generation else config
+    found = fields.get("eos_token_id")
+    several = found if isinstance(found, list) else [found]
+    return tuple(int(one) for one in several if one is not None)
 
 
 def outlined(path: Path) -> SourceOutline:
@@ -42,10 +56,21 @@ def outlined(path: Path) -> SourceOutline:
     if (path / CONFIG).is_file():
         config = read_config(path)
         made = family(config, str(path / CONFIG)).model(config)
-        tokenizer = path / "tokenizer.json"
-        return SourceOutline(model=made, tokenizer=tokenizer if tokenizer.is_file() else None)
+        return SourceOutline(
+            model=made,
+            tokenizer=_existing(path / "tokenizer.json"),
+            stops=ends_of(config, _existing(path / GENERATION)),
+        )
     source = _opened(path)
-    return SourceOutline(model=source.model, tokenizer=source.tokenizer)
+    return SourceOutline(
+        model=source.model,
+        tokenizer=source.tokenizer,
+        stops=ends_of(source.config, source.files().get(GENERATION)),
+    )
+
+
+def _existing(file: Path) -> Path | None:
+    return file if file.is_file() else None
 
 
 def _opened(path: Path) -> "Source":
@@ -57,24 +82,33 @@ def _opened(path: Path) -> "Source":
 
 def _of_run(path: Path) -> SourceOutline:
     with Run.open(path) as run:
-        plain = JobRecord.from_json(run.read_job()).job.get("model", {})
+        job = JobRecord.from_json(run.read_job()).job
+    plain, data = job.get("model", {}), job.get("data", {})
     if plain.get("type") != Decoder.__name__:
         raise OptionError(
             f"{path} trained a {plain.get('type')}; fine-tuning begins with a language model"
         )
     fields = {name: value for name, value in plain.items() if name != "type"}
-    tokenizer = path / TOKENIZER / "tokenizer.json"
+    folder = path / TOKENIZER
+    config = read_config(folder) if (folder / CONFIG).is_file() else {}
+    tuned = data.get("type") == Instructions.__name__
     return SourceOutline(
         model=msgspec.convert(fields, Decoder),
-        tokenizer=tokenizer if tokenizer.is_file() else None,
+        tokenizer=_existing(folder / "tokenizer.json"),
+        stops=ends_of(config, _existing(folder / GENERATION)),
+        around=Around(data.get("around", Around.own.value)) if tuned else Around.document,
     )
 
 
 def kept_files(path: Path) -> dict[str, bytes]:
-    """Files of a model that a run keeps, so that its recipe works without the model: config.json; {} where it has none."""
-    if (path / CONFIG).is_file():
-        return {CONFIG: (path / CONFIG).read_bytes()}
-    if (path / JOB).is_file() or not path.exists():
+    """Files of a model that a run keeps, so that its recipe and its export work without the model: config.json and generation_config.json, as far as it has them."""
+    if not path.exists():
         return {}
-    config = dict(_opened(path).config)
-    return {CONFIG: json.dumps(config, indent=2).encode()} if config else {}
+    folder = path / TOKENIZER if (path / JOB).is_file() else path
+    if folder == path and not (path / CONFIG).is_file():
+        source = _opened(path)
+        config, generation = dict(source.config), source.files().get(GENERATION)
+        kept = {CONFIG: json.dumps(config, indent=2).encode()} if config else {}
+        return kept | ({GENERATION: generation.read_bytes()} if generation else {})
+    beside = {name: folder / name for name in (CONFIG, GENERATION)}
+    return {name: file.read_bytes() for name, file in beside.items() if file.is_file()}

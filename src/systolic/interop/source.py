@@ -15,7 +15,7 @@ from systolic.artifact.tensors import TensorSpec
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.data.fingerprint import of_files
 from systolic.job import Dtypes, Model, Stored
-from systolic.models.families import CONFIG, Config
+from systolic.models.families import CONFIG, GENERATION, Config
 from systolic.models.mapping import Conversion, Tensor, Tensors
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 GGUF, ONNX = ".gguf", ".onnx"
 """Suffixes of files."""
-GENERATION = "generation_config.json"
-"""File of sampling defaults and of the tokens that end a text."""
 TEXT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

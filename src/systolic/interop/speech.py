@@ -6,9 +6,9 @@ from typing import Any
 
 from systolic.core.errors import DataError, OptionError
 from systolic.data.audio.recordings import Recordings, Writing, checked_prompt
-from systolic.interop.source import GENERATION, Source
+from systolic.interop.source import Source
 from systolic.job import Batch, Job
-from systolic.models.families import read_config
+from systolic.models.families import GENERATION, read_config
 from systolic.models.whisper.config import MULTILINGUAL_VOCAB, Whisper
 from systolic.steps.tasks.transcription import Transcription
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 """File of a model's configuration in its folder."""
 
+GENERATION = "generation_config.json"
+"""File of sampling defaults and of the tokens that end a text."""
+
 Config = Mapping[str, Any]
 """Fields of a config.json."""
 

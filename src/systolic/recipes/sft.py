@@ -22,6 +22,7 @@ from systolic.job import (
     Precision,
     Schedule,
 )
+from systolic.models.decoder.config import Decoder
 from systolic.steps.tasks.language import LanguageModel
 
 BATCH = Batch(per_device=4)
@@ -100,6 +101,9 @@ def sft(
         validation_share=validation_share,
         filling=filling,
         too_long=too_long,
+        stops=source.stops,
+        vocab=source.model.vocab if isinstance(source.model, Decoder) else 0,
+        around=source.around,
     )
     return Job(
         name="sft",

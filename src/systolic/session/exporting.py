@@ -2,25 +2,27 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from systolic.artifact.bundle import ORIGIN, ImportedFrom, check_free, draft, model_record
-from systolic.artifact.run import JOB
+from systolic.artifact.run import JOB, TOKENIZER
 from systolic.artifact.tensors import TensorSpec
 from systolic.core.digest import digest
 from systolic.core.errors import OptionError
 from systolic.core.units import si
 from systolic.data.text.text_data import TextData
-from systolic.interop.exporting import Outgoing, config_of, outgoing, outgoing_model
+from systolic.interop.exporting import Outgoing, config_of, outgoing, outgoing_model, with_text
 from systolic.interop.source import OTHER_FILES, TEXT_FILES, known_source, most_common, open_source
 from systolic.models.decoder.config import Decoder
-from systolic.models.families import CONFIG
+from systolic.models.families import CONFIG, Config, read_config
 from systolic.session.trained import TrainedModel, open_model
 
+DTYPES = ("dtype", "torch_dtype")
+"""Names of the weights' dtype in a config.json, of transformers 5 and before."""
 HF, BUNDLE = "hf", "bundle"
 FORMATS = (HF, BUNDLE)
 """Formats of an export: ``hf`` is a folder of Hugging Face transformers, ``bundle`` a Bundle."""
@@ -91,7 +93,18 @@ def export_model(
     files = _text_files(model.job.data)
     if to == BUNDLE:
         return _write_bundle(model, files, out, say)
-    return _write(outgoing_model(model.job.model, model.plain_weights, {}), files, out, say)
+    made = outgoing_model(model.job.model, model.plain_weights, _origin(model))
+    data = model.job.data
+    if isinstance(data, TextData):
+        config, files = with_text(made.config, files, data)
+        made = replace(made, config=config)
+    return _write(made, files, out, say)
+
+
+def _origin(model: TrainedModel) -> Config:
+    """The config.json of the model that a run began with; {} where it began with none."""
+    kept = model.path / TOKENIZER / CONFIG
+    return read_config(kept) if kept.is_file() else {}
 
 
 def _text_files(data: Any) -> dict[str, bytes]:
@@ -106,14 +119,16 @@ def _text_files(data: Any) -> dict[str, bytes]:
 def _write(
     made: Outgoing, files: dict[str, bytes], out: Path, say: Callable[[str], None]
 ) -> Exported:
-    config = {"dtype": most_common(made.specs), **made.config}
+    stored = next((name for name in DTYPES if name in made.config), DTYPES[0])
+    # What came with another dtype, such as a run's frozen weights, is said to be what it is now.
+    config = {stored: None, **made.config} | {stored: most_common(made.specs)}
     with draft(out) as folder:
         folder.add(CONFIG, json.dumps(config, indent=2).encode())
         for name, content in files.items():
             folder.add(name, content)
         folder.weights(made.specs, made.pieces, _progress(made.specs, say), stem="model")
         folder.rename()
-    return _exported(out, config["model_type"], made.specs)
+    return _exported(out, made.config["model_type"], made.specs)
 
 
 def _write_bundle(
@@ -127,18 +142,22 @@ def _write_bundle(
     from systolic import __version__
 
     job = model.job
-    if not isinstance(job.model, Decoder) or TEXT_FILES[0] not in files:
+    text = isinstance(job.data, TextData) and TEXT_FILES[0] in files
+    if not isinstance(job.model, Decoder) or not text:
         raise OptionError(
             f"{model.path} is no language model with a tokenizer.json, which a Bundle of a run needs; use the run itself, or give --to hf"
         )
     weights = model.plain_weights
     specs = [TensorSpec(name=p, shape=a.shape, dtype=a.dtype) for p, a in weights.items()]
     begun = json.loads((model.path / JOB).read_bytes())
+    config = config_of(job.model, _origin(model))
+    if config:
+        config, files = with_text(config, files, job.data)
     with draft(out) as folder:
         for name, content in files.items():
             folder.add(name, content)
-        if config := config_of(job.model):
-            folder.add(ORIGIN, json.dumps(config, indent=2).encode())
+        if config:
+            folder.add(ORIGIN, json.dumps(dict(config), indent=2).encode())
         folder.weights(specs, lambda p: iter([np.asarray(weights[p])]), _progress(specs, say))
         folder.finish(
             systolic=__version__,

@@ -258,3 +258,20 @@ def test_a_position_resumes_to_the_same_batches(folder: Path, tmp_path: Path) ->
     again.set_state(state)
     np.testing.assert_array_equal([next(again)["tokens"] for _ in range(15)], expected)
     again.close()
+
+
+def test_a_token_that_the_model_lacks_is_named(folder: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "hi", "completion": "hello"}]
+    file = written(tmp_path, rows)
+    most = Tokenizer(path=folder).vocab_size
+    assert len(data(folder, file, vocab=most, validation=file).rows(Split.train)) == 1
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    largest = tokenized(
+        [Line("here", [{"role": "user", "content": "hi"}, CHATS[0][1]], 0.0)],
+        ChatTemplate(text=PLAIN, tokens=tuple(tokens.items()), origin=Path("plain")),
+        Tokenizer(path=folder),
+    )[0].ids.max()
+    with pytest.raises(DataError) as caught:
+        data(folder, file, vocab=int(largest) - 9, validation=file).rows(Split.train)
+    assert "line 1 has the token" in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -19,13 +19,14 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from systolic.core.errors import DataError, NotFoundError
-from systolic.data.text.tokenizer import CONFIG
+from systolic.data.text.tokenizer import CONFIG, Tokenizer, read_fields, token_config, token_text
 
 TEMPLATE = "chat_template.jinja"
 """File of a template, which goes before the one in tokenizer_config.json."""
+BOS, EOS = "bos_token", "eos_token"
 TOKENS = (
-    "bos_token",
-    "eos_token",
+    BOS,
+    EOS,
     "unk_token",
     "pad_token",
     "sep_token",
@@ -130,8 +131,14 @@ class ChatTemplate:
     def _marked(self, messages: Messages, *, answer: bool, **names: Any) -> str:
         """The text with marks around generation blocks; ``names`` go before the template's functions."""
         try:
+            # transformers defines tools and documents for every template, which may ask whether they are none.
             return _compiled(self.text).render(
-                messages=messages, add_generation_prompt=answer, **dict(self.tokens), **names
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=answer,
+                **dict(self.tokens),
+                **names,
             )
         except jinja2.TemplateError as error:
             reason = " ".join(str(error).split())
@@ -146,7 +153,7 @@ def find_template(folder: Path) -> ChatTemplate | None:
     Raises:
         DataError: tokenizer_config.json is no JSON.
     """
-    config = _config(folder / CONFIG)
+    config = token_config(folder)
     found, origin = config.get("chat_template"), folder / CONFIG
     if isinstance(found, list):
         named = {one["name"]: one["template"] for one in found}
@@ -188,24 +195,17 @@ def template_for(folder: Path, file: Path | None) -> ChatTemplate:
 
 def special_tokens(folder: Path) -> tuple[tuple[str, str], ...]:
     """Special tokens beside a tokenizer.json, by the names that templates have for them; of a run those that it was trained with."""
-    config = _config(folder / KEPT) or _config(folder / CONFIG)
-    tokens = {name: _content(config.get(name)) for name in TOKENS}
+    if kept := read_fields(folder / KEPT):
+        return tuple((name, kept[name]) for name in TOKENS if name in kept)
+    config = token_config(folder)
+    tokens = {name: token_text(config.get(name)) for name in TOKENS}
+    unsaid = [name for name in (BOS, EOS) if name not in config]
+    if unsaid and (folder / "tokenizer.json").is_file():
+        # Those that the tokenizer is used with, which are known by their names.
+        tokenizer = Tokenizer(path=folder)
+        ids = {BOS: tokenizer.start, EOS: tokenizer.end}
+        tokens |= {name: tokenizer.token(one) for name in unsaid if (one := ids[name]) is not None}
     return tuple((name, text) for name, text in tokens.items() if text is not None)
-
-
-def _config(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        found = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise DataError(f"{file} is not JSON ({error}); copy it again") from error
-    return found if isinstance(found, dict) else {}
-
-
-def _content(token: Any) -> str | None:
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
 
 
 class _Answers(Extension):

@@ -12,7 +12,7 @@ import numpy as np
 
 from systolic.core.errors import DataError, NotFoundError
 from systolic.data.random_access import Picks, Table
-from systolic.data.text.chat import ANSWERS, ChatTemplate, Messages
+from systolic.data.text.chat import ANSWERS, ChatTemplate, Messages, Rendered
 from systolic.data.text.rows import Piece, fit, lay
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.job.data import Split
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 SUFFIXES = (".jsonl", ".json")
 NOTHING = -1
 """Target where nothing is learned."""
+SHORT: Messages = ({"role": "user", "content": "a"}, {"role": ANSWERS, "content": "b"})
+"""A question with its answer."""
 FORMS = "messages, or prompt and completion, or instruction and output"
 
 
@@ -185,15 +187,31 @@ def tokenized(lines: Sequence[Line], template: ChatTemplate, tokenizer: Tokenize
     found = []
     encodings = tokenizer.spans([one.text for one in made])
     for one, (ids, starts, special) in zip(made, encodings, strict=True):
-        learned = np.zeros(len(ids), bool)
-        for start, stop in one.answers:
-            inside = (starts >= start) & (starts < stop)
-            ends = np.flatnonzero(inside & special)
-            if len(ends):  # what follows the end of a turn is the template's
-                inside[ends[-1] + 1 :] = False
-            learned |= inside
-        found.append(Tokens(ids, learned, one.missing))
+        found.append(Tokens(ids, _learned(one, starts, special), one.missing))
     return found
+
+
+def _learned(conversation: Rendered, starts: np.ndarray, special: np.ndarray) -> np.ndarray:
+    """bool[n]: whether a token is of an answer."""
+    learned = np.zeros(len(starts), bool)
+    for start, stop in conversation.answers:
+        inside = (starts >= start) & (starts < stop)
+        ends = np.flatnonzero(inside & special)
+        if len(ends):  # what follows the end of a turn is the template's
+            inside[ends[-1] + 1 :] = False
+        learned |= inside
+    return learned
+
+
+def closing(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
+    """The special token that an answer is learned with at its end; ``None`` where there is none, or the template refuses one question with its answer."""
+    try:
+        short = template.conversation(SHORT)
+    except DataError:
+        return None
+    ((ids, starts, special),) = tokenizer.spans([short.text])
+    last = np.flatnonzero(_learned(short, starts, special))[-1:]
+    return int(ids[last[0]]) if len(last) and special[last[0]] else None
 
 
 def make_rows(data: "Instructions", split: Split) -> Rows:
@@ -208,7 +226,16 @@ def make_rows(data: "Instructions", split: Split) -> Rows:
         lines = [line for line, kept in zip(lines, wanted, strict=True) if kept]
     elif data.validation is None and split is Split.validation:
         lines = []
-    return _laid(data, tokenized(lines, data.chat_template, data.get_tokenizer()))
+    tokenizer = data.get_tokenizer()
+    conversations = tokenized(lines, data.chat_template, tokenizer)
+    if data.vocab:
+        for line, (ids, _, _) in zip(lines, conversations, strict=True):
+            if (ids >= data.vocab).any():
+                other = int(ids.max())
+                raise DataError(
+                    f"{line.place} has the token {tokenizer.token(other)!r} with the id {other} and the model has ids below {data.vocab}; take it out of the line or the template, or use the tokenizer that the model came with"
+                )
+    return _laid(data, conversations)
 
 
 def _laid(data: "Instructions", conversations: Sequence[Tokens]) -> Rows:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from systolic.core.errors import DataError
 from systolic.core.files import as_paths
-from systolic.core.ranges import SHARE, check
+from systolic.core.ranges import NOT_NEGATIVE, SHARE, check
 from systolic.data.text.chat import ChatTemplate, Messages
 from systolic.data.text.text_data import FILL, ROW, TextData, row_fields
-from systolic.data.text.tokenizer import Tokenizer
+from systolic.data.text.tokenizer import Around, Tokenizer
 from systolic.job import Layout
 from systolic.job.data import Batches, Contents, Field, Read, Split
 
@@ -64,6 +64,12 @@ class Instructions(TextData):
     """How conversations are laid into rows."""
     too_long: TooLong = TooLong.cut
     """What happens to a conversation that is longer than a row."""
+    stops: tuple[int, ...] = ()
+    """Ids that end a generated text, besides the tokenizer's end and the template's end of an answer (generation_config.json: eos_token_id)."""
+    vocab: Annotated[int, NOT_NEGATIVE] = 0
+    """Token ids that the model has; conversations with others are refused. 0 for no limit."""
+    around: Around = Around.own
+    """Tokens around a text without turns, as the model had them before."""
 
     def __post_init__(self) -> None:
         as_paths(self, "path", "tokenizer", "validation")
@@ -75,7 +81,16 @@ class Instructions(TextData):
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer given."""
-        return Tokenizer(path=self.tokenizer)
+        return Tokenizer(path=self.tokenizer, around=self.around)
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """See :class:`TextData`; also those of the model before, and the token that the template ends an answer with."""
+        from systolic.data.text.conversations import closing
+
+        tokenizer = self.get_tokenizer()
+        own = (tokenizer.end, closing(self.chat_template, tokenizer))
+        return frozenset((*self.stops, *(one for one in own if one is not None)))
 
     def with_tokenizer(self, path: Path) -> "Instructions":
         """See :class:`TextData`."""

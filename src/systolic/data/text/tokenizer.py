@@ -25,6 +25,9 @@ SMALLEST_VOCAB = 258
 CONFIG = "tokenizer_config.json"
 """File beside a ``tokenizer.json`` with the tokens that start and end a document."""
 
+TOKENS_MAP = "special_tokens_map.json"
+"""File of older tokenizers with the same, which goes before the other as long as that one lists no added tokens."""
+
 _BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<|bos|>", "[BOS]", "[CLS]")
 _EOS_NAMES = (
     "</s>",
@@ -114,7 +117,7 @@ class Tokenizer:
         # The start and end tokens are written out, since they may have been chosen by name.
         ids = {"bos_token": self.start, "eos_token": self.end}
         named = {name: None if i is None else self.token(i) for name, i in ids.items()}
-        config = json.dumps((_config(file.parent / CONFIG) or {}) | named, indent=2)
+        config = json.dumps(token_config(file.parent) | named, indent=2)
         return {"tokenizer.json": raw, CONFIG: config.encode()}
 
     def encode(self, text: str | bytes) -> list[int]:
@@ -285,7 +288,7 @@ def _load(tokenizer: Tokenizer) -> _Loaded:
         ) from error
     backend = _backend(file, raw)
     vocab = backend.get_vocab(with_added_tokens=True)
-    config = _config(file.parent / CONFIG)
+    config = token_config(file.parent)
     return _Loaded(
         backend=backend,
         vocab_size=max(vocab.values(), default=-1) + 1,
@@ -318,19 +321,40 @@ def _backend(file: Path, raw: bytes) -> "tokenizers.Tokenizer":
     return backend
 
 
-def _config(file: Path) -> dict[str, Any] | None:
+def token_config(folder: Path) -> dict[str, Any]:
+    """Fields of tokenizer_config.json and special_tokens_map.json in a folder, as transformers puts them together; {} without both.
+
+    Raises:
+        DataError: one is no JSON.
+    """
+    config = read_fields(folder / CONFIG)
+    return config if "added_tokens_decoder" in config else config | read_fields(folder / TOKENS_MAP)
+
+
+def token_text(token: Any) -> str | None:
+    """The text of a special token as these files have it: itself, or its ``content``; ``None`` for none."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def read_fields(file: Path) -> dict[str, Any]:
+    """The object of a JSON file; {} where there is no such file, or no object in it.
+
+    Raises:
+        DataError: it is no JSON.
+    """
     if not file.is_file():
-        return None
+        return {}
     try:
         found = json.loads(file.read_bytes())
     except ValueError as error:
-        raise DataError(f"{file} is not JSON; fix or remove it") from error
-    return found if isinstance(found, dict) else None
+        raise DataError(f"{file} is not JSON ({error}); copy it again") from error
+    return found if isinstance(found, dict) else {}
 
 
 def _special(
     asked: str | None,
-    config: dict[str, Any] | None,
+    config: dict[str, Any],
     kind: str,
     names: tuple[str, ...],
     added: dict[str, int],
@@ -342,8 +366,7 @@ def _special(
         if asked not in vocab:
             raise DataError(f"{file} has no token {asked!r} for {kind}{nearest(asked, added)}")
         return vocab[asked]
-    if config is not None and f"{kind}_token" in config:
-        named = config[f"{kind}_token"]
-        content = named.get("content") if isinstance(named, dict) else named
-        return vocab.get(content) if isinstance(content, str) else None
+    if f"{kind}_token" in config:
+        content = token_text(config[f"{kind}_token"])
+        return None if content is None else vocab.get(content)
     return next((added[name] for name in names if name in added), None)
