@@ -93,11 +93,12 @@ def running(
         elif isinstance(one, ServedBatch):
             batches.of(one.name)
     desk = Desk(
-        shelf=Shelf(models), limits=limits or HttpLimits(), metrics=metrics, log_prompts=log_prompts
+        shelf=Shelf(), limits=limits or HttpLimits(), metrics=metrics, log_prompts=log_prompts
     )
     found: list[int] = []
     process = Process(
         desk,
+        [lambda one=one: one for one in models],
         Address(port=0, grace_seconds=grace_seconds),
         EventLog(lines),
         keys,

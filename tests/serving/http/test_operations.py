@@ -282,7 +282,6 @@ def test_spans_of_requests(server: Running) -> None:
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     with server.client(headers={"traceparent": parent}) as http:
         http.post("/v1/completions", json=ASKED)
-    print([(s.name, s.context.span_id, s.parent) for s in spans.get_finished_spans()])
     (span,) = spans.get_finished_spans()
     assert span.context is not None
     assert f"{span.context.trace_id:032x}" == parent.split("-")[1]

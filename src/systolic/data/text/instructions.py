@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from systolic.core.errors import DataError
 from systolic.core.files import as_paths
 from systolic.core.ranges import NOT_NEGATIVE, SHARE, check
-from systolic.data.text.chat import ChatTemplate, Messages
+from systolic.data.text.chat import ChatTemplate
 from systolic.data.text.text_data import FILL, ROW, TextData, row_fields
 from systolic.data.text.tokenizer import Around, Tokenizer
 from systolic.job import Layout
@@ -101,9 +101,9 @@ class Instructions(TextData):
         """The template with its tokens."""
         return ChatTemplate(text=self.template, tokens=self.tokens, origin=self.tokenizer)
 
-    def chat(self, messages: Messages) -> str:
-        """See :class:`TextData`; by the template of the training."""
-        return self.chat_template.render(messages, answer=True)
+    def find_template(self) -> ChatTemplate:
+        """See :class:`TextData`; that of the training."""
+        return self.chat_template
 
     def at(self, path: Path) -> "Instructions":
         """See :class:`Data`; the template and the rows are the same."""

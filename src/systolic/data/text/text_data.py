@@ -52,13 +52,21 @@ class TextData(Data):
             OptionError: there is no chat template.
             DataError: the template is damaged, or refuses the messages.
         """
-        file = self.get_tokenizer().file()
-        template = None if file is None else _template(file.parent)
+        template = self.find_template()
         if template is None:
             raise OptionError(
-                f"the tokenizer {file or 'of bytes'} has no chat template, so the model knows no chat; leave --chat out"
+                f"the tokenizer {self.get_tokenizer().file() or 'of bytes'} has no chat template, so the model knows no chat; leave --chat out"
             )
         return template.render(messages, answer=True)
+
+    def find_template(self) -> "ChatTemplate | None":
+        """The chat template beside the tokenizer; ``None`` for a model that knows no chat.
+
+        Raises:
+            DataError: tokenizer_config.json is no JSON.
+        """
+        file = self.get_tokenizer().file()
+        return None if file is None else _template(file.parent)
 
     def vocab_size(self) -> int:
         """One more than the largest token id; reads the tokenizer's file only, if there is one."""

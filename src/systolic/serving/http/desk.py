@@ -61,6 +61,8 @@ class Desk:
     metrics: Metrics
     log_prompts: bool = False
     draining: bool = False
+    opened: bool = False
+    """Whether every model was opened and has started."""
     failed: str | None = None
     """Why the models can't start."""
     in_flight: int = 0
@@ -73,17 +75,16 @@ class Desk:
         limit = self.limits.heartbeat_seconds
         return (
             not self.draining
-            and self.failed is None
-            and bool(models)
+            and self.opened
             and all(one.ready and one.heartbeat_seconds < limit for one in models)
         )
 
     @property
     def alive(self) -> bool:
-        """Whether no loop hangs; models that still compile do not count."""
+        """Whether no model failed and no loop hangs or has ended."""
         limit = self.limits.heartbeat_seconds * ALIVE
         return self.failed is None and all(
-            one.heartbeat_seconds < limit for one in self.shelf.everything() if one.ready
+            one.heartbeat_seconds < limit for one in self.shelf.everything()
         )
 
     def use(self, request: Request, name: str | None, version: int | None = None) -> Served:
@@ -94,6 +95,8 @@ class Desk:
             NotFoundError: there is no such model.
         """
         ticket = Ticket.of(request)
+        if not self.opened:
+            raise _not_ready("the server")
         if name is None:
             names = [one.name for one in self.shelf.newest()]
             if len(names) != 1:
@@ -102,12 +105,7 @@ class Desk:
         served = ticket.held.enter_context(self.shelf.use(name, version))
         ticket.model = served.name
         if not served.ready:
-            raise ProblemError(
-                status=503,
-                message=f"{name} is not ready; come back when /health answers 200",
-                code="not_ready",
-                retry_seconds=DRAIN_RETRY_SECONDS,
-            )
+            raise _not_ready(name)
         return served
 
     def text(self, request: Request, name: str | None) -> ServedText:
@@ -143,6 +141,15 @@ class Desk:
             code="draining",
             retry_seconds=DRAIN_RETRY_SECONDS,
         )
+
+
+def _not_ready(what: str) -> ProblemError:
+    return ProblemError(
+        status=503,
+        message=f"{what} is not ready; come back when /health answers 200",
+        code="not_ready",
+        retry_seconds=DRAIN_RETRY_SECONDS,
+    )
 
 
 def _where(served: ServedBatch) -> str:

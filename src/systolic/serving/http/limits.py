@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 from typing import Annotated
 
-from systolic.core.ranges import COUNT, POSITIVE, Range, check
+from systolic.core.ranges import COUNT, POSITIVE, check
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,8 +27,6 @@ class HttpLimits:
     """An engine whose loop did not turn for so long makes the server not ready; six times as long, not alive."""
     deadline_seconds: Annotated[float, POSITIVE] | None = None
     """Ends each request so long after it came; a request may ask for less with the header X-Request-Timeout."""
-    rate_per_minute: Annotated[int, Range(least=0)] = 0
-    """Requests of a key in a minute; 0 sets no bound."""
 
     def __post_init__(self) -> None:
         check(self)

@@ -19,6 +19,10 @@ class EventLog:
         self._file = file
         self._lock = threading.Lock()
 
+    def warn(self, line: str) -> None:
+        """A warning."""
+        self.write("warning", message=line)
+
     def write(self, event: str, **fields: Any) -> None:
         """One line."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -5,7 +5,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,6 +21,7 @@ from systolic.serving.http.gate import Gate
 from systolic.serving.http.keys import Keys
 from systolic.serving.http.logs import EventLog
 from systolic.serving.http.traces import find_traces
+from systolic.serving.served import Served
 
 TICK_SECONDS = 0.05
 LAST_SECONDS = 2.0
@@ -63,7 +64,8 @@ class Process(uvicorn.Server):
     ``grace_seconds`` long. The second ends at once.
 
     Args:
-        desk: The models; they are started in the background.
+        desk: The models.
+        openers: Open the models, in the background and in this order; each is started and put into the desk.
         address: Where to listen.
         log: What happens.
         keys: API keys; None lets everyone in.
@@ -73,6 +75,7 @@ class Process(uvicorn.Server):
     def __init__(
         self,
         desk: Desk,
+        openers: Sequence[Callable[[], Served]],
         address: Address,
         log: EventLog,
         keys: Keys | None = None,
@@ -98,6 +101,7 @@ class Process(uvicorn.Server):
             )
         )
         self.desk, self.address, self.log = desk, address, log
+        self._openers = openers
         self._listening = listening
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -115,10 +119,12 @@ class Process(uvicorn.Server):
 
     def _start_models(self) -> None:
         begun = time.monotonic()
-        for served in self.desk.shelf.everything():
+        for opener in self._openers:
             at = time.monotonic()
             try:
+                served = opener()
                 served.start()
+                self.desk.shelf.put(served)
             except Exception as error:
                 reason = (
                     str(error)
@@ -126,7 +132,7 @@ class Process(uvicorn.Server):
                     else f"{type(error).__name__}: {error}"
                 )
                 self.desk.failed = reason
-                self.log.write("failed", model=served.name, error=reason)
+                self.log.write("failed", error=reason)
                 self.end()
                 return
             seconds = time.monotonic() - at
@@ -136,6 +142,7 @@ class Process(uvicorn.Server):
             )
         total = time.monotonic() - begun
         self.desk.metrics.startup.labels("all").set(total)
+        self.desk.opened = True
         self.log.write("ready", seconds=round(total, 3))
 
     def end(self) -> None:
@@ -163,9 +170,8 @@ class Process(uvicorn.Server):
         while self.desk.in_flight and time.monotonic() < end and not self.should_exit:
             await asyncio.sleep(TICK_SECONDS)
         cut = self.desk.in_flight
-        if self.desk.failed is None:
-            for served in self.desk.shelf.everything():
-                await asyncio.to_thread(served.drain, 0.0)
+        for served in self.desk.shelf.everything():
+            await asyncio.to_thread(served.drain, 0.0)
         # Streams that were cut end with an error event.
         last = time.monotonic() + LAST_SECONDS
         while self.desk.in_flight and time.monotonic() < last:
