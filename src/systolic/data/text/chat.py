@@ -133,12 +133,9 @@ class ChatTemplate:
         try:
             # transformers defines tools and documents for every template, which may ask whether they are none.
             return _compiled(self.text).render(
-                messages=messages,
-                tools=None,
-                documents=None,
+                {"messages": messages, "tools": None, "documents": None},
                 add_generation_prompt=answer,
-                **dict(self.tokens),
-                **names,
+                **{**dict(self.tokens), **names},
             )
         except jinja2.TemplateError as error:
             reason = " ".join(str(error).split())
