@@ -62,21 +62,7 @@ def write(
     out.add_layer_norm_rms_eps(1e-5)
     out.add_rope_freq_base(10_000.0)
     out.add_license("mit")
-    words = folders.tokenizer().backend_tokenizer
-    vocab = words.get_vocab(with_added_tokens=True)
-    tokens = sorted(vocab, key=lambda token: vocab[token])
-    tokens += [f"<|unused{i}|>" for i in range(config.vocab_size - len(tokens))]
-    control = words.get_added_tokens_decoder()
-    out.add_tokenizer_model("gpt2")
-    out.add_tokenizer_pre(pre)
-    out.add_token_list(tokens)
-    out.add_token_types([3 if i in control else 1 for i in range(len(tokens))])
-    merges = __import__("json").loads(words.to_str())["model"]["merges"]
-    out.add_token_merges([" ".join(pair) for pair in merges])
-    out.add_bos_token_id(1)
-    out.add_eos_token_id(0)
-    out.add_add_bos_token(True)
-    out.add_chat_template(folders.TEMPLATE)
+    add_tokenizer(out, config.vocab_size, pre)
     for name, tensor in model.state_dict().items():
         array = tensor.float().numpy()
         theirs = WHOLE.get(name)
@@ -93,11 +79,35 @@ def write(
             out.add_tensor(theirs, array)
         else:
             out.add_tensor(theirs, gguf.quants.quantize(array, kind), raw_dtype=kind)
+    finish(out)
+    return path
+
+
+def add_tokenizer(out: gguf.GGUFWriter, vocab_size: int, pre: str = "gpt-2") -> None:
+    """The tokenizer of :mod:`tests.interop.folders`."""
+    words = folders.tokenizer().backend_tokenizer
+    vocab = words.get_vocab(with_added_tokens=True)
+    tokens = sorted(vocab, key=lambda token: vocab[token])
+    tokens += [f"<|unused{i}|>" for i in range(vocab_size - len(tokens))]
+    control = words.get_added_tokens_decoder()
+    out.add_tokenizer_model("gpt2")
+    out.add_tokenizer_pre(pre)
+    out.add_token_list(tokens)
+    out.add_token_types([3 if i in control else 1 for i in range(len(tokens))])
+    merges = __import__("json").loads(words.to_str())["model"]["merges"]
+    out.add_token_merges([" ".join(pair) for pair in merges])
+    out.add_bos_token_id(1)
+    out.add_eos_token_id(0)
+    out.add_add_bos_token(True)
+    out.add_chat_template(folders.TEMPLATE)
+
+
+def finish(out: gguf.GGUFWriter) -> None:
+    """Writes the file."""
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
     out.close()
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,9 @@ from systolic.core.errors import DataError, MissingExtraError, OptionError, near
 from systolic.interop.source import TransformersSource
 from systolic.models.families import family
 
+GEMMA3 = "gemma3.attention"
+LAYERS_27B = 62
+"""Layers of Gemma 3 27B, by which llama.cpp knows the one size whose products of attention are scaled by hidden size over heads."""
 LAYER = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 
 Fields = Mapping[str, Any]
@@ -126,6 +129,11 @@ def _shared(fields: Fields, reader: Reader) -> dict[str, Any]:
         return reader.need(f"{kind}.{name}")
 
     heads, width = own("attention.head_count"), own("embedding_length")
+    head_dim = fields.get(f"{kind}.attention.key_length", width // heads)
+    if (rotated := fields.get(f"{kind}.rope.dimension_count", head_dim)) != head_dim:
+        raise OptionError(
+            f"{reader.path} rotates {rotated} of a head's {head_dim} dims and only all are known; import the Hugging Face folder of this model"
+        )
     token = reader.tensors.get("token_embd.weight")
     if token is None:
         raise DataError(f"{reader.path} has no token_embd.weight; copy the whole file")
@@ -138,7 +146,7 @@ def _shared(fields: Fields, reader: Reader) -> dict[str, Any]:
         "num_hidden_layers": own("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": fields.get(f"{kind}.attention.head_count_kv", heads),
-        "head_dim": fields.get(f"{kind}.attention.key_length", width // heads),
+        "head_dim": head_dim,
         "max_position_embeddings": own("context_length"),
         "rope_theta": _single(fields.get(f"{kind}.rope.freq_base", 10_000.0)),
         "rms_norm_eps": _single(own("attention.layer_norm_rms_epsilon")),
@@ -153,9 +161,10 @@ def _single(value: float) -> float:
 
 
 def _llama(fields: Fields, reader: Reader) -> dict[str, Any]:
-    if "rope_freqs.weight" in reader.tensors or fields.get(
-        "llama.rope.scaling.type", "none"
-    ) not in ("none", ""):
+    kind = fields.get("llama.rope.scaling.type") or "none"
+    # llama.cpp takes a factor without a type as linear.
+    factor = fields.get("llama.rope.scaling.factor") or fields.get("llama.rope.scale_linear") or 1
+    if "rope_freqs.weight" in reader.tensors or kind != "none" or factor != 1:
         raise OptionError(
             f"{reader.path} scales its rotary embedding and does not say how in terms of a config.json; import the Hugging Face folder of this model"
         )
@@ -172,25 +181,54 @@ def _llama(fields: Fields, reader: Reader) -> dict[str, Any]:
 
 
 def _gemma3(fields: Fields, reader: Reader) -> dict[str, Any]:
+    """Fields of a Gemma 3.
+
+    Where the file is silent, llama.cpp's code for the architecture says them (``src/models/gemma3.cpp``).
+    """
     made = _shared(fields, reader)
-    layers, every = made["num_hidden_layers"], 6
+    layers, every = made["num_hidden_layers"], fields.get(f"{GEMMA3}.sliding_window_pattern", 6)
+    window = fields.get(f"{GEMMA3}.sliding_window")
+    if not isinstance(every, int):
+        raise OptionError(
+            f"{reader.path} names the layers with a window one by one and only a period of them is known; import the Hugging Face folder of this model"
+        )
     made["rope_theta"] = _single(fields.get("gemma3.rope.freq_base", 1_000_000.0))
+    width, heads = made["hidden_size"], made["num_attention_heads"]
     return {
         **made,
         "model_type": "gemma3_text",
         "architectures": ["Gemma3ForCausalLM"],
         "hidden_activation": "gelu_pytorch_tanh",
-        # llama.cpp has none of these in the file: its code for the architecture says them, as Gemma's report does.
-        "rope_local_base_freq": 10_000.0,
-        "query_pre_attn_scalar": made["head_dim"],
-        "sliding_window": fields.get("gemma3.attention.sliding_window", 512),
+        "rope_scaling": _linear(fields, reader),
+        "rope_local_base_freq": _single(fields.get("gemma3.rope.freq_base_swa", 10_000.0)),
+        "query_pre_attn_scalar": width // heads if layers == LAYERS_27B else made["head_dim"],
+        # transformers wants one also where no layer has it.
+        "sliding_window": window or 512,
         "layer_types": [
-            "full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)
+            "sliding_attention" if window and (i + 1) % every else "full_attention"
+            for i in range(layers)
         ],
         "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-        "tie_word_embeddings": True,
+        "final_logit_softcapping": fields.get("gemma3.final_logit_softcapping") or None,
     }
+
+
+def _linear(fields: Fields, reader: Reader) -> dict[str, Any] | None:
+    """``rope_scaling`` of a Gemma 3 above 1B, whose layers of full attention alone are stretched.
+
+    Raises:
+        OptionError: it is of another kind.
+    """
+    kind = fields.get("gemma3.rope.scaling.type") or "none"
+    factor = fields.get("gemma3.rope.scaling.factor")
+    if kind == "none" and not factor:
+        return None
+    # llama.cpp takes a factor without a type as linear.
+    if kind not in ("none", "linear") or not factor:
+        raise OptionError(
+            f"{reader.path} has rope.scaling.type {kind!r} with the factor {factor} and only linear with a factor is known for gemma3; import the Hugging Face folder of this model"
+        )
+    return {"rope_type": "linear", "factor": _single(factor)}
 
 
 ATTENTION = {

@@ -23,6 +23,14 @@ from systolic.interop.source import (
     open_source,
 )
 
+DROPPED = (
+    "rope_scaling",
+    "rope_local_base_freq",
+    "query_pre_attn_scalar",
+    "layer_types",
+    "final_logit_softcapping",
+)
+"""Fields of our configuration of a GGUF file that transformers' reader of such files leaves at their defaults."""
 UNREAD = ("num_batches_tracked", "proj_out.weight")
 """Ends of names that files may lack: a counter that nothing reads, and logits tied to the embedding."""
 
@@ -34,11 +42,27 @@ def opened(path: Path, loader: Any, rounded: str | None = None) -> Any:
     place: dict[str, Any] = {"pretrained_model_name_or_path": path}
     if path.suffix == GGUF:
         place = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+        place["config"] = whole_config(path)
     if path.suffix in STATE_DICTS or is_ctranslate2(path):
         model = renamed(path, loader)
     else:
         model = loader.from_pretrained(**place, dtype=torch.float32, trust_remote_code=False)
     return model if rounded is None else model.to(getattr(torch, rounded)).float()
+
+
+def whole_config(path: Path) -> Any:
+    """The configuration that transformers reads from a GGUF file, with the fields that it leaves out (5.23)."""
+    import transformers
+
+    read = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    fields = open_source(path).config
+    more = {name: fields[name] for name in DROPPED if fields.get(name) is not None}
+    if not more:
+        return read
+    found = read.to_dict() | more
+    if "layer_types" in more:
+        found.pop("sliding_window_pattern", None)
+    return transformers.AutoConfig.for_model(found.pop("model_type"), **found)
 
 
 def renamed(path: Path, loader: Any) -> Any:
