@@ -10,7 +10,14 @@ import psutil
 
 import systolic
 from systolic.artifact.tensors import TensorSpec, write
+from systolic.data.arrays import Arrays
 from systolic.interop.source import open_source
+from systolic.interop.starting import starting_weights
+from systolic.job import Adapter, AdapterKind, Batch, Field, Job, Layout
+from systolic.steps.mesh import make_mesh
+from systolic.steps.steps import StepFunctions
+from systolic.steps.target import MeshTarget
+from systolic.steps.tasks.language import LanguageModel
 from tests.models.foreign import structure
 
 WIDE, LAYERS, VOCAB = 1024, 8, 8192
@@ -55,8 +62,38 @@ def folder(path: Path, wide: int, vocab: int) -> None:
         write(out, planned, (np.ones(t.shape, f32) for t in planned), {"format": "pt"})
 
 
+def packed(path: Path) -> dict[str, int]:
+    """Bytes of the weights that QLoRA begins with, and the peak of reading them."""
+    model = open_source(path).model
+    fields = {
+        name: Field(shape=(16,), dtype="int32", axes=("sequence",))
+        for name in ("tokens", "targets", "segments", "positions")
+    }
+    layout = Layout(data=1, fsdp=1)
+    job = Job(
+        name="tiny",
+        model=model,
+        task=LanguageModel(),
+        data=Arrays.call(dict, fields=fields),
+        steps=1,
+        batch=Batch(total=1),
+        layout=layout,
+        start=path,
+        adapter=Adapter(kind=AdapterKind.qlora, rank=1, alpha=1.0),
+    )
+    mesh = make_mesh(layout, jax.devices()[:1])
+    target = MeshTarget(platform="cpu", layout=layout, dtype="float32", mesh=mesh)
+    steps = StepFunctions(job, target)
+    _ = steps.abstract_state
+    before = forget()
+    weights, _ = starting_weights(path, steps)
+    above = peak() - before
+    # uint4 takes a byte on a CPU.
+    return {"size": sum(array.nbytes for array in weights.model_state.values()), "above": above}
+
+
 def main() -> None:
-    """Imports and opens."""
+    """Imports, opens and reads for QLoRA."""
     root = Path(sys.argv[1])
     folder(root / "tiny", 64, 64)
     systolic.import_model(root / "tiny", root / "first", parity=False)
@@ -72,9 +109,13 @@ def main() -> None:
     before = forget()
     arrays = bundle.arrays(like)
     open_above = peak() - before
+    packed(root / "tiny")
     told = {
+        "packed_folder": packed(root / "small"),
+        "packed_bundle": packed(root / "bundle"),
         "weights": sum(array.nbytes for array in arrays.values()),
         "largest": 4 * VOCAB * WIDE,
+        "matrix": 4 * 4 * WIDE * WIDE,
         "import_above": import_above,
         "open_above": open_above,
     }

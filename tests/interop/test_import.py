@@ -227,3 +227,11 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
     assert told["weights"] > 6 * told["largest"]
     assert told["import_above"] < told["largest"] + slack
     assert told["open_above"] < told["weights"] + told["largest"] + slack
+    # Of the matrix that is packed: its pages of the file, a copy in its other order, the array, and two as Qwix
+    # searches codes.
+    packing = 5 * told["matrix"]
+    for source in ("packed_folder", "packed_bundle"):
+        packed = told[source]
+        assert packed["size"] < told["weights"] / 3
+        assert packed["size"] + packing + slack < 0.5 * told["weights"]
+        assert packed["above"] < packed["size"] + packing + slack

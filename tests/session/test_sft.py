@@ -15,6 +15,7 @@ from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
 from systolic.interop.outputs import outputs_of
 from systolic.job import AdapterKind, Checkpoints, Evaluation, Layout, Optimizer, Schedule
 from systolic.job.optimizer import ScheduleKind
+from systolic.models.adapters import compact_base
 from systolic.recipes.sft import sft
 from tests.interop import folders
 from tests.models.foreign import relative
@@ -46,13 +47,16 @@ def options(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 LORA = {"adapter": AdapterKind.lora, "rank": 2, "alpha": 4.0}
 
 
+QLORA = {**LORA, "adapter": AdapterKind.qlora}
+
+
 def losses(run: Path) -> list[float]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if line["kind"] == "train"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, LORA], ids=["all weights", "lora"])
+@pytest.mark.parametrize("changes", [{}, LORA, QLORA], ids=["all weights", "lora", "qlora"])
 def test_a_run_resumes_to_the_same_weights(
     options: dict[str, Any], tmp_path: Path, changes: dict[str, Any]
 ) -> None:
@@ -116,6 +120,32 @@ def test_training_begins_with_the_weights_of_the_folder(
         total, count = total + float(found.loss) * learned, count + learned
     mine = opened.evaluate(path=options["data"])
     assert mine[str(options["data"])]["loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_matrices_in_4_bits_are_those_of_the_folder(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Packed layer by layer, from a folder and from a Bundle, as the whole stack would be; and trained with."""
+    bundle = systolic.import_model(options["from_"], tmp_path / "bundle", parity=False).path
+    plain = systolic.open(options["from_"]).weights.params
+    for source, run in ((options["from_"], tmp_path / "a"), (bundle, tmp_path / "b")):
+        systolic.train(
+            "sft", run=run, steps=2, log_every=1, **{**options, **QLORA, "from_": source}
+        )
+        frozen = systolic.open(run, checkpoint="last").weights.model_state
+        for path in ("blocks/query", "blocks/out", "blocks/mlp/down"):
+            axes = (
+                "layers",
+                *(("a", "b", "embed") if path == "blocks/out" else ("embed", "b", "c")),
+            )
+            axes = ("layers", "mlp", "embed") if path == "blocks/mlp/down" else axes
+            whole = compact_base(plain[path], axes)
+            np.testing.assert_array_equal(
+                np.asarray(frozen[f"{path}/codes"], np.uint8), np.asarray(whole.codes, np.uint8)
+            )
+            np.testing.assert_array_equal(frozen[f"{path}/scales"], whole.scales)
+        np.testing.assert_array_equal(frozen["embedding"], plain["embedding"])
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
 def test_another_adapter_can_not_resume(options: dict[str, Any], tmp_path: Path) -> None:

@@ -203,10 +203,10 @@ def _model(record: BundleRecord, file: Path) -> Model:
         ) from error
 
 
-def arrays(bundle: Bundle, like: Mapping[str, Any]) -> dict[str, Any]:
-    """Weights by path, made shard by shard on the devices of their shardings.
+def arrays(bundle: Bundle, like: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Weights with their paths, made shard by shard on the devices of their shardings when they are asked for.
 
-    The files' digests are computed meanwhile.
+    The files' digests are computed meanwhile and judged after the last.
 
     Args:
         bundle: The Bundle.
@@ -219,7 +219,6 @@ def arrays(bundle: Bundle, like: Mapping[str, Any]) -> dict[str, Any]:
 
     import jax
 
-    made: dict[str, Any] = {}
     with ThreadPoolExecutor(1) as pool:
         check = pool.submit(bundle.verify)
         for path, shape in like.items():
@@ -231,9 +230,8 @@ def arrays(bundle: Bundle, like: Mapping[str, Any]) -> dict[str, Any]:
                     f"{path} in {bundle.folder} is {tensor.shape} and the model has {tuple(shape.shape)}; import the model again"
                 )
             fill = partial(tensor.part, dtype=np.dtype(shape.dtype))
-            made[path] = jax.make_array_from_callback(shape.shape, shape.sharding, fill)
+            yield path, jax.make_array_from_callback(shape.shape, shape.sharding, fill)
         check.result()
-    return made
 
 
 # Writing

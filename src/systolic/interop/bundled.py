@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     import jax
 
 
+ROW_BYTES = 1 << 20
+"""Least size of a row of the first dim, such as a layer, that is a piece of its own."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BundleSource(Source):
     """The model of a Bundle."""
@@ -28,7 +32,7 @@ class BundleSource(Source):
         """See :class:`Source`."""
         return self.bundle.record.dtype
 
-    def arrays(self, like: "Mapping[str, jax.ShapeDtypeStruct]") -> "dict[str, jax.Array]":
+    def each(self, like: "Mapping[str, jax.ShapeDtypeStruct]") -> "Iterator[tuple[str, jax.Array]]":
         """See :class:`Source`."""
         return arrays(self.bundle, like)
 
@@ -38,7 +42,14 @@ class BundleSource(Source):
 
     def pieces(self, path: str) -> Iterator[np.ndarray]:
         """See :class:`Source`."""
-        yield self.bundle.tensors[path].read()
+        tensor = self.bundle.tensors[path]
+        rows = tensor.shape[0] if tensor.shape else 1
+        if tensor.nbytes < ROW_BYTES * rows:
+            yield tensor.read()
+            return
+        size, shape = tensor.nbytes // rows, tensor.shape[1:]
+        for row in range(rows):
+            yield replace(tensor, offset=tensor.offset + row * size, shape=shape).read()
 
     def files(self) -> dict[str, Path]:
         """See :class:`Source`."""

@@ -68,15 +68,18 @@ class Source(ABC):
     def dtype(self) -> str:
         """Numpy name of the dtype that most weights are stored in."""
 
-    @abstractmethod
     def arrays(self, like: "Mapping[str, jax.ShapeDtypeStruct]") -> "dict[str, jax.Array]":
-        """Parameters and other variables by path, made shard by shard; at most one tensor is read at a time.
+        """All that :meth:`each` gives."""
+        return dict(self.each(like))
+
+    @abstractmethod
+    def each(self, like: "Mapping[str, jax.ShapeDtypeStruct]") -> "Iterator[tuple[str, jax.Array]]":
+        """Parameters and other variables with their paths, made shard by shard when they are asked for.
+
+        At most one tensor is read at a time. Variables that the files lack are left out.
 
         Args:
-            like: Shape, dtype and sharding of each.
-
-        Returns:
-            All parameters, and those other variables that the files hold.
+            like: Shape, dtype and sharding of each that is wanted.
 
         Raises:
             DataError: a tensor has another shape than the model's.
@@ -140,9 +143,9 @@ class TransformersSource(Source):
         """See :class:`Source`."""
         return most_common(self.tensors.values())
 
-    def arrays(self, like: "Mapping[str, jax.ShapeDtypeStruct]") -> "dict[str, jax.Array]":
+    def each(self, like: "Mapping[str, jax.ShapeDtypeStruct]") -> "Iterator[tuple[str, jax.Array]]":
         """See :class:`Source`."""
-        return self.conversion.arrays(self.tensors, like)
+        return self.conversion.each(self.tensors, like)
 
     def dtypes(self) -> dict[str, np.dtype]:
         """See :class:`Source`."""

@@ -1,18 +1,22 @@
 """The weights that a job begins with, streamed from a model in files into the shards of the job's state."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from systolic.artifact.run import JOB
 from systolic.artifact.weights import Weights, begin_with
-from systolic.core.errors import OptionError, RunError
-from systolic.interop.source import open_source
-from systolic.models.adapters import BASE, CODES, SCALES, compact_base
+from systolic.core.errors import DataError, OptionError, RunError
+from systolic.core.heap import trim
+from systolic.interop.source import Source, open_source
+from systolic.models.adapters import BASE, CODES, SCALES, STACKED, compact_base
+from systolic.steps.sharding import parameter_spec
 from systolic.steps.steps import StepFunctions
 
 
@@ -58,7 +62,7 @@ def starting_weights(path: Path, steps: StepFunctions) -> tuple[Weights, StartOr
             f"{path} holds another model than {steps.job.name} trains; give the job the model of its config.json"
         )
     origin = StartOrigin(path=str(path), kind=source.kind, fingerprint=source.fingerprint())
-    return _weights(source.arrays(_like(steps)), steps), origin
+    return _weights(source, steps), origin
 
 
 def _of_run(path: Path, steps: StepFunctions) -> tuple[Weights, StartOrigin]:
@@ -69,50 +73,92 @@ def _of_run(path: Path, steps: StepFunctions) -> tuple[Weights, StartOrigin]:
     return begin_with(path, steps), StartOrigin(path=str(path), kind="run", fingerprint=None)
 
 
-def _like(steps: StepFunctions) -> dict[str, Any]:
-    """Shape, dtype and sharding of each of the plain model's variables, as the job keeps or first reads it."""
+def _weights(source: Source, steps: StepFunctions) -> Weights:
+    """Weights of a source by their places in the job's state; beside them at most one matrix is in memory."""
+    like, packed = _like(steps)
+    params, rest = {}, {}
+    for path, value in source.each(like):
+        if path in steps.network.params:
+            params[path] = _owned(value, steps)
+        else:
+            beside = f"{path}/{BASE}" if steps.is_adapted(path) else path
+            rest[beside] = _owned(value, steps)
+    for path in packed:
+        rest |= _packed(source, path, steps)
+    return Weights(step=0, params=params, model_state=rest, skipped=[])
+
+
+def _owned(value: jax.Array, steps: StepFunctions) -> jax.Array:
+    """An array in memory of JAX's own: XLA copies what it can't donate in each first step, all weights at once."""
+    if steps.target.platform != "cpu":
+        return value  # a transfer to the device has made it
+    return jnp.array(value, copy=True)
+
+
+def _like(steps: StepFunctions) -> tuple[dict[str, Any], list[str]]:
+    """What is read as it will be kept, shape, dtype and sharding by path in the plain model; and the matrices that are kept in 4 bits."""
     state = steps.abstract_state
     found: dict[str, Any] = {**state.params, **state.model_state}
     if not steps.job.adapter:
-        return found
+        return found, []
     plain: dict[str, Any] = {}
+    packed: list[str] = []
     for path, leaf in state.model_state.items():
         home, _, last = path.rpartition("/")
-        beside = steps.is_adapted(home)
-        if not beside:
+        if not steps.is_adapted(home):
             plain[path] = leaf
         elif last == BASE:
             plain[home] = leaf
         elif last == CODES:
-            scales = state.model_state[f"{home}/{SCALES}"]
-            plain[home] = jax.ShapeDtypeStruct(leaf.shape, scales.dtype, sharding=leaf.sharding)
-    return plain
+            packed.append(home)
+    return plain, packed
 
 
-def _weights(arrays: Mapping[str, jax.Array], steps: StepFunctions) -> Weights:
-    """Arrays of the plain model by their places in the job's state."""
-    params, rest = {}, {}
-    left = dict(arrays)
-    for path in arrays:
-        value = left.pop(path)  # so that a matrix is freed once its 4 bits are there
-        if steps.is_adapted(path):
-            rest |= _beside(path, value, steps)
-        elif path in steps.network.params:
-            params[path] = value
-        else:
-            rest[path] = value
-    return Weights(step=0, params=params, model_state=rest, skipped=[])
+def _packed(source: Source, path: str, steps: StepFunctions) -> dict[str, jax.Array]:
+    """A frozen matrix, or a stack of them, in 4 bits beside its adapter, read and packed one matrix of the stack at a time.
 
-
-def _beside(path: str, value: jax.Array, steps: StepFunctions) -> dict[str, jax.Array]:
-    """A frozen matrix as its adapter has it."""
-    if f"{path}/{BASE}" in steps.network.model_state:
-        return {f"{path}/{BASE}": value}
-    placed = steps.shardings.model_state
-    names = (f"{path}/{CODES}", f"{path}/{SCALES}")
+    Raises:
+        DataError: a tensor has another shape than the model's.
+    """
+    names = f"{path}/{CODES}", f"{path}/{SCALES}"
+    codes, scales = (steps.abstract_state.model_state[name] for name in names)
     axes = steps.network.frozen[names[0]]
     assert axes is not None  # only matrices with named dims have adapters
-    pack = jax.jit(
-        partial(compact_base, axes=axes), out_shardings=tuple(placed[name] for name in names)
-    )
-    return dict(zip(names, pack(value), strict=True))
+    outer = int(axes[0] in STACKED)
+    shape, axes = codes.shape[outer:], axes[outer:]
+    place = steps.target.sharding(parameter_spec(steps.target, shape, axes))
+
+    pack = jax.jit(partial(compact_base, axes=axes))
+    parts: list[tuple[jax.Array, ...]] = []
+    for piece in _matrices(source, path, codes.shape, outer):
+        value = jax.make_array_from_callback(
+            shape, place, lambda index, piece=piece: np.asarray(piece[index], scales.dtype)
+        )
+        # Waited for, else reading runs ahead of packing.
+        parts.append(jax.block_until_ready(tuple(pack(value))))
+        del value, piece
+
+    def joined(parts: list[tuple[jax.Array, ...]]) -> tuple[jax.Array, ...]:
+        if not outer:
+            return parts[0]
+        return tuple(jnp.stack(each) for each in zip(*parts, strict=True))
+
+    made = jax.jit(joined, out_shardings=(codes.sharding, scales.sharding))(parts)
+    trim()
+    return dict(zip(names, made, strict=True))
+
+
+def _matrices(
+    source: Source, path: str, shape: tuple[int, ...], outer: int
+) -> Iterator[np.ndarray]:
+    """The matrices of a stack, in order; the only one where nothing is stacked."""
+    for piece in source.pieces(path):
+        if piece.shape != shape[len(shape) - piece.ndim :]:
+            raise DataError(
+                f"{path} of {source.path} has a piece of {piece.shape} and the model has {shape}; the configuration is of another model"
+            )
+        if outer and piece.ndim == len(shape):
+            yield from piece
+        else:
+            yield piece
+        del piece

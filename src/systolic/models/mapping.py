@@ -118,26 +118,31 @@ class Conversion:
     def arrays(
         self, tensors: Tensors, like: "Mapping[str, jax.ShapeDtypeStruct]"
     ) -> "dict[str, jax.Array]":
-        """Parameters by path, each made shard by shard on the devices of its sharding.
+        """All that :meth:`each` gives."""
+        return dict(self.each(tensors, like))
+
+    def each(
+        self, tensors: Tensors, like: "Mapping[str, jax.ShapeDtypeStruct]"
+    ) -> "Iterator[tuple[str, jax.Array]]":
+        """Parameters with their paths, each made shard by shard on the devices of its sharding when it is asked for.
 
         Beside the shards at most one piece is in memory: a tensor of the file and its form here.
 
         Args:
             tensors: Of the file.
-            like: Shape, dtype and sharding of each parameter.
+            like: Shape, dtype and sharding of each parameter that is wanted.
 
         Raises:
             DataError: a tensor has another shape than the model's.
         """
         import jax
 
-        found: dict[str, jax.Array] = {}
         for rule in self.rules:
             for which, path in enumerate(rule.ours):
-                shape = like[path]
-                fill = partial(_shard, rule, which, tensors, shape)
-                found[path] = jax.make_array_from_callback(shape.shape, shape.sharding, fill)
-        return found
+                if path in like:
+                    shape = like[path]
+                    fill = partial(_shard, rule, which, tensors, shape)
+                    yield path, jax.make_array_from_callback(shape.shape, shape.sharding, fill)
 
     def pieces(self, path: str, tensors: Tensors) -> Iterator[Array]:
         """A parameter in consecutive pieces of its stacked dims, one in memory at a time."""

@@ -4,7 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from systolic.core.heap import trim
 from systolic.core.leave import start_native
 from systolic.training.ledger import Ledger, Spent
 
@@ -31,6 +33,7 @@ class CompiledStep:
         self._compiled: dict[Any, Any] = {}
         self._signature: Signature = {}
         self._ahead: _Ahead | None = None
+        self._refused: bool | None = None
         self.recompiles = 0
 
     def prepare(self, *arguments: Any) -> None:
@@ -69,7 +72,9 @@ class CompiledStep:
         compiled = self._compiled.get(_key(batch))
         if compiled is None:
             compiled = self._compile(arguments)
-        return compiled(*arguments)
+        if self._refused is None:
+            self._refused = _in_4_bits_on_a_cpu(arguments)
+        return self._jitted(*arguments) if self._refused else compiled(*arguments)
 
     def _await(self, ahead: "_Ahead") -> None:
         self._ahead = None
@@ -81,6 +86,7 @@ class CompiledStep:
         start = self._ledger.clock()
         with self._ledger.spend(Spent.compile):
             compiled = self._jitted.lower(*arguments).compile()
+            trim()
         self._keep(arguments[-1], compiled, self._ledger.clock() - start)
         return compiled
 
@@ -125,6 +131,7 @@ class _Ahead:
     def _run(self) -> None:
         try:
             self._compiled = self._lowered.compile()
+            trim()
         except Exception as error:  # raised again where the program is called
             self._error = error
         self._seconds = self._clock() - self._started
@@ -156,6 +163,19 @@ def compiled(lowered: Any, options: Mapping[str, Any] | None, stop: Callable[[],
     if isinstance(found[0], Exception):
         raise found[0]
     return found[0]
+
+
+def _in_4_bits_on_a_cpu(arguments: Any) -> bool:
+    """Whether JAX (0.10.2) would refuse arguments of a program compiled ahead.
+
+    On a CPU its uint4 arrays have layouts of 0 bits an element and programs ask for 4. A call of the jitted
+    function has no such check; its compile is found in the compilation cache.
+    """
+    return any(
+        leaf.dtype == jnp.uint4 and next(iter(leaf.devices())).platform == "cpu"
+        for leaf in jax.tree.leaves(arguments)
+        if isinstance(leaf, jax.Array)
+    )
 
 
 def _key(batch: Mapping[str, Any]) -> Any:
