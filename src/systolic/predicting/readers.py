@@ -22,18 +22,11 @@ class Example:
 
     rows: Sequence[Row]
     """At least one."""
-    spans: "Sequence[Span]" = ()
-    """Of a recording: where each row lies in it."""
+    spans: Sequence[tuple[float, float]] = ()
+    """Start and end of each row in a recording, in seconds."""
 
 
-class Span(NamedTuple):
-    """A part of a recording."""
-
-    start_seconds: float
-    end_seconds: float
-
-
-class Spoken(NamedTuple):
+class Segment(NamedTuple):
     """A part of a recording with its text."""
 
     start_seconds: float
@@ -78,19 +71,19 @@ class SpeechReader:
         windows = self._data.windows(wave)
         return Example(
             rows=[Row(arrays={FEATURES: window.features}) for window in windows],
-            spans=[Span(window.start_seconds, window.end_seconds) for window in windows],
+            spans=[(window.start_seconds, window.end_seconds) for window in windows],
         )
 
-    def spoken(self, example: Example, outputs: Sequence[Output]) -> list[Spoken]:
+    def spoken(self, example: Example, outputs: Sequence[Output]) -> list[Segment]:
         """Text of each window; "" where nothing was said."""
         end, made = self._data.writing.end, []
         for span, output in zip(example.spans, outputs, strict=True):
             tokens = output[TOKENS].tolist()
             until = tokens.index(end) if end in tokens else None
-            made.append(Spoken(*span, self._tokenizer.decode(tokens[:until]).strip()))
+            made.append(Segment(*span, self._tokenizer.decode(tokens[:until]).strip()))
         return made
 
 
-def joined(spoken: Sequence[Spoken]) -> str:
+def joined(spoken: Sequence[Segment]) -> str:
     """The text of a recording."""
     return " ".join(part.text for part in spoken if part.text)

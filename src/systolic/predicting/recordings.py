@@ -26,7 +26,7 @@ def transcriptions(
     """
     reader = SpeechReader(steps)
     run = Predictor(reader.form, weights.params, weights.model_state)
-    write = _Writer(reader, run, Bucket(rows=run.up(WINDOWS)))
+    write = _Scribe(reader, run, Bucket(rows=run.up(WINDOWS)))
     waiting: list[tuple[Path, Example]] = []
     for file in files:
         try:
@@ -42,7 +42,7 @@ def transcriptions(
     yield from write(waiting)
 
 
-class _Writer:
+class _Scribe:
     """The transcription program over any number of windows."""
 
     def __init__(self, reader: SpeechReader, run: Predictor, bucket: Bucket) -> None:

@@ -39,7 +39,7 @@ class Traffic:
                 **{
                     name: {int(value): float(weight) for value, weight in given[name].items()}
                     for name in ("examples", "lengths")
-                    if name in given
+                    if name in given.keys()  # noqa: SIM118 - a list has none
                 }
             )
         except (AttributeError, TypeError, ValueError) as error:
@@ -81,7 +81,7 @@ LONG = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Grid:
+class Buckets:
     """The buckets of a model."""
 
     rows: Sequence[int]
@@ -94,15 +94,15 @@ class Grid:
     """Expected share of positions that hold nothing, where each batch takes the smallest bucket that holds it."""
 
     @property
-    def buckets(self) -> list[Bucket]:
-        """All of them, the smallest first."""
+    def all(self) -> list[Bucket]:
+        """The smallest first."""
         return sorted(
             (self.at(rows, length) for length in self.lengths for rows in self.sizes(length)),
             key=lambda bucket: bucket.positions,
         )
 
     def at(self, rows: int, length: int | None) -> Bucket:
-        """A bucket of the grid."""
+        """A bucket of these."""
         return Bucket(rows=rows, length=length)
 
     def sizes(self, length: int | None) -> list[int]:
@@ -122,7 +122,7 @@ class Grid:
         return next(one for one in self.lengths if one is not None and one >= length)
 
     def __str__(self) -> str:
-        count = len(self.buckets)
+        count = len(self.all)
         rows = ", ".join(map(str, self.rows))
         across = (
             "" if self.lengths[0] is None else f" x {', '.join(map(str, self.lengths))} positions"
@@ -131,7 +131,7 @@ class Grid:
         return f"{programs}: batches of {rows}{across}; expected padding {self.padding_share:.1%}"
 
 
-def choose(shapes: Shapes, *, longest: int | None = None, ways: int = 1) -> Grid:
+def choose(shapes: Shapes, *, longest: int | None = None, ways: int = 1) -> Buckets:
     """The buckets with the least expected padding.
 
     Args:
@@ -150,10 +150,10 @@ def choose(shapes: Shapes, *, longest: int | None = None, ways: int = 1) -> Grid
     rows = _weights(shapes.traffic.examples, largest, ways)
     if longest is None:
         sizes, share = _sizes(rows, shapes.programs or FIXED, ways)
-        return Grid(rows=sizes, lengths=[None], padding_share=share)
+        return Buckets(rows=sizes, lengths=[None], padding_share=share)
     lengths = _weights(shapes.traffic.lengths, longest, 1)
     most = max(shapes.positions or largest * LONG, longest * ways)
-    best: Grid | None = None
+    best: Buckets | None = None
     # Every split of the programs into sizes x lengths.
     programs = shapes.programs or VARIED
     for count in range(1, programs + 1):
@@ -161,7 +161,7 @@ def choose(shapes: Shapes, *, longest: int | None = None, ways: int = 1) -> Grid
         sizes, row_share = _sizes(rows, count, ways)
         share = 1 - (1 - row_share) * (1 - length_share)
         if best is None or share < best.padding_share:
-            best = Grid(rows=sizes, lengths=across, most_positions=most, padding_share=share)
+            best = Buckets(rows=sizes, lengths=across, most_positions=most, padding_share=share)
     assert best is not None
     return best
 

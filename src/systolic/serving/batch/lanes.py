@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from systolic.predicting.rows import Bucket
 from systolic.serving.batch.asked import Waiting
-from systolic.serving.batch.buckets import Grid
+from systolic.serving.batch.buckets import Buckets
 
 Lane = tuple[int, bytes]
 """Length of the bucket (0: all rows have one shape), and what rows of a call share."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Group:
+class Call:
     """Rows of one call."""
 
     rows: list[Waiting]
@@ -26,12 +26,12 @@ class Lanes:
     """Rows by the program that holds them.
 
     Args:
-        grid: The buckets.
+        buckets: The buckets.
         alone: Whether rows of two requests never share a call.
     """
 
-    def __init__(self, grid: Grid, alone: bool = False) -> None:
-        self.grid, self._alone = grid, alone
+    def __init__(self, buckets: Buckets, alone: bool = False) -> None:
+        self.buckets, self._alone = buckets, alone
         self._lanes: dict[Lane, deque[Waiting]] = {}
         self.seconds: Mapping[Bucket, float] = {}
         """Measured time of each program, where known; then a batch takes the split that ends soonest."""
@@ -41,7 +41,7 @@ class Lanes:
 
     def add(self, waiting: Waiting) -> None:
         """Puts a row at the end of its lane."""
-        length = self.grid.length_for(waiting.row.length) or 0
+        length = self.buckets.length_for(waiting.row.length) or 0
         self._lanes.setdefault((length, waiting.row.shared), deque()).append(waiting)
 
     def purge(self) -> None:
@@ -62,9 +62,9 @@ class Lanes:
         return min(times, default=None)
 
     def _full(self, lane: Lane) -> bool:
-        return self._alone or len(self._lanes[lane]) >= self.grid.sizes(lane[0] or None)[-1]
+        return self._alone or len(self._lanes[lane]) >= self.buckets.sizes(lane[0] or None)[-1]
 
-    def take(self, now: float, delay_seconds: float) -> Group:
+    def take(self, now: float, delay_seconds: float) -> Call:
         """The rows of the next call: of the lanes that are due, the one with the oldest row."""
         due = [
             lane
@@ -78,21 +78,21 @@ class Lanes:
         if self._alone:
             first = rows[0].asked
             taken = [rows.popleft() for _ in range(sum(1 for one in rows if one.asked is first))]
-            bucket = self.grid.at(self._up(len(taken), length), length)
+            bucket = self.buckets.at(self._up(len(taken), length), length)
         else:
-            bucket = self.grid.at(self._size(waited, length), length)
+            bucket = self.buckets.at(self._size(waited, length), length)
             taken = [rows.popleft() for _ in range(min(waited, bucket.rows))]
             if len(taken) < bucket.rows:
                 taken += self._shorter(lane, bucket.rows - len(taken))
         if not rows:
             del self._lanes[lane]
-        return Group(rows=taken, bucket=bucket, waited=waited)
+        return Call(rows=taken, bucket=bucket, waited=waited)
 
     def _size(self, count: int, length: int | None) -> int:
         """Rows of the next call where ``count`` rows wait: the smallest that holds them, or a full one that ends sooner with what follows it."""
-        sizes = self.grid.sizes(length)
+        sizes = self.buckets.sizes(length)
         whole = self._up(count, length)
-        times = {size: self.seconds.get(self.grid.at(size, length)) for size in sizes}
+        times = {size: self.seconds.get(self.buckets.at(size, length)) for size in sizes}
         if whole <= count or any(seconds is None for seconds in times.values()):
             return whole
         best: list[tuple[float, int]] = [(0.0, 0)]
@@ -107,7 +107,7 @@ class Lanes:
         return -best[count][1]
 
     def _up(self, count: int, length: int | None) -> int:
-        sizes = self.grid.sizes(length)
+        sizes = self.buckets.sizes(length)
         return next((size for size in sizes if size >= count), sizes[-1])
 
     def _shorter(self, lane: Lane, room: int) -> list[Waiting]:

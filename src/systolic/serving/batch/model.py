@@ -12,7 +12,7 @@ from systolic.predicting.predictor import Predictor
 from systolic.predicting.readers import Example
 from systolic.predicting.rows import Bucket
 from systolic.serving.batch.asked import Asked
-from systolic.serving.batch.buckets import Grid, Traffic, choose
+from systolic.serving.batch.buckets import Buckets, Traffic, choose
 from systolic.serving.batch.ending import Endings
 from systolic.serving.batch.facts import BatchWatcher, CompileFacts, Ended
 from systolic.serving.batch.intake import Inputs, Intake, size_of
@@ -38,7 +38,7 @@ class DynamicBatches:
         watcher: Told of compiles, batches and answers.
 
     Attributes:
-        grid: The buckets, with the expected padding; known before :meth:`start`.
+        buckets: The buckets, with the expected padding; known before :meth:`start`.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class DynamicBatches:
     ) -> None:
         self._name, self._intake, self._predictor = name, intake, predictor
         self._options, self._watcher = options or BatchOptions(), watcher
-        self.grid = _grid(intake, self._options)
-        self._outputs = intake.outputs(predictor.outputs(self.grid.buckets[0]))
+        self.buckets = _buckets(intake, self._options)
+        self._outputs = intake.outputs(predictor.outputs(self.buckets.all[0]))
         self._queue = BatchQueue(
-            Lanes(self.grid, intake.alone is not None),
+            Lanes(self.buckets, intake.alone is not None),
             most=self._options.waiting,
             most_bytes=self._options.waiting_bytes,
             delay_seconds=self._options.delay_ms / 1e3,
@@ -125,7 +125,7 @@ class DynamicBatches:
         """Compiles and measures every program, then starts the workers; returns when it is ready."""
         count_compiles()
         seconds: dict[Bucket, float] = {}
-        for bucket in self.grid.buckets:
+        for bucket in self.buckets.all:
             found = COUNT.found
             took = self._predictor.compile(bucket)
             if self._watcher is not None:
@@ -135,7 +135,7 @@ class DynamicBatches:
                 )
             seconds[bucket] = self._timed(bucket)
         if self._intake.form.steady:
-            self._queue.lanes.seconds = seconds
+            self._queue.lanes.seconds = ascending(seconds)
         for number in range(self._options.workers):
             self._workers.hire(number)
         threading.Thread(target=self._watch_deadlines, name="systolic-deadlines").start()
@@ -231,10 +231,22 @@ class DynamicBatches:
                 read(index)
 
 
-def _grid(intake: Intake, options: BatchOptions) -> Grid:
+def ascending(seconds: Mapping[Bucket, float]) -> dict[Bucket, float]:
+    """Times without noise that says a call of fewer rows of a length takes longer than one of more."""
+    return {
+        bucket: min(
+            time
+            for other, time in seconds.items()
+            if other.length == bucket.length and other.rows >= bucket.rows
+        )
+        for bucket in seconds
+    }
+
+
+def _buckets(intake: Intake, options: BatchOptions) -> Buckets:
     """The buckets of a model."""
     form = intake.form
     if intake.alone is not None:
         rows = -(-intake.alone // form.ways) * form.ways
-        return Grid(rows=[rows], lengths=[None], padding_share=1 - intake.alone / rows)
+        return Buckets(rows=[rows], lengths=[None], padding_share=1 - intake.alone / rows)
     return choose(options.shapes, longest=form.longest, ways=form.ways)

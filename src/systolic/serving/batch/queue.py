@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from systolic.predicting.readers import Example, Output
 from systolic.serving.batch.asked import Asked, Waiting
-from systolic.serving.batch.lanes import Group, Lanes
+from systolic.serving.batch.lanes import Call, Lanes
 from systolic.serving.refused import RefusedError
 
 POLL_SECONDS = 1.0
@@ -113,7 +113,7 @@ class BatchQueue:
 
     # Batches
 
-    def take(self) -> Group | None:
+    def take(self) -> Call | None:
         """Waits for the next batch; None when the worker is to end."""
         with self._changed:
             while True:
@@ -121,18 +121,18 @@ class BatchQueue:
                 now = time.monotonic()
                 due = self.lanes.due(0.0 if self._closed else self._delay)
                 if due is not None and due <= now:
-                    group = self.lanes.take(now, self._delay)
-                    if kept := self._begun(group, now):
+                    call = self.lanes.take(now, self._delay)
+                    if kept := self._begun(call, now):
                         return kept
                     continue
                 if self._ending or not threading.main_thread().is_alive():
                     return None
                 self._changed.wait(POLL_SECONDS if due is None else min(due - now, POLL_SECONDS))
 
-    def _begun(self, group: Group, now: float) -> Group | None:
+    def _begun(self, call: Call, now: float) -> Call | None:
         """The rows whose requests were not cancelled; those can't be from now on."""
         kept = []
-        for waiting in group.rows:
+        for waiting in call.rows:
             asked = waiting.asked
             if asked.taken is None and not asked.future.set_running_or_notify_cancel():
                 continue  # its callback ends it
@@ -140,12 +140,14 @@ class BatchQueue:
             asked.rows -= 1
             self._rows -= 1
             kept.append(waiting)
-        return replace(group, rows=kept) if kept else None
+        return replace(call, rows=kept) if kept else None
 
     def done(self, waiting: Waiting, output: Output, seconds: float) -> bool:
         """Keeps a row's output; True where it was the last of its request."""
         with self._changed:
             asked = waiting.asked
+            if asked.ended:
+                return False
             asked.outputs[waiting.example][waiting.part] = output
             asked.missing -= 1
             asked.compute_seconds = max(asked.compute_seconds, seconds)

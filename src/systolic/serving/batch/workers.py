@@ -10,7 +10,7 @@ from systolic.predicting.rows import Bucket
 from systolic.serving.batch.asked import Waiting
 from systolic.serving.batch.ending import Endings, line
 from systolic.serving.batch.facts import BatchFacts, BatchWatcher, CompileFacts, Ended
-from systolic.serving.batch.lanes import Group
+from systolic.serving.batch.lanes import Call
 from systolic.serving.batch.queue import BatchQueue
 from systolic.serving.batch.recorded import Recorder
 from systolic.serving.compiles import COUNT
@@ -62,33 +62,33 @@ class Workers:
         return 0.0 if since is None else time.monotonic() - since
 
     def _work(self, number: int) -> None:
-        group: Group | None = None
+        call: Call | None = None
         try:
-            while (group := self._queue.take()) is not None:
+            while (call := self._queue.take()) is not None:
                 self._busy[number] = time.monotonic()
-                self._run(group.rows, group)
+                self._run(call.rows, call)
                 self._busy.pop(number, None)
-                group = None
+                call = None
         except BaseException as error:  # whatever ends a thread, its requests get an answer
             self._busy.pop(number, None)
-            if group is not None:
+            if call is not None:
                 reason = RunError(
                     f"the worker of {self._name} that held the request died ({line(error)}); send it again"
                 )
-                for waiting in group.rows:
+                for waiting in call.rows:
                     self._endings.fail(waiting.asked, Ended.failed, reason)
             self.replaced += 1
             self.hire(number)
 
-    def _run(self, rows: Sequence[Waiting], group: Group) -> None:
+    def _run(self, rows: Sequence[Waiting], call: Call) -> None:
         """A call, and its answers; where it fails, its requests are tried one by one."""
         compiled, start = COUNT.compiled, time.perf_counter()
         try:
-            outputs = self._predictor([waiting.row for waiting in rows], group.bucket)
+            outputs = self._predictor([waiting.row for waiting in rows], call.bucket)
             if COUNT.compiled > compiled:
-                self._compiled(group.bucket, time.perf_counter() - start)
+                self._compiled(call.bucket, time.perf_counter() - start)
         except Exception as error:
-            self._failed(rows, group, error)
+            self._failed(rows, call, error)
             return
         seconds = time.perf_counter() - start
         each = seconds / len(rows)
@@ -101,9 +101,9 @@ class Workers:
         ]
         for asked in ready:
             self._endings.answer(asked)
-        self._tell(rows, group, start, seconds)
+        self._tell(rows, call, start, seconds)
 
-    def _failed(self, rows: Sequence[Waiting], group: Group, error: Exception) -> None:
+    def _failed(self, rows: Sequence[Waiting], call: Call, error: Exception) -> None:
         requests = {waiting.asked: None for waiting in rows}
         if len(requests) == 1:
             (asked,) = requests
@@ -113,7 +113,7 @@ class Workers:
             self._endings.fail(asked, Ended.failed, reason)
             return
         for asked in requests:
-            self._run([waiting for waiting in rows if waiting.asked is asked], group)
+            self._run([waiting for waiting in rows if waiting.asked is asked], call)
 
     def _compiled(self, bucket: Bucket, seconds: float) -> None:
         """A broken promise."""
@@ -126,19 +126,19 @@ class Workers:
         if self._strict:
             raise RunError(f"the program of {bucket} was compiled after {self._name} was ready")
 
-    def _tell(self, rows: Sequence[Waiting], group: Group, start: float, seconds: float) -> None:
+    def _tell(self, rows: Sequence[Waiting], call: Call, start: float, seconds: float) -> None:
         lengths = [waiting.row.length for waiting in rows]
-        self.recorder.record(group.waited, lengths)
+        self.recorder.record(call.waited, lengths)
         if self._watcher is None:
             return
-        held = sum(lengths) if group.bucket.length else len(rows)
+        held = sum(lengths) if call.bucket.length else len(rows)
         oldest = min(waiting.since for waiting in rows)
         self._watcher.ran(
             BatchFacts(
-                bucket=str(group.bucket),
+                bucket=str(call.bucket),
                 examples=len(rows),
-                rows=group.bucket.rows,
-                padding_share=1 - held / group.bucket.positions,
+                rows=call.bucket.rows,
+                padding_share=1 - held / call.bucket.positions,
                 requests=len({waiting.asked for waiting in rows}),
                 waiting=self._queue.waiting,
                 queue_seconds=max(min(w.asked.taken or oldest for w in rows) - oldest, 0.0),

@@ -1,0 +1,107 @@
+"""Which rows make a call."""
+
+import time
+from concurrent.futures import Future
+
+import pytest
+
+from systolic.predicting.rows import Bucket, Row
+from systolic.serving.batch.asked import Asked, Waiting
+from systolic.serving.batch.buckets import Buckets
+from systolic.serving.batch.lanes import Lanes
+from systolic.serving.batch.model import ascending
+
+FOUR = Buckets(rows=[1, 4, 8], lengths=[None], padding_share=0)
+
+
+def asked() -> Asked:
+    return Asked(future=Future(), count=1, bytes=1, submitted=0.0, deadline=None)
+
+
+def waiting(request: Asked | None = None, since: float = 0.0, shared: bytes = b"") -> Waiting:
+    row = Row(arrays={}, shared=shared)
+    return Waiting(row=row, asked=request or asked(), example=0, part=0, since=since)
+
+
+def calls(lanes: Lanes, count: int) -> list[tuple[int, int]]:
+    """Rows held and rows of the program, call by call, of ``count`` rows that wait."""
+    for _ in range(count):
+        lanes.add(waiting())
+    made = []
+    while len(lanes):
+        call = lanes.take(time.monotonic(), 0.0)
+        made.append((len(call.rows), call.bucket.rows))
+    return made
+
+
+def test_without_times_the_smallest_that_holds_them() -> None:
+    assert calls(Lanes(FOUR), 5) == [(5, 8)]
+    assert calls(Lanes(FOUR), 20) == [(8, 8), (8, 8), (4, 4)]
+    assert calls(Lanes(FOUR), 2) == [(2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        # As long as it has rows, as on a CPU: 4 + 1 are 5, 8 are 8.
+        ({1: 1.0, 4: 4.0, 8: 8.0}, {5: [(4, 4), (1, 1)], 7: [(4, 4), (1, 1), (1, 1), (1, 1)]}),
+        # As long whatever it has, as on an accelerator.
+        ({1: 1.0, 4: 1.0, 8: 1.0}, {5: [(5, 8)], 7: [(7, 8)], 2: [(2, 4)]}),
+        # In between: 1 + 1 are faster than 4, and 8 than 4 + 1 + 1.
+        ({1: 2.0, 4: 5.0, 8: 8.0}, {2: [(1, 1), (1, 1)], 3: [(3, 4)], 6: [(6, 8)]}),
+    ],
+)
+def test_with_times_the_calls_that_end_soonest(
+    times: dict[int, float], expected: dict[int, list[tuple[int, int]]]
+) -> None:
+    for count, wanted in expected.items():
+        lanes = Lanes(FOUR)
+        lanes.seconds = {Bucket(rows=rows): seconds for rows, seconds in times.items()}
+        assert calls(lanes, count) == wanted
+
+
+def test_noise_does_not_make_a_small_call_slow() -> None:
+    measured = {Bucket(rows=1): 9.0, Bucket(rows=4): 2.0, Bucket(rows=8): 3.0}
+    assert list(ascending(measured).values()) == [2.0, 2.0, 3.0]
+
+
+def test_rows_with_other_shared_arrays_have_calls_of_their_own() -> None:
+    lanes = Lanes(FOUR)
+    for number in range(6):
+        lanes.add(waiting(since=float(number), shared=b"ab"[number % 2 :][:1]))
+    found = [lanes.take(9.0, 0.0) for _ in range(2)]
+    assert [{one.row.shared for one in call.rows} for call in found] == [{b"a"}, {b"b"}]
+
+
+def test_alone_a_request_is_a_call() -> None:
+    lanes = Lanes(Buckets(rows=[3], lengths=[None], padding_share=0), alone=True)
+    requests = [asked(), asked()]
+    for request in requests:
+        for _ in range(3):
+            lanes.add(waiting(request))
+    assert lanes.due(60.0) == 0.0
+    found = [lanes.take(0.0, 60.0) for _ in range(2)]
+    assert [{one.asked for one in call.rows} for call in found] == [{one} for one in requests]
+
+
+def test_a_full_lane_goes_before_an_older_row_that_may_wait() -> None:
+    lanes = Lanes(FOUR)
+    lanes.add(waiting(since=0.0, shared=b"old"))
+    assert lanes.due(5.0) == 5.0
+    for _ in range(8):
+        lanes.add(waiting(since=1.0))
+    assert lanes.due(5.0) == 0.0
+    assert len(lanes.take(1.0, 5.0).rows) == 8
+    assert lanes.due(5.0) == 5.0
+    assert [one.row.shared for one in lanes.take(5.0, 5.0).rows] == [b"old"]
+
+
+def test_rows_of_requests_that_ended_are_dropped() -> None:
+    lanes = Lanes(FOUR)
+    gone, kept = asked(), asked()
+    lanes.add(waiting(gone))
+    lanes.add(waiting(kept))
+    gone.ended = True
+    lanes.purge()
+    assert [one.asked for one in lanes.take(0.0, 0.0).rows] == [kept]
+    assert lanes.due(0.0) is None

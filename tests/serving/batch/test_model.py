@@ -1,0 +1,323 @@
+"""The queue and its threads: bounds, deadlines, cancels, failures, deaths and the end."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from typing import Any
+
+import numpy as np
+import pytest
+
+from systolic.core.errors import DataError, OptionError, RunError
+from systolic.serving.batch.buckets import Shapes, Traffic
+from systolic.serving.batch.facts import Ended
+from systolic.serving.batch.model import DynamicBatches
+from systolic.serving.refused import ExpiredError, RefusedError
+from tests.serving.batch.stub import Told, Twice, model, numbers
+
+WAIT = 10
+
+
+@pytest.fixture
+def twice() -> Twice:
+    return Twice()
+
+
+@pytest.fixture
+def made(twice: Twice) -> Iterator[Any]:
+    """Makes models, and closes them."""
+    models: list[DynamicBatches] = []
+
+    def make(told: Told | None = None, **options: Any) -> DynamicBatches:
+        models.append(model(twice, told, **options))
+        return models[-1]
+
+    yield make
+    twice.going.set()
+    for one in models:
+        one.close()
+
+
+def hold(twice: Twice, of: DynamicBatches) -> Any:
+    """A request that keeps the only worker until ``twice.going`` is set."""
+    twice.going.clear()
+    first = of.submit(numbers(1))
+    until(lambda: bool(twice.calls))
+    return first
+
+
+def until(true: Any) -> None:
+    end = time.monotonic() + WAIT
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def test_requests_share_batches_and_get_their_own_answers(twice: Twice, made: Any) -> None:
+    told = Told()
+    of = made(told, shapes=Shapes(largest=8, programs=8), delay_ms=0)
+    assert [facts.bucket for facts in told.compiles] == ["1", "2", "3", "4", "5", "6", "7", "8"]
+    first = hold(twice, of)
+    others = [of.submit(numbers(n, n + 100)) for n in (2, 3, 4, 5, 6)]
+    until(lambda: of.waiting == 10)
+    twice.going.set()
+    assert [one.result(WAIT)["twice"].tolist() for one in [first, *others]] == [
+        [2],
+        *([2 * n, 2 * n + 200] for n in (2, 3, 4, 5, 6)),
+    ]
+    # A full batch, and the rest: the request of 6 lies in the second.
+    assert [bucket for bucket, _ in twice.calls] == ["1", "8", "2"]
+    until(lambda: len(told.batches) == 3)
+    batch = told.batches[1]
+    assert (batch.examples, batch.rows, batch.requests, batch.padding_share) == (8, 8, 4, 0)
+    assert of.traffic.examples == {1: 1.0, 10: 1.0, 2: 1.0}
+    assert {facts.ended for facts in told.answers} == {Ended.answered}
+    assert [facts.examples for facts in told.answers] == [1, 2, 2, 2, 2, 2]
+    assert of.waiting == 0
+
+
+def test_a_row_waits_for_others_no_longer_than_the_delay(twice: Twice, made: Any) -> None:
+    of = made(shapes=Shapes(largest=2), delay_ms=60_000)
+    alone = of.submit(numbers(1))
+    assert not twice.calls
+    of.submit(numbers(2))  # The batch is full.
+    assert alone.result(WAIT)["twice"].tolist() == [2]
+    late = of.submit(numbers(3))
+    of.drain(WAIT)  # Nobody else can come.
+    assert late.result(0)["twice"].tolist() == [6]
+    soon = made(shapes=Shapes(largest=2), delay_ms=1)
+    assert soon.submit(numbers(4)).result(WAIT)["twice"].tolist() == [8]
+
+
+def test_a_short_row_takes_the_place_of_padding(twice: Twice, made: Any) -> None:
+    told = Told()
+    pairs = Shapes(largest=2, programs=8, traffic=Traffic(examples={2: 1.0}))
+    of = made(told, longest=8, shapes=pairs, delay_ms=0)
+    first = hold(twice, of)
+    others = [of.submit(numbers(n)) for n in (8, 8, 8, 3, 4)]
+    until(lambda: of.waiting == 5)
+    twice.going.set()
+    answers = [one.result(WAIT)["twice"].tolist() for one in [first, *others]]
+    assert answers == [[2], [16], [16], [16], [6], [8]]
+    # The longest of the shorter rows rides along.
+    assert twice.calls[1:] == [("2 x 8", [8, 8]), ("2 x 8", [8, 4]), ("2 x 3", [3])]
+    until(lambda: len(told.batches) == 4)
+    assert [facts.padding_share for facts in told.batches] == [0.5, 0.0, 0.25, 0.5]
+
+
+def test_a_request_that_can_not_be_read_fails_alone(twice: Twice, made: Any) -> None:
+    told = Told()
+    of = made(told, delay_ms=20)
+    futures = [of.submit(numbers(value)) for value in (1, "bad", "3", "seven", 5)]
+    assert [futures[i].result(WAIT)["twice"].tolist() for i in (0, 2, 4)] == [[2], [6], [10]]
+    with pytest.raises(DataError, match="the number is bad; send a good one"):
+        futures[1].result(WAIT)
+    with pytest.raises(DataError, match="the input can't be read \\(ValueError: invalid literal"):
+        futures[3].result(WAIT)
+    assert sum(facts.ended is Ended.refused for facts in told.answers) == 2
+    assert of.waiting == 0
+
+
+def test_wrong_arrays_are_refused_at_the_door(made: Any) -> None:
+    of = made()
+    for given, says in (
+        ({"numbers": np.zeros(1)}, "there is no input 'numbers'; did you mean number?"),
+        ({}, "the input number is missing; give bytes"),
+        ({"number": np.empty((0,), object)}, "one dim of one or more"),
+        ({"number": np.empty((1, 1), object)}, "one dim of one or more"),
+    ):
+        with pytest.raises(OptionError) as caught:
+            of.submit(given)
+        assert says in str(caught.value)
+    with pytest.raises(RefusedError, match="has 257 examples, and at most 256") as refused:
+        of.submit(numbers(*range(257)))
+    assert refused.value.retry_seconds is None
+
+
+def test_a_full_queue_refuses(twice: Twice, made: Any) -> None:
+    of = made(waiting=3, waiting_bytes=100)
+    first = hold(twice, of)
+    others = [of.submit(numbers(2)), of.submit(numbers(3, 4))]
+    with pytest.raises(RefusedError, match="3 of 3 examples wait") as refused:
+        of.submit(numbers(5))
+    assert refused.value.retry_seconds == 1.0
+    with pytest.raises(RefusedError, match="send fewer at once") as never:
+        of.submit(numbers(1, 2, 3, 4))
+    assert never.value.retry_seconds is None
+    others[0].cancel()  # It makes room.
+    others.append(of.submit(numbers(6)))
+    twice.going.set()
+    assert [f.result(WAIT)["twice"].tolist() for f in (first, *others[1:])] == [[2], [6, 8], [12]]
+    with pytest.raises(RefusedError, match="101 bytes"):
+        of.submit(numbers("0" * 101))
+
+
+def test_deadlines_pass_in_the_queue_and_on_the_device(twice: Twice, made: Any) -> None:
+    told = Told()
+    of = made(told)
+    twice.going.clear()
+    running = of.submit(numbers(1), deadline_seconds=0.05)
+    until(lambda: bool(twice.calls))
+    waiting = of.submit(numbers(2), deadline_seconds=0.05)
+    for late in (running, waiting):
+        with pytest.raises(ExpiredError, match=r"no answer within 0\.05 s"):
+            late.result(WAIT)
+    slow = of.submit(numbers("slow"), deadline_seconds=0.05)
+    with pytest.raises(ExpiredError):
+        slow.result(WAIT)
+    twice.going.set()
+    assert of.submit(numbers(3), deadline_seconds=60).result(WAIT)["twice"].tolist() == [6]
+    assert [held for _, held in twice.calls] == [[1], [3]]
+    assert [f.ended for f in told.answers] == [*[Ended.expired] * 3, Ended.answered]
+    assert of.waiting == 0
+
+
+def test_a_cancelled_request_is_not_computed(twice: Twice, made: Any) -> None:
+    told = Told()
+    of = made(told)
+    first = hold(twice, of)
+    gone, kept = of.submit(numbers(2)), of.submit(numbers(3))
+    until(lambda: of.waiting == 2)
+    assert gone.cancel()
+    assert of.waiting == 1
+    assert not first.cancel()  # The device has it.
+    twice.going.set()
+    assert kept.result(WAIT)["twice"].tolist() == [6]
+    with pytest.raises(CancelledError):
+        gone.result(WAIT)
+    assert [held for _, held in twice.calls] == [[1], [3]]
+    until(lambda: len(told.answers) == 3)
+    assert told.answers[0].ended is Ended.cancelled
+
+
+def test_a_request_that_breaks_a_batch_fails_alone(twice: Twice, made: Any) -> None:
+    def fail(held: list[int]) -> None:
+        if 13 in held:
+            raise ValueError("unlucky\nmore lines")
+
+    of = made()
+    first = hold(twice, of)
+    futures = [of.submit(numbers(n)) for n in (2, 13, 4)]
+    until(lambda: of.waiting == 3)
+    twice.does = fail
+    twice.going.set()
+    assert [f.result(WAIT)["twice"].tolist() for f in (first, futures[0], futures[2])] == [
+        [2],
+        [4],
+        [8],
+    ]
+    with pytest.raises(RunError) as caught:
+        futures[1].result(WAIT)
+    assert (
+        str(caught.value)
+        == "numbers could not compute the request (ValueError: unlucky); send it again"
+    )
+    assert of.replaced == 0
+
+
+def test_a_worker_that_dies_is_replaced(twice: Twice, made: Any) -> None:
+    def die(held: list[int]) -> None:
+        if 13 in held:
+            raise SystemExit(3)
+
+    of = made()
+    first = hold(twice, of)
+    futures = [of.submit(numbers(n)) for n in (2, 13)]
+    until(lambda: of.waiting == 2)
+    twice.does = die
+    twice.going.set()
+    assert first.result(WAIT)["twice"].tolist() == [2]
+    for one in futures:
+        with pytest.raises(RunError) as caught:
+            one.result(WAIT)
+        assert (
+            str(caught.value)
+            == "the worker of numbers that held the request died (SystemExit: 3); send it again"
+        )
+    assert of.submit(numbers(5)).result(WAIT)["twice"].tolist() == [10]
+    assert (of.replaced, of.ready, of.waiting) == (1, True, 0)
+
+
+def test_a_stuck_worker_makes_it_not_ready(twice: Twice, made: Any) -> None:
+    of = made(stalled_seconds=0.05)
+    assert of.ready
+    first = hold(twice, of)
+    until(lambda: not of.ready)
+    twice.going.set()
+    first.result(WAIT)
+    until(lambda: of.ready)
+
+
+def test_drain_answers_what_was_taken(twice: Twice, made: Any) -> None:
+    of = made()
+    first = hold(twice, of)
+    others = [of.submit(numbers(n)) for n in range(20)]
+    twice.does = lambda held: time.sleep(0.01)
+    twice.going.set()
+    assert of.drain(WAIT)
+    assert [f.result(0)["twice"].tolist() for f in (first, *others)] == [
+        [2],
+        *([2 * n] for n in range(20)),
+    ]
+    assert not of.ready
+    with pytest.raises(RefusedError, match="numbers has ended"):
+        of.submit(numbers(1))
+
+
+def test_what_drain_can_not_wait_for_fails(twice: Twice, made: Any) -> None:
+    of = made()
+    first = hold(twice, of)
+    second = of.submit(numbers(2))
+    until(lambda: of.waiting == 1)
+    assert not of.drain(0.05)
+    for one in (first, second):
+        with pytest.raises(RunError, match="ended before the answer"):
+            one.result(0)
+
+
+def test_nothing_is_taken_before_it_is_ready(twice: Twice) -> None:
+    from tests.serving.batch.stub import Numbers
+
+    of = DynamicBatches("numbers", Numbers(), twice)  # ty: ignore[invalid-argument-type]
+    assert not of.ready
+    with pytest.raises(RefusedError, match="numbers is not ready") as refused:
+        of.submit(numbers(1))
+    assert refused.value.retry_seconds == 1.0
+    of.close()
+
+
+def test_a_storm_of_cancels_and_deadlines_leaves_nothing_behind(twice: Twice, made: Any) -> None:
+    told = Told()
+    of = made(told, waiting=64, workers=3, longest=40, shapes=Shapes(largest=8))
+    draw = np.random.default_rng(0)
+    taken, refused = [], 0
+    for _ in range(3000):
+        values = draw.integers(1, 40, draw.integers(1, 4)).tolist()
+        if draw.random() < 0.05:
+            values = ["bad"]
+        try:
+            late = float(draw.choice([0.0, 0.001, 60.0]))
+            future = of.submit(numbers(*values), deadline_seconds=late)
+        except RefusedError:
+            refused += 1
+            time.sleep(0.001)
+            continue
+        if draw.random() < 0.2:
+            future.cancel()
+        taken.append((values, future))
+    assert of.drain(60)
+    ended = dict.fromkeys(Ended, 0)
+    for values, future in taken:
+        if future.cancelled():
+            ended[Ended.cancelled] += 1
+        elif (error := future.exception(0)) is not None:
+            ended[Ended.expired if isinstance(error, ExpiredError) else Ended.refused] += 1
+        else:
+            ended[Ended.answered] += 1
+            assert future.result()["twice"].tolist() == [2 * value for value in values]
+    assert len(taken) + refused == 3000
+    assert of.replaced == 0
+    assert min(ended[kind] for kind in Ended if kind is not Ended.failed) > 0
+    assert {kind: sum(f.ended is kind for f in told.answers) for kind in Ended} == ended
+    assert of.waiting == 0
+    assert of.replaced == 0
