@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -236,6 +237,27 @@ def test_a_worker_that_dies_is_replaced(twice: Twice, made: Any) -> None:
         )
     assert of.submit(numbers(5)).result(WAIT)["twice"].tolist() == [10]
     assert (of.replaced, of.ready, of.waiting) == (1, True, 0)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_compile_after_ready_is_counted_and_can_be_an_error(
+    twice: Twice, made: Any, strict: bool
+) -> None:
+    told = Told()
+    of = made(told, strict=strict)
+    before = len(told.compiles)
+    assert of.submit(numbers(1)).result(WAIT)["twice"].tolist() == [2]
+    assert of.compiles_after_ready == 0
+    seed = np.random.default_rng().integers(2**30)
+    twice.does = lambda held: jax.block_until_ready(jax.jit(lambda x: x + seed)(np.zeros(3)))
+    late = of.submit(numbers(2))
+    if strict:
+        with pytest.raises(RunError, match="the program of 1 was compiled after numbers was ready"):
+            late.result(WAIT)
+    else:
+        assert late.result(WAIT)["twice"].tolist() == [4]
+    assert of.compiles_after_ready == 1
+    assert [facts.after_ready for facts in told.compiles[before:]] == [True]
 
 
 def test_a_stuck_worker_makes_it_not_ready(twice: Twice, made: Any) -> None:
