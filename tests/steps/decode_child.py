@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from systolic.job import Layout, Sampling
+from systolic.models.decoder.config import Dispatch
 from systolic.steps.decode import Decode
 from systolic.steps.programs import jit_decode, jit_prefill, jit_weights
 from systolic.steps.steps import StepFunctions
@@ -17,10 +18,13 @@ from tests.steps.layouts_child import EXPERTS, GPT2, LATENT
 
 DENSE = replace(tiny.MODEL, layers=2)
 MIXTURE = replace(EXPERTS, layers=2, capacity_factor=0)
+DROPLESS = replace(EXPERTS, layers=2, dispatch=Dispatch.dropless)
 LATENTS = replace(LATENT, capacity_factor=0)
 LAYOUTS = {
     "a row for all": (DENSE, Layout(data=4, fsdp=1, tensor=2), 1),
     "data-expert-tensor": (MIXTURE, Layout(data=2, fsdp=1, expert=2, tensor=2), 8),
+    "few rows over experts": (DROPLESS, Layout(data=1, fsdp=1, expert=4, tensor=2), 2),
+    "rows over experts": (DROPLESS, Layout(data=1, fsdp=1, expert=4, tensor=2), 8),
     "biased": (replace(GPT2, layers=2), Layout(data=4, fsdp=1, tensor=2), 8),
     "latents": (LATENTS, Layout(data=2, fsdp=1, expert=2, tensor=2), 8),
 }

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from systolic.aot.traced import FunctionCall, StepKind, Traced
 from systolic.chips import Prices, Slice
 from systolic.core.errors import SystolicError
-from systolic.job import Job
+from systolic.job import Job, ServedWeights
 from systolic.models.program.config import Maker
 
 _KNOWN = ("systolic", "builtins")
@@ -73,12 +73,14 @@ class ServingProgram:
     """Tokens that it reads of each; 1 makes the next token over a cache, more read the start of a prompt."""
     context: int
     """Positions of the cache of each text."""
+    weights: ServedWeights = ServedWeights.plain
 
     def key(self) -> Any:
         """The job and the sizes; None where a part is a user's class, whose code is unknown."""
         if not _known(self.job):
             return None
-        sizes = {"rows": self.rows, "tokens": self.tokens, "context": self.context}
+        sizes: dict[str, Any] = {"rows": self.rows, "tokens": self.tokens, "context": self.context}
+        sizes |= {"weights": self.weights.value}
         return {"job": self.job.to_json(), "serving": sizes}
 
     def trace(self, on: Slice, devices: Sequence[Any]) -> Traced:

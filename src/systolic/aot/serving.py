@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.experimental.layout import Format
 
 from systolic.aot.program import ServingProgram
 from systolic.aot.steps import described, generated, trace_generation
@@ -20,7 +21,7 @@ def trace_serving(program: ServingProgram, on: Slice, devices: Sequence[Any]) ->
     """The step of a server on a mesh of ``devices``."""
     job = program.job.settle(on)
     target = MeshTarget.of(job, on.platform, devices)
-    decode = Decode(StepFunctions(job, target), Sampling(temperature=0.0))
+    decode = Decode(StepFunctions(job, target), Sampling(temperature=0.0), program.weights)
     sizes = (program.rows, program.tokens, program.context)
     traced = trace_generation(decode, *sizes)
     flops, units = generated(decode, *sizes)
@@ -50,7 +51,10 @@ def _bytes(decode: Decode, program: ServingProgram) -> dict[str, float]:
     """
     steps = decode.steps
     weights = jax.eval_shape(decode.weights, steps.abstract_state.params)
-    placed = {path: _one(shape, steps.shardings.params[path]) for path, shape in weights.items()}
+    placed = {
+        path: sum(jax.tree.leaves(jax.tree.map(_one, weights[path], where)))
+        for path, where in decode.placement.items()
+    }
     axes = steps.network.axes
     config: Any = steps.job.model
     tokens = program.rows * program.tokens
@@ -75,6 +79,7 @@ def _bytes(decode: Decode, program: ServingProgram) -> dict[str, float]:
     }
 
 
-def _one(array: Any, sharding: Any) -> int:
-    """Bytes of an array on one device."""
+def _one(array: Any, where: Any) -> int:
+    """Bytes of an array on one device, by its sharding or its format."""
+    sharding = where.sharding if isinstance(where, Format) else where
     return math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize

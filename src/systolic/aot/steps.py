@@ -89,10 +89,11 @@ def generated(decode: Decode, size: int, tokens: int, context: int) -> tuple[flo
 def trace_generation(decode: Decode, size: int, tokens: int, context: int) -> Any:
     """The next token of ``size`` texts over a cache of ``context`` positions, or with more ``tokens`` the start of each text."""
     steps, placement = decode.steps, decode.placement
-    params = {
-        path: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=placement[path])
-        for path, shape in jax.eval_shape(decode.weights, steps.abstract_state.params).items()
-    }
+    params = jax.tree.map(
+        lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
+        jax.eval_shape(decode.weights, steps.abstract_state.params),
+        placement,
+    )
     model_state, begun = steps.abstract_state.model_state, decode.abstract_state(size, context)
     if tokens == 1:
         return jit_decode(decode, size).trace(params, model_state, begun, count=1)

@@ -31,7 +31,14 @@ from systolic.job.optimizer import (
     Schedule,
     ScheduleKind,
 )
-from systolic.job.precision import Dtypes, Precision, RoundedBackward, Rounding, Stored
+from systolic.job.precision import (
+    Dtypes,
+    Precision,
+    RoundedBackward,
+    Rounding,
+    ServedWeights,
+    Stored,
+)
 from systolic.job.sampling import Sampling
 
 __all__ = [
@@ -69,6 +76,7 @@ __all__ = [
     "Sampling",
     "Schedule",
     "ScheduleKind",
+    "ServedWeights",
     "Split",
     "Stored",
     "Target",

@@ -88,6 +88,15 @@ class Stored(enum.Enum):
         return 4.0 if self is Stored.f32 else 2.0
 
 
+class ServedWeights(enum.Enum):
+    """Format of the weights that a generating program reads."""
+
+    plain = "plain"
+    """The compute dtype."""
+    int8 = "int8"
+    """Matrices of attention, feed-forward parts and experts in int8, a scale for each output channel; activations stay in the compute dtype (decoders)."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dtypes:
     """Dtypes of the arrays that training keeps, whatever the precision of compute."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from systolic.chips import usual
 from systolic.job import Target
+from systolic.models.rounded import Rounded
 
 ROWS = (128, 256, 512)
 """Heights of a tile of rows."""
@@ -29,22 +30,36 @@ STEP_FLOPS: float = usual("tpu")["kernel_step_flops"].value
 
 
 def grouped_product(
-    target: Target, x: jax.Array, matrices: jax.Array, sizes: jax.Array, expected: int
+    target: Target, x: jax.Array, matrices: jax.Array | Rounded, sizes: jax.Array, expected: int
 ) -> jax.Array:
     """Product of each row of ``x`` with the matrix of its group, [rows, columns] in the dtype of ``x``.
 
     Args:
         target: Where the program will run.
         x: [rows, depth], the rows of group 0 first, then those of group 1, and so on.
-        matrices: [groups, depth, columns].
+        matrices: [groups, depth, columns]; in int8 for programs without a gradient.
         sizes: int32[groups]: rows of each group. Rows behind the last group belong to none: their
             results are undefined, in gradients too.
         expected: Rows that belong to a group when routing is balanced; a forecast reads it from the name.
     """
+    if isinstance(matrices, Rounded):
+        return _rounded_product(target, x, matrices, sizes, expected)
     if target.platform != "tpu":
         return jax.lax.ragged_dot(x, matrices, sizes)
     with jax.named_scope(f"rows_{expected}_of_{x.shape[0]}"):
         return pallas_product(x, matrices, sizes, expected)
+
+
+def _rounded_product(
+    target: Target, x: jax.Array, matrices: Rounded, sizes: jax.Array, expected: int
+) -> jax.Array:
+    """By XLA's own kernel, which on a TPU reads int8 matrices as they are; JAX's takes floats only."""
+    codes = matrices.codes if target.platform == "tpu" else matrices.codes.astype(x.dtype)
+    with jax.named_scope(f"rows_{expected}_of_{x.shape[0]}"):
+        made = jax.lax.ragged_dot(x, codes, sizes, preferred_element_type=x.dtype)
+    ends, groups = jnp.cumsum(sizes), codes.shape[0]
+    group = jnp.searchsorted(ends, jnp.arange(x.shape[0]), side="right")
+    return made * matrices.scales[:, 0].astype(x.dtype)[jnp.minimum(group, groups - 1)]
 
 
 def pallas_product(

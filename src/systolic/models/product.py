@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from systolic.core.errors import MissingExtraError
 from systolic.job import Rounding, Target
 from systolic.models.compact import Compact
+from systolic.models.rounded import Rounded, rounded_product
 
 PER_CHANNEL = Rounding()
 
@@ -37,7 +38,7 @@ def product(
     target: Target,
     spec: str,
     x: jax.Array,
-    weights: jax.Array | LowRank,
+    weights: jax.Array | LowRank | Rounded,
     rounding: Rounding = PER_CHANNEL,
     *,
     heads: bool = False,
@@ -52,7 +53,7 @@ def product(
         target: Says what operands are rounded to.
         spec: Of the einsum.
         x: Activations.
-        weights: In the dtype that the target computes in; an adapter's may be wider.
+        weights: In the dtype that the target computes in; an adapter's may be wider. Weights in int8 have no gradient.
         rounding: Ranges, and which gradients are rounded.
         heads: Whether the product makes queries, keys or values.
 
@@ -62,6 +63,8 @@ def product(
     if isinstance(weights, LowRank):
         base = _with_frozen(target, spec, x, weights.base, rounding, heads=heads)
         return base + _narrow(spec, x, weights)
+    if isinstance(weights, Rounded):
+        return rounded_product(spec, x, weights)
     if target.matmul_format is None:
         return jnp.einsum(spec, x, weights)
     rounded = _rounded(target.matmul_format, rounding.gradients(heads=heads), rounding.largest)

@@ -8,14 +8,19 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Format
 from jax.experimental.layout import Layout as Order
+from jax.sharding import PartitionSpec
 
 from systolic.core.errors import RunError
-from systolic.job import IncrementalDecoder, Sampling
+from systolic.job import IncrementalDecoder, Sampling, ServedWeights
+from systolic.models.adapters import EXPERTS, STACKED, num_inputs
+from systolic.models.rounded import Rounded, rounded
 from systolic.steps import flops
 from systolic.steps.network import Arrays
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import RULES, SERVING
 
+EXPERT_MATRICES = ("gate", "up", "down")
+"""Last names of the matrices of experts, which have no adapters."""
 PROJECTIONS = (("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim"))
 """Logical dims of weights that project to heads."""
 
@@ -34,16 +39,21 @@ class DecodeState:
 
 
 class Decode:
-    """The generation programs of a language model; its weights are those of :meth:`weights`.
+    """The generation programs of a language model; its weights are those of :meth:`weights`, in a format.
 
     Raises:
         RunError: the job's model is of another kind.
     """
 
-    def __init__(self, steps: StepFunctions, sampling: Sampling) -> None:
+    def __init__(
+        self,
+        steps: StepFunctions,
+        sampling: Sampling,
+        stored: ServedWeights = ServedWeights.plain,
+    ) -> None:
         if steps.target.layout.expert > 1 and steps.target.rules is RULES:
             steps = StepFunctions(steps.job, replace(steps.target, rules=SERVING))
-        self.steps, self.sampling = steps, sampling
+        self.steps, self.sampling, self.stored = steps, sampling, stored
         module = jax.eval_shape(
             lambda: steps.network.module(*steps.network.init(jax.random.key(0)), train=False)
         )
@@ -70,11 +80,37 @@ class Decode:
                     outer = range(len(axes) - 3)
                     order = Order((*outer, *(len(outer) + dim for dim in (1, 0, 2))))
                     placed[path] = Format(order, placed[path])
+        for path, inputs in self._rounded.items():
+            spec = self.steps.shardings.params[path].spec
+            axes = [*spec, *(None for _ in self.steps.network.axes[path][len(spec) :])]
+            scales = [None if dim in inputs else axis for dim, axis in enumerate(axes)]
+            placed[path] = Rounded(
+                codes=placed[path], scales=self.steps.target.sharding(PartitionSpec(*scales))
+            )
         return placed
 
-    def weights(self, params: Arrays) -> Arrays:
-        """The weights of training in the compute dtype; jit it with ``out_shardings=self.placement``."""
-        return self.steps.network.cast(params)
+    def weights(self, params: Arrays) -> dict[str, Any]:
+        """The weights of training in the format that is served; jit it with ``out_shardings=self.placement``."""
+        cast: dict[str, Any] = self.steps.network.cast(params)
+        return cast | {path: rounded(cast[path], dims) for path, dims in self._rounded.items()}
+
+    @property
+    def _rounded(self) -> dict[str, tuple[int, ...]]:
+        """Paths of the matrices that are stored in int8, with the dims that their products sum over."""
+        if self.stored is not ServedWeights.int8:
+            return {}
+        found: dict[str, tuple[int, ...]] = {}
+        names = {*self.steps.job.model.adaptable(), *EXPERT_MATRICES}
+        for path, axes in self.steps.network.axes.items():
+            if axes is None or path.rpartition("/")[2] not in names:
+                continue
+            outer = [dim for dim, name in enumerate(axes) if name in (*STACKED, EXPERTS)]
+            if EXPERTS in axes:
+                found[path] = (len(axes) - 2,)
+            elif len(axes) - len(outer) > 1:
+                first = len(outer)
+                found[path] = tuple(range(first, first + num_inputs(axes[first:])))
+        return found
 
     def abstract_state(self, size: int, capacity: int) -> DecodeState:
         """The state of ``size`` sequences as ShapeDtypeStructs with shardings.

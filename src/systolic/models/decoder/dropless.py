@@ -8,6 +8,7 @@ matmuls skip the rows that stay empty; picking, activation and sum take all of t
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,10 @@ from systolic.models.decoder.config import Mlp
 from systolic.models.decoder.parts import gated
 from systolic.models.grouped import grouped_product
 from systolic.models.remat import name
+from systolic.models.rounded import Rounded
 
-Matrices = tuple[jax.Array, jax.Array, jax.Array]
+Matrix = jax.Array | Rounded
+Matrices = tuple[Matrix, Matrix, Matrix]
 Biases = tuple[jax.Array, ...]
 
 
@@ -43,35 +46,56 @@ def dropless(
         biases: Of gate and up [experts, d_ff]; none for none.
     """
     layout = target.layout
-    spec = PartitionSpec(*target.spec("batch", "sequence"), None)
+    spec = target.fit(x.shape, ("batch", "sequence", None))
+    batch = spec[0] if isinstance(spec[0], tuple) else (spec[0],)
+    # A few rows of decode, which the axis does not divide, are whole on all of its devices.
+    split = layout.expert > 1 and "expert" in batch
     (mlp_axis,) = target.spec("mlp")
     (experts,) = target.spec("routed")
     inward, outward = PartitionSpec(experts, None, mlp_axis), PartitionSpec(experts, mlp_axis, None)
+
+    biased = PartitionSpec(experts, mlp_axis)
 
     def local(
         x: jax.Array, routing: tuple[jax.Array, jax.Array], matrices: Matrices, biases: Biases
     ) -> jax.Array:
         chosen, weights = routing
-        if layout.expert > 1:
+        if split:
             x, chosen, weights = (
                 jax.lax.all_gather(each, "expert", axis=0, tiled=True)
                 for each in (x, chosen, weights)
             )
+        if layout.expert > 1:
             chosen = chosen - jax.lax.axis_index("expert") * matrices[0].shape[0]
         out = _grouped(target, mlp, x, (chosen, weights), matrices, biases)
-        if layout.tensor > 1:
-            out = jax.lax.psum(out, "tensor")
-        if layout.expert > 1:
+        whole = layout.expert > 1 and not split
+        summed = [*(["tensor"] if layout.tensor > 1 else []), *(["expert"] if whole else [])]
+        if summed:
+            out = jax.lax.psum(out, tuple(summed))
+        if split:
             out = jax.lax.psum_scatter(out, "expert", scatter_dimension=0, tiled=True)
         return out
 
     return jax.shard_map(
         local,
         mesh=target.mesh,
-        in_specs=(spec, spec, (inward, inward, outward), PartitionSpec(experts, mlp_axis)),
+        in_specs=(spec, spec, _specs(matrices, (inward, inward, outward)), biased),
         out_specs=spec,
         check_vma=False,
     )(x, routing, matrices, biases)
+
+
+def _specs(matrices: Matrices, specs: tuple[PartitionSpec, ...]) -> tuple[Any, ...]:
+    """Partition of each matrix; of one in int8 its scales are whole along dims of size 1."""
+
+    def one(matrix: Matrix, spec: PartitionSpec) -> Any:
+        if not isinstance(matrix, Rounded):
+            return spec
+        sizes = zip(spec, matrix.scales.shape, strict=True)
+        parts = PartitionSpec(*(None if size == 1 else axis for axis, size in sizes))
+        return Rounded(codes=spec, scales=parts)  # ty: ignore[invalid-argument-type]
+
+    return tuple(one(*pair) for pair in zip(matrices, specs, strict=True))
 
 
 def _grouped(
@@ -98,7 +122,7 @@ def _grouped(
 
     expected = min(rows, math.ceil(flat.shape[0] / target.layout.expert))
 
-    def product(x: jax.Array, matrices: jax.Array) -> jax.Array:
+    def product(x: jax.Array, matrices: Matrix) -> jax.Array:
         return grouped_product(target, x, matrices, sizes, expected)
 
     made = [name(product(routed, matrix), "mlp") for matrix in (gate, up)]
