@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from systolic.aot import Compiler
 from systolic.chips import slice
+from systolic.chips.flags import resolved
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
 from systolic.forecasting.serving import Load
@@ -78,7 +80,7 @@ def test_floors_and_the_screen_for_a_slice() -> None:
         on,
         Load(prompt_tokens=1024, output_tokens=256),
         concurrency=(16, 100_000),
-        quick=True,
+        compiler=Compiler(flags=resolved("", on.chip)).quick(),
     )
     # 8,030,261,248 parameters less an embedding of 128,256 x 4,096, in bf16; 131,072 bytes of cache a position.
     weights = 2 * (8_030_261_248 - 128_256 * 4096) / 4

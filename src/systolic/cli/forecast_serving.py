@@ -9,6 +9,7 @@ from systolic.cli.output import print_json
 from systolic.cli.parse import Required
 from systolic.cli.target import first, request
 from systolic.core.ranges import COUNT
+from systolic.job import ServedWeights
 
 SERVE = "--serve"
 
@@ -24,6 +25,7 @@ class ServingOptions:
         concurrency: Numbers of requests under way, one line each; by default 1, 4, 16 and so on, as many as fit.
         page_size: Positions of a page of the cache.
         chunk: Prompt tokens that a step reads.
+        weights: Format of the weights: plain, or int8 for a decoder's matrices.
         flags: Compiler flags on top of the set that all jobs on the chip share; none leaves that set out.
         quick: Stop at the compiler's schedule, after seconds: memory is exact, the time of ops estimated.
         json: Print one JSON object on stdout.
@@ -35,6 +37,7 @@ class ServingOptions:
     concurrency: tuple[int, ...] = ()
     page_size: Annotated[int, COUNT] = 128
     chunk: Annotated[int, COUNT] = 512
+    weights: ServedWeights = ServedWeights.plain
     flags: str = ""
     quick: bool = False
     json: bool = False
@@ -42,7 +45,9 @@ class ServingOptions:
 
 def forecast_server(args: Sequence[str]) -> int:
     """Forecasts a server; ``args`` are the words of the line without ``--serve``. Returns the exit code."""
+    from systolic.aot import Compiler
     from systolic.chips import slice
+    from systolic.chips.flags import resolved
     from systolic.report.progress import ProgressLine
     from systolic.session.capacity import Load, forecast_serving, serving_layout
 
@@ -57,6 +62,7 @@ def forecast_server(args: Sequence[str]) -> int:
         output_tokens=options.output_tokens,
         chunk=options.chunk,
     )
+    compiler = Compiler(flags=resolved(options.flags, on.chip))
     with ProgressLine(sys.stderr, f"{job.name} for {on.name}") as progress:
         made = forecast_serving(
             job,
@@ -64,8 +70,8 @@ def forecast_server(args: Sequence[str]) -> int:
             load,
             concurrency=options.concurrency,
             page_size=options.page_size,
-            flags=options.flags,
-            quick=options.quick,
+            weights=options.weights,
+            compiler=compiler.quick() if options.quick else compiler,
             watch=progress.say,
         )
     if options.json:

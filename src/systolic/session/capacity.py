@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from systolic.aot import Compiler, ServingProgram
@@ -23,7 +23,8 @@ from systolic.forecasting.serving import (
     steady,
 )
 from systolic.forecasting.serving_memory import ServingMemory
-from systolic.job import Job, Layout
+from systolic.job import Job, Layout, ServedWeights
+from systolic.models.decoder.config import Decoder
 
 PAGE_SIZE = 128
 """Positions of a page: the lanes of a TPU's registers, which a shorter page would leave empty."""
@@ -56,6 +57,19 @@ def serving_layout(job: Job, on: Slice) -> Layout:
     raise refused
 
 
+def with_heads_for(job: Job, tensor: int) -> Job:
+    """The job with a key-value head for each device of the tensor axis, where that has a multiple of their number.
+
+    Each head is then kept on several devices, as servers do; its copies are parameters of this model.
+    """
+    model = job.model
+    if not isinstance(model, Decoder) or model.latent or tensor <= model.kv_heads:
+        return job
+    if tensor % model.kv_heads:
+        return job
+    return replace(job, model=replace(model, kv_heads=tensor))
+
+
 def forecast_serving(
     job: Job,
     on: Slice | str,
@@ -63,8 +77,8 @@ def forecast_serving(
     *,
     concurrency: Sequence[int] = (),
     page_size: int = PAGE_SIZE,
-    flags: str = "",
-    quick: bool = False,
+    weights: ServedWeights = ServedWeights.plain,
+    compiler: Compiler | None = None,
     watch: Callable[[str], None] = lambda _: None,
 ) -> ServingForecast:
     """Throughput, latency, memory and cost of a server.
@@ -75,8 +89,8 @@ def forecast_serving(
         load: Prompt and answer of each request, and the chunks that prompts are read in.
         concurrency: Requests under way, one point each; by default 1, 4, 16 … as many as fit, and these.
         page_size: Positions of a page of the cache.
-        flags: Compiler flags, as for :func:`~systolic.session.forecast.forecast_step`.
-        quick: Stop at the compiler's schedule.
+        weights: Format of the weights.
+        compiler: Flags and effort; by default the flags that jobs on the chip share.
         watch: Called with each stage, a few words.
 
     Raises:
@@ -89,13 +103,13 @@ def forecast_serving(
             if count not in COUNT:
                 raise OptionError(f"{name} is {count}; it takes {COUNT}")
     target = slice(on) if isinstance(on, str) else on
-    compiler = Compiler(flags=resolved(flags, target.chip))
     server = _Server(
-        job=job,
+        job=with_heads_for(job, job.layout.on(target.num_devices, target.num_slices).tensor),
         on=target,
         load=load,
         page_size=page_size,
-        compiler=compiler.quick() if quick else compiler,
+        weights=weights,
+        compiler=compiler or Compiler(flags=resolved("", target.chip)),
         watch=watch,
     )
     return server.forecast(concurrency)
@@ -107,6 +121,7 @@ class _Server:
     on: Slice
     load: Load
     page_size: int
+    weights: ServedWeights
     compiler: Compiler
     watch: Callable[[str], None]
     made: dict[tuple[int, int], Forecast] = field(default_factory=dict)
@@ -162,7 +177,9 @@ class _Server:
         what = f"{count} rows" if tokens == 1 else f"a prompt of {tokens} tokens"
         context = self.context if tokens == 1 else tokens
         made = forecast_program(
-            ServingProgram(job=self.job, rows=count, tokens=tokens, context=context),
+            ServingProgram(
+                job=self.job, rows=count, tokens=tokens, context=context, weights=self.weights
+            ),
             self.job.name,
             self.on,
             compiler=self.compiler,

@@ -81,12 +81,14 @@ class Decode:
                     order = Order((*outer, *(len(outer) + dim for dim in (1, 0, 2))))
                     placed[path] = Format(order, placed[path])
         for path, inputs in self._rounded.items():
-            spec = self.steps.shardings.params[path].spec
-            axes = [*spec, *(None for _ in self.steps.network.axes[path][len(spec) :])]
-            scales = [None if dim in inputs else axis for dim, axis in enumerate(axes)]
-            placed[path] = Rounded(
-                codes=placed[path], scales=self.steps.target.sharding(PartitionSpec(*scales))
+            rank = len(self.steps.network.params[path].shape)
+            codes: Any = self.steps.shardings.params[path]
+            spec = [*codes.spec, *(None for _ in range(len(codes.spec), rank))]
+            scales: Any = PartitionSpec(
+                *(None if dim in inputs else axis for dim, axis in enumerate(spec))
             )
+            where: Any = self.steps.target.sharding(scales)
+            placed[path] = Rounded(codes=placed[path], scales=where)
         return placed
 
     def weights(self, params: Arrays) -> dict[str, Any]:
