@@ -13,13 +13,13 @@ from safetensors.numpy import load_file
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
-from systolic.interop.exporting import outgoing_model
+from systolic.interop.exporting import config_of, outgoing_model
 from systolic.interop.outputs import outputs_of
 from systolic.interop.parity import compare, reference
 from systolic.interop.probe import of_text
 from systolic.interop.source import open_source
 from systolic.job import Model
-from systolic.models.decoder.config import Decoder, Mlp
+from systolic.models.decoder.config import Decoder, Dispatch, Mlp
 from systolic.models.vision.cnn.config import CNN
 from tests.interop import folders
 from tests.interop.test_gguf import KINDS, write
@@ -128,6 +128,10 @@ def test_what_was_trained_here_opens_there(
         (Decoder(tie_embeddings=False, vocab=256), "model.embedding-scale is 27.7"),
         (Decoder(mlp=Mlp.relu, vocab=256), "model.mlp is relu, not"),
         (Decoder(ngrams=2, vocab=256), "model.ngrams is 2, not 0"),
+        (
+            Decoder(experts=4, vocab=256, embedding_scale=1.0),
+            "model.capacity-factor is 1.25, which leaves tokens without a slot out",
+        ),
         (CNN(), "no family of transformers computes this CNN"),
     ],
 )
@@ -136,6 +140,11 @@ def test_what_transformers_can_not_say_is_named(model: Model, says: str) -> None
         outgoing_model(model, {}, {})
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [{"capacity_factor": 0.0}, {"dispatch": Dispatch.dropless}])
+def test_a_mixture_that_drops_no_token_has_a_family(changes: dict[str, Any]) -> None:
+    assert config_of(Decoder(experts=4, vocab=256, **changes), {})["model_type"] == "mixtral"
 
 
 def test_a_gguf_file_becomes_a_folder(tmp_path: Path) -> None:

@@ -98,10 +98,15 @@ def outgoing_model(model: Model, weights: Mapping[str, Any], origin: Config) -> 
 
 def _written(model: Model, origin: Config) -> Config:
     """The config.json for a model: its origin's where the model is still the same, with fields about its text in any case."""
-    if origin and not _differences(model, origin):
+    same = origin and not _differences(model, origin)
+    said = origin if same else _said(model)
+    if isinstance(model, Decoder) and model.drops:
+        raise OptionError(
+            f"model.capacity-factor is {model.capacity_factor:g}, which leaves tokens without a slot out, and {said['model_type']} of transformers leaves none out; train on with systolic resume and --model.dispatch dropless, or keep it as a Bundle"
+        )
+    if same:
         return origin
-    said = _said(model)
-    return said | {name: origin[name] for name in TEXT if name in origin and name not in said}
+    return {**said} | {name: origin[name] for name in TEXT if name in origin and name not in said}
 
 
 def config_of(model: Model, origin: Config) -> Config:

@@ -285,6 +285,11 @@ class Decoder(Model):
         return (self.layers - self.dense_layers) // self.mixture_every
 
     @property
+    def drops(self) -> bool:
+        """Whether a mixture leaves out tokens that get no slot."""
+        return self.experts > 1 and self.dispatch is Dispatch.slots and self.capacity_factor > 0
+
+    @property
     def dense_width(self) -> int:
         """Hidden units of a dense layer."""
         return self.dense_d_ff or self.d_ff

@@ -30,7 +30,7 @@ GATED = {"silu": Mlp.swiglu, "gelu_pytorch_tanh": Mlp.geglu, "gelu": Mlp.geglu_e
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Names of layers with a window and without in layer_types."""
 UNSAID = ("capacity_factor", "dispatch", "router_loss", "router_bias_rate", "rounding")
-"""Fields that no config.json has; they matter to training only."""
+"""Fields that no config.json has; of those a capacity that drops tokens changes what a model computes, and its export is refused."""
 
 
 def follow(config: Config, known: Mapping[str, Any]) -> None:
