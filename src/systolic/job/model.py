@@ -12,6 +12,7 @@ from systolic.job.precision import Precision
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
     from flax import nnx
 
 
@@ -115,6 +116,18 @@ class Model(ABC):
     def check_effects(self, precision: Precision) -> None:
         """Raises OptionError for a field that has no effect, beside the others or at this precision."""
         del precision
+
+    def check_training(self, batch: "Callable[[], Mapping[str, np.ndarray]]") -> tuple[str, ...]:
+        """Compares a training step with that of the framework that the model comes from; warnings of what was not.
+
+        Args:
+            batch: Reads a few first examples of the training data, name to array [examples, ...].
+
+        Raises:
+            OptionError: the steps differ.
+        """
+        del batch
+        return ()
 
     def lasting(self) -> frozenset[str]:
         """Names of the fields that a resume may not change: with another value the weights would not fit, or change their meaning."""

@@ -29,6 +29,7 @@ from systolic.session.training import (
     Audience,
     SessionOptions,
     TrainResult,
+    check_setup,
     describe,
     load_step,
     run_session,
@@ -176,7 +177,7 @@ def continue_run(
     from systolic.training.setup import set_up
 
     setup = replace(set_up(job, flags=flags.compiler), expected=expected(source.chosen))
-    setup.check_metric()
+    check_setup(setup, audience)
     setup = _begun(setup, directory, record, audience)
     kept = {"init_from": record.init_from, "start": record.start, "labels": record.labels}
     after = replace(after, **kept, data=data)

@@ -135,7 +135,7 @@ def start(
     flags = new_flags(options.flags or "", source.chosen)
     setup = set_up(source.job, flags=flags.compiler)
     setup = replace(setup, expected=expected(source.chosen))
-    setup.check_metric()
+    check_setup(setup, audience)
     setup, begun_with = with_initial(setup, init_from, audience)
     if begun_with is not None and setup.job.adapter:
         raise OptionError(
@@ -155,6 +155,17 @@ def start(
     files = run_files.files(source, setup.job, audience.warn)
     with _create(run, record, files) as directory:
         return run_session(setup, directory, options, audience, ledger, loaded=loaded)
+
+
+def check_setup(setup: "Setup", audience: Audience) -> None:
+    """Checks the metric of best checkpoints, and a model of another framework against that framework, before anything is written.
+
+    Raises:
+        OptionError: the task does not report the metric, or the model does not train as there.
+    """
+    setup.check_metric()
+    for note in setup.check_model():
+        audience.warn(note)
 
 
 def run_session(

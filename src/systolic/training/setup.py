@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from systolic.aot.executable import Loaded, flags_of, load
 from systolic.aot.steps import described
 from systolic.artifact.weights import Weights
 from systolic.chips.flags import compile_options, name_of, resolved
 from systolic.core.errors import DataError, OptionError, nearest
-from systolic.job import Job, Split, Target
+from systolic.job import Job, Read, Split, Target
+from systolic.job.data import MASK
 from systolic.steps.mesh import slices_of
 from systolic.steps.programs import jit_evaluate, jit_train
 from systolic.steps.state import TrainState
@@ -23,6 +25,9 @@ from systolic.steps.target import MeshTarget
 from systolic.training.expected import Expected
 from systolic.training.machine import LocalDevices
 from systolic.training.programs import compiled, never
+
+COMPARED = 8
+"""Most examples on which a model of another framework is compared with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +87,26 @@ class Setup:
             raise OptionError(
                 f"evaluation.metric is {wanted!r}, which {self.job.name} does not report{nearest(wanted, reported)}; choose one of {', '.join(reported)}"
             )
+
+    def check_model(self) -> tuple[str, ...]:
+        """Compares the model with the framework that it comes from, on the first examples of the data; warnings.
+
+        Raises:
+            OptionError: it does not train as there.
+        """
+        data = self.job.data
+
+        def examples() -> dict[str, np.ndarray]:
+            count = min(COMPARED, self.steps.batch_size)
+            batches = data.open(Read(split=Split.train, batch=count, seed=self.job.seed, epochs=1))
+            try:
+                first = next(batches)
+            finally:
+                batches.close()
+            kept = first[MASK] > 0
+            return {name: array[kept] for name, array in first.items() if name != MASK}
+
+        return self.job.model.check_training(examples)
 
     def load(self, path: Path) -> Loaded:
         """Train step saved by ``systolic forecast --save``, instead of a compile.

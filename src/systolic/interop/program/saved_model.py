@@ -57,8 +57,8 @@ def saved_model_function(
     _, variables = graph.converted(tuple(one.shape for one in graph.inputs.values()))
     return PureFunction(
         framework=f"tensorflow {tf.__version__}",
-        trained={key: narrowed(one) for key, one in variables.items() if one.trainable},
-        state={key: narrowed(one) for key, one in variables.items() if not one.trainable},
+        trained={key: narrowed(one, key) for key, one in variables.items() if one.trainable},
+        state={key: narrowed(one, key) for key, one in variables.items() if not one.trainable},
         example=graph.inputs,
         call=graph,
         source=graph.in_tensorflow,
@@ -149,7 +149,7 @@ def _inputs(
             raise DataError(
                 f"the example inputs are {', '.join(sorted(example))}, and the signature takes {', '.join(sorted(specs))}; give these"
             )
-        return {name: narrowed(example[name]) for name in specs}
+        return {name: narrowed(example[name], name) for name in specs}
     rng, found = np.random.default_rng(0), {}
     for name, spec in specs.items():
         sizes = spec.shape.as_list() if spec.shape.rank is not None else [None, None]

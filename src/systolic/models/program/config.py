@@ -1,7 +1,7 @@
 """Models of other frameworks as models of a job; imports without jax."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from systolic.job.layout import Axis
 from systolic.models.vision.pixels import refuse_axes
 
 if TYPE_CHECKING:
+    import numpy as np
     from flax import nnx
 
     from systolic.models.program.function import PureFunction
@@ -75,6 +76,9 @@ class TorchModule(ForeignModel):
     - In training, dropout draws from the job's seed, and batch norm uses the statistics of the whole batch
       of all devices and moves its running ones, as after ``module.train()``.
     - Other buffers change as the module changes them in place.
+
+    Before the first step of a session, outputs, buffers and gradients of a few examples are compared with PyTorch's own,
+    without dropout; training does not start where they differ.
     """
 
     make: Any
@@ -92,9 +96,28 @@ class TorchModule(ForeignModel):
             DataError: it returned something else.
             MissingExtraError: torch or torchax is not installed.
         """
-        from systolic.models.program.torch_function import torch_function
+        from systolic.models.program.torch_training import trainable_function
 
-        return _made(self.make, torch_function, "torch")
+        return _made(self.make, trainable_function, "torch")
+
+    def check_training(self, batch: "Callable[[], Mapping[str, np.ndarray]]") -> tuple[str, ...]:
+        """Compares a step with PyTorch's; on the module's example inputs where the data's arrays have other names.
+
+        Raises:
+            OptionError: outputs, buffers or gradients differ; names the one that differs most.
+        """
+        function = self.function()
+        assert function.compare is not None
+        given = batch()
+        whole = all(name in given for name in function.example)
+        compared = function.compare(
+            {name: given[name] for name in function.example} if whole else function.example
+        )
+        decayed = [name for name in compared.unused if function.trained[name].ndim > 1]
+        if not decayed:
+            return compared.notes
+        note = f"no output of {self.make} depends on its weight {decayed[0]}: PyTorch's optimizers leave such a weight as it is, and weight decay shrinks it here; set its requires_grad to False"
+        return (*compared.notes, note)
 
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
         """A :class:`~systolic.models.program.module.ProgramModule` with the module's weights."""
@@ -109,7 +132,7 @@ class KerasModel(ForeignModel):
 
     ``make()`` returns a built keras.Model; it is called after ``keras.utils.set_random_seed(0)``. Variables are named by
     their paths; the non-trainable ones, batch statistics and the seeds of dropout among them, are state that
-    training moves. A task calls the built module with arrays by the names of the inputs.
+    training moves. Losses that layers add (regularizers, ``add_loss``) and constraints of weights are refused. A task calls the built module with arrays by the names of the inputs.
 
     Keras computes in the dtype of its own policy, so the job's precision is f32; for bf16 set
     ``keras.config.set_dtype_policy("mixed_bfloat16")`` before the model is made.
@@ -140,6 +163,14 @@ class KerasModel(ForeignModel):
         from systolic.models.program.keras_function import keras_function
 
         return _made(self.make, keras_function, "keras")
+
+    def check_training(self, batch: "Callable[[], Mapping[str, np.ndarray]]") -> tuple[str, ...]:
+        """Refuses a model that adds losses to the task's, or whose weights have constraints; raises OptionError."""
+        from systolic.models.program.keras_function import check_losses
+
+        del batch
+        check_losses(self.function(), str(self.make))
+        return ()
 
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
         """A :class:`~systolic.models.program.module.ProgramModule` with the model's weights."""

@@ -20,6 +20,16 @@ MASK = "mask"
 RENAMED = f"{MASK}_input"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A training step that agrees with the framework's own."""
+
+    notes: tuple[str, ...] = ()
+    """What could not be compared."""
+    unused: tuple[str, ...] = ()
+    """Trained weights that no output depends on."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PureFunction:
     """A model as arrays by name and a function of them."""
@@ -41,13 +51,18 @@ class PureFunction:
     """Outputs by name for inputs by name, as the framework itself computes them in evaluation; None without it."""
     random: bool = True
     """Whether training draws random numbers from ``key``."""
+    compare: Callable[[Named], "Compared"] | None = None
+    """Compares a training step on inputs by name with the framework's own; None where nothing computes it twice.
+
+    Raises OptionError where outputs, gradients or state differ.
+    """
 
 
 def without_mask(function: PureFunction) -> PureFunction:
     """The function with an input named ``mask`` under the name ``mask_input``: batches mark their padding as ``mask``."""
     if MASK not in function.example:
         return function
-    source = function.source
+    source, compare = function.source, function.compare
 
     def inner(inputs: Named) -> Named:
         return {MASK if name == RENAMED else name: one for name, one in inputs.items()}
@@ -59,14 +74,27 @@ def without_mask(function: PureFunction) -> PureFunction:
             trained, state, inner(inputs), train, key
         ),
         source=None if source is None else lambda inputs: source(inner(inputs)),
+        compare=None if compare is None else lambda inputs: compare(inner(inputs)),
     )
 
 
-def narrowed(array: Any) -> np.ndarray:
-    """An array with 64-bit numbers in 32 bits."""
+def narrowed(array: Any, name: str = "an array") -> np.ndarray:
+    """An array with 64-bit numbers in 32 bits.
+
+    Raises:
+        DataError: a whole number does not fit.
+    """
     made = np.asarray(array)
     kind = _NARROW.get(str(made.dtype))
-    return made if kind is None else made.astype(kind)
+    if kind is None:
+        return made
+    if made.dtype.kind in "iu" and made.size:
+        limits, worst = np.iinfo(kind), max(int(made.max()), int(made.min()), key=abs)
+        if not limits.min <= worst <= limits.max:
+            raise DataError(
+                f"{name} of the model holds {worst}, and whole numbers have 32 bits here (at most {limits.max}); store it as smaller numbers or as floats"
+            )
+    return made.astype(kind)
 
 
 def flattened(

@@ -60,17 +60,48 @@ def keras_function(made: Any, source: str) -> PureFunction:
 
     def run(given: Named) -> dict[str, np.ndarray]:
         result = model(call.packed(given), training=False)
-        return {name: narrowed(one) for name, one in outputs_of(result, jax.Array).items()}
+        return {name: narrowed(one, name) for name, one in outputs_of(result, jax.Array).items()}
 
     return PureFunction(
         framework=f"keras {keras.__version__}",
-        trained={name: narrowed(one.value) for name, one in zip(names_of[0], trained, strict=True)},
-        state={name: narrowed(one.value) for name, one in zip(names_of[1], state, strict=True)},
+        trained=_values(names_of[0], trained),
+        state=_values(names_of[1], state),
         example=inputs,
         call=call,
         source=run,
         random=False,  # seeds of dropout are variables of the model
     )
+
+
+def _values(names: Sequence[str], variables: Sequence[Any]) -> dict[str, np.ndarray]:
+    return {name: narrowed(one.value, name) for name, one in zip(names, variables, strict=True)}
+
+
+def check_losses(function: PureFunction, source: str) -> None:
+    """Refuses what Keras does in training besides the loss of a task.
+
+    Args:
+        function: That of a Keras model.
+        source: Its name.
+
+    Raises:
+        OptionError: a layer adds a loss (a regularizer, ``add_loss``), or a weight has a constraint.
+    """
+    call = function.call
+    assert isinstance(call, _Stateless)
+    for variable in call.model.trainable_variables:
+        if variable.constraint is not None:
+            raise OptionError(
+                f"{variable.path} of {source} has the constraint {type(variable.constraint).__name__}, which training here does not keep; make the model without it"
+            )
+    losses = call.losses(function)
+    regular = [one.path for one in call.model.trainable_variables if one.regularizer is not None]
+    if losses:
+        which = f"such as that of {regular[0]}" if regular else "which a layer computes"
+        many = "1 loss" if losses == 1 else f"{losses} losses"
+        raise OptionError(
+            f"{source} adds {many} to its own, {which}, and training here has the loss of its task alone; make the model without regularizers and add_loss, and set optimizer.weight_decay"
+        )
 
 
 class _Stateless:
@@ -87,6 +118,20 @@ class _Stateless:
         if isinstance(self.model, keras.Sequential):
             return given[0]
         return keras.tree.pack_sequence_as(self.model.input, given)
+
+    def losses(self, function: PureFunction) -> int:
+        """Number of losses that the layers add in training."""
+
+        def added(trained: Named, state: Named, inputs: Named) -> Any:
+            return self.model.stateless_call(
+                [trained[name] for name in self.trained],
+                [state[name] for name in self.state],
+                self.packed(inputs),
+                training=True,
+                return_losses=True,
+            )[2]
+
+        return len(jax.eval_shape(added, function.trained, function.state, function.example))
 
     def __call__(
         self, trained: Named, state: Named, inputs: Named, train: bool, key: Any
@@ -157,7 +202,7 @@ def _named(example: Any, names: Sequence[str], source: str) -> dict[str, np.ndar
         raise DataError(
             f"{source} returned inputs {', '.join(given)}, and the model takes {', '.join(names)}; give these"
         )
-    return {name: narrowed(given[name]) for name in names}
+    return {name: narrowed(given[name], name) for name in names}
 
 
 def _unique(names: Sequence[str]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from systolic.models.program.function import (
     narrowed,
     outputs_of,
 )
-from systolic.models.program.torchax_import import environment
+from systolic.models.program.torchax_import import environment, open_functions
 
 HOW = "return the module and its example inputs: return module, (x,) or return module, {'x': x}"
 
@@ -54,38 +54,59 @@ def torch_function(made: Any, source: str, placed: int = 0) -> PureFunction:
                 f"example input {name} of {source} is a {type(value).__name__} of tensors; wrap the module in one whose forward takes each tensor by itself"
             )
     trained, state = _arrays(module)
-    call = _Traced(module, env, constants, tuple(arguments)[:placed])
+    kinds = {name: one.dtype for name, one in inputs.items()}
+    call = TracedModule(module, env, constants, tuple(arguments)[:placed], kinds)
 
     def run(given: Named) -> dict[str, np.ndarray]:
-        kinds = {name: inputs[name].dtype for name in given}
-        there = {
-            name: torch.from_numpy(np.array(one)).to(kinds[name]) for name, one in given.items()
-        }
-        with _mode(module, False), torch.no_grad():
-            made = call.forward(there)
-        return {name: narrowed(_numpy(one)) for name, one in outputs_of(made, torch.Tensor).items()}
+        with mode(module, False), torch.no_grad():
+            made = call.forward(call.tensors(given))
+        return {name: as_numpy(one, name) for name, one in outputs_of(made, torch.Tensor).items()}
 
     return PureFunction(
         framework=f"torch {torch.__version__}",
         trained=trained,
         state=state,
-        example={name: narrowed(_numpy(value)) for name, value in inputs.items()},
+        example={name: as_numpy(value, name) for name, value in inputs.items()},
         call=call,
         source=run,
     )
 
 
-class _Traced:
+class TracedModule:
     """The module as a function of its arrays; the module's own arrays are never changed."""
 
     def __init__(
-        self, module: Any, env: Any, constants: Mapping[str, Any], placed: Sequence[str]
+        self,
+        module: Any,
+        env: Any,
+        constants: Mapping[str, Any],
+        placed: Sequence[str],
+        kinds: Mapping[str, Any],
     ) -> None:
         self.module, self.env, self.constants, self.placed = module, env, constants, placed
+        self.kinds, self._still = kinds, False
         signature = inspect.signature(module.forward)
         self.positional = [
             name for name, one in signature.parameters.items() if one.kind is one.VAR_POSITIONAL
         ]
+
+    def tensors(self, given: Named) -> dict[str, Any]:
+        """Inputs as tensors of PyTorch, in the dtypes of the example."""
+        import torch
+
+        return {
+            name: torch.from_numpy(np.array(one)).to(self.kinds[name])
+            for name, one in given.items()
+        }
+
+    @contextmanager
+    def still(self) -> Generator[None]:
+        """Calls in training without dropout."""
+        self._still = True
+        try:
+            yield
+        finally:
+            self._still = False
 
     def forward(self, inputs: Mapping[str, Any]) -> Any:
         """The module's result."""
@@ -109,10 +130,12 @@ class _Traced:
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             with (
-                _mode(self.module, train),
+                mode(self.module, train),
                 _layers(self.module) as at,
                 env.override_property(prng=key),
+                open_functions(env),
                 env,
+                without_dropout() if self._still else nullcontext(),
                 _reparametrize_module(self.module, tensors, tie_weights=True),
             ):
                 made = _guarded(lambda: self.forward(there), at)
@@ -178,8 +201,30 @@ def _layers(module: Any) -> Generator[list[tuple[str, Any]]]:
             hook.remove()
 
 
+def without_dropout() -> Any:
+    """A mode of torch in which dropout passes its input on, that of attention too."""
+    from torch.overrides import TorchFunctionMode
+
+    class Still(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            given, name = dict(kwargs or {}), func.__name__
+            if "dropout" in name:
+                return args[0] if args else given["input"]
+            if name == "multi_head_attention_forward":
+                given["training"] = False  # of its dropout only
+            elif name == "scaled_dot_product_attention":
+                args, given = (*args[:4], 0.0, *args[5:])[: len(args)], {**given, "dropout_p": 0.0}
+                if len(args) > 4:
+                    del given["dropout_p"]
+            return func(*args, **given)
+
+    return Still()
+
+
 @contextmanager
-def _mode(module: Any, train: bool) -> Generator[None]:
+def mode(module: Any, train: bool) -> Generator[None]:
     """The module in training or evaluation, then each layer as it was."""
     before = [(layer, layer.training) for layer in module.modules()]
     try:
@@ -231,24 +276,30 @@ def _arguments(module: Any, example: Any) -> dict[str, Any]:
 
 def _arrays(module: Any) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Weights that are trained, and all other tensors: frozen weights, buffers, plain attributes. Tied weights have one name."""
-    import torch
-
     parameters = dict(module.named_parameters())
     trained = {name: one for name, one in parameters.items() if one.requires_grad}
     state = {name: one for name, one in parameters.items() if not one.requires_grad}
-    state |= dict(module.named_buffers())
-    for prefix, layer in module.named_modules():
-        for name, value in vars(layer).items():
-            if isinstance(value, torch.Tensor):
-                state[f"{prefix}.{name}" if prefix else name] = value
+    state |= other_tensors(module)
     made = [
-        {name: narrowed(_numpy(one)) for name, one in group.items()} for group in (trained, state)
+        {name: as_numpy(one, name) for name, one in group.items()} for group in (trained, state)
     ]
     return made[0], made[1]
 
 
-def _numpy(tensor: Any) -> np.ndarray:
-    """A tensor as numpy; bfloat16 is that of ml_dtypes."""
+def other_tensors(module: Any) -> dict[str, Any]:
+    """Buffers and plain attributes that are tensors."""
+    import torch
+
+    found = dict(module.named_buffers())
+    for prefix, layer in module.named_modules():
+        for name, value in vars(layer).items():
+            if isinstance(value, torch.Tensor):
+                found[f"{prefix}.{name}" if prefix else name] = value
+    return found
+
+
+def as_numpy(tensor: Any, name: str) -> np.ndarray:
+    """A tensor as numpy in at most 32 bits; bfloat16 is that of ml_dtypes. Raises as :func:`narrowed`."""
     import torch
 
     there = tensor.detach().cpu()
@@ -256,7 +307,7 @@ def _numpy(tensor: Any) -> np.ndarray:
         import ml_dtypes
 
         return there.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return there.numpy()
+    return narrowed(there.numpy(), name)
 
 
 def _kind(value: Any) -> str:

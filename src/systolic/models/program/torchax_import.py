@@ -1,5 +1,6 @@
 """torchax, imported beside versions of torch that lack operators which it names."""
 
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -44,13 +45,20 @@ def environment() -> Any:
 
 
 def _environment() -> Any:
+    import jax
     import torch
-    from torch.utils._pytree import tree_map_only
+    from torch.utils._pytree import tree_leaves, tree_map_only
     from torchax.tensor import Environment, Tensor
     from torchax.view import View
 
     class Mixing(Environment):
-        """Takes tensors that a forward makes on the CPU (``torch.arange(n)``) as constants of the program."""
+        """Takes tensors that a forward makes on the CPU (``torch.arange(n)``) as constants of the program.
+
+        Results under ``torch.no_grad`` are constants for gradients, which torchax leaves to its users.
+        """
+
+        flows: bool | None = None
+        """Whether gradients flow inside a custom autograd function, whose forward PyTorch runs without them."""
 
         def t2j_iso(self, torchtensors: Any) -> Any:
             def constant(value: Any) -> Any:
@@ -61,7 +69,51 @@ def _environment() -> Any:
             whole = tree_map_only(torch.Tensor, constant, torchtensors)
             return super().t2j_iso(whole)
 
+        def dispatch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            made = super().dispatch(func, types, args, kwargs)
+            if self.flows if self.flows is not None else torch.is_grad_enabled():
+                return made
+
+            given = {id(one) for one in tree_leaves((args, kwargs))}
+
+            def constant(value: Any) -> Any:
+                # An operation in place returns its argument, which the next one of a chain changes too;
+                # any other that returns it (``to`` its own dtype) leaves it as it is.
+                if id(value) not in given or _in_place(func):
+                    value._elem = jax.lax.stop_gradient(value._elem)
+                return value
+
+            return tree_map_only(Tensor, constant, made)
+
     return Mixing()
+
+
+def _in_place(func: Any) -> bool:
+    return func.__name__.partition(".")[0].endswith("_")
+
+
+@contextmanager
+def open_functions(env: Any) -> Generator[None]:
+    """Differentiates the forward of custom autograd functions; their own backward is never called."""
+    from torch.autograd import Function
+
+    own = vars(Function)["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        before = env.flows
+        env.flows = torch.is_grad_enabled() if before is None else before
+        try:
+            return own.__func__(cls, *args, **kwargs)
+        finally:
+            env.flows = before
+
+    Function.apply = classmethod(apply)  # ty: ignore[invalid-assignment]
+    try:
+        yield
+    finally:
+        Function.apply = own
 
 
 @contextmanager
