@@ -1,4 +1,4 @@
-"""A cache in pages: any cut of a text into chunks, over pages in any order, has the logits of the whole text."""
+"""A cache in pages: any cut of a text into chunks and tokens, over pages in any order, has the logits of the whole text."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from systolic.models.decoder.config import Decoder, Dispatch
-from systolic.models.decoder.paged import Pages, Reading, empty_pages, read
+from systolic.models.decoder.paged import Reading, layers_of, page_arrays, read
 from systolic.models.decoder.switches import Latent
 from tests.models.test_decoder import module
 from tests.steps import tiny
@@ -22,6 +22,9 @@ CONFIGS = {
     "sinks and caps": replace(BASE, sinks=True, attention_cap=5.0),
     "latents": replace(BASE, kv_heads=BASE.heads, latent=LATENT),
     "mixture": replace(BASE, experts=4, dense_layers=1, dispatch=Dispatch.dropless),
+    "every other layer a mixture": replace(
+        BASE, layers=4, experts=4, mixture_every=2, dispatch=Dispatch.dropless
+    ),
     "n-grams": replace(BASE, ngrams=3, ngram_rows=64, ngram_dim=8),
 }
 SIZE = 4
@@ -30,38 +33,66 @@ LENGTHS = (13, 7, 1)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("cuts", [(5, 4, 4), (1,) * 13, (13,)], ids=["chunks", "tokens", "whole"])
-def test_chunks_over_pages_have_the_logits_of_the_whole(
+@pytest.mark.parametrize("cuts", [(8, 4), (4, 1, 1, 1, 1), ()], ids=["chunks", "both", "tokens"])
+def test_any_cut_over_pages_has_the_logits_of_the_whole(
     config: Decoder, cuts: tuple[int, ...]
 ) -> None:
     net = module(config)
     draw = np.random.default_rng(0)
     texts = [draw.integers(0, 64, length) for length in LENGTHS]
     order = iter(draw.permutation(np.arange(1, 16)))
-    table = np.full((3, 4), 1, np.int32)
+    table = np.zeros((3, 4), np.int32)
     for row, length in enumerate(LENGTHS):
         for page in range(-(-length // SIZE)):
             table[row, page] = next(order)
+    layers, states = layers_of(net)
+    arrays = page_arrays(net, SIZE)
     # What is not written yet must not be read.
-    pages = Pages(*(part + 1e3 for part in empty_pages(net, 16, SIZE, jnp.dtype("float32"))))
-    step = jax.jit(lambda reading, pages: read(net, reading, pages))
+    pages = [
+        jax.tree.map(lambda a: a + 1e3, arrays.empty(16, jnp.dtype("float32"))) for _ in layers
+    ]
+
+    def step(reading, pages, chunk):
+        paired = list(zip(layers, states, strict=True))
+        hidden, pages = read(net, paired, reading, pages, chunk)
+        return net.logits(hidden[:, None])[:, 0], pages
+
+    step = jax.jit(step, static_argnames="chunk")
     found: list[list[np.ndarray]] = [[], [], []]
     history = max(config.ngrams - 1, 0)
-    start = 0
-    for cut in cuts:
-        tokens = np.zeros((3, cut), np.int32)
-        recent = np.full((3, history), -1, np.int32)
-        count = np.zeros(3, np.int32)
-        for row, text in enumerate(texts):
-            part = text[start : start + cut]
-            tokens[row, : len(part)], count[row] = part, len(part)
-            before = text[:start][-history:] if history else text[:0]
-            recent[row, history - len(before) :] = before
-        reading = Reading(tokens, recent, np.full(3, start, np.int32), count, table)
-        hidden, pages = step(jax.tree.map(jnp.asarray, reading), pages)
-        for row in range(3):
-            found[row] += list(np.asarray(net.logits(hidden))[row, : count[row]])
-        start += cut
+    starts = [0, 0, 0]
+    turn = 0
+    while any(start < len(text) for start, text in zip(starts, texts, strict=True)):
+        # One text reads a chunk while the others read a token, in turn.
+        cut = cuts[turn] if turn < len(cuts) else 1
+        chunked = turn % 3 if cut > 1 and starts[turn % 3] % SIZE == 0 else None
+        plain = [row for row in range(3) if row != chunked]
+        tokens, recent, counts, begins, rows = [], [], [], [], []
+        for row in [*plain, *([] if chunked is None else [chunked])]:
+            width = 1 if row in plain else cut
+            part = texts[row][starts[row] : starts[row] + width]
+            tokens += [*part, *[0] * (width - len(part))]
+            for place in range(width):
+                before = texts[row][: starts[row] + place][-history:] if history else []
+                recent.append([*[-1] * (history - len(before)), *before])
+            counts.append(len(part))
+            begins.append(starts[row] if len(part) else 0)
+            rows.append(table[row] if len(part) else np.zeros_like(table[row]))
+        reading = Reading(
+            jnp.asarray(tokens, jnp.int32),
+            jnp.asarray(recent, jnp.int32).reshape(len(tokens), history),
+            jnp.asarray(begins, jnp.int32),
+            jnp.asarray(counts, jnp.int32),
+            jnp.asarray(np.stack(rows)),
+        )
+        logits, pages = step(reading, pages, chunk=(0, 0) if chunked is None else (1, cut))
+        for place, row in enumerate(plain):
+            found[row] += list(np.asarray(logits)[place : place + counts[place]])
+            starts[row] += counts[place]
+        if chunked is not None:
+            found[chunked] += list(np.asarray(logits)[2 : 2 + counts[-1]])
+            starts[chunked] += counts[-1]
+        turn += 1
     for text, made in zip(texts, found, strict=True):
         row = jnp.asarray(text[None], jnp.int32)
         length = jnp.array([len(text)])

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from systolic.artifact import Run
 from systolic.artifact.weights import begin_with
 from systolic.cli.main import main
+from systolic.data.text.stops import Stops
 from systolic.job import Precision, Sampling
 from systolic.models.decoder.config import Decoder
 from systolic.session.run_files import rebuild
@@ -24,7 +25,6 @@ from systolic.session.trained import set_up_here
 from systolic.steps.decode import Decode
 from systolic.training.generate import Generator
 from systolic.training.setup import set_up
-from systolic.training.stops import Stops
 from tests.cli.tiny import job
 
 SMALL = Decoder(layers=2, d_model=32, d_ff=32, heads=2, kv_heads=1, head_dim=16, vocab=264)

@@ -54,8 +54,8 @@ def run(args: Sequence[str]) -> int:
     """The verb."""
     options = parse(GenerateOptions, args, "systolic generate")
     asked = prompts(options.prompt, options.file)
+    from systolic.data.text.stops import Stops
     from systolic.session.trained import open_model
-    from systolic.training.stops import Stops
 
     Stops(options.stop)  # refuses an empty string before the run is opened
     model = open_model(options.run, options.checkpoint, trust=options.trust, warn=warn)

@@ -9,11 +9,11 @@ import numpy as np
 
 from systolic.core.errors import OptionError
 from systolic.data.text.chat import Messages
+from systolic.data.text.stops import Stops
 from systolic.data.text.text_data import TextData
 from systolic.job import Job, Sampling
 from systolic.steps.programs import generation
 from systolic.steps.steps import StepFunctions
-from systolic.training.stops import Stops
 
 Prompt = str | Messages
 """A text to continue, or messages to answer."""

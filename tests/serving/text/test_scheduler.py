@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from systolic.serving.text.pages import NOWHERE, PagePool
-from systolic.serving.text.scheduler import Limits, Scheduler, Text
+from systolic.serving.text.scheduler import PENDING, Limits, Scheduler, Text
 
 
 class Device:
@@ -15,19 +15,20 @@ class Device:
     def __init__(self, page_size: int) -> None:
         self.size = page_size
         self.rows: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.known: dict[int, list[int]] = {}
 
-    def read(self, text: Text, count: int) -> int:
-        """The token after ``count`` more, from what lies in the pages alone."""
+    def read(self, text: Text, count: int) -> None:
+        """Reads ``count`` more; what lies in the pages alone decides the token after the last."""
+        tokens = self.known.setdefault(text.number, text.tokens[: text.prompt])
         for at in range(text.read, text.read + count):
             page = text.pages[at // self.size]
             assert page != NOWHERE
-            self.rows[page, at % self.size] = tuple(text.tokens[: at + 1])
+            self.rows[page, at % self.size] = tuple(tokens[: at + 1])
         end = text.read + count
         for at in range(end):
-            assert self.rows[text.pages[at // self.size], at % self.size] == tuple(
-                text.tokens[: at + 1]
-            )
-        return following(text.tokens[:end])
+            assert self.rows[text.pages[at // self.size], at % self.size] == tuple(tokens[: at + 1])
+        if end == len(tokens):
+            tokens.append(following(tokens))
 
 
 def following(tokens: list[int]) -> int:
@@ -50,6 +51,7 @@ def alone(prompt: list[int], most: int) -> list[int]:
     chunk=st.integers(1, 9),
     prefills=st.integers(1, 3),
     reuse=st.booleans(),
+    ahead=st.booleans(),
 )
 def test_every_text_ends_as_it_would_alone(
     seed: int,
@@ -59,6 +61,7 @@ def test_every_text_ends_as_it_would_alone(
     chunk: int,
     prefills: int,
     reuse: bool,
+    ahead: bool,
 ) -> None:
     draw = random.Random(seed)
     pool = PagePool(num_pages=num_pages, page_size=page_size, reuse=reuse)
@@ -72,6 +75,7 @@ def test_every_text_ends_as_it_would_alone(
             texts.append(Text(number=number, tokens=prompt, prompt=len(prompt), most=most))
     expected = {text.number: alone(text.tokens[: text.prompt], text.most) for text in texts}
     coming, ended, cancelled = list(texts), set(), set()
+    flight: list[Text] = []
     for _ in range(3000):
         while coming and draw.random() < 0.4:
             scheduler.add(coming.pop(0))
@@ -79,16 +83,26 @@ def test_every_text_ends_as_it_would_alone(
             gone = draw.choice(scheduler.running)
             scheduler.remove(gone)
             cancelled.add(gone.number)
+        before, flight = flight, []
         work = scheduler.next()
         assert len(scheduler.running) <= rows
+        assert len({text.slot for text in scheduler.running}) == len(scheduler.running)
         assert len(work.prefill) <= prefills
         for text, count in [*((one, 1) for one in work.decode), *work.prefill]:
             assert 0 < count <= max(chunk, 1)
-            token = device.read(text, count)
-            scheduler.advanced(text, count)
+            device.read(text, count)
+            text.read += count
             if text.left == 0:
-                text.tokens.append(token)
-                if len(text.tokens) >= text.most:
+                text.tokens.append(PENDING)
+                flight.append(text)
+            scheduler.publish(text)
+        # What the step before chose becomes known only now.
+        for text in before if ahead else flight:
+            if text.number not in cancelled:
+                place = text.tokens.index(PENDING)
+                text.tokens[place] = device.known[text.number][place]
+                scheduler.publish(text)
+                if PENDING not in text.tokens and text.full:
                     scheduler.remove(text)
                     ended.add(text.number)
         if len(ended | cancelled) == len(texts):
@@ -108,7 +122,8 @@ def test_a_prompt_that_begins_the_same_reads_the_rest_only() -> None:
     scheduler.add(first)
     ((_, count),) = scheduler.next().prefill
     assert count == 10
-    scheduler.advanced(first, 10)
+    first.read += 10
+    scheduler.publish(first)
     second = Text(number=1, tokens=[*range(8), 99, 98], prompt=10, most=12)
     scheduler.add(second)
     work = scheduler.next()

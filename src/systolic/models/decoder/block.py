@@ -1,12 +1,14 @@
 """One layer of the decoder: attention and a feed-forward part, each behind a norm and added to the residual stream."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from systolic.job import Target
 from systolic.models.attention import attention, plain_dtype
-from systolic.models.decoder.cache import ScorePart, Sight, attend_cached
+from systolic.models.decoder.cache import ScorePart, Sight, attend_one
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.latent import LatentAttention
 from systolic.models.decoder.moe import Mixture
@@ -17,6 +19,15 @@ from systolic.models.parameters import weight
 from systolic.models.product import product
 from systolic.models.remat import name
 from systolic.models.residual import STREAM, gathered
+
+
+class Asked(NamedTuple):
+    """What new tokens bring to a cache."""
+
+    queries: tuple[jax.Array, ...]
+    """[batch, n, heads, size] of each part of the cache that is compared: keys; with latents the shared key and the latents."""
+    rows: tuple[jax.Array, jax.Array]
+    """Their own rows of both parts, [batch, n, kv_heads, size]; what is read is the second."""
 
 
 class DecoderBlock(nnx.Module):
@@ -158,12 +169,23 @@ class DecoderBlock(nnx.Module):
     def attend_next(
         self, x: jax.Array, positions: jax.Array, cached: tuple[jax.Array, jax.Array], window: int
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """:meth:`attend` for new tokens x [batch, n, d_model] at ``positions`` over a layer of the cache, which holds the tokens before them."""
-        given = self.attention_norm(x)
+        """:meth:`attend` for one new token x [batch, 1, d_model] over a layer of the cache, which holds the tokens before it."""
+        asked = self.ask(x, positions, window)
         sight = Sight(positions, window, self.attention_logits, self.config.rolling)
+        parts = [ScorePart(*part) for part in zip(asked.queries, asked.rows, cached, strict=False)]
+        found = attend_one(parts[::-1], asked.rows[1], cached[1], sight).astype(x.dtype)
+        return self.answer(found), asked.rows
+
+    def ask(self, x: jax.Array, positions: jax.Array, window: int) -> Asked:
+        """Queries and rows of new tokens x [batch, n, d_model] at ``positions`` int32[batch, n]."""
+        given = self.attention_norm(x)
         dtype = plain_dtype(self.target, x.dtype)
         if self.latent is not None:
-            return self.latent.read(given, self.config.rotary(window), cached, sight, dtype)
+            queries, rows = self.latent.ask(given, positions, self.config.rotary(window))
+            return Asked(tuple(query.astype(dtype) for query in queries), rows)
         query, key, value = self.project(given, positions, window)
-        part = ScorePart(query.astype(dtype), key, cached[0])
-        return attend_cached([part], value, cached[1], sight).astype(x.dtype), (key, value)
+        return Asked((query.astype(dtype),), (key, value))
+
+    def answer(self, found: jax.Array) -> jax.Array:
+        """What :meth:`merge` takes, of what was read of a cache's values, [batch, n, heads, size of a cached value]."""
+        return found if self.latent is None else self.latent.answer(found)

@@ -91,72 +91,63 @@ class Sight(NamedTuple):
     """Positions of a cache that new tokens attend to."""
 
     positions: jax.Array
-    """int32[batch, n]: consecutive positions of the tokens; each sees its own position and those before."""
+    """int32[batch, n]: positions of the tokens; each sees its own position and those before."""
     window: int
     """Number of latest positions that are visible; 0 for all."""
     logits: Logits
     """Soft cap and sinks of the products with the keys, with a scale."""
     rolling: bool = False
-    """Whether a position lies in the row of its number modulo the capacity, which is at most the window; for one token."""
+    """Whether a position lies in the row of its number modulo the capacity, which is at most the window."""
 
     def before(self, capacity: int) -> jax.Array:
-        """bool[batch, n, capacity]: rows that hold positions before the first of the tokens, of those that each sees."""
+        """bool[batch, n, capacity]: rows that hold positions before the token's own, of those that it sees."""
         rows, own = jnp.arange(capacity)[None, None, :], self.positions[:, :, None]
         if self.rolling:
             # The row that the token will take holds one that has just left the window, or nothing.
             return (rows < own) & (rows != own % capacity)
-        past = rows < own[:, :1]
-        return past & (own - rows < self.window) if self.window else past & (own >= 0)
+        return self.visible(capacity) & ~(rows == own)
 
-    def among(self) -> jax.Array:
-        """bool[n, n]: the new tokens that each sees."""
-        count = self.positions.shape[1]
-        back = jnp.arange(count)[:, None] - jnp.arange(count)
-        return (back >= 0) & (back < (self.window or count))
+    def visible(self, capacity: int) -> jax.Array:
+        """bool[batch, n, capacity]."""
+        back = self.positions[:, :, None] - jnp.arange(capacity)
+        return (back >= 0) & (back < (self.window or capacity))
 
 
 class ScorePart(NamedTuple):
     """Some of the dims that queries and keys are compared in; the products of several parts add up."""
 
     query: jax.Array
-    """[batch, n, heads, size]."""
+    """[batch, 1, heads, size]."""
     own: jax.Array
-    """Keys of the new tokens, [batch, n, kv_heads, size]."""
+    """Keys of the new token, [batch, 1, kv_heads, size]."""
     keys: jax.Array
     """Keys of the cache, [batch, kv_heads, capacity, size]."""
 
 
-def attend_cached(
+def attend_one(
     parts: Sequence[ScorePart], own_value: jax.Array, values: jax.Array, sight: Sight
 ) -> jax.Array:
-    """Attention of new tokens over a cache that does not hold them yet: [batch, n, heads, size of a value].
+    """Attention of one new token over a cache that does not hold it yet: [batch, 1, heads, size of a value].
 
     The cache is only read, so that a compiler needs no copy of it: rows are written once, after all layers.
 
     Args:
         parts: Queries and keys; the queries' dtype is that of the products.
-        own_value: Of the tokens, [batch, n, kv_heads, size].
+        own_value: Of the token, [batch, 1, kv_heads, size].
         values: [batch, kv_heads, capacity, size].
-        sight: Positions that the tokens see, with a scale; of the cache those before the first.
+        sight: Positions that the token sees, with a scale; of the cache those before its own.
     """
-    batch, count, heads, _ = parts[0].query.shape
+    batch, _, heads, _ = parts[0].query.shape
     kv_heads, capacity = values.shape[1:3]
     dtype = parts[0].query.dtype
-    group, rows = heads // kv_heads, heads // kv_heads * count
+    group = heads // kv_heads
 
     def grouped(query: jax.Array) -> jax.Array:
-        """[batch, kv_heads, rows, size], two rows at least: a product with one is none for a matrix unit."""
-        split = query.reshape(batch, count, kv_heads, group, -1).transpose(0, 2, 3, 1, 4)
-        split = split.reshape(batch, kv_heads, rows, -1)
-        return split if rows > 1 else jnp.concatenate([split, jnp.zeros_like(split)], axis=2)
+        split = query.reshape(batch, kv_heads, group, -1)
+        return split if group > 1 else jnp.concatenate([split, jnp.zeros_like(split)], axis=2)
 
     def stored(own: jax.Array) -> jax.Array:
         return jnp.swapaxes(own, 1, 2).astype(values.dtype)
-
-    def by_row(seen: jax.Array) -> jax.Array:
-        """[batch or 1, n, keys] for each row of :func:`grouped`."""
-        each = jnp.tile(seen, (1, group, 1))
-        return (each if rows > 1 else jnp.concatenate([each, each], axis=1))[:, None]
 
     queries = [grouped(part.query) for part in parts]
     own_value = stored(own_value)
@@ -164,47 +155,26 @@ def attend_cached(
     def logits(keys: Sequence[jax.Array]) -> jax.Array:
         products = [
             jnp.einsum(
-                "bkrh,bksh->bkrs", query, key.astype(dtype), preferred_element_type=jnp.float32
+                "bkgh,bksh->bkgs", query, key.astype(dtype), preferred_element_type=jnp.float32
             )
             for query, key in zip(queries, keys, strict=True)
         ]
         assert sight.logits.scale is not None
         return soft_cap(sum(products[1:], products[0]) * sight.logits.scale, sight.logits.cap)
 
-    before = by_row(sight.before(capacity))
+    before = sight.before(capacity)[:, None]
     past = jnp.where(before, logits([part.keys for part in parts]), -jnp.inf)
     present = logits([stored(part.own) for part in parts])
-    if count > 1:
-        present = jnp.where(by_row(sight.among()[None]), present, -jnp.inf)
-    past, present = _shares(past, present, _sinks(sight, kv_heads, count))
-
-    def read(chances: jax.Array, of: jax.Array) -> jax.Array:
-        return jnp.einsum("bkrs,bksh->bkrh", chances.astype(dtype), of.astype(dtype))
-
-    # One own value is scaled, which costs less than a product with a matrix of one row.
-    own = read(present, own_value) if count > 1 else present.astype(dtype) * own_value.astype(dtype)
-    attended = (read(past, values) + own)[:, :, :rows]
-    attended = attended.reshape(batch, kv_heads, group, count, -1).transpose(0, 3, 1, 2, 4)
-    return attended.reshape(batch, count, heads, -1)
-
-
-def _sinks(sight: Sight, kv_heads: int, count: int) -> jax.Array | None:
-    """Logits of sinks, f32[1, kv_heads, heads of a group x count, 1]; None without them."""
-    if sight.logits.sinks is None:
-        return None
-    sinks = sight.logits.sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1)
-    return jnp.repeat(sinks, count, axis=2)
-
-
-def _shares(
-    past: jax.Array, present: jax.Array, sinks: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Softmax over two groups of logits, f32[batch, kv_heads, rows, keys] each, and the sinks, which nothing is read from."""
-    largest = jnp.maximum(*(jnp.max(one, axis=-1, keepdims=True) for one in (past, present)))
-    if sinks is not None:
+    largest = jnp.maximum(jnp.max(past, axis=-1, keepdims=True), present)
+    sinks = None
+    if sight.logits.sinks is not None:
+        sinks = sight.logits.sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1)
         largest = jnp.maximum(largest, sinks)
     past, present = jnp.exp(past - largest), jnp.exp(present - largest)
-    total = jnp.sum(past, axis=-1, keepdims=True) + jnp.sum(present, axis=-1, keepdims=True)
+    total = jnp.sum(past, axis=-1, keepdims=True) + present
     if sinks is not None:
         total = total + jnp.exp(sinks - largest)
-    return past / total, present / total
+    attended = jnp.einsum("bkgs,bksh->bkgh", (past / total).astype(dtype), values.astype(dtype)) + (
+        present / total
+    ).astype(dtype) * own_value.astype(dtype)
+    return attended[:, :, :group].reshape(batch, 1, heads, -1)

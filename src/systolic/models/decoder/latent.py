@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from systolic.job import Target
-from systolic.models.decoder.cache import ScorePart, Sight, attend_cached
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.parts import norm, rope
 from systolic.models.decoder.rotary import Rotary
@@ -59,36 +58,27 @@ class LatentAttention(nnx.Module):
             (shared[:, :, None], latent[:, :, None]),
         )
 
-    def read(
-        self,
-        x: jax.Array,
-        rotary: Rotary,
-        cached: tuple[jax.Array, jax.Array],
-        sight: Sight,
-        dtype: jnp.dtype,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Attention output of new tokens over a cache, [batch, n, heads, v_head_dim], and their own rows of the cache.
+    def ask(
+        self, x: jax.Array, positions: jax.Array, rotary: Rotary
+    ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+        """What new tokens x [batch, n, d_model] compare with a cache, and their own rows of it.
 
-        Args:
-            x: [batch, n, d_model].
-            rotary: Rotary embeddings of the layer.
-            cached: Shared keys [batch, 1, capacity, rope] and latents [batch, 1, capacity, kv_lora_rank].
-            sight: Positions that the tokens see.
-            dtype: Of the products with the cache.
+        Returns:
+            Queries of the shared keys, [batch, n, heads, rope], and of the latents, [batch, n, heads,
+            kv_lora_rank]; and the rows [batch, n, 1, rope] and [batch, n, 1, kv_lora_rank].
         """
-        plain, turned = self._queries(x, sight.positions, rotary)
-        shared, latent = (row[:, :, None] for row in self._latents(x, sight.positions, rotary))
+        plain, turned = self._queries(x, positions, rotary)
+        shared, latent = (row[:, :, None] for row in self._latents(x, positions, rotary))
         narrow = product(
             self.target, "bshe,rhe->bshr", plain, self.key[...], self.config.rounding, heads=True
         )
-        parts = (
-            ScorePart(narrow.astype(dtype), latent, cached[1]),
-            ScorePart(turned.astype(dtype), shared, cached[0]),
-        )
-        found = attend_cached(parts, latent, cached[1], sight).astype(x.dtype)
+        return (turned, narrow), (shared, latent)
+
+    def answer(self, found: jax.Array) -> jax.Array:
+        """Values [batch, n, heads, v_head_dim] of what was read of the latents, [batch, n, heads, kv_lora_rank]."""
         return product(
             self.target, "bshr,rhe->bshe", found, self.value[...], self.config.rounding, heads=True
-        ), (shared, latent)
+        )
 
     def _queries(
         self, x: jax.Array, positions: jax.Array, rotary: Rotary

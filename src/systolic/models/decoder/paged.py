@@ -1,151 +1,145 @@
 """A decoder over a cache in pages: each text has a list of pages, which it may share with others.
 
-One function reads any number of tokens of any number of texts, so that a decode step (one token a
-text) and a chunk of a prompt are the same program at other sizes.
+A step reads one token of some texts and a chunk of the prompt of others, all in one pass over the
+weights. Layers lie in arrays of their own, so that no layer is copied out of a stack and each layer's
+pages are written where they lie.
 """
 
-import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from systolic.job import Target
-from systolic.models.decoder.stack import run_layers, stack
-from systolic.models.decoder.stretch import Step
+from systolic.models.decoder.page_arrays import LayerPages, PageArrays, Rows
 
 if TYPE_CHECKING:
+    from systolic.models.decoder.block import DecoderBlock
     from systolic.models.decoder.module import DecoderModule
 
 
-class Pages(NamedTuple):
-    """Keys and values of all texts."""
-
-    key: jax.Array
-    """[layers, pages, kv_heads, page_size, head_dim]; with latent attention the rotated key of all heads, [layers, pages, 1, page_size, qk_rope_head_dim]."""
-    value: jax.Array
-    """Like key; with latent attention the latents."""
-
-
 class Reading(NamedTuple):
-    """What a step reads: some tokens of each row."""
+    """Tokens that a step reads: those of decode rows, then the chunks."""
 
     tokens: jax.Array
-    """int32[batch, n], padded at the end."""
+    """int32[rows + chunks x n], chunks padded at the end."""
     recent: jax.Array
-    """int32[batch, history]: the tokens before them, -1 for none, for n-gram lookups."""
+    """int32[rows + chunks x n, history]: the tokens before each, -1 for none, for n-gram lookups."""
     start: jax.Array
-    """int32[batch]: position of the first; the pages hold all before it."""
+    """int32[rows + chunks]: position of the first token; that of a chunk begins a page."""
     count: jax.Array
-    """int32[batch]: how many are real; 0 in a row of padding."""
+    """int32[rows + chunks]: how many are real; 0 in a row of padding."""
     table: jax.Array
-    """int32[batch, pages of a row]: pages with positions 0 to page_size - 1, and so on; any number beyond the last."""
+    """int32[rows + chunks, pages of a row]: their pages; 0 beyond the last."""
 
 
-def empty_pages(module: "DecoderModule", pages: int, page_size: int, dtype: jnp.dtype) -> Pages:
-    """Pages of zeros."""
+class Layer(NamedTuple):
+    """What is static of a layer."""
+
+    graph: Any
+    window: int
+
+
+def one_of(stacked: Any, number: int) -> Any:
+    """Layer ``number`` of an array [layers, ...], or its sharding of the stack's."""
+    if isinstance(stacked, NamedSharding):
+        return NamedSharding(stacked.mesh, PartitionSpec(*stacked.spec[1:]))
+    return stacked[number]
+
+
+def layers_of(module: "DecoderModule") -> tuple[list[Layer], list[nnx.State]]:
+    """Each layer, in order, and its weights (or their shardings), taken out of the stacks."""
+    layers, states = [], []
+    for stretch in module.stretches:
+        split = [nnx.split(blocks) for blocks, _ in stretch.kinds]
+        kinds = [kind for kind, (_, count) in enumerate(stretch.kinds) for _ in range(count)]
+        for number in range(stretch.units * stretch.size):
+            unit, place = divmod(number, stretch.size)
+            kind = kinds[place]
+            graph, state = split[kind]
+            own = unit * stretch.kinds[kind][1] + place - kinds.index(kind)
+            layers.append(Layer(graph, stretch.windows[number % len(stretch.windows)]))
+            states.append(jax.tree.map(lambda a, own=own: one_of(a, own), state))
+    return layers, states
+
+
+def page_arrays(module: "DecoderModule", page_size: int) -> PageArrays:
+    """How the pages of one layer lie."""
     config, latent = module.config, module.config.latent
-    heads, key, value = config.kv_heads, config.head_dim, config.head_dim
     if latent:
-        heads, key, value = 1, latent.qk_rope_head_dim, latent.kv_lora_rank
-    shape = (config.layers, pages, heads, page_size)
-    return Pages(jnp.zeros((*shape, key), dtype), jnp.zeros((*shape, value), dtype))
+        sizes = (latent.qk_rope_head_dim, latent.kv_lora_rank)
+        return PageArrays(module.target, 1, sizes, page_size)
+    return PageArrays(
+        module.target, config.kv_heads, (config.head_dim, config.value_dim), page_size
+    )
 
 
-def read(module: "DecoderModule", reading: Reading, pages: Pages) -> tuple[jax.Array, Pages]:
-    """Runs tokens over the pages of their rows and writes theirs.
+def read(
+    module: "DecoderModule",
+    layers: Sequence[tuple[Layer, nnx.State]],
+    reading: Reading,
+    pages: Sequence[LayerPages],
+    chunk: tuple[int, int],
+) -> tuple[jax.Array, list[LayerPages]]:
+    """Runs tokens over the pages of their rows, with theirs in them.
+
+    Args:
+        module: Its embedding and last norm; the blocks' weights are not used.
+        layers: See :func:`layers_of`.
+        reading: The tokens.
+        pages: Of each layer.
+        chunk: How many chunks there are, and tokens of each; (0, 0) for decode rows alone.
 
     Returns:
-        Input of the output matrix, [batch, n, d_model], and the pages with the tokens in them.
+        Input of the output matrix, [tokens, d_model], and the pages.
     """
-    count = reading.tokens.shape[1]
-    positions = reading.start[:, None] + jnp.arange(count)
-    x, parts = module.embed(reading.tokens, positions, reading.recent), []
-    number = pages.key.shape[1]
+    rows = reading.start.shape[0] - chunk[0]
+    groups = _groups(reading, rows, chunk)
+    positions = jnp.concatenate([group.positions.reshape(-1) for group in groups])
+    real = _real(reading, rows, chunk)
+    arrays = page_arrays(module, pages[0].value.shape[2])
+    x = module.embed(reading.tokens[:, None], positions[:, None], reading.recent)
+    written = []
+    for (layer, state), own in zip(layers, pages, strict=True):
+        block: DecoderBlock = nnx.merge(layer.graph, state)
+        asked = block.ask(x, positions[:, None], layer.window)
+        found, first = [], 0
+        for group in groups:
+            count, length = group.positions.shape
+            some = slice(first, first + count * length)
 
-    def step(graph: Any, window: int) -> Step:
-        def layer(x: jax.Array, state: nnx.State, own: Any) -> tuple[jax.Array, Any]:
-            block = nnx.merge(graph, state)
-            cached = tuple(_gathered(part, own * number + reading.table) for part in pages)
-            attended, new = block.attend_next(x, positions, cached, window)
-            return block.merge(x, attended, reading.count)[0], new
+            def part(
+                array: jax.Array, some: slice = some, shape: tuple[int, int] = (count, length)
+            ) -> jax.Array:
+                return array[some, 0].reshape(*shape, *array.shape[2:])
 
-        return layer
-
-    for stretch in module.stretches:
-        graphs, stacked = stretch.split()
-        period = [
-            lambda x, given, unit=unit: unit(x, *given)
-            for unit in stretch.period(graphs, step, stack)
-        ]
-        x, new = run_layers(period, x, (stacked, stretch.numbers), in_place=True)
-        parts.append(stretch.flat(new))
-    rows = parts[0] if len(parts) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *parts)
-    real = jnp.arange(count) < reading.count[:, None]
-    written = (
-        _written(module.target, part, reading.table, positions, real, new)
-        for part, new in zip(pages, rows, strict=True)
-    )
-    return module.normed(x), Pages(*written)
-
-
-def _gathered(part: jax.Array, table: jax.Array) -> jax.Array:
-    """A row's pages one after the other, [batch, heads, positions, size].
-
-    Args:
-        part: [layers, pages, heads, page_size, size].
-        table: int32[batch, pages of a row], counted over all layers.
-    """
-    flat = part.reshape(-1, *part.shape[2:])
-    found = flat[table].swapaxes(1, 2)
-    return found.reshape(*found.shape[:2], -1, found.shape[-1])
+            own = arrays.write(own, group, (part(asked.rows[0]), part(asked.rows[1])))
+            queries = [part(query) for query in asked.queries]
+            seen = arrays.read(queries, own, group, layer.window, block.attention_logits)
+            found.append(seen.reshape(-1, 1, *seen.shape[2:]))
+            first += count * length
+        written.append(own)
+        attended = block.answer(jnp.concatenate(found).astype(x.dtype))
+        x, _ = block.merge(x, attended, real)
+    return module.normed(x)[:, 0], written
 
 
-def _written(
-    target: Target,
-    part: jax.Array,
-    table: jax.Array,
-    positions: jax.Array,
-    real: jax.Array,
-    new: jax.Array,
-) -> jax.Array:
-    """Pages with the rows of new tokens, written where they lie; those of padding are dropped.
+def _groups(reading: Reading, rows: int, chunk: tuple[int, int]) -> list[Rows]:
+    """Decode rows and chunks, as far as there are any."""
+    chunks, length = chunk
+    groups = []
+    if rows:
+        groups.append(Rows(reading.table[:rows], reading.start[:rows, None]))
+    if chunks:
+        positions = reading.start[rows:, None] + jnp.arange(length)
+        groups.append(Rows(reading.table[rows:], positions))
+    return groups
 
-    Args:
-        target: Its mesh splits the heads.
-        part: [layers, pages, heads, page_size, size].
-        table: int32[batch, pages of a row].
-        positions: int32[batch, n].
-        real: bool[batch, n].
-        new: [layers, batch, n, heads, size].
-    """
-    size = part.shape[3]
-    place = jnp.minimum(positions // size, table.shape[1] - 1)
-    page = jnp.where(real, jnp.take_along_axis(table, place, axis=1), part.shape[1])
 
-    def local(part: jax.Array, page: jax.Array, offset: jax.Array, new: jax.Array) -> jax.Array:
-        layers, pages, heads, size, width = part.shape
-        first = (jnp.arange(layers)[:, None] * pages)[:, :, None]
-        block = (first + page)[..., None] * heads + jnp.arange(heads)
-        rows = block * size + offset[..., None]
-        rows = jnp.where(page[..., None] < pages, rows, math.prod(part.shape[:-1]))
-        flat = part.reshape(-1, width)
-        flat = flat.at[rows.reshape(-1)].set(
-            new.reshape(-1, width).astype(part.dtype), mode="drop", unique_indices=True
-        )
-        return flat.reshape(part.shape)
-
-    offset = positions % size
-    if target.layout.num_devices == 1:
-        return local(part, page, offset, new)
-    (heads,) = target.fit(part.shape[2:3], ("kv_heads",))
-    rows = PartitionSpec(None, None, heads, None, None)
-    return jax.shard_map(
-        local,
-        mesh=target.mesh,
-        in_specs=(rows, PartitionSpec(), PartitionSpec(), PartitionSpec(None, None, None, heads)),
-        out_specs=rows,
-        check_vma=False,
-    )(part, page, offset, new)
+def _real(reading: Reading, rows: int, chunk: tuple[int, int]) -> jax.Array:
+    """int32[tokens]: 1 for those that are no padding."""
+    inside = jnp.arange(chunk[1]) < reading.count[rows:, None]
+    parts = [reading.count[:rows], inside.reshape(-1).astype(jnp.int32)]
+    return jnp.concatenate(parts)

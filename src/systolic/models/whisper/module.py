@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from systolic.job import Target
-from systolic.models.decoder.cache import ScorePart, Sight, appended, attend_cached, stored
+from systolic.models.decoder.cache import ScorePart, Sight, appended, attend_one, stored
 from systolic.models.layers import LayerNorm, zeros
 from systolic.models.masking import Logits
 from systolic.models.remat import rematerialise
@@ -138,7 +138,7 @@ class WhisperModule(nnx.Module):
             block = nnx.merge(graph, state)
             query, own_key, own_value = block.own(x)
             part = ScorePart(query, own_key, key)
-            x = block.after(x, attend_cached([part], own_value, value, sight))
+            x = block.after(x, attend_one([part], own_value, value, sight))
             heard = attend_all(block.asked(x), cross_key, cross_value)
             return block.ended(x + block.cross.merge(heard)), (own_key[:, 0], own_value[:, 0])
 

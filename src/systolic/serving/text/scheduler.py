@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 
 from systolic.serving.text.pages import START, PagePool
 
+PENDING = -1
+"""A token that a step in flight chooses."""
+
 
 @dataclass(kw_only=True, eq=False)
 class Text:
@@ -20,7 +23,7 @@ class Text:
     number: int
     """In order of arrival."""
     tokens: list[int]
-    """Prompt and what was generated."""
+    """Prompt and what was generated; :data:`PENDING` where the device has not told it yet."""
     prompt: int
     """Tokens of the prompt."""
     most: int
@@ -36,6 +39,28 @@ class Text:
     """Tokens that were found in the cache when it was first admitted."""
     preempted: int = 0
     """Times that it lost its pages."""
+    shares: bool = True
+    """Whether it begins with pages of others; not where the logits of its whole prompt are wanted."""
+    slot: int = -1
+    """Where its last token lies on the device, while it runs."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether its last token is not known yet."""
+        return self.tokens[-1] == PENDING
+
+    @property
+    def known(self) -> int:
+        """Tokens before the first that is not known yet."""
+        count = len(self.tokens)
+        while self.tokens[count - 1] == PENDING:
+            count -= 1
+        return count
+
+    @property
+    def full(self) -> bool:
+        """Whether it has all the tokens that it may have."""
+        return len(self.tokens) >= self.most
 
     @property
     def left(self) -> int:
@@ -80,6 +105,10 @@ class Scheduler:
     """By age: those that lost their pages come before those that never ran."""
     running: list[Text] = field(default_factory=list)
     """By age."""
+    _slots: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._slots = list(range(self.limits.rows - 1, -1, -1))
 
     def fits(self, most: int) -> bool:
         """Whether a text of so many tokens can ever run."""
@@ -93,7 +122,7 @@ class Scheduler:
         """The next step's work; empty where nothing can run."""
         preempted = self._grow()
         self._admit(blocked=bool(preempted))
-        decode = [text for text in self.running if text.left == 1]
+        decode = [text for text in self.running if text.left == 1 and not text.full]
         prefill = []
         for text in self.running:
             if text.left > 1 and len(prefill) < self.limits.prefills:
@@ -102,11 +131,11 @@ class Scheduler:
                     prefill.append((text, count))
         return Work(decode=decode, prefill=prefill, preempted=preempted)
 
-    def advanced(self, text: Text, count: int) -> None:
-        """Records that so many of a text's tokens were read; its full pages can then be shared."""
-        text.read += count
+    def publish(self, text: Text) -> None:
+        """Names a text's pages that are full of known tokens, so that others can begin with them."""
         size = self.pool.page_size
-        while (text.published + 1) * size <= text.read:
+        known = min(text.read, text.known)
+        while text.pages and (text.published + 1) * size <= known:
             start = text.published * size
             page, tokens = text.pages[text.published], text.tokens[start : start + size]
             text.key = self.pool.publish(page, text.key, tokens)
@@ -116,6 +145,7 @@ class Scheduler:
         """Ends a text, waiting or running, and gives its pages back at once."""
         if text in self.running:
             self.running.remove(text)
+            self._slots.append(text.slot)
         elif text in self.waiting:
             self.waiting.remove(text)
         self._empty(text)
@@ -138,7 +168,7 @@ class Scheduler:
         """Room for one more token of each text that generates, oldest first; the youngest make room."""
         lost: list[Text] = []
         for text in list(self.running):
-            if text in lost:
+            if text in lost or text.full:
                 continue
             need = 1 if text.left == 1 else min(text.left, self.limits.chunk)
             oldest = text is self.running[0]
@@ -155,6 +185,8 @@ class Scheduler:
     def _preempt(self, text: Text) -> None:
         self.running.remove(text)
         self._empty(text)
+        self._slots.append(text.slot)
+        text.slot = -1
         text.preempted += 1
         self.waiting.appendleft(text)
 
@@ -166,7 +198,10 @@ class Scheduler:
         """Starts waiting texts while there are rows, and pages for their first chunk."""
         while self.waiting and len(self.running) < self.limits.rows and not blocked:
             text = self.waiting[0]
-            text.pages, text.key = self.pool.find(text.tokens) if self.pool.reuse else ([], START)
+            if text.pending:
+                return  # Its last token is known after the step in flight.
+            shared = self.pool.reuse and text.shares
+            text.pages, text.key = self.pool.find(text.tokens) if shared else ([], START)
             text.published = len(text.pages)
             text.read = text.published * self.pool.page_size
             if not self._reserve(text, min(text.left, self.limits.chunk)):
@@ -175,5 +210,6 @@ class Scheduler:
             if not text.preempted:
                 text.reused = text.read
             self.waiting.popleft()
+            text.slot = self._slots.pop()
             self.running.append(text)
             self.running.sort(key=lambda one: one.number)

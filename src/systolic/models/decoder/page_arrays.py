@@ -1,0 +1,182 @@
+"""Arrays of a key-value cache in pages, of one layer: how they lie, are written and are read.
+
+``table`` int32[rows, pages of a row] says where each row's positions lie: the first page has positions
+0 to ``page_size - 1``, and so on. Rows are either one token each (decode) or a chunk of a prompt that
+starts at the first position of a page.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from systolic.job import Target
+from systolic.models.masking import Logits, soft_cap
+
+HIDDEN = -1e30
+"""Logit of a position that is not seen; finite, so that rows of padding have no NaN."""
+
+
+class LayerPages(NamedTuple):
+    """Keys and values of a layer."""
+
+    key: jax.Array
+    """[kv_heads, pages, page_size, head_dim], or with the last two turned round: see :attr:`PageArrays.turned`.
+    With latent attention the rotated key of all heads."""
+    value: jax.Array
+    """[kv_heads, pages, page_size, head_dim]; with latent attention the latents."""
+
+
+class Rows(NamedTuple):
+    """Rows of a step that have as many tokens each."""
+
+    table: jax.Array
+    """int32[rows, pages of a row]."""
+    positions: jax.Array
+    """int32[rows, n]: consecutive; those of a chunk begin with a page."""
+
+
+class PageArrays:
+    """How pages lie on a platform.
+
+    Args:
+        target: The platform; its mesh splits the heads.
+        kv_heads: Heads of keys and values.
+        sizes: Elements of a key and of a value of one head.
+        page_size: Positions of a page.
+    """
+
+    def __init__(
+        self, target: Target, kv_heads: int, sizes: tuple[int, int], page_size: int
+    ) -> None:
+        self.target, self.kv_heads, self.sizes, self.page_size = target, kv_heads, sizes, page_size
+
+    @property
+    def turned(self) -> bool:
+        """Whether keys lie as [head_dim, page_size]: XLA's CPU matmuls read the contracted dim of their right operand as rows, and copy it otherwise."""
+        return self.target.platform == "cpu"
+
+    def shapes(self, pages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of the two arrays of a layer."""
+        key, value = self.sizes
+        inner = (key, self.page_size) if self.turned else (self.page_size, key)
+        return (self.kv_heads, pages, *inner), (self.kv_heads, pages, self.page_size, value)
+
+    def axes(self) -> tuple[str | None, ...]:
+        """Logical names of the dims of both."""
+        return ("kv_heads", None, None, None)
+
+    def empty(self, pages: int, dtype: jnp.dtype) -> LayerPages:
+        """Pages of zeros."""
+        key, value = self.shapes(pages)
+        return LayerPages(jnp.zeros(key, dtype), jnp.zeros(value, dtype))
+
+    def write(self, pages: LayerPages, rows: Rows, new: tuple[jax.Array, jax.Array]) -> LayerPages:
+        """Pages with the keys and values of new tokens, [rows, n, kv_heads, size] each."""
+        write = self._write_one if rows.positions.shape[1] == 1 else self._write_chunk
+        key, value = (each.astype(pages.key.dtype) for each in new)
+        return LayerPages(
+            self._split(write(pages.key, rows, key, self.turned)),
+            self._split(write(pages.value, rows, value, False)),
+        )
+
+    def _split(self, part: jax.Array) -> jax.Array:
+        return self.target.constrain(part, *self.axes())
+
+    def _write_one(self, part: jax.Array, rows: Rows, new: jax.Array, turned: bool) -> jax.Array:
+        place, offset = jnp.divmod(rows.positions[:, 0], self.page_size)
+        page = _at(rows.table, place[:, None])[:, 0]
+        if turned:
+            return part.at[:, page, :, offset].set(new[:, 0])
+        return part.at[:, page, offset].set(new[:, 0].swapaxes(0, 1))
+
+    def _write_chunk(self, part: jax.Array, rows: Rows, new: jax.Array, turned: bool) -> jax.Array:
+        count, length, heads, width = new.shape
+        size, pages = self.page_size, -(-length // self.page_size)
+        new = jnp.pad(new, ((0, 0), (0, pages * size - length), (0, 0), (0, 0)))
+        new = new.reshape(count * pages, size, heads, width)
+        new = new.transpose(2, 0, 3, 1) if turned else new.transpose(2, 0, 1, 3)
+        place = rows.positions[:, :1] // size + jnp.arange(pages)
+        return part.at[:, _at(rows.table, place).reshape(-1)].set(new)
+
+    def read(
+        self,
+        queries: Sequence[jax.Array],
+        pages: LayerPages,
+        rows: Rows,
+        window: int,
+        logits: Logits,
+    ) -> jax.Array:
+        """Attention over pages that hold the tokens themselves: [rows, n, heads, size of a value].
+
+        Args:
+            queries: Of keys and, with latents, of values, [rows, n, heads, size] each.
+            pages: Of the layer.
+            rows: Where the tokens are.
+            window: Number of latest positions that are visible; 0 for all.
+            logits: Scale, soft cap and sinks.
+        """
+        count, length, heads, _ = queries[0].shape
+        dtype, group = queries[0].dtype, heads // self.kv_heads
+        key, value = jax.lax.optimization_barrier(
+            (pages.key[:, rows.table], pages.value[:, rows.table])
+        )
+        value = value.reshape(self.kv_heads, count, -1, value.shape[-1]).astype(dtype)
+
+        def by_head(query: jax.Array) -> jax.Array:
+            """[kv_heads, rows, group x n, size]."""
+            split = query.reshape(count, length, self.kv_heads, group, -1)
+            return split.transpose(2, 0, 3, 1, 4).reshape(self.kv_heads, count, group * length, -1)
+
+        asked = [by_head(query) for query in queries]
+        total = self._products(asked[0], key.astype(dtype))
+        if len(asked) == 2:
+            total = total + jnp.einsum(
+                "krme,krse->krms", asked[1], value, preferred_element_type=jnp.float32
+            )
+        assert logits.scale is not None
+        total = soft_cap(total * logits.scale, logits.cap)
+        places, own = jnp.arange(value.shape[2]), rows.positions[:, :, None]
+        seen = places <= own
+        if window:
+            seen &= own - places < window
+        total = jnp.where(jnp.tile(seen, (1, group, 1)), total, HIDDEN)
+        shares = _softmax(total, _sinks(logits, self.kv_heads, length)).astype(dtype)
+        found = jnp.einsum("krms,krse->krme", shares, value)
+        found = found.reshape(self.kv_heads, count, group, length, -1).transpose(1, 3, 0, 2, 4)
+        return found.reshape(count, length, heads, -1)
+
+    def _products(self, query: jax.Array, key: jax.Array) -> jax.Array:
+        """f32[kv_heads, rows, queries, positions] of keys [kv_heads, rows, pages of a row, ...]."""
+        heads, count, many, size = query.shape
+        if not self.turned:
+            key = key.reshape(heads, count, -1, size)
+            return jnp.einsum("krme,krse->krms", query, key, preferred_element_type=jnp.float32)
+        # One product a page: side by side, the pages would have to be turned again.
+        wide = jnp.broadcast_to(query[:, :, None], (heads, count, key.shape[2], many, size))
+        made = jnp.einsum("krwme,krwes->krwms", wide, key, preferred_element_type=jnp.float32)
+        return made.swapaxes(2, 3).reshape(heads, count, many, -1)
+
+
+def _at(table: jax.Array, place: jax.Array) -> jax.Array:
+    """Pages of places int32[rows, n]; a place beyond the table is padding's, whose page nobody reads."""
+    found = jnp.take_along_axis(table, jnp.minimum(place, table.shape[1] - 1), axis=1)
+    return jnp.where(place < table.shape[1], found, 0)
+
+
+def _sinks(logits: Logits, kv_heads: int, length: int) -> jax.Array | None:
+    """f32[kv_heads, 1, group x n, 1]; None without sinks."""
+    if logits.sinks is None:
+        return None
+    sinks = logits.sinks.astype(jnp.float32).reshape(kv_heads, 1, -1, 1)
+    return jnp.repeat(sinks, length, axis=2)
+
+
+def _softmax(logits: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    if sinks is not None:
+        largest = jnp.maximum(largest, sinks)
+    powers = jnp.exp(logits - largest)
+    total = jnp.sum(powers, axis=-1, keepdims=True)
+    return powers / (total if sinks is None else total + jnp.exp(sinks - largest))

@@ -1,0 +1,168 @@
+"""One request in an engine: its tokens, its text so far, and when it ends."""
+
+import random
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from systolic.data.text.stops import Stops
+from systolic.serving.text.request import Finish, Piece, TextRequest, Token, Usage
+from systolic.serving.text.scheduler import PENDING, Text
+from systolic.serving.text.stream import Stream
+
+if TYPE_CHECKING:
+    from systolic.data.text.tokenizer import TextStream, Tokenizer
+
+
+class Made(NamedTuple):
+    """A token that a step chose, or those of a prompt that it scored."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    prompt: tuple[Token, ...] = ()
+    """Tokens of the prompt after the first that were scored."""
+    chosen: bool = True
+    """Whether a token was chosen; a part of a prompt that is not the last has scores alone."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Answer:
+    """A request and what was made of it."""
+
+    number: int
+    request: TextRequest
+    stream: Stream
+    tokenizer: "Tokenizer"
+    ends: Collection[int]
+    """Ids that end it."""
+    context: int
+    text: Text = field(init=False)
+    seed: int = field(init=False)
+    submitted: float = field(init=False)
+    """Monotonic seconds."""
+    made: int = 0
+    """New tokens."""
+    ended: bool = False
+    begun: float | None = None
+    """When its first token was read."""
+    first: float | None = None
+    """When its first new token was known."""
+    _decoder: "TextStream" = field(init=False)
+    _stops: Stops = field(init=False)
+    _tokens: list[Token] = field(init=False, default_factory=list)
+    _prompt: list[Token] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        request = self.request
+        tokens = list(map(int, request.tokens))
+        most = min(len(tokens) + request.max_tokens, self.context)
+        self.text = Text(
+            number=self.number,
+            tokens=tokens,
+            prompt=len(tokens),
+            most=most,
+            shares=not request.prompt_logprobs,
+        )
+        given = request.choice.seed
+        self.seed = random.getrandbits(32) if given is None else given & 0xFFFFFFFF
+        self.submitted = time.monotonic()
+        self._decoder, self._stops = self.tokenizer.stream(), Stops(tuple(request.stop))
+        if request.prompt_logprobs:
+            self._prompt.append(Token(id=tokens[0]))
+
+    @property
+    def deadline(self) -> float | None:
+        """Monotonic seconds at which it ends."""
+        given = self.request.deadline_seconds
+        return None if given is None else self.submitted + given
+
+    @property
+    def queue_seconds(self) -> float:
+        """Until its first token was read."""
+        return (self.begun or time.monotonic()) - self.submitted
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """Until its first new token was known."""
+        return None if self.first is None else self.first - self.submitted
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether a choice needs all tokens before it, the last one included."""
+        c = self.request.choice
+        penalties = (c.presence_penalty, c.frequency_penalty, c.repetition_penalty)
+        return penalties != (0.0, 0.0, 1.0)
+
+    @property
+    def by_all(self) -> bool:
+        """Whether its choice needs more than a temperature."""
+        c = self.request.choice
+        plain = (c.top_k, c.top_p, c.min_p) == (0, 1.0, 0.0) and not c.logit_bias
+        return not plain or self.looks_back or bool(self.request.logprobs)
+
+    def push(self, made: Made) -> Finish | None:
+        """Takes a token, or scores of the prompt; why the text ends with it, if it does."""
+        self._prompt += made.prompt
+        if not made.chosen:
+            return None
+        tokens = self.text.tokens
+        tokens[tokens.index(PENDING, self.text.prompt)] = made.token
+        if self.first is None:
+            self.first = time.monotonic()
+        self.made += 1
+        wanted = self.request.logprobs
+        if wanted is None:
+            self._tokens.append(Token(id=made.token))
+        else:
+            top = made.top[:wanted]
+            self._tokens.append(Token(id=made.token, logprob=made.logprob, top=top))
+        if made.token in self.ends or made.token in self.request.stop_tokens:
+            return Finish.stop
+        text = self._stops.push(self._decoder.push(made.token))
+        if self._stops.met:
+            self._put(text)
+            return Finish.stop
+        if self.text.prompt + self.made >= self.text.most:
+            self._put(text)
+            return Finish.length
+        if text:
+            self._put(text)
+        return None
+
+    def end(self, finish: Finish, message: str = "") -> None:
+        """Ends the text; what was held back belongs to it unless a stop string was met."""
+        self.ended = True
+        rest = ""
+        if not self._stops.met:
+            rest = self._stops.push(self._decoder.flush())
+            if not self._stops.met:
+                rest += self._stops.flush()
+        usage = Usage(
+            prompt_tokens=self.text.prompt,
+            completion_tokens=self.made,
+            cached_tokens=self.text.reused,
+        )
+        self._put(rest, finish=finish, usage=usage, message=message)
+
+    def _put(
+        self,
+        text: str,
+        *,
+        finish: Finish | None = None,
+        usage: Usage | None = None,
+        message: str = "",
+    ) -> None:
+        tokens, self._tokens = tuple(self._tokens), []
+        prompt, self._prompt = tuple(self._prompt), []
+        self.stream.put(
+            Piece(
+                text=text,
+                tokens=tokens,
+                prompt=prompt,
+                finish=finish,
+                usage=usage,
+                message=message,
+            )
+        )

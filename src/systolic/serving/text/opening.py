@@ -1,0 +1,124 @@
+"""An engine for a model's weights on this machine: sizes, memory, programs, pages."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from systolic.core.errors import OptionError
+from systolic.data.text.text_data import TextData
+from systolic.serving.text.buckets import Buckets, Traffic
+from systolic.serving.text.engine import Bounds, Engine
+from systolic.serving.text.facts import Watcher
+from systolic.serving.text.pages import PagePool
+from systolic.serving.text.programs import Programs
+from systolic.serving.text.runner import Runner
+from systolic.serving.text.scheduler import Limits, Scheduler
+from systolic.steps.paged import PagedSteps
+from systolic.steps.steps import StepFunctions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of an engine."""
+
+    rows: int = 16
+    """Texts that run at once."""
+    context: int = 0
+    """Tokens of a text; 0 takes the model's own, at most :data:`CONTEXT`."""
+    chunk: int = 256
+    """Most prompt tokens of a step."""
+    page_size: int = 64
+    """Positions of a page."""
+    pages: int = 0
+    """Of the cache; 0 holds all texts at their longest."""
+    traffic: Traffic | None = None
+    """What the programs' sizes are chosen for; None assumes."""
+    queued: int = 1024
+    """Requests that may wait."""
+    mixed: bool | None = None
+    """Whether one program both generates and reads prompts; None: not on a CPU, where it saves nothing."""
+    programs: tuple[int, int, int] = (5, 3, 3)
+    """Most sizes of programs by texts that generate, by prompt tokens and by pages of a text."""
+
+
+CONTEXT = 4096
+"""Tokens of a text where none are asked for and the model takes more."""
+
+
+def open_engine(
+    steps: StepFunctions,
+    params: Any,
+    model_state: Any,
+    sizes: Sizes = Sizes(),
+    watcher: Watcher | None = None,
+    told: Callable[[str], None] = lambda _: None,
+) -> Engine:
+    """An engine whose programs are compiled; :meth:`Engine.start` starts it.
+
+    Args:
+        steps: Programs of a text job on this machine's devices.
+        params: Weights.
+        model_state: Other variables.
+        sizes: How many texts, how long.
+        watcher: Told about steps and requests.
+        told: Called with the name of each program that was compiled.
+
+    Raises:
+        OptionError: the sizes do not fit each other, or the job is not about text.
+    """
+    data = steps.job.data
+    if not isinstance(data, TextData):
+        raise OptionError(f"{steps.job.name} has no text; serve it as another kind of model")
+    context = context_of(steps, data, sizes)
+    if sizes.chunk % sizes.page_size:
+        raise OptionError(
+            f"chunk is {sizes.chunk}; give a multiple of the page size {sizes.page_size}"
+        )
+    paged = PagedSteps(steps, sizes.page_size)
+    buckets = Buckets.of(
+        sizes.traffic or Traffic.assumed(context),
+        rows=sizes.rows,
+        chunk=min(sizes.chunk, -(-context // sizes.page_size) * sizes.page_size),
+        context=context,
+        page_size=sizes.page_size,
+        mixed=sizes.mixed if sizes.mixed is not None else steps.target.platform != "cpu",
+        counts=sizes.programs,
+    )
+    longest = math.ceil(context / sizes.page_size)
+    pages = sizes.pages or sizes.rows * longest + 1
+    if pages <= longest:
+        raise OptionError(
+            f"pages is {pages}; a text of {context} tokens needs {longest} and padding 1"
+        )
+    programs = Programs(paged=paged, pages=pages, slots=sizes.rows, shapes=buckets.shapes)
+    programs.compile(told)
+    weights = jax.jit(paged.weights, out_shardings=paged.shardings)(params, model_state)
+    where = jax.tree.map(lambda a: a.sharding, paged.placed_pages(pages))
+    empty = jax.jit(lambda: paged.empty_pages(pages), out_shardings=where)()
+    pool = PagePool(num_pages=pages, page_size=sizes.page_size)
+    limits = Limits(rows=sizes.rows, chunk=buckets.lengths[-1], prefills=1)
+    return Engine(
+        Runner(programs, buckets, weights, empty),
+        Scheduler(pool=pool, limits=limits),
+        data.get_tokenizer(),
+        data.ends,
+        Bounds(context=context, queued=sizes.queued),
+        watcher,
+    )
+
+
+def context_of(steps: StepFunctions, data: TextData, sizes: Sizes) -> int:
+    """Tokens of a text.
+
+    Raises:
+        OptionError: more are asked for than the model has positions for.
+    """
+    most = steps.job.model.learned_positions  # ty: ignore[missing-attribute]
+    if sizes.context:
+        if most and sizes.context > most:
+            raise OptionError(f"context is {sizes.context} and the model has {most} positions")
+        return sizes.context
+    return min(data.context, most or data.context, CONTEXT)

@@ -1,0 +1,177 @@
+"""The compiled programs of an engine: all of them before the first request, none after."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from systolic.steps.choice import Cuts, Draw, choose, choose_by_all
+from systolic.steps.paged import Asked, PagedSteps, Shape, Weights
+
+BIASES = 300
+"""Tokens of a request that can have a bias, as in OpenAI's API."""
+
+
+@dataclass(kw_only=True)
+class Programs:
+    """Compiled programs by their sizes."""
+
+    paged: PagedSteps
+    pages: int
+    """Of the cache."""
+    slots: int
+    """Texts that run at once."""
+    shapes: Sequence[Shape]
+    read: dict[Shape, Any] = field(default_factory=dict)
+    """(weights, pages, latest, asked) -> (logits, pages)."""
+    score: dict[Shape, Any] = field(default_factory=dict)
+    """(weights, pages, latest, asked, following) -> (logits, log-probabilities of the tokens that follow, pages)."""
+    choose: dict[int, Any] = field(default_factory=dict)
+    """By texts of a step: (logits, latest, draw) -> (chosen, latest)."""
+    choose_by_all: dict[int, Any] = field(default_factory=dict)
+    """By texts of a step: (logits, latest, draw, cuts) -> (chosen, latest)."""
+    seconds: float = 0.0
+    """Of compiling or loading them."""
+
+    @property
+    def positions(self) -> int:
+        """Tokens of a text that the choice by all settings can look back on."""
+        return max(shape.pages for shape in self.shapes) * self.paged.page_size
+
+    @property
+    def scored(self) -> Shape:
+        """The program that also says the log-probabilities of a prompt."""
+        long = max(shape.length for shape in self.shapes)
+        return Shape(0, 1, long, max(shape.pages for shape in self.shapes))
+
+    def compile(self, told: Callable[[str], None] = lambda _: None, workers: int = 2) -> None:
+        """Compiles all programs, some at once.
+
+        Args:
+            told: Called with the name of each that is done.
+            workers: Programs that are compiled at the same time.
+        """
+        begin = perf_counter()
+        texts = sorted({shape.texts for shape in self.shapes})
+        jobs: list[tuple[str, dict[Any, Any], Any, Callable[[], Any]]] = []
+        for shape in self.shapes:
+            jobs.append((str(shape), self.read, shape, lambda s=shape: self._read(s)))
+        for count in texts:
+            name = f"choice of {count}"
+            jobs.append((name, self.choose, count, lambda n=count: self._choose(n)))
+            jobs.append(
+                (
+                    f"{name} by all settings",
+                    self.choose_by_all,
+                    count,
+                    lambda n=count: self._choose_by_all(n),
+                )
+            )
+        shape = self.scored
+        jobs.append((f"score {shape}", self.score, shape, lambda: self._score(shape)))
+
+        def run(job: tuple[str, dict[Any, Any], Any, Callable[[], Any]]) -> None:
+            name, where, key, lower = job
+            where[key] = lower().compile()
+            told(name)
+
+        with ThreadPoolExecutor(workers) as pool:
+            for _ in pool.map(run, jobs):
+                pass
+        self.seconds = perf_counter() - begin
+
+    def temporary_bytes(self, shape: Shape) -> int:
+        """Bytes a device that a program needs beside weights and pages."""
+        found = self.read[shape].memory_analysis()
+        return int(
+            found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+        )
+
+    def _arguments(self, shape: Shape) -> tuple[Any, ...]:
+        def ints(*size: int) -> Any:
+            return jax.ShapeDtypeStruct(size, jnp.int32, sharding=self.everywhere)
+
+        paged = self.paged
+        asked = Asked(
+            tokens=ints(shape.tokens),
+            slots=ints(shape.rows),
+            recent=ints(shape.tokens, paged.history),
+            start=ints(shape.texts),
+            count=ints(shape.texts),
+            table=ints(shape.texts, shape.pages),
+        )
+        return self._weights, self._pages, ints(self.slots + 1), asked
+
+    @property
+    def everywhere(self) -> Any:
+        """Sharding of what all devices hold whole."""
+        target = self.paged.steps.target
+        return target.sharding(target.spec())
+
+    @property
+    def _weights(self) -> Weights:
+        return self.paged.placed_weights
+
+    @property
+    def _pages(self) -> Any:
+        return self.paged.placed_pages(self.pages)
+
+    def _read(self, shape: Shape) -> Any:
+        chunk = (shape.chunks, shape.length)
+
+        def read(weights: Any, pages: Any, latest: Any, asked: Asked) -> Any:
+            return self.paged.read(weights, pages, latest, asked, chunk)
+
+        return self._lower(read, self._arguments(shape), donate=1)
+
+    def _score(self, shape: Shape) -> Any:
+        chunk = (shape.chunks, shape.length)
+
+        def score(weights: Any, pages: Any, latest: Any, asked: Asked, following: Any) -> Any:
+            return self.paged.score(weights, pages, latest, asked, chunk, following)
+
+        following = jax.ShapeDtypeStruct((shape.tokens,), jnp.int32, sharding=self.everywhere)
+        return self._lower(score, (*self._arguments(shape), following), donate=1)
+
+    def _choose(self, texts: int) -> Any:
+        return self._lower(choose, self._choice(texts), donate=1)
+
+    def _choose_by_all(self, texts: int) -> Any:
+        def some(dtype: Any, *inner: int) -> Any:
+            return jax.ShapeDtypeStruct((texts, *inner), dtype, sharding=self.everywhere)
+
+        whole, real = jnp.int32, jnp.float32
+        cuts = Cuts(
+            some(whole),
+            *[some(real) for _ in range(5)],
+            some(whole, self.positions),
+            some(whole),
+            some(whole, BIASES),
+            some(real, BIASES),
+        )
+        return self._lower(choose_by_all, (*self._choice(texts), cuts), donate=1)
+
+    def _choice(self, texts: int) -> tuple[Any, ...]:
+        def some(dtype: Any, *size: int) -> Any:
+            return jax.ShapeDtypeStruct(size, dtype, sharding=self.everywhere)
+
+        vocab = self.paged.vocab
+        draw = Draw(
+            some(jnp.int32, texts),
+            some(jnp.float32, texts),
+            some(jnp.uint32, texts),
+            some(jnp.int32, texts),
+        )
+        return some(jnp.float32, texts, vocab), some(jnp.int32, self.slots + 1), draw
+
+    def _lower(self, function: Callable[..., Any], arguments: tuple[Any, ...], donate: int) -> Any:
+        jitted = jax.jit(
+            function,
+            donate_argnums=donate,
+            compiler_options=self.paged.steps.target.compiler_options,
+        )
+        return jitted.lower(*arguments)

@@ -1,0 +1,197 @@
+"""Choice of next tokens, each row by its own settings and its own random numbers.
+
+A row's token depends on its logits, settings, seed and number alone, never on its neighbours.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+TOP = 20
+"""Likeliest tokens whose log-probabilities can be asked for, the most that OpenAI's API allows."""
+BLOCK = 256
+"""Tokens whose probabilities are summed first when one is drawn."""
+
+
+class Draw(NamedTuple):
+    """What every choice needs."""
+
+    slots: jax.Array
+    """int32[rows]: where the token is kept on the device."""
+    temperature: jax.Array
+    """f32[rows]; 0 takes the likeliest."""
+    seed: jax.Array
+    """uint32[rows]."""
+    number: jax.Array
+    """int32[rows]: which token of the text it is."""
+
+
+class Cuts(NamedTuple):
+    """What a choice by all settings needs beside :class:`Draw`."""
+
+    top_k: jax.Array
+    """int32[rows]; 0 for all."""
+    top_p: jax.Array
+    """f32[rows]; 1 for all."""
+    min_p: jax.Array
+    """f32[rows]; 0 for all."""
+    presence: jax.Array
+    """f32[rows]; 0 for none."""
+    frequency: jax.Array
+    """f32[rows]; 0 for none."""
+    repetition: jax.Array
+    """f32[rows]; 1 for none."""
+    text: jax.Array
+    """int32[rows, positions]: the tokens so far, -1 beyond."""
+    prompt: jax.Array
+    """int32[rows]: how many of them are the prompt."""
+    biased: jax.Array
+    """int32[rows, several]: tokens with a bias, -1 for none."""
+    bias: jax.Array
+    """f32[rows, several]."""
+
+
+class Chosen(NamedTuple):
+    """Tokens, with natural logarithms of their probabilities at temperature 1 and without cuts."""
+
+    tokens: jax.Array
+    """int32[rows]."""
+    logprob: jax.Array
+    """f32[rows]."""
+    top: jax.Array
+    """int32[rows, TOP], likeliest first; [rows, 0] from :func:`choose`."""
+    top_logprob: jax.Array
+    """f32[rows, TOP]."""
+
+
+def choose(logits: jax.Array, latest: jax.Array, draw: Draw) -> tuple[Chosen, jax.Array]:
+    """Tokens by temperature alone, and ``latest`` with them.
+
+    Args:
+        logits: f32[rows, vocab].
+        latest: int32[slots]: the last token of each slot.
+        draw: How.
+    """
+    tokens = _drawn(logits, draw)
+    none = jnp.zeros((logits.shape[0], 0))
+    chosen = Chosen(tokens, _logprob(logits, tokens), none.astype(jnp.int32), none)
+    return chosen, latest.at[draw.slots].set(tokens)
+
+
+def choose_by_all(
+    logits: jax.Array, latest: jax.Array, draw: Draw, cuts: Cuts
+) -> tuple[Chosen, jax.Array]:
+    """:func:`choose` by all settings, with the likeliest tokens."""
+    changed = _cut(_penalised(logits, cuts), draw, cuts)
+    tokens = _drawn(changed, draw)
+    values, top = jax.lax.top_k(logits, min(TOP, logits.shape[-1]))
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = Chosen(tokens, _logprob(logits, tokens), top.astype(jnp.int32), values - total)
+    return chosen, latest.at[draw.slots].set(tokens)
+
+
+def score(logits: jax.Array, tokens: jax.Array) -> Chosen:
+    """Log-probabilities of given tokens int32[rows] under logits f32[rows, vocab], and the likeliest."""
+    values, top = jax.lax.top_k(logits, min(TOP, logits.shape[-1]))
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    return Chosen(tokens, _logprob(logits, tokens), top.astype(jnp.int32), values - total)
+
+
+def _logprob(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    own = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    return own - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _drawn(logits: jax.Array, draw: Draw) -> jax.Array:
+    """int32[rows]: the likeliest where the temperature is 0, else one drawn."""
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    warm = jnp.where(draw.temperature > 0, draw.temperature, 1.0)[:, None]
+    scaled = logits / warm
+    powers = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
+    return jnp.where(draw.temperature > 0, _inverse(powers, _uniform(draw)), greedy)
+
+
+def _uniform(draw: Draw) -> jax.Array:
+    """f32[rows] in [0, 1), by seed and number."""
+
+    def one(seed: jax.Array, number: jax.Array) -> jax.Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.key(seed), number))
+
+    return jax.vmap(one)(draw.seed, draw.number)
+
+
+def _inverse(shares: jax.Array, uniform: jax.Array) -> jax.Array:
+    """The index int32[rows] whose part of the summed shares f32[rows, vocab] (not negative) holds ``uniform`` of their total.
+
+    One random number a row, and sums in two levels: numbers for each token of the vocabulary would
+    cost more than the logits.
+    """
+    rows, vocab = shares.shape
+    blocks = jnp.pad(shares, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
+    ends = jnp.cumsum(jnp.sum(blocks, axis=-1), axis=-1)
+    goal = (uniform * ends[:, -1])[:, None]
+    # Rounding may leave the goal at the very end: then the last block with anything in it.
+    goal = jnp.minimum(goal, jnp.nextafter(ends[:, -1:], 0.0))
+    block = jnp.argmax(ends > goal, axis=-1)
+    before = jnp.where(
+        block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0)[:, None], axis=-1)[:, 0], 0
+    )
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    sums = jnp.cumsum(inside, axis=-1)
+    rest = goal - before[:, None]
+    rest = jnp.clip(rest, 0.0, jnp.nextafter(sums[:, -1:], 0.0))
+    return (block * BLOCK + jnp.argmax(sums > rest, axis=-1)).astype(jnp.int32)
+
+
+def _penalised(logits: jax.Array, cuts: Cuts) -> jax.Array:
+    """Logits with biases and penalties."""
+    rows, vocab = logits.shape
+    each = jnp.arange(rows)[:, None]
+    biased = jnp.where(cuts.biased >= 0, cuts.biased, vocab)
+    logits = logits.at[each, biased].add(cuts.bias, mode="drop")
+    place = jnp.where(cuts.text >= 0, cuts.text, vocab)
+    made = jnp.where(jnp.arange(cuts.text.shape[1]) >= cuts.prompt[:, None], place, vocab)
+    seen = jnp.zeros((rows, vocab), bool).at[each, place].set(True, mode="drop")
+    counts = jnp.zeros((rows, vocab)).at[each, made].add(1.0, mode="drop")
+    factor = cuts.repetition[:, None]
+    repeated = jnp.where(logits > 0, logits / factor, logits * factor)
+    logits = jnp.where(seen, repeated, logits)
+    return logits - counts * cuts.frequency[:, None] - (counts > 0) * cuts.presence[:, None]
+
+
+def _cut(logits: jax.Array, draw: Draw, cuts: Cuts) -> jax.Array:
+    """Logits with -inf for what top-k, then top-p, then min-p drop, all at the row's temperature."""
+    warm = jnp.where(draw.temperature > 0, draw.temperature, 1.0)[:, None]
+    scaled = logits / warm
+    keys = _ordered(scaled)
+    wanted = jnp.where(cuts.top_k > 0, cuts.top_k, logits.shape[-1]).astype(jnp.float32)
+    kept = keys >= _threshold(keys, jnp.ones_like(scaled), wanted)[:, None]
+    largest = jnp.max(scaled, axis=-1, keepdims=True)
+    shares = jnp.where(kept, jnp.exp(scaled - largest), 0.0)
+    # All of them by rounding down, where nothing is to be cut.
+    part = jnp.where(cuts.top_p < 1, cuts.top_p, 0.0) * jnp.sum(shares, axis=-1)
+    lowest = jnp.where(cuts.top_p < 1, _threshold(keys, shares, part), 0)
+    kept &= keys >= lowest[:, None]
+    kept &= scaled >= largest + jnp.log(cuts.min_p)[:, None]
+    return jnp.where(kept, logits, -jnp.inf)
+
+
+def _ordered(values: jax.Array) -> jax.Array:
+    """uint32 in the order of f32 values."""
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _threshold(keys: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
+    """The largest uint32[rows] such that keys from it on have the wanted weight f32[rows] together.
+
+    Found bit by bit: 32 sums over the vocabulary cost less than sorting it.
+    """
+
+    def bit(number: jax.Array, found: jax.Array) -> jax.Array:
+        tried = found | (jnp.uint32(1) << (31 - number).astype(jnp.uint32))
+        total = jnp.sum(jnp.where(keys >= tried[:, None], weights, 0.0), axis=-1)
+        return jnp.where(total >= wanted, tried, found)
+
+    return jax.lax.fori_loop(0, 32, bit, jnp.zeros(keys.shape[0], jnp.uint32))

@@ -1,0 +1,238 @@
+"""Serving a language model as pure functions: one step over a cache in pages, and the choice of tokens."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from systolic.core.errors import RunError
+from systolic.models.decoder.module import DecoderModule
+from systolic.models.decoder.page_arrays import LayerPages, PageArrays
+from systolic.models.decoder.paged import Layer, Reading, layers_of, page_arrays, read
+from systolic.steps.choice import Chosen, score
+from systolic.steps.network import Arrays
+from systolic.steps.steps import StepFunctions
+
+BLOCKS = ("blocks/", "dense_blocks/")
+"""Beginnings of the paths of what lies stacked by layers."""
+
+SCORED = 32
+"""Positions of a prompt whose logits are held at once."""
+
+
+class Weights(NamedTuple):
+    """Weights of serving, in the compute dtype."""
+
+    ends: Arrays
+    """Those of no layer: embedding, last norm, output matrix."""
+    layers: Sequence[Any]
+    """Those of each layer."""
+
+
+class Shape(NamedTuple):
+    """Sizes of a step's program."""
+
+    rows: int
+    """Texts that read one token."""
+    chunks: int
+    """Texts that read a part of their prompt."""
+    length: int
+    """Tokens of a part."""
+    pages: int
+    """Pages of a text."""
+
+    @property
+    def texts(self) -> int:
+        """Of both kinds."""
+        return self.rows + self.chunks
+
+    @property
+    def tokens(self) -> int:
+        """Positions, padding among them."""
+        return self.rows + self.chunks * self.length
+
+    def __str__(self) -> str:
+        parts = [f"decode {self.rows}"] if self.rows else []
+        parts += [f"prefill {self.chunks} x {self.length}"] if self.chunks else []
+        return f"{' + '.join(parts)}, {self.pages} pages"
+
+
+class Asked(NamedTuple):
+    """Arguments of a step; sizes by :class:`Shape`."""
+
+    tokens: jax.Array
+    """int32[tokens]."""
+    slots: jax.Array
+    """int32[texts of one token]: where the token of a decode row lies on the device, or -1 where ``tokens`` says it."""
+    recent: jax.Array
+    """int32[tokens, history]: see :class:`systolic.models.decoder.paged.Reading`."""
+    start: jax.Array
+    """int32[texts]."""
+    count: jax.Array
+    """int32[texts]."""
+    table: jax.Array
+    """int32[texts, pages]."""
+
+
+class PagedSteps:
+    """The programs of serving a language model.
+
+    Args:
+        steps: Of the model's job on the devices that serve it.
+        page_size: Positions of a page.
+
+    Raises:
+        RunError: the model is no decoder of this package.
+    """
+
+    def __init__(self, steps: StepFunctions, page_size: int) -> None:
+        self.steps, self.page_size = steps, page_size
+        self._layers: list[Layer] = []
+        params, model_state = jax.eval_shape(lambda: steps.network.init(jax.random.key(0)))
+        self.abstract_weights: Weights = jax.eval_shape(self.weights, params, model_state)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of weights and pages."""
+        return jnp.dtype(self.steps.target.dtype)
+
+    @property
+    def history(self) -> int:
+        """Tokens before one that its embedding needs."""
+        return max(self.steps.job.model.ngrams - 1, 0)  # ty: ignore[missing-attribute]
+
+    def weights(self, params: Arrays, model_state: Arrays) -> Weights:
+        """Weights of training as those of serving; layer by layer, since no layer is then copied out of a stack."""
+        network = self.steps.network
+        module = self._module(network.cast(params), model_state)
+        self._layers, states = layers_of(module)
+        every = {**network.cast(params), **model_state}
+        return Weights({p: a for p, a in every.items() if not p.startswith(BLOCKS)}, states)
+
+    def _module(self, params: Arrays, model_state: Arrays) -> DecoderModule:
+        module = self.steps.network.module(params, model_state, train=False)
+        if not isinstance(module, DecoderModule):
+            raise RunError(
+                f"{self.steps.job.name} is a {type(self.steps.job.model).__name__}, which does not generate text over pages; serve it as another kind of model"
+            )
+        return module
+
+    def _ends(self, weights: Weights) -> DecoderModule:
+        """The module with what belongs to no layer."""
+        network = self.steps.network
+
+        def some(names: Any) -> dict[str, Any]:
+            return {name: weights.ends.get(name) for name in names}
+
+        return self._module(some(network.params), some(network.model_state))
+
+    @property
+    def arrays(self) -> PageArrays:
+        """How the pages of a layer lie."""
+        return page_arrays(self._ends(self.abstract_weights), self.page_size)
+
+    def empty_pages(self, count: int) -> list[LayerPages]:
+        """So many pages of each layer, of zeros."""
+        return [self.arrays.empty(count, self.dtype) for _ in self._layers]
+
+    @property
+    def vocab(self) -> int:
+        """Tokens that have a logit."""
+        return self.steps.job.model.vocab  # ty: ignore[missing-attribute]
+
+    @property
+    def shardings(self) -> Weights:
+        """Of :meth:`weights`: those of training, less the dim of layers."""
+        kept = self.steps.shardings
+        module = self._module(kept.params, kept.model_state)
+        every = {**kept.params, **kept.model_state}
+        ends = {path: one for path, one in every.items() if not path.startswith(BLOCKS)}
+        return Weights(ends, layers_of(module)[1])
+
+    @property
+    def placed_weights(self) -> Weights:
+        """Abstract weights with their shardings."""
+        return jax.tree.map(_with, self.abstract_weights, self.shardings)
+
+    def placed_pages(self, count: int) -> list[LayerPages]:
+        """Abstract pages with their shardings."""
+        target, axes = self.steps.target, self.arrays.axes()
+        pages = jax.eval_shape(lambda: self.empty_pages(count))
+        return jax.tree.map(lambda a: _with(a, target.sharding(target.fit(a.shape, axes))), pages)
+
+    def page_bytes(self) -> int:
+        """Bytes of a page, of all layers and devices."""
+        pages = jax.eval_shape(lambda: self.empty_pages(1))
+        return sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(pages))
+
+    def read(
+        self,
+        weights: Weights,
+        pages: list[LayerPages],
+        latest: jax.Array,
+        asked: Asked,
+        chunk: tuple[int, int],
+    ) -> tuple[jax.Array, list[LayerPages]]:
+        """Reads tokens: logits f32[texts, vocab] after the last of each text, and the pages with the tokens in them.
+
+        Args:
+            weights: See :meth:`weights`.
+            pages: Of each layer; donated.
+            latest: int32[slots]: the last token of each slot.
+            asked: What to read.
+            chunk: Parts of prompts, and tokens of each; static.
+        """
+        hidden, pages = self._hidden(weights, pages, latest, asked, chunk)
+        rows = asked.slots.shape[0]
+        ends = rows + jnp.arange(chunk[0]) * chunk[1] + jnp.maximum(asked.count[rows:] - 1, 0)
+        last = jnp.concatenate([jnp.arange(rows), ends]).astype(jnp.int32)
+        module = self._ends(weights)
+        return module.logits(hidden[last][:, None])[:, 0].astype(jnp.float32), pages
+
+    def score(
+        self,
+        weights: Weights,
+        pages: list[LayerPages],
+        latest: jax.Array,
+        asked: Asked,
+        chunk: tuple[int, int],
+        following: jax.Array,
+    ) -> tuple[jax.Array, Chosen, list[LayerPages]]:
+        """:meth:`read` of one part of a prompt, with the log-probability of the token after each.
+
+        Args:
+            following: int32[tokens].
+        """
+        hidden, pages = self._hidden(weights, pages, latest, asked, chunk)
+        module = self._ends(weights)
+
+        def one(given: tuple[jax.Array, jax.Array]) -> Chosen:
+            return score(module.logits(given[0][:, None])[:, 0].astype(jnp.float32), given[1])
+
+        # Some at a time: the logits of a whole part would be the largest array of the program.
+        block = math.gcd(hidden.shape[0], SCORED)
+        split = (hidden.reshape(-1, block, hidden.shape[1]), following.reshape(-1, block))
+        found = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), jax.lax.map(one, split))
+        last = jnp.maximum(asked.count - 1, 0)
+        return module.logits(hidden[last][:, None])[:, 0].astype(jnp.float32), found, pages
+
+    def _hidden(
+        self,
+        weights: Weights,
+        pages: list[LayerPages],
+        latest: jax.Array,
+        asked: Asked,
+        chunk: tuple[int, int],
+    ) -> tuple[jax.Array, list[LayerPages]]:
+        rows = asked.slots.shape[0]
+        kept = jnp.where(asked.slots >= 0, latest[asked.slots], asked.tokens[:rows])
+        tokens = jnp.concatenate([kept, asked.tokens[rows:]])
+        reading = Reading(tokens, asked.recent, asked.start, asked.count, asked.table)
+        layers = list(zip(self._layers, weights.layers, strict=True))
+        return read(self._ends(weights), layers, reading, pages, chunk)
+
+
+def _with(array: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)

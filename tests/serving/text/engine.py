@@ -1,0 +1,57 @@
+"""A small real engine: random weights, programs compiled for it."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from systolic.models.decoder.config import Decoder
+from systolic.serving.text.engine import Engine
+from systolic.serving.text.opening import Sizes, open_engine
+from systolic.training.setup import set_up
+from tests.cli.tiny import job
+
+SMALL = Decoder(layers=2, d_model=32, d_ff=32, heads=2, kv_heads=1, head_dim=16, vocab=264)
+SIZES = Sizes(rows=4, context=96, chunk=24, page_size=8, programs=(2, 2, 2))
+"""A chunk that is no power of two."""
+
+
+class Small:
+    """Steps and weights that say something: random output matrices prefer one token everywhere."""
+
+    def __init__(self, model: Decoder = SMALL, seed: int = 0) -> None:
+        self.steps = set_up(job(model=model, batch=2)).steps
+        params, self.rest = jax.jit(self.steps.network.init)(jax.random.key(seed))
+        draw = jax.random.split(jax.random.key(seed + 1), len(params))
+        self.params = {
+            path: array + 0.3 * jax.random.normal(key, array.shape, jnp.float32)
+            for key, (path, array) in zip(draw, params.items(), strict=True)
+        }
+
+        @jax.jit
+        def whole(row: jax.Array) -> jax.Array:
+            module = self.steps.network.module(self.params, self.rest, train=False)
+            positions = jnp.arange(row.shape[1])[None]
+            return jax.nn.log_softmax(module(row, jnp.ones_like(row), positions)[0])
+
+        self.whole = whole
+        """Log-probabilities f32[positions, vocab] after each token of a row int32[1, positions]."""
+
+    def engine(self, sizes: Sizes = SIZES, **changed) -> Engine:
+        watcher = changed.pop("watcher", None)
+        engine = open_engine(self.steps, self.params, self.rest, replace(sizes, **changed), watcher)
+        engine.start()
+        return engine
+
+    def greedy(self, tokens: list[int], count: int, change=None) -> tuple[list[int], list[float]]:
+        """The likeliest ``count`` tokens after some, each by reading the whole text anew, and their log-probabilities."""
+        text, scores = list(tokens), []
+        for _ in range(count):
+            row = jnp.asarray([[*text, *[0] * (SIZES.context - len(text))]], jnp.int32)
+            found = np.array(self.whole(row)[len(text) - 1])
+            if change is not None:
+                change(found, text)
+            text.append(int(found.argmax()))
+            scores.append(float(found.max()))
+        return text[len(tokens) :], scores

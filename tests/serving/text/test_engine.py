@@ -1,0 +1,211 @@
+"""An engine's answers are those that each text would have alone, read whole."""
+
+import random
+import threading
+
+import jax.numpy as jnp
+import pytest
+
+from systolic.serving.text.request import Finish, RefusedError, TextRequest, TokenChoice
+from tests.serving.text.engine import Small
+
+GREEDY = TokenChoice(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return Small()
+
+
+@pytest.fixture(scope="module")
+def engine(small):
+    engine = small.engine()
+    yield engine
+    engine.stop()
+
+
+def ids(pieces) -> list[int]:
+    return [token.id for piece in pieces for token in piece.tokens]
+
+
+def ask(engine, tokens, most, choice=GREEDY, **more) -> list:
+    request = TextRequest(tokens=tokens, max_tokens=most, choice=choice, ignore_ends=True, **more)
+    return list(engine.submit(request))
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 23, 24, 25, 60])
+def test_a_text_has_the_tokens_of_reading_it_whole(small, engine, length):
+    draw = random.Random(length)
+    prompt = [draw.randrange(256) for _ in range(length)]
+    wanted, scores = small.greedy(prompt, 12)
+    pieces = ask(engine, prompt, 12, logprobs=0)
+    assert ids(pieces) == wanted
+    found = [token.logprob for piece in pieces for token in piece.tokens]
+    assert found == pytest.approx(scores, abs=1e-4)
+    assert pieces[-1].finish is Finish.length
+    assert pieces[-1].usage.prompt_tokens == length
+    assert pieces[-1].usage.completion_tokens == 12
+
+
+def test_many_at_once_have_the_tokens_of_each_alone(small, engine):
+    draw = random.Random(0)
+    begin = [draw.randrange(256) for _ in range(20)]
+    prompts = [
+        begin[: draw.randrange(21)] + [draw.randrange(256) for _ in range(draw.randrange(1, 40))]
+        for _ in range(24)
+    ]
+    counts = [draw.randrange(1, 20) for _ in prompts]
+    streams = [
+        engine.submit(TextRequest(tokens=prompt, max_tokens=count, choice=GREEDY, ignore_ends=True))
+        for prompt, count in zip(prompts, counts, strict=True)
+    ]
+    for prompt, count, stream in zip(prompts, counts, streams, strict=True):
+        assert ids(stream) == small.greedy(prompt, count)[0]
+
+
+def test_a_prompt_seen_before_is_not_read_again(small, engine):
+    prompt = list(range(100, 150))
+    first, again = ask(engine, prompt, 5), ask(engine, prompt, 5)
+    assert ids(first) == ids(again) == small.greedy(prompt, 5)[0]
+    # 49 of 50 tokens can be found, in whole pages of 8.
+    assert again[-1].usage.cached_tokens == 48
+
+
+def test_too_few_pages_make_texts_wait_or_read_again(small):
+    engine = small.engine(pages=14)
+    try:
+        draw = random.Random(1)
+        prompts = [[draw.randrange(256) for _ in range(30)] for _ in range(6)]
+        streams = [
+            engine.submit(
+                TextRequest(tokens=prompt, max_tokens=50, choice=GREEDY, ignore_ends=True)
+            )
+            for prompt in prompts
+        ]
+        for prompt, stream in zip(prompts, streams, strict=True):
+            assert ids(stream) == small.greedy(prompt, 50)[0]
+        assert engine.scheduler.pool.in_use == 0
+    finally:
+        engine.stop()
+
+
+def test_a_seed_gives_the_same_text_alone_and_beside_others(engine):
+    choice = TokenChoice(temperature=1.0, seed=7)
+    alone = ids(ask(engine, [5, 6, 7], 16, choice))
+    request = TextRequest(tokens=[5, 6, 7], max_tokens=16, choice=choice, ignore_ends=True)
+    others = [
+        TextRequest(tokens=[n], max_tokens=16, choice=TokenChoice(seed=n), ignore_ends=True)
+        for n in range(5)
+    ]
+    streams = [engine.submit(one) for one in [*others, request]]
+    assert ids(streams[-1]) == alone
+    assert any(ids(stream) != alone for stream in streams[:-1])
+
+
+def test_the_cuts_of_a_row_do_not_touch_another(small, engine):
+    prompt = [9, 8, 7]
+    narrow = TokenChoice(temperature=2.0, top_k=1)
+    wide = TokenChoice(temperature=0.0, logit_bias={33: 100.0})
+    streams = [
+        engine.submit(TextRequest(tokens=prompt, max_tokens=8, choice=one, ignore_ends=True))
+        for one in (narrow, wide, GREEDY)
+    ]
+    wanted = small.greedy(prompt, 8)[0]
+    assert ids(streams[0]) == wanted
+    assert ids(streams[1]) == [33] * 8
+    assert ids(streams[2]) == wanted
+
+
+def test_a_penalty_counts_the_token_chosen_last(small, engine):
+    prompt = [1, 2]
+    tokens = sorted({*range(40, 60)})
+    # Among twenty tokens, so that some come again and the penalty decides.
+    bias = dict.fromkeys(tokens, 30.0)
+    choice = TokenChoice(temperature=0.0, frequency_penalty=2.0, logit_bias=bias)
+
+    def change(logits, text):
+        for token in tokens:
+            logits[token] += 30.0 - 2.0 * text[len(prompt) :].count(token)
+
+    wanted = small.greedy(prompt, 24, change)[0]
+    assert len(set(wanted)) < 24
+    assert ids(ask(engine, prompt, 24, choice)) == wanted
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_reading_it_whole(small, engine):
+    draw = random.Random(3)
+    prompt = [draw.randrange(256) for _ in range(40)]
+    ask(engine, prompt, 1)  # Its pages could be shared; scores need all of it.
+    pieces = ask(engine, prompt, 1, logprobs=3, prompt_logprobs=True)
+    found = [token for piece in pieces for token in piece.prompt]
+    assert [token.id for token in found] == prompt
+    assert found[0].logprob is None
+    every = small.whole(jnp.asarray([prompt], jnp.int32))
+    for place, token in enumerate(found[1:]):
+        assert token.logprob == pytest.approx(float(every[place, token.id]), abs=1e-4)
+        assert len(token.top) == 3
+        assert token.top[0][1] == pytest.approx(float(every[place].max()), abs=1e-4)
+
+
+def test_a_cancelled_text_gives_its_pages_back(engine):
+    stream = engine.submit(
+        TextRequest(tokens=[1] * 20, max_tokens=70, choice=GREEDY, ignore_ends=True)
+    )
+    pieces = iter(stream)
+    next(pieces)
+    stream.cancel()
+    rest = list(pieces)
+    assert rest[-1].finish in (Finish.cancelled, Finish.length)
+    ask(engine, [2], 1)
+    assert engine.scheduler.pool.in_use == 0
+    assert engine.live == 0
+
+
+def test_a_deadline_ends_a_text(engine):
+    pieces = ask(engine, [3, 4], 80, deadline_seconds=0.0)
+    assert pieces[-1].finish is Finish.deadline
+
+
+def test_a_stop_string_ends_a_text_before_it(small, engine):
+    prompt = [50, 51]
+    text = engine.tokenizer.decode(small.greedy(prompt, 20)[0])
+    stop = text[6:8]
+    pieces = ask(engine, prompt, 20, stop=(stop,))
+    assert "".join(piece.text for piece in pieces) == text[: text.index(stop)]
+    assert pieces[-1].finish is Finish.stop
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "said"),
+    [
+        ([], 1, "no tokens"),
+        ([1] * 96, 1, "at most 96"),
+        ([264], 1, "264 is no token"),
+        ([-1], 1, "-1 is no token"),
+    ],
+)
+def test_what_can_never_run_is_refused(engine, tokens, most, said):
+    with pytest.raises(RefusedError, match=said) as found:
+        ask(engine, tokens, most)
+    assert found.value.retry_seconds is None
+
+
+def test_a_full_queue_refuses_and_a_drain_loses_nothing(small):
+    engine = small.engine(rows=1, queued=2)
+    request = TextRequest(tokens=[1], max_tokens=60, choice=GREEDY, ignore_ends=True)
+    streams, refused = [], []
+    for _ in range(12):
+        try:
+            streams.append(engine.submit(request))
+        except RefusedError as error:
+            refused.append(error.retry_seconds)
+    assert refused
+    assert all(refused)
+    ended = []
+    reader = threading.Thread(target=lambda: ended.extend(list(one)[-1] for one in streams))
+    reader.start()
+    assert engine.drain(60)
+    reader.join()
+    assert {piece.finish for piece in ended} == {Finish.length}
+    with pytest.raises(RefusedError, match="shutting down"):
+        engine.submit(request)
