@@ -94,9 +94,12 @@ def test_any_cut_over_pages_has_the_logits_of_the_whole(
             starts[chunked] += counts[-1]
         turn += 1
     for text, made in zip(texts, found, strict=True):
-        row = jnp.asarray(text[None], jnp.int32)
-        length = jnp.array([len(text)])
-        whole = jax.jit(
-            lambda row, length: net.logits(net.prefill(row, length, 16, jnp.dtype("float32"))[0])
-        )(row, length)[0]
-        np.testing.assert_allclose(np.stack(made), np.asarray(whole), atol=2e-5, rtol=2e-4)
+        np.testing.assert_allclose(np.stack(made), whole(net, text), atol=2e-5, rtol=2e-4)
+
+
+def whole(net, text: np.ndarray) -> np.ndarray:
+    """Logits after each token of a text that is read at once."""
+    program = jax.jit(
+        lambda row, length: net.logits(net.prefill(row, length, 16, jnp.dtype("float32"))[0])
+    )
+    return np.asarray(program(jnp.asarray(text[None], jnp.int32), jnp.array([len(text)]))[0])

@@ -52,7 +52,7 @@ class Cuts(NamedTuple):
     """f32[rows, several]."""
 
 
-class Chosen(NamedTuple):
+class ChosenTokens(NamedTuple):
     """Tokens, with natural logarithms of their probabilities at temperature 1 and without cuts."""
 
     tokens: jax.Array
@@ -65,7 +65,7 @@ class Chosen(NamedTuple):
     """f32[rows, TOP]."""
 
 
-def choose(logits: jax.Array, latest: jax.Array, draw: Draw) -> tuple[Chosen, jax.Array]:
+def choose(logits: jax.Array, latest: jax.Array, draw: Draw) -> tuple[ChosenTokens, jax.Array]:
     """Tokens by temperature alone, and ``latest`` with them.
 
     Args:
@@ -75,27 +75,27 @@ def choose(logits: jax.Array, latest: jax.Array, draw: Draw) -> tuple[Chosen, ja
     """
     tokens = _drawn(logits, draw)
     none = jnp.zeros((logits.shape[0], 0))
-    chosen = Chosen(tokens, _logprob(logits, tokens), none.astype(jnp.int32), none)
+    chosen = ChosenTokens(tokens, _logprob(logits, tokens), none.astype(jnp.int32), none)
     return chosen, latest.at[draw.slots].set(tokens)
 
 
 def choose_by_all(
     logits: jax.Array, latest: jax.Array, draw: Draw, cuts: Cuts
-) -> tuple[Chosen, jax.Array]:
+) -> tuple[ChosenTokens, jax.Array]:
     """:func:`choose` by all settings, with the likeliest tokens."""
     changed = _cut(_penalised(logits, cuts), draw, cuts)
     tokens = _drawn(changed, draw)
     values, top = jax.lax.top_k(logits, min(TOP, logits.shape[-1]))
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = Chosen(tokens, _logprob(logits, tokens), top.astype(jnp.int32), values - total)
+    chosen = ChosenTokens(tokens, _logprob(logits, tokens), top.astype(jnp.int32), values - total)
     return chosen, latest.at[draw.slots].set(tokens)
 
 
-def score(logits: jax.Array, tokens: jax.Array) -> Chosen:
+def score(logits: jax.Array, tokens: jax.Array) -> ChosenTokens:
     """Log-probabilities of given tokens int32[rows] under logits f32[rows, vocab], and the likeliest."""
     values, top = jax.lax.top_k(logits, min(TOP, logits.shape[-1]))
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    return Chosen(tokens, _logprob(logits, tokens), top.astype(jnp.int32), values - total)
+    return ChosenTokens(tokens, _logprob(logits, tokens), top.astype(jnp.int32), values - total)
 
 
 def _logprob(logits: jax.Array, tokens: jax.Array) -> jax.Array:

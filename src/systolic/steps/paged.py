@@ -11,7 +11,7 @@ from systolic.core.errors import RunError
 from systolic.models.decoder.module import DecoderModule
 from systolic.models.decoder.page_arrays import LayerPages, PageArrays
 from systolic.models.decoder.paged import Layer, Reading, layers_of, page_arrays, read
-from systolic.steps.choice import Chosen, score
+from systolic.steps.choice import ChosenTokens, score
 from systolic.steps.network import Arrays
 from systolic.steps.steps import StepFunctions
 
@@ -22,7 +22,7 @@ SCORED = 32
 """Positions of a prompt whose logits are held at once."""
 
 
-class Weights(NamedTuple):
+class ServingWeights(NamedTuple):
     """Weights of serving, in the compute dtype."""
 
     ends: Arrays
@@ -31,7 +31,7 @@ class Weights(NamedTuple):
     """Those of each layer."""
 
 
-class Shape(NamedTuple):
+class StepShape(NamedTuple):
     """Sizes of a step's program."""
 
     rows: int
@@ -59,8 +59,8 @@ class Shape(NamedTuple):
         return f"{' + '.join(parts)}, {self.pages} pages"
 
 
-class Asked(NamedTuple):
-    """Arguments of a step; sizes by :class:`Shape`."""
+class StepInput(NamedTuple):
+    """Arguments of a step; sizes by :class:`StepShape`."""
 
     tokens: jax.Array
     """int32[tokens]."""
@@ -91,7 +91,7 @@ class PagedSteps:
         self.steps, self.page_size = steps, page_size
         self._layers: list[Layer] = []
         params, model_state = jax.eval_shape(lambda: steps.network.init(jax.random.key(0)))
-        self.abstract_weights: Weights = jax.eval_shape(self.weights, params, model_state)
+        self.abstract_weights: ServingWeights = jax.eval_shape(self.weights, params, model_state)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -103,13 +103,13 @@ class PagedSteps:
         """Tokens before one that its embedding needs."""
         return max(self.steps.job.model.ngrams - 1, 0)  # ty: ignore[missing-attribute]
 
-    def weights(self, params: Arrays, model_state: Arrays) -> Weights:
+    def weights(self, params: Arrays, model_state: Arrays) -> ServingWeights:
         """Weights of training as those of serving; layer by layer, since no layer is then copied out of a stack."""
         network = self.steps.network
         module = self._module(network.cast(params), model_state)
         self._layers, states = layers_of(module)
         every = {**network.cast(params), **model_state}
-        return Weights({p: a for p, a in every.items() if not p.startswith(BLOCKS)}, states)
+        return ServingWeights({p: a for p, a in every.items() if not p.startswith(BLOCKS)}, states)
 
     def _module(self, params: Arrays, model_state: Arrays) -> DecoderModule:
         module = self.steps.network.module(params, model_state, train=False)
@@ -119,7 +119,7 @@ class PagedSteps:
             )
         return module
 
-    def _ends(self, weights: Weights) -> DecoderModule:
+    def _ends(self, weights: ServingWeights) -> DecoderModule:
         """The module with what belongs to no layer."""
         network = self.steps.network
 
@@ -143,16 +143,16 @@ class PagedSteps:
         return self.steps.job.model.vocab  # ty: ignore[missing-attribute]
 
     @property
-    def shardings(self) -> Weights:
+    def shardings(self) -> ServingWeights:
         """Of :meth:`weights`: those of training, less the dim of layers."""
         kept = self.steps.shardings
         module = self._module(kept.params, kept.model_state)
         every = {**kept.params, **kept.model_state}
         ends = {path: one for path, one in every.items() if not path.startswith(BLOCKS)}
-        return Weights(ends, layers_of(module)[1])
+        return ServingWeights(ends, layers_of(module)[1])
 
     @property
-    def placed_weights(self) -> Weights:
+    def placed_weights(self) -> ServingWeights:
         """Abstract weights with their shardings."""
         return jax.tree.map(_with, self.abstract_weights, self.shardings)
 
@@ -169,10 +169,10 @@ class PagedSteps:
 
     def read(
         self,
-        weights: Weights,
+        weights: ServingWeights,
         pages: list[LayerPages],
         latest: jax.Array,
-        asked: Asked,
+        asked: StepInput,
         chunk: tuple[int, int],
     ) -> tuple[jax.Array, list[LayerPages]]:
         """Reads tokens: logits f32[texts, vocab] after the last of each text, and the pages with the tokens in them.
@@ -193,13 +193,13 @@ class PagedSteps:
 
     def score(
         self,
-        weights: Weights,
+        weights: ServingWeights,
         pages: list[LayerPages],
         latest: jax.Array,
-        asked: Asked,
+        asked: StepInput,
         chunk: tuple[int, int],
         following: jax.Array,
-    ) -> tuple[jax.Array, Chosen, list[LayerPages]]:
+    ) -> tuple[jax.Array, ChosenTokens, list[LayerPages]]:
         """:meth:`read` of one part of a prompt, with the log-probability of the token after each.
 
         Args:
@@ -208,7 +208,7 @@ class PagedSteps:
         hidden, pages = self._hidden(weights, pages, latest, asked, chunk)
         module = self._ends(weights)
 
-        def one(given: tuple[jax.Array, jax.Array]) -> Chosen:
+        def one(given: tuple[jax.Array, jax.Array]) -> ChosenTokens:
             return score(module.logits(given[0][:, None])[:, 0].astype(jnp.float32), given[1])
 
         # Some at a time: the logits of a whole part would be the largest array of the program.
@@ -220,10 +220,10 @@ class PagedSteps:
 
     def _hidden(
         self,
-        weights: Weights,
+        weights: ServingWeights,
         pages: list[LayerPages],
         latest: jax.Array,
-        asked: Asked,
+        asked: StepInput,
         chunk: tuple[int, int],
     ) -> tuple[jax.Array, list[LayerPages]]:
         rows = asked.slots.shape[0]

@@ -6,7 +6,8 @@ import threading
 import jax.numpy as jnp
 import pytest
 
-from systolic.serving.text.request import Finish, RefusedError, TextRequest, TokenChoice
+from systolic.serving.refused import RefusedError
+from systolic.serving.text.request import Finish, TextRequest, TokenChoice
 from tests.serving.text.engine import Small
 
 GREEDY = TokenChoice(temperature=0.0)

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from systolic.serving.text.pages import NOWHERE, PagePool
-from systolic.serving.text.scheduler import PENDING, Limits, Scheduler, Text
+from systolic.serving.text.scheduler import PENDING, Scheduler, StepLimits, Text
 
 
 class Device:
@@ -65,7 +65,7 @@ def test_every_text_ends_as_it_would_alone(
 ) -> None:
     draw = random.Random(seed)
     pool = PagePool(num_pages=num_pages, page_size=page_size, reuse=reuse)
-    scheduler = Scheduler(pool=pool, limits=Limits(rows=rows, chunk=chunk, prefills=prefills))
+    scheduler = Scheduler(pool=pool, limits=StepLimits(rows=rows, chunk=chunk, prefills=prefills))
     device = Device(page_size)
     texts: list[Text] = []
     for number in range(draw.randint(1, 12)):
@@ -117,7 +117,7 @@ def test_every_text_ends_as_it_would_alone(
 
 def test_a_prompt_that_begins_the_same_reads_the_rest_only() -> None:
     pool = PagePool(num_pages=16, page_size=4)
-    scheduler = Scheduler(pool=pool, limits=Limits(rows=4, chunk=64, prefills=4))
+    scheduler = Scheduler(pool=pool, limits=StepLimits(rows=4, chunk=64, prefills=4))
     first = Text(number=0, tokens=list(range(10)), prompt=10, most=12)
     scheduler.add(first)
     ((_, count),) = scheduler.next().prefill

@@ -21,7 +21,7 @@ from systolic.models.remat import name
 from systolic.models.residual import STREAM, gathered
 
 
-class Asked(NamedTuple):
+class CacheRows(NamedTuple):
     """What new tokens bring to a cache."""
 
     queries: tuple[jax.Array, ...]
@@ -176,15 +176,15 @@ class DecoderBlock(nnx.Module):
         found = attend_one(parts[::-1], asked.rows[1], cached[1], sight).astype(x.dtype)
         return self.answer(found), asked.rows
 
-    def ask(self, x: jax.Array, positions: jax.Array, window: int) -> Asked:
+    def ask(self, x: jax.Array, positions: jax.Array, window: int) -> CacheRows:
         """Queries and rows of new tokens x [batch, n, d_model] at ``positions`` int32[batch, n]."""
         given = self.attention_norm(x)
         dtype = plain_dtype(self.target, x.dtype)
         if self.latent is not None:
             queries, rows = self.latent.ask(given, positions, self.config.rotary(window))
-            return Asked(tuple(query.astype(dtype) for query in queries), rows)
+            return CacheRows(tuple(query.astype(dtype) for query in queries), rows)
         query, key, value = self.project(given, positions, window)
-        return Asked((query.astype(dtype),), (key, value))
+        return CacheRows((query.astype(dtype),), (key, value))
 
     def answer(self, found: jax.Array) -> jax.Array:
         """What :meth:`merge` takes, of what was read of a cache's values, [batch, n, heads, size of a cached value]."""

@@ -1,7 +1,7 @@
 """Arrays of a key-value cache in pages, of one layer: how they lie, are written and are read.
 
 ``table`` int32[rows, pages of a row] says where each row's positions lie: the first page has positions
-0 to ``page_size - 1``, and so on. Rows are either one token each (decode) or a chunk of a prompt that
+0 to ``page_size - 1``, and so on. PageRows are either one token each (decode) or a chunk of a prompt that
 starts at the first position of a page.
 """
 
@@ -14,9 +14,6 @@ import jax.numpy as jnp
 from systolic.job import Target
 from systolic.models.masking import Logits, soft_cap
 
-HIDDEN = -1e30
-"""Logit of a position that is not seen; finite, so that rows of padding have no NaN."""
-
 
 class LayerPages(NamedTuple):
     """Keys and values of a layer."""
@@ -28,8 +25,8 @@ class LayerPages(NamedTuple):
     """[kv_heads, pages, page_size, head_dim]; with latent attention the latents."""
 
 
-class Rows(NamedTuple):
-    """Rows of a step that have as many tokens each."""
+class PageRows(NamedTuple):
+    """PageRows of a step that have as many tokens each."""
 
     table: jax.Array
     """int32[rows, pages of a row]."""
@@ -72,7 +69,9 @@ class PageArrays:
         key, value = self.shapes(pages)
         return LayerPages(jnp.zeros(key, dtype), jnp.zeros(value, dtype))
 
-    def write(self, pages: LayerPages, rows: Rows, new: tuple[jax.Array, jax.Array]) -> LayerPages:
+    def write(
+        self, pages: LayerPages, rows: PageRows, new: tuple[jax.Array, jax.Array]
+    ) -> LayerPages:
         """Pages with the keys and values of new tokens, [rows, n, kv_heads, size] each."""
         write = self._write_one if rows.positions.shape[1] == 1 else self._write_chunk
         key, value = (each.astype(pages.key.dtype) for each in new)
@@ -84,14 +83,18 @@ class PageArrays:
     def _split(self, part: jax.Array) -> jax.Array:
         return self.target.constrain(part, *self.axes())
 
-    def _write_one(self, part: jax.Array, rows: Rows, new: jax.Array, turned: bool) -> jax.Array:
+    def _write_one(
+        self, part: jax.Array, rows: PageRows, new: jax.Array, turned: bool
+    ) -> jax.Array:
         place, offset = jnp.divmod(rows.positions[:, 0], self.page_size)
         page = _at(rows.table, place[:, None])[:, 0]
         if turned:
             return part.at[:, page, :, offset].set(new[:, 0])
         return part.at[:, page, offset].set(new[:, 0].swapaxes(0, 1))
 
-    def _write_chunk(self, part: jax.Array, rows: Rows, new: jax.Array, turned: bool) -> jax.Array:
+    def _write_chunk(
+        self, part: jax.Array, rows: PageRows, new: jax.Array, turned: bool
+    ) -> jax.Array:
         count, length, heads, width = new.shape
         size, pages = self.page_size, -(-length // self.page_size)
         new = jnp.pad(new, ((0, 0), (0, pages * size - length), (0, 0), (0, 0)))
@@ -104,7 +107,7 @@ class PageArrays:
         self,
         queries: Sequence[jax.Array],
         pages: LayerPages,
-        rows: Rows,
+        rows: PageRows,
         window: int,
         logits: Logits,
     ) -> jax.Array:
@@ -141,7 +144,7 @@ class PageArrays:
         seen = places <= own
         if window:
             seen &= own - places < window
-        total = jnp.where(jnp.tile(seen, (1, group, 1)), total, HIDDEN)
+        total = jnp.where(jnp.tile(seen, (1, group, 1)), total, jnp.finfo(jnp.float32).min)
         shares = _softmax(total, _sinks(logits, self.kv_heads, length)).astype(dtype)
         found = jnp.einsum("krms,krse->krme", shares, value)
         found = found.reshape(self.kv_heads, count, group, length, -1).transpose(1, 3, 0, 2, 4)

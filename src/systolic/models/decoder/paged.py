@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from systolic.models.decoder.page_arrays import LayerPages, PageArrays, Rows
+from systolic.models.decoder.page_arrays import LayerPages, PageArrays, PageRows
 
 if TYPE_CHECKING:
     from systolic.models.decoder.block import DecoderBlock
@@ -126,15 +126,15 @@ def read(
     return module.normed(x)[:, 0], written
 
 
-def _groups(reading: Reading, rows: int, chunk: tuple[int, int]) -> list[Rows]:
+def _groups(reading: Reading, rows: int, chunk: tuple[int, int]) -> list[PageRows]:
     """Decode rows and chunks, as far as there are any."""
     chunks, length = chunk
     groups = []
     if rows:
-        groups.append(Rows(reading.table[:rows], reading.start[:rows, None]))
+        groups.append(PageRows(reading.table[:rows], reading.start[:rows, None]))
     if chunks:
         positions = reading.start[rows:, None] + jnp.arange(length)
-        groups.append(Rows(reading.table[rows:], positions))
+        groups.append(PageRows(reading.table[rows:], positions))
     return groups
 
 

@@ -7,10 +7,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from systolic.serving.refused import RefusedError
 from systolic.serving.text.answer import Answer, Made
 from systolic.serving.text.facts import RequestFacts, StepFacts, Watcher
-from systolic.serving.text.request import Finish, RefusedError, TextRequest
-from systolic.serving.text.runner import Flight, Runner
+from systolic.serving.text.request import Finish, TextRequest
+from systolic.serving.text.runner import StepInFlight, StepRunner
 from systolic.serving.text.scheduler import Scheduler
 from systolic.serving.text.stream import Stream
 
@@ -49,7 +50,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: StepRunner,
         scheduler: Scheduler,
         tokenizer: "Tokenizer",
         ends: Collection[int],
@@ -180,7 +181,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            flight: Flight | None = None
+            flight: StepInFlight | None = None
             while True:
                 self._beat = time.monotonic()
                 if not self._take(waits=flight is None):
@@ -256,7 +257,7 @@ class Engine:
                 )
             )
 
-    def _tell(self, flight: Flight, seconds: float, waited: float) -> None:
+    def _tell(self, flight: StepInFlight, seconds: float, waited: float) -> None:
         assert self.watcher is not None
         pool = self.scheduler.pool
         for call in flight.calls:

@@ -9,13 +9,13 @@ import jax
 
 from systolic.core.errors import OptionError
 from systolic.data.text.text_data import TextData
-from systolic.serving.text.buckets import Buckets, Traffic
+from systolic.serving.text.buckets import Buckets, TextTraffic
 from systolic.serving.text.engine import Bounds, Engine
 from systolic.serving.text.facts import Watcher
 from systolic.serving.text.pages import PagePool
 from systolic.serving.text.programs import Programs
-from systolic.serving.text.runner import Runner
-from systolic.serving.text.scheduler import Limits, Scheduler
+from systolic.serving.text.runner import StepRunner
+from systolic.serving.text.scheduler import Scheduler, StepLimits
 from systolic.steps.paged import PagedSteps
 from systolic.steps.steps import StepFunctions
 
@@ -34,7 +34,7 @@ class Sizes:
     """Positions of a page."""
     pages: int = 0
     """Of the cache; 0 holds all texts at their longest."""
-    traffic: Traffic | None = None
+    traffic: TextTraffic | None = None
     """What the programs' sizes are chosen for; None assumes."""
     queued: int = 1024
     """Requests that may wait."""
@@ -79,7 +79,7 @@ def open_engine(
         )
     paged = PagedSteps(steps, sizes.page_size)
     buckets = Buckets.of(
-        sizes.traffic or Traffic.assumed(context),
+        sizes.traffic or TextTraffic.assumed(context),
         rows=sizes.rows,
         chunk=min(sizes.chunk, -(-context // sizes.page_size) * sizes.page_size),
         context=context,
@@ -99,9 +99,9 @@ def open_engine(
     where = jax.tree.map(lambda a: a.sharding, paged.placed_pages(pages))
     empty = jax.jit(lambda: paged.empty_pages(pages), out_shardings=where)()
     pool = PagePool(num_pages=pages, page_size=sizes.page_size)
-    limits = Limits(rows=sizes.rows, chunk=buckets.lengths[-1], prefills=1)
+    limits = StepLimits(rows=sizes.rows, chunk=buckets.lengths[-1], prefills=1)
     return Engine(
-        Runner(programs, buckets, weights, empty),
+        StepRunner(programs, buckets, weights, empty),
         Scheduler(pool=pool, limits=limits),
         data.get_tokenizer(),
         data.ends,

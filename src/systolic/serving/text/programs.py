@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from systolic.steps.choice import Cuts, Draw, choose, choose_by_all
-from systolic.steps.paged import Asked, PagedSteps, Shape, Weights
+from systolic.steps.paged import PagedSteps, ServingWeights, StepInput, StepShape
 
 BIASES = 300
 """Tokens of a request that can have a bias, as in OpenAI's API."""
@@ -25,10 +25,10 @@ class Programs:
     """Of the cache."""
     slots: int
     """Texts that run at once."""
-    shapes: Sequence[Shape]
-    read: dict[Shape, Any] = field(default_factory=dict)
+    shapes: Sequence[StepShape]
+    read: dict[StepShape, Any] = field(default_factory=dict)
     """(weights, pages, latest, asked) -> (logits, pages)."""
-    score: dict[Shape, Any] = field(default_factory=dict)
+    score: dict[StepShape, Any] = field(default_factory=dict)
     """(weights, pages, latest, asked, following) -> (logits, log-probabilities of the tokens that follow, pages)."""
     choose: dict[int, Any] = field(default_factory=dict)
     """By texts of a step: (logits, latest, draw) -> (chosen, latest)."""
@@ -43,10 +43,10 @@ class Programs:
         return max(shape.pages for shape in self.shapes) * self.paged.page_size
 
     @property
-    def scored(self) -> Shape:
+    def scored(self) -> StepShape:
         """The program that also says the log-probabilities of a prompt."""
         long = max(shape.length for shape in self.shapes)
-        return Shape(0, 1, long, max(shape.pages for shape in self.shapes))
+        return StepShape(0, 1, long, max(shape.pages for shape in self.shapes))
 
     def compile(self, told: Callable[[str], None] = lambda _: None, workers: int = 2) -> None:
         """Compiles all programs, some at once.
@@ -84,19 +84,19 @@ class Programs:
                 pass
         self.seconds = perf_counter() - begin
 
-    def temporary_bytes(self, shape: Shape) -> int:
+    def temporary_bytes(self, shape: StepShape) -> int:
         """Bytes a device that a program needs beside weights and pages."""
         found = self.read[shape].memory_analysis()
         return int(
             found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
         )
 
-    def _arguments(self, shape: Shape) -> tuple[Any, ...]:
+    def _arguments(self, shape: StepShape) -> tuple[Any, ...]:
         def ints(*size: int) -> Any:
             return jax.ShapeDtypeStruct(size, jnp.int32, sharding=self.everywhere)
 
         paged = self.paged
-        asked = Asked(
+        asked = StepInput(
             tokens=ints(shape.tokens),
             slots=ints(shape.rows),
             recent=ints(shape.tokens, paged.history),
@@ -113,25 +113,25 @@ class Programs:
         return target.sharding(target.spec())
 
     @property
-    def _weights(self) -> Weights:
+    def _weights(self) -> ServingWeights:
         return self.paged.placed_weights
 
     @property
     def _pages(self) -> Any:
         return self.paged.placed_pages(self.pages)
 
-    def _read(self, shape: Shape) -> Any:
+    def _read(self, shape: StepShape) -> Any:
         chunk = (shape.chunks, shape.length)
 
-        def read(weights: Any, pages: Any, latest: Any, asked: Asked) -> Any:
+        def read(weights: Any, pages: Any, latest: Any, asked: StepInput) -> Any:
             return self.paged.read(weights, pages, latest, asked, chunk)
 
         return self._lower(read, self._arguments(shape), donate=1)
 
-    def _score(self, shape: Shape) -> Any:
+    def _score(self, shape: StepShape) -> Any:
         chunk = (shape.chunks, shape.length)
 
-        def score(weights: Any, pages: Any, latest: Any, asked: Asked, following: Any) -> Any:
+        def score(weights: Any, pages: Any, latest: Any, asked: StepInput, following: Any) -> Any:
             return self.paged.score(weights, pages, latest, asked, chunk, following)
 
         following = jax.ShapeDtypeStruct((shape.tokens,), jnp.int32, sharding=self.everywhere)

@@ -12,40 +12,40 @@ from systolic.serving.text.answer import Answer, Made
 from systolic.serving.text.buckets import Buckets
 from systolic.serving.text.programs import BIASES, Programs
 from systolic.serving.text.request import Token
-from systolic.serving.text.scheduler import PENDING, Text, Work
-from systolic.steps.choice import Chosen, Cuts, Draw
-from systolic.steps.paged import Asked, Shape
+from systolic.serving.text.scheduler import PENDING, StepWork, Text
+from systolic.steps.choice import ChosenTokens, Cuts, Draw
+from systolic.steps.paged import StepInput, StepShape
 
 Part = tuple[Text, int]
 """A text and how many tokens of its prompt it reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class ProgramCall:
     """One program that runs."""
 
-    shape: Shape
+    shape: StepShape
     rows: int
     """Texts that read one token."""
     prompt: int
     """Prompt tokens that are read."""
     answers: list[tuple[int, Answer]]
     """Place among the program's texts, and whose token lies there."""
-    chosen: Chosen
+    chosen: ChosenTokens
     """On the device."""
-    scored: tuple[Answer, Chosen, list[int]] | None = None
+    scored: tuple[Answer, ChosenTokens, list[int]] | None = None
     """Log-probabilities of a prompt's tokens, and these."""
 
 
 @dataclass(kw_only=True)
-class Flight:
+class StepInFlight:
     """A step whose tokens are not known yet."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ProgramCall] = field(default_factory=list)
     preempted: int = 0
 
 
-class Runner:
+class StepRunner:
     """The device's side of an engine: weights, pages and the last token of each running text.
 
     Args:
@@ -65,9 +65,9 @@ class Runner:
         """Tokens of the model."""
         return self.programs.paged.vocab
 
-    def dispatch(self, work: Work, live: Mapping[int, Answer]) -> Flight:
+    def dispatch(self, work: StepWork, live: Mapping[int, Answer]) -> StepInFlight:
         """Starts a step."""
-        flight = Flight(preempted=len(work.preempted))
+        flight = StepInFlight(preempted=len(work.preempted))
         decode, parts = list(work.decode), list(work.prefill)
         mixed = self._mixed(decode, parts, live)
         if mixed is not None:
@@ -85,7 +85,7 @@ class Runner:
             flight.calls.append(self._call(shape, [], part, live))
         return flight
 
-    def collect(self, flight: Flight) -> list[tuple[Answer, Made]]:
+    def collect(self, flight: StepInFlight) -> list[tuple[Answer, Made]]:
         """Waits for a step and says what it chose, in the order of its texts."""
         found: list[tuple[Answer, Made]] = []
         for call in flight.calls:
@@ -107,7 +107,7 @@ class Runner:
 
     def _mixed(
         self, decode: list[Text], parts: list[Part], live: Mapping[int, Answer]
-    ) -> Shape | None:
+    ) -> StepShape | None:
         if not decode or not parts or live[parts[0][0].number].request.prompt_logprobs:
             return None
         return self.buckets.shape(len(decode), parts[0][1], self._pages_of(decode, parts[0]))
@@ -121,8 +121,8 @@ class Runner:
         return -(-max(ends) // size)
 
     def _call(
-        self, shape: Shape, decode: list[Text], part: Part | None, live: Mapping[int, Answer]
-    ) -> Call:
+        self, shape: StepShape, decode: list[Text], part: Part | None, live: Mapping[int, Answer]
+    ) -> ProgramCall:
         """Runs one program, and moves its texts on."""
         asked = self._asked(shape, decode, part)
         places = list(enumerate(decode)) + ([] if part is None else [(shape.rows, part[0])])
@@ -152,7 +152,7 @@ class Runner:
             )
         for _, answer in ended:
             answer.text.tokens.append(PENDING)
-        return Call(
+        return ProgramCall(
             shape=shape,
             rows=len(decode),
             prompt=0 if part is None else part[1],
@@ -161,7 +161,7 @@ class Runner:
             scored=scored,
         )
 
-    def _asked(self, shape: Shape, decode: list[Text], part: Part | None) -> Asked:
+    def _asked(self, shape: StepShape, decode: list[Text], part: Part | None) -> StepInput:
         history = self.programs.paged.history
         tokens = np.zeros(shape.tokens, np.int32)
         slots = np.full(shape.rows, -1, np.int32)
@@ -187,7 +187,7 @@ class Runner:
             for place in range(size if history else 0):
                 self._recall(recent[first + place], text, text.read + place)
         arrays: Any = (tokens, slots, recent, start, count, table)
-        return Asked(*arrays)
+        return StepInput(*arrays)
 
     def _fill(self, row: np.ndarray, text: Text) -> None:
         pages = text.pages[: len(row)]
@@ -199,7 +199,7 @@ class Runner:
         if before:
             row[len(row) - len(before) :] = before
 
-    def _following(self, shape: Shape, part: Part) -> tuple[np.ndarray, list[int]]:
+    def _following(self, shape: StepShape, part: Part) -> tuple[np.ndarray, list[int]]:
         """Tokens after each that is read, and those of the prompt among them."""
         text, size = part
         known = text.tokens[text.read + 1 : min(text.read + size + 1, text.prompt)]
@@ -207,7 +207,7 @@ class Runner:
         following[: len(known)] = known
         return following, known
 
-    def _scores(self, call: Call) -> list[Token]:
+    def _scores(self, call: ProgramCall) -> list[Token]:
         if call.scored is None:
             return []
         answer, chosen, known = call.scored

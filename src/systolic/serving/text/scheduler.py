@@ -69,7 +69,7 @@ class Text:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class StepLimits:
     """Bounds of a step."""
 
     rows: int
@@ -81,7 +81,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StepWork:
     """What one step reads."""
 
     decode: Sequence[Text] = ()
@@ -100,7 +100,7 @@ class Scheduler:
     """Waiting and running texts."""
 
     pool: PagePool
-    limits: Limits
+    limits: StepLimits
     waiting: deque[Text] = field(default_factory=deque)
     """By age: those that lost their pages come before those that never ran."""
     running: list[Text] = field(default_factory=list)
@@ -118,7 +118,7 @@ class Scheduler:
         """Queues a text, for which :meth:`fits` holds."""
         self.waiting.append(text)
 
-    def next(self) -> Work:
+    def next(self) -> StepWork:
         """The next step's work; empty where nothing can run."""
         preempted = self._grow()
         self._admit(blocked=bool(preempted))
@@ -129,7 +129,7 @@ class Scheduler:
                 count = min(text.left, self.limits.chunk)
                 if self._reserve(text, count):
                     prefill.append((text, count))
-        return Work(decode=decode, prefill=prefill, preempted=preempted)
+        return StepWork(decode=decode, prefill=prefill, preempted=preempted)
 
     def publish(self, text: Text) -> None:
         """Names a text's pages that are full of known tokens, so that others can begin with them."""

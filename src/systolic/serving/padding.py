@@ -1,0 +1,44 @@
+"""Sizes of programs that pad the least."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+
+def fewest_padded(weights: Mapping[int, float], count: int) -> tuple[list[int], float]:
+    """At most ``count`` sizes, the largest value among them, and the share of positions that is then padding.
+
+    Each value takes the least size that holds it. Exact, by dynamic programming over the values in order.
+
+    Args:
+        weights: Value to how often it comes.
+        count: Most sizes.
+    """
+    values = np.array(sorted(weights), np.int64)
+    often = np.array([weights[value] for value in values.tolist()], np.float64)
+    if not often.sum():
+        often[-1] = 1.0
+    number = len(values)
+    before = np.concatenate([[0.0], np.cumsum(often)])
+    # cost[i]: positions of the first i values under the best sizes so far; size j ends a group at value j.
+    cost = np.concatenate([[0.0], np.full(number, np.inf)])
+    origins = []
+    for _ in range(min(count, number)):
+        fresh = np.full(number + 1, np.inf)
+        fresh[0] = 0.0
+        origin = np.zeros(number + 1, np.int64)
+        for end in range(1, number + 1):
+            total = cost[:end] + (before[end] - before[:end]) * values[end - 1]
+            origin[end] = int(np.argmin(total))
+            fresh[end] = total[origin[end]]
+        cost = np.minimum(fresh, cost)
+        origins.append(np.where(fresh <= cost, origin, -1))
+    sizes, end = [], number
+    for origin in reversed(origins):
+        if end == 0:
+            break
+        if origin[end] >= 0:
+            sizes.append(int(values[end - 1]))
+            end = int(origin[end])
+    useful = float((values * often).sum())
+    return sizes[::-1], 1 - useful / float(cost[number])
