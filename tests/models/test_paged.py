@@ -60,8 +60,7 @@ def test_any_cut_over_pages_has_the_logits_of_the_whole(
     step = jax.jit(step, static_argnames="chunk")
     found: list[list[np.ndarray]] = [[], [], []]
     history = max(config.ngrams - 1, 0)
-    starts = [0, 0, 0]
-    turn = 0
+    starts, turn = [0, 0, 0], 0
     while any(start < len(text) for start, text in zip(starts, texts, strict=True)):
         # One text reads a chunk while the others read a token, in turn.
         cut = cuts[turn] if turn < len(cuts) else 1
