@@ -140,3 +140,80 @@ def test_the_next_command_can_be_pasted(
     assert line.startswith("next: systolic generate ")
 
     assert shlex.split(line)[2:4] == ["generate", str(out)]
+
+
+def test_fields_that_are_not_read_are_named(
+    copy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    change(copy, frobnicate=1, logits_scaling=8.0, is_causal=False, sliding_window=4)
+    says = "fields that are not read: frobnicate, is_causal, logits_scaling, sliding_window;"
+    made = systolic.import_model(copy, tmp_path / "out", parity=False)
+    assert [says in line for line in made.notes] == [True]
+    assert main(["generate", str(copy), "a", "--tokens", "1"]) == 0
+    assert says in capfd.readouterr().err
+    sizes = ["--sequence", "64", "--quick", "--json"]
+    assert main(["forecast", str(copy / "config.json"), "--on", "cpu", *sizes]) == 0
+    told = capfd.readouterr()
+    assert says in told.err
+    assert "random weights" not in told.err
+
+
+def test_weights_in_blocks_are_refused(copy: Path) -> None:
+    change(copy, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(OptionError, match="weights are in gptq and only plain ones are read"):
+        systolic.open(copy)
+
+
+def test_a_second_matrix_of_tied_weights_is_named(tmp_path: Path) -> None:
+    path = folders.folder(tmp_path / "tied", folders.llama(tie_word_embeddings=True))
+    file = path / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    safetensors.numpy.save_file(tensors, file, {"format": "pt"})
+    systolic.import_model(path, tmp_path / "copy", parity=False)
+    tensors["lm_head.weight"][7, 3] += 1
+    safetensors.numpy.save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(
+        DataError, match=r"lm_head\.weight that differs from model\.embed_tokens\.weight"
+    ):
+        systolic.import_model(path, tmp_path / "out", parity=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"max_position_embeddings": 0}, "max_position_embeddings of .* is 0; write the tokens"),
+        ({"eos_token_id": 999}, "eos_token_id of .* is 999 and the model has 304 tokens"),
+    ],
+)
+def test_numbers_that_a_model_cannot_have_are_named(
+    copy: Path, tmp_path: Path, fields: dict[str, Any], says: str
+) -> None:
+    (copy / "generation_config.json").unlink()
+    change(copy, **fields)
+    with pytest.raises(OptionError, match=says):
+        systolic.import_model(copy, tmp_path / "out", parity=False)
+
+
+def test_the_tokenizer_of_another_model_is_refused(copy: Path, tmp_path: Path) -> None:
+    file = copy / "tokenizer.json"
+    own = json.loads(file.read_text())
+    tokens = own["model"]["vocab"]
+    file.write_text(json.dumps(own | {"model": own["model"] | {"vocab": {}, "merges": []}}))
+    with pytest.raises(DataError, match="has no tokens"):
+        systolic.import_model(copy, tmp_path / "out", parity=False)
+    more = tokens | {f"w{number}": number for number in range(len(tokens), 400)}
+    file.write_text(json.dumps(own | {"model": own["model"] | {"vocab": more}}))
+    with pytest.raises(OptionError, match="has 400 tokens and the model 304"):
+        systolic.import_model(copy, tmp_path / "out", parity=False)
+
+
+def test_a_model_without_its_tokenizer_is_compared_and_says_what_it_lacks(
+    copy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (copy / "tokenizer.json").unlink()
+    assert main(["import", str(copy), "--out", str(tmp_path / "out")]) == 0
+    told = capfd.readouterr()
+    assert "parity with transformers" in told.out
+    assert "next:" not in told.out
+    assert "has no tokenizer.json; copy it" in told.err

@@ -130,13 +130,13 @@ def test_rounded_image_models_are_compared_with_as_rounded_ones(tmp_path: Path) 
     assert 0 < made.parity.max_relative < EXACT
 
 
-def test_a_model_that_is_not_used_is_imported_and_says_why_it_is_not_compared(
-    tmp_path: Path,
-) -> None:
-    test_bert.made("BertModel").save_pretrained(tmp_path / "theirs")  # no tokenizer
+def test_a_model_without_its_tokenizer_is_compared_and_says_what_it_lacks(tmp_path: Path) -> None:
+    test_bert.made("BertModel").save_pretrained(tmp_path / "theirs")
     made = systolic.import_model(tmp_path / "theirs", tmp_path / "bundle")
-    assert made.parity is None
-    assert "has no tokenizer.json" in (made.unchecked or "")
+    assert made.parity is not None
+    assert made.parity.passed
+    assert made.unusable is not None
+    assert "has no tokenizer.json; copy it" in made.unusable
 
 
 @pytest.mark.slow

@@ -76,5 +76,12 @@ def run(args: Sequence[str]) -> int:
         print(made.parity.line())
     elif options.parity:
         warn(made.unchecked or "")
-    print(f"next: systolic {made.use.format(shlex.quote(str(made.path)))}")
+    for line in made.notes:
+        warn(line)
+    if made.unusable is None:
+        print(f"next: systolic {made.use.format(shlex.quote(str(made.path)))}")
+    else:
+        warn(
+            f"{made.unusable}, then import it again: without it the Bundle computes and reads no text"
+        )
     return 0

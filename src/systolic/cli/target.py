@@ -123,6 +123,9 @@ def request_for(
         raise OptionError(
             f"{found.target} has an option {clash.pop()} that systolic {verb} needs for itself; rename it in the recipe"
         )
+    if isinstance(recipe, str) and not wants_help:
+        for line in recipes.notes(recipe, trains=verb == "train"):
+            print(f"systolic: {line}", file=sys.stderr)
     if wants_help:
         print_help(_both(found, options), prog)
     own = options(**given)

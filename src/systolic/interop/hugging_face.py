@@ -7,7 +7,9 @@ from pathlib import Path
 from systolic.artifact.tensors import MappedTensor, read_header
 from systolic.core.errors import DataError, NotFoundError
 from systolic.interop.source import TransformersSource
+from systolic.models.decoder.families.mixtures import refuse_quantized
 from systolic.models.families import CONFIG, family, read_config
+from systolic.models.unread import notes_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -18,6 +20,8 @@ OTHER_WEIGHTS = (
     "flax_model.msgpack",
 )
 """Weights in formats that are not read, with pickles among them."""
+PACKED = ("gpt_oss",)
+"""Families that read weights in a format of blocks with scales, and refuse others themselves."""
 LICENCE = re.compile(r"\A---\n(?:.*\n)*?license: *[\"']?([\w.+-]+)", re.MULTILINE)
 """Licence in the front matter of a model card."""
 
@@ -35,6 +39,8 @@ def open_folder(folder: Path) -> TransformersSource:
     found, files = tensors_of(folder)
     settled, tensors = known.settle(config, found)
     model, conversion = known.model(settled), known.conversion(settled)
+    if config["model_type"] not in PACKED:
+        refuse_quantized(config)
     conversion.check(tensors, str(folder))
     return TransformersSource(
         path=folder,
@@ -46,6 +52,7 @@ def open_folder(folder: Path) -> TransformersSource:
         weight_files=files,
         folder=folder,
         licence=_licence(folder),
+        notes=notes_of(settled, str(folder / CONFIG)),
     )
 
 

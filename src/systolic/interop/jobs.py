@@ -11,6 +11,7 @@ from systolic.interop.program.model import ExportedProgram
 from systolic.interop.sentences import embedder
 from systolic.interop.source import Source, dtypes_of
 from systolic.interop.speech import speech_job
+from systolic.interop.tokens import tokenizer_of
 from systolic.job import Batch, Field, Job, Model, Precision
 from systolic.models.decoder.config import Decoder
 from systolic.models.encoder.config import Encoder
@@ -28,41 +29,44 @@ POSITIONS = ("max_position_embeddings", "n_positions")
 """Fields of a config.json with the tokens that a model takes at once."""
 
 
-def job_of(source: Source) -> Job:
+def job_of(source: Source, *, texts: bool = True) -> Job:
     """The job that evaluates, generates and predicts with a source's weights; it has no training data.
 
+    Args:
+        source: The model in files.
+        texts: Whether it reads and writes texts; without, a source that lacks its tokenizer has a job too.
+
     Raises:
-        OptionError: nothing here uses such a model.
+        OptionError: nothing here uses such a model, its tokenizer is missing, or one of its files is of another model.
+        DataError: a file is damaged.
     """
     kind = type(source.model)
     if kind not in MAKERS:
         raise OptionError(
             f"{source.path} is a {kind.__name__}, which is imported and can't be used on its own; used are {', '.join(one.__name__ for one in MAKERS)}"
         )
-    return MAKERS[kind](source)
+    return MAKERS[kind](source, texts)
 
 
-def _decoder(source: Source) -> Job:
+def _decoder(source: Source, texts: bool) -> Job:
     """A language model with its tokenizer.
 
     Raises:
-        OptionError: it has no tokenizer.json.
+        OptionError: it has no tokenizer.json, or a number of a file that the model can't have.
     """
-    tokenizer = source.tokenizer
-    if tokenizer is None:
-        raise OptionError(
-            f"{source.path} has no tokenizer.json; copy it from where the model came from, beside config.json"
-        )
-    positions = next((source.config[name] for name in POSITIONS if source.config.get(name)), ROW)
+    model = source.model
+    assert isinstance(model, Decoder)
+    tokenizer = tokenizer_of(source, model.vocab, texts=texts)
+    positions = _positions(source)
     return Job(
         name=source.path.name,
-        model=source.model,
+        model=model,
         task=LanguageModel(),
         data=Prompts(
             tokenizer=tokenizer,
             sequence=min(ROW, positions),
             positions=positions,
-            stops=ends_of(source.config, source.files().get(GENERATION)),
+            stops=_stops(source, model.vocab),
         ),
         steps=1,
         batch=Batch(per_device=1),
@@ -70,8 +74,46 @@ def _decoder(source: Source) -> Job:
     )
 
 
-def _program(source: Source) -> Job:
+def _positions(source: Source) -> int:
+    """Tokens that a language model takes at once.
+
+    Raises:
+        OptionError: its config.json gives no number from 1.
+    """
+    for name in POSITIONS:
+        given = source.config.get(name)
+        if given is None:
+            continue
+        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            raise OptionError(
+                f"{name} of {source.path} is {given!r}; write the tokens that the model takes at once, a whole number from 1"
+            )
+        return given
+    return ROW
+
+
+def _stops(source: Source, vocab: int) -> tuple[int, ...]:
+    """Ids that end a text, by generation_config.json, else by config.json.
+
+    Raises:
+        OptionError: one is beyond the model's vocabulary.
+    """
+    ids = ends_of(source.config, source.files().get(GENERATION))
+    if beyond := [one for one in ids if one >= vocab]:
+        raise OptionError(
+            f"eos_token_id of {source.path} is {beyond[0]} and the model has {vocab} tokens; correct it in {GENERATION} or config.json"
+        )
+    return ids
+
+
+def _classifier(source: Source, texts: bool) -> Job:
+    del texts
+    return classifier(source)
+
+
+def _program(source: Source, texts: bool) -> Job:
     """An exported program, whose loss is a stand-in until a recipe of one's own has another."""
+    del texts
     model = source.model
     assert isinstance(model, ExportedProgram)
     about = model.about
@@ -92,13 +134,13 @@ def _program(source: Source) -> Job:
     )
 
 
-MAKERS: Mapping[type[Model], Callable[[Source], Job]] = {
+MAKERS: Mapping[type[Model], Callable[[Source, bool], Job]] = {
     Decoder: _decoder,
     Encoder: embedder,
     ExportedProgram: _program,
-    MobileNetV2: classifier,
-    ResNet: classifier,
-    ViT: classifier,
+    MobileNetV2: _classifier,
+    ResNet: _classifier,
+    ViT: _classifier,
     Whisper: speech_job,
 }
-"""Class of a model to what makes its job."""
+"""Class of a model to what makes its job; whether it reads texts is the second argument."""

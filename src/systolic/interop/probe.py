@@ -88,7 +88,7 @@ def _encoder(source: Source) -> ParityInputs:
 
 def _pictures(source: Source) -> ParityInputs:
     """Pictures of random bytes, of the size and with the mean and deviation of the model's own job."""
-    model: Any = job_of(source).model
+    model: Any = job_of(source, texts=False).model
     pixels: Pixels = model.pixels
     shape = (ROWS, pixels.size, pixels.size, pixels.channels)
     images = np.random.default_rng(0).integers(0, 256, shape, np.uint8)

@@ -7,6 +7,7 @@ from typing import Any
 from systolic.core.errors import DataError, OptionError
 from systolic.data.text.sentences import Sentences
 from systolic.interop.source import LENGTHS, POOLING, Source, dtypes_of
+from systolic.interop.tokens import tokenizer_of
 from systolic.job import Batch, Job
 from systolic.models.encoder.config import Encoder
 from systolic.models.families import read_config
@@ -23,19 +24,19 @@ NAMES = {"mean": TextPooling.mean, "cls": TextPooling.first, "max": TextPooling.
 """Values of its newer field ``pooling_mode``."""
 
 
-def embedder(source: Source) -> Job:
+def embedder(source: Source, texts: bool) -> Job:
     """A model of embeddings with its tokenizer; mean over tokens, of length 1, where the folder says nothing else.
+
+    Args:
+        source: The model in files.
+        texts: Whether it needs its tokenizer.
 
     Raises:
         OptionError: it has no tokenizer.json, or a module that is not known.
     """
     model = source.model
     assert isinstance(model, Encoder)
-    tokenizer = source.tokenizer
-    if tokenizer is None:
-        raise OptionError(
-            f"{source.path} has no tokenizer.json; copy it from where the model came from, beside config.json"
-        )
+    tokenizer = tokenizer_of(source, model.vocab, texts=texts)
     files = source.files()
     return Job(
         name=source.path.name,

@@ -12,7 +12,7 @@ import numpy as np
 
 from systolic.artifact.bundle import MANIFEST
 from systolic.artifact.tensors import TensorSpec
-from systolic.core.errors import NotFoundError, OptionError
+from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.data.fingerprint import of_files
 from systolic.job import Dtypes, Model, Stored
 from systolic.models.families import CONFIG, GENERATION, Config
@@ -43,6 +43,10 @@ OTHER_FILES = (
     POOLING,
 )
 """Files about a model's other inputs, copied as they are."""
+COPIES = ("lm_head.weight", "proj_out.weight", "cls.predictions.decoder.weight")
+"""Names of a language model's last matrix, which tied weights leave out or keep as a copy of the embedding."""
+ROWS = 4096
+"""Rows of a matrix that are compared at a time."""
 BINARY = "model.bin"
 """Weights of a CTranslate2 folder."""
 BINARY_FORMATS = (4, 5, 6)
@@ -62,6 +66,8 @@ class Source(ABC):
     """Format: ``hugging-face``, ``gguf``, ``ctranslate2`` or ``bundle``."""
     licence: str | None = None
     """Licence that its files name, such as ``apache-2.0``; ``None`` where they name none."""
+    notes: tuple[str, ...] = ()
+    """Warnings about its files, such as fields of config.json that are not read."""
 
     @property
     @abstractmethod
@@ -145,6 +151,7 @@ class TransformersSource(Source):
 
     def each(self, like: "Mapping[str, jax.ShapeDtypeStruct]") -> "Iterator[tuple[str, jax.Array]]":
         """See :class:`Source`."""
+        self.verify()
         return self.conversion.each(self.tensors, like)
 
     def dtypes(self) -> dict[str, np.dtype]:
@@ -155,6 +162,23 @@ class TransformersSource(Source):
     def pieces(self, path: str) -> Iterator[np.ndarray]:
         """See :class:`Source`."""
         return self.conversion.pieces(path, self.tensors)
+
+    def verify(self) -> None:
+        """Compares copies of the embedding, which a file of tied weights may hold beside it.
+
+        Raises:
+            DataError: one differs.
+        """
+        rule = next((rule for rule in self.conversion.rules if "embedding" in rule.ours), None)
+        if rule is None or len(rule.theirs) != 1:
+            return
+        (own,) = rule.theirs
+        used = {name for rule in self.conversion.rules for name in rule.theirs}
+        for name in set(COPIES) & set(self.tensors) - used:
+            if not _equal(self.tensors[own].read(), self.tensors[name].read()):
+                raise DataError(
+                    f"{self.path} has a {name} that differs from {own}, and its config.json says that they are one; set tie_word_embeddings to false in it"
+                )
 
     def origin(self, path: str, piece: int) -> str:
         """See :class:`Source`."""
@@ -174,6 +198,14 @@ class TransformersSource(Source):
         contents = of_files(root, files)
         assert contents is not None  # there are weights
         return contents.digest
+
+
+def _equal(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two matrices are equal, compared some rows at a time."""
+    return one.shape == other.shape and all(
+        np.array_equal(one[start : start + ROWS], other[start : start + ROWS])
+        for start in range(0, len(one), ROWS)
+    )
 
 
 def dtypes_of(source: Source) -> Dtypes:

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from systolic.core.errors import DataError, OptionError
+from systolic.core.errors import DataError
 from systolic.data.audio.recordings import Recordings, Writing, checked_prompt
 from systolic.interop.source import Source
+from systolic.interop.tokens import tokenizer_of
 from systolic.job import Batch, Job
 from systolic.models.families import GENERATION, read_config
 from systolic.models.whisper.config import MULTILINGUAL_VOCAB, Whisper
@@ -17,8 +18,12 @@ LANGUAGE, TASK = "<|en|>", "<|transcribe|>"
 """Language and task of a model that knows several, where its generation_config.json forces no others."""
 
 
-def speech_job(source: Source) -> Job:
+def speech_job(source: Source, texts: bool) -> Job:
     """The job that writes down speech with a source's weights.
+
+    Args:
+        source: The model in files.
+        texts: Whether it needs its tokenizer.
 
     Raises:
         OptionError: it has no tokenizer.json, or one of another model.
@@ -26,18 +31,17 @@ def speech_job(source: Source) -> Job:
     """
     model = source.model
     assert isinstance(model, Whisper)
-    if source.tokenizer is None:
-        raise OptionError(
-            f"{source.path} has no tokenizer.json; copy it from where the model came from, beside config.json"
-        )
-    writing = writing_of(source, source.tokenizer, model)
-    checked_prompt(writing, model.vocab)
+    tokenizer = tokenizer_of(source, model.vocab, texts=texts)
+    writing = Writing()
+    if tokenizer is not None:
+        writing = writing_of(source, tokenizer, model)
+        checked_prompt(writing, model.vocab)
     return Job(
         name=source.path.name,
         model=model,
         task=Transcription(),
         data=Recordings(
-            tokenizer=source.tokenizer,
+            tokenizer=tokenizer,
             writing=writing,
             sequence=model.positions,
             frames=model.frames,

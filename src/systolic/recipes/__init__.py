@@ -121,6 +121,23 @@ def find(target: str) -> Recipe:
     return from_file(Path(path), name, target)
 
 
+def notes(target: str, *, trains: bool) -> list[str]:
+    """Warnings about a target that :func:`find` takes: of a model, fields that are not read and weights that are not.
+
+    Args:
+        target: What the user named.
+        trains: Whether it is trained now.
+    """
+    if target in shipped() or split(target)[0].endswith(".py"):
+        return []
+    found = import_module(f"{__name__}.models.named").notes(target)
+    if trains:
+        found.append(
+            f"{target} is trained from random weights, and none of its files are read; fine-tune a model with systolic train sft --from DIR"
+        )
+    return found
+
+
 def split(target: str) -> tuple[str, str]:
     """File and function of ``file.py:function``; the function is ``job`` where none is named."""
     path, colon, name = target.rpartition(":")

@@ -20,6 +20,7 @@ from systolic.artifact.bundle import (
 from systolic.core.errors import OptionError, RunError
 from systolic.core.units import si
 from systolic.interop.importing import planned, write_weights
+from systolic.interop.jobs import job_of
 from systolic.interop.parity import Parity, check, impossible
 from systolic.interop.probe import ParityInputs
 from systolic.interop.program.convert import (
@@ -66,6 +67,10 @@ class Imported:
     parity: Parity | ProgramParity | None
     unchecked: str | None
     """Why there is no parity; ``None`` where there is."""
+    unusable: str | None = None
+    """What the Bundle lacks for the command that uses it; ``None`` where it lacks nothing."""
+    notes: tuple[str, ...] = ()
+    """Warnings about the source's files."""
     use: str
     """Verb and arguments of the command that uses it, with {} for the Bundle."""
 
@@ -78,6 +83,8 @@ class Imported:
             "dtype": self.dtype,
             "parity": None if self.parity is None else self.parity.to_json(),
             "unchecked": self.unchecked,
+            "unusable": self.unusable,
+            "notes": list(self.notes),
         }
 
 
@@ -115,6 +122,7 @@ def import_model(
         return _program(asked, out, dtype, parity, say)
     framework.check_unused(source)
     opened = open_source(source)
+    job_of(opened, texts=False)  # refuses files that contradict each other
     opened.verify()
     final = FOLDER / opened.path.resolve().stem if out is None else Path(out)
     say("read descriptions")
@@ -138,8 +146,19 @@ def import_model(
         dtype=bundle.record.dtype,
         parity=found,
         unchecked=unchecked,
+        unusable=_unusable(opened),
+        notes=opened.notes,
         use=USES[type(opened.model).__name__],
     )
+
+
+def _unusable(source: Source) -> str | None:
+    """Why a model can't be used without another file; ``None`` where it can."""
+    try:
+        job_of(source)
+    except OptionError as error:
+        return str(error)
+    return None
 
 
 def _program(
@@ -244,5 +263,5 @@ def _outputs(bundle: Bundle, probe: ParityInputs) -> np.ndarray:
     from systolic.interop.outputs import outputs_of
     from systolic.session.trained import from_source
 
-    model = from_source(open_source(bundle.folder), Precision.f32)
+    model = from_source(open_source(bundle.folder), Precision.f32, texts=False)
     return outputs_of(model.setup.steps, model.weights, probe.ours)

@@ -86,6 +86,8 @@ def from_source(
     source: "Source",
     precision: Precision = Precision.auto,
     warn: Callable[[str], None] | None = None,
+    *,
+    texts: bool = True,
 ) -> "TrainedModel":
     """The model of files, with its weights on this machine's devices.
 
@@ -93,6 +95,7 @@ def from_source(
         source: The files.
         precision: Of the computation.
         warn: As for :func:`open_model`.
+        texts: Whether it reads and writes texts; without, its files need no tokenizer.
 
     Raises: as :func:`open_model`.
     """
@@ -100,12 +103,12 @@ def from_source(
     from systolic.interop.loading import weights_of
 
     keep_programs()
-    job = job_of(source)
+    job = job_of(source, texts=texts)
     if precision is not Precision.auto:
         job = replace(job, precision=precision)
     setup = set_up_here(job)
     model = TrainedModel(source.path, setup, weights_of(source, setup.steps), warn)
-    for line in job.data.notes():
+    for line in (*source.notes, *job.data.notes()):
         model.warn(line)
     return model
 

@@ -22,6 +22,7 @@ from systolic.job import Job, Layout, Model, Remat
 from systolic.models.decoder.config import Decoder
 from systolic.models.families import CONFIG, Config, family, read_config
 from systolic.models.published import find_published, published
+from systolic.models.unread import notes_of
 from systolic.recipes.lm import BATCH, lm
 
 ROW = 4096
@@ -103,6 +104,24 @@ def recipe_of_model(target: str) -> Callable[..., Job]:
     options = (lm.__doc__ or "").partition(".")[2]
     job.__doc__ = about + options.replace(f"by default {BATCH.per_device}", "by default 1")
     return job
+
+
+def notes(target: str) -> list[str]:
+    """Warnings about the config.json of a target for which :func:`is_model` holds: fields that are not read.
+
+    Raises: as :func:`recipe_of_model`.
+    """
+    file = None if find_published(target) is not None else _file(Path(target))
+    if file is None or file.name == BUNDLE:
+        return []
+    config = read_config(file)
+    found = list(notes_of(config, str(file)))
+    if (packed := config.get("quantization_config")) is not None:
+        kind = packed.get("quant_method") if isinstance(packed, dict) else packed
+        found.append(
+            f"{file} says that the weights are in {kind}; sizes and times here are of plain ones"
+        )
+    return found
 
 
 def _program(target: str) -> Path | None:
