@@ -16,7 +16,8 @@ from systolic.core.errors import DataError, OptionError
 from systolic.data.audio.recordings import Recordings
 from systolic.data.audio.sound import cut, log_mel, read_sound
 from systolic.interop.jobs import job_of
-from systolic.interop.source import open_source
+from systolic.interop.source import Source, open_source
+from systolic.interop.speech import writing_of
 from systolic.job import Batch, Optimizer
 from tests.models import speech
 from tests.speech import needs_recordings, needs_weights, recording, tiny_en
@@ -94,6 +95,98 @@ def test_texts_and_losses_are_those_of_transformers(folder: Path, tmp_path: Path
     assert metrics["loss"] == pytest.approx(sum(nats) / 4, rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("above_no_speech", "above_mean", "kept"),
+    [(False, True, False), (True, True, True), (False, False, True)],
+)
+def test_an_unlikely_text_without_speech_is_left_out(
+    folder: Path, above_no_speech: bool, above_mean: bool, kept: bool
+) -> None:
+    """Both figures are those of transformers; the thresholds lie beside them."""
+    plain = json.loads((folder / "tokenizer.json").read_text())
+    silent = {**plain["added_tokens"][0], "id": 97, "content": "<|nospeech|>"}
+    plain["added_tokens"] = [silent, *plain["added_tokens"]]
+    words = {word: number for word, number in plain["model"]["vocab"].items() if number != 97}
+    plain["model"]["vocab"] = words
+    (folder / "tokenizer.json").write_text(json.dumps(plain))
+    short, _ = sounds(folder)
+    features = log_mel(next(iter(cut(read_sound(short), 9600))), 60, 20)
+    text = greedy(features)
+    assert 97 not in text
+    ended = len(PROMPT) + len(text) < speech.TINY.positions
+    written = [*text, END] if ended else text
+    with torch.no_grad():
+        logits = speech.foreign(speech.TINY)(
+            torch.tensor(features.T[None]), decoder_input_ids=torch.tensor([[*PROMPT, *text]])
+        ).logits[0]
+    no_speech = float(logits[0].softmax(-1)[97])
+    logits[:, SUPPRESSED] = -torch.inf
+    logits[len(PROMPT) - 1, SUPPRESSED_FIRST] = -torch.inf
+    chances = logits.log_softmax(-1)[len(PROMPT) - 1 :]
+    log_chances = [float(row[token]) for row, token in zip(chances, written, strict=False)]
+    mean = sum(log_chances) / len(written)
+
+    file = folder / "generation_config.json"
+    thresholds = {
+        "no_speech_threshold": no_speech * (1.01 if above_no_speech else 0.99),
+        "logprob_threshold": mean + (0.01 if above_mean else -0.01),
+    }
+    file.write_text(json.dumps(json.loads(file.read_text()) | thresholds))
+    (answer,) = systolic.open(folder).predict([short])
+    assert answer == {"text": " ".join(f"w{i}" for i in text) if kept else ""}
+
+
+def test_digital_silence_has_no_text(folder: Path) -> None:
+    file = folder / "silence.wav"
+    soundfile.write(file, np.zeros(8_000), 16_000)
+    assert systolic.open(folder).predict([file]) == [{"text": ""}]
+
+
+MANY = ["<|en|>", "<|de|>", "<|translate|>", "<|transcribe|>"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says", "assumed"),
+    [
+        ({"language": "german", "task": "translate"}, MANY[1:3], ""),
+        ({"language": "de"}, [MANY[1], MANY[3]], ""),
+        ({"language": "<|de|>", "task": "transcribe"}, [MANY[1], MANY[3]], ""),
+        ({"forced_decoder_ids": [[1, 102], [2, 103]]}, MANY[1:3], ""),
+        ({"forced_decoder_ids": [[1, None], [2, 103]]}, [MANY[0], MANY[2]], "English"),
+        ({}, [MANY[0], MANY[3]], "English"),
+    ],
+)
+def test_language_and_task_are_those_of_its_files(
+    folder: Path, fields: dict[str, object], says: list[str], assumed: str
+) -> None:
+    source, file = many(folder), folder / "generation_config.json"
+    file.write_text(json.dumps(fields))
+    writing = writing_of(source, folder / "tokenizer.json", replace(speech.TINY, vocab=51_865))
+    ids = {name: 101 + number for number, name in enumerate(MANY)}
+    assert writing.prompt == (100, *(ids[name] for name in says), 98)
+    assert writing.assumed == assumed
+    notes = Recordings(writing=writing).notes()
+    assert [assumed in line for line in notes] == ([True] if assumed else [])
+
+
+def test_a_language_that_the_tokenizer_lacks_is_refused(folder: Path) -> None:
+    source = many(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"language": "klingon"}))
+    with pytest.raises(OptionError, match=r"language 'klingon', for which .* <\|klingon\|>"):
+        writing_of(source, folder / "tokenizer.json", replace(speech.TINY, vocab=51_865))
+
+
+def many(folder: Path) -> Source:
+    """The folder with tokens of two languages and two tasks from 101 on."""
+    plain = json.loads((folder / "tokenizer.json").read_text())
+    like = plain["added_tokens"][0]
+    plain["added_tokens"] += [
+        {**like, "id": 101 + number, "content": name} for number, name in enumerate(MANY)
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(plain))
+    return open_source(folder)
+
+
 def test_a_tokenizer_of_another_model_is_refused(folder: Path) -> None:
     plain = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(plain | {"added_tokens": []}))
@@ -150,7 +243,7 @@ def test_other_models_of_ctranslate2_are_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_weights
 @needs_recordings
-def test_tiny_en_writes_down_real_phrases() -> None:
+def test_tiny_en_writes_down_real_phrases(tmp_path: Path) -> None:
     phrases = {
         "agent-alreadyon": "That agent is already logged on. Please enter your agent number followed by the pound key.",
         "agent-pass": "Please enter your password followed by the pound key.",
@@ -168,9 +261,22 @@ def test_tiny_en_writes_down_real_phrases() -> None:
     answers = systolic.open(tiny_en()).predict([recording(name) for name in phrases])
     texts = {name: answer["text"] for name, answer in zip(phrases, answers, strict=True)}
 
+    assert systolic.open(tiny_en()).predict([silent_after(tmp_path)]) == [
+        {"text": texts["agent-pass"]}
+    ]
     # That of benchmarks/whisper_wer.py: lower case, no punctuation, one form of numbers, "I'm" as "I am".
     words = EnglishTextNormalizer({})
     wrong = {
         name: texts[name] for name, said in phrases.items() if words(texts[name]) != words(said)
     }
     assert wrong == {}
+
+
+def silent_after(folder: Path) -> Path:
+    """A phrase, a hum and digital silence, for which models write "you"."""
+    hum = np.random.default_rng(0).normal(scale=1e-3, size=40 * 16_000)
+    phrase = read_sound(recording("agent-pass"))
+    soundfile.write(
+        folder / "long.wav", np.concatenate([phrase, hum, np.zeros(70 * 16_000)]), 16_000
+    )
+    return folder / "long.wav"

@@ -22,6 +22,12 @@ class Written(NamedTuple):
     """int32[batch]: the token that follows."""
     ended: jax.Array
     """bool[batch]."""
+    likely: jax.Array
+    """f32[batch]: sum of the log probabilities of the tokens, those of the end included, but for ``next``."""
+    length: jax.Array
+    """int32[batch]: how many these are."""
+    log_next: jax.Array
+    """f32[batch]: log probability of ``next``."""
     cache: Any
 
 
@@ -40,7 +46,10 @@ class Transcribe:
     def __call__(
         self, params: Arrays, model_state: Arrays, features: jax.Array, live: jax.Array
     ) -> jax.Array:
-        """int32[batch, positions - prompt]: tokens of each text, then those of its end.
+        """int32[batch, positions - prompt]: tokens of each text, then those of its end; only these where nothing is said.
+
+        Nothing is said in digital silence, and where the token of no speech is likely and the text is not, by the thresholds of
+        :class:`Writing` (Radford et al. 2022, section 4.5).
 
         Args:
             params: Weights.
@@ -55,7 +64,15 @@ class Transcribe:
         prompt = jnp.broadcast_to(
             jnp.asarray(writing.prompt, jnp.int32), (batch, len(writing.prompt))
         )
-        logits, cache = module.prefill(prompt, encoded, self.positions)
+        # The first token alone: what follows it tells whether there is speech.
+        logits, cache = module.prefill(prompt[:, :1], encoded, self.positions)
+        silence = jnp.zeros(batch, bool)
+        # Digital silence has one value everywhere, and a model writes a short word for it.
+        empty = jnp.ptp(features, axis=(1, 2)) == 0
+        if writing.silence is not None:
+            silence = jax.nn.softmax(logits)[:, writing.silence] > writing.no_speech
+        for place in range(1, len(writing.prompt)):
+            logits, cache = module.extend(prompt[:, place], cache)
         vocab = logits.shape[-1]
         usual = _barred(vocab, writing.suppressed)
         first = usual + _barred(vocab, writing.suppressed_first)
@@ -64,20 +81,37 @@ class Transcribe:
             return (written.count < room) & ~written.ended.all()
 
         def write(written: Written) -> Written:
-            ended = written.ended | (written.next == writing.end)
+            before = written.ended
+            ended = before | (written.next == writing.end)
             token = jnp.where(ended, writing.end, written.next)
             tokens = written.tokens.at[:, written.count].set(token)
             logits, cache = module.extend(token, written.cache)
-            return Written(written.count + 1, tokens, _best(logits + usual), ended, cache)
+            following, log_following = _best(logits + usual)
+            return Written(
+                written.count + 1,
+                tokens,
+                following,
+                ended,
+                written.likely + jnp.where(before, 0.0, written.log_next),
+                written.length + ~before,
+                log_following,
+                cache,
+            )
 
+        start, log_start = _best(logits + first)
         begun = Written(
             count=jnp.zeros((), jnp.int32),
             tokens=jnp.full((batch, room), writing.end, jnp.int32),
-            next=_best(logits + first),
+            next=start,
             ended=~live,
+            likely=jnp.zeros(batch),
+            length=jnp.zeros(batch, jnp.int32),
+            log_next=log_start,
             cache=cache,
         )
-        return jax.lax.while_loop(going, write, begun).tokens
+        made = jax.lax.while_loop(going, write, begun)
+        unlikely = made.likely < writing.likely * made.length
+        return jnp.where((empty | silence & unlikely)[:, None], writing.end, made.tokens)
 
 
 def _barred(vocab: int, tokens: tuple[int, ...]) -> np.ndarray:
@@ -87,5 +121,8 @@ def _barred(vocab: int, tokens: tuple[int, ...]) -> np.ndarray:
     return made
 
 
-def _best(logits: jax.Array) -> jax.Array:
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+def _best(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The most likely token int32[batch] and its log probability f32[batch]."""
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    logs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return best, jnp.take_along_axis(logs, best[:, None], axis=-1)[:, 0]

@@ -33,6 +33,14 @@ class Writing:
     """Tokens that are never written: marks of speakers and of noise."""
     suppressed_first: tuple[int, ...] = ()
     """Tokens that no text starts with: a space, and the end."""
+    silence: int | None = None
+    """Token of no speech, whose probability is read after the first token of the prompt; None for a model without one."""
+    no_speech: float = 0.6
+    """Probability of it above which an unlikely text is left out (the default of OpenAI's whisper/transcribe.py)."""
+    likely: float = -1.0
+    """Mean log probability of the tokens of a text, its end included, from which it is kept all the same (as above)."""
+    assumed: str = ""
+    """Language that is written because the files name none, such as ``English``; empty where they name one."""
 
 
 class Window(NamedTuple):
@@ -137,6 +145,14 @@ class Recordings(Data):
             return None
         return of_files(own.parent, [own])
 
+    def notes(self) -> tuple[str, ...]:
+        """A line where the language is not known."""
+        if not self.writing.assumed:
+            return ()
+        return (
+            f"the model knows many languages, and its files ask to find out which is spoken, which is not done: {self.writing.assumed} is written; give another as language in its generation_config.json, such as german",
+        )
+
     def lasting(self) -> frozenset[str]:
         """What decides which recordings make a window."""
         return frozenset(("validation_share", "sequence", "frames", "mels", "joined"))
@@ -215,7 +231,9 @@ def checked_prompt(writing: Writing, vocab: int) -> None:
     Raises:
         OptionError: one is beyond its vocabulary, or there is no prompt.
     """
-    used = (*writing.prompt, writing.end, *writing.suppressed, *writing.suppressed_first)
+    silence = () if writing.silence is None else (writing.silence,)
+    others = (*writing.suppressed, *writing.suppressed_first, *silence)
+    used = (*writing.prompt, writing.end, *others)
     if not writing.prompt or max(used) >= vocab:
         raise OptionError(
             f"texts start with the tokens {writing.prompt} and use ids up to {max(used)}, and the model has {vocab}; give the tokenizer that belongs to it"

@@ -11,6 +11,8 @@ from systolic.models.vision.resnet.config import Depth, ResNet, Stem
 from systolic.models.vision.rules import BUFFERS, conv_norm, head, num_classes, require
 
 BODY = "resnet"
+EXPANSIONS = {"basic": 1, "bottleneck": 4}
+"""Kind of layer to its last channels over its first."""
 
 
 def model(config: Config) -> ResNet:
@@ -22,13 +24,16 @@ def model(config: Config) -> ResNet:
     require(
         config, hidden_act="relu", downsample_in_first_stage=False, downsample_in_bottleneck=False
     )
+    kind = config.get("layer_type", "bottleneck")
+    if kind not in EXPANSIONS:
+        raise OptionError(f"layer_type is {kind!r} and only {', '.join(EXPANSIONS)} are known")
     blocks = tuple(config.get("depths", (3, 4, 6, 3)))
-    expansion = 4 if config.get("layer_type", "bottleneck") == "bottleneck" else 1
+    expansion = EXPANSIONS[kind]
     known = {(depth.blocks, depth.expansion): depth for depth in Depth}
     if (blocks, expansion) not in known:
         told = ", ".join(str(list(made)) for made, by in known if by == expansion)
         raise OptionError(
-            f"depths is {list(blocks)} and for layer_type {config.get('layer_type', 'bottleneck')} only {told} are known"
+            f"depths is {list(blocks)} and for layer_type {kind} only {told} are known"
         )
     width = config.get("embedding_size", 64)
     hidden = tuple(config.get("hidden_sizes", (256, 512, 1024, 2048)))
