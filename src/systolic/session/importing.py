@@ -121,9 +121,7 @@ def import_model(
         asked = ProgramRequest(source=str(source), kind=kind, how=framework)
         return _program(asked, out, dtype, parity, say)
     framework.check_unused(source)
-    opened = open_source(source)
-    job_of(opened, texts=False)  # refuses files that contradict each other
-    opened.verify()
+    opened = _sound(source)
     final = FOLDER / opened.path.resolve().stem if out is None else Path(out)
     say("read descriptions")
     tensors = planned(opened, np.dtype(DTYPES[dtype]) if dtype != AUTO else None)
@@ -150,6 +148,14 @@ def import_model(
         notes=opened.notes,
         use=USES[type(opened.model).__name__],
     )
+
+
+def _sound(path: Path | str) -> Source:
+    """An opened source whose files do not contradict each other and are those that were written."""
+    found = open_source(path)
+    job_of(found, texts=False)
+    found.verify()
+    return found
 
 
 def _unusable(source: Source) -> str | None:

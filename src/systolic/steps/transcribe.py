@@ -64,15 +64,7 @@ class Transcribe:
         prompt = jnp.broadcast_to(
             jnp.asarray(writing.prompt, jnp.int32), (batch, len(writing.prompt))
         )
-        # The first token alone: what follows it tells whether there is speech.
-        logits, cache = module.prefill(prompt[:, :1], encoded, self.positions)
-        silence = jnp.zeros(batch, bool)
-        # Digital silence has one value everywhere, and a model writes a short word for it.
-        empty = jnp.ptp(features, axis=(1, 2)) == 0
-        if writing.silence is not None:
-            silence = jax.nn.softmax(logits)[:, writing.silence] > writing.no_speech
-        for place in range(1, len(writing.prompt)):
-            logits, cache = module.extend(prompt[:, place], cache)
+        logits, cache, silence = self._heard(module, prompt, encoded)
         vocab = logits.shape[-1]
         usual = _barred(vocab, writing.suppressed)
         first = usual + _barred(vocab, writing.suppressed_first)
@@ -86,17 +78,10 @@ class Transcribe:
             token = jnp.where(ended, writing.end, written.next)
             tokens = written.tokens.at[:, written.count].set(token)
             logits, cache = module.extend(token, written.cache)
-            following, log_following = _best(logits + usual)
-            return Written(
-                written.count + 1,
-                tokens,
-                following,
-                ended,
-                written.likely + jnp.where(before, 0.0, written.log_next),
-                written.length + ~before,
-                log_following,
-                cache,
-            )
+            best, log_best = _best(logits + usual)
+            likely = written.likely + jnp.where(before, 0.0, written.log_next)
+            count, length = written.count + 1, written.length + ~before
+            return Written(count, tokens, best, ended, likely, length, log_best, cache)
 
         start, log_start = _best(logits + first)
         begun = Written(
@@ -110,8 +95,24 @@ class Transcribe:
             cache=cache,
         )
         made = jax.lax.while_loop(going, write, begun)
+        # Digital silence has one value everywhere, and a model writes a short word for it.
+        empty = jnp.ptp(features, axis=(1, 2)) == 0
         unlikely = made.likely < writing.likely * made.length
         return jnp.where((empty | silence & unlikely)[:, None], writing.end, made.tokens)
+
+    def _heard(
+        self, module: Any, prompt: jax.Array, encoded: jax.Array
+    ) -> tuple[jax.Array, Any, jax.Array]:
+        """Logits after the prompt int32[batch, n], the cache, and whether there seems to be no speech, bool[batch]."""
+        writing = self.writing
+        # The first token alone: what follows it tells whether there is speech.
+        logits, cache = module.prefill(prompt[:, :1], encoded, self.positions)
+        silence = jnp.zeros(len(prompt), bool)
+        if writing.silence is not None:
+            silence = jax.nn.softmax(logits)[:, writing.silence] > writing.no_speech
+        for place in range(1, len(writing.prompt)):
+            logits, cache = module.extend(prompt[:, place], cache)
+        return logits, cache, silence
 
 
 def _barred(vocab: int, tokens: tuple[int, ...]) -> np.ndarray:
