@@ -51,11 +51,11 @@ def saved(module: Any, folder: Path) -> tuple[dict[str, Any], dict[str, Held]]:
     return config, {name: Held(value) for name, value in tensors.items()}
 
 
-def structure(model: Model, dtype: str = "float32") -> ModelStructure:
-    """A model on one CPU device."""
+def structure(model: Model, dtype: str = "float32", platform: str = "cpu") -> ModelStructure:
+    """A model on one CPU device, traced for a platform."""
     layout = Layout(data=1, fsdp=1)
     target = MeshTarget(
-        platform="cpu",
+        platform=platform,
         layout=layout,
         dtype=dtype,
         matmul_format=None,

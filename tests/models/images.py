@@ -52,6 +52,7 @@ def steps(
     remat: Remat = Remat.none,
     batch: int = 8,
     devices: int = 1,
+    platform: str = "cpu",
 ) -> StepFunctions:
     """The programs of a job on ``model``."""
     pixels: Any = vars(type(model))["pixels"].__get__(model)
@@ -68,7 +69,7 @@ def steps(
         optimizer=Optimizer(learning_rate=1e-2, weight_decay=0.0),
     )
     mesh = make_mesh(layout, jax.devices()[:devices])
-    target = MeshTarget(platform="cpu", layout=layout, dtype=dtype, mesh=mesh)
+    target = MeshTarget(platform=platform, layout=layout, dtype=dtype, mesh=mesh)
     return StepFunctions(replace(job, layout=layout), target)
 
 

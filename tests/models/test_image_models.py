@@ -102,7 +102,8 @@ def test_rematerialised_blocks_give_the_same_step(name: str) -> None:
 
 @EVERY
 def test_flops_are_those_of_the_program(model: Model) -> None:
-    of = steps(model)
+    # On a CPU some convolutions are sums of shifted pictures, in which no matmul is counted.
+    of = steps(model, platform="tpu")
     image = jax.ShapeDtypeStruct((1, 16, 16, 3), "uint8")
     counted = flops.count(partial(forward, of), of.network.params, of.network.model_state, image)
     assert model.flops(of.job.data.fields()) == counted

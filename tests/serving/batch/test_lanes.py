@@ -48,7 +48,12 @@ def test_without_times_the_smallest_that_holds_them() -> None:
         # As long whatever it has, as on an accelerator.
         ({1: 1.0, 4: 1.0, 8: 1.0}, {5: [(5, 8)], 7: [(7, 8)], 2: [(2, 4)]}),
         # In between: 1 + 1 are faster than 4, and 8 than 4 + 1 + 1.
-        ({1: 2.0, 4: 5.0, 8: 8.0}, {2: [(1, 1), (1, 1)], 3: [(3, 4)], 6: [(6, 8)]}),
+        (
+            {1: 2.0, 4: 5.0, 8: 8.0},
+            {16: [(8, 8), (8, 8)], 2: [(1, 1), (1, 1)], 3: [(3, 4)], 6: [(6, 8)]},
+        ),
+        # A batch is slower than its rows one by one, as for large pictures on a CPU.
+        ({1: 1.0, 4: 5.0, 8: 11.0}, {9: [(1, 1)] * 9}),
     ],
 )
 def test_with_times_the_calls_that_end_soonest(

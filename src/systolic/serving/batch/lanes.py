@@ -10,6 +10,8 @@ from systolic.serving.batch.buckets import Buckets
 
 Lane = tuple[int, bytes]
 """Length of the bucket (0: all rows have one shape), and what rows of a call share."""
+AHEAD = 2
+"""Largest batches that a choice of the next call looks ahead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -34,7 +36,8 @@ class Lanes:
         self.buckets, self._alone = buckets, alone
         self._lanes: dict[Lane, deque[Waiting]] = {}
         self.seconds: Mapping[Bucket, float] = {}
-        """Measured time of each program, where known; then a batch takes the split that ends soonest."""
+        """Measured time of each program, where known; set before rows come."""
+        self._chosen: dict[tuple[int, int | None], int] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._lanes.values()))
@@ -89,12 +92,17 @@ class Lanes:
         return Call(rows=taken, bucket=bucket, waited=waited)
 
     def _size(self, count: int, length: int | None) -> int:
-        """Rows of the next call where ``count`` rows wait: the smallest that holds them, or a full one that ends sooner with what follows it."""
+        """Rows of the next call where ``count`` rows wait: those of the calls that answer all of them soonest.
+
+        Without times, the smallest that holds them.
+        """
         sizes = self.buckets.sizes(length)
-        whole = self._up(count, length)
         times = {size: self.seconds.get(self.buckets.at(size, length)) for size in sizes}
-        if whole <= count or any(seconds is None for seconds in times.values()):
-            return whole
+        if any(seconds is None for seconds in times.values()):
+            return self._up(count, length)
+        count = min(count, AHEAD * sizes[-1])
+        if (count, length) in self._chosen:
+            return self._chosen[count, length]
         best: list[tuple[float, int]] = [(0.0, 0)]
         for waiting in range(1, count + 1):
             best.append(
@@ -104,7 +112,8 @@ class Lanes:
                     if size <= waiting or size == self._up(waiting, length)
                 )
             )
-        return -best[count][1]
+        self._chosen[count, length] = -best[-1][1]
+        return self._chosen[count, length]
 
     def _up(self, count: int, length: int | None) -> int:
         sizes = self.buckets.sizes(length)

@@ -10,6 +10,7 @@ from systolic.models.layers import (
     GroupedBatchNorm,
     Head,
     convolve,
+    convolve_on_cpu,
     normalise,
     random,
     recomputed,
@@ -57,7 +58,8 @@ class MobileConv(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, height, width, conv_in] to [batch, height / stride, width / stride, conv_out]."""
         pads = [self.pad(size) for size in x.shape[1:3]]
-        x = convolve(x, self.kernel[...], self.stride, *pads, groups=self.groups)
+        on = convolve_on_cpu if self.target.platform == "cpu" else convolve
+        x = on(x, self.kernel[...], self.stride, *pads, groups=self.groups)
         # The norm's statistics are float32, so it computes in float32 and its result is cast back.
         return self.target.constrain(self.norm(x).astype(x.dtype), "batch", None, None, None)
 
