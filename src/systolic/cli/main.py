@@ -43,6 +43,9 @@ VERBS = {
     "eval": Verb("eval", "evaluates a run on its held-out data"),
     "generate": Verb("generate", "continues prompts with a trained language model"),
     "predict": Verb("predict", "labels files with a trained model"),
+    "serve": Verb(
+        "serve", "serves trained models to the clients of OpenAI, Triton and TensorFlow Serving"
+    ),
     "export": Verb(
         "export", "writes a trained model as a folder that transformers opens, or as a Bundle"
     ),

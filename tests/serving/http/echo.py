@@ -139,12 +139,12 @@ class EchoEngine:
             self.turned = time.monotonic()
             with self._lock:
                 live = list(self.streams)
+            if self.watcher is not None and live:
+                self.watcher.stepped(_facts(len(live)))
             for stream in live:
                 if self._advance(stream):
                     with self._lock:
                         self.streams.remove(stream)
-            if self.watcher is not None and live:
-                self.watcher.stepped(_facts(len(live)))
 
     def _advance(self, stream: EchoStream) -> bool:
         request = stream.request

@@ -52,11 +52,20 @@ class TextMeter:
 
     def __init__(self, metrics: TextMetrics, model: str) -> None:
         self._all, self._at = metrics, (model, ENGINE)
+        self._running = 0
+        metrics.all.late_compiles.labels(*self._at)
+        for gauge in (metrics.running, metrics.waiting, metrics.cache_usage):
+            gauge.labels(*self._at).set(0)
+
+    def compiled(self, program: str) -> None:
+        """After each program that is made ready before the first step."""
+        self._all.all.compiles.labels(*self._at, program, "start").inc()
 
     def stepped(self, facts: StepFacts) -> None:
         """After each step."""
         every, at = self._all, self._at
         tokens = facts.decode_rows + facts.prefill_tokens
+        self._running = facts.running
         every.running.labels(*at).set(facts.running)
         every.waiting.labels(*at).set(facts.waiting)
         every.cache_usage.labels(*at).set(facts.pages_in_use / max(facts.pages_total, 1))
@@ -76,6 +85,11 @@ class TextMeter:
     def ended(self, facts: RequestFacts) -> None:
         """After each request."""
         every, at = self._all, self._at
+        # No step comes after the last request, which would count again.
+        self._running = max(self._running - 1, 0)
+        every.running.labels(*at).set(self._running)
+        if not self._running:
+            every.cache_usage.labels(*at).set(0)
         every.successes.labels(*at, facts.finish.value).inc()
         every.prompt.labels(*at).inc(facts.prompt_tokens)
         every.generated.labels(*at).inc(facts.completion_tokens)

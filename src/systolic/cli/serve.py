@@ -1,0 +1,139 @@
+"""``systolic serve RUN|BUNDLE|DIR...``: a web server of trained models."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from systolic.cli.output import print_json
+from systolic.cli.parse import parse
+from systolic.core.errors import MissingExtraError, OptionError
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Serves trained models: OpenAI's API, the Open Inference Protocol and TensorFlow Serving's REST on one port.
+
+    Language models are batched continuously, all others dynamically. The server listens at once and is ready
+    (/health) when every program is compiled. SIGTERM ends it when the requests in flight have ended.
+
+    Args:
+        models: Runs, Bundles, Hugging Face folders or GGUF files, each as DIR or NAME=DIR; a folder of folders 1, 2, ... holds versions.
+        host: Address to listen on; 0.0.0.0 for all.
+        port: Port; 0 takes a free one.
+        tls_cert: Certificate chain (PEM), for HTTPS.
+        tls_key: Its private key (PEM).
+        keys: File of API keys' hashes; without it everyone is let in.
+        new_key: Add a key of this name to the file, print it and end.
+        rate_per_minute: Requests of a key in a minute; 0 sets no bound.
+        grace_seconds: Time for the requests in flight when the server is told to end.
+        deadline_seconds: Ends each request so long after it came.
+        body_bytes: Largest body of a request.
+        requests: Requests that are answered or wait at once.
+        queued: Requests for text that wait for their first step; more are refused with 429.
+        rows: Texts that are continued at once.
+        context: Tokens of a text, prompt and answer together; 0 takes the model's own.
+        chunk: Most tokens of a prompt that a step reads.
+        page_size: Positions of a page of the cache.
+        pages: Pages of the cache; 0 holds all texts at their longest.
+        delay_ms: Longest wait of a request for others to share its batch, for models that write no text.
+        log_prompts: Write prompts into the log.
+        checkpoint: Of a run: best, last or the number of a step.
+        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
+        json: Print one JSON object with the address when the server listens, or with the new key.
+    """
+
+    models: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    host: str = "127.0.0.1"
+    port: Annotated[int, Range(least=0, most=65535)] = 8000
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    keys: Path | None = None
+    new_key: str | None = None
+    rate_per_minute: Annotated[int, NOT_NEGATIVE] = 0
+    grace_seconds: Annotated[float, NOT_NEGATIVE] = 45.0
+    deadline_seconds: Annotated[float, POSITIVE] | None = None
+    body_bytes: Annotated[int, COUNT] = 64 << 20
+    requests: Annotated[int, COUNT] = 2048
+    queued: Annotated[int, COUNT] = 1024
+    rows: Annotated[int, COUNT] = 16
+    context: Annotated[int, NOT_NEGATIVE] = 0
+    chunk: Annotated[int, COUNT] = 256
+    page_size: Annotated[int, COUNT] = 64
+    pages: Annotated[int, NOT_NEGATIVE] = 0
+    delay_ms: Annotated[float, NOT_NEGATIVE] = 2.0
+    log_prompts: bool = False
+    checkpoint: str = "best"
+    trust: bool = False
+    json: bool = False
+
+
+def run(args: Sequence[str]) -> int:
+    """The verb."""
+    options = parse(ServeOptions, args, "systolic serve")
+    from systolic.session.serving import Settings, serve, targets
+
+    try:
+        from systolic.serving.http.keys import Keys, new_key
+        from systolic.serving.http.process import Address
+    except ImportError as error:
+        raise MissingExtraError("systolic serve", "serve") from error
+    if options.new_key is not None:
+        if options.keys is None:
+            raise OptionError("--new-key needs the file that it is added to; add --keys FILE")
+        key = new_key(options.keys, options.new_key)
+        print_json({"name": options.new_key, "key": key}) if options.json else print(key)
+        return 0
+    if not options.models:
+        raise OptionError(
+            "systolic serve needs a model; give a run, a Bundle or a Hugging Face folder"
+        )
+    asked = targets(options.models)
+    from systolic.serving.batch.options import BatchOptions
+    from systolic.serving.http.limits import HttpLimits
+    from systolic.serving.text.opening import Sizes
+
+    address = Address(
+        host=options.host,
+        port=options.port,
+        tls_cert=options.tls_cert,
+        tls_key=options.tls_key,
+        grace_seconds=options.grace_seconds,
+    )
+    settings = Settings(
+        address=address,
+        limits=HttpLimits(
+            body_bytes=options.body_bytes,
+            requests=options.requests,
+            deadline_seconds=options.deadline_seconds,
+        ),
+        sizes=Sizes(
+            rows=options.rows,
+            context=options.context,
+            chunk=options.chunk,
+            page_size=options.page_size,
+            pages=options.pages,
+            queued=options.queued,
+        ),
+        batch=BatchOptions(delay_ms=options.delay_ms),
+        keys=None
+        if options.keys is None
+        else Keys(file=options.keys, rate_per_minute=options.rate_per_minute),
+        log_prompts=options.log_prompts,
+        checkpoint=options.checkpoint,
+        trust=options.trust,
+    )
+
+    def listening(port: int) -> None:
+        scheme = "https" if options.tls_cert else "http"
+        url = f"{scheme}://{options.host}:{port}"
+        if options.json:
+            print_json({"url": url, "models": [one.name for one in asked]})
+        else:
+            print(f"{url}  ready when {url}/health answers 200; Ctrl+C ends it", flush=True)
+
+    serve(asked, settings, listening)
+    return 0

@@ -1,0 +1,177 @@
+"""``systolic serve``: models opened from runs and files, behind a web server."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from systolic.core.errors import NotFoundError, OptionError
+from systolic.data.text.text_data import TextData
+from systolic.session.trained import TrainedModel, open_model
+
+if TYPE_CHECKING:
+    from systolic.serving.batch.options import BatchOptions
+    from systolic.serving.http.keys import Keys
+    from systolic.serving.http.limits import HttpLimits
+    from systolic.serving.http.logs import EventLog
+    from systolic.serving.http.meters import BatchMetrics, TextMetrics
+    from systolic.serving.http.process import Address
+    from systolic.serving.served import Served
+    from systolic.serving.text.opening import Sizes
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """A model to serve."""
+
+    name: str
+    """What requests call it."""
+    path: Path
+    version: int = 1
+
+
+def targets(words: Sequence[str]) -> list[Target]:
+    """The models of a command line, each ``DIR`` or ``NAME=DIR``.
+
+    A folder that holds nothing but folders of numbers holds versions of a model, as TensorFlow Serving has them.
+
+    Raises:
+        NotFoundError: there is no such folder.
+        OptionError: a name is given twice, or has signs that a path of the server can't have.
+    """
+    found: list[Target] = []
+    for word in words:
+        given, mark, rest = word.partition("=")
+        path = Path(rest) if mark else Path(word)
+        if not path.exists():
+            raise NotFoundError(
+                f"{path} does not exist; give a run, a Bundle or a Hugging Face folder"
+            )
+        name = given if mark else path.resolve().name
+        if _NAME.fullmatch(name) is None:
+            raise OptionError(
+                f"{name!r} is no name for a model; write NAME={path} with letters, digits, '.', '_', '-'"
+            )
+        if any(one.name == name for one in found):
+            raise OptionError(f"two models are called {name}; write NAME={path} with another name")
+        found += [Target(name=name, path=at, version=number) for number, at in _versions(path)]
+    return found
+
+
+def _versions(path: Path) -> list[tuple[int, Path]]:
+    inside = sorted(path.iterdir()) if path.is_dir() else []
+    if not inside or not all(one.name.isdigit() and one.is_dir() for one in inside):
+        return [(1, path)]
+    return sorted((int(one.name), one) for one in inside)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How models are opened and served."""
+
+    address: "Address"
+    limits: "HttpLimits"
+    sizes: "Sizes"
+    batch: "BatchOptions"
+    keys: "Keys | None" = None
+    log_prompts: bool = False
+    checkpoint: str = "best"
+    trust: bool = False
+
+
+def serve(
+    asked: Sequence[Target],
+    settings: Settings,
+    listening: Callable[[int], None] | None = None,
+) -> None:
+    """Serves models until the process is told to end; returns when every request has been answered.
+
+    Raises:
+        MissingExtraError: the packages of the extra ``serve`` are not installed.
+        RunError: a model can't be opened, or the port is taken.
+    """
+    from systolic.core.errors import MissingExtraError, RunError
+
+    try:
+        from systolic.serving.http.desk import Desk
+        from systolic.serving.http.logs import EventLog
+        from systolic.serving.http.meters import BatchMetrics, TextMetrics
+        from systolic.serving.http.metrics import Metrics
+        from systolic.serving.http.process import Process
+    except ImportError as error:
+        raise MissingExtraError("systolic serve", "serve") from error
+    from systolic.serving.served import Shelf
+
+    metrics = Metrics()
+    texts, batches = TextMetrics(metrics), BatchMetrics(metrics)
+    log = EventLog()
+    desk = Desk(
+        shelf=Shelf(), limits=settings.limits, metrics=metrics, log_prompts=settings.log_prompts
+    )
+
+    def opener(target: Target) -> "Callable[[], Served]":
+        return lambda: open_served(target, settings, texts, batches, log)
+
+    process = Process(
+        desk, [opener(one) for one in asked], settings.address, log, settings.keys, listening
+    )
+    process.run()
+    if desk.failed is not None:
+        raise RunError(desk.failed)
+    if not process.started:
+        raise RunError(
+            f"{settings.address.host}:{settings.address.port} can't be listened on; choose another --port, or 0 for a free one"
+        )
+
+
+def open_served(
+    target: Target,
+    settings: Settings,
+    texts: "TextMetrics",
+    batches: "BatchMetrics",
+    log: "EventLog",
+) -> "Served":
+    """A model as a server holds it, not started.
+
+    Raises: as :func:`~systolic.session.trained.open_model`, and OptionError for one that can't be served.
+    """
+    from systolic.serving.served import ServedBatch, ServedText
+
+    model = open_model(target.path, settings.checkpoint, trust=settings.trust, warn=log.warn)
+    steps, weights = model.setup.steps, model.weights
+    if not _writes(model):
+        from systolic.serving.batch.opening import batch_model
+
+        counts = batches.of(target.name)
+        made = batch_model(
+            target.name, steps, weights.params, weights.model_state, settings.batch, counts
+        )
+        return ServedBatch(name=target.name, version=target.version, model=made)
+    from systolic.serving.text.opening import open_engine
+
+    data = model.job.data
+    assert isinstance(data, TextData)
+    watcher = texts.of(target.name)
+
+    def told(program: str) -> None:
+        watcher.compiled(program)
+        log.write("compiled", model=target.name, program=program)
+
+    engine = open_engine(steps, weights.params, weights.model_state, settings.sizes, watcher, told)
+    return ServedText(
+        name=target.name,
+        version=target.version,
+        engine=engine,
+        tokenizer=data.get_tokenizer(),
+        template=data.find_template(),
+    )
+
+
+def _writes(model: TrainedModel) -> bool:
+    """Whether a model continues texts."""
+    from systolic.models.decoder.config import Decoder
+
+    return isinstance(model.job.data, TextData) and isinstance(model.job.model, Decoder)

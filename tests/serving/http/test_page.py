@@ -1,0 +1,100 @@
+"""The page for trying models, in a real browser."""
+
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect, sync_playwright
+
+from tests.serving.http.running import Running
+
+CHROMIUM = Path("/usr/bin/chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CHROMIUM.exists(), reason="Debian's chromium is not installed"),
+]
+
+
+@pytest.fixture
+def page(server: Running) -> Iterator[Page]:
+    with sync_playwright() as played:
+        browser = played.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page()
+        problems: list[str] = []
+        asked: list[str] = []
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on(
+            "console", lambda said: problems.append(said.text) if said.type == "error" else None
+        )
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(server.url)
+        yield page
+        browser.close()
+        assert problems == []
+        assert all(url.startswith((server.url, "blob:", "data:")) for url in asked)
+
+
+def test_a_chat(page: Page) -> None:
+    page.select_option("#model", "echo")
+    page.fill("#tokens", "12")
+    page.fill("#text", "<b>hello</b>")
+    page.press("#text", "Enter")
+    expect(page.locator("#speed")).to_contain_text("12 tokens")
+    turns = page.locator("#log .turn").all_inner_texts()
+    # The echo says the prompt again, as the template writes it; markup is shown, not carried out.
+    assert turns == ["<b>hello</b>", "<user><b>hel"]
+    page.fill("#tokens", "4000")
+    page.fill("#text", "again")
+    page.press("#text", "Enter")
+    page.click("#stop")
+    expect(page.locator("#stop")).to_be_disabled()
+    assert page.locator(".error").count() == 0
+
+
+def test_a_picture(page: Page, tmp_path: Path) -> None:
+    file = tmp_path / "red.png"
+    file.write_bytes(red())
+    page.select_option("#model", "image")
+    page.set_input_files("#file", file)
+    page.wait_for_selector(".assistant")
+    assert page.locator(".assistant").inner_text() == "100.0 %  cat"
+    assert (
+        page.locator("#log img").evaluate("image => image.decode().then(() => image.naturalWidth)")
+        == 1
+    )
+
+
+def test_a_recording_and_texts(page: Page, tmp_path: Path) -> None:
+    file = tmp_path / "a.wav"
+    file.write_bytes(b"RIFF....")
+    page.select_option("#model", "transcription")
+    page.set_input_files("#file", file)
+    page.wait_for_selector(".assistant")
+    assert page.locator(".assistant").inner_text() == "Hello world."
+    page.select_option("#model", "embedding")
+    for number, text in enumerate(("four", "seventy"), 1):
+        page.fill("#text", text)
+        page.press("#text", "Enter")
+        expect(page.locator(".assistant")).to_have_count(number)
+    # The toy's vectors are [4, 0, 0, 3] and [7, 0, 0, 3].
+    cosine = (4 * 7 + 3 * 3) / 5 / 58**0.5
+    assert f"{cosine:.3f}  four" in page.locator(".assistant").nth(1).inner_text()
+
+
+def red() -> bytes:
+    """A PNG of one red pixel."""
+
+    def part(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    head = struct.pack(">IIBBBBB", 1, 1, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + part(b"IHDR", head)
+        + part(b"IDAT", zlib.compress(b"\0\xff\0\0"))
+        + part(b"IEND", b"")
+    )

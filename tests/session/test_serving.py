@@ -1,0 +1,129 @@
+"""``systolic serve`` as a process, with models that compute."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from systolic.core.errors import NotFoundError, OptionError
+from systolic.session.serving import targets
+from systolic.session.trained import open_model
+from tests.interop import folders
+from tests.interop.test_sentences import folder as encoder_folder
+
+SMALL = ("--rows", "4", "--context", "192", "--chunk", "64")
+
+
+def test_names_and_versions(tmp_path: Path) -> None:
+    for name in ("a", "b/1", "b/12", "c/1", "c/other"):
+        (tmp_path / name).mkdir(parents=True)
+    found = targets([str(tmp_path / "a"), f"bees={tmp_path / 'b'}", str(tmp_path / "c")])
+    assert [(one.name, one.version, one.path.name) for one in found] == [
+        ("a", 1, "a"),
+        ("bees", 1, "1"),
+        ("bees", 12, "12"),
+        ("c", 1, "c"),
+    ]
+    with pytest.raises(NotFoundError, match="does not exist"):
+        targets([str(tmp_path / "nothing")])
+    with pytest.raises(OptionError, match="no name for a model"):
+        targets([f"a b={tmp_path}"])
+    with pytest.raises(OptionError, match="two models are called a"):
+        targets([str(tmp_path / "a"), f"a={tmp_path / 'b'}"])
+
+
+@contextmanager
+def served(*words: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """A server of a command line, ready, on a free port; its address and its process."""
+    line = [sys.executable, "-m", "systolic", "serve", *words, "--port", "0", "--json"]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    threading.Thread(target=lambda: [*(process.stderr or ())], daemon=True).start()
+    try:
+        url = json.loads(process.stdout.readline())["url"]
+        while httpx.get(f"{url}/health").status_code != 200:
+            assert process.poll() is None, "it ended before it was ready"
+            time.sleep(0.1)
+        yield url, process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_a_language_model_and_vectors(tmp_path: Path) -> None:
+    path = folders.folder(tmp_path / "tiny")
+    encoder = tmp_path / "vectors"
+    encoder_folder(encoder)
+    prompts = ["the capital of", "a question", "yes or no, " * 9]
+    model = open_model(path)
+    expected = model.generate(prompts, tokens=16, sampling=greedy())
+    with served(str(path), f"vec={encoder}", *SMALL) as (url, process):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        ask: Any = {"model": "tiny", "max_tokens": 16, "temperature": 0}
+        # All in one request, and so in one batch.
+        made = client.completions.create(prompt=prompts, **ask)
+        assert [one.text for one in made.choices] == expected
+        parts = client.completions.create(prompt=prompts[2], stream=True, **ask)
+        assert "".join(one.choices[0].text for one in parts) == expected[2]
+        chat = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "hi"}], temperature=0, max_tokens=16
+        )
+        said = model.generate("hi", tokens=16, sampling=greedy(), chat=True)
+        assert [chat.choices[0].message.content] == said
+        scored = client.completions.create(prompt=prompts[0], echo=True, logprobs=1, **ask)
+        assert scored.choices[0].logprobs is not None
+        assert scored.choices[0].logprobs.tokens is not None
+        assert scored.choices[0].logprobs.tokens[:3] == ["the", " capital", " of"]
+        vectors = client.embeddings.create(model="vec", input=["yes or no", "Rome"])
+        alone = open_model(encoder).predict(["yes or no", "Rome"])
+        for one, other in zip(vectors.data, alone, strict=True):
+            assert one.embedding == pytest.approx(other["embedding"], abs=1e-5)
+        text = httpx.get(f"{url}/metrics").text
+        for name in ("tiny", "vec"):
+            assert f'recompile_after_ready_total{{engine="0",model_name="{name}"}} 0.0' in text
+        # It ends when its requests have, and says that all is well.
+        texts: list[str] = []
+
+        def last() -> None:
+            texts.append(
+                client.completions.create(prompt=prompts[0], **ask | {"max_tokens": 180})
+                .choices[0]
+                .text
+            )
+
+        asking = threading.Thread(target=last)
+        asking.start()
+        while "systolic:http_requests_in_flight 2.0" not in httpx.get(f"{url}/metrics").text:
+            assert asking.is_alive(), "it was answered before the signal"
+        process.send_signal(signal.SIGTERM)
+        asking.join()
+        assert texts[0].startswith(expected[0])
+        assert process.wait(20) == 0
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_opened(tmp_path: Path) -> None:
+    path = folders.folder(tmp_path / "tiny")
+    os.truncate(path / "model.safetensors", 100)
+    line = [sys.executable, "-m", "systolic", "serve", str(path), "--port", "0"]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("systolic: ")
+
+
+def greedy() -> Any:
+    from systolic.job import Sampling
+
+    return Sampling(temperature=0.0)
