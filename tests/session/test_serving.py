@@ -47,9 +47,9 @@ def test_names_and_versions(tmp_path: Path) -> None:
 def served(*words: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     """A server of a command line, ready, on a free port; its address and its process."""
     line = [sys.executable, "-m", "systolic", "serve", *words, "--port", "0", "--json"]
-    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # Its log goes where pytest shows it.
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    threading.Thread(target=lambda: [*(process.stderr or ())], daemon=True).start()
     try:
         url = json.loads(process.stdout.readline())["url"]
         while httpx.get(f"{url}/health").status_code != 200:
@@ -58,7 +58,7 @@ def served(*words: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
         yield url, process
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ class ServeOptions:
 def run(args: Sequence[str]) -> int:
     """The verb."""
     options = parse(ServeOptions, args, "systolic serve")
-    from systolic.session.serving import Settings, serve, targets
+    from systolic.session.serving import ServeSettings, serve, targets
 
     try:
         from systolic.serving.http.keys import Keys, new_key
@@ -103,7 +103,7 @@ def run(args: Sequence[str]) -> int:
         tls_key=options.tls_key,
         grace_seconds=options.grace_seconds,
     )
-    settings = Settings(
+    settings = ServeSettings(
         address=address,
         limits=HttpLimits(
             body_bytes=options.body_bytes,
@@ -135,5 +135,5 @@ def run(args: Sequence[str]) -> int:
         else:
             print(f"{url}  ready when {url}/health answers 200; Ctrl+C ends it", flush=True)
 
-    serve(asked, settings, listening)
+    serve(options.models, settings, listening)
     return 0

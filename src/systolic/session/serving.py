@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from systolic.serving.http.limits import HttpLimits
     from systolic.serving.http.logs import EventLog
     from systolic.serving.http.meters import BatchMetrics, TextMetrics
-    from systolic.serving.http.process import Address
+    from systolic.serving.http.process import Address, Renewal
     from systolic.serving.served import Served
     from systolic.serving.text.opening import Sizes
 
@@ -24,7 +24,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
+class ServeTarget:
     """A model to serve."""
 
     name: str
@@ -33,7 +33,7 @@ class Target:
     version: int = 1
 
 
-def targets(words: Sequence[str]) -> list[Target]:
+def targets(words: Sequence[str]) -> list[ServeTarget]:
     """The models of a command line, each ``DIR`` or ``NAME=DIR``.
 
     A folder that holds nothing but folders of numbers holds versions of a model, as TensorFlow Serving has them.
@@ -42,7 +42,7 @@ def targets(words: Sequence[str]) -> list[Target]:
         NotFoundError: there is no such folder.
         OptionError: a name is given twice, or has signs that a path of the server can't have.
     """
-    found: list[Target] = []
+    found: list[ServeTarget] = []
     for word in words:
         given, mark, rest = word.partition("=")
         path = Path(rest) if mark else Path(word)
@@ -57,7 +57,7 @@ def targets(words: Sequence[str]) -> list[Target]:
             )
         if any(one.name == name for one in found):
             raise OptionError(f"two models are called {name}; write NAME={path} with another name")
-        found += [Target(name=name, path=at, version=number) for number, at in _versions(path)]
+        found += [ServeTarget(name=name, path=at, version=number) for number, at in _versions(path)]
     return found
 
 
@@ -69,7 +69,7 @@ def _versions(path: Path) -> list[tuple[int, Path]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ServeSettings:
     """How models are opened and served."""
 
     address: "Address"
@@ -83,13 +83,21 @@ class Settings:
 
 
 def serve(
-    asked: Sequence[Target],
-    settings: Settings,
+    words: Sequence[str],
+    settings: ServeSettings,
     listening: Callable[[int], None] | None = None,
 ) -> None:
     """Serves models until the process is told to end; returns when every request has been answered.
 
-    Raises:
+    SIGHUP reads the folders again: versions that are new are added when they are ready, those that are gone are
+    taken out when their requests have ended.
+
+    Args:
+        words: The models, as for :func:`targets`.
+        settings: How they are served.
+        listening: Called with the port when the socket is open.
+
+    Raises: as :func:`targets`, and
         MissingExtraError: the packages of the extra ``serve`` are not installed.
         RunError: a model can't be opened, or the port is taken.
     """
@@ -112,12 +120,17 @@ def serve(
         shelf=Shelf(), limits=settings.limits, metrics=metrics, log_prompts=settings.log_prompts
     )
 
-    def opener(target: Target) -> "Callable[[], Served]":
+    def opener(target: ServeTarget) -> "Callable[[], Served]":
         return lambda: open_served(target, settings, texts, batches, log)
 
-    process = Process(
-        desk, [opener(one) for one in asked], settings.address, log, settings.keys, listening
-    )
+    def renewal() -> "Renewal":
+        now = {(one.name, one.version): one for one in targets(words)}
+        held = [(one.name, one.version) for one in desk.shelf.everything()]
+        added = [opener(one) for key, one in now.items() if key not in held]
+        return added, [key for key in held if key not in now]
+
+    openers = [opener(one) for one in targets(words)]
+    process = Process(desk, openers, settings.address, log, settings.keys, renewal, listening)
     process.run()
     if desk.failed is not None:
         raise RunError(desk.failed)
@@ -128,8 +141,8 @@ def serve(
 
 
 def open_served(
-    target: Target,
-    settings: Settings,
+    target: ServeTarget,
+    settings: ServeSettings,
     texts: "TextMetrics",
     batches: "BatchMetrics",
     log: "EventLog",

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from systolic.core.errors import DataError
 from systolic.serving.batch.request import ModelKind
-from tests.serving.http.running import Running, running, toy_model
+from systolic.serving.served import Served
+from tests.serving.http.running import Running, running, toy_model, wait
 
 
 def ask(server: Running, path: str, body: Any) -> Any:
@@ -121,3 +123,22 @@ def test_versions_are_swapped_without_a_dropped_request() -> None:
         with one.client() as http:
             states = http.get("/v1/models/toy").json()["model_version_status"]
         assert [state["version"] for state in states] == ["2"]
+
+
+def test_folders_are_read_again_on_demand() -> None:
+    first, second = toy_model(ModelKind.tensors, "toy", 1), toy_model(ModelKind.tensors, "toy", 2)
+    with running([first]) as one, one.client() as http:
+        one.process._renewal = lambda: ([lambda: second], [("toy", 1)])
+        one.process.renew()
+        wait(lambda: one.log("retired"))
+        assert one.log("retired")[0]["whole"]
+        states = http.get("/v1/models/toy").json()["model_version_status"]
+        assert [state["version"] for state in states] == ["2"]
+
+        def damaged() -> Served:
+            raise DataError("version 3 is damaged")
+
+        one.process._renewal = lambda: ([damaged], [("toy", 2)])
+        one.process.renew()
+        wait(lambda: one.log("failed"))
+        assert ask(one, "toy", {"instances": [[1, 2]]}) == {"predictions": [[2, 4]]}

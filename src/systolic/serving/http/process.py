@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from systolic.serving.http.logs import EventLog
 from systolic.serving.http.traces import find_traces
 from systolic.serving.served import Served
 
+Renewal = tuple[Sequence[Callable[[], Served]], Sequence[tuple[str, int]]]
 TICK_SECONDS = 0.05
 LAST_SECONDS = 2.0
 """For answers that end with an error after the grace time."""
@@ -69,6 +71,7 @@ class Process(uvicorn.Server):
         address: Where to listen.
         log: What happens.
         keys: API keys; None lets everyone in.
+        renewal: What SIGHUP changes: openers of new models, and the names and versions of those to retire.
         listening: Called with the port when the socket is open.
     """
 
@@ -79,6 +82,7 @@ class Process(uvicorn.Server):
         address: Address,
         log: EventLog,
         keys: Keys | None = None,
+        renewal: Callable[[], Renewal] | None = None,
         listening: Callable[[int], None] | None = None,
     ) -> None:
         gate = Gate(app=application(desk), desk=desk, log=log, traces=find_traces(), keys=keys)
@@ -102,7 +106,8 @@ class Process(uvicorn.Server):
         )
         self.desk, self.address, self.log = desk, address, log
         self._openers = openers
-        self._listening = listening
+        self._listening, self._renewal = listening, renewal
+        self._renewing = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
 
@@ -115,35 +120,57 @@ class Process(uvicorn.Server):
         self.log.write("listening", host=self.address.host, port=port, pid=os.getpid())
         if self._listening is not None:
             self._listening(port)
+        if self._renewal is not None and threading.current_thread() is threading.main_thread():
+            self._loop.add_signal_handler(signal.SIGHUP, self.renew)
         threading.Thread(target=self._start_models, name="systolic-start", daemon=True).start()
 
     def _start_models(self) -> None:
         begun = time.monotonic()
-        for opener in self._openers:
-            at = time.monotonic()
-            try:
-                served = opener()
-                served.start()
-                self.desk.shelf.put(served)
-            except Exception as error:
-                reason = (
-                    str(error)
-                    if isinstance(error, SystolicError)
-                    else f"{type(error).__name__}: {error}"
-                )
-                self.desk.failed = reason
-                self.log.write("failed", error=reason)
-                self.end()
-                return
-            seconds = time.monotonic() - at
-            self.desk.metrics.startup.labels(served.name).set(seconds)
-            self.log.write(
-                "warm", model=served.name, version=served.version, seconds=round(seconds, 3)
-            )
+        with self._renewing:
+            self.desk.failed = next(filter(None, map(self._start, self._openers)), None)
+        if self.desk.failed is not None:
+            self.end()
+            return
         total = time.monotonic() - begun
         self.desk.metrics.startup.labels("all").set(total)
         self.desk.opened = True
         self.log.write("ready", seconds=round(total, 3))
+
+    def _start(self, opener: Callable[[], Served]) -> str | None:
+        """Opens a model, makes it ready and adds it; the reason where that fails."""
+        at = time.monotonic()
+        try:
+            served = opener()
+            served.start()
+            self.desk.shelf.put(served)
+        except Exception as error:
+            own = isinstance(error, SystolicError)
+            reason = str(error) if own else f"{type(error).__name__}: {error}"
+            self.log.write("failed", error=reason)
+            return reason
+        seconds = time.monotonic() - at
+        self.desk.metrics.startup.labels(served.name).set(seconds)
+        self.log.write("warm", model=served.name, version=served.version, seconds=round(seconds, 3))
+        return None
+
+    def renew(self) -> None:
+        """Adds new models and retires those that are gone, in the background; no request is dropped."""
+        if self._renewal is not None:
+            threading.Thread(target=self._renew, args=(self._renewal,), daemon=True).start()
+
+    def _renew(self, renewal: Callable[[], Renewal]) -> None:
+        with self._renewing:
+            try:
+                openers, gone = renewal()
+            except SystolicError as error:
+                self.log.write("failed", error=str(error))
+                return
+            failed = [reason for reason in map(self._start, openers) if reason is not None]
+            if failed:
+                return  # What is served stays until its successor works.
+            for name, version in gone:
+                whole = self.desk.shelf.retire(name, version, self.address.grace_seconds)
+                self.log.write("retired", model=name, version=version, whole=whole)
 
     def end(self) -> None:
         """Begins to end; from any thread."""

@@ -14,7 +14,7 @@ _CALL = re.compile(re.escape(OPEN) + r"\s*(.*?)\s*" + re.escape(CLOSE), re.DOTAL
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class ToolCall:
     """A call of a tool."""
 
     name: str
@@ -47,7 +47,7 @@ class CallReader:
         self._plain = False
         """Whether an unmarked text was told to be no call."""
 
-    def push(self, text: str) -> tuple[str, list[Call]]:
+    def push(self, text: str) -> tuple[str, list[ToolCall]]:
         """Text and calls that are certain now."""
         self._held += text
         if not self._marked:
@@ -67,7 +67,7 @@ class CallReader:
         said, self._held = said + self._held[:certain], self._held[certain:]
         return said, calls
 
-    def flush(self) -> tuple[str, list[Call]]:
+    def flush(self) -> tuple[str, list[ToolCall]]:
         """What is left when the text has ended."""
         rest, self._held = self._held, ""
         if not self._marked and not self._plain:
@@ -76,7 +76,7 @@ class CallReader:
                 return "", [call for call in calls if call is not None]
         return rest, []
 
-    def _bare(self) -> tuple[str, list[Call]]:
+    def _bare(self) -> tuple[str, list[ToolCall]]:
         start = self._held.lstrip()
         if not self._plain and start and start[0] not in "{[":
             self._plain = True
@@ -95,7 +95,7 @@ def _objects(text: str) -> Sequence[str]:
     return [json.dumps(one) for one in found] if isinstance(found, list) else [stripped]
 
 
-def _read(text: str) -> Call | None:
+def _read(text: str) -> ToolCall | None:
     """A call from its JSON; None where it is none."""
     try:
         found = json.loads(text)
@@ -106,7 +106,7 @@ def _read(text: str) -> Call | None:
     arguments = found.get("arguments", found.get("parameters", {}))
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    return Call(name=found["name"], arguments=arguments)
+    return ToolCall(name=found["name"], arguments=arguments)
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -4,7 +4,7 @@ Which exporter they go to is OpenTelemetry's own configuration: ``opentelemetry-
 """
 
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,8 +27,8 @@ class Traces(Protocol):
 
     def request(
         self, scope: Mapping[str, Any], headers: Mapping[bytes, str], ticket: "Ticket"
-    ) -> Any:
-        """A context manager whose value is the :class:`RequestSpan` of a request."""
+    ) -> AbstractContextManager[RequestSpan]:
+        """The span of a request."""
         ...
 
 
