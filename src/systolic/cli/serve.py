@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -11,6 +11,9 @@ from systolic.cli.output import print_json
 from systolic.cli.parse import parse
 from systolic.core.errors import MissingExtraError, OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range
+
+if TYPE_CHECKING:
+    from systolic.session.serving import ServeSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +77,11 @@ class ServeOptions:
 def run(args: Sequence[str]) -> int:
     """The verb."""
     options = parse(ServeOptions, args, "systolic serve")
-    from systolic.session.serving import ServeSettings, serve, targets
+    from systolic.session.serving import serve, targets
 
     try:
-        from systolic.serving.http.keys import Keys, new_key
-        from systolic.serving.http.process import Address
+        import systolic.serving.http.process  # noqa: F401 (fails where the packages of the extra lack)
+        from systolic.serving.http.keys import new_key
     except ImportError as error:
         raise MissingExtraError("systolic serve", "serve") from error
     if options.new_key is not None:
@@ -91,20 +94,38 @@ def run(args: Sequence[str]) -> int:
         raise OptionError(
             "systolic serve needs a model; give a run, a Bundle or a Hugging Face folder"
         )
-    asked = targets(options.models)
-    from systolic.serving.batch.options import BatchOptions
-    from systolic.serving.http.limits import HttpLimits
-    from systolic.serving.text.opening import Sizes
+    names = [one.name for one in targets(options.models)]
 
-    address = Address(
-        host=options.host,
-        port=options.port,
-        tls_cert=options.tls_cert,
-        tls_key=options.tls_key,
-        grace_seconds=options.grace_seconds,
-    )
-    settings = ServeSettings(
-        address=address,
+    def listening(port: int) -> None:
+        scheme = "https" if options.tls_cert else "http"
+        url = f"{scheme}://{options.host}:{port}"
+        if options.json:
+            print_json({"url": url, "models": names})
+        else:
+            print(f"{url}  ready when {url}/health answers 200; Ctrl+C ends it", flush=True)
+
+    serve(options.models, settings(options), listening)
+    return 0
+
+
+def settings(options: ServeOptions) -> "ServeSettings":
+    """What the options ask for; errors as those of the parts."""
+    from systolic.serving.batch.options import BatchOptions
+    from systolic.serving.http.keys import Keys
+    from systolic.serving.http.limits import HttpLimits
+    from systolic.serving.http.process import Address
+    from systolic.serving.text.opening import Sizes
+    from systolic.session.serving import ServeSettings
+
+    keys = options.keys and Keys(file=options.keys, rate_per_minute=options.rate_per_minute)
+    return ServeSettings(
+        address=Address(
+            host=options.host,
+            port=options.port,
+            tls_cert=options.tls_cert,
+            tls_key=options.tls_key,
+            grace_seconds=options.grace_seconds,
+        ),
         limits=HttpLimits(
             body_bytes=options.body_bytes,
             requests=options.requests,
@@ -119,21 +140,8 @@ def run(args: Sequence[str]) -> int:
             queued=options.queued,
         ),
         batch=BatchOptions(delay_ms=options.delay_ms),
-        keys=None
-        if options.keys is None
-        else Keys(file=options.keys, rate_per_minute=options.rate_per_minute),
+        keys=keys,
         log_prompts=options.log_prompts,
         checkpoint=options.checkpoint,
         trust=options.trust,
     )
-
-    def listening(port: int) -> None:
-        scheme = "https" if options.tls_cert else "http"
-        url = f"{scheme}://{options.host}:{port}"
-        if options.json:
-            print_json({"url": url, "models": [one.name for one in asked]})
-        else:
-            print(f"{url}  ready when {url}/health answers 200; Ctrl+C ends it", flush=True)
-
-    serve(options.models, settings, listening)
-    return 0
