@@ -117,7 +117,9 @@ def settings(options: ServeOptions) -> "ServeSettings":
     from systolic.serving.text.opening import Sizes
     from systolic.session.serving import ServeSettings
 
-    keys = options.keys and Keys(file=options.keys, rate_per_minute=options.rate_per_minute)
+    keys = None
+    if options.keys is not None:
+        keys = Keys(file=options.keys, rate_per_minute=options.rate_per_minute)
     return ServeSettings(
         address=Address(
             host=options.host,
