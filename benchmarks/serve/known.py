@@ -77,11 +77,11 @@ def expressed(row: Row) -> tuple[Job, Slice, str]:
             raise SystolicError(reason)
     if row.get("task"):
         raise SystolicError(f"no text generation: {row['task']}")
-    on, model = slice_of(row), str(row["model"]).lower()
+    model = str(row["model"]).lower()
     dtype = str(row.get("dtype", ""))
     if "fp8" in dtype or "fp8" in model:
         raise SystolicError("fp8 weights can't be expressed, int8 and the compute dtype can")
-    job = _job(model)
+    job, on = _job(model), slice_of(row)
     layout, said = _layout(row, model, job, on)
     return Job(**{**_fields(job), "layout": layout}), on, said
 

@@ -15,6 +15,9 @@ from systolic.models.decoder.config import Decoder, Dispatch, Mlp
 from systolic.models.decoder.dropless import _grouped
 from systolic.models.decoder.moe import Mixture
 from systolic.models.decoder.switches import Router
+from systolic.models.grouped import grouped_product
+from systolic.models.layered import Layered
+from systolic.models.rounded import rounded
 from systolic.steps import flops
 from tests.models.test_decoder import arrays, module
 from tests.steps import tiny
@@ -105,6 +108,32 @@ def test_a_cache_gives_the_logits_of_the_whole_text() -> None:
     np.testing.assert_allclose(net.logits(hidden)[0, :5], whole[0, :5], atol=1e-4)
     logits, cache = extend(tokens[:, 5], cache)
     np.testing.assert_allclose(logits[0], whole[0, 5], atol=1e-4)
+
+
+@pytest.mark.parametrize("dense_layers", [0, 1])
+def test_experts_that_are_read_in_their_stack_give_the_same(dense_layers: int) -> None:
+    """As on a TPU, whose kernels would be given a copy of a layer's matrices."""
+    net = module(replace(CONFIG, layers=3, dense_layers=dense_layers))
+    _, cache = net.prefill(jnp.arange(12).reshape(2, 6), jnp.array([5, 6]), 8, jnp.float32)
+    tokens = jnp.array([3, 4])
+    plain, _ = jax.jit(lambda *given: net.extend(*given))(tokens, cache)
+    net.target = replace(
+        net.target, platform="tpu"
+    )  # of the loop over layers; its blocks keep theirs
+    found, _ = jax.jit(lambda *given: net.extend(*given))(tokens, cache)
+    np.testing.assert_allclose(found, plain, atol=1e-5)
+
+
+def test_a_layers_groups_are_its_own_in_the_stack_of_all() -> None:
+    stack = jax.random.normal(jax.random.key(0), (3, 2, 4, 5))
+    x, sizes = jax.random.normal(jax.random.key(1), (6, 4)), jnp.array([4, 2], jnp.int32)
+    target = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=CONFIG)).target
+    for number in range(3):
+        layer = Layered(stack=stack, number=jnp.int32(number))
+        whole = Layered(stack=rounded(stack, (2,)), number=jnp.int32(number))
+        wanted = jnp.concatenate([x[:4] @ stack[number, 0], x[4:] @ stack[number, 1]])
+        np.testing.assert_allclose(grouped_product(target, x, layer, sizes, 6), wanted, atol=1e-5)
+        np.testing.assert_allclose(grouped_product(target, x, whole, sizes, 6), wanted, atol=0.1)
 
 
 def test_it_trains() -> None:

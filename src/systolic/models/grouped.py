@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from systolic.chips import usual
 from systolic.job import Target
+from systolic.models.layered import Layered
 from systolic.models.rounded import Rounded
 
 ROWS = (128, 256, 512)
@@ -30,18 +31,26 @@ STEP_FLOPS: float = usual("tpu")["kernel_step_flops"].value
 
 
 def grouped_product(
-    target: Target, x: jax.Array, matrices: jax.Array | Rounded, sizes: jax.Array, expected: int
+    target: Target,
+    x: jax.Array,
+    matrices: jax.Array | Rounded | Layered,
+    sizes: jax.Array,
+    expected: int,
 ) -> jax.Array:
     """Product of each row of ``x`` with the matrix of its group, [rows, columns] in the dtype of ``x``.
 
     Args:
         target: Where the program will run.
         x: [rows, depth], the rows of group 0 first, then those of group 1, and so on.
-        matrices: [groups, depth, columns]; in int8 for programs without a gradient.
+        matrices: [groups, depth, columns]; in int8, or a layer's part of a stack, for programs without a gradient.
         sizes: int32[groups]: rows of each group. Rows behind the last group belong to none: their
             results are undefined, in gradients too.
         expected: Rows that belong to a group when routing is balanced; a forecast reads it from the name.
     """
+    if isinstance(matrices, Layered):
+        # A forecast takes the layer's own number of groups from the name.
+        with jax.named_scope(f"of_{matrices.shape[0]}_groups"):
+            return grouped_product(target, x, *matrices.grouped(sizes), expected)
     if isinstance(matrices, Rounded):
         return _rounded_product(target, x, matrices, sizes, expected)
     if target.platform != "tpu":

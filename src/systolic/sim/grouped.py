@@ -35,6 +35,7 @@ from systolic.sim.rates import (
 _XLA = re.compile(r'ragged_dot_tiling="(\d+),(\d+),(\d+)"')
 _TOKAMAX = re.compile(r'tile_m\\*": (\d+), \\*"tile_k\\*": (\d+), \\*"tile_n\\*": (\d+)')
 _EXPECTED = re.compile(r"rows_(\d+)_of_(\d+)")
+_GROUPS = re.compile(r"of_(\d+)_groups")
 _INTEGER = re.compile(r"-?\d+")
 _THROUGH = ("copy", "copy-start", "copy-done", "bitcast", "get-tuple-element", "reshape")
 _METADATA = "ragged-dot-metadata"
@@ -169,13 +170,16 @@ def grouped_of(
     groups = result.dims[0] if transposed else right.dims[0]
     sizes = _sizes(computation, call, groups)
     expected = _EXPECTED.search(call.op_name)
+    # Of a stack of layers only one layer's groups have rows.
+    layer = _GROUPS.search(call.op_name)
+    chosen_of = min(int(layer[1]), groups) if layer else groups
     # The array's rows are padded to whole tiles.
     rows = min(int(expected[1]) if expected else left.dims[0], left.dims[0])
     return Grouped(
         rows=sum(sizes) if sizes else rows,
         depth=left.dims[1],
         columns=columns,
-        groups=groups if transposed else _filled(sizes, rows, groups),
+        groups=groups if transposed else _filled(sizes, rows, chosen_of),
         known=bool(sizes),
         tile=tiles,
         transposed=transposed,

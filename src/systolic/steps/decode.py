@@ -13,14 +13,13 @@ from jax.sharding import PartitionSpec
 from systolic.core.errors import RunError
 from systolic.job import IncrementalDecoder, Sampling, ServedWeights
 from systolic.models.adapters import EXPERTS, STACKED, num_inputs
+from systolic.models.decoder.stretch import EXPERT_MATRICES
 from systolic.models.rounded import Rounded, rounded
 from systolic.steps import flops
 from systolic.steps.network import Arrays
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import RULES, SERVING
 
-EXPERT_MATRICES = ("gate", "up", "down")
-"""Last names of the matrices of experts, which have no adapters."""
 PROJECTIONS = (("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim"))
 """Logical dims of weights that project to heads."""
 

@@ -390,6 +390,11 @@ class Decoder(Model):
         work = count.work(self)
         return fields["tokens"].shape[0] * (work.token + work.logits)
 
+    @property
+    def grouped(self) -> bool:
+        """Whether experts are computed by grouped matmuls."""
+        return self.experts > 1 and self.dispatch is Dispatch.dropless
+
     def adaptable(self) -> Mapping[str, int]:
         """Matrices of attention, of dense feed-forward parts and of shared experts; other experts have no adapters."""
         return count.adapters(self)

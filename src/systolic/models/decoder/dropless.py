@@ -18,10 +18,11 @@ from systolic.job import Target
 from systolic.models.decoder.config import Mlp
 from systolic.models.decoder.parts import gated
 from systolic.models.grouped import grouped_product
+from systolic.models.layered import Layered
 from systolic.models.remat import name
 from systolic.models.rounded import Rounded
 
-Matrix = jax.Array | Rounded
+Matrix = jax.Array | Rounded | Layered
 Matrices = tuple[Matrix, Matrix, Matrix]
 Biases = tuple[jax.Array, ...]
 
@@ -89,6 +90,9 @@ def _specs(matrices: Matrices, specs: tuple[PartitionSpec, ...]) -> tuple[Any, .
     """Partition of each matrix; of one in int8 its scales are whole along dims of size 1."""
 
     def one(matrix: Matrix, spec: PartitionSpec) -> Any:
+        if isinstance(matrix, Layered):
+            whole: Any = PartitionSpec()
+            return Layered(stack=one(matrix.stack, PartitionSpec(None, *spec)), number=whole)
         if not isinstance(matrix, Rounded):
             return spec
         sizes = zip(spec, matrix.scales.shape, strict=True)

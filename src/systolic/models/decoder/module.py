@@ -333,11 +333,18 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
             graphs, stacked = stretch.split()
             # Beside another kind each layer is read by its number: a part of the cache would be a copy.
             own = rows if alone else stretch.numbers
+            if self.config.grouped and self.target.platform == "tpu":
+                stacked, joined = stretch.held(stacked)
+            else:
+                joined = _same
             period = [
-                lambda x, given, unit=unit: unit(x, *given)
+                lambda x, given, unit=unit, joined=joined: unit(
+                    x, joined(given[0], given[1]), given[2]
+                )
                 for unit in stretch.period(graphs, step, stack)
             ]
-            x, new = run_layers(period, x, (stacked, own), in_place=True)
+            given = (stacked, jnp.arange(stretch.units), own)
+            x, new = run_layers(period, x, given, in_place=True)
             parts.append(stretch.flat(new))
         capacity, places = cache.key.shape[3], cache.length
         if self.config.rolling:
@@ -354,6 +361,11 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
         recent = _latest(cache.recent, tokens, count)
         logits = self.logits(self.normed(x))[:, 0]
         return logits, Cache(keys, values, cache.length + count, recent)
+
+
+def _same(state: Any, number: jax.Array) -> Any:
+    del number
+    return state
 
 
 def _latest(recent: jax.Array, tokens: jax.Array, count: jax.Array) -> jax.Array:

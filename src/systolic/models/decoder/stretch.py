@@ -8,6 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from systolic.models.layered import Layered
+
+EXPERTS = "experts"
+"""Logical name of the dim of a mixture's experts."""
+EXPERT_MATRICES = ("gate", "up", "down")
+"""Last names of the paths of their matrices."""
 Step = Callable[..., tuple[jax.Array, Any]]
 """``step(x, state, given)`` of one layer: its arrays, and what else it is given, to the stream and its figures."""
 
@@ -50,6 +56,32 @@ class Stretch(NamedTuple):
             graphs.append(graph)
             states.append(state)
         return graphs, states[0] if self.size == 1 else tuple(states)
+
+    def held(self, stacked: Any) -> tuple[Any, Callable[[Any, jax.Array], Any]]:
+        """The arrays of :meth:`split` without the experts' matrices, and what puts those of a unit back by its number.
+
+        A scan would copy a layer's matrices for a kernel that takes them as a whole.
+        """
+        if self.size > 1:
+            return stacked, lambda state, number: state
+        flat = list(nnx.to_flat_state(stacked))
+        experts = [
+            (path, variable)
+            for path, variable in flat
+            if path[-1] in EXPERT_MATRICES
+            and EXPERTS in (variable.get_metadata().get("out_sharding") or ())
+        ]
+        paths = {path for path, _ in experts}
+        light = nnx.from_flat_state([one for one in flat if one[0] not in paths])
+
+        def joined(state: Any, number: jax.Array) -> Any:
+            heavy = [
+                (path, variable.replace(Layered(stack=variable.get_value(), number=number)))
+                for path, variable in experts
+            ]
+            return nnx.from_flat_state([*nnx.to_flat_state(state), *heavy])
+
+        return light, joined
 
     def period(
         self,
