@@ -20,6 +20,8 @@ from systolic.models.rounded import Rounded
 
 ROWS = (128, 256, 512)
 """Heights of a tile of rows."""
+LEAST_ROWS = 8
+"""Rows of XLA's own kernel: sublanes of a register."""
 ARRAY_ROWS: int = usual("tpu")["rows_per_weights"].value
 """Rows of a tile that take as long as fewer do."""
 VMEM_BYTES: int = usual("tpu")["kernel_vmem_bytes"].value
@@ -64,8 +66,11 @@ def _rounded_product(
 ) -> jax.Array:
     """By XLA's own kernel, which on a TPU reads int8 matrices as they are; JAX's takes floats only."""
     codes = matrices.codes if target.platform == "tpu" else matrices.codes.astype(x.dtype)
+    # Of fewer rows than a tile has XLA makes a dense product with all groups.
+    padded = jnp.pad(x, ((0, -x.shape[0] % LEAST_ROWS), (0, 0)))
     with jax.named_scope(f"rows_{expected}_of_{x.shape[0]}"):
-        made = jax.lax.ragged_dot(x, codes, sizes, preferred_element_type=x.dtype)
+        made = jax.lax.ragged_dot(padded, codes, sizes, preferred_element_type=x.dtype)
+    made = made[: x.shape[0]]
     ends, groups = jnp.cumsum(sizes), codes.shape[0]
     group = jnp.searchsorted(ends, jnp.arange(x.shape[0]), side="right")
     return made * matrices.scales[:, 0].astype(x.dtype)[jnp.minimum(group, groups - 1)]
