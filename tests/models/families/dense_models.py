@@ -55,6 +55,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("gemma3_text", {**GEMMA, "num_hidden_layers": 7, "rope_parameters": BY_KIND}),
+    "gemma2-pattern": ("gemma2", {**GEMMA, "sliding_window_pattern": 3}),
+    "gemma3-capped": (
+        "gemma3_text",
+        {**GEMMA, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 3.0},
+    ),
     "gemma3-short": ("gemma3_text", {**GEMMA, "tie_word_embeddings": False}),
     "gpt2": ("gpt2", GPT2),
     "gpt2-untied": (

@@ -5,7 +5,7 @@ from typing import Any
 from systolic.core.errors import OptionError
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder, Dispatch
-from systolic.models.decoder.families.fields import follow, rotary, rotary_fields
+from systolic.models.decoder.families.fields import all_dim, follow, required, rotary, rotary_fields
 from systolic.models.decoder.families.mixtures import (
     LAYER,
     Layers,
@@ -19,12 +19,47 @@ from systolic.models.decoder.families.mixtures import (
     shared_fields,
     tied,
 )
+from systolic.models.decoder.rotary import Stretching
 from systolic.models.decoder.switches import Latent, Router, Score
 from systolic.models.families import Config, Family
 from systolic.models.mapping import Array, Conversion, Pieces, Rule, matrix, plain
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latents, whatever rms_norm_eps is (transformers 5.23, DeepseekV3Attention)."""
+
+
+LATENTS: Config = {
+    "vocab_size": 102_400,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "moe_intermediate_size": 1407,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 0,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+"""Values of absent fields; V2's num_experts_per_tok, n_group and topk_group have none."""
+THIRD: Config = {
+    **LATENTS,
+    "vocab_size": 129_280,
+    "hidden_size": 7168,
+    "intermediate_size": 18_432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+}
 
 
 def second(config: Config) -> Decoder:
@@ -34,6 +69,7 @@ def second(config: Config) -> Decoder:
         OptionError: a field has a value that this decoder does not follow.
     """
     follow(config, {"norm_topk_prob": False})
+    config = {**LATENTS, **config}
     method = config.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise OptionError(
@@ -43,8 +79,8 @@ def second(config: Config) -> Decoder:
     router = Router(
         normalise=False,
         scale=config.get("routed_scaling_factor", 1.0),
-        groups=config["n_group"] if limited else 1,
-        top_groups=config["topk_group"] if limited else 1,
+        groups=required(config, "n_group") if limited else 1,
+        top_groups=required(config, "topk_group") if limited else 1,
     )
     return _decoder(config, router)
 
@@ -56,6 +92,7 @@ def third(config: Config) -> Decoder:
         OptionError: a field has a value that this decoder does not follow.
     """
     follow(config, {"topk_method": "noaux_tc", "scoring_func": "sigmoid"})
+    config = {**THIRD, **config}
     router = Router(
         score=Score.sigmoid,
         normalise=config.get("norm_topk_prob", True),
@@ -71,6 +108,10 @@ def _decoder(config: Config, router: Router) -> Decoder:
     plain_fields = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     follow(config, {**plain_fields, "moe_layer_freq": 1})
     theta, scaling = rotary(config)
+    if scaling and scaling.kind is not Stretching.yarn and all_dim(config):
+        raise OptionError(
+            f"mscale_all_dim is {all_dim(config)} beside rope_type {scaling.kind.value} and is known with yarn only"
+        )
     eps = config.get("rms_norm_eps", 1e-6)
     first = config.get("first_k_dense_replace", 0)
     return Decoder(
@@ -83,7 +124,7 @@ def _decoder(config: Config, router: Router) -> Decoder:
         tie_embeddings=config.get("tie_word_embeddings", False),
         embedding_scale=1.0,
         experts=config["n_routed_experts"],
-        experts_per_token=config["num_experts_per_tok"],
+        experts_per_token=required(config, "num_experts_per_tok"),
         dispatch=Dispatch.dropless,
         shared_experts=config.get("n_shared_experts") or 0,
         dense_layers=first,

@@ -48,6 +48,25 @@ def follow(config: Config, known: Mapping[str, Any]) -> None:
             raise OptionError(f"{name} is {config[name]!r} and only {value!r} is known")
 
 
+def required(config: Config, name: str) -> Any:
+    """A field that has no default.
+
+    Raises:
+        OptionError: it is absent or null.
+    """
+    if config.get(name) is None:
+        raise OptionError(
+            f"{name} is absent and {config.get('model_type')} has no default of it; add it to config.json"
+        )
+    return config[name]
+
+
+def all_dim(config: Config) -> float:
+    """``mscale_all_dim`` of the rotary embeddings; 0 for none."""
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return given.get("mscale_all_dim") or 0.0
+
+
 def rotary(
     config: Config, theta: float = 10_000.0, layers: str | None = None
 ) -> tuple[float, RopeScaling]:
@@ -90,6 +109,11 @@ def rotary(
     )
     longest = config.get("max_position_embeddings")
     factor = given.get("factor") or (longest / original if longest and original else 1.0)
+    attention = given.get("attention_factor") or 1
+    if kind is Stretching.yarn and factor == 1 and attention != 1:
+        raise OptionError(
+            f"attention_factor is {attention} beside a factor of 1, which stretches nothing, and is known with a larger one only"
+        )
     if kind is Stretching.none or factor == 1:
         return theta, RopeScaling()
     more = {number: given[number] for number in NUMBERS[kind] if number in given}

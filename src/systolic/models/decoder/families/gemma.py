@@ -40,15 +40,15 @@ GEMMA2: Config = {
     "vocab_size": 256_000,
     "final_logit_softcapping": 30.0,
     "attn_logit_softcapping": 50.0,
-    "sliding_window_pattern": 2,
 }
 GEMMA3: Config = {
     **SHARED,
     "vocab_size": 262_208,
     "final_logit_softcapping": None,
-    "attn_logit_softcapping": None,
     "sliding_window_pattern": 6,
 }
+PERIOD2 = 2
+"""Period of Gemma 2's layers of full attention; transformers reads no sliding_window_pattern of it."""
 PREFIXES = ("language_model.model.", "model.language_model.")
 """Beginnings of names of a multimodal file's text part, in files of old and new versions of transformers."""
 OTHER_PARTS = r"(model\.)?(vision_tower|multi_modal_projector)\..*"
@@ -63,7 +63,12 @@ def gemma2(config: Config) -> Decoder:
     """
     config = {**GEMMA2, **config}
     theta, scaling = rotary(config)
-    return Decoder(**_shared(config), rope_theta=theta, rope_scaling=scaling)
+    return Decoder(
+        **_shared(config, PERIOD2),
+        attention_cap=config["attn_logit_softcapping"] or 0.0,
+        rope_theta=theta,
+        rope_scaling=scaling,
+    )
 
 
 def gemma3(config: Config) -> Decoder:
@@ -73,7 +78,8 @@ def gemma3(config: Config) -> Decoder:
         OptionError: a field has a value that this decoder does not follow.
     """
     config = {**GEMMA3, **config.get("text_config", config)}
-    shared = _shared(config)
+    # Its attention never passes attn_logit_softcapping (transformers 5.23).
+    shared = _shared(config, config["sliding_window_pattern"])
     theta, scaling = rotary(config, 1e6, FULL)
     base = config.get("rope_local_base_freq")
     alone = {**config, "rope_scaling": None, "rope_theta": base}
@@ -91,10 +97,10 @@ def gemma3(config: Config) -> Decoder:
     )
 
 
-def _shared(config: Config) -> dict[str, Any]:
+def _shared(config: Config, every: int) -> dict[str, Any]:
     if config.get("use_bidirectional_attention"):
         follow(config, {"use_bidirectional_attention": False})
-    layers, every = config["num_hidden_layers"], config["sliding_window_pattern"]
+    layers = config["num_hidden_layers"]
     types = [FULL if (number + 1) % every == 0 else SLIDING for number in range(layers)]
     window, every = windows(config.get("layer_types") or types, config["sliding_window"])
     return {
@@ -106,7 +112,6 @@ def _shared(config: Config) -> dict[str, Any]:
         "qkv_bias": config["attention_bias"],
         "out_bias": config["attention_bias"],
         "query_pre_attn_scalar": config["query_pre_attn_scalar"],
-        "attention_cap": config["attn_logit_softcapping"] or 0.0,
         "logit_cap": config["final_logit_softcapping"] or 0.0,
         "window": window,
         "global_every": every,

@@ -40,6 +40,30 @@ SCALE_BIAS = 127
 """Exponent bias of a block's scale (section 5.4.1 of the same)."""
 
 
+YARN: Config = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+DEFAULTS: Config = {
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 201_088,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "max_position_embeddings": 131_072,
+}
+"""Values of absent fields; those of ``YARN`` where neither rope_parameters nor rope_scaling is given."""
+
+
 def decoder(config: Config) -> Decoder:
     """The sizes of a gpt-oss's config.json.
 
@@ -55,6 +79,9 @@ def decoder(config: Config) -> Decoder:
             "swiglu_alpha": CLAMP_SLOPE,
         },
     )
+    config = {**DEFAULTS, **config}
+    if not (config.get("rope_scaling") or config.get("rope_parameters")):
+        config["rope_parameters"] = YARN
     theta, scaling = rotary(config, 150_000.0)
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     types = config.get("layer_types") or [FULL if n % 2 else SLIDING for n in range(layers)]

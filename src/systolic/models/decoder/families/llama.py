@@ -9,14 +9,24 @@ from systolic.models.decoder.families.fields import activation, faithful, named,
 from systolic.models.families import Config, Family
 
 LLAMA: Config = {
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32_000,
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
     "tie_word_embeddings": False,
     "rms_norm_eps": 1e-6,
 }
-"""Values of absent fields."""
-MISTRAL: Config = {**LLAMA, "num_key_value_heads": 8, "sliding_window": 4096}
+"""Values of absent fields, as in transformers 5.23; so in all families."""
+MISTRAL: Config = {
+    **LLAMA,
+    "intermediate_size": 14_336,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+}
 
 
 def decoder(config: Config) -> Decoder:

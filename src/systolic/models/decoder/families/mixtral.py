@@ -18,6 +18,18 @@ from systolic.models.decoder.families.mixtures import (
 from systolic.models.families import Config, Family
 from systolic.models.mapping import Conversion
 
+DEFAULTS: Config = {
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32_000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+"""Values of absent fields."""
+
 
 def decoder(config: Config) -> Decoder:
     """The sizes of a Mixtral's config.json.
@@ -26,6 +38,7 @@ def decoder(config: Config) -> Decoder:
         OptionError: a field has a value that this decoder does not follow.
     """
     follow(config, {"hidden_act": "silu"})
+    config = {**DEFAULTS, **config}
     theta, scaling = rotary(config, 1e6)
     heads = config["num_attention_heads"]
     return Decoder(

@@ -18,6 +18,12 @@ from systolic.models.decoder.families.fields import (
 from systolic.models.families import Config, Family
 
 QWEN2: Config = {
+    "hidden_size": 4096,
+    "intermediate_size": 22_016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 151_936,
     "hidden_act": "silu",
     "tie_word_embeddings": False,
     "rms_norm_eps": 1e-6,

@@ -21,6 +21,20 @@ from systolic.models.decoder.switches import Router
 from systolic.models.families import Config, Family
 from systolic.models.mapping import Conversion
 
+DEFAULTS: Config = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "vocab_size": 151_936,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 8,
+    "sliding_window": 4096,
+}
+"""Values of absent fields."""
+
 
 def decoder(config: Config) -> Decoder:
     """The sizes of a Qwen3-MoE's config.json.
@@ -29,6 +43,7 @@ def decoder(config: Config) -> Decoder:
         OptionError: a field has a value that this decoder does not follow.
     """
     follow(config, {"hidden_act": "silu", "attention_bias": False})
+    config = {**DEFAULTS, **config}
     theta, scaling = rotary(config)
     first, every = dense_pattern(config)
     heads = config["num_attention_heads"]
