@@ -194,6 +194,27 @@ def test_a_wrong_line_is_named(folder: Path, tmp_path: Path, row: Any, text: str
         data(folder, tmp_path / "none.jsonl").size(Split.train)
 
 
+@pytest.mark.parametrize(
+    ("more", "weight", "says"),
+    [
+        ({"tools": [{"name": "f"}]}, {}, "line 1 has tools, which templates are not given"),
+        ({}, {"weight": 0}, "line 1, turn 2 has the weight 0"),
+        ({"tools": []}, {"weight": 1}, None),
+    ],
+)
+def test_fields_that_would_change_what_is_learned_are_not_left_out(
+    folder: Path, tmp_path: Path, more: dict[str, Any], weight: dict[str, Any], says: str | None
+) -> None:
+    chat = [CHATS[0][0], {**CHATS[0][1], **weight}]
+    file = written(tmp_path, [{"messages": chat, **more}])
+    rows = data(folder, file, validation=file)
+    if says is None:
+        assert len(rows.rows(Split.train)) == 1
+        return
+    with pytest.raises(DataError, match=says):
+        rows.rows(Split.train)
+
+
 def test_template_refusals_name_the_line(folder: Path, tmp_path: Path) -> None:
     file = written(tmp_path, [{"messages": [*CHATS[0], *CHATS[0][1:]]}])
     with pytest.raises(

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 SUFFIXES = (".jsonl", ".json")
 NOTHING = -1
 """Target where nothing is learned."""
+UNREAD = ("tools", "functions", "documents")
+"""Fields of a line that change what a template writes and that it is not given."""
 SHORT: Messages = ({"role": "user", "content": "a"}, {"role": ANSWERS, "content": "b"})
 """A question with its answer."""
 FORMS = "messages, or prompt and completion, or instruction and output"
@@ -123,6 +125,11 @@ def messages_of(line: bytes, place: str) -> Messages:
         raise DataError(f"{place} is not JSON ({error}); each line is one JSON object") from error
     if not isinstance(row, dict):
         raise DataError(f"{place} is not a JSON object; it takes one with {FORMS}")
+    for name in UNREAD:
+        if row.get(name):
+            raise DataError(
+                f"{place} has {name}, which templates are not given here; take the field out, or write it into the system's turn"
+            )
     if "messages" in row:
         return _turns(row["messages"], place)
     for asks, answers in (("prompt", "completion"), ("instruction", "output")):
@@ -162,6 +169,10 @@ def _turns(messages: Any, place: str) -> Messages:
         if lacking:
             raise DataError(
                 f"{place}, turn {number} lacks a text in {' and '.join(lacking)}; give both"
+            )
+        if message["role"] == ANSWERS and message.get("weight", 1) != 1:
+            raise DataError(
+                f"{place}, turn {number} has the weight {message['weight']} and every answer is learned alike; take the field out, or cut the conversation before that turn"
             )
     if all(message["role"] != ANSWERS for message in messages):
         raise DataError(
