@@ -5,11 +5,14 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import systolic
 from systolic.artifact.bundle import Bundle, index_of, open_bundle, shards_of
@@ -96,8 +99,8 @@ def test_rounding_is_asked_for_and_compared(tmp_path: Path) -> None:
     made = systolic.import_model(wide, tmp_path / "narrow", dtype="bf16")
     assert made.dtype == "bfloat16"
     assert made.parity is not None
-    assert made.parity.tolerance == parity.ROUNDED
-    assert 1e-4 < made.parity.max_relative < parity.ROUNDED
+    assert "with weights rounded to bfloat16" in made.parity.line()
+    assert 0 < made.parity.max_relative < parity.EXACT == made.parity.tolerance
 
 
 def test_another_model_is_refused(
@@ -105,9 +108,43 @@ def test_another_model_is_refused(
 ) -> None:
     ours: Callable[[Bundle, ParityInputs], np.ndarray] = importing._outputs
     monkeypatch.setattr(importing, "_outputs", lambda bundle, probe: ours(bundle, probe) * 1.01)
+    for dtype in ("auto", "f32"):
+        with pytest.raises(RunError, match="no Bundle was written"):
+            systolic.import_model(folder, tmp_path / "out", dtype=dtype)
+        assert list(tmp_path.iterdir()) == []
+    wide = folders.folder(tmp_path / "wide")
+    with pytest.raises(RunError, match="rounded to bfloat16"):
+        systolic.import_model(wide, tmp_path / "out", dtype="bf16")
+
+
+def test_rows_of_the_probe_pass_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window that is off by one is seen."""
+    config = transformers.MistralConfig(
+        vocab_size=304,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=90,
+    )
+    torch.manual_seed(0)
+    made = transformers.MistralForCausalLM(config)
+    for value in made.parameters():
+        torch.nn.init.normal_(value, 0.0, 0.3)
+    theirs = folders.folder(tmp_path / "theirs", made)
+    found = systolic.import_model(theirs, tmp_path / "bundle").parity
+    assert found is not None
+    assert found.tokens == 154
+    opened: Callable[..., Any] = importing.open_source
+
+    def narrower(path: Path) -> Any:
+        source = opened(path)
+        return replace(source, model=replace(source.model, window=89))
+
+    monkeypatch.setattr(importing, "open_source", narrower)
     with pytest.raises(RunError, match="no Bundle was written"):
-        systolic.import_model(folder, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
+        systolic.import_model(theirs, tmp_path / "other")
 
 
 def test_ctrl_c_leaves_nothing(folder: Path, tmp_path: Path) -> None:

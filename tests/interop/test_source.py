@@ -187,3 +187,20 @@ def test_a_copy_has_the_same_fingerprint(tmp_path: Path) -> None:
     assert one.fingerprint() == two.fingerprint()
     other = folders.folder(tmp_path / "other", folders.llama(rope_theta=5e5))
     assert open_source(other).fingerprint() != one.fingerprint()
+
+
+def test_layers_in_other_dtypes_make_a_stack_that_holds_both(tmp_path: Path) -> None:
+    """float16 in one layer and bfloat16 in the next."""
+    folder = folders.folder(tmp_path / "theirs")
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        kind = torch.float16 if "layers.1" in name else torch.bfloat16
+        tensors[name] = tensor.to(kind)
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    source = open_source(folder)
+    assert source.dtypes()["blocks/query"] == np.float32
+    assert source.dtypes()["embedding"] == "bfloat16"
+    found = np.asarray(arrays(source, "float32")["blocks/query"])
+    for layer in range(3):
+        theirs = tensors[f"model.layers.{layer}.self_attn.q_proj.weight"].float().numpy()
+        np.testing.assert_array_equal(found[layer].reshape(theirs.T.shape), theirs.T)

@@ -18,6 +18,8 @@ from systolic.models.whisper.config import Whisper
 
 ROWS, TOKENS = 4, 64
 """Rows of text, pictures or recordings that both read, and the most tokens of a row."""
+LONGEST = 640
+"""Tokens of the longest row for a model with windows: the 512 of Gemma 3 1B and 64 more."""
 PASSAGE = """The harbour lies open to the north, so that ships wait outside while the wind blows from there.
 In 1869 the canal was dug; 42 metres wide and 9 deep, it took eleven years and 1,200 workers.
 def area(width: float, height: float) -> float:
@@ -40,12 +42,6 @@ class ParityInputs:
     """Class of transformers that opens the source."""
     outputs: tuple[str, ...] = ("logits",)
     """Fields of its answer; several are joined, one position after another."""
-    rounds: bool = False
-    """Whether weights that an import rounds are rounded on the other side too.
-
-    What rounding changes in an image model is as large as the tolerance: 3 to 7 % of the largest logit in
-    MobileNetV2 with weights and statistics in bfloat16, by the picture.
-    """
     unit: str = "positions"
     """What a row of outputs belongs to."""
     best: str = "next token"
@@ -68,8 +64,14 @@ def probe_of(source: Source) -> ParityInputs:
 
 
 def _decoder(source: Source) -> ParityInputs:
-    assert isinstance(source.model, Decoder)
-    return of_text(_rows(source, source.model.vocab, TOKENS))
+    """Rows longer than the window of a layer, so that what lies beyond it shows; windows above :data:`LONGEST` are not passed."""
+    model = source.model
+    assert isinstance(model, Decoder)
+    tokens = max(model.windows) + TOKENS
+    most = model.learned_positions or LONGEST
+    if tokens > min(LONGEST, most) or tokens == TOKENS:
+        return of_text(_rows(source, model.vocab, min(TOKENS, most)))
+    return of_text(_rows(source, model.vocab, tokens)[: max(1, ROWS * TOKENS // tokens)])
 
 
 def _encoder(source: Source) -> ParityInputs:
@@ -97,7 +99,6 @@ def _pictures(source: Source) -> ParityInputs:
         ours={"image": images},
         theirs={"pixel_values": np.moveaxis(scaled, -1, 1).astype(np.float32)},
         loader="AutoModelForImageClassification",
-        rounds=True,
         unit="pictures",
         best="class",
     )

@@ -47,7 +47,13 @@ def opened(path: Path, loader: Any, rounded: str | None = None) -> Any:
         model = renamed(path, loader)
     else:
         model = loader.from_pretrained(**place, dtype=torch.float32, trust_remote_code=False)
-    return model if rounded is None else model.to(getattr(torch, rounded)).float()
+    if rounded is not None:
+        # What files hold: tables of wavelengths, which are computed, stay as they are.
+        with torch.no_grad():
+            for tensor in model.state_dict().values():
+                if tensor.is_floating_point():
+                    tensor.copy_(tensor.to(getattr(torch, rounded)))
+    return model
 
 
 def whole_config(path: Path) -> Any:

@@ -155,7 +155,10 @@ class Conversion:
         """The narrowest dtype that holds all tensors of a parameter exactly."""
         rule = self._rule(path)
         dtypes = {tensors[n].dtype for place in rule.places() for n in rule.names(place)}
-        return np.result_type(*dtypes)
+        try:
+            return np.result_type(*dtypes)
+        except np.exceptions.DTypePromotionError:
+            return np.dtype(np.float32)  # float16 beside bfloat16
 
     def _rule(self, path: str) -> Rule:
         return next(rule for rule in self.rules if path in rule.ours)
