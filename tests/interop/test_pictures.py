@@ -23,6 +23,14 @@ from tests.interop.foreign_images import resnet as small_resnet
 
 RECORDED = Path(__file__).parent.parent / "recorded" / "torchvision_names.json"
 
+PLAIN_FIELDS = {
+    "image_processor_type": "CLIPFeatureExtractor",
+    "do_resize": True,
+    "size": {"height": 224, "width": 224},
+    "resample": 3,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
 PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": ("ViTImageProcessorPil", {}),
     "vit-cut": (
@@ -38,6 +46,8 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet": ("ConvNextImageProcessorPil", {"size": {"shortest_edge": 224}}),
     "convnext-384": ("ConvNextImageProcessorPil", {}),
     "mobilenet": ("MobileNetV2ImageProcessorPil", {}),
+    "clip": ("CLIPImageProcessorPil", {}),
+    "deit": ("DeiTImageProcessorPil", {}),
     "too-small": (
         "MobileNetV2ImageProcessorPil",
         {"size": {"shortest_edge": 101}, "crop_size": {"height": 128, "width": 128}},
@@ -75,6 +85,12 @@ def test_fields_that_a_file_leaves_out_are_its_processors_own() -> None:
     for fields, says in (
         ({"image_processor_type": "CLIPImageProcessor"}, "defaults, which are known of ConvNext"),
         ({"do_pad": True}, "has do_pad"),
+        ({"rescale_offset": True}, "has rescale_offset, which this import does not follow"),
+        ({"resample": 9}, "has resample 9; it takes 0 to 5"),
+        ({"image_processor_type": "LevitImageProcessor"}, "a LevitImageProcessor, whose steps"),
+        ({**PLAIN_FIELDS, "size": 224}, "has size 224, which each processor reads in its own way"),
+        ({**PLAIN_FIELDS, "resample": None}, "write resample into it"),
+        ({**PLAIN_FIELDS, "do_center_crop": True}, "write crop_size into it"),
         ({"size": {"height": 2, "width": 3}}, "only squares"),
         ({"size": {"shortest_edge": 256}, "image_processor_type": "ViT"}, "does not crop"),
         ({"do_resize": False}, "neither resizes nor crops"),

@@ -1,6 +1,7 @@
 """Encoders as models of embeddings, beside transformers with the pooling that sentence-transformers describes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,33 @@ def test_the_command_takes_texts_and_files(tmp_path: Path, capsys, monkeypatch) 
     assert f"{expected[0][0]:.4f} {expected[0][1]:.4f}" in shown.out
     assert "(32 numbers, --json prints all)" in shown.out
     assert "empty.txt is empty; give a text" in shown.err
+
+
+def test_case_prompts_and_lengths_are_those_of_the_folder(tmp_path: Path) -> None:
+    path = tmp_path / "tiny"
+    folder(path)
+    plain = np.array(systolic.open(path).predict(["query: a b"])[0]["embedding"])
+    prompts = {"prompts": {"query": "QUERY: "}, "default_prompt_name": "query"}
+    (path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    lengths = {"max_seq_length": 9, "do_lower_case": True}
+    (path / "sentence_bert_config.json").write_text(json.dumps(lengths))
+    bundle = import_model(path, tmp_path / "bundle", parity=False).path
+    for opened in (systolic.open(path), systolic.open(bundle)):
+        assert opened.job.data.fields()["tokens"].shape == (9,)
+        ids = opened.job.data.encode(["A b"])[0]
+        np.testing.assert_array_equal(
+            ids, replace(opened.job.data, before="", lower=False).encode(["query: a b"])[0]
+        )
+        found = opened.predict(["A b"])[0]["embedding"]
+        np.testing.assert_allclose(found, plain, atol=1e-6)
+    (path / "config_sentence_transformers.json").write_text('{"default_prompt_name": "x"}')
+    with pytest.raises(OptionError, match="default_prompt_name 'x' and prompts of no name"):
+        systolic.open(path)
+    (path / "config_sentence_transformers.json").unlink()
+    (path / "sentence_bert_config.json").unlink()
+    file = path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": 7}))
+    assert systolic.open(path).job.data.fields()["tokens"].shape == (7,)
 
 
 def test_what_is_not_followed_is_one_line(tmp_path: Path) -> None:

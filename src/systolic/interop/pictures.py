@@ -53,6 +53,22 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 """Values of fields that a file leaves out, by the processor's name (transformers 5.23, image_processing_pil_*.py)."""
 
 
+PLAIN = ("Bit", "CLIP", "DeiT", "Siglip")
+"""Processors that resize, crop from the centre, rescale and normalise as their fields say."""
+STEPS = ("do_resize", "size", "resample", "image_mean", "image_std")
+"""Fields that must be in the file of one of these."""
+KNOWN = frozenset(
+    (
+        *STEPS,
+        *("do_center_crop", "crop_size", SHARE, "do_rescale", "rescale_factor", "do_normalize"),
+        *("do_convert_rgb", "do_pad", "default_to_square", "image_processor_type"),
+        *("feature_extractor_type", "processor_class", "data_format", "input_data_format"),
+        *("return_tensors", "device", "disable_grouping", "use_fast"),
+    )
+)
+"""Fields that are followed, or change no pixel."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Preprocessor:
     """What a preprocessor_config.json says."""
@@ -74,10 +90,14 @@ def preprocessor(fields: Mapping[str, Any], file: str) -> Preprocessor:
     """
     named = str(fields.get("image_processor_type") or fields.get("feature_extractor_type") or "")
     kind = next((name for name in DEFAULTS if named.startswith(name)), None)
+    fields = {name: value for name, value in fields.items() if value is not None}
     given = {**DEFAULTS["ViT" if kind is None else kind], **fields}
-    if named and kind is None and not {"size", "image_mean", "image_std"} <= set(fields):
+    if named and kind is None:
+        _check_other(fields, named, file)
+    unknown = [n for n, v in fields.items() if v and n not in KNOWN and not n.startswith("_")]
+    if unknown:
         raise OptionError(
-            f"{file} is of a {named} and leaves fields to its defaults, which are known of {', '.join(DEFAULTS)} only; write size, image_mean and image_std into it"
+            f"{file} has {', '.join(unknown)}, which this import does not follow; remove what is not needed, or prepare the pictures yourself and leave the file out"
         )
     if given.get("do_pad"):
         raise OptionError(f"{file} has do_pad, which is not known; images of one size need none")
@@ -93,9 +113,35 @@ def preprocessor(fields: Mapping[str, Any], file: str) -> Preprocessor:
     return Preprocessor(preparation=_preparation(given, kind, file), mean=mean, std=std)
 
 
+def _check_other(fields: Mapping[str, Any], named: str, file: str) -> None:
+    """Refuses a processor without defaults here, unless its steps are plain and its file gives all of them.
+
+    Raises:
+        OptionError: so.
+    """
+    if not named.startswith(PLAIN):
+        raise OptionError(
+            f"{file} is of a {named}, whose steps are not known; known are {', '.join((*DEFAULTS, *PLAIN))}: write it as one of these"
+        )
+    missing = [name for name in STEPS if name not in fields]
+    if fields.get("do_center_crop") and "crop_size" not in fields:
+        missing.append("crop_size")
+    if missing:
+        raise OptionError(
+            f"{file} is of a {named} and leaves fields to its defaults, which are known of {', '.join(DEFAULTS)} only; write {', '.join(missing)} into it"
+        )
+    if isinstance(fields["size"], int):
+        raise OptionError(
+            f"{file} has size {fields['size']}, which each processor reads in its own way; write height and width, or shortest_edge"
+        )
+
+
 def _preparation(given: Mapping[str, Any], kind: str | None, file: str) -> Preparation:
     size, cut = given["size"], given.get("crop_size")
-    resample = FILTERS[int(given.get("resample", 2))]
+    number = given.get("resample", 2)
+    if number not in range(len(FILTERS)):
+        raise OptionError(f"{file} has resample {number!r}; it takes 0 to {len(FILTERS) - 1}")
+    resample = FILTERS[number]
     side = None
     if given.get("do_center_crop", False) and cut is not None:
         side = _square(cut, "crop_size", file)

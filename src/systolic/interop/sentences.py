@@ -6,14 +6,14 @@ from typing import Any
 
 from systolic.core.errors import DataError, OptionError
 from systolic.data.text.sentences import Sentences
-from systolic.interop.source import LENGTHS, POOLING, Source, dtypes_of
+from systolic.interop.source import LENGTHS, POOLING, PROMPTS, Source, dtypes_of
 from systolic.interop.tokens import tokenizer_of
 from systolic.job import Batch, Job
 from systolic.models.encoder.config import Encoder
 from systolic.models.families import read_config
 from systolic.steps.tasks.embedding import Embedding, TextPooling
 
-MODULES = "modules.json"
+MODULES, TOKENIZER = "modules.json", "tokenizer_config.json"
 MODES = {
     "pooling_mode_mean_tokens": TextPooling.mean,
     "pooling_mode_cls_token": TextPooling.first,
@@ -42,7 +42,12 @@ def embedder(source: Source, texts: bool) -> Job:
         name=source.path.name,
         model=model,
         task=_task(files),
-        data=Sentences(tokenizer=tokenizer, sequence=_longest(files, model)),
+        data=Sentences(
+            tokenizer=tokenizer,
+            sequence=_longest(files, model),
+            lower=LENGTHS in files and bool(read_config(files[LENGTHS]).get("do_lower_case")),
+            before=_before(files),
+        ),
         steps=1,
         batch=Batch(per_device=1),
         dtypes=dtypes_of(source),
@@ -52,7 +57,24 @@ def embedder(source: Source, texts: bool) -> Job:
 def _longest(files: dict[str, Path], model: Encoder) -> int:
     """Most tokens of a text."""
     given = read_config(files[LENGTHS]).get("max_seq_length") if LENGTHS in files else None
+    if given is None and TOKENIZER in files:
+        given = read_config(files[TOKENIZER]).get("model_max_length")
     return min(int(given or model.positions), model.positions)
+
+
+def _before(files: dict[str, Path]) -> str:
+    """The prompt that sentence-transformers writes before each text where it is given none.
+
+    Raises:
+        OptionError: there is none of the default's name.
+    """
+    fields = read_config(files[PROMPTS]) if PROMPTS in files else {}
+    name, known = fields.get("default_prompt_name"), fields.get("prompts") or {}
+    if name is not None and name not in known:
+        raise OptionError(
+            f"{files[PROMPTS]} has default_prompt_name {name!r} and prompts {', '.join(known) or 'of no name'}; correct it"
+        )
+    return "" if name is None else str(known[name])
 
 
 def _task(files: dict[str, Path]) -> Embedding:

@@ -33,6 +33,8 @@ TEXT_FILES = (
 """Files that belong to a model's text, copied as they are."""
 LENGTHS, POOLING = "sentence_bert_config.json", "1_Pooling/config.json"
 """Files of sentence-transformers: the longest text, and how vectors of tokens become one."""
+PROMPTS = "config_sentence_transformers.json"
+"""Its file of texts that are written before others."""
 STATE_DICTS = (".pth", ".pt")
 """Suffixes of files that ``torch.save`` writes of a module's ``state_dict()``."""
 OTHER_FILES = (
@@ -41,6 +43,7 @@ OTHER_FILES = (
     "modules.json",
     LENGTHS,
     POOLING,
+    PROMPTS,
 )
 """Files about a model's other inputs, copied as they are."""
 COPIES = ("lm_head.weight", "proj_out.weight", "cls.predictions.decoder.weight")

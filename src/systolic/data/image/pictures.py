@@ -86,11 +86,36 @@ def crop(
             image.draft(mode, (int(image.width * scale) + 1, int(image.height * scale) + 1))
         image = ImageOps.exif_transpose(image)
         # Palettes and transparency can't be resized; they become plain colours first.
-        image = image if image.mode == mode else image.convert(mode)
+        image = plain(image, channels, name)
         width, height = image.size
         pixels = (box.left * width, box.top * height, box.right * width, box.bottom * height)
         image = image.resize((size, size), Image.Resampling.BILINEAR, box=pixels)
     return np.asarray(image, np.uint8).reshape(size, size, channels)
+
+
+def plain(image: "Image", channels: int, name: str = "a picture") -> "Image":
+    """A picture with 8 bits a channel, ``L`` or ``RGB``: 16 bits are scaled, transparency lies on white.
+
+    Pillow's own conversion turns 16 bits into white and shows what transparent pixels hide.
+
+    Raises:
+        DataError: its pixels are floats or 32-bit integers, whose range is not known.
+    """
+    from PIL import Image
+
+    mode = "L" if channels == 1 else "RGB"
+    if image.mode.startswith("I;16"):
+        values = np.asarray(image).astype(np.float32)
+        image = Image.fromarray(np.rint(values / 257).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        kind = "32-bit integers" if image.mode == "I" else "floats"
+        raise DataError(
+            f"{name} has pixels of {kind}, whose range is not known; save it with 8 or 16 bits a channel"
+        )
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image if image.mode == mode else image.convert(mode)
 
 
 def upright(image: "Image", name: str = "a picture") -> tuple[int, int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 
 from systolic.core.ranges import COUNT, check
-from systolic.data.image.pictures import decode, readable
+from systolic.data.image.pictures import decode, plain, readable
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -54,15 +54,13 @@ class Preparation:
         name = name or str(source)
         image = decode(source, name)
         with readable(name):
-            return self.cut(image, channels)
+            return self.cut(image, channels, name)
 
-    def cut(self, image: "Image", channels: int) -> np.ndarray:
-        """An open picture as uint8[side, side, channels]."""
+    def cut(self, image: "Image", channels: int, name: str = "a picture") -> np.ndarray:
+        """An open picture as uint8[side, side, channels]; see :meth:`apply` for errors."""
         from PIL import Image, ImageOps
 
-        mode = "L" if channels == 1 else "RGB"
-        image = ImageOps.exif_transpose(image)
-        image = image if image.mode == mode else image.convert(mode)
+        image = plain(ImageOps.exif_transpose(image), channels, name)
         if self.resize:
             image = image.resize(
                 self.size(image.size), Image.Resampling[self.resample.name.upper()]

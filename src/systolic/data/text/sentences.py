@@ -25,6 +25,10 @@ class Sentences(Data):
     """A ``tokenizer.json`` or its folder; None reads bytes."""
     sequence: Annotated[int, COUNT] = 512
     """Most tokens of a text, those around it included; the rest is cut off."""
+    lower: bool = False
+    """Whether texts are read in lower case."""
+    before: str = ""
+    """What is written before each text, such as ``query: ``."""
 
     def __post_init__(self) -> None:
         as_paths(self, "tokenizer")
@@ -56,6 +60,9 @@ class Sentences(Data):
 
         tokenizer = Tokenizer(path=self.tokenizer, around=Around.own)
         before, after = _around(tokenizer)
+        texts = [self.before + text for text in texts]
+        if self.lower:
+            texts = [text.lower() for text in texts]
         room = max(self.sequence - len(before) - len(after), 0)
         return [np.concatenate([before, ids[:room], after]) for ids in tokenizer.encode_all(texts)]
 
