@@ -13,7 +13,7 @@ import pytest
 from systolic.cli.main import main
 from systolic.interop.program.convert import kind_of
 from systolic.interop.program.model import ExportedProgram
-from systolic.interop.program.write import relative_error
+from systolic.interop.program.rows import relative_error
 from systolic.models.program.making import made_by
 from systolic.models.program.torch_function import torch_function
 from tests.models.program import zoo
@@ -132,6 +132,26 @@ def test_outputs_are_written_as_arrays(tmp_path: Path, capsys: pytest.CaptureFix
 def test_models_agree(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = imported(f"{ZOO}:{name}", tmp_path / name, capsys)
     assert made["parity"]["max_relative"] < 1e-5
+    assert len(made["notes"]) == (name == "coupled")
+
+
+@pytest.mark.slow
+def test_a_file_goes_in_whole_batches_where_examples_depend_on_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = imported(f"{ZOO}:coupled_by_three", tmp_path / "bundle", capsys)
+    assert "computed in batches of 3" in made["notes"][0]
+    x = np.random.default_rng(0).normal(size=(36, 3)).astype(np.float32)
+    np.savez(tmp_path / "x.npz", x=x)
+    np.savez(tmp_path / "four.npz", x=x[:4])
+    command, out = ["predict", str(tmp_path / "bundle")], tmp_path / "out.npz"
+    # More than the 32 examples of a call, which 3 does not divide.
+    assert main([*command, str(tmp_path / "x.npz"), "--out", str(out)]) == 0
+    with np.load(out, allow_pickle=False) as found:
+        wanted = x.reshape(12, 3, 3) - x.reshape(12, 3, 3).mean(1, keepdims=True)
+        np.testing.assert_allclose(found["output"], wanted.reshape(36, 3), atol=1e-6)
+    assert main([*command, str(tmp_path / "four.npz"), "--out", str(out)]) == 1
+    assert "has 4 examples, and the model's outputs for one depend" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -16,7 +16,8 @@ from systolic.interop.program.description import PROGRAM
 from systolic.interop.program.exported import exported_function
 from systolic.interop.program.model import ExportedProgram
 from systolic.interop.program.parity import differences
-from systolic.interop.program.write import relative_error, write_program
+from systolic.interop.program.rows import relative_error
+from systolic.interop.program.write import write_program
 from systolic.job import Field, Precision
 from systolic.job import data as job_data
 from systolic.models.program.function import MASK
@@ -71,6 +72,73 @@ def test_examples_that_depend_on_each_other_keep_their_batch(tmp_path: Path) -> 
     x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
     wanted = np.concatenate([x[:4] - x[:4].mean(0), x[4:] - x[4:].mean(0)])
     np.testing.assert_allclose(run(here, {"x": x})["output"], wanted, atol=1e-6)
+
+
+def module(make: Any, *shape: int) -> Any:
+    return lambda: (make(), torch.randn(*shape))
+
+
+@pytest.mark.parametrize(
+    ("make", "count"), [(zoo.Scaled, 1), (zoo.Centred, 1), (zoo.Centred, 3), (zoo.Normed, 3)]
+)
+def test_examples_that_depend_on_each_other_are_never_padded(
+    make: Any, count: int, tmp_path: Path
+) -> None:
+    """Statistics of a batch that a permutation of one row keeps, from an example of one row too."""
+    there, here, about = exported(module(make, count, 3), tmp_path)
+    assert (about.batch, about.independent) == (count, False)
+    x = np.random.default_rng(1).normal(size=(5, 3)).astype(np.float32)
+    for rows in [x[:count], *([x[: 2 * count]] if count == 1 else [])]:
+        (name,) = there.example
+        wanted = np.concatenate([there.source({name: one})["output"] for one in np.split(rows, len(rows) // count)])  # fmt: skip
+        np.testing.assert_allclose(run(here, {name: rows})["output"], wanted, atol=1e-6)
+    if count > 1:
+        with pytest.raises(OptionError, match=f"the batch has 5 examples.*a multiple of {count}"):
+            run(here, {name: x})
+        model = ExportedProgram(about=about, folder=tmp_path)
+        model.check_batch(2 * count)
+        with pytest.raises(OptionError, match="the batch has 4 examples"):
+            model.check_batch(4)
+
+
+def test_an_output_for_a_whole_call_is_repeated(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    _, here, about = exported(module(zoo.Averaged, 2, 3), tmp_path)
+    assert (about.batch, about.independent) == (2, False)
+    assert {name: one.batched for name, one in about.outputs.items()} == {"each": True, "mean": False}  # fmt: skip
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    np.testing.assert_allclose(run(here, {"x": x})["mean"], [2.5, 2.5, 8.5, 8.5])
+    # A constant depends on no example.
+    _, here, about = exported(module(zoo.Constant, 3, 3), tmp_path / "one")
+    assert (about.batch, about.independent) == (None, True)
+    assert not about.outputs["scale"].batched
+    np.testing.assert_allclose(run(here, {"x": x})["scale"], [[1, 2, 3]] * 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "told"),
+    [
+        (zoo.Sequence, (4, 4, 3), "output output is [4, 8, 3] for 8 examples and [4, "),
+        (zoo.Sequence, (2, 5, 3), "output output is [5, 4, 3] for 4 examples and [5, "),
+        (zoo.SequenceOfTwo, (2, 2, 3), "output output is [2, 2, 3] for 2 examples, and the first"),
+        (zoo.Tokens, (2, 5, 3), "output output is [20, 3] for 4 examples and ["),
+    ],
+)
+def test_outputs_with_their_examples_elsewhere_are_refused(
+    make: Any, shape: tuple[int, ...], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(OptionError) as caught:
+        exported(module(make, *shape), tmp_path)
+    assert told in str(caught.value)
+
+
+def test_a_file_with_a_part_of_a_batch_is_refused(tmp_path: Path) -> None:
+    inputs = {"x": Field(shape=(3,), dtype="float32")}
+    file = tmp_path / "inputs.npz"
+    np.savez(file, x=np.ones((4, 3), np.float32))
+    assert len(list(InputFiles(inputs=inputs, together=2).examples(file))) == 4
+    with pytest.raises(DataError, match=r"inputs\.npz has 4 examples.*give a multiple of 3"):
+        list(InputFiles(inputs=inputs, together=3).examples(file))
 
 
 def test_an_input_named_mask_has_another_name(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ class InputFiles(Data):
     """By name, without the batch dim."""
     repeated: tuple[str, ...] = ()
     """Inputs that are the same for all examples, and have no batch dim in a file."""
+    together: int = 1
+    """Examples that the model computes together, because they depend on each other: a file has a multiple of it."""
 
     def fields(self) -> Mapping[str, Field]:
         """The inputs."""
@@ -56,6 +58,10 @@ class InputFiles(Data):
         """
         arrays = self._arrays(path)
         count = next((len(one) for name, one in arrays.items() if name not in self.repeated), 0)
+        if count % self.together:
+            raise DataError(
+                f"{path} has {count} examples, and the model's outputs for one depend on the others of its batch of {self.together}; give a multiple of {self.together}, or import the model again with another example batch"
+            )
         for number in range(count):
             yield {
                 name: one if name in self.repeated else one[number] for name, one in arrays.items()

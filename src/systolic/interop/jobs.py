@@ -127,6 +127,7 @@ def _program(source: Source, texts: bool) -> Job:
         data=InputFiles(
             inputs=fields,
             repeated=tuple(name for name, one in about.inputs.items() if not one.batched),
+            together=about.together,
         ),
         steps=1,
         batch=Batch(per_device=about.batch or 1),

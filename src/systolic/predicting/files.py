@@ -44,7 +44,7 @@ def predictions(
                 yield file, {"error": _reason(file, error)}
         return
     if isinstance(data, InputFiles):
-        run = Runner(steps, weights, MOST)
+        run = Runner(steps, weights, MOST, data.together)
         for file in files:
             try:
                 made = _stacked(run, data, file)
@@ -77,7 +77,7 @@ def output_arrays(steps: StepFunctions, weights: Weights, file: Path) -> dict[st
         raise OptionError(
             f"--out takes the arrays of an exported program, and {steps.job.name} is none; leave it out, or take --json"
         )
-    return _stacked(Runner(steps, weights, MOST), data, file)
+    return _stacked(Runner(steps, weights, MOST, data.together), data, file)
 
 
 def _stacked(run: "Runner", data: InputFiles, file: Path) -> dict[str, np.ndarray]:
@@ -108,11 +108,15 @@ def _reason(file: Path, error: Exception) -> str:
 
 
 class Runner:
-    """The predict step over any number of examples."""
+    """The predict step over any number of examples; ``together`` of them that follow each other are never divided."""
 
-    def __init__(self, steps: StepFunctions, weights: Weights, examples: int) -> None:
-        self._run = Predictor(FixedForm(steps), weights.params, weights.model_state)
-        self.batch = self._run.up(examples)
+    def __init__(
+        self, steps: StepFunctions, weights: Weights, examples: int, together: int = 1
+    ) -> None:
+        form = FixedForm(steps)
+        self._run = Predictor(form, weights.params, weights.model_state)
+        unit = math.lcm(form.ways, together)
+        self.batch = -(-examples // unit) * unit
 
     def __call__(
         self, examples: Iterator[Mapping[str, np.ndarray]]

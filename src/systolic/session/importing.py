@@ -70,7 +70,7 @@ class Imported:
     unusable: str | None = None
     """What the Bundle lacks for the command that uses it; ``None`` where it lacks nothing."""
     notes: tuple[str, ...] = ()
-    """Warnings about the source's files."""
+    """Warnings about the source's files, or about the batches of an exported program."""
     use: str
     """Verb and arguments of the command that uses it, with {} for the Bundle."""
 
@@ -189,6 +189,7 @@ def _program(
         parity=found,
         unchecked=None if parity else "not asked for",
         use=USES[type(model).__name__],
+        notes=model.about.notes,
     )
 
 

@@ -63,6 +63,68 @@ def coupled():
     return Coupled(), torch.randn(4, 3)
 
 
+def coupled_by_three():
+    return Coupled(), torch.randn(3, 3)
+
+
+class Scaled(nn.Module):
+    """Divides by the largest of the batch, which the rows of a rotated copy share."""
+
+    def forward(self, x):
+        return x / x.abs().max()
+
+
+class Centred(nn.Module):
+    def forward(self, x):
+        return x - x.mean()
+
+
+class Normed(nn.Module):
+    """Batch norm without running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3, track_running_stats=False)
+
+    def forward(self, x):
+        return self.norm(x)
+
+
+class Averaged(nn.Module):
+    def forward(self, x):
+        return {"each": 2 * x, "mean": x.mean()}
+
+
+class Constant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+
+    def forward(self, x):
+        return {"each": x * self.scale, "scale": self.scale}
+
+
+class Sequence(nn.Module):
+    """Its output is [sequence, batch, size]."""
+
+    def forward(self, x):
+        return x.transpose(0, 1)
+
+
+class SequenceOfTwo(nn.Module):
+    """The same, for two examples only."""
+
+    def forward(self, x):
+        return x.reshape(2, 2, 3).transpose(0, 1)
+
+
+class Tokens(nn.Module):
+    """Its output is [batch * sequence, size]."""
+
+    def forward(self, x):
+        return x.flatten(0, 1)
+
+
 def sequential():
     import keras
     from keras import layers

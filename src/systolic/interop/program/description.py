@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from systolic.core.errors import OptionError
+
 PROGRAM = "program.bin"
 """jax.export's serialization (a FlatBuffer) of (weights by name, inputs by name) -> outputs by name."""
 WEIGHTS = "weights.safetensors"
@@ -19,7 +21,7 @@ class Port:
     shape: tuple[int, ...]
     dtype: str
     batched: bool = True
-    """Whether it has one entry an example."""
+    """Whether it has one entry an example; else it is one for a whole call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,5 +45,28 @@ class Description:
     """Elements of the trained weights."""
     batch: int | None = None
     """Examples that a call takes; ``None``: any number."""
+    independent: bool = True
+    """Whether an example's outputs are the same whatever other examples are in its batch; if not, ``batch`` is a number."""
     flops_per_example: float = 0.0
     """Matmul FLOPs of one example, 2 per multiply-add."""
+
+    @property
+    def together(self) -> int:
+        """Examples that depend on each other, so that their number is a multiple of it."""
+        return 1 if self.independent or self.batch is None else self.batch
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """That examples depend on each other, on one line; () where they don't."""
+        if self.independent:
+            return ()
+        return (
+            f"the model's outputs for an example depend on the others of its batch: it is computed in batches of {self.batch}, as many as the example inputs have",
+        )
+
+    def check_examples(self, count: int) -> None:
+        """Raises OptionError for a number of examples that would leave some without the others that they depend on."""
+        if count % self.together:
+            raise OptionError(
+                f"the batch has {count} examples, and the model's outputs for an example depend on the others of its batch, which was {self.batch} when it was imported; give a multiple of {self.batch}, or import it again with another example batch"
+            )

@@ -86,18 +86,30 @@ class _Reloaded:
         return self._in_groups(weights, given, self.known.batch), dict(state)
 
     def _in_groups(self, weights: Named, inputs: dict[str, Any], size: int) -> dict[str, Any]:
-        """The program on groups of the examples that it was exported for, the last one padded with zeros."""
+        """The program on groups of the examples that it was exported for, the last one padded with zeros.
+
+        An output that is one for a whole call is repeated for its examples.
+
+        Raises:
+            OptionError: examples depend on each other, and there is a part of a group.
+        """
         batched = {name: one for name, one in inputs.items() if self.known.inputs[name].batched}
         rest = {name: one for name, one in inputs.items() if name not in batched}
         count = next(iter(batched.values())).shape[0]
+        self.known.check_examples(count)
         groups = -(-count // size)
 
         def split(array: Any) -> Any:
             pads = [(0, groups * size - count)] + [(0, 0)] * (array.ndim - 1)
             return jnp.pad(array, pads).reshape(groups, size, *array.shape[1:])
 
+        def rows(name: str, one: Any) -> Any:
+            if self.known.outputs[name].batched:
+                return one.reshape(-1, *one.shape[2:])[:count]
+            return jnp.repeat(one, size, axis=0)[:count]
+
         made = jax.lax.map(
             lambda group: self.program.call(weights, {**group, **rest}),
             jax.tree.map(split, batched),
         )
-        return {name: one.reshape(-1, *one.shape[2:])[:count] for name, one in made.items()}
+        return {name: rows(name, one) for name, one in made.items()}

@@ -47,6 +47,10 @@ class ExportedProgram(ForeignModel):
             )
         return found
 
+    def check_batch(self, examples: int) -> None:
+        """Raises OptionError where examples depend on each other and a pass would hold a part of their batch."""
+        self.about.check_examples(examples)
+
     def check_precision(self, precision: Precision) -> None:
         """Raises OptionError for anything but f32."""
         only_f32(precision, "an exported program computes in float32")

@@ -13,7 +13,7 @@ from systolic.core.errors import RunError, SystolicError
 from systolic.interop.program.description import SAMPLE, TOLERANCE
 from systolic.interop.program.exported import exported_function
 from systolic.interop.program.model import ExportedProgram
-from systolic.interop.program.write import relative_error
+from systolic.interop.program.rows import relative_error
 from systolic.models.program.function import Named
 
 FRAMEWORKS = ("torch", "torchax", "keras", "tensorflow", "tf2jax", "transformers")
@@ -41,6 +41,7 @@ def measure(folder: Path, sample_file: Path) -> dict[str, Any]:
         lambda trained, state, given: function.call(trained, state, given, False, None)[0]
     )
     made = jax.device_get(run(dict(function.trained), dict(function.state), inputs))
+    made = {name: one if known.outputs[name].batched else one[0] for name, one in made.items()}
     loaded = [name for name in FRAMEWORKS if name in sys.modules]
     if loaded:
         raise RunError(f"the comparison loaded {', '.join(loaded)}; report this as a defect")

@@ -14,11 +14,11 @@ from systolic.core.errors import OptionError, SystolicError
 from systolic.interop.program.description import (
     PROGRAM,
     SAMPLE,
-    TOLERANCE,
     WEIGHTS,
     Description,
     Port,
 )
+from systolic.interop.program.rows import Examined, agree, examine
 from systolic.models.program.function import Named, PureFunction, without_mask
 from systolic.steps import flops
 
@@ -33,7 +33,7 @@ def write_program(function: PureFunction, folder: Path) -> Description:
     """Writes a function's program, weights and a sample of its framework's outputs into ``folder``; its description.
 
     The program is the function of one example, vectorised over a batch of any size. Where examples depend on
-    each other, or the function has no form for one, it is exported for the example's batch alone.
+    each other, or the function has no form for one, it is exported for the example's batch alone, and says which.
 
     Raises:
         OptionError: it does not trace, or an operation has no form on a platform.
@@ -42,25 +42,22 @@ def write_program(function: PureFunction, folder: Path) -> Description:
     assert function.source is not None  # there is a framework to compare with
     batched = _batched(function.example)
     weights = {**function.trained, **function.state}
-    inputs = _doubled(function.example, batched)
-    try:
+    found = examine(function.source, function.example, batched)
+    inputs, outputs = found.inputs, found.outputs
+    program, batch = _vectorised(function, batched, found.batched), None
+    if not (found.independent and _agrees(program, weights, found)):
+        program, batch = _whole(function), len(next(iter(function.example.values())))
+    if not found.independent and batch != len(next(iter(inputs.values()))):
+        # The second half: random rows.
+        inputs = {name: one[batch:] if name in batched else one for name, one in inputs.items()}
         outputs = function.source(inputs)
-    except SystolicError:
-        raise
-    except Exception:  # a model of a fixed batch
-        inputs, outputs = dict(function.example), function.source(function.example)
-    program, batch = _vectorised(function, batched), None
-    if not _agrees(program, weights, inputs, outputs):
-        program, batch = _whole(function), next(iter(function.example.values())).shape[0]
-        if next(iter(inputs.values())).shape[0] != batch:
-            inputs, outputs = dict(function.example), function.source(function.example)
     exported = _export(program, weights, function.example, batched, batch)
     raw = bytes(exported.serialize(vjp_order=1))
     (folder / PROGRAM).write_bytes(raw)
     _save(folder / WEIGHTS, weights)
     sample = {f"input:{name}": one for name, one in inputs.items()}
     _save(folder / SAMPLE, {**sample, **{f"output:{name}": one for name, one in outputs.items()}})
-    return _described(function, program, batched, batch, hashlib.sha256(raw).hexdigest())
+    return _described(function, program, batched, (batch, found), hashlib.sha256(raw).hexdigest())
 
 
 def _batched(example: Named) -> frozenset[str]:
@@ -71,22 +68,14 @@ def _batched(example: Named) -> frozenset[str]:
     return frozenset(name for name, one in example.items() if one.ndim and len(one) == len(first))
 
 
-def _doubled(example: Named, batched: frozenset[str]) -> dict[str, np.ndarray]:
-    """The example's rows and the same shifted along their last dim: another batch size, and rows that differ."""
-
-    def more(one: np.ndarray) -> np.ndarray:
-        other = np.roll(one, 1, axis=-1) if one.ndim > 1 else one
-        return np.concatenate([one, other])
-
-    return {name: more(one) if name in batched else one for name, one in example.items()}
-
-
-def _vectorised(function: PureFunction, batched: frozenset[str]) -> Program:
+def _vectorised(
+    function: PureFunction, batched: frozenset[str], outputs: frozenset[str]
+) -> Program:
     def program(weights: Named, inputs: Named) -> dict[str, Any]:
         def single(each: Mapping[str, Any]) -> dict[str, Any]:
             lifted = {name: one[None] if name in batched else one for name, one in each.items()}
             made = _whole(function)(weights, lifted)
-            return {name: one[0] for name, one in made.items()}
+            return {name: one[0] if name in outputs else one for name, one in made.items()}
 
         axes = {name: 0 if name in batched else None for name in inputs}
         return jax.vmap(single, in_axes=(axes,))(dict(inputs))
@@ -103,32 +92,21 @@ def _whole(function: PureFunction) -> Program:
     return program
 
 
-def _agrees(program: Program, weights: Named, inputs: Named, outputs: Named) -> bool:
-    """Whether a program gives these outputs; one that does not trace gives none."""
+def _agrees(program: Program, weights: Named, found: Examined) -> bool:
+    """Whether a program gives the framework's outputs; one that does not trace gives none."""
     try:
-        made = jax.device_get(jax.jit(program)(weights, inputs))
+        made = jax.device_get(jax.jit(program)(weights, found.inputs))
     except Exception:  # the reason comes with the export that is tried next
         return False
+
+    def wanted(name: str, one: np.ndarray) -> np.ndarray:
+        # One for a whole call is repeated for each example.
+        count = len(made[name])
+        return one if name in found.batched else np.broadcast_to(one, (count, *one.shape))
+
     return all(
-        name in made
-        and made[name].shape == one.shape
-        and relative_error(made[name], one) <= TOLERANCE
-        for name, one in outputs.items()
+        name in made and agree(made[name], wanted(name, one)) for name, one in found.outputs.items()
     )
-
-
-def relative_error(made: np.ndarray, wanted: np.ndarray) -> float:
-    """Largest difference over the largest magnitude of ``wanted``; infinite where only one is NaN or infinite."""
-    there, here = (np.asarray(one).astype(np.float64) for one in (wanted, made))
-    if not there.size:
-        return 0.0
-    same = (there == here) | (np.isnan(there) & np.isnan(here))
-    with np.errstate(invalid="ignore"):
-        apart = np.where(same, 0.0, np.abs(here - there))
-    if not np.isfinite(apart).all():
-        return float("inf")
-    finite = np.abs(there[np.isfinite(there)])
-    return float(apart.max() / max(finite.max(initial=0.0), 1e-30))
 
 
 def _export(
@@ -161,9 +139,10 @@ def _described(
     function: PureFunction,
     program: Program,
     batched: frozenset[str],
-    batch: int | None,
+    examined: tuple[int | None, Examined],
     digest: str,
 ) -> Description:
+    batch, found = examined
     weights = {**function.trained, **function.state}
     example = (
         function.example
@@ -184,12 +163,18 @@ def _described(
         platforms=PLATFORMS,
         inputs={name: port(one, name in batched) for name, one in example.items()},
         outputs={
-            name: port(one, bool(one.ndim) and one.shape[0] == size) for name, one in made.items()
+            name: Port(
+                shape=tuple(one.shape if batch and name not in found.batched else one.shape[1:]),
+                dtype=str(one.dtype),
+                batched=name in found.batched,
+            )
+            for name, one in made.items()
         },
         trained=tuple(function.trained),
         state=tuple(function.state),
         parameters=sum(one.size for one in function.trained.values()),
         batch=batch,
+        independent=found.independent,
         flops_per_example=flops.count(program, weights, example) / size,
     )
 
