@@ -16,7 +16,7 @@ import safetensors.numpy
 import systolic
 from systolic.artifact.tensors import read_header
 from systolic.cli.main import main
-from systolic.core.errors import DataError, OptionError
+from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.models.families import family
 from tests.interop import folders
 
@@ -217,3 +217,18 @@ def test_a_model_without_its_tokenizer_is_compared_and_says_what_it_lacks(
     assert "parity with transformers" in told.out
     assert "next:" not in told.out
     assert "has no tokenizer.json; copy it" in told.err
+
+
+def test_a_bundle_inside_its_source_is_refused(copy: Path) -> None:
+    with pytest.raises(OptionError, match="lies in the source"):
+        systolic.import_model(copy, copy / "sub", parity=False)
+    assert not (copy / "sub").exists()
+
+
+def test_a_name_on_a_hub_says_how_to_download(tmp_path: Path) -> None:
+    with pytest.raises(
+        NotFoundError, match=r"download it with hf download meta-llama/Llama-3\.1-8B"
+    ):
+        systolic.import_model("meta-llama/Llama-3.1-8B")
+    with pytest.raises(NotFoundError, match="does not exist; check the path"):
+        systolic.import_model(tmp_path / "none")

@@ -49,7 +49,7 @@ def run(args: Sequence[str]) -> int:
     files = options.files
     if not files:
         raise OptionError(
-            f"systolic predict {options.run} needs files; name one or more after the run"
+            f"systolic predict {options.run} needs files, or texts for a model of embeddings; name one or more after it"
         )
     if options.out is not None:
         _check_out(files, options.out)

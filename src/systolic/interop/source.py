@@ -1,6 +1,7 @@
 """A model in files: a folder of Hugging Face transformers, a GGUF file or a Bundle, opened without reading weights."""
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ OTHER_FILES = (
     PROMPTS,
 )
 """Files about a model's other inputs, copied as they are."""
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*(?<!\.gguf)(?<!\.pth)(?<!\.pt)")
+"""What a name on Hugging Face looks like: an owner and a model."""
 COPIES = ("lm_head.weight", "proj_out.weight", "cls.predictions.decoder.weight")
 """Names of a language model's last matrix, which tied weights leave out or keep as a copy of the embedding."""
 ROWS = 4096
@@ -235,6 +238,10 @@ def open_source(path: Path | str) -> Source:
     """
     path = Path(path)
     if not path.exists():
+        if HUB_NAME.fullmatch(str(path)):
+            raise NotFoundError(
+                f"{path} does not exist; hubs are not read: if it is a model's name there, download it with hf download {path} --local-dir {path.name}, and give that folder"
+            )
         raise NotFoundError(f"{path} does not exist; check the path")
     if (path / MANIFEST).is_file():
         from systolic.interop.bundled import open_bundled

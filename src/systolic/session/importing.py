@@ -126,7 +126,7 @@ def import_model(
     say("read descriptions")
     tensors = planned(opened, np.dtype(DTYPES[dtype]) if dtype != AUTO else None)
     size = sum(tensor.nbytes for tensor in tensors)
-    _check_room(final, size)
+    _check_room(opened, final, size)
     rounded = _rounded_to(opened, tensors)
     with draft(final) as made:
         _fill(opened, made, tensors, size, say)
@@ -249,14 +249,17 @@ def _about(source: Source, tensors: "list[TensorSpec]") -> dict[str, Any]:
     }
 
 
-def _check_room(final: Path, size: int) -> None:
+def _check_room(opened: Source, final: Path, size: int) -> None:
     """Whether there is nothing at a path yet, and room on its disk, before minutes of writing.
 
     Raises:
         TakenError: there is something.
+        OptionError: it is in the source's folder.
         RunError: there is no room.
     """
     check_free(final)
+    if opened.path.is_dir() and final.resolve().is_relative_to(opened.path.resolve()):
+        raise OptionError(f"{final} lies in the source {opened.path}; choose another --out")
     parent = next(folder for folder in final.absolute().parents if folder.exists())
     free = shutil.disk_usage(parent).free
     if size > free:
