@@ -7,11 +7,11 @@ import pytest
 
 from systolic.predicting.rows import Bucket, Row
 from systolic.serving.batch.asked import Asked, Waiting
-from systolic.serving.batch.buckets import Buckets
+from systolic.serving.batch.buckets import BucketGrid
 from systolic.serving.batch.lanes import Lanes
 from systolic.serving.batch.model import ascending
 
-FOUR = Buckets(rows=[1, 4, 8], lengths=[None], padding_share=0)
+FOUR = BucketGrid(rows=[1, 4, 8], lengths=[None], padding_share=0)
 
 
 def asked() -> Asked:
@@ -79,7 +79,7 @@ def test_rows_with_other_shared_arrays_have_calls_of_their_own() -> None:
 
 
 def test_alone_a_request_is_a_call() -> None:
-    lanes = Lanes(Buckets(rows=[3], lengths=[None], padding_share=0), alone=True)
+    lanes = Lanes(BucketGrid(rows=[3], lengths=[None], padding_share=0), alone=True)
     requests = [asked(), asked()]
     for request in requests:
         for _ in range(3):

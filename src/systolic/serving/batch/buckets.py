@@ -80,7 +80,7 @@ LONG = 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Buckets:
+class BucketGrid:
     """The buckets of a model."""
 
     rows: Sequence[int]
@@ -130,7 +130,7 @@ class Buckets:
         return f"{programs}: batches of {rows}{across}; expected padding {self.padding_share:.1%}"
 
 
-def choose(shapes: Shapes, *, longest: int | None = None, ways: int = 1) -> Buckets:
+def choose(shapes: Shapes, *, longest: int | None = None, ways: int = 1) -> BucketGrid:
     """The buckets with the least expected padding.
 
     Args:
@@ -149,10 +149,10 @@ def choose(shapes: Shapes, *, longest: int | None = None, ways: int = 1) -> Buck
     rows = _weights(shapes.traffic.examples, largest, ways)
     if longest is None:
         sizes, share = _sizes(rows, shapes.programs or FIXED, ways)
-        return Buckets(rows=sizes, lengths=[None], padding_share=share)
+        return BucketGrid(rows=sizes, lengths=[None], padding_share=share)
     lengths = _weights(shapes.traffic.lengths, longest, 1)
     most = max(shapes.positions or largest * LONG, longest * ways)
-    best: Buckets | None = None
+    best: BucketGrid | None = None
     # Every split of the programs into sizes x lengths.
     programs = shapes.programs or VARIED
     for count in range(1, programs + 1):
@@ -160,7 +160,7 @@ def choose(shapes: Shapes, *, longest: int | None = None, ways: int = 1) -> Buck
         sizes, row_share = _sizes(rows, count, ways)
         share = 1 - (1 - row_share) * (1 - length_share)
         if best is None or share < best.padding_share:
-            best = Buckets(rows=sizes, lengths=across, most_positions=most, padding_share=share)
+            best = BucketGrid(rows=sizes, lengths=across, most_positions=most, padding_share=share)
     assert best is not None
     return best
 

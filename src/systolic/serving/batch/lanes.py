@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from systolic.predicting.rows import Bucket
 from systolic.serving.batch.asked import Waiting
-from systolic.serving.batch.buckets import Buckets
+from systolic.serving.batch.buckets import BucketGrid
 
 Lane = tuple[int, bytes]
 """Length of the bucket (0: all rows have one shape), and what rows of a call share."""
@@ -15,7 +15,7 @@ AHEAD = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Call:
+class BatchCall:
     """Rows of one call."""
 
     rows: list[Waiting]
@@ -32,7 +32,7 @@ class Lanes:
         alone: Whether rows of two requests never share a call.
     """
 
-    def __init__(self, buckets: Buckets, alone: bool = False) -> None:
+    def __init__(self, buckets: BucketGrid, alone: bool = False) -> None:
         self.buckets, self._alone = buckets, alone
         self._lanes: dict[Lane, deque[Waiting]] = {}
         self.seconds: Mapping[Bucket, float] = {}
@@ -67,7 +67,7 @@ class Lanes:
     def _full(self, lane: Lane) -> bool:
         return self._alone or len(self._lanes[lane]) >= self.buckets.sizes(lane[0] or None)[-1]
 
-    def take(self, now: float, delay_seconds: float) -> Call:
+    def take(self, now: float, delay_seconds: float) -> BatchCall:
         """The rows of the next call: of the lanes that are due, the one with the oldest row."""
         due = [
             lane
@@ -89,7 +89,7 @@ class Lanes:
                 taken += self._shorter(lane, bucket.rows - len(taken))
         if not rows:
             del self._lanes[lane]
-        return Call(rows=taken, bucket=bucket, waited=waited)
+        return BatchCall(rows=taken, bucket=bucket, waited=waited)
 
     def _size(self, count: int, length: int | None) -> int:
         """Rows of the next call where ``count`` rows wait: those of the calls that answer all of them soonest.

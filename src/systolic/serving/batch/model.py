@@ -12,7 +12,7 @@ from systolic.predicting.predictor import Predictor
 from systolic.predicting.readers import Example
 from systolic.predicting.rows import Bucket
 from systolic.serving.batch.asked import Asked
-from systolic.serving.batch.buckets import Buckets, Traffic, choose
+from systolic.serving.batch.buckets import BucketGrid, Traffic, choose
 from systolic.serving.batch.ending import Endings
 from systolic.serving.batch.facts import BatchWatcher, CompileFacts, Ended
 from systolic.serving.batch.intake import Inputs, Intake, size_of
@@ -243,10 +243,10 @@ def ascending(seconds: Mapping[Bucket, float]) -> dict[Bucket, float]:
     }
 
 
-def _buckets(intake: Intake, options: BatchOptions) -> Buckets:
+def _buckets(intake: Intake, options: BatchOptions) -> BucketGrid:
     """The buckets of a model."""
     form = intake.form
     if intake.alone is not None:
         rows = -(-intake.alone // form.ways) * form.ways
-        return Buckets(rows=[rows], lengths=[None], padding_share=1 - intake.alone / rows)
+        return BucketGrid(rows=[rows], lengths=[None], padding_share=1 - intake.alone / rows)
     return choose(options.shapes, longest=form.longest, ways=form.ways)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from systolic.predicting.readers import Example, Output
 from systolic.serving.batch.asked import Asked, Waiting
-from systolic.serving.batch.lanes import Call, Lanes
+from systolic.serving.batch.lanes import BatchCall, Lanes
 from systolic.serving.refused import RefusedError
 
 POLL_SECONDS = 1.0
@@ -113,7 +113,7 @@ class BatchQueue:
 
     # Batches
 
-    def take(self) -> Call | None:
+    def take(self) -> BatchCall | None:
         """Waits for the next batch; None when the worker is to end."""
         with self._changed:
             while True:
@@ -129,7 +129,7 @@ class BatchQueue:
                     return None
                 self._changed.wait(POLL_SECONDS if due is None else min(due - now, POLL_SECONDS))
 
-    def _begun(self, call: Call, now: float) -> Call | None:
+    def _begun(self, call: BatchCall, now: float) -> BatchCall | None:
         """The rows whose requests were not cancelled; those can't be from now on."""
         kept = []
         for waiting in call.rows:

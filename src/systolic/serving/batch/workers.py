@@ -10,7 +10,7 @@ from systolic.predicting.rows import Bucket
 from systolic.serving.batch.asked import Waiting
 from systolic.serving.batch.ending import Endings, line
 from systolic.serving.batch.facts import BatchFacts, BatchWatcher, CompileFacts, Ended
-from systolic.serving.batch.lanes import Call
+from systolic.serving.batch.lanes import BatchCall
 from systolic.serving.batch.queue import BatchQueue
 from systolic.serving.batch.recorded import Recorder
 from systolic.serving.compiles import COUNT
@@ -62,7 +62,7 @@ class Workers:
         return 0.0 if since is None else time.monotonic() - since
 
     def _work(self, number: int) -> None:
-        call: Call | None = None
+        call: BatchCall | None = None
         try:
             while (call := self._queue.take()) is not None:
                 self._busy[number] = time.monotonic()
@@ -80,7 +80,7 @@ class Workers:
             self.replaced += 1
             self.hire(number)
 
-    def _run(self, rows: Sequence[Waiting], call: Call) -> None:
+    def _run(self, rows: Sequence[Waiting], call: BatchCall) -> None:
         """A call, and its answers; where it fails, its requests are tried one by one."""
         compiled, start = COUNT.compiled, time.perf_counter()
         try:
@@ -103,7 +103,7 @@ class Workers:
             self._endings.answer(asked)
         self._tell(rows, call, start, seconds)
 
-    def _failed(self, rows: Sequence[Waiting], call: Call, error: Exception) -> None:
+    def _failed(self, rows: Sequence[Waiting], call: BatchCall, error: Exception) -> None:
         requests = {waiting.asked: None for waiting in rows}
         if len(requests) == 1:
             (asked,) = requests
@@ -126,7 +126,7 @@ class Workers:
         if self._strict:
             raise RunError(f"the program of {bucket} was compiled after {self._name} was ready")
 
-    def _tell(self, rows: Sequence[Waiting], call: Call, start: float, seconds: float) -> None:
+    def _tell(self, rows: Sequence[Waiting], call: BatchCall, start: float, seconds: float) -> None:
         lengths = [waiting.row.length for waiting in rows]
         self.recorder.record(call.waited, lengths)
         if self._watcher is None:
