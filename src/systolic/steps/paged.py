@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from systolic.core.errors import RunError
 from systolic.models.decoder.module import DecoderModule
-from systolic.models.decoder.page_arrays import LayerPages, PageArrays
+from systolic.models.decoder.page_arrays import PageArrays
+from systolic.models.decoder.page_kernels import LayerPages
 from systolic.models.decoder.paged import Layer, Reading, layers_of, page_arrays, read
 from systolic.steps.choice import ChosenTokens, score
 from systolic.steps.network import Arrays

@@ -12,17 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from systolic.job import Target
+from systolic.models.decoder.page_kernels import LayerPages, attend_on_gpu, gpu_kernel_takes
 from systolic.models.masking import Logits, soft_cap
-
-
-class LayerPages(NamedTuple):
-    """Keys and values of a layer."""
-
-    key: jax.Array
-    """[kv_heads, pages, page_size, head_dim], or with the last two turned round: see :attr:`PageArrays.turned`.
-    With latent attention the rotated key of all heads."""
-    value: jax.Array
-    """[kv_heads, pages, page_size, head_dim]; with latent attention the latents."""
 
 
 class PageRows(NamedTuple):
@@ -120,7 +111,11 @@ class PageArrays:
             window: Number of latest positions that are visible; 0 for all.
             logits: Scale, soft cap and sinks.
         """
-        count, length, heads, _ = queries[0].shape
+        count, length, heads, size = queries[0].shape
+        if gpu_kernel_takes(self.target, (length, size), window, logits) and len(queries) == 1:
+            return attend_on_gpu(queries[0][:, 0], pages, rows.table, rows.positions[:, 0], logits)[
+                :, None
+            ]
         dtype, group = queries[0].dtype, heads // self.kv_heads
         key, value = jax.lax.optimization_barrier(
             (pages.key[:, rows.table], pages.value[:, rows.table])

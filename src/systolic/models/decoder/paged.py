@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from systolic.models.decoder.page_arrays import LayerPages, PageArrays, PageRows
+from systolic.models.decoder.page_arrays import PageArrays, PageRows
+from systolic.models.decoder.page_kernels import LayerPages
 
 if TYPE_CHECKING:
     from systolic.models.decoder.block import DecoderBlock

@@ -1,0 +1,70 @@
+"""Attention of one new token over pages by a platform's own kernel, which reads them where they lie."""
+
+import math
+from typing import NamedTuple
+
+import jax
+
+from systolic.job import Target
+from systolic.models.masking import Logits
+
+SPLITS = 16
+"""Most parts of a text that are read side by side."""
+TOGETHER = 128
+"""Positions that the GPU's kernel reads at once."""
+
+
+class LayerPages(NamedTuple):
+    """Keys and values of a layer."""
+
+    key: jax.Array
+    """[kv_heads, pages, page_size, head_dim], or with the last two turned round: see :attr:`PageArrays.turned`.
+    With latent attention the rotated key of all heads."""
+    value: jax.Array
+    """[kv_heads, pages, page_size, head_dim]; with latent attention the latents."""
+
+
+def gpu_kernel_takes(target: Target, sizes: tuple[int, int], window: int, logits: Logits) -> bool:
+    """Whether the GPU's kernel does this: one token a text, a head of a power of two, no window, no sinks, one device.
+
+    Args:
+        target: The platform.
+        sizes: Tokens of a text and elements of a head.
+        window: See :meth:`systolic.models.decoder.page_arrays.PageArrays.read`.
+        logits: Likewise.
+    """
+    length, head = sizes
+    fits = length == 1 and head >= 16 and head & (head - 1) == 0
+    alone = target.platform == "gpu" and target.layout.num_devices == 1
+    return alone and fits and not window and logits.sinks is None
+
+
+def attend_on_gpu(
+    query: jax.Array, pages: LayerPages, table: jax.Array, positions: jax.Array, logits: Logits
+) -> jax.Array:
+    """Attention [texts, heads, head_dim] by JAX's Pallas kernel for GPUs.
+
+    Args:
+        query: [texts, heads, head_dim].
+        pages: Of the layer, with the tokens themselves.
+        table: int32[texts, pages of a text].
+        positions: int32[texts]: of the tokens.
+        logits: Scale and soft cap.
+    """
+    from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
+
+    size, wide = pages.value.shape[2], table.shape[1]
+    splits = math.gcd(SPLITS, wide)
+    together = math.gcd(max(1, TOGETHER // size), wide // splits)
+    assert logits.scale is not None
+    scaled = (query * logits.scale).astype(pages.key.dtype)
+    return paged_attention(
+        scaled,
+        pages.key,
+        pages.value,
+        table,
+        positions + 1,
+        pages_per_compute_block=together,
+        k_splits=splits,
+        attn_logits_soft_cap=logits.cap or None,
+    )
