@@ -12,7 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from systolic.job import Target
-from systolic.models.decoder.page_kernels import LayerPages, attend_on_gpu, gpu_kernel_takes
+from systolic.models.decoder.page_kernels import (
+    LayerPages,
+    attend_by_cudnn,
+    attend_on_gpu,
+    cudnn_takes,
+    gpu_kernel_takes,
+)
 from systolic.models.masking import Logits, soft_cap
 
 
@@ -122,6 +128,14 @@ class PageArrays:
         )
         value = value.reshape(self.kv_heads, count, -1, value.shape[-1]).astype(dtype)
 
+        places, own = jnp.arange(value.shape[2]), rows.positions[:, :, None]
+        seen = places <= own
+        if window:
+            seen &= own - places < window
+        if len(queries) == 1 and cudnn_takes(self.target, jnp.dtype(dtype), size, logits):
+            key = key.reshape(value.shape).astype(dtype)
+            return attend_by_cudnn(queries[0], key, value, seen, logits)
+
         def by_head(query: jax.Array) -> jax.Array:
             """[kv_heads, rows, group x n, size]."""
             split = query.reshape(count, length, self.kv_heads, group, -1)
@@ -135,10 +149,6 @@ class PageArrays:
             )
         assert logits.scale is not None
         total = soft_cap(total * logits.scale, logits.cap)
-        places, own = jnp.arange(value.shape[2]), rows.positions[:, :, None]
-        seen = places <= own
-        if window:
-            seen &= own - places < window
         total = jnp.where(jnp.tile(seen, (1, group, 1)), total, jnp.finfo(jnp.float32).min)
         shares = _softmax(total, _sinks(logits, self.kv_heads, length)).astype(dtype)
         found = jnp.einsum("krms,krse->krme", shares, value)

@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from systolic.job import Target
 from systolic.models.masking import Logits
@@ -67,4 +68,33 @@ def attend_on_gpu(
         pages_per_compute_block=together,
         k_splits=splits,
         attn_logits_soft_cap=logits.cap or None,
+    )
+
+
+def cudnn_takes(target: Target, dtype: jnp.dtype, head: int, logits: Logits) -> bool:
+    """Whether cuDNN's attention does this: 16-bit floats, a head of at most 128 elements, plain logits, one device."""
+    alone = target.platform == "gpu" and target.layout.num_devices == 1
+    return alone and dtype.itemsize == 2 and head <= 128 and head % 8 == 0 and logits.plain
+
+
+def attend_by_cudnn(
+    query: jax.Array, key: jax.Array, value: jax.Array, seen: jax.Array, logits: Logits
+) -> jax.Array:
+    """Attention [texts, n, heads, head_dim] over gathered pages, no product of which is stored.
+
+    Args:
+        query: [texts, n, heads, head_dim].
+        key: [kv_heads, texts, positions, head_dim].
+        value: Like key.
+        seen: bool[texts, n, positions].
+        logits: Scale.
+    """
+    by_text = (1, 2, 0, 3)
+    return jax.nn.dot_product_attention(
+        query,
+        key.transpose(by_text),
+        value.transpose(by_text),
+        mask=seen[:, None],
+        scale=logits.scale,
+        implementation="cudnn",
     )
