@@ -21,8 +21,6 @@ BATCHES = (1, 16, 64, 256)
 PROMPT = 2048
 SIZE = 64
 STEPS = 40
-PEAK = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
-"""Dense bf16 FLOP/s: NVIDIA H100 and H200 data sheets."""
 SHAPE = {
     "layers": 16,
     "d_model": 2048,
@@ -54,16 +52,14 @@ def copy_rate():
     return 2 * x.nbytes / median(seconds)
 
 
-def ours(found):
+def model():
+    """Steps and bfloat16 weights of the decoder."""
     import jax
-    import jax.numpy as jnp
-    import numpy as np
 
     from systolic.data.text.bytes import StandardLibrary
     from systolic.job import Batch, Job, Layout, Precision
     from systolic.models.decoder.config import Decoder
-    from systolic.steps.choice import Draw, choose
-    from systolic.steps.paged import PagedSteps, StepInput
+    from systolic.steps.paged import PagedSteps
     from systolic.steps.steps import StepFunctions
     from systolic.steps.target import MeshTarget
     from systolic.steps.tasks.language import LanguageModel
@@ -83,58 +79,80 @@ def ours(found):
     steps = StepFunctions(job, MeshTarget.of(job, platform, jax.devices()[:1]))
     paged = PagedSteps(steps, SIZE)
     weights = jax.jit(lambda key: paged.weights(*steps.network.init(key)))(jax.random.key(0))
-    parameter_bytes = sum(a.nbytes for a in jax.tree.leaves(weights))
-    row_bytes = paged.page_bytes() // SIZE * CONTEXT
-    wide = (CONTEXT + STEPS * 4) // SIZE + 1
+    return paged, weights
 
-    def run(rows, parts, length, wide, behind):
-        count = (rows + parts) * wide + 1
-        pages = jax.jit(lambda: paged.empty_pages(count))()
-        texts = rows + parts
-        latest = jnp.zeros((texts + 1,), jnp.int32)
-        table = (1 + np.arange(texts * wide)).reshape(texts, wide).astype(np.int32)
-        draw = Draw(
-            np.arange(texts, dtype=np.int32),
-            np.zeros(texts, np.float32),
-            np.zeros(texts, np.uint32),
-            np.zeros(texts, np.int32),
+
+def arguments(rows, parts, length, wide):
+    """The table of pages, and settings of greedy choices, of all texts of a step."""
+    import numpy as np
+
+    from systolic.steps.choice import Draw
+
+    texts = rows + parts
+    table = (1 + np.arange(texts * wide)).reshape(texts, wide).astype(np.int32)
+    zeros = np.zeros(texts, np.int32)
+    draw = Draw(
+        np.arange(texts, dtype=np.int32),
+        zeros.astype(np.float32),
+        zeros.astype(np.uint32),
+        zeros,
+    )
+    return table, draw
+
+
+def seconds_of_a_step(paged, weights, rows, prompt=0):
+    """Median seconds of a step, tokens chosen on the device, and seconds of compiling it."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from systolic.steps.choice import choose
+    from systolic.steps.paged import StepInput
+
+    parts, behind = (1, 0) if prompt else (0, CONTEXT)
+    wide = -(-(prompt or CONTEXT + 4 * STEPS) // SIZE)
+    texts, tokens = rows + parts, rows + prompt
+    pages = jax.jit(lambda: paged.empty_pages(texts * wide + 1))()
+    latest = jnp.zeros((texts + 1,), jnp.int32)
+    table, draw = arguments(rows, parts, prompt, wide)
+
+    def asked(step):
+        return StepInput(
+            np.zeros(tokens, np.int32),
+            np.arange(rows, dtype=np.int32),
+            np.zeros((tokens, 0), np.int32),
+            np.full(texts, behind + step, np.int32),
+            np.full(texts, prompt or 1, np.int32),
+            table,
         )
 
-        def asked(step):
-            return StepInput(
-                np.zeros(rows + parts * length, np.int32),
-                np.arange(rows, dtype=np.int32),
-                np.zeros((rows + parts * length, 0), np.int32),
-                np.full(texts, behind + step, np.int32),
-                np.full(texts, length or 1, np.int32),
-                table,
-            )
+    def read(weights, pages, latest, asked):
+        return paged.read(weights, pages, latest, asked, (parts, prompt))
 
-        def read(weights, pages, latest, asked):
-            return paged.read(weights, pages, latest, asked, (parts, length))
+    begin = time.perf_counter()
+    program = jax.jit(read, donate_argnums=1).lower(weights, pages, latest, asked(0)).compile()
+    compiled = time.perf_counter() - begin
+    pick = jax.jit(choose, donate_argnums=1)
+    seconds = []
+    for turn in range(4):
+        begin, count = time.perf_counter(), STEPS if turn else 3
+        for step in range(count):
+            logits, pages = program(weights, pages, latest, asked(step if rows else 0))
+            _, latest = pick(logits, latest, draw)
+        latest.block_until_ready()
+        seconds.append((time.perf_counter() - begin) / count)
+    return median(seconds[1:]), compiled
 
-        begin = time.perf_counter()
-        program = jax.jit(read, donate_argnums=1).lower(weights, pages, latest, asked(0)).compile()
-        compiled = time.perf_counter() - begin
-        pick = jax.jit(choose, donate_argnums=1)
 
-        def several(count, pages, latest):
-            begin = time.perf_counter()
-            for step in range(count):
-                logits, pages = program(weights, pages, latest, asked(step if rows else 0))
-                _, latest = pick(logits, latest, draw)
-            latest.block_until_ready()
-            return (time.perf_counter() - begin) / count, pages, latest
+def ours(found):
+    import jax
 
-        _, pages, latest = several(3, pages, latest)
-        seconds = []
-        for _ in range(3):
-            second, pages, latest = several(STEPS, pages, latest)
-            seconds.append(second)
-        return median(seconds), compiled
-
+    paged, weights = model()
+    parameter_bytes = sum(a.nbytes for a in jax.tree.leaves(weights))
+    row_bytes = paged.page_bytes() // SIZE * CONTEXT
     for batch in BATCHES:
-        second, compiled = run(batch, 0, 0, wide, CONTEXT)
+        # A GPU's matmuls of fewer rows are slower than of eight: the engine pads to these.
+        second, compiled = seconds_of_a_step(paged, weights, max(batch, 8))
         rate = (parameter_bytes + batch * row_bytes) / second
         found[f"ours decode {batch}"] = {
             "seconds": second,
@@ -143,7 +161,7 @@ def ours(found):
             "compile_seconds": compiled,
         }
         print(batch, found[f"ours decode {batch}"], flush=True)
-    second, compiled = run(0, 1, PROMPT, PROMPT // SIZE, 0)
+    second, compiled = seconds_of_a_step(paged, weights, 0, PROMPT)
     flops = prompt_flops(parameter_bytes // 2)
     found["ours prefill"] = {"seconds": second, "flops_per_second": flops / second}
     print("prefill", found["ours prefill"], flush=True)
@@ -156,9 +174,9 @@ def prompt_flops(parameters):
     return 2 * matrices * PROMPT + attention + 2 * SHAPE["vocab"] * SHAPE["d_model"]
 
 
-def transformers(found):
+def their_model():
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         hidden_size=SHAPE["d_model"],
@@ -172,47 +190,60 @@ def transformers(found):
         max_position_embeddings=4096,
     )
     torch.set_default_dtype(torch.bfloat16)
-    model = LlamaForCausalLM(config).to("cuda").eval()
-    parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    row_bytes = 2 * SHAPE["layers"] * SHAPE["kv_heads"] * SHAPE["head_dim"] * 2 * CONTEXT
+    return config, LlamaForCausalLM(config).to("cuda").eval()
 
-    def timed(step, count):
-        for _ in range(4):
+
+def timed(step, count):
+    import torch
+
+    for _ in range(4):
+        step()
+    torch.cuda.synchronize()
+    seconds = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        for _ in range(count):
             step()
         torch.cuda.synchronize()
-        seconds = []
-        for _ in range(3):
-            begin = time.perf_counter()
-            for _ in range(count):
-                step()
-            torch.cuda.synchronize()
-            seconds.append((time.perf_counter() - begin) / count)
-        return median(seconds)
+        seconds.append((time.perf_counter() - begin) / count)
+    return median(seconds)
 
+
+def their_step(config, model, batch):
+    """A decode step over a static cache that holds the context."""
+    import torch
+    from transformers import StaticCache
+
+    torch._dynamo.reset()
+    cache = StaticCache(config=config, max_cache_len=CONTEXT + 256)
+    ids = torch.zeros((batch, CONTEXT), dtype=torch.long, device="cuda")
+    model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+    forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
+    position = torch.full((1,), CONTEXT, dtype=torch.long, device="cuda")
+    tokens = torch.zeros((batch, 1), dtype=torch.long, device="cuda")
+
+    def step():
+        torch.compiler.cudagraph_mark_step_begin()
+        out = forward(
+            input_ids=tokens,
+            past_key_values=cache,
+            cache_position=position,
+            position_ids=position[None],
+        )
+        tokens.copy_(out.logits[:, -1:].argmax(-1))
+
+    return step
+
+
+def transformers(found):
+    import torch
+
+    config, model = their_model()
+    parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    row_bytes = 2 * SHAPE["layers"] * SHAPE["kv_heads"] * SHAPE["head_dim"] * 2 * CONTEXT
     with torch.inference_mode():
         for batch in BATCHES:
-            torch._dynamo.reset()
-            cache = StaticCache(config=config, max_cache_len=CONTEXT + 64)
-            model(
-                input_ids=torch.zeros((batch, CONTEXT), dtype=torch.long, device="cuda"),
-                past_key_values=cache,
-                logits_to_keep=1,
-            )
-            forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
-            position = torch.full((1,), CONTEXT, dtype=torch.long, device="cuda")
-            tokens = torch.zeros((batch, 1), dtype=torch.long, device="cuda")
-
-            def step(forward=forward, tokens=tokens, cache=cache, position=position):
-                torch.compiler.cudagraph_mark_step_begin()
-                out = forward(
-                    input_ids=tokens,
-                    past_key_values=cache,
-                    cache_position=position,
-                    position_ids=position[None],
-                )
-                tokens.copy_(out.logits[:, -1:].argmax(-1))
-
-            second = timed(step, STEPS)
+            second = timed(their_step(config, model, batch), STEPS)
             found[f"transformers decode {batch}"] = {
                 "seconds": second,
                 "bytes_per_second": (parameter_bytes + batch * row_bytes) / second,

@@ -114,7 +114,7 @@ def settings(options: ServeOptions) -> "ServeSettings":
     from systolic.serving.http.keys import Keys
     from systolic.serving.http.limits import HttpLimits
     from systolic.serving.http.process import Address
-    from systolic.serving.text.opening import Sizes
+    from systolic.serving.text.opening import EngineSizes
     from systolic.session.serving import ServeSettings
 
     keys = None
@@ -133,7 +133,7 @@ def settings(options: ServeOptions) -> "ServeSettings":
             requests=options.requests,
             deadline_seconds=options.deadline_seconds,
         ),
-        sizes=Sizes(
+        sizes=EngineSizes(
             rows=options.rows,
             context=options.context,
             chunk=options.chunk,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from systolic.serving.http.meters import BatchMetrics, TextMetrics
     from systolic.serving.http.process import Address, Renewal
     from systolic.serving.served import Served
-    from systolic.serving.text.opening import Sizes
+    from systolic.serving.text.opening import EngineSizes
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
@@ -74,7 +74,7 @@ class ServeSettings:
 
     address: "Address"
     limits: "HttpLimits"
-    sizes: "Sizes"
+    sizes: "EngineSizes"
     batch: "BatchOptions"
     keys: "Keys | None" = None
     log_prompts: bool = False

@@ -15,8 +15,8 @@ from systolic.data.text.tokenizer import TextStream as Decoder
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.serving.batch.request import BYTES, ArraySpec, ModelKind
 from systolic.serving.refused import RefusedError
-from systolic.serving.text.facts import RequestFacts, StepFacts, Watcher
-from systolic.serving.text.request import Finish, Piece, TextRequest, Token, Usage
+from systolic.serving.text.facts import EngineWatcher, RequestFacts, StepFacts
+from systolic.serving.text.request import Finish, TextPiece, TextRequest, Token, Usage
 
 
 class EchoStream:
@@ -30,12 +30,12 @@ class EchoStream:
         self.text = ""
         self.given = 0
         self.begun = time.monotonic()
-        self.pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+        self.pieces: queue.SimpleQueue[TextPiece] = queue.SimpleQueue()
         self.made: list[float] = []
         self._waiting: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: TextPiece) -> None:
         self.pieces.put(piece)
         if self._loop is not None and self._waiting is not None:
             self._loop.call_soon_threadsafe(self._waiting.set)
@@ -45,14 +45,14 @@ class EchoStream:
             self.cancelled_at = time.monotonic()
             self.cancelled.set()
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[TextPiece]:
         while True:
             piece = self.pieces.get()
             yield piece
             if piece.finish is not None:
                 return
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    async def __aiter__(self) -> AsyncIterator[TextPiece]:
         self._waiting, self._loop = asyncio.Event(), asyncio.get_running_loop()
         while True:
             self._waiting.clear()
@@ -85,7 +85,7 @@ class EchoEngine:
         context: int = 4096,
         most: int = 10_000,
         answer: str = "",
-        watcher: Watcher | None = None,
+        watcher: EngineWatcher | None = None,
     ) -> None:
         self.tokenizer, self.step_seconds, self.context = tokenizer, step_seconds, context
         self.most, self.answer, self.watcher = most, tokenizer.encode(answer), watcher
@@ -184,7 +184,7 @@ class EchoEngine:
             if self.watcher is not None:
                 self.watcher.ended(_ended(stream, finish))
         stream.made.append(time.monotonic())
-        stream.put(Piece(text=text, tokens=tokens, prompt=prompt, finish=finish, usage=usage))
+        stream.put(TextPiece(text=text, tokens=tokens, prompt=prompt, finish=finish, usage=usage))
         return finish is not None
 
 

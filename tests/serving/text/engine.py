@@ -8,12 +8,12 @@ import numpy as np
 
 from systolic.models.decoder.config import Decoder
 from systolic.serving.text.engine import Engine
-from systolic.serving.text.opening import Sizes, open_engine
+from systolic.serving.text.opening import EngineSizes, open_engine
 from systolic.training.setup import set_up
 from tests.cli.tiny import job
 
 SMALL = Decoder(layers=2, d_model=32, d_ff=32, heads=2, kv_heads=1, head_dim=16, vocab=264)
-SIZES = Sizes(rows=4, context=96, chunk=24, page_size=8, programs=(2, 2, 2))
+SIZES = EngineSizes(rows=4, context=96, chunk=24, page_size=8, programs=(2, 2, 2))
 """A chunk that is no power of two."""
 
 
@@ -38,7 +38,7 @@ class Small:
         self.whole = whole
         """Log-probabilities f32[positions, vocab] after each token of a row int32[1, positions]."""
 
-    def engine(self, sizes: Sizes = SIZES, **changed) -> Engine:
+    def engine(self, sizes: EngineSizes = SIZES, **changed) -> Engine:
         watcher = changed.pop("watcher", None)
         engine = open_engine(self.steps, self.params, self.rest, replace(sizes, **changed), watcher)
         engine.start()

@@ -1,6 +1,5 @@
 """Attention of one new token over pages by a platform's own kernel, which reads them where they lie."""
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -9,8 +8,10 @@ import jax.numpy as jnp
 from systolic.job import Target
 from systolic.models.masking import Logits
 
-SPLITS = 16
+SPLITS = 8
 """Most parts of a text that are read side by side."""
+BUSY = 512
+"""Blocks that fill a GPU: with as many texts and heads no text is read in parts."""
 TOGETHER = 128
 """Positions that the GPU's kernel reads at once."""
 
@@ -54,9 +55,11 @@ def attend_on_gpu(
     """
     from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
 
-    size, wide = pages.value.shape[2], table.shape[1]
-    splits = math.gcd(SPLITS, wide)
-    together = math.gcd(max(1, TOGETHER // size), wide // splits)
+    heads, _, size, _ = pages.value.shape
+    splits = max(1, min(SPLITS, BUSY // (heads * table.shape[0])))
+    together = max(1, TOGETHER // size)
+    # Pages beyond a text's length are not read; the kernel wants whole parts of whole blocks.
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % (splits * together))))
     assert logits.scale is not None
     scaled = (query * logits.scale).astype(pages.key.dtype)
     return paged_attention(

@@ -19,7 +19,7 @@ from systolic.serving.http.texts import Tally, Whole, merged, off_loop, submit, 
 from systolic.serving.http.tools import OPEN, CallReader
 from systolic.serving.http.vocabulary import Vocabulary, vocabulary_of
 from systolic.serving.served import ServedText
-from systolic.serving.text.request import TextRequest, TextStream, Token
+from systolic.serving.text.request import AnswerStream, TextRequest, Token
 
 
 class ChatFields(TextFields, kw_only=True):
@@ -176,7 +176,7 @@ def _choice(asked: _AskedChat, number: int, text: Whole) -> dict[str, Any]:
     return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
 
-async def _events(asked: _AskedChat, streams: Sequence[TextStream]) -> AsyncIterator[bytes]:
+async def _events(asked: _AskedChat, streams: Sequence[AnswerStream]) -> AsyncIterator[bytes]:
     bill, finishes = Tally(choices=len(streams)), set()
     writers = [_ChatWriter(asked, number) for number in range(len(streams))]
     async with aclosing(merged(streams)) as pieces:

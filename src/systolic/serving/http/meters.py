@@ -9,7 +9,7 @@ ENGINE = "0"
 
 
 class TextMetrics:
-    """Metrics of language models; a :class:`~systolic.serving.text.facts.Watcher` for each by :meth:`of`."""
+    """Metrics of language models; a :class:`~systolic.serving.text.facts.EngineWatcher` for each by :meth:`of`."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.all = metrics
@@ -48,7 +48,7 @@ class TextMetrics:
 
 
 class TextMeter:
-    """Counts what one language model does; a :class:`~systolic.serving.text.facts.Watcher`."""
+    """Counts what one language model does; a :class:`~systolic.serving.text.facts.EngineWatcher`."""
 
     def __init__(self, metrics: TextMetrics, model: str) -> None:
         self._all, self._at = metrics, (model, ENGINE)

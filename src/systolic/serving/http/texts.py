@@ -10,11 +10,11 @@ from systolic.data.text.tokenizer import Tokenizer
 from systolic.serving.http.desk import Ticket
 from systolic.serving.http.problems import ProblemError
 from systolic.serving.text.request import (
+    AnswerStream,
     Finish,
-    Piece,
     TextEngine,
+    TextPiece,
     TextRequest,
-    TextStream,
     Token,
     Usage,
 )
@@ -35,7 +35,9 @@ async def token_ids(tokenizer: Tokenizer, text: str, *, special: bool) -> list[i
     return await off_loop(len(text), lambda: encode(text))
 
 
-def submit(engine: TextEngine, requests: Sequence[TextRequest], ticket: Ticket) -> list[TextStream]:
+def submit(
+    engine: TextEngine, requests: Sequence[TextRequest], ticket: Ticket
+) -> list[AnswerStream]:
     """Streams of some requests, which end with the ticket; all or none.
 
     Raises:
@@ -49,7 +51,7 @@ def submit(engine: TextEngine, requests: Sequence[TextRequest], ticket: Ticket) 
     return streams
 
 
-def failure(piece: Piece) -> ProblemError | None:
+def failure(piece: TextPiece) -> ProblemError | None:
     """What a last piece says where its text did not end as asked."""
     match piece.finish:
         case Finish.error:
@@ -70,7 +72,7 @@ def failure(piece: Piece) -> ProblemError | None:
     return None
 
 
-async def merged(streams: Sequence[TextStream]) -> AsyncGenerator[tuple[int, Piece]]:
+async def merged(streams: Sequence[AnswerStream]) -> AsyncGenerator[tuple[int, TextPiece]]:
     """Pieces of several streams with the number of their stream, as they come.
 
     Raises:
@@ -82,9 +84,9 @@ async def merged(streams: Sequence[TextStream]) -> AsyncGenerator[tuple[int, Pie
                 raise problem
             yield 0, piece
         return
-    pieces: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue()
+    pieces: asyncio.Queue[tuple[int, TextPiece | BaseException | None]] = asyncio.Queue()
 
-    async def pump(number: int, stream: TextStream) -> None:
+    async def pump(number: int, stream: AnswerStream) -> None:
         try:
             async for piece in stream:
                 pieces.put_nowait((number, piece))
@@ -120,7 +122,7 @@ class Whole:
     finish: Finish = Finish.stop
     usage: Usage | None = None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: TextPiece) -> None:
         """Adds what is new."""
         self.text += piece.text
         self.tokens += piece.tokens
@@ -129,7 +131,7 @@ class Whole:
             self.finish, self.usage = piece.finish, piece.usage
 
 
-async def whole(streams: Sequence[TextStream]) -> list[Whole]:
+async def whole(streams: Sequence[AnswerStream]) -> list[Whole]:
     """The texts of some streams; errors as :func:`merged`."""
     found = [Whole() for _ in streams]
     async with aclosing(merged(streams)) as pieces:

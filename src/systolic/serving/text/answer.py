@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from systolic.data.text.stops import Stops
-from systolic.serving.text.request import Finish, Piece, TextRequest, Token, Usage
+from systolic.serving.text.request import Finish, TextPiece, TextRequest, Token, Usage
 from systolic.serving.text.scheduler import PENDING, Text
 from systolic.serving.text.stream import Stream
 
@@ -157,7 +157,7 @@ class Answer:
         tokens, self._tokens = tuple(self._tokens), []
         prompt, self._prompt = tuple(self._prompt), []
         self.stream.put(
-            Piece(
+            TextPiece(
                 text=text,
                 tokens=tokens,
                 prompt=prompt,

@@ -85,6 +85,7 @@ class Buckets:
         page_size: int,
         mixed: bool,
         counts: tuple[int, int, int] = (5, 3, 3),
+        least_rows: int = 1,
     ) -> "Buckets":
         """Buckets for a traffic.
 
@@ -96,6 +97,7 @@ class Buckets:
             page_size: Positions of a page.
             mixed: Whether a step may do both.
             counts: Most sizes of rows, of lengths and of pages.
+            least_rows: Of a decode step, padding among them.
         """
         parts: dict[int, float] = {}
         for prompt, often in traffic.prompts.items():
@@ -104,7 +106,9 @@ class Buckets:
                 if size and times:
                     parts[size] = parts.get(size, 0.0) + often * times
         parts.setdefault(chunk, 0.0)
-        running = {count: 1.0 / count for count in range(1, rows + 1)}
+        running = {min(max(count, least_rows), rows): 0.0 for count in range(1, rows + 1)}
+        for count in range(1, rows + 1):
+            running[min(max(count, least_rows), rows)] += 1.0 / count
         behind = {-(-n // page_size): 0.0 for n in (context,)}
         for length, often in traffic.lengths(context).items():
             need = -(-length // page_size)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from systolic.serving.refused import RefusedError
 from systolic.serving.text.answer import Answer, Made
-from systolic.serving.text.facts import RequestFacts, StepFacts, Watcher
+from systolic.serving.text.facts import EngineWatcher, RequestFacts, StepFacts
 from systolic.serving.text.request import Finish, TextRequest
 from systolic.serving.text.runner import StepInFlight, StepRunner
 from systolic.serving.text.scheduler import Scheduler
@@ -55,7 +55,7 @@ class Engine:
         tokenizer: "Tokenizer",
         ends: Collection[int],
         bounds: Bounds,
-        watcher: Watcher | None = None,
+        watcher: EngineWatcher | None = None,
     ) -> None:
         self.runner, self.scheduler, self.bounds = runner, scheduler, bounds
         self.tokenizer, self.ends, self.watcher = tokenizer, frozenset(ends), watcher

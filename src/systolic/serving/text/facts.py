@@ -48,7 +48,7 @@ class RequestFacts:
     """Until it ended."""
 
 
-class Watcher(Protocol):
+class EngineWatcher(Protocol):
     """Whoever is told; its methods return at once, and are called from the engine's thread."""
 
     def stepped(self, facts: StepFacts) -> None:

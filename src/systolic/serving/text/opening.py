@@ -11,7 +11,7 @@ from systolic.core.errors import OptionError
 from systolic.data.text.text_data import TextData
 from systolic.serving.text.buckets import Buckets, TextTraffic
 from systolic.serving.text.engine import Bounds, Engine
-from systolic.serving.text.facts import Watcher
+from systolic.serving.text.facts import EngineWatcher
 from systolic.serving.text.pages import PagePool
 from systolic.serving.text.programs import Programs
 from systolic.serving.text.runner import StepRunner
@@ -21,7 +21,7 @@ from systolic.steps.steps import StepFunctions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class EngineSizes:
     """Sizes of an engine."""
 
     rows: int = 16
@@ -44,6 +44,8 @@ class Sizes:
     """Most sizes of programs by texts that generate, by prompt tokens and by pages of a text."""
 
 
+LEAST_ROWS = 8
+"""Rows of an accelerator's matmul: fewer cost as much, and on a GPU more."""
 CONTEXT = 4096
 """Tokens of a text where none are asked for and the model takes more."""
 
@@ -52,8 +54,8 @@ def open_engine(
     steps: StepFunctions,
     params: Any,
     model_state: Any,
-    sizes: Sizes = Sizes(),
-    watcher: Watcher | None = None,
+    sizes: EngineSizes = EngineSizes(),
+    watcher: EngineWatcher | None = None,
     told: Callable[[str], None] = lambda _: None,
 ) -> Engine:
     """An engine whose programs are compiled; :meth:`Engine.start` starts it.
@@ -86,6 +88,7 @@ def open_engine(
         page_size=sizes.page_size,
         mixed=sizes.mixed if sizes.mixed is not None else steps.target.platform != "cpu",
         counts=sizes.programs,
+        least_rows=1 if steps.target.platform == "cpu" else LEAST_ROWS,
     )
     longest = math.ceil(context / sizes.page_size)
     pages = sizes.pages or sizes.rows * longest + 1
@@ -110,7 +113,7 @@ def open_engine(
     )
 
 
-def context_of(steps: StepFunctions, data: TextData, sizes: Sizes) -> int:
+def context_of(steps: StepFunctions, data: TextData, sizes: EngineSizes) -> int:
     """Tokens of a text.
 
     Raises:

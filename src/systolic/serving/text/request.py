@@ -86,7 +86,7 @@ class Token:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class TextPiece:
     """What is new of a text: whole characters, none of which can be the start of a stop string."""
 
     text: str = ""
@@ -112,14 +112,14 @@ class Usage:
     """Of the prompt, found in pages of earlier requests."""
 
 
-class TextStream(Protocol):
+class AnswerStream(Protocol):
     """A submitted request, read from one thread or event loop."""
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[TextPiece]:
         """Blocks for each piece; ends after the one with ``finish``."""
         ...
 
-    def __aiter__(self) -> AsyncIterator[Piece]:
+    def __aiter__(self) -> AsyncIterator[TextPiece]:
         """Waits for each piece in the running event loop."""
         ...
 
@@ -136,7 +136,7 @@ class TextEngine(Protocol):
         """Tokens that a prompt and its answer may have together."""
         ...
 
-    def submit(self, request: TextRequest) -> TextStream:
+    def submit(self, request: TextRequest) -> AnswerStream:
         """Queues a request; from any thread.
 
         Raises:

@@ -5,11 +5,11 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 
-from systolic.serving.text.request import Piece
+from systolic.serving.text.request import TextPiece
 
 
 class Stream:
-    """Implements :class:`systolic.serving.text.request.TextStream`.
+    """Implements :class:`systolic.serving.text.request.AnswerStream`.
 
     Args:
         cancel: Asks the engine to end the request.
@@ -17,12 +17,12 @@ class Stream:
 
     def __init__(self, cancel: Callable[["Stream"], None]) -> None:
         self._cancel = cancel
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[TextPiece] = deque()
         self._changed = threading.Condition()
         self._wake: Callable[[], None] | None = None
         self._ended = False
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: TextPiece) -> None:
         """Hands a piece to the reader; from the engine's thread."""
         with self._changed:
             self._pieces.append(piece)
@@ -32,10 +32,10 @@ class Stream:
             wake()
 
     def cancel(self) -> None:
-        """See :class:`systolic.serving.text.request.TextStream`."""
+        """See :class:`systolic.serving.text.request.AnswerStream`."""
         self._cancel(self)
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[TextPiece]:
         """Pieces as they come; blocks."""
         while not self._ended:
             with self._changed:
@@ -45,7 +45,7 @@ class Stream:
             self._ended = piece.finish is not None
             yield piece
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    async def __aiter__(self) -> AsyncIterator[TextPiece]:
         """Pieces as they come; waits in the running loop."""
         loop, event = asyncio.get_running_loop(), asyncio.Event()
 
