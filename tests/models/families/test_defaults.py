@@ -45,7 +45,8 @@ def test_an_absent_field_has_the_value_of_transformers(name: str) -> None:
             full = whole(kind, less)
         except Exception as error:
             # Sizes that the class itself refuses; the error is of a package below transformers.
-            assert type(error).__name__ == "StrictDataclassClassValidationError"
+            if type(error).__name__ != "StrictDataclassClassValidationError":
+                raise
             continue
         if kind == "deepseek_v2" and field in NONE:
             with pytest.raises(OptionError, match=f"{field} is absent"):

@@ -80,16 +80,7 @@ def open_engine(
             f"chunk is {sizes.chunk}; give a multiple of the page size {sizes.page_size}"
         )
     paged = PagedSteps(steps, sizes.page_size)
-    buckets = Buckets.of(
-        sizes.traffic or TextTraffic.assumed(context),
-        rows=sizes.rows,
-        chunk=min(sizes.chunk, -(-context // sizes.page_size) * sizes.page_size),
-        context=context,
-        page_size=sizes.page_size,
-        mixed=sizes.mixed if sizes.mixed is not None else steps.target.platform != "cpu",
-        counts=sizes.programs,
-        least_rows=1 if steps.target.platform == "cpu" else LEAST_ROWS,
-    )
+    buckets = _buckets(steps, sizes, context)
     longest = math.ceil(context / sizes.page_size)
     pages = sizes.pages or sizes.rows * longest + 1
     if pages <= longest:
@@ -110,6 +101,20 @@ def open_engine(
         data.ends,
         Bounds(context=context, queued=sizes.queued),
         watcher,
+    )
+
+
+def _buckets(steps: StepFunctions, sizes: EngineSizes, context: int) -> Buckets:
+    alone = steps.target.platform == "cpu"
+    return Buckets.of(
+        sizes.traffic or TextTraffic.assumed(context),
+        rows=sizes.rows,
+        chunk=min(sizes.chunk, -(-context // sizes.page_size) * sizes.page_size),
+        context=context,
+        page_size=sizes.page_size,
+        mixed=not alone if sizes.mixed is None else sizes.mixed,
+        counts=sizes.programs,
+        least_rows=1 if alone else LEAST_ROWS,
     )
 
 
