@@ -82,57 +82,43 @@ def model():
     return paged, weights
 
 
-def arguments(rows, parts, length, wide):
-    """The table of pages, and settings of greedy choices, of all texts of a step."""
-    import numpy as np
-
-    from systolic.steps.choice import Draw
-
-    texts = rows + parts
-    table = (1 + np.arange(texts * wide)).reshape(texts, wide).astype(np.int32)
-    zeros = np.zeros(texts, np.int32)
-    draw = Draw(
-        np.arange(texts, dtype=np.int32),
-        zeros.astype(np.float32),
-        zeros.astype(np.uint32),
-        zeros,
-    )
-    return table, draw
-
-
 def seconds_of_a_step(paged, weights, rows, prompt=0):
     """Median seconds of a step, tokens chosen on the device, and seconds of compiling it."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from systolic.steps.choice import choose
-    from systolic.steps.paged import StepInput
+    from systolic.steps.choice import Draw, choose
+    from systolic.steps.paged import StepInput, StepShape
 
     parts, behind = (1, 0) if prompt else (0, CONTEXT)
     wide = -(-(prompt or CONTEXT + 4 * STEPS) // SIZE)
     texts, tokens = rows + parts, rows + prompt
     pages = jax.jit(lambda: paged.empty_pages(texts * wide + 1))()
     latest = jnp.zeros((texts + 1,), jnp.int32)
-    table, draw = arguments(rows, parts, prompt, wide)
+    shape = StepShape(rows, parts, prompt, wide)
+    table = (1 + np.arange(texts * wide)).astype(np.int32)
+    numbers = np.arange(texts, dtype=np.int32)
+    draw = np.stack([numbers, *np.zeros((3, texts), np.int32)])
 
     def asked(step):
-        return StepInput(
-            np.zeros(tokens, np.int32),
-            np.arange(rows, dtype=np.int32),
-            np.zeros((tokens, 0), np.int32),
-            np.full(texts, behind + step, np.int32),
-            np.full(texts, prompt or 1, np.int32),
+        arrays = (
+            np.zeros(tokens),
+            np.arange(rows),
+            np.full(texts, behind + step),
+            np.full(texts, prompt or 1),
             table,
         )
+        return np.concatenate([array.astype(np.int32) for array in arrays])
 
-    def read(weights, pages, latest, asked):
+    def read(weights, pages, latest, packed):
+        asked = StepInput.unpacked(packed, shape, 0)
         return paged.read(weights, pages, latest, asked, (parts, prompt))
 
     begin = time.perf_counter()
     program = jax.jit(read, donate_argnums=1).lower(weights, pages, latest, asked(0)).compile()
     compiled = time.perf_counter() - begin
-    pick = jax.jit(choose, donate_argnums=1)
+    pick = jax.jit(lambda *given: choose(*given[:2], Draw.unpacked(given[2])), donate_argnums=1)
     seconds = []
     for turn in range(4):
         begin, count = time.perf_counter(), STEPS if turn else 3

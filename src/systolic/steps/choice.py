@@ -26,6 +26,17 @@ class Draw(NamedTuple):
     number: jax.Array
     """int32[rows]: which token of the text it is."""
 
+    @classmethod
+    def unpacked(cls, packed: jax.Array) -> "Draw":
+        """From int32[4, rows], with the bits of temperatures and seeds: one copy to the device."""
+        slots, temperature, seed, number = packed
+        return cls(
+            slots,
+            jax.lax.bitcast_convert_type(temperature, jnp.float32),
+            jax.lax.bitcast_convert_type(seed, jnp.uint32),
+            number,
+        )
+
 
 class Cuts(NamedTuple):
     """What a choice by all settings needs beside :class:`Draw`."""

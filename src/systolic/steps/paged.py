@@ -76,6 +76,22 @@ class StepInput(NamedTuple):
     table: jax.Array
     """int32[texts, pages]."""
 
+    @classmethod
+    def sizes(cls, shape: StepShape, history: int) -> "list[tuple[int, ...]]":
+        """Shapes of the arrays."""
+        texts = shape.texts
+        tokens, recent = (shape.tokens,), (shape.tokens, history)
+        return [tokens, (shape.rows,), recent, (texts,), (texts,), (texts, shape.pages)]
+
+    @classmethod
+    def unpacked(cls, packed: jax.Array, shape: StepShape, history: int) -> "StepInput":
+        """The arrays of one int32 array: what goes to the device in one copy."""
+        parts, first = [], 0
+        for size in cls.sizes(shape, history):
+            parts.append(packed[first : first + math.prod(size)].reshape(size))
+            first += math.prod(size)
+        return cls(*parts)
+
 
 class PagedSteps:
     """The programs of serving a language model.

@@ -1,5 +1,6 @@
 """The compiled programs of an engine: all of them before the first request, none after."""
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,13 +28,13 @@ class Programs:
     """Texts that run at once."""
     shapes: Sequence[StepShape]
     read: dict[StepShape, Any] = field(default_factory=dict)
-    """(weights, pages, latest, asked) -> (logits, pages)."""
+    """(weights, pages, latest, packed input) -> (logits, pages)."""
     score: dict[StepShape, Any] = field(default_factory=dict)
-    """(weights, pages, latest, asked, following) -> (logits, log-probabilities of the tokens that follow, pages)."""
+    """(weights, pages, latest, packed input, following) -> (logits, log-probabilities of the tokens that follow, pages)."""
     choose: dict[int, Any] = field(default_factory=dict)
-    """By texts of a step: (logits, latest, draw) -> (chosen, latest)."""
+    """By texts of a step: (logits, latest, packed draw) -> (chosen, latest)."""
     choose_by_all: dict[int, Any] = field(default_factory=dict)
-    """By texts of a step: (logits, latest, draw, cuts) -> (chosen, latest)."""
+    """By texts of a step: (logits, latest, packed draw, cuts) -> (chosen, latest)."""
     seconds: float = 0.0
     """Of compiling or loading them."""
 
@@ -95,15 +96,8 @@ class Programs:
         def ints(*size: int) -> Any:
             return jax.ShapeDtypeStruct(size, jnp.int32, sharding=self.everywhere)
 
-        paged = self.paged
-        asked = StepInput(
-            tokens=ints(shape.tokens),
-            slots=ints(shape.rows),
-            recent=ints(shape.tokens, paged.history),
-            start=ints(shape.texts),
-            count=ints(shape.texts),
-            table=ints(shape.texts, shape.pages),
-        )
+        sizes = StepInput.sizes(shape, self.paged.history)
+        asked = ints(sum(math.prod(size) for size in sizes))
         return self._weights, self._pages, ints(self.slots + 1), asked
 
     @property
@@ -123,7 +117,8 @@ class Programs:
     def _read(self, shape: StepShape) -> Any:
         chunk = (shape.chunks, shape.length)
 
-        def read(weights: Any, pages: Any, latest: Any, asked: StepInput) -> Any:
+        def read(weights: Any, pages: Any, latest: Any, packed: Any) -> Any:
+            asked = StepInput.unpacked(packed, shape, self.paged.history)
             return self.paged.read(weights, pages, latest, asked, chunk)
 
         return self._lower(read, self._arguments(shape), donate=1)
@@ -131,14 +126,18 @@ class Programs:
     def _score(self, shape: StepShape) -> Any:
         chunk = (shape.chunks, shape.length)
 
-        def score(weights: Any, pages: Any, latest: Any, asked: StepInput, following: Any) -> Any:
+        def score(weights: Any, pages: Any, latest: Any, packed: Any, following: Any) -> Any:
+            asked = StepInput.unpacked(packed, shape, self.paged.history)
             return self.paged.score(weights, pages, latest, asked, chunk, following)
 
         following = jax.ShapeDtypeStruct((shape.tokens,), jnp.int32, sharding=self.everywhere)
         return self._lower(score, (*self._arguments(shape), following), donate=1)
 
     def _choose(self, texts: int) -> Any:
-        return self._lower(choose, self._choice(texts), donate=1)
+        def by_temperature(logits: Any, latest: Any, packed: Any) -> Any:
+            return choose(logits, latest, Draw.unpacked(packed))
+
+        return self._lower(by_temperature, self._choice(texts), donate=1)
 
     def _choose_by_all(self, texts: int) -> Any:
         def some(dtype: Any, *inner: int) -> Any:
@@ -153,19 +152,18 @@ class Programs:
             some(whole, BIASES),
             some(real, BIASES),
         )
-        return self._lower(choose_by_all, (*self._choice(texts), cuts), donate=1)
+
+        def by_all(logits: Any, latest: Any, packed: Any, cuts: Cuts) -> Any:
+            return choose_by_all(logits, latest, Draw.unpacked(packed), cuts)
+
+        return self._lower(by_all, (*self._choice(texts), cuts), donate=1)
 
     def _choice(self, texts: int) -> tuple[Any, ...]:
         def some(dtype: Any, *size: int) -> Any:
             return jax.ShapeDtypeStruct(size, dtype, sharding=self.everywhere)
 
         vocab = self.paged.vocab
-        draw = Draw(
-            some(jnp.int32, texts),
-            some(jnp.float32, texts),
-            some(jnp.uint32, texts),
-            some(jnp.int32, texts),
-        )
+        draw = some(jnp.int32, 4, texts)
         return some(jnp.float32, texts, vocab), some(jnp.int32, self.slots + 1), draw
 
     def _lower(self, function: Callable[..., Any], arguments: tuple[Any, ...], donate: int) -> Any:

@@ -13,8 +13,8 @@ from systolic.serving.text.buckets import Buckets
 from systolic.serving.text.programs import BIASES, Programs
 from systolic.serving.text.request import Token
 from systolic.serving.text.scheduler import PENDING, StepWork, Text
-from systolic.steps.choice import ChosenTokens, Cuts, Draw
-from systolic.steps.paged import StepInput, StepShape
+from systolic.steps.choice import ChosenTokens, Cuts
+from systolic.steps.paged import StepShape
 
 Part = tuple[Text, int]
 """A text and how many tokens of its prompt it reads."""
@@ -161,7 +161,8 @@ class StepRunner:
             scored=scored,
         )
 
-    def _asked(self, shape: StepShape, decode: list[Text], part: Part | None) -> StepInput:
+    def _asked(self, shape: StepShape, decode: list[Text], part: Part | None) -> np.ndarray:
+        """A step's input as one array; see :meth:`systolic.steps.paged.StepInput.unpacked`."""
         history = self.programs.paged.history
         tokens = np.zeros(shape.tokens, np.int32)
         slots = np.full(shape.rows, -1, np.int32)
@@ -186,8 +187,8 @@ class StepRunner:
             self._fill(table[first], text)
             for place in range(size if history else 0):
                 self._recall(recent[first + place], text, text.read + place)
-        arrays: Any = (tokens, slots, recent, start, count, table)
-        return StepInput(*arrays)
+        arrays = (tokens, slots, recent, start, count, table)
+        return np.concatenate([array.reshape(-1) for array in arrays])
 
     def _fill(self, row: np.ndarray, text: Text) -> None:
         pages = text.pages[: len(row)]
@@ -224,7 +225,9 @@ class StepRunner:
             for at, token in enumerate(known)
         ]
 
-    def _choice(self, texts: int, ended: list[tuple[int, Answer]]) -> tuple[Draw, Cuts | None]:
+    def _choice(
+        self, texts: int, ended: list[tuple[int, Answer]]
+    ) -> tuple[np.ndarray, Cuts | None]:
         """How the tokens of a step are chosen; rows of padding write to the slot of none."""
         slots = np.full(texts, self.programs.slots, np.int32)
         temperature, seed = np.zeros(texts, np.float32), np.zeros(texts, np.uint32)
@@ -234,8 +237,7 @@ class StepRunner:
             slots[place], seed[place] = text.slot, answer.seed
             temperature[place] = answer.request.choice.temperature
             number[place] = len(text.tokens) - text.prompt
-        arrays: Any = (slots, temperature, seed, number)
-        draw = Draw(*arrays)
+        draw = np.stack([slots, temperature.view(np.int32), seed.view(np.int32), number])
         if not any(answer.by_all for _, answer in ended):
             return draw, None
         return draw, _cuts(texts, self.programs.positions, ended)
