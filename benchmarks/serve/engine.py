@@ -4,8 +4,8 @@
     python benchmarks/serve/engine.py --streams 16 64 256 --prompt 512 --answer 256   # the shape of Llama 3.2 1B
 
 Each of the streams asks again as soon as it is answered, greedily and without end tokens, for three rounds; the
-first is not counted. ``host`` is the time of a step that the device does not hide: scheduling, arguments,
-detokenising and handing out.
+first is not counted. ``host`` is the loop's time without waiting for the device, which runs meanwhile: scheduling,
+arguments, detokenising and handing out.
 """
 
 import argparse

@@ -13,7 +13,7 @@ from systolic.training.setup import set_up
 from tests.cli.tiny import job
 
 SMALL = Decoder(layers=2, d_model=32, d_ff=32, heads=2, kv_heads=1, head_dim=16, vocab=264)
-SIZES = EngineSizes(rows=4, context=96, chunk=24, page_size=8, programs=(2, 2, 2))
+SIZES = EngineSizes(rows=4, context=96, chunk=24, page_size=8, programs=(2, 2, 2), strict=True)
 """A chunk that is no power of two."""
 
 

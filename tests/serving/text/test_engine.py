@@ -210,3 +210,24 @@ def test_a_full_queue_refuses_and_a_drain_loses_nothing(small):
     assert {piece.finish for piece in ended} == {Finish.length}
     with pytest.raises(RefusedError, match="shutting down"):
         engine.submit(request)
+
+
+def test_a_compile_after_the_start_is_noticed(small):
+    engine = small.engine(rows=1)
+    try:
+        runner = engine.runner
+        real = runner.dispatch
+
+        def dispatch(work, live):
+            import jax
+
+            jax.jit(lambda x: x * 3 + 1)(jnp.ones((5, 7)))
+            return real(work, live)
+
+        runner.dispatch = dispatch
+        last = ask(engine, [1, 2, 3], 4)[-1]
+        assert last.finish is Finish.error
+        assert "compiled after the engine was ready" in last.message
+        assert not engine.ready
+    finally:
+        engine.stop()

@@ -7,6 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from systolic.core.errors import RunError
+from systolic.serving.compiles import COUNT, count_compiles
 from systolic.serving.refused import RefusedError
 from systolic.serving.text.answer import Answer, Made
 from systolic.serving.text.facts import EngineWatcher, RequestFacts, StepFacts
@@ -32,6 +34,8 @@ class Bounds:
     """Requests that may wait."""
     queued_tokens: int = 1 << 20
     """Prompt tokens that may wait."""
+    strict: bool = False
+    """Whether a compile after the start ends the engine."""
 
 
 class Engine:
@@ -182,6 +186,7 @@ class Engine:
     def _run(self) -> None:
         try:
             flight: StepInFlight | None = None
+            count_compiles()
             while True:
                 self._beat = time.monotonic()
                 if not self._take(waits=flight is None):
@@ -191,6 +196,7 @@ class Engine:
                     self._hand_out(self.runner.collect(flight))
                     flight = None
                 work = self.scheduler.next()
+                compiles = COUNT.compiled
                 following = self.runner.dispatch(work, self._live) if work else None
                 dispatched = time.perf_counter()
                 collected = 0.0
@@ -199,8 +205,11 @@ class Engine:
                     waited = time.perf_counter()
                     self._hand_out(chosen)
                     collected = waited - dispatched
+                compiled = COUNT.compiled > compiles
+                if compiled and self.bounds.strict:
+                    raise RunError("a program was compiled after the engine was ready")
                 if following is not None and self.watcher is not None:
-                    self._tell(following, time.perf_counter() - begin, collected)
+                    self._tell(following, time.perf_counter() - begin, collected, compiled)
                 flight = following
         except BaseException as error:
             self._fail(error)
@@ -257,7 +266,7 @@ class Engine:
                 )
             )
 
-    def _tell(self, flight: StepInFlight, seconds: float, waited: float) -> None:
+    def _tell(self, flight: StepInFlight, seconds: float, waited: float, compiled: bool) -> None:
         assert self.watcher is not None
         pool = self.scheduler.pool
         for call in flight.calls:
@@ -274,6 +283,7 @@ class Engine:
                     preempted=flight.preempted if call is flight.calls[0] else 0,
                     host_seconds=max(0.0, seconds - waited) / len(flight.calls),
                     seconds=seconds / len(flight.calls),
+                    compiled=compiled and call is flight.calls[0],
                 )
             )
 

@@ -25,7 +25,7 @@ class StepFacts:
     preempted: int
     """Texts that lost their pages to this step."""
     host_seconds: float
-    """Scheduling, sampling's bookkeeping and detokenising: what the device did not hide."""
+    """Scheduling, arguments of programs, detokenising and handing out: the loop's time without waiting for the device, which runs meanwhile."""
     seconds: float
     """Wall time from step to step."""
     compiled: bool = False

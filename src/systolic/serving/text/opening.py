@@ -38,6 +38,8 @@ class EngineSizes:
     """What the programs' sizes are chosen for; None assumes."""
     queued: int = 1024
     """Requests that may wait."""
+    strict: bool = False
+    """Whether a compile after the start ends the engine."""
     mixed: bool | None = None
     """Whether one program both generates and reads prompts; None: not on a CPU, where it saves nothing."""
     programs: tuple[int, int, int] = (5, 3, 3)
@@ -99,7 +101,7 @@ def open_engine(
         Scheduler(pool=pool, limits=limits),
         data.get_tokenizer(),
         data.ends,
-        Bounds(context=context, queued=sizes.queued),
+        Bounds(context=context, queued=sizes.queued, strict=sizes.strict),
         watcher,
     )
 
