@@ -163,6 +163,7 @@ def open_served(
             target.name, steps, weights.params, weights.model_state, settings.batch, counts
         )
         return ServedBatch(name=target.name, version=target.version, model=made)
+    from systolic.report.serving_memory import lines as memory_lines
     from systolic.serving.text.opening import open_engine
 
     data = model.job.data
@@ -174,6 +175,8 @@ def open_served(
         log.write("compiled", model=target.name, program=program)
 
     engine = open_engine(steps, weights.params, weights.model_state, settings.sizes, watcher, told)
+    for line in [*engine.runner.buckets.lines(), *memory_lines(engine.memory, engine.context)]:
+        log.write("sizes", model=target.name, line=line)
     return ServedText(
         name=target.name,
         version=target.version,

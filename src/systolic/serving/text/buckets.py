@@ -73,6 +73,8 @@ class Buckets:
     """Whether one program reads tokens of texts and a part of a prompt."""
     padding: Mapping[str, float]
     """Expected share of padding by what is padded."""
+    measured: bool
+    """Whether the traffic was."""
 
     @classmethod
     def of(
@@ -121,12 +123,23 @@ class Buckets:
             lengths=lengths,
             pages=pages,
             mixed=mixed,
+            measured=traffic.measured,
             padding={
                 "decode rows": row_share,
                 "prompt tokens": length_share,
                 "pages": page_share,
             },
         )
+
+    def lines(self) -> list[str]:
+        """The sizes and their expected padding, one line each."""
+        made = "of the traffic given" if self.measured else "assumed: no traffic was given"
+        parts = (("decode rows", self.rows), ("prompt tokens", self.lengths), ("pages", self.pages))
+        found = [f"{len(self.shapes)} programs of steps; expected padding, {made}:"]
+        for name, sizes in parts:
+            listed = ", ".join(map(str, sizes))
+            found.append(f"  {name} {listed}: {self.padding[name]:.1%}")
+        return found
 
     @property
     def shapes(self) -> tuple[StepShape, ...]:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from systolic.core.errors import RunError
+from systolic.forecasting.serving_memory import ServingMemory
 from systolic.serving.compiles import COUNT, count_compiles
 from systolic.serving.refused import RefusedError
 from systolic.serving.text.answer import Answer, Made
 from systolic.serving.text.facts import EngineWatcher, RequestFacts, StepFacts
+from systolic.serving.text.memory import memory_of
 from systolic.serving.text.request import Finish, TextRequest
 from systolic.serving.text.runner import StepInFlight, StepRunner
 from systolic.serving.text.scheduler import Scheduler
@@ -81,6 +83,12 @@ class Engine:
     def context(self) -> int:
         """See :class:`systolic.serving.text.request.TextEngine`."""
         return self.bounds.context
+
+    @property
+    def memory(self) -> ServingMemory:
+        """Of its device."""
+        programs = self.runner.programs
+        return memory_of(programs, programs.shapes[0], programs.pages)
 
     @property
     def heartbeat_seconds(self) -> float:

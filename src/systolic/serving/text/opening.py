@@ -12,6 +12,7 @@ from systolic.data.text.text_data import TextData
 from systolic.serving.text.buckets import Buckets, TextTraffic
 from systolic.serving.text.engine import Bounds, Engine
 from systolic.serving.text.facts import EngineWatcher
+from systolic.serving.text.memory import pages_that_fit
 from systolic.serving.text.pages import PagePool
 from systolic.serving.text.programs import Programs
 from systolic.serving.text.runner import StepRunner
@@ -72,6 +73,7 @@ def open_engine(
 
     Raises:
         OptionError: the sizes do not fit each other, or the job is not about text.
+        RunError: the device has too little memory.
     """
     data = steps.job.data
     if not isinstance(data, TextData):
@@ -83,13 +85,8 @@ def open_engine(
         )
     paged = PagedSteps(steps, sizes.page_size)
     buckets = _buckets(steps, sizes, context)
-    longest = math.ceil(context / sizes.page_size)
-    pages = sizes.pages or sizes.rows * longest + 1
-    if pages <= longest:
-        raise OptionError(
-            f"pages is {pages}; a text of {context} tokens needs {longest} and padding 1"
-        )
-    programs = Programs(paged=paged, pages=pages, slots=sizes.rows, shapes=buckets.shapes)
+    programs = _programs(paged, buckets, sizes, math.ceil(context / sizes.page_size))
+    pages = programs.pages
     programs.compile(told)
     weights = jax.jit(paged.weights, out_shardings=paged.shardings)(params, model_state)
     where = jax.tree.map(lambda a: a.sharding, paged.placed_pages(pages))
@@ -104,6 +101,27 @@ def open_engine(
         Bounds(context=context, queued=sizes.queued, strict=sizes.strict),
         watcher,
     )
+
+
+def _programs(paged: PagedSteps, buckets: Buckets, sizes: EngineSizes, longest: int) -> Programs:
+    """Programs for as many pages as there are asked for, or fit.
+
+    Raises:
+        OptionError: there are fewer than one text needs.
+        RunError: as :func:`systolic.serving.text.memory.pages_that_fit`.
+    """
+    wanted = sizes.pages or sizes.rows * longest + 1
+    if wanted <= longest:
+        raise OptionError(
+            f"pages is {wanted}; a text of the whole context needs {longest} and padding 1"
+        )
+    first = Programs(paged=paged, pages=wanted, slots=sizes.rows, shapes=buckets.shapes)
+    pages = pages_that_fit(first, wanted, longest + 1)
+    if pages == wanted:
+        return first
+    if sizes.pages:
+        raise OptionError(f"pages is {wanted} and {pages} fit; give fewer, or leave it out")
+    return Programs(paged=paged, pages=pages, slots=sizes.rows, shapes=buckets.shapes)
 
 
 def _buckets(steps: StepFunctions, sizes: EngineSizes, context: int) -> Buckets:

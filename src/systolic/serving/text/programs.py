@@ -60,6 +60,8 @@ class Programs:
         texts = sorted({shape.texts for shape in self.shapes})
         jobs: list[tuple[str, dict[Any, Any], Any, Callable[[], Any]]] = []
         for shape in self.shapes:
+            if shape in self.read:
+                continue
             jobs.append((str(shape), self.read, shape, lambda s=shape: self._read(s)))
         for count in texts:
             name = f"choice of {count}"
@@ -84,6 +86,10 @@ class Programs:
             for _ in pool.map(run, jobs):
                 pass
         self.seconds = perf_counter() - begin
+
+    def compile_one(self, shape: StepShape) -> None:
+        """Compiles the step of one shape."""
+        self.read[shape] = self._read(shape).compile()
 
     def temporary_bytes(self, shape: StepShape) -> int:
         """Bytes a device that a program needs beside weights and pages."""

@@ -1,0 +1,69 @@
+"""Memory of an engine's device, known from the compiled programs before anything is allocated."""
+
+import math
+from typing import Any
+
+import jax
+import psutil
+
+from systolic.core.errors import RunError
+from systolic.core.units import gibibytes
+from systolic.forecasting.serving_memory import ServingMemory
+from systolic.serving.text.programs import Programs
+from systolic.steps.paged import StepShape
+
+
+def capacity_bytes() -> int:
+    """Bytes that programs may use of each local device; on a CPU what the machine has free."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return int(stats.get("bytes_limit") or psutil.virtual_memory().available)
+
+
+def held_bytes(arrays: Any) -> int:
+    """Bytes of abstract arrays on one device."""
+    return sum(
+        math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize
+        for one in jax.tree.leaves(arrays)
+    )
+
+
+def memory_of(programs: Programs, shape: StepShape, pages: int | None = None) -> ServingMemory:
+    """Memory of an engine.
+
+    Args:
+        programs: With the program of ``shape`` compiled.
+        shape: The program that needs the most beside weights and pages.
+        pages: Of the cache; None takes all that fit.
+    """
+    paged = programs.paged
+    return ServingMemory(
+        capacity_bytes=capacity_bytes(),
+        weights_bytes=held_bytes(paged.placed_weights),
+        temporary_bytes=programs.temporary_bytes(shape),
+        page_bytes=held_bytes(paged.placed_pages(1)),
+        page_size=paged.page_size,
+        pages=pages,
+    )
+
+
+def pages_that_fit(programs: Programs, wanted: int, least: int) -> int:
+    """Pages for an engine: as many as it wants, or as there is room for.
+
+    Compiles the largest program, whose need beside the pages does not depend on their number.
+
+    Args:
+        programs: Not compiled yet.
+        wanted: Pages that hold all texts at their longest.
+        least: Pages of the longest text, and one for padding.
+
+    Raises:
+        RunError: not even the least fit.
+    """
+    largest = programs.shapes[0]
+    programs.compile_one(largest)
+    memory = memory_of(programs, largest)
+    if memory.num_pages < least:
+        raise RunError(
+            f"the longest text needs {least} pages of {gibibytes(memory.page_bytes)} beside {gibibytes(memory.weights_bytes)} of weights and {gibibytes(memory.temporary_bytes)} of temporaries, and the device has {gibibytes(memory.capacity_bytes)}; give a smaller context or fewer rows, or more devices"
+        )
+    return min(wanted, memory.num_pages)
