@@ -43,6 +43,7 @@ class ServeOptions:
         page_size: Positions of a page of the cache.
         pages: Pages of the cache; 0 holds all texts at their longest.
         delay_ms: Longest wait of a request for others to share its batch, for models that write no text.
+        strict: End a model that compiles a program after it was ready; such compiles are counted without it too.
         log_prompts: Write prompts into the log.
         checkpoint: Of a run: best, last or the number of a step.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
@@ -68,6 +69,7 @@ class ServeOptions:
     page_size: Annotated[int, COUNT] = 64
     pages: Annotated[int, NOT_NEGATIVE] = 0
     delay_ms: Annotated[float, NOT_NEGATIVE] = 2.0
+    strict: bool = False
     log_prompts: bool = False
     checkpoint: str = "best"
     trust: bool = False
@@ -140,8 +142,9 @@ def settings(options: ServeOptions) -> "ServeSettings":
             page_size=options.page_size,
             pages=options.pages,
             queued=options.queued,
+            strict=options.strict,
         ),
-        batch=BatchOptions(delay_ms=options.delay_ms),
+        batch=BatchOptions(delay_ms=options.delay_ms, strict=options.strict),
         keys=keys,
         log_prompts=options.log_prompts,
         checkpoint=options.checkpoint,
