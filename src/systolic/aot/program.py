@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Protocol
 
-from systolic.aot.traced import FunctionCall, StepKind, Traced
+from systolic.aot.traced import FunctionCall, ServingCall, StepKind, Traced
 from systolic.chips import Prices, Slice
 from systolic.core.errors import SystolicError
-from systolic.job import Job, ServedWeights
+from systolic.job import Job
 from systolic.models.program.config import Maker
 
 _KNOWN = ("systolic", "builtins")
@@ -63,17 +63,8 @@ class JobProgram:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingProgram:
+class ServingProgram(ServingCall):
     """Step of a server of a job's language model."""
-
-    job: Job
-    rows: int
-    """Texts of the step."""
-    tokens: int
-    """Tokens that it reads of each; 1 makes the next token over a cache, more read the start of a prompt."""
-    context: int
-    """Positions of the cache of each text."""
-    weights: ServedWeights = ServedWeights.plain
 
     def key(self) -> Any:
         """The job and the sizes; None where a part is a user's class, whose code is unknown."""

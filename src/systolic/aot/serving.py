@@ -7,9 +7,8 @@ from typing import Any
 import jax
 from jax.experimental.layout import Format
 
-from systolic.aot.program import ServingProgram
 from systolic.aot.steps import described, generated, trace_generation
-from systolic.aot.traced import Traced
+from systolic.aot.traced import ServingCall, Traced
 from systolic.chips import Slice
 from systolic.job import Sampling
 from systolic.steps.decode import Decode
@@ -17,7 +16,7 @@ from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 
 
-def trace_serving(program: ServingProgram, on: Slice, devices: Sequence[Any]) -> Traced:
+def trace_serving(program: ServingCall, on: Slice, devices: Sequence[Any]) -> Traced:
     """The step of a server on a mesh of ``devices``."""
     job = program.job.settle(on)
     target = MeshTarget.of(job, on.platform, devices)
@@ -42,7 +41,7 @@ def trace_serving(program: ServingProgram, on: Slice, devices: Sequence[Any]) ->
     )
 
 
-def _bytes(decode: Decode, program: ServingProgram) -> dict[str, float]:
+def _bytes(decode: Decode, program: ServingCall) -> dict[str, float]:
     """Bytes of one device that a step can't do without: the floor of its time, by the rate of the memory.
 
     ``cache_bytes`` are of all positions of its rows, ``weight_bytes`` of what it reads of the weights: no rows

@@ -1,4 +1,4 @@
-"""Inputs and results of traces, without imports from this package."""
+"""Inputs and results of traces, without imports from their own package."""
 
 import enum
 import inspect
@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from systolic.job import Job, ServedWeights
 
 
 class StepKind(enum.Enum):
@@ -46,6 +48,20 @@ class FunctionCall:
     donate_argnums: tuple[int, ...] = ()
     model_flops: float | None = None
     units: tuple[str, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingCall:
+    """Sizes of a step of a server."""
+
+    job: Job
+    rows: int
+    """Texts of the step."""
+    tokens: int
+    """Tokens that it reads of each; 1 makes the next token over a cache, more read the start of a prompt."""
+    context: int
+    """Positions of the cache of each text."""
+    weights: ServedWeights = ServedWeights.plain
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -60,7 +60,8 @@ def test_requests_share_batches_and_get_their_own_answers(twice: Twice, made: An
     assert [facts.bucket for facts in told.compiles] == ["1", "2", "3", "4", "5", "6", "7", "8"]
     first = hold(twice, of)
     others = [of.submit(numbers(n, n + 100)) for n in (2, 3, 4, 5, 6)]
-    until(lambda: of.waiting == 10)
+    assert of.waiting == 10
+    until(lambda: len(of._queue.lanes) == 10)  # All have been read.
     twice.going.set()
     assert [one.result(WAIT)["twice"].tolist() for one in [first, *others]] == [
         [2],
