@@ -301,3 +301,13 @@ def test_the_first_byte_follows_the_first_token(server: Running) -> None:
                 late.append(time.monotonic() - engine.everything[-1].made[0])
     # The client's own reading is in it. A tenth of a second would be Nagle's wait for an acknowledgement.
     assert sorted(late)[len(late) // 2] < 0.04
+
+
+def test_a_stream_that_was_read_to_its_end_is_no_cancel() -> None:
+    with running([echo_model()]) as one:
+        for _ in range(20):
+            # The official client leaves at [DONE], before the connection's last byte.
+            with openai.OpenAI(base_url=f"{one.url}/v1", api_key="none") as client:
+                list(client.completions.create(**ASKED, stream=True))
+        wait(lambda: len(one.log("request")) == 20)
+        assert {line["status"] for line in one.log("request")} == {200}

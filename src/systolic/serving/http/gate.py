@@ -174,6 +174,8 @@ class _Exchange:
     body_end: float = 0.0
     whole: bool = False
     """Whether the body has arrived."""
+    told: bool = False
+    """Whether the whole answer was sent; to leave then is no cancel."""
     _headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
     async def receiving(self) -> Message:
@@ -189,7 +191,7 @@ class _Exchange:
                     status=408, message="the body did not arrive in time; send it at once"
                 ) from error
         if message["type"] == "http.disconnect":
-            self.ticket.gone = True
+            self.ticket.gone |= not (self.told or self.ticket.finish)
             return message
         self.body_left -= len(message.get("body", b""))
         if self.body_left < 0:
@@ -208,6 +210,8 @@ class _Exchange:
         elif self.ticket.first_byte_seconds is None:
             self.ticket.first_byte_seconds = round(time.monotonic() - self.ticket.begun, 6)
         await self.send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.told = True
 
     async def problem(self, problem: ProblemError, path: str) -> None:
         """Sends an error where nothing was sent before; else the answer stays cut off."""
