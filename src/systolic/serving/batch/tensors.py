@@ -1,6 +1,7 @@
 """Arrays of requests: exported programs, and jobs of a user's own."""
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ class ArrayIntake(Intake):
             name: field for name, field in job.data.fields().items() if name in used
         }
         self._repeated = job.data.repeated if isinstance(job.data, InputFiles) else ()
-        if isinstance(job.model, ExportedProgram):
+        if isinstance(job.model, ExportedProgram) and not job.model.about.independent:
             self.alone = job.model.about.batch
         self.inputs = tuple(self._spec(name, field) for name, field in self._fields.items())
 
@@ -126,7 +127,9 @@ def _check_numbers(array: np.ndarray, spec: ArraySpec) -> None:
 
 def used_inputs(form: FixedForm, params: Any, model_state: Any) -> list[str]:
     """Names of the arrays of an example that the program's outputs depend on: labels are none of them."""
-    batch = form.abstract(Bucket(rows=form.ways))
+    model = form.steps.job.model
+    together = model.about.together if isinstance(model, ExportedProgram) else 1
+    batch = form.abstract(Bucket(rows=math.lcm(form.ways, together)))
     names = sorted(batch)
     closed = jax.make_jaxpr(
         lambda *arrays: form.function()(params, model_state, dict(zip(names, arrays, strict=True)))
