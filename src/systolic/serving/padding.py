@@ -1,6 +1,7 @@
 """Sizes of programs that pad the least."""
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -42,3 +43,15 @@ def fewest_padded(weights: Mapping[int, float], count: int) -> tuple[list[int], 
             end = int(origin[end])
     useful = float((values * often).sum())
     return sizes[::-1], 1 - useful / float(cost[number])
+
+
+def padding_share(needed: Mapping[int, float], sizes: Sequence[int]) -> float:
+    """Expected share of padding where each need takes the least of the sizes that holds it.
+
+    Args:
+        needed: Need to how often it comes.
+        sizes: Ascending; the last holds every need.
+    """
+    useful = sum(need * often for need, often in needed.items())
+    held = sum(sizes[bisect_left(sizes, need)] * often for need, often in needed.items())
+    return 1 - useful / held if held else 0.0

@@ -231,3 +231,27 @@ def test_a_compile_after_the_start_is_noticed(small):
         assert not engine.ready
     finally:
         engine.stop()
+
+
+def test_many_threads_submit_at_once(small):
+    engine = small.engine(rows=4, queued=4000)
+    failed, ended = [], []
+
+    def ask_many(number):
+        try:
+            for _ in range(40):
+                ended.append(ask(engine, [number], 1)[-1].finish)
+        except RuntimeError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=ask_many, args=(n,)) for n in range(16)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failed == []
+        assert ended == [Finish.length] * 640
+        assert engine.scheduler.pool.in_use == 0
+    finally:
+        engine.stop()

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from systolic.serving.padding import fewest_padded
+from systolic.serving.padding import fewest_padded, padding_share
 from systolic.steps.paged import StepShape
 
 Needs = Mapping[int, float]
@@ -108,15 +108,17 @@ class Buckets:
                 if size and times:
                     parts[size] = parts.get(size, 0.0) + often * times
         parts.setdefault(chunk, 0.0)
-        running = {min(max(count, least_rows), rows): 0.0 for count in range(1, rows + 1)}
-        for count in range(1, rows + 1):
-            running[min(max(count, least_rows), rows)] += 1.0 / count
+        running = {count: 1.0 / count for count in range(1, rows + 1)}
+        padded: dict[int, float] = {}
+        for count, often in running.items():
+            place = min(max(count, least_rows), rows)
+            padded[place] = padded.get(place, 0.0) + often
         behind = {-(-n // page_size): 0.0 for n in (context,)}
         for length, often in traffic.lengths(context).items():
             need = -(-length // page_size)
             behind[need] = behind.get(need, 0.0) + often
-        row_sizes, row_share = fewest_padded(running, counts[0])
-        lengths, length_share = fewest_padded(in_units(parts, page_size), counts[1])
+        row_sizes, _ = fewest_padded(padded, counts[0])
+        lengths, _ = fewest_padded(in_units(parts, page_size), counts[1])
         pages, page_share = fewest_padded(behind, counts[2])
         return cls(
             rows=row_sizes,
@@ -125,8 +127,8 @@ class Buckets:
             mixed=mixed,
             measured=traffic.measured,
             padding={
-                "decode rows": row_share,
-                "prompt tokens": length_share,
+                "decode rows": padding_share(running, row_sizes),
+                "prompt tokens": padding_share(parts, lengths),
                 "pages": page_share,
             },
         )

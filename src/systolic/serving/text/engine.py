@@ -88,7 +88,7 @@ class Engine:
     def memory(self) -> ServingMemory:
         """Of its device."""
         programs = self.runner.programs
-        return memory_of(programs, programs.shapes[0], programs.pages)
+        return memory_of(programs, programs.pages)
 
     @property
     def heartbeat_seconds(self) -> float:
@@ -170,12 +170,13 @@ class Engine:
             raise RefusedError(f"the engine has stopped: {self._failed}", retry_seconds=5)
         if self._closing:
             raise RefusedError("the server is shutting down", retry_seconds=5)
-        waiting = [*self._arrived, *(self._live.get(t.number) for t in self.scheduler.waiting)]
+        # The scheduler's own queue belongs to the engine's thread.
+        waiting = [one for one in self._by_stream.values() if one.begun is None]
         if len(waiting) >= self.bounds.queued:
             raise RefusedError(
                 f"{len(waiting)} requests wait, which is the most; come back", retry_seconds=1
             )
-        tokens = sum(len(one.request.tokens) for one in waiting if one is not None)
+        tokens = sum(len(one.request.tokens) for one in waiting)
         if waiting and tokens + len(request.tokens) > self.bounds.queued_tokens:
             raise RefusedError(
                 f"requests with {tokens} prompt tokens wait, and {self.bounds.queued_tokens} may; come back",

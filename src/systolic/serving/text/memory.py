@@ -10,7 +10,6 @@ from systolic.core.errors import RunError
 from systolic.core.units import gibibytes
 from systolic.forecasting.serving_memory import ServingMemory
 from systolic.serving.text.programs import Programs
-from systolic.steps.paged import StepShape
 
 
 def capacity_bytes() -> int:
@@ -27,19 +26,18 @@ def held_bytes(arrays: Any) -> int:
     )
 
 
-def memory_of(programs: Programs, shape: StepShape, pages: int | None = None) -> ServingMemory:
+def memory_of(programs: Programs, pages: int | None = None) -> ServingMemory:
     """Memory of an engine.
 
     Args:
-        programs: With the program of ``shape`` compiled.
-        shape: The program that needs the most beside weights and pages.
+        programs: With the largest compiled.
         pages: Of the cache; None takes all that fit.
     """
     paged = programs.paged
     return ServingMemory(
         capacity_bytes=capacity_bytes(),
         weights_bytes=held_bytes(paged.placed_weights),
-        temporary_bytes=programs.temporary_bytes(shape),
+        temporary_bytes=programs.temporary_bytes(),
         page_bytes=held_bytes(paged.placed_pages(1)),
         page_size=paged.page_size,
         pages=pages,
@@ -49,7 +47,7 @@ def memory_of(programs: Programs, shape: StepShape, pages: int | None = None) ->
 def pages_that_fit(programs: Programs, wanted: int, least: int) -> int:
     """Pages for an engine: as many as it wants, or as there is room for.
 
-    Compiles the largest program, whose need beside the pages does not depend on their number.
+    Compiles the largest programs, whose need beside the pages does not depend on their number.
 
     Args:
         programs: Not compiled yet.
@@ -59,9 +57,8 @@ def pages_that_fit(programs: Programs, wanted: int, least: int) -> int:
     Raises:
         RunError: not even the least fit.
     """
-    largest = programs.shapes[0]
-    programs.compile_one(largest)
-    memory = memory_of(programs, largest)
+    programs.compile_largest()
+    memory = memory_of(programs)
     if memory.num_pages < least:
         raise RunError(
             f"the longest text needs {least} pages of {gibibytes(memory.page_bytes)} beside {gibibytes(memory.weights_bytes)} of weights and {gibibytes(memory.temporary_bytes)} of temporaries, and the device has {gibibytes(memory.capacity_bytes)}; give a smaller context or fewer rows, or more devices"

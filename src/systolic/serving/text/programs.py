@@ -59,13 +59,15 @@ class Programs:
         begin = perf_counter()
         texts = sorted({shape.texts for shape in self.shapes})
         jobs: list[tuple[str, dict[Any, Any], Any, Callable[[], Any]]] = []
-        for shape in self.shapes:
-            if shape in self.read:
+        for step in self.shapes:
+            if step in self.read:
                 continue
-            jobs.append((str(shape), self.read, shape, lambda s=shape: self._read(s)))
+            jobs.append((str(step), self.read, step, lambda s=step: self._read(s)))
         for count in texts:
             name = f"choice of {count}"
             jobs.append((name, self.choose, count, lambda n=count: self._choose(n)))
+            if count in self.choose_by_all:
+                continue
             jobs.append(
                 (
                     f"{name} by all settings",
@@ -74,8 +76,9 @@ class Programs:
                     lambda n=count: self._choose_by_all(n),
                 )
             )
-        shape = self.scored
-        jobs.append((f"score {shape}", self.score, shape, lambda: self._score(shape)))
+
+        if (shape := self.scored) not in self.score:
+            jobs.append((f"score {shape}", self.score, shape, lambda: self._score(shape)))
 
         def run(job: tuple[str, dict[Any, Any], Any, Callable[[], Any]]) -> None:
             name, where, key, lower = job
@@ -87,16 +90,23 @@ class Programs:
                 pass
         self.seconds = perf_counter() - begin
 
-    def compile_one(self, shape: StepShape) -> None:
-        """Compiles the step of one shape."""
-        self.read[shape] = self._read(shape).compile()
+    def compile_largest(self) -> None:
+        """Compiles the programs that need the most memory: the largest step, that which scores a prompt, and the choice by all settings for the most texts."""
+        largest, texts = self.shapes[0], max(shape.texts for shape in self.shapes)
+        self.read[largest] = self._read(largest).compile()
+        self.score[self.scored] = self._score(self.scored).compile()
+        self.choose_by_all[texts] = self._choose_by_all(texts).compile()
 
-    def temporary_bytes(self, shape: StepShape) -> int:
-        """Bytes a device that a program needs beside weights and pages."""
-        found = self.read[shape].memory_analysis()
-        return int(
-            found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-        )
+    def temporary_bytes(self) -> int:
+        """Bytes a device that the compiled programs need beside weights and pages: the most of any, and logits of the most texts."""
+        made = [*self.read.values(), *self.score.values(), *self.choose_by_all.values()]
+        found = [one.memory_analysis() for one in made]
+        own = [
+            one.temp_size_in_bytes + one.output_size_in_bytes - one.alias_size_in_bytes
+            for one in found
+        ]
+        texts = max(shape.texts for shape in self.shapes)
+        return int(max(own)) + texts * self.paged.vocab * 4
 
     def _arguments(self, shape: StepShape) -> tuple[Any, ...]:
         def ints(*size: int) -> Any:
