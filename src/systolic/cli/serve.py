@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -32,6 +32,7 @@ class ServeOptions:
         keys: File of API keys' hashes; without it everyone is let in.
         new_key: Add a key of this name to the file, print it and end.
         rate_per_minute: Requests of a key in a minute; 0 sets no bound.
+        tokens_per_minute: Tokens of a key in a minute, of prompts and answers; 0 sets no bound.
         grace_seconds: Time for the requests in flight when the server is told to end.
         deadline_seconds: Ends each request so long after it came.
         body_bytes: Largest body of a request.
@@ -44,6 +45,7 @@ class ServeOptions:
         pages: Pages of the cache; 0 holds all texts at their longest.
         delay_ms: Longest wait of a request for others to share its batch, for models that write no text.
         strict: End a model that compiles a program after it was ready; such compiles are counted without it too.
+        log: The log's form: text for people, json for programs, or auto, which asks whether standard error is a terminal.
         log_prompts: Write prompts into the log.
         checkpoint: Of a run: best, last or the number of a step.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
@@ -58,6 +60,7 @@ class ServeOptions:
     keys: Path | None = None
     new_key: str | None = None
     rate_per_minute: Annotated[int, NOT_NEGATIVE] = 0
+    tokens_per_minute: Annotated[int, NOT_NEGATIVE] = 0
     grace_seconds: Annotated[float, NOT_NEGATIVE] = 45.0
     deadline_seconds: Annotated[float, POSITIVE] | None = None
     body_bytes: Annotated[int, COUNT] = 64 << 20
@@ -70,6 +73,7 @@ class ServeOptions:
     pages: Annotated[int, NOT_NEGATIVE] = 0
     delay_ms: Annotated[float, NOT_NEGATIVE] = 2.0
     strict: bool = False
+    log: Literal["auto", "json", "text"] = "auto"
     log_prompts: bool = False
     checkpoint: str = "best"
     trust: bool = False
@@ -117,11 +121,15 @@ def settings(options: ServeOptions) -> "ServeSettings":
     from systolic.serving.http.limits import HttpLimits
     from systolic.serving.http.process import Address
     from systolic.serving.text.opening import EngineSizes
-    from systolic.session.serving import ServeSettings
+    from systolic.session.serving import LogForm, ServeSettings
 
     keys = None
     if options.keys is not None:
-        keys = Keys(file=options.keys, rate_per_minute=options.rate_per_minute)
+        keys = Keys(
+            file=options.keys,
+            rate_per_minute=options.rate_per_minute,
+            tokens_per_minute=options.tokens_per_minute,
+        )
     return ServeSettings(
         address=Address(
             host=options.host,
@@ -146,6 +154,7 @@ def settings(options: ServeOptions) -> "ServeSettings":
         ),
         batch=BatchOptions(delay_ms=options.delay_ms, strict=options.strict),
         keys=keys,
+        log=LogForm(options.log),
         log_prompts=options.log_prompts,
         checkpoint=options.checkpoint,
         trust=options.trust,

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax.monitoring
@@ -10,6 +11,23 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 """Event of JAX after each compile, also one that was read from the disk."""
 FOUND = "/jax/compilation_cache/cache_hits"
 """Event of JAX for each executable that was read from the disk."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompileFacts:
+    """One program that was made ready."""
+
+    bucket: str
+    seconds: float
+    """Of tracing, lowering and compiling, or of reading it from the disk."""
+    cached: bool
+    """Whether it was on the disk."""
+    after_ready: bool = False
+    """True breaks the promise that nothing compiles after a model is ready."""
+    done: int = 0
+    """Programs of the model that are ready, this one among them."""
+    programs: int = 0
+    """Programs of the model."""
 
 
 class CompileCount(threading.local):

@@ -54,6 +54,11 @@ class ServedText:
     """Unix seconds."""
 
     @property
+    def kind(self) -> str:
+        """``chat``, or ``text`` for a model that knows no chat."""
+        return "text" if self.template is None else "chat"
+
+    @property
     def ready(self) -> bool:
         """Whether it answers requests."""
         return self.engine.ready
@@ -83,6 +88,11 @@ class ServedBatch:
     model: BatchModel
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix seconds."""
+
+    @property
+    def kind(self) -> str:
+        """What it is asked for."""
+        return self.model.kind.value
 
     @property
     def ready(self) -> bool:

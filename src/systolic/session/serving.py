@@ -1,8 +1,11 @@
 """``systolic serve``: models opened from runs and files, behind a web server."""
 
 import re
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,6 +71,15 @@ def _versions(path: Path) -> list[tuple[int, Path]]:
     return sorted((int(one.name), one) for one in inside)
 
 
+class LogForm(StrEnum):
+    """How the log is written."""
+
+    auto = "auto"
+    """As text where standard error is a terminal, else as JSON."""
+    json = "json"
+    text = "text"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
     """How models are opened and served."""
@@ -78,6 +90,7 @@ class ServeSettings:
     batch: "BatchOptions"
     keys: "Keys | None" = None
     log_prompts: bool = False
+    log: LogForm = LogForm.auto
     checkpoint: str = "best"
     trust: bool = False
 
@@ -104,6 +117,7 @@ def serve(
     from systolic.core.errors import MissingExtraError, RunError
 
     try:
+        from systolic.report.serving_log import ConsoleLog
         from systolic.serving.http.desk import Desk
         from systolic.serving.http.logs import EventLog
         from systolic.serving.http.meters import BatchMetrics, TextMetrics
@@ -115,7 +129,8 @@ def serve(
 
     metrics = Metrics()
     texts, batches = TextMetrics(metrics), BatchMetrics(metrics)
-    log = EventLog()
+    readable = sys.stderr.isatty() if settings.log is LogForm.auto else settings.log is LogForm.text
+    log = ConsoleLog() if readable else EventLog()
     desk = Desk(
         shelf=Shelf(), limits=settings.limits, metrics=metrics, log_prompts=settings.log_prompts
     )
@@ -151,32 +166,33 @@ def open_served(
 
     Raises: as :func:`~systolic.session.trained.open_model`, and OptionError for one that can't be served.
     """
+    from systolic.serving.http.opened import BatchOpening, TextOpening
     from systolic.serving.served import ServedBatch, ServedText
 
+    log.write("opening", model=target.name, version=target.version, path=str(target.path))
+    begin = time.perf_counter()
     model = open_model(target.path, settings.checkpoint, trust=settings.trust, warn=log.warn)
     steps, weights = model.setup.steps, model.weights
+    read = time.perf_counter() - begin
     if not _writes(model):
         from systolic.serving.batch.opening import batch_model
 
-        counts = batches.of(target.name)
+        meter = batches.of(target.name)
+        meter.read(read)
+        watcher = BatchOpening(target.name, meter, log)
         made = batch_model(
-            target.name, steps, weights.params, weights.model_state, settings.batch, counts
+            target.name, steps, weights.params, weights.model_state, settings.batch, watcher
         )
+        watcher.sized(made.buckets)
         return ServedBatch(name=target.name, version=target.version, model=made)
-    from systolic.report.serving_memory import lines as memory_lines
     from systolic.serving.text.opening import open_engine
 
     data = model.job.data
     assert isinstance(data, TextData)
-    watcher = texts.of(target.name)
-
-    def told(program: str) -> None:
-        watcher.compiled(program)
-        log.write("compiled", model=target.name, program=program)
-
-    engine = open_engine(steps, weights.params, weights.model_state, settings.sizes, watcher, told)
-    for line in [*engine.runner.buckets.lines(), *memory_lines(engine.memory, engine.context)]:
-        log.write("sizes", model=target.name, line=line)
+    meter = texts.of(target.name)
+    meter.placed(read)
+    opening = TextOpening(target.name, meter, log)
+    engine = open_engine(steps, weights.params, weights.model_state, settings.sizes, meter, opening)
     return ServedText(
         name=target.name,
         version=target.version,

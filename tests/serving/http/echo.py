@@ -182,7 +182,7 @@ class EchoEngine:
                 prompt_tokens=size, completion_tokens=stream.done, cached_tokens=size // 2
             )
             if self.watcher is not None:
-                self.watcher.ended(_ended(stream, finish))
+                self.watcher.ended(_ended(stream, finish, len(self.streams) - 1))
         stream.made.append(time.monotonic())
         stream.put(TextPiece(text=text, tokens=tokens, prompt=prompt, finish=finish, usage=usage))
         return finish is not None
@@ -212,7 +212,7 @@ def _facts(rows: int) -> StepFacts:
     )
 
 
-def _ended(stream: EchoStream, finish: Finish) -> RequestFacts:
+def _ended(stream: EchoStream, finish: Finish, running: int) -> RequestFacts:
     now = time.monotonic() - stream.begun
     return RequestFacts(
         prompt_tokens=len(stream.request.tokens),
@@ -222,6 +222,9 @@ def _ended(stream: EchoStream, finish: Finish) -> RequestFacts:
         queue_seconds=0.0,
         first_token_seconds=now / 2,
         seconds=now,
+        running=running,
+        waiting=0,
+        pages_in_use=running,
     )
 
 

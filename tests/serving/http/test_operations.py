@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.serving.batch.request import ModelKind
 from systolic.serving.http.keys import Keys, new_key
-from systolic.serving.http.limits import HttpLimits, TokenBucket
+from systolic.serving.http.limits import HttpLimits, TokenBucket, duration
 from tests.serving.http.running import Running, echo_model, running, toy_model, wait
 
 ASKED = {"model": "echo", "prompt": "hello", "max_tokens": 5}
@@ -232,9 +232,43 @@ def test_rates_of_keys(tmp_path: Path) -> None:
         assert [one.status_code for one in found] == [200, 200, 429]
         # A new one comes every 30 s.
         assert 28 <= int(found[2].headers["retry-after"]) <= 30
+    assert [one.headers["x-ratelimit-remaining-requests"] for one in found] == ["1", "0", "0"]
+    assert found[0].headers["x-ratelimit-limit-requests"] == "2"
+    assert 29 < float(found[0].headers["x-ratelimit-reset-requests"].removesuffix("s")) <= 30
     bucket = TokenBucket(per_minute=60, left=1.0, at=100.0)
     assert (bucket.take(100.0), bucket.take(100.25)) == (0.0, 0.75)
     assert bucket.take(101.0) == 0.0
+
+
+def test_token_rates_of_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    own, common = new_key(file, "own"), new_key(file, "common")
+    lines = file.read_text().splitlines()
+    file.write_text(f"{lines[0]} rate=100 tokens=20\n{lines[1]}\n")
+    with running([echo_model()], keys=Keys(file=file, tokens_per_minute=1000)) as one:
+        client = openai.OpenAI(base_url=f"{one.url}/v1", api_key=own, max_retries=0)
+        # 6 tokens of a prompt that counts once, and 2 x 5 new ones; the key has 20.
+        made = client.completions.with_raw_response.create(**ASKED, n=2)
+        assert made.headers["x-ratelimit-limit-tokens"] == "20"
+        assert made.headers["x-ratelimit-remaining-tokens"] == "4"
+        # Some are left, so that the next one is taken, and leaves a debt of 7.
+        list(client.completions.create(**ASKED, stream=True))
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(**ASKED)
+        assert "used up its tokens" in caught.value.message
+        # One token comes every 3 s.
+        assert 21 <= int(caught.value.response.headers["retry-after"]) <= 24
+        other = openai.OpenAI(base_url=f"{one.url}/v1", api_key=common, max_retries=0)
+        found = other.completions.with_raw_response.create(**ASKED)
+        assert found.headers["x-ratelimit-remaining-tokens"] == "989"
+        assert "x-ratelimit-limit-requests" not in found.headers
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.012, "12ms"), (1.5, "1.5s"), (360.0, "6m0s"), (0.0, "0ms")]
+)
+def test_durations_as_openai_writes_them(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
 
 
 def test_logs_hold_no_prompts_unless_asked(server: Running) -> None:

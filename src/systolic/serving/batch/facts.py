@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from systolic.serving.compiles import CompileFacts
+
 
 class Ended(StrEnum):
     """How a request ended."""
@@ -15,19 +17,6 @@ class Ended(StrEnum):
     cancelled = "cancelled"
     failed = "failed"
     """The device or the worker."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompileFacts:
-    """One program that was made ready."""
-
-    bucket: str
-    seconds: float
-    """Of tracing, lowering and compiling, or of reading it from the disk."""
-    cached: bool
-    """Whether it was on the disk."""
-    after_ready: bool = False
-    """True breaks the promise that nothing compiles after a model is ready."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,14 +14,14 @@ from systolic.predicting.rows import Bucket
 from systolic.serving.batch.asked import Asked
 from systolic.serving.batch.buckets import BucketGrid, Traffic, choose
 from systolic.serving.batch.ending import Endings
-from systolic.serving.batch.facts import BatchWatcher, CompileFacts, Ended
+from systolic.serving.batch.facts import BatchWatcher, Ended
 from systolic.serving.batch.intake import Inputs, Intake, size_of
 from systolic.serving.batch.lanes import Lanes
 from systolic.serving.batch.options import BatchOptions
 from systolic.serving.batch.queue import BatchQueue
 from systolic.serving.batch.request import ArraySpec, ModelKind
 from systolic.serving.batch.workers import Workers
-from systolic.serving.compiles import COUNT, count_compiles
+from systolic.serving.compiles import COUNT, CompileFacts, count_compiles
 
 MEASURED, QUICK_SECONDS = 3, 0.1
 """Calls of a program, of which the fastest is its time; a slower first call is its time."""
@@ -125,14 +125,20 @@ class DynamicBatches:
         """Compiles and measures every program, then starts the workers; returns when it is ready."""
         count_compiles()
         seconds: dict[Bucket, float] = {}
-        for bucket in self.buckets.all:
+        buckets = self.buckets.all
+        for number, bucket in enumerate(buckets, 1):
             found = COUNT.found
             took = self._predictor.compile(bucket)
             if self._watcher is not None:
                 cached = COUNT.found > found
-                self._watcher.compiled(
-                    CompileFacts(bucket=str(bucket), seconds=took, cached=cached)
+                facts = CompileFacts(
+                    bucket=str(bucket),
+                    seconds=took,
+                    cached=cached,
+                    done=number,
+                    programs=len(buckets),
                 )
+                self._watcher.compiled(facts)
             seconds[bucket] = self._timed(bucket)
         if self._intake.form.steady:
             self._queue.lanes.seconds = ascending(seconds)

@@ -9,11 +9,11 @@ from systolic.predicting.predictor import Predictor
 from systolic.predicting.rows import Bucket
 from systolic.serving.batch.asked import Waiting
 from systolic.serving.batch.ending import Endings, line
-from systolic.serving.batch.facts import BatchFacts, BatchWatcher, CompileFacts, Ended
+from systolic.serving.batch.facts import BatchFacts, BatchWatcher, Ended
 from systolic.serving.batch.lanes import BatchCall
 from systolic.serving.batch.queue import BatchQueue
 from systolic.serving.batch.recorded import Recorder
-from systolic.serving.compiles import COUNT
+from systolic.serving.compiles import COUNT, CompileFacts
 
 RECENT = 0.1
 """Weight of a batch in the recent time of a row."""

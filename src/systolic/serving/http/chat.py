@@ -116,7 +116,7 @@ async def chat_completions(request: Request, desk: Desk) -> Response:
     streams = submit(asked.served.engine, asked.requests, asked.ticket)
     if fields.stream:
         return await streamed(request, _events(asked, streams))
-    texts = await attended(request, whole(streams))
+    texts = await attended(request, whole(streams, asked.ticket))
     bill = Tally(choices=len(texts))
     choices = []
     for number, text in enumerate(texts):
@@ -179,7 +179,7 @@ def _choice(asked: _AskedChat, number: int, text: Whole) -> dict[str, Any]:
 async def _events(asked: _AskedChat, streams: Sequence[AnswerStream]) -> AsyncIterator[bytes]:
     bill, finishes = Tally(choices=len(streams)), set()
     writers = [_ChatWriter(asked, number) for number in range(len(streams))]
-    async with aclosing(merged(streams)) as pieces:
+    async with aclosing(merged(streams, asked.ticket)) as pieces:
         async for number, piece in pieces:
             written = writers[number].events(
                 Whole(text=piece.text, tokens=[*piece.tokens]),

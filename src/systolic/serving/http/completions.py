@@ -71,7 +71,7 @@ async def completions(request: Request, desk: Desk) -> Response:
     streams = submit(asked.served.engine, asked.requests, asked.ticket)
     if fields.stream:
         return await streamed(request, _events(asked, streams))
-    texts = await attended(request, whole(streams))
+    texts = await attended(request, whole(streams, asked.ticket))
     bill = Tally(choices=asked.choices)
     choices = []
     for number, text in enumerate(texts):
@@ -150,7 +150,7 @@ def checked_ids(ids: Sequence[int], served: ServedText, param: str) -> list[int]
 async def _events(asked: _AskedTexts, streams: Sequence[Any]) -> AsyncIterator[bytes]:
     writers = [_ChoiceWriter(asked, number) for number in range(len(streams))]
     bill, finishes = Tally(choices=asked.choices), set()
-    async with aclosing(merged(streams)) as pieces:
+    async with aclosing(merged(streams, asked.ticket)) as pieces:
         async for number, piece in pieces:
             text = Whole(text=piece.text, tokens=[*piece.tokens], prompt=[*piece.prompt])
             choice = writers[number].part(text)

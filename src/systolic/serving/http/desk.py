@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
-from systolic.serving.http.limits import HttpLimits
+from systolic.serving.http.limits import HttpLimits, TokenBucket
 from systolic.serving.http.metrics import Metrics
 from systolic.serving.http.problems import ProblemError, bad
 from systolic.serving.served import Served, ServedBatch, ServedText, Shelf
@@ -33,6 +33,8 @@ class Ticket:
     model: str | None = None
     usage: Usage | None = None
     finish: str | None = None
+    rates: dict[str, TokenBucket] = field(default_factory=dict)
+    """What the key may still ask, by what is counted."""
     prompt: str | None = None
     """Kept for the log where prompts are asked for."""
     deadline_seconds: float | None = None
@@ -46,6 +48,11 @@ class Ticket:
     def of(cls, request: Request) -> "Ticket":
         """The ticket of a request."""
         return request.scope[TICKET]
+
+    def spend(self, tokens: int) -> None:
+        """Counts tokens against the key's rate."""
+        if (bucket := self.rates.get("tokens")) is not None:
+            bucket.spend(tokens, time.monotonic())
 
     def at_end(self, work: Callable[[], object]) -> None:
         """Does something when the request ends, for whatever reason."""

@@ -54,6 +54,7 @@ async def embeddings(request: Request, desk: Desk) -> Response:
     found = await answered(request, served, {"text": rows})
     vectors = _cut(np.asarray(found["embedding"], np.float32), fields.dimensions)
     tokens = int(np.sum(found["tokens"]))
+    ticket.spend(tokens)
     ticket.usage = Usage(prompt_tokens=tokens, completion_tokens=0, cached_tokens=0)
     answer = {
         "object": "list",

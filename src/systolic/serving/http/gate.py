@@ -123,14 +123,18 @@ class Gate:
                 code="invalid_api_key",
             )
         ticket.key = key.name
-        wait = keys.wait_seconds(key)
-        if wait:
+        ticket.rates, now = keys.rates(key), time.monotonic()
+        waits = {what: bucket.wait_seconds(now) for what, bucket in ticket.rates.items()}
+        what = max(waits, key=waits.__getitem__, default="")
+        if waits.get(what):
             raise ProblemError(
                 status=429,
-                message=f"key {key.name} has used up its requests; come back in {wait:.1f} s",
+                message=f"key {key.name} has used up its {what}; come back in {waits[what]:.1f} s",
                 code="rate_limit_exceeded",
-                retry_seconds=wait,
+                retry_seconds=waits[what],
             )
+        if "requests" in ticket.rates:
+            ticket.rates["requests"].take(now)
 
     def _note(self, scope: Scope, answer: "_Exchange") -> None:
         ticket, metrics = answer.ticket, self.desk.metrics
@@ -203,10 +207,11 @@ class _Exchange:
         """Hands a part of the answer on."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [
-                *message.get("headers", []),
-                (b"x-request-id", self.ticket.id.encode()),
-            ]
+            own = {"x-request-id": self.ticket.id}
+            for what, bucket in self.ticket.rates.items():
+                own.update(bucket.headers(what))
+            pairs = [(name.encode(), value.encode()) for name, value in own.items()]
+            message["headers"] = [*message.get("headers", []), *pairs]
         elif self.ticket.first_byte_seconds is None:
             self.ticket.first_byte_seconds = round(time.monotonic() - self.ticket.begun, 6)
         await self.send(message)

@@ -1,4 +1,4 @@
-"""API keys: a file of their hashes, one a line: ``NAME sha256:HEX [rate=REQUESTS_PER_MINUTE]``.
+"""API keys: a file of their hashes, one a line: ``NAME sha256:HEX [rate=REQUESTS] [tokens=TOKENS]``, both a minute.
 
 A key has 256 random bits, so that a plain SHA-256 can't be searched; the file holds no key.
 """
@@ -17,7 +17,10 @@ from systolic.core.files import write_atomically
 from systolic.core.owner import others_who_write
 from systolic.serving.http.limits import TokenBucket
 
-_LINE = re.compile(r"(?P<name>\S+) sha256:(?P<hash>[0-9a-f]{64})(?: rate=(?P<rate>[0-9]{1,9}))?")
+_LINE = re.compile(
+    r"(?P<name>\S+) sha256:(?P<hash>[0-9a-f]{64})"
+    r"(?: rate=(?P<rate>[0-9]{1,9}))?(?: tokens=(?P<tokens>[0-9]{1,12}))?"
+)
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 FRESH_SECONDS = 1.0
 """The file is looked at again after so long, so that a removed key is refused without a restart."""
@@ -30,7 +33,9 @@ class Key:
     name: str
     hash: bytes
     rate_per_minute: int | None = None
-    """None takes the server's."""
+    """Requests; None takes the server's."""
+    tokens_per_minute: int | None = None
+    """Tokens of prompts and answers; None takes the server's."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -44,10 +49,13 @@ class Keys:
 
     file: Path
     rate_per_minute: int = 0
+    """Requests of each key; 0 sets no bound."""
+    tokens_per_minute: int = 0
+    """Tokens of each key; 0 sets no bound."""
     _keys: tuple[Key, ...] = ()
     _stamp: tuple[int, int] = (0, 0)
     _checked: float = 0.0
-    _buckets: dict[str, TokenBucket] = field(default_factory=dict)
+    _buckets: dict[tuple[str, str], TokenBucket] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._keys, self._stamp = read_keys(self.file), _stamp(self.file)
@@ -63,15 +71,22 @@ class Keys:
                 found = key
         return found
 
-    def wait_seconds(self, key: Key) -> float:
-        """Counts a request of a key: 0 where its rate allows it, else the seconds until it does."""
-        rate = self.rate_per_minute if key.rate_per_minute is None else key.rate_per_minute
-        if not rate:
-            return 0.0
-        bucket = self._buckets.get(key.name)
-        if bucket is None or bucket.per_minute != rate:
-            bucket = self._buckets[key.name] = TokenBucket.full(rate)
-        return bucket.take(time.monotonic())
+    def rates(self, key: Key) -> dict[str, TokenBucket]:
+        """What a key may still ask: ``requests`` and ``tokens``, each where it has a bound."""
+        given = {
+            "requests": (key.rate_per_minute, self.rate_per_minute),
+            "tokens": (key.tokens_per_minute, self.tokens_per_minute),
+        }
+        found = {}
+        for what, (own, common) in given.items():
+            rate = common if own is None else own
+            if not rate:
+                continue
+            bucket = self._buckets.get((key.name, what))
+            if bucket is None or bucket.per_minute != rate:
+                bucket = self._buckets[key.name, what] = TokenBucket.full(rate)
+            found[what] = bucket
+        return found
 
     def _refresh(self) -> None:
         now = time.monotonic()
@@ -104,10 +119,18 @@ def read_keys(file: Path) -> tuple[Key, ...]:
             continue
         found = _LINE.fullmatch(line.strip())
         if found is None:
-            raise DataError(f"{file}: line {number} is no key; lines are NAME sha256:HEX [rate=N]")
+            raise DataError(
+                f"{file}: line {number} is no key; lines are NAME sha256:HEX [rate=N] [tokens=N]"
+            )
         rate = None if found["rate"] is None else int(found["rate"])
+        tokens = None if found["tokens"] is None else int(found["tokens"])
         keys.append(
-            Key(name=found["name"], hash=bytes.fromhex(found["hash"]), rate_per_minute=rate)
+            Key(
+                name=found["name"],
+                hash=bytes.fromhex(found["hash"]),
+                rate_per_minute=rate,
+                tokens_per_minute=tokens,
+            )
         )
     if not keys:
         raise DataError(

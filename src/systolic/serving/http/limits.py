@@ -1,5 +1,6 @@
 """Bounds of what a server takes, and how often a key may ask."""
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Annotated
@@ -48,9 +49,38 @@ class TokenBucket:
 
     def take(self, now: float) -> float:
         """Takes one; 0 where there was one, else the seconds until there is."""
+        wait = self.wait_seconds(now)
+        if not wait:
+            self.left -= 1
+        return wait
+
+    def spend(self, count: int, now: float) -> None:
+        """Takes what is known only afterwards; may leave a debt."""
+        self._refill(now)
+        self.left -= count
+
+    def wait_seconds(self, now: float) -> float:
+        """Seconds until there is one."""
+        self._refill(now)
+        return max(1 - self.left, 0.0) * 60 / self.per_minute
+
+    def headers(self, what: str) -> dict[str, str]:
+        """Headers that tell a client how much is left, as OpenAI names and writes them."""
+        full = (self.per_minute - self.left) * 60 / self.per_minute
+        return {
+            f"x-ratelimit-limit-{what}": str(self.per_minute),
+            f"x-ratelimit-remaining-{what}": str(max(int(self.left), 0)),
+            f"x-ratelimit-reset-{what}": duration(full),
+        }
+
+    def _refill(self, now: float) -> None:
         self.left = min(self.per_minute, self.left + (now - self.at) * self.per_minute / 60)
         self.at = now
-        if self.left >= 1:
-            self.left -= 1
-            return 0.0
-        return (1 - self.left) * 60 / self.per_minute
+
+
+def duration(seconds: float) -> str:
+    """A time such as ``6m0s``, ``1.5s`` or ``12ms``."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1e3)}ms"
+    minutes, rest = divmod(round(seconds, 3), 60)
+    return f"{f'{minutes:.0f}m' if minutes else ''}{rest:g}s"

@@ -24,11 +24,20 @@ class EventLog:
         self.write("warning", message=line)
 
     def write(self, event: str, **fields: Any) -> None:
-        """One line."""
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        """One event."""
+        now = datetime.now(UTC)
         known = {name: value for name, value in fields.items() if value is not None}
-        line = msgspec.json.encode({"time": now, "event": event, **known}).decode()
         with self._lock:
-            file = sys.stderr if self._file is None else self._file
-            file.write(f"{line}\n")
-            file.flush()
+            text = self.render(event, known, now)
+            self.file.write(text)
+            self.file.flush()
+
+    @property
+    def file(self) -> TextIO:
+        """Where to."""
+        return sys.stderr if self._file is None else self._file
+
+    def render(self, event: str, fields: dict[str, Any], now: datetime) -> str:
+        """The text of an event."""
+        record = {"time": now.isoformat(timespec="milliseconds"), "event": event, **fields}
+        return msgspec.json.encode(record).decode() + "\n"

@@ -1,11 +1,29 @@
 """Metrics of models: what engines and batch models tell their watchers, counted."""
 
-from systolic.serving.batch.facts import AnswerFacts, BatchFacts, CompileFacts
+from systolic.forecasting.serving_memory import ServingMemory
+from systolic.serving.batch.facts import AnswerFacts, BatchFacts
+from systolic.serving.compiles import CompileFacts
 from systolic.serving.http.metrics import EACH, LONG, MODEL, SHORT, SIZES, Metrics
 from systolic.serving.text.facts import RequestFacts, StepFacts
 
 ENGINE = "0"
 """Value of the label ``engine``: one engine a process."""
+
+
+def begin_counts(metrics: Metrics, at: tuple[str, str]) -> None:
+    """Counters at 0 that would else be absent until they first count."""
+    for one in (metrics.late_compiles, metrics.cache_hits, metrics.cache_misses):
+        one.labels(*at)
+
+
+def count_compile(metrics: Metrics, at: tuple[str, str], facts: CompileFacts) -> None:
+    """Counts a program of a model."""
+    metrics.compile_seconds.labels(*at).inc(facts.seconds)
+    (metrics.cache_hits if facts.cached else metrics.cache_misses).labels(*at).inc()
+    cause = "late" if facts.after_ready else "start"
+    metrics.compiles.labels(*at, facts.bucket, cause).inc()
+    if facts.after_ready:
+        metrics.late_compiles.labels(*at).inc()
 
 
 class TextMetrics:
@@ -18,6 +36,7 @@ class TextMetrics:
         self.waiting = gauge("num_requests_waiting", "Texts that wait", *MODEL)
         self.cache_usage = gauge("kv_cache_usage_perc", "Share of pages in use, 1 is all", *MODEL)
         self.pages = gauge("kv_cache_pages", "Pages of the cache", *MODEL)
+        self.pages_in_use = gauge("kv_cache_pages_in_use", "Pages that texts hold", *MODEL)
         self.preemptions = counter("num_preemptions", "Texts that lost their pages", *MODEL)
         self.queries = counter("prefix_cache_queries", "Prompt tokens looked up", *MODEL)
         self.hits = counter("prefix_cache_hits", "Prompt tokens found in the cache", *MODEL)
@@ -52,23 +71,44 @@ class TextMeter:
 
     def __init__(self, metrics: TextMetrics, model: str) -> None:
         self._all, self._at = metrics, (model, ENGINE)
-        self._running = 0
-        metrics.all.late_compiles.labels(*self._at)
-        for gauge in (metrics.running, metrics.waiting, metrics.cache_usage):
-            gauge.labels(*self._at).set(0)
+        self._pages, self._loading = 1, 0.0
+        begin_counts(metrics.all, self._at)
+        self._loads(0, 0, 0)
 
-    def compiled(self, program: str) -> None:
+    def compiled(self, facts: CompileFacts) -> None:
         """After each program that is made ready before the first step."""
-        self._all.all.compiles.labels(*self._at, program, "start").inc()
+        count_compile(self._all.all, self._at, facts)
+
+    def measured(self, memory: ServingMemory) -> None:
+        """When the memory is known."""
+        kinds = {
+            "weights": memory.weights_bytes,
+            "pages": memory.pages_bytes,
+            "temporaries": memory.temporary_bytes,
+            "free": memory.left_bytes,
+        }
+        for kind, size in kinds.items():
+            self._all.all.memory.labels(*self._at, kind).set(size)
+        self._all.all.memory_limit.labels(*self._at).set(memory.capacity_bytes)
+
+    def placed(self, seconds: float) -> None:
+        """After reading weights, and after laying them out."""
+        self._loading += seconds
+        self._all.all.weights_seconds.labels(*self._at).set(self._loading)
+
+    def _loads(self, running: int, waiting: int, pages_in_use: int) -> None:
+        every, at = self._all, self._at
+        every.running.labels(*at).set(running)
+        every.waiting.labels(*at).set(waiting)
+        every.pages_in_use.labels(*at).set(pages_in_use)
+        every.cache_usage.labels(*at).set(pages_in_use / self._pages)
 
     def stepped(self, facts: StepFacts) -> None:
         """After each step."""
         every, at = self._all, self._at
         tokens = facts.decode_rows + facts.prefill_tokens
-        self._running = facts.running
-        every.running.labels(*at).set(facts.running)
-        every.waiting.labels(*at).set(facts.waiting)
-        every.cache_usage.labels(*at).set(facts.pages_in_use / max(facts.pages_total, 1))
+        self._pages = max(facts.pages_total, 1)
+        self._loads(facts.running, facts.waiting, facts.pages_in_use)
         every.pages.labels(*at).set(facts.pages_total)
         every.preemptions.labels(*at).inc(facts.preempted)
         every.step_tokens.labels(*at).observe(tokens)
@@ -85,11 +125,8 @@ class TextMeter:
     def ended(self, facts: RequestFacts) -> None:
         """After each request."""
         every, at = self._all, self._at
-        # No step comes after the last request, which would count again.
-        self._running = max(self._running - 1, 0)
-        every.running.labels(*at).set(self._running)
-        if not self._running:
-            every.cache_usage.labels(*at).set(0)
+        # No step comes after the last request, which would say so.
+        self._loads(facts.running, facts.waiting, facts.pages_in_use)
         every.successes.labels(*at, facts.finish.value).inc()
         every.prompt.labels(*at).inc(facts.prompt_tokens)
         every.generated.labels(*at).inc(facts.completion_tokens)
@@ -138,17 +175,15 @@ class BatchMeter:
 
     def __init__(self, metrics: BatchMetrics, model: str) -> None:
         self._all, self._at = metrics, (model, ENGINE)
-        metrics.all.late_compiles.labels(*self._at)
+        begin_counts(metrics.all, self._at)
+
+    def read(self, seconds: float) -> None:
+        """After the weights were read."""
+        self._all.all.weights_seconds.labels(*self._at).set(seconds)
 
     def compiled(self, facts: CompileFacts) -> None:
         """After each program."""
-        every, at = self._all.all, self._at
-        every.compile_seconds.labels(*at).inc(facts.seconds)
-        (every.cache_hits if facts.cached else every.cache_misses).labels(*at).inc()
-        cause = "late" if facts.after_ready else "start"
-        every.compiles.labels(*at, facts.bucket, cause).inc()
-        if facts.after_ready:
-            every.late_compiles.labels(*at).inc()
+        count_compile(self._all.all, self._at, facts)
 
     def ran(self, facts: BatchFacts) -> None:
         """After each batch."""

@@ -6,7 +6,14 @@ The Kubernetes Gateway API Inference Extension maps names by configuration: ``sy
 
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 
 PREFIX = "systolic:"
 MODEL = ("model_name", "engine")
@@ -67,6 +74,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         self.http_requests = self.counter(
             "http_requests", "Answers by route and status", "route", "status"
         )
@@ -90,6 +98,18 @@ class Metrics:
         )
         self.cache_misses = self.counter(
             "compile_cache_misses", "Programs that were not on the disk", *MODEL
+        )
+        self.weights_seconds = self.gauge(
+            "weights_load_seconds", "Seconds of reading and placing the weights", *MODEL
+        )
+        self.memory = self.gauge(
+            "hbm_bytes",
+            "Bytes of one device by the compiled programs: weights, pages, temporaries, free",
+            *MODEL,
+            "kind",
+        )
+        self.memory_limit = self.gauge(
+            "hbm_limit_bytes", "Bytes that programs may use of one device", *MODEL
         )
         self.late_compiles = self.counter(
             "recompile_after_ready", "Programs compiled after the model was ready: always 0", *MODEL

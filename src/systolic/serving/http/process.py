@@ -105,7 +105,7 @@ class Process(uvicorn.Server):
             )
         )
         self.desk, self.address, self.log = desk, address, log
-        self._openers = openers
+        self._openers, self._keys = openers, keys
         self._listening, self._renewal = listening, renewal
         self._renewing = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -124,6 +124,14 @@ class Process(uvicorn.Server):
             self._loop.add_signal_handler(signal.SIGHUP, self.renew)
         threading.Thread(target=self._start_models, name="systolic-start", daemon=True).start()
 
+    @property
+    def url(self) -> str:
+        """Where a client of this machine finds it."""
+        scheme = "http" if self.address.tls_cert is None else "https"
+        host = "127.0.0.1" if self.address.host in ("0.0.0.0", "::") else self.address.host
+        port = self.servers[0].sockets[0].getsockname()[1]
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
     def _start_models(self) -> None:
         begun = time.monotonic()
         with self._renewing:
@@ -134,7 +142,13 @@ class Process(uvicorn.Server):
         total = time.monotonic() - begun
         self.desk.metrics.startup.labels("all").set(total)
         self.desk.opened = True
-        self.log.write("ready", seconds=round(total, 3))
+        self.log.write(
+            "ready",
+            seconds=round(total, 3),
+            url=self.url,
+            models=[{"name": one.name, "kind": one.kind} for one in self.desk.shelf.newest()],
+            keys=self._keys is not None or None,
+        )
 
     def _start(self, opener: Callable[[], Served]) -> str | None:
         """Opens a model, makes it ready and adds it; the reason where that fails."""

@@ -44,6 +44,8 @@ def submit(
         RefusedError: as the engine's.
     """
     streams = []
+    # Choices share their prompt, which counts once.
+    ticket.spend(sum(map(len, {id(one.tokens): one.tokens for one in requests}.values())))
     for request in requests:
         stream = engine.submit(request)
         ticket.at_end(stream.cancel)
@@ -72,14 +74,17 @@ def failure(piece: TextPiece) -> ProblemError | None:
     return None
 
 
-async def merged(streams: Sequence[AnswerStream]) -> AsyncGenerator[tuple[int, TextPiece]]:
-    """Pieces of several streams with the number of their stream, as they come.
+async def merged(
+    streams: Sequence[AnswerStream], ticket: Ticket
+) -> AsyncGenerator[tuple[int, TextPiece]]:
+    """Pieces of several streams with the number of their stream, as they come; their tokens count against the key's rate.
 
     Raises:
         ProblemError: one of them failed.
     """
     if len(streams) == 1:
         async for piece in streams[0]:
+            ticket.spend(len(piece.tokens))
             if (problem := failure(piece)) is not None:
                 raise problem
             yield 0, piece
@@ -89,6 +94,7 @@ async def merged(streams: Sequence[AnswerStream]) -> AsyncGenerator[tuple[int, T
     async def pump(number: int, stream: AnswerStream) -> None:
         try:
             async for piece in stream:
+                ticket.spend(len(piece.tokens))
                 pieces.put_nowait((number, piece))
         except Exception as error:
             pieces.put_nowait((number, error))
@@ -131,10 +137,10 @@ class Whole:
             self.finish, self.usage = piece.finish, piece.usage
 
 
-async def whole(streams: Sequence[AnswerStream]) -> list[Whole]:
+async def whole(streams: Sequence[AnswerStream], ticket: Ticket) -> list[Whole]:
     """The texts of some streams; errors as :func:`merged`."""
     found = [Whole() for _ in streams]
-    async with aclosing(merged(streams)) as pieces:
+    async with aclosing(merged(streams, ticket)) as pieces:
         async for number, piece in pieces:
             found[number].add(piece)
     return found

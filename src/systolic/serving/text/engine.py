@@ -272,6 +272,9 @@ class Engine:
                     queue_seconds=answer.queue_seconds,
                     first_token_seconds=answer.first_token_seconds,
                     seconds=time.monotonic() - answer.submitted,
+                    running=len(self.scheduler.running),
+                    waiting=len(self.scheduler.waiting),
+                    pages_in_use=self.scheduler.pool.in_use,
                 )
             )
 

@@ -46,6 +46,11 @@ class RequestFacts:
     """Until its first new token was known; None where there was none."""
     seconds: float
     """Until it ended."""
+    running: int
+    """Other texts in the step."""
+    waiting: int
+    pages_in_use: int
+    """By others."""
 
 
 class EngineWatcher(Protocol):

@@ -1,18 +1,20 @@
 """An engine for a model's weights on this machine: sizes, memory, programs, pages."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import time
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import jax
 
 from systolic.core.errors import OptionError
 from systolic.data.text.text_data import TextData
+from systolic.forecasting.serving_memory import ServingMemory
+from systolic.serving.compiles import CompileFacts
 from systolic.serving.text.buckets import Buckets, TextTraffic
 from systolic.serving.text.engine import Bounds, Engine
 from systolic.serving.text.facts import EngineWatcher
-from systolic.serving.text.memory import pages_that_fit
+from systolic.serving.text.memory import memory_of, pages_that_fit
 from systolic.serving.text.pages import PagePool
 from systolic.serving.text.programs import Programs
 from systolic.serving.text.runner import StepRunner
@@ -47,6 +49,26 @@ class EngineSizes:
     """Most sizes of programs by texts that generate, by prompt tokens and by pages of a text."""
 
 
+class OpeningWatcher(Protocol):
+    """Whoever is told of an engine before it starts."""
+
+    def sized(self, buckets: Buckets, programs: int) -> None:
+        """Before the first of so many programs is compiled."""
+        ...
+
+    def compiled(self, facts: CompileFacts) -> None:
+        """After each program, from the thread that compiled it."""
+        ...
+
+    def measured(self, memory: ServingMemory, context: int) -> None:
+        """When the largest programs are compiled, before anything is allocated; with the tokens of the longest text."""
+        ...
+
+    def placed(self, seconds: float) -> None:
+        """After the weights were laid out on the devices, which took so long."""
+        ...
+
+
 LEAST_ROWS = 8
 """Rows of an accelerator's matmul: fewer cost as much, and on a GPU more."""
 CONTEXT = 4096
@@ -59,7 +81,7 @@ def open_engine(
     model_state: Any,
     sizes: EngineSizes = EngineSizes(),
     watcher: EngineWatcher | None = None,
-    told: Callable[[str], None] = lambda _: None,
+    opening: OpeningWatcher | None = None,
 ) -> Engine:
     """An engine whose programs are compiled; :meth:`Engine.start` starts it.
 
@@ -69,7 +91,7 @@ def open_engine(
         model_state: Other variables.
         sizes: How many texts, how long.
         watcher: Told about steps and requests.
-        told: Called with the name of each program that was compiled.
+        opening: Told about sizes, memory and programs.
 
     Raises:
         OptionError: the sizes do not fit each other, or the job is not about text.
@@ -85,10 +107,16 @@ def open_engine(
         )
     paged = PagedSteps(steps, sizes.page_size)
     buckets = _buckets(steps, sizes, context)
-    programs = _programs(paged, buckets, sizes, math.ceil(context / sizes.page_size))
+    programs = _programs(paged, buckets, sizes, math.ceil(context / sizes.page_size), opening)
     pages = programs.pages
-    programs.compile(told)
-    weights = jax.jit(paged.weights, out_shardings=paged.shardings)(params, model_state)
+    if opening is not None:
+        opening.measured(memory_of(programs, pages), context)
+    programs.compile()
+    begin = time.perf_counter()
+    place = jax.jit(paged.weights, out_shardings=paged.shardings)
+    weights = jax.block_until_ready(place(params, model_state))
+    if opening is not None:
+        opening.placed(time.perf_counter() - begin)
     where = jax.tree.map(lambda a: a.sharding, paged.placed_pages(pages))
     empty = jax.jit(lambda: paged.empty_pages(pages), out_shardings=where)()
     pool = PagePool(num_pages=pages, page_size=sizes.page_size)
@@ -103,7 +131,13 @@ def open_engine(
     )
 
 
-def _programs(paged: PagedSteps, buckets: Buckets, sizes: EngineSizes, longest: int) -> Programs:
+def _programs(
+    paged: PagedSteps,
+    buckets: Buckets,
+    sizes: EngineSizes,
+    longest: int,
+    opening: OpeningWatcher | None,
+) -> Programs:
     """Programs for as many pages as there are asked for, or fit.
 
     Raises:
@@ -116,12 +150,15 @@ def _programs(paged: PagedSteps, buckets: Buckets, sizes: EngineSizes, longest: 
             f"pages is {wanted}; a text of the whole context needs {longest} and padding 1"
         )
     first = Programs(paged=paged, pages=wanted, slots=sizes.rows, shapes=buckets.shapes)
+    if opening is not None:
+        first.told = opening.compiled
+        opening.sized(buckets, first.count)
     pages = pages_that_fit(first, wanted, longest + 1)
     if pages == wanted:
         return first
     if sizes.pages:
         raise OptionError(f"pages is {wanted} and {pages} fit; give fewer, or leave it out")
-    return Programs(paged=paged, pages=pages, slots=sizes.rows, shapes=buckets.shapes)
+    return replace(first, pages=pages, read={}, score={}, choose={}, choose_by_all={})
 
 
 def _buckets(steps: StepFunctions, sizes: EngineSizes, context: int) -> Buckets:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from systolic.serving.compiles import COUNT, CompileFacts, count_compiles
 from systolic.steps.choice import Cuts, Draw, choose, choose_by_all
 from systolic.steps.paged import PagedSteps, ServingWeights, StepInput, StepShape
 
@@ -35,8 +36,8 @@ class Programs:
     """By texts of a step: (logits, latest, packed draw) -> (chosen, latest)."""
     choose_by_all: dict[int, Any] = field(default_factory=dict)
     """By texts of a step: (logits, latest, packed draw, cuts) -> (chosen, latest)."""
-    seconds: float = 0.0
-    """Of compiling or loading them."""
+    told: Callable[[CompileFacts], None] = lambda _: None
+    """Called after each program, from the thread that compiled it."""
 
     @property
     def positions(self) -> int:
@@ -49,53 +50,61 @@ class Programs:
         long = max(shape.length for shape in self.shapes)
         return StepShape(0, 1, long, max(shape.pages for shape in self.shapes))
 
-    def compile(self, told: Callable[[str], None] = lambda _: None, workers: int = 2) -> None:
-        """Compiles all programs, some at once.
+    @property
+    def texts(self) -> list[int]:
+        """Texts of a step, each number once and ascending."""
+        return sorted({shape.texts for shape in self.shapes})
+
+    @property
+    def count(self) -> int:
+        """Programs in all: steps, choices of two kinds, and the one that scores."""
+        return len(self.shapes) + 2 * len(self.texts) + 1
+
+    def compile(self, workers: int = 2) -> None:
+        """Compiles all programs that are not compiled yet.
 
         Args:
-            told: Called with the name of each that is done.
             workers: Programs that are compiled at the same time.
         """
-        begin = perf_counter()
-        texts = sorted({shape.texts for shape in self.shapes})
-        jobs: list[tuple[str, dict[Any, Any], Any, Callable[[], Any]]] = []
-        for step in self.shapes:
-            if step in self.read:
-                continue
-            jobs.append((str(step), self.read, step, lambda s=step: self._read(s)))
-        for count in texts:
-            name = f"choice of {count}"
-            jobs.append((name, self.choose, count, lambda n=count: self._choose(n)))
-            if count in self.choose_by_all:
-                continue
-            jobs.append(
-                (
-                    f"{name} by all settings",
-                    self.choose_by_all,
-                    count,
-                    lambda n=count: self._choose_by_all(n),
-                )
-            )
-
-        if (shape := self.scored) not in self.score:
-            jobs.append((f"score {shape}", self.score, shape, lambda: self._score(shape)))
-
-        def run(job: tuple[str, dict[Any, Any], Any, Callable[[], Any]]) -> None:
-            name, where, key, lower = job
-            where[key] = lower().compile()
-            told(name)
-
+        jobs: list[tuple[dict[Any, Any], Any]] = [(self.read, step) for step in self.shapes]
+        for count in self.texts:
+            jobs += [(self.choose, count), (self.choose_by_all, count)]
+        jobs.append((self.score, self.scored))
         with ThreadPoolExecutor(workers) as pool:
-            for _ in pool.map(run, jobs):
+            for _ in pool.map(lambda job: self._make(*job), jobs):
                 pass
-        self.seconds = perf_counter() - begin
+
+    def _make(self, where: dict[Any, Any], key: Any) -> None:
+        """Compiles a program of one of the four kinds, unless it is there."""
+        if key in where:
+            return
+        if where is self.read:
+            name, lower = str(key), self._read
+        elif where is self.score:
+            name, lower = f"score {key}", self._score
+        elif where is self.choose:
+            name, lower = f"choice of {key}", self._choose
+        else:
+            name, lower = f"choice of {key} by all settings", self._choose_by_all
+        count_compiles()
+        found, begin = COUNT.found, perf_counter()
+        where[key] = lower(key).compile()
+        made = (self.read, self.score, self.choose, self.choose_by_all)
+        self.told(
+            CompileFacts(
+                bucket=name,
+                seconds=perf_counter() - begin,
+                cached=COUNT.found > found,
+                done=sum(map(len, made)),
+                programs=self.count,
+            )
+        )
 
     def compile_largest(self) -> None:
         """Compiles the programs that need the most memory: the largest step, that which scores a prompt, and the choice by all settings for the most texts."""
-        largest, texts = self.shapes[0], max(shape.texts for shape in self.shapes)
-        self.read[largest] = self._read(largest).compile()
-        self.score[self.scored] = self._score(self.scored).compile()
-        self.choose_by_all[texts] = self._choose_by_all(texts).compile()
+        self._make(self.read, self.shapes[0])
+        self._make(self.score, self.scored)
+        self._make(self.choose_by_all, self.texts[-1])
 
     def temporary_bytes(self) -> int:
         """Bytes a device that the compiled programs need beside weights and pages: the most of any, and logits of the most texts."""

@@ -1,0 +1,108 @@
+"""What models tell while they are made ready: into the metrics and the log."""
+
+from systolic.forecasting.serving_memory import ServingMemory
+from systolic.serving.batch.buckets import BucketGrid
+from systolic.serving.batch.facts import AnswerFacts, BatchFacts
+from systolic.serving.compiles import CompileFacts
+from systolic.serving.http.logs import EventLog
+from systolic.serving.http.meters import BatchMeter, TextMeter
+from systolic.serving.text.buckets import Buckets
+
+
+class TextOpening:
+    """An :class:`~systolic.serving.text.opening.OpeningWatcher`.
+
+    Args:
+        model: Its name.
+        meter: Counts.
+        log: Written to.
+    """
+
+    def __init__(self, model: str, meter: TextMeter, log: EventLog) -> None:
+        self._model, self._meter, self._log = model, meter, log
+
+    def sized(self, buckets: Buckets, programs: int) -> None:
+        """Before the first program is compiled."""
+        self._log.write(
+            "sizes",
+            model=self._model,
+            programs=programs,
+            sizes={
+                "decode rows": list(buckets.rows),
+                "prompt tokens": list(buckets.lengths),
+                "pages": list(buckets.pages),
+            },
+            padding={name: round(share, 4) for name, share in buckets.padding.items()},
+            measured=buckets.measured,
+        )
+
+    def compiled(self, facts: CompileFacts) -> None:
+        """After each program."""
+        self._meter.compiled(facts)
+        tell_compile(self._log, self._model, facts)
+
+    def measured(self, memory: ServingMemory, context: int) -> None:
+        """When the largest programs are compiled."""
+        self._meter.measured(memory)
+        room = memory.concurrency(context)
+        self._log.write(
+            "memory", model=self._model, **memory.to_json(), context=context, texts=room
+        )
+
+    def placed(self, seconds: float) -> None:
+        """After the weights were laid out."""
+        self._meter.placed(seconds)
+
+
+class BatchOpening:
+    """A :class:`~systolic.serving.batch.facts.BatchWatcher` that also writes compiles into the log.
+
+    Args:
+        model: Its name.
+        meter: Counts.
+        log: Written to.
+    """
+
+    def __init__(self, model: str, meter: BatchMeter, log: EventLog) -> None:
+        self._model, self._meter, self._log = model, meter, log
+
+    def sized(self, buckets: BucketGrid) -> None:
+        """Before the first program is compiled."""
+        sizes = {"batch": list(buckets.rows)}
+        lengths = [one for one in buckets.lengths if one is not None]
+        if lengths:
+            sizes["positions"] = lengths
+        self._log.write(
+            "sizes",
+            model=self._model,
+            programs=len(buckets.all),
+            sizes=sizes,
+            padding={"all": round(buckets.padding_share, 4)},
+        )
+
+    def compiled(self, facts: CompileFacts) -> None:
+        """After each program."""
+        self._meter.compiled(facts)
+        tell_compile(self._log, self._model, facts)
+
+    def ran(self, facts: BatchFacts) -> None:
+        """After each batch."""
+        self._meter.ran(facts)
+
+    def answered(self, facts: AnswerFacts) -> None:
+        """After each request."""
+        self._meter.answered(facts)
+
+
+def tell_compile(log: EventLog, model: str, facts: CompileFacts) -> None:
+    """Writes a program that was compiled or found on the disk."""
+    log.write(
+        "compiled",
+        model=model,
+        program=facts.bucket,
+        seconds=round(facts.seconds, 3),
+        cached=facts.cached,
+        late=facts.after_ready or None,
+        done=facts.done or None,
+        programs=facts.programs or None,
+    )

@@ -1,3 +1,0 @@
-from tests.serving.http.conftest import server
-
-__all__ = ["server"]

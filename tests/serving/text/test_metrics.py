@@ -1,0 +1,125 @@
+"""Metrics of a real engine against counts by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from systolic.serving.http.meters import TextMetrics
+from systolic.serving.http.metrics import Metrics
+from systolic.serving.http.opened import TextOpening
+from systolic.serving.text.engine import Engine
+from systolic.serving.text.opening import open_engine
+from systolic.serving.text.request import TextRequest, TokenChoice
+from tests.serving.text.engine import SIZES, Small
+
+
+class Silent:
+    def write(self, event: str, **fields) -> None:
+        pass
+
+
+def opened(small: Small, metrics: Metrics, **changed) -> Engine:
+    meter = TextMetrics(metrics).of("m")
+    sizes = replace(SIZES, programs=(1, 1, 1), **changed)
+    opening = TextOpening("m", meter, Silent())
+    return open_engine(small.steps, small.params, small.rest, sizes, meter, opening)
+
+
+def request(first: int, size: int, answer: int) -> TextRequest:
+    """A prompt that shares no page with those of other first tokens."""
+    return TextRequest(
+        tokens=[first, *range(1, size)],
+        max_tokens=answer,
+        choice=TokenChoice(temperature=0.0),
+        ignore_ends=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def small() -> Small:
+    return Small()
+
+
+def test_requests_steps_and_padding(small: Small) -> None:
+    metrics = Metrics()
+    engine = opened(small, metrics)
+
+    def value(name: str, **labels: str) -> float:
+        at = {"model_name": "m", "engine": "0", **labels}
+        found = metrics.registry.get_sample_value(f"systolic:{name}", at)
+        assert found is not None, name
+        return found
+
+    # A decode, a prefill, choices of 1 and 4 in two kinds, and the program that scores.
+    programs = [*engine.runner.programs.read, "choices"]
+    assert len(programs) == 3
+    names = ["prefill 1 x 24, 12 pages", "decode 4, 12 pages", "score prefill 1 x 24, 12 pages"]
+    names += [f"choice of {n}{all_}" for n in (1, 4) for all_ in ("", " by all settings")]
+    assert all(value("compile_total", bucket=name, cause="start") == 1 for name in names)
+    total = value("compile_cache_hits_total") + value("compile_cache_misses_total")
+    assert total == len(names) == engine.runner.programs.count
+    assert value("compile_seconds_total") > 0
+    kinds = ("weights", "pages", "temporaries", "free")
+    assert sum(value("hbm_bytes", kind=kind) for kind in kinds) == value("hbm_limit_bytes")
+    assert value("hbm_bytes", kind="pages") == engine.memory.pages_bytes
+
+    engine.start()
+    try:
+        list(engine.submit(request(100, 30, 5)))
+        # The prompt's 30 tokens in chunks of 24 and 6; the first new token is of the second chunk.
+        assert value("bucket_selected_total", bucket="prefill 1 x 24, 12 pages") == 2
+        assert value("bucket_selected_total", bucket="decode 4, 12 pages") == 4
+        assert value("useful_tokens_total") == 30 + 4
+        assert value("padding_tokens_total") == (48 - 30) + 4 * 3
+        assert value("iteration_tokens_total_count") == 6
+        # Its three full pages are found again; the fourth is not full.
+        list(engine.submit(request(100, 30, 1)))
+        assert value("prefix_cache_queries_total") == 60
+        assert value("prefix_cache_hits_total") == 24
+        assert value("prompt_tokens_total") == 60
+        assert value("generation_tokens_total") == 6
+        assert value("request_success_total", finished_reason="length") == 2
+        assert value("time_to_first_token_seconds_count") == 2
+        # The second one has no token after the first.
+        assert value("time_per_output_token_seconds_count") == 1
+        assert value("kv_cache_pages") == 4 * 12
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_pages_in_use"):
+            assert value(name) == 0
+        assert value("recompile_after_ready_total") == value("num_preemptions_total") == 0
+    finally:
+        engine.stop()
+
+
+def test_a_text_that_loses_its_pages(small: Small) -> None:
+    metrics = Metrics()
+    engine = opened(small, metrics, pages=13)
+    # When the older one's 57th position takes its eighth page of twelve, the younger one has four and is at its 32nd.
+    # It needs a fifth, loses all, and comes back when the older one has ended.
+    streams = [engine.submit(request(100, 47, 20)), engine.submit(request(101, 23, 20))]
+    engine.start()
+    try:
+        for stream in streams:
+            list(stream)
+        at = {"model_name": "m", "engine": "0"}
+        read = metrics.registry.get_sample_value
+        assert read("systolic:num_preemptions_total", at) == 1
+        assert read("systolic:generation_tokens_total", at) == 40
+        assert read("systolic:kv_cache_pages_in_use", at) == 0
+    finally:
+        engine.stop()
+
+
+def test_waiting_texts_that_are_cancelled_are_counted_no_more(small: Small) -> None:
+    metrics = Metrics()
+    engine = opened(small, metrics, rows=1)
+    streams = [engine.submit(request(first, 8, 40)) for first in (100, 101, 102)]
+    engine.start()
+    try:
+        for stream in streams[1:]:
+            stream.cancel()
+        for stream in streams:
+            list(stream)
+        at = {"model_name": "m", "engine": "0"}
+        assert metrics.registry.get_sample_value("systolic:num_requests_waiting", at) == 0
+    finally:
+        engine.stop()
