@@ -12,6 +12,7 @@ from systolic.models.decoder.module import DecoderModule
 from systolic.models.decoder.page_arrays import PageArrays
 from systolic.models.decoder.page_kernels import LayerPages
 from systolic.models.decoder.paged import Layer, Reading, layers_of, page_arrays, read
+from systolic.steps import paged_sharding
 from systolic.steps.choice import ChosenTokens, score
 from systolic.steps.network import Arrays
 from systolic.steps.steps import StepFunctions
@@ -100,12 +101,18 @@ class PagedSteps:
         steps: Of the model's job on the devices that serve it.
         page_size: Positions of a page.
 
+    Attributes:
+        steps: Under the sharding rules of serving, with key-value heads that the mesh divides: see
+            :mod:`systolic.steps.paged_sharding`.
+
     Raises:
         RunError: the model is no decoder of this package.
     """
 
     def __init__(self, steps: StepFunctions, page_size: int) -> None:
-        self.steps, self.page_size = steps, page_size
+        self._model, target = steps.job.model, paged_sharding.paged_target(steps.target)
+        job = paged_sharding.served_job(steps.job, target.layout.tensor)
+        self.steps, self.page_size = StepFunctions(job, target, trains=False), page_size
         self._layers: list[Layer] = []
         params, model_state = jax.eval_shape(lambda: steps.network.init(jax.random.key(0)))
         self.abstract_weights: ServingWeights = jax.eval_shape(self.weights, params, model_state)
@@ -123,9 +130,10 @@ class PagedSteps:
     def weights(self, params: Arrays, model_state: Arrays) -> ServingWeights:
         """Weights of training as those of serving; layer by layer, since no layer is then copied out of a stack."""
         network = self.steps.network
-        module = self._module(network.cast(params), model_state)
+        cast = paged_sharding.with_copied_heads(network.cast(params), self._model, self.steps.job)
+        module = self._module(cast, model_state)
         self._layers, states = layers_of(module)
-        every = {**network.cast(params), **model_state}
+        every = {**cast, **model_state}
         return ServingWeights({p: a for p, a in every.items() if not p.startswith(BLOCKS)}, states)
 
     def _module(self, params: Arrays, model_state: Arrays) -> DecoderModule:
@@ -177,7 +185,15 @@ class PagedSteps:
         """Abstract pages with their shardings."""
         target, axes = self.steps.target, self.arrays.axes()
         pages = jax.eval_shape(lambda: self.empty_pages(count))
-        return jax.tree.map(lambda a: _with(a, target.sharding(target.fit(a.shape, axes))), pages)
+        return jax.tree.map(
+            lambda a: _with(a, paged_sharding.sharding(target, a.shape, *axes)), pages
+        )
+
+    def placed_logits(self, texts: int) -> jax.ShapeDtypeStruct:
+        """Abstract logits f32[texts, vocab] with their sharding."""
+        shape, target = (texts, self.vocab), self.steps.target
+        where = paged_sharding.sharding(target, shape, *paged_sharding.LOGITS)
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
 
     def page_bytes(self) -> int:
         """Bytes of a page, of all layers and devices."""

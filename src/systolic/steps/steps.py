@@ -40,11 +40,19 @@ TINY = 1e-12
 
 
 class StepFunctions:
-    """Step functions of one job on one target."""
+    """Step functions of one job on one target.
 
-    def __init__(self, job: Job, target: MeshTarget) -> None:
-        job.model.check(target.layout)
-        check_fields(target, job.data.fields())
+    Args:
+        job: What to compute.
+        target: Where.
+        trains: Whether its own batches are read, whose dims and the model's the mesh then has to divide. A server
+            checks its layout by rules of its own.
+    """
+
+    def __init__(self, job: Job, target: MeshTarget, *, trains: bool = True) -> None:
+        if trains:
+            job.model.check(target.layout)
+            check_fields(target, job.data.fields())
         self.job, self.target = job, target
         self.batch_size = job.batch.resolve(target.layout)
         self.network = ModelStructure(job.model, target, job.adapter)

@@ -14,6 +14,39 @@ ACTIVATIONS = ("layer_input", "latent", "query", "key", "value", "attention", "o
 """Names of a layer's activations, which rematerialisation policies may keep."""
 
 
+def served_kv_heads(config: "Decoder", tensor: int) -> int:
+    """Key-value heads of a server with a tensor axis of this size: copies of a head lie on several devices where there are fewer heads than devices.
+
+    The least common multiple divides the heads, since the axis and the model's key-value heads both do.
+    """
+    return config.kv_heads if config.latent else math.lcm(config.kv_heads, tensor)
+
+
+def check_served(config: "Decoder", layout: Layout) -> None:
+    """Checks a layout that serves a decoder: unlike in training, key-value heads are copied and a vocabulary stays whole where the tensor axis does not divide them.
+
+    Raises:
+        LayoutError: for the first axis that does not divide what it splits; names the sizes that do.
+    """
+    divides = [("tensor", layout.tensor, "heads", config.heads)]
+    divides.append(("tensor", layout.tensor, "d-ff", config.d_ff))
+    if config.experts > 1 and config.mixtures < config.layers:
+        divides.append(("tensor", layout.tensor, "dense-d-ff", config.dense_width))
+    if config.experts > 1:
+        divides.append(("expert", layout.expert, "experts", config.experts))
+    elif layout.expert > 1:
+        raise LayoutError(
+            f"layout.expert is {layout.expert} but the model is dense; use layout.tensor or layout.data"
+        )
+    for axis, ways, dim, size in divides:
+        if size % ways:
+            least = math.gcd(*(other for name, _, _, other in divides if name == axis))
+            fitting = ", ".join(str(n) for n in range(1, least + 1) if least % n == 0)
+            raise LayoutError(
+                f"layout.{axis} {ways} does not divide the {dim} of {size}; this model is served with layout.{axis} {fitting}"
+            )
+
+
 def check_layout(config: "Decoder", layout: Layout) -> None:
     """Checks that each axis divides the dims that it splits.
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from systolic.serving.compiles import COUNT, CompileFacts, count_compiles
 from systolic.steps.choice import Cuts, Draw, choose, choose_by_all
 from systolic.steps.paged import PagedSteps, ServingWeights, StepInput, StepShape
+from systolic.steps.paged_sharding import for_choice, whole
 
 BIASES = 300
 """Tokens of a request that can have a bias, as in OpenAI's API."""
@@ -128,8 +129,10 @@ class Programs:
     @property
     def everywhere(self) -> Any:
         """Sharding of what all devices hold whole."""
-        target = self.paged.steps.target
-        return target.sharding(target.spec())
+        return whole(self.paged.steps.target)
+
+    def _logits(self, texts: int) -> Any:
+        return self.paged.placed_logits(texts)
 
     @property
     def _weights(self) -> ServingWeights:
@@ -146,7 +149,7 @@ class Programs:
             asked = StepInput.unpacked(packed, shape, self.paged.history)
             return self.paged.read(weights, pages, latest, asked, chunk)
 
-        return self._lower(read, self._arguments(shape), donate=1)
+        return self._lower(read, self._arguments(shape), (self._logits(shape.texts), self._pages))
 
     def _score(self, shape: StepShape) -> Any:
         chunk = (shape.chunks, shape.length)
@@ -156,45 +159,63 @@ class Programs:
             return self.paged.score(weights, pages, latest, asked, chunk, following)
 
         following = jax.ShapeDtypeStruct((shape.tokens,), jnp.int32, sharding=self.everywhere)
-        return self._lower(score, (*self._arguments(shape), following), donate=1)
+        arguments = (*self._arguments(shape), following)
+        return self._lower(score, arguments, (self._logits(shape.texts), None, self._pages))
 
     def _choose(self, texts: int) -> Any:
-        def by_temperature(logits: Any, latest: Any, packed: Any) -> Any:
-            return choose(logits, latest, Draw.unpacked(packed))
+        target = self.paged.steps.target
 
-        return self._lower(by_temperature, self._choice(texts), donate=1)
+        def by_temperature(logits: Any, latest: Any, packed: Any) -> Any:
+            return choose(for_choice(target, logits), latest, Draw.unpacked(packed))
+
+        return self._lower(by_temperature, self._choice(texts), (None, None))
 
     def _choose_by_all(self, texts: int) -> Any:
         def some(dtype: Any, *inner: int) -> Any:
             return jax.ShapeDtypeStruct((texts, *inner), dtype, sharding=self.everywhere)
 
-        whole, real = jnp.int32, jnp.float32
+        integer, real, target = jnp.int32, jnp.float32, self.paged.steps.target
         cuts = Cuts(
-            some(whole),
+            some(integer),
             *[some(real) for _ in range(5)],
-            some(whole, self.positions),
-            some(whole),
-            some(whole, BIASES),
+            some(integer, self.positions),
+            some(integer),
+            some(integer, BIASES),
             some(real, BIASES),
         )
 
         def by_all(logits: Any, latest: Any, packed: Any, cuts: Cuts) -> Any:
+            # Its cuts are found bit by bit, by 32 sums over the vocabulary.
+            logits = for_choice(target, logits, always=True)
             return choose_by_all(logits, latest, Draw.unpacked(packed), cuts)
 
-        return self._lower(by_all, (*self._choice(texts), cuts), donate=1)
+        return self._lower(by_all, (*self._choice(texts), cuts), (None, None))
 
     def _choice(self, texts: int) -> tuple[Any, ...]:
         def some(dtype: Any, *size: int) -> Any:
             return jax.ShapeDtypeStruct(size, dtype, sharding=self.everywhere)
 
-        vocab = self.paged.vocab
         draw = some(jnp.int32, 4, texts)
-        return some(jnp.float32, texts, vocab), some(jnp.int32, self.slots + 1), draw
+        return self._logits(texts), some(jnp.int32, self.slots + 1), draw
 
-    def _lower(self, function: Callable[..., Any], arguments: tuple[Any, ...], donate: int) -> Any:
+    def _lower(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], made: tuple[Any, ...]
+    ) -> Any:
+        """A program that replaces its second argument.
+
+        Args:
+            function: The program.
+            arguments: Abstract, with their shardings.
+            made: Its results likewise; None for one that all devices hold whole.
+        """
+        places = tuple(
+            self.everywhere if one is None else jax.tree.map(lambda a: a.sharding, one)
+            for one in made
+        )
         jitted = jax.jit(
             function,
-            donate_argnums=donate,
+            donate_argnums=1,
+            out_shardings=places,
             compiler_options=self.paged.steps.target.compiler_options,
         )
         return jitted.lower(*arguments)

@@ -1,0 +1,113 @@
+"""Shardings of a served language model: what lies on which devices of an engine's mesh.
+
+| what | over the mesh |
+|---|---|
+| matrices of heads, hidden units and the vocabulary | ``tensor`` |
+| pages of keys and values | ``tensor``, by heads; latents whole on every device |
+| experts | ``expert``, and the hidden units of each ``tensor`` |
+| a step's input, the last tokens, chosen tokens | whole on every device |
+| logits | ``tensor``, by the vocabulary, until a token is chosen |
+
+A step then has two sums over the axis in each layer, one for the embedding, and what the choice of tokens takes.
+A replica of the engine has a mesh of its own, so that the axis ``data`` is 1 in all of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from systolic.core.errors import LayoutError
+from systolic.job import Job, Layout, Residual
+from systolic.models.decoder.checks import served_kv_heads
+from systolic.models.decoder.config import Decoder
+from systolic.steps.network import Arrays
+from systolic.steps.target import MeshTarget
+
+PAGED: Mapping[str, tuple[str, ...]] = {
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    "experts": ("expert",),
+    "routed": ("expert",),
+}
+"""Logical name of a dim to the mesh axes that split it, as :data:`systolic.steps.target.RULES`; no other is split."""
+LOGITS = (None, "vocab")
+"""Logical names of the dims of a step's logits."""
+GATHERED_BYTES = 32 << 20
+"""Logits of a choice up to which they are gathered once. Over split ones it has 14 collectives of a few bytes, which take
+as long as gathering 30 MB where a collective takes 13 us and 179 GB/s (an all-gather on TPU7x, as published for five sizes)."""
+KV_MATRICES = ("key", "value")
+KV_BIASES = ("key_bias", "value_bias")
+
+
+def engine_layout(tensor: int = 1, expert: int = 1) -> Layout:
+    """Layout of one engine; the stream between blocks is whole on every device, since a step has few tokens."""
+    return Layout(data=1, fsdp=1, tensor=tensor, expert=expert, residual=Residual.whole)
+
+
+def paged_target(target: MeshTarget) -> MeshTarget:
+    """The target under the rules of serving."""
+    return replace(target, rules=PAGED)
+
+
+def whole(target: MeshTarget) -> NamedSharding:
+    """Sharding of what all devices hold whole."""
+    return target.sharding(target.spec())
+
+
+def sharding(target: MeshTarget, shape: tuple[int, ...], *axes: str | None) -> NamedSharding:
+    """Sharding of an array by the logical names of its dims; one that its axis does not divide is whole."""
+    return target.sharding(target.fit(shape, axes))
+
+
+def for_choice(target: MeshTarget, logits: jax.Array, *, always: bool = False) -> jax.Array:
+    """Logits f32[texts, vocab] as a choice takes them: gathered where they are few, or ``always``."""
+    if not always and logits.size * logits.dtype.itemsize > GATHERED_BYTES:
+        return logits
+    return target.constrain(logits, None, None)
+
+
+def served_job(job: Job, tensor: int) -> Job:
+    """The job with key-value heads that the tensor axis divides: see :func:`with_copied_heads`."""
+    model = job.model
+    if not isinstance(model, Decoder):
+        return job
+    heads = served_kv_heads(model, tensor)
+    return job if heads == model.kv_heads else replace(job, model=replace(model, kv_heads=heads))
+
+
+def with_copied_heads(arrays: Arrays, model: Any, served: Job) -> Arrays:
+    """Weights of training with the key-value heads of :func:`served_job`, each a copy of one of the model's.
+
+    Args:
+        arrays: By path, of all layers of a stack: matrices [layers, d_model, kv_heads, head_dim], biases [layers, kv_heads x head_dim].
+        model: Whose weights they are.
+        served: The job that is served.
+
+    Raises:
+        LayoutError: the keys have an adapter.
+    """
+    ours: Any = served.model
+    if ours == model:
+        return arrays
+    if served.adapter:
+        raise LayoutError(
+            f"layout.tensor does not divide the {model.kv_heads} key-value heads, and copies of heads have no adapters; export the run with its adapters merged, or use a layout.tensor that does"
+        )
+    times = ours.kv_heads // model.kv_heads
+
+    def one(path: str, array: jax.Array) -> jax.Array:
+        block, _, name = path.rpartition("/")
+        if block.endswith("blocks") and name in KV_MATRICES:
+            return jnp.repeat(array, times, axis=-2)
+        if block.endswith("blocks") and name in KV_BIASES:
+            split = array.reshape(*array.shape[:-1], model.kv_heads, -1)
+            return jnp.repeat(split, times, axis=-2).reshape(*array.shape[:-1], -1)
+        return array
+
+    return {path: one(path, array) for path, array in arrays.items()}
