@@ -9,12 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from systolic.models.decoder.config import Decoder, Dispatch, Latent
 from systolic.serving.text.engine import Engine
+from systolic.serving.text.memory import held_bytes
 from systolic.serving.text.opening import EngineSizes, open_engine
 from systolic.serving.text.request import TextRequest, TokenChoice
 from systolic.steps.mesh import make_mesh
+from systolic.steps.paged import PagedSteps
 from systolic.steps.paged_sharding import engine_layout
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
@@ -37,6 +40,7 @@ LATENT = replace(
 )
 MODELS = {"grouped": GROUPED, "mixture": MIXTURE, "untied": UNTIED, "latent": LATENT}
 SIZES = EngineSizes(rows=4, context=96, chunk=24, page_size=8, programs=(1, 1, 1), strict=True)
+NEW = 10
 PROMPTS = [[(7 * n * n + text) % 251 for n in range(length)] for text, length in enumerate((3, 30))]
 
 
@@ -49,16 +53,20 @@ def steps_on(model: Decoder, first: int = 0, tensor: int = 1, expert: int = 1) -
 
 
 def weights_on(steps: StepFunctions) -> tuple[Any, Any]:
-    """Random weights that say something; the same on every mesh."""
-    alone = steps_on(steps.job.model)  # ty: ignore[invalid-argument-type]
-    params, rest = jax.jit(alone.network.init)(jax.random.key(0))
-    draw = jax.random.split(jax.random.key(1), len(params))
-    drawn = {
-        path: array + 0.3 * jax.random.normal(key, array.shape, jnp.float32)
-        for key, (path, array) in zip(draw, params.items(), strict=True)
+    """Random weights that say something; the same on every mesh, and drawn without a compile."""
+    draw, network, places = np.random.default_rng(0), steps.network, steps.shardings
+
+    def some(path: str) -> np.ndarray:
+        shape = network.params[path].shape
+        centre = 1.0 if path.endswith("scale") else 0.0
+        return (centre + 0.3 * draw.standard_normal(shape)).astype(np.float32)
+
+    params = {path: jax.device_put(some(path), places.params[path]) for path in network.params}
+    rest = {
+        path: jax.device_put(np.zeros(a.shape, a.dtype), places.model_state[path])
+        for path, a in network.model_state.items()
     }
-    places = steps.shardings
-    return jax.device_put(drawn, places.params), jax.device_put(rest, places.model_state)
+    return params, rest
 
 
 def engine_on(steps: StepFunctions, **changed: Any) -> Engine:
@@ -80,7 +88,7 @@ def ask(engine: Engine, **more: Any) -> list[list[tuple[int, float]]]:
     streams = [
         engine.submit(
             TextRequest(
-                tokens=prompt, max_tokens=10, choice=greedy, ignore_ends=True, logprobs=0, **more
+                tokens=prompt, max_tokens=NEW, choice=greedy, ignore_ends=True, logprobs=0, **more
             )
         )
         for prompt in PROMPTS
@@ -91,9 +99,32 @@ def ask(engine: Engine, **more: Any) -> list[list[tuple[int, float]]]:
     ]
 
 
+def read_whole(name: str) -> list[list[tuple[int, float]]]:
+    """What :func:`ask` finds, by reading each text anew for every token, on one device."""
+    steps = steps_on(MODELS[name])
+    params, rest = weights_on(steps)
+
+    @jax.jit
+    def likeliest(rows: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
+        module = steps.network.module(params, rest, train=False)
+        positions = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)
+        logits = module(rows, jnp.ones_like(rows), positions)
+        scores = jax.nn.log_softmax(logits[jnp.arange(len(PROMPTS)), last])
+        return scores.argmax(axis=-1), scores.max(axis=-1)
+
+    texts = [list(prompt) for prompt in PROMPTS]
+    found: list[list[tuple[int, float]]] = [[] for _ in PROMPTS]
+    for _ in range(NEW):
+        rows = np.array([text + [0] * (48 - len(text)) for text in texts], np.int32)
+        tokens, scores = likeliest(rows, np.array([len(text) - 1 for text in texts]))
+        for text, made, token, score in zip(texts, found, tokens, scores, strict=True):
+            text.append(int(token))
+            made.append((int(token), float(score)))
+    return found
+
+
 def answers(name: str, tensor: int, expert: int) -> dict[str, Any]:
-    steps = steps_on(MODELS[name], 0, tensor, expert)
-    engine = engine_on(steps)
+    engine = engine_on(steps_on(MODELS[name], 0, tensor, expert))
     engine.start()
     found = ask(engine)
     programs, pool = engine.runner.programs, engine.scheduler.pool
@@ -101,9 +132,11 @@ def answers(name: str, tensor: int, expert: int) -> dict[str, Any]:
     engine.stop()
     shape = next(shape for shape in programs.read if shape.rows)
     compiled = programs.read[shape]
+    alone = PagedSteps(steps_on(MODELS[name]), SIZES.page_size)
     return {
-        "name": f"{name} tensor {tensor} expert {expert}",
+        "model": name,
         "tensor": tensor,
+        "expert": expert,
         "answers": found,
         "step": collectives(compiled),
         "choice": collectives(programs.choose[shape.texts]),
@@ -111,6 +144,10 @@ def answers(name: str, tensor: int, expert: int) -> dict[str, Any]:
         "pages_bytes": engine.memory.pages_bytes,
         "weights_bytes": engine.memory.weights_bytes,
         "held_bytes": sum(page.addressable_shards[0].data.nbytes for page in pages),
+        "alone": {
+            "weights_bytes": held_bytes(alone.placed_weights),
+            "pages_bytes": held_bytes(alone.placed_pages(pool.num_pages)),
+        },
         "in_use": pool.in_use,
         "pages": pool.total,
     }
@@ -119,9 +156,13 @@ def answers(name: str, tensor: int, expert: int) -> dict[str, Any]:
 def main(words: list[str]) -> None:
     # The numbers are the same, in less than half the time.
     jax.config.update("jax_disable_most_optimizations", True)
+    expected: dict[str, Any] = {}
     for word in words:
         name, tensor, expert = word.split(":")
-        print(json.dumps(answers(name, int(tensor), int(expert))), flush=True)
+        if name not in expected:
+            expected[name] = read_whole(name)
+        found = answers(name, int(tensor), int(expert))
+        print(json.dumps({**found, "expected": expected[name]}), flush=True)
 
 
 if __name__ == "__main__":
