@@ -107,11 +107,12 @@ class PagedSteps:
 
     Raises:
         RunError: the model is no decoder of this package.
+        LayoutError: the mesh does not divide it.
     """
 
     def __init__(self, steps: StepFunctions, page_size: int) -> None:
         self._model, target = steps.job.model, paged_sharding.paged_target(steps.target)
-        job = paged_sharding.served_job(steps.job, target.layout.tensor)
+        job = paged_sharding.served_job(steps.job, target.layout)
         self.steps, self.page_size = StepFunctions(job, target, trains=False), page_size
         self._layers: list[Layer] = []
         params, model_state = jax.eval_shape(lambda: steps.network.init(jax.random.key(0)))

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from systolic.core.errors import LayoutError
-from systolic.job import Job, Layout, Residual
-from systolic.models.decoder.checks import served_kv_heads
+from systolic.job import Job, Layout
+from systolic.models.decoder.checks import check_served, served_kv_heads
 from systolic.models.decoder.config import Decoder
 from systolic.steps.network import Arrays
 from systolic.steps.target import MeshTarget
@@ -43,11 +43,6 @@ GATHERED_BYTES = 32 << 20
 as long as gathering 30 MB where a collective takes 13 us and 179 GB/s (an all-gather on TPU7x, as published for five sizes)."""
 KV_MATRICES = ("key", "value")
 KV_BIASES = ("key_bias", "value_bias")
-
-
-def engine_layout(tensor: int = 1, expert: int = 1) -> Layout:
-    """Layout of one engine; the stream between blocks is whole on every device, since a step has few tokens."""
-    return Layout(data=1, fsdp=1, tensor=tensor, expert=expert, residual=Residual.whole)
 
 
 def paged_target(target: MeshTarget) -> MeshTarget:
@@ -72,12 +67,16 @@ def for_choice(target: MeshTarget, logits: jax.Array, *, always: bool = False) -
     return target.constrain(logits, None, None)
 
 
-def served_job(job: Job, tensor: int) -> Job:
-    """The job with key-value heads that the tensor axis divides: see :func:`with_copied_heads`."""
+def served_job(job: Job, layout: Layout) -> Job:
+    """The job with key-value heads that the tensor axis divides: see :func:`with_copied_heads`.
+
+    Raises: as :func:`systolic.models.decoder.checks.check_served`.
+    """
     model = job.model
     if not isinstance(model, Decoder):
         return job
-    heads = served_kv_heads(model, tensor)
+    check_served(model, layout)
+    heads = served_kv_heads(model, layout.tensor)
     return job if heads == model.kv_heads else replace(job, model=replace(model, kv_heads=heads))
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from systolic.job import Layout, Residual
 from systolic.models.decoder.config import Decoder, Dispatch, Latent
 from systolic.serving.text.engine import Engine
 from systolic.serving.text.memory import held_bytes
@@ -18,7 +19,6 @@ from systolic.serving.text.opening import EngineSizes, open_engine
 from systolic.serving.text.request import TextRequest, TokenChoice
 from systolic.steps.mesh import make_mesh
 from systolic.steps.paged import PagedSteps
-from systolic.steps.paged_sharding import engine_layout
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 from tests.cli.tiny import job
@@ -42,6 +42,11 @@ MODELS = {"grouped": GROUPED, "mixture": MIXTURE, "untied": UNTIED, "latent": LA
 SIZES = EngineSizes(rows=4, context=96, chunk=24, page_size=8, programs=(1, 1, 1), strict=True)
 NEW = 10
 PROMPTS = [[(7 * n * n + text) % 251 for n in range(length)] for text, length in enumerate((3, 30))]
+
+
+def engine_layout(tensor: int = 1, expert: int = 1) -> Layout:
+    """Layout of one engine; the stream between blocks is whole on every device, since a step has few tokens."""
+    return Layout(data=1, fsdp=1, tensor=tensor, expert=expert, residual=Residual.whole)
 
 
 def steps_on(model: Decoder, first: int = 0, tensor: int = 1, expert: int = 1) -> StepFunctions:
