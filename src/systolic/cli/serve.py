@@ -45,6 +45,7 @@ class ServeOptions:
         pages: Pages of the cache; 0 holds all texts at their longest.
         delay_ms: Longest wait of a request for others to share its batch, for models that write no text.
         strict: End a model that compiles a program after it was ready; such compiles are counted without it too.
+        model_control: Let clients take the models given here out and in again, as Triton's do: /v2/repository/models/NAME/unload and /load.
         log: The log's form: text for people, json for programs, or auto, which asks whether standard error is a terminal.
         log_prompts: Write prompts into the log.
         checkpoint: Of a run: best, last or the number of a step.
@@ -73,6 +74,7 @@ class ServeOptions:
     pages: Annotated[int, NOT_NEGATIVE] = 0
     delay_ms: Annotated[float, NOT_NEGATIVE] = 2.0
     strict: bool = False
+    model_control: bool = False
     log: Literal["auto", "json", "text"] = "auto"
     log_prompts: bool = False
     checkpoint: str = "best"
@@ -154,6 +156,7 @@ def settings(options: ServeOptions) -> "ServeSettings":
         ),
         batch=BatchOptions(delay_ms=options.delay_ms, strict=options.strict),
         keys=keys,
+        model_control=options.model_control,
         log=LogForm(options.log),
         log_prompts=options.log_prompts,
         checkpoint=options.checkpoint,

@@ -15,6 +15,7 @@ from systolic.session.trained import TrainedModel, open_model
 
 if TYPE_CHECKING:
     from systolic.serving.batch.options import BatchOptions
+    from systolic.serving.http.desk import Desk
     from systolic.serving.http.keys import Keys
     from systolic.serving.http.limits import HttpLimits
     from systolic.serving.http.logs import EventLog
@@ -91,6 +92,8 @@ class ServeSettings:
     keys: "Keys | None" = None
     log_prompts: bool = False
     log: LogForm = LogForm.auto
+    model_control: bool = False
+    """Whether clients may load and unload models."""
     checkpoint: str = "best"
     trust: bool = False
 
@@ -138,14 +141,13 @@ def serve(
     def opener(target: ServeTarget) -> "Callable[[], Served]":
         return lambda: open_served(target, settings, texts, batches, log)
 
-    def renewal() -> "Renewal":
-        now = {(one.name, one.version): one for one in targets(words)}
-        held = [(one.name, one.version) for one in desk.shelf.everything()]
-        added = [opener(one) for key, one in now.items() if key not in held]
-        return added, [key for key in held if key not in now]
+    def renewal(name: str | None) -> "Renewal":
+        return _changes(words, desk, opener, name)
 
     openers = [opener(one) for one in targets(words)]
     process = Process(desk, openers, settings.address, log, settings.keys, renewal, listening)
+    if settings.model_control:
+        desk.control = process
     process.run()
     if desk.failed is not None:
         raise RunError(desk.failed)
@@ -153,6 +155,30 @@ def serve(
         raise RunError(
             f"{settings.address.host}:{settings.address.port} can't be listened on; choose another --port, or 0 for a free one"
         )
+
+
+def _changes(
+    words: Sequence[str],
+    desk: "Desk",
+    opener: "Callable[[ServeTarget], Callable[[], Served]]",
+    name: str | None,
+) -> "Renewal":
+    """What the folders have now and the desk has not, and the other way round; of all models, or those of a name.
+
+    Raises: as :func:`targets`, and
+        NotFoundError: no model has that name.
+    """
+    given = targets(words)
+    wanted = [one for one in given if name in (None, one.name)]
+    if not wanted:
+        known = ", ".join(dict.fromkeys(one.name for one in given))
+        raise NotFoundError(f"the server was not given a model {name}; it has {known}")
+    # What a client took out stays out until one asks for it.
+    out = desk.unloaded if name is None else ()
+    now = {(one.name, one.version): one for one in wanted if one.name not in out}
+    held = [(one.name, one.version) for one in desk.shelf.everything() if name in (None, one.name)]
+    added = [opener(one) for key, one in now.items() if key not in held]
+    return added, [key for key in held if key not in now]
 
 
 def open_served(

@@ -16,7 +16,7 @@ from systolic.data.text.tokenizer import Tokenizer
 from systolic.serving.batch.request import BYTES, ArraySpec, ModelKind
 from systolic.serving.refused import RefusedError
 from systolic.serving.text.facts import EngineWatcher, RequestFacts, StepFacts
-from systolic.serving.text.request import Finish, TextPiece, TextRequest, Token, Usage
+from systolic.serving.text.request import Finish, TextPiece, TextRequest, TextTimes, Token, Usage
 
 
 class EchoStream:
@@ -184,7 +184,20 @@ class EchoEngine:
             if self.watcher is not None:
                 self.watcher.ended(_ended(stream, finish, len(self.streams) - 1))
         stream.made.append(time.monotonic())
-        stream.put(TextPiece(text=text, tokens=tokens, prompt=prompt, finish=finish, usage=usage))
+        times = None
+        if finish is not None:
+            total = time.monotonic() - stream.begun
+            times = TextTimes(
+                submitted_ns=time.time_ns() - int(total * 1e9),
+                queue_seconds=total / 4,
+                first_token_seconds=total / 2,
+                seconds=total,
+            )
+        stream.put(
+            TextPiece(
+                text=text, tokens=tokens, prompt=prompt, finish=finish, usage=usage, times=times
+            )
+        )
         return finish is not None
 
 

@@ -10,7 +10,9 @@ import pytest
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from tests.serving.http.running import Running
+from systolic.core.errors import NotFoundError
+from systolic.serving.batch.request import ModelKind
+from tests.serving.http.running import Running, running, toy_model
 
 X = np.array([[1, 2], [3, 4.5]], np.float32)
 
@@ -150,3 +152,50 @@ def test_compressed_bodies_are_refused(server: Running) -> None:
         raw, headers = gzip.compress(b"{}"), {"content-encoding": "gzip"}
         found = http.post("/v2/models/tensors/infer", content=raw, headers=headers)
     assert (found.status_code, list(found.json())) == (415, ["error"])
+
+
+def test_models_are_not_unloaded_unless_that_is_allowed(
+    client: triton.InferenceServerClient,
+) -> None:
+    for change in (client.unload_model, client.load_model):
+        with pytest.raises(InferenceServerException, match="--model-control"):
+            change("tensors")
+    assert client.is_model_ready("tensors")
+
+
+def test_models_out_and_in_again() -> None:
+    made: list[int] = []
+
+    def renewal(name: str | None) -> Any:
+        if name != "toy":
+            raise NotFoundError(f"the server was not given a model {name}")
+        held = {it.version for it in one.desk.shelf.everything() if it.name == name}
+        made.extend(version for version in (1, 2) if version not in held)
+        return [
+            lambda version=version: toy_model(ModelKind.tensors, "toy", version)
+            for version in (1, 2)
+            if version not in held
+        ], []
+
+    first = [toy_model(ModelKind.tensors, "toy"), toy_model(ModelKind.embedding, "other")]
+    with running(first) as one:
+        one.process._renewal, one.desk.control = renewal, one.process
+        client = triton.InferenceServerClient(one.url.removeprefix("http://"))
+        client.unload_model("toy")
+        assert not client.is_model_ready("toy")
+        assert client.is_server_ready()
+        assert {"name": "toy", "version": "", "state": "UNAVAILABLE", "reason": "unloaded"} in (
+            client.get_model_repository_index()
+        )
+        with pytest.raises(InferenceServerException, match="no model 'toy'"):
+            client.infer("toy", [given("x", X, "FP32", binary=True)])
+        client.load_model("toy")
+        assert made == [1, 2]
+        found = client.infer("toy", [given("x", X, "FP32", binary=True)])
+        assert found.get_response()["model_version"] == "2"
+        assert all(state["state"] == "READY" for state in client.get_model_repository_index())
+        for change, name in ((client.unload_model, "nothing"), (client.load_model, "nothing")):
+            with pytest.raises(InferenceServerException, match="nothing"):
+                change(name)
+        with pytest.raises(InferenceServerException, match="config is not taken"):
+            client.load_model("toy", config="{}")

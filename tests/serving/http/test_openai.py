@@ -211,6 +211,70 @@ def test_tools() -> None:
         assert "[add=7]<tool>8" in engine.tokenizer.decode(engine.requests[-1].tokens)
 
 
+NAMED = {"type": "function", "function": {"name": "add"}}
+OTHER = {"type": "function", "function": {"name": "sub", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "tools", "begin", "said", "made"),
+    [
+        # The model is given the begin of the call and says the rest.
+        (NAMED, [CALL, OTHER], '<tool_call>\n{"name": "add", "arguments": ', '{"x": 1}}\n</tool_call> more', ("add", '{"x": 1}')),
+        ("required", [CALL], '<tool_call>\n{"name": "add", "arguments": ', '{"x": 1}}', ("add", '{"x": 1}')),
+        ("required", [CALL, OTHER], '<tool_call>\n{"name": "', 'sub", "arguments": {}}\n</tool_call>', ("sub", "{}")),
+        # Cut off by the number of tokens: what there is of the arguments.
+        (NAMED, [CALL], '<tool_call>\n{"name": "add", "arguments": ', '{"x": [1, 1, 1, 1, 1, 1, 1, 1', ("add", '{"x": [1, 1, 1, 1, 1, 1, 1, 1')),
+    ],
+)  # fmt: skip
+def test_a_call_that_is_demanded(
+    choice: Any, tools: list[Any], begin: str, said: str, made: tuple[str, str]
+) -> None:
+    with running([echo_model(answer=said)]) as one:
+        http = openai.OpenAI(base_url=f"{one.url}/v1", api_key="x", max_retries=0)
+        asked: dict[str, Any] = {"model": "echo", "messages": HELLO, "tools": tools, "tool_choice": choice, "max_tokens": len(said)}  # fmt: skip
+        (whole,) = http.chat.completions.create(**asked).choices
+        (call,) = whole.message.tool_calls or []
+        assert (call.function.name, call.function.arguments) == made
+        assert whole.message.content is None
+        engine = one.desk.shelf.newest()[0].engine
+        assert engine.tokenizer.decode(engine.requests[-1].tokens).endswith(f"<assistant>{begin}")
+        parts = [
+            part.choices[0].delta for part in http.chat.completions.create(**asked, stream=True)
+        ]
+        (call,) = [call for part in parts for call in part.tool_calls or []]
+        assert (call.function.name, call.function.arguments) == made
+        assert "".join(part.content or "" for part in parts) == ""
+
+
+def test_one_call_at_a_time() -> None:
+    with running([echo_model(answer=CALLS)]) as one:
+        http = openai.OpenAI(base_url=f"{one.url}/v1", api_key="x", max_retries=0)
+        found = http.chat.completions.create(
+            model="echo", messages=HELLO, tools=[CALL], parallel_tool_calls=False
+        )
+        calls = found.choices[0].message.tool_calls or []
+        assert [call.function.name for call in calls] == ["add"]
+        assert found.choices[0].message.content == "Let me."
+
+
+def test_log_probabilities_of_a_stream_of_several_answers(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "echo", "messages": HELLO, "n": 2, "max_tokens": 4, "logprobs": True, "top_logprobs": 1}  # fmt: skip
+    told: list[list[Any]] = [[], []]
+    usage = None
+    for part in client.chat.completions.create(
+        **asked, stream=True, stream_options={"include_usage": True}
+    ):
+        for choice in part.choices:
+            told[choice.index] += (choice.logprobs and choice.logprobs.content) or []
+        usage = part.usage or usage
+    whole = client.chat.completions.create(**asked)
+    for choice in whole.choices:
+        assert choice.logprobs is not None
+        assert told[choice.index] == choice.logprobs.content
+    assert [one.token for one in told[0]] == ["<", "u", "s", "e"]
+    assert usage == whole.usage
+
+
 def test_embeddings(client: openai.OpenAI) -> None:
     # The toy's vector is [bytes of the text, 0, 0, 3].
     made = client.embeddings.create(model="embedding", input=["four", "seventy"])
@@ -290,7 +354,9 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None]] = [
     ("chat/completions", {"messages": HELLO, "functions": [{}]}, 400, "functions"),
     ("chat/completions", {"messages": HELLO, "top_logprobs": 3}, 400, "top_logprobs"),
     ("chat/completions", {"messages": HELLO, "tools": [{}]}, 400, "tools[0]"),
-    ("chat/completions", {"messages": HELLO, "tools": [CALL], "tool_choice": "required"}, 400, "tool_choice"),
+    ("chat/completions", {"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice"),
+    ("chat/completions", {"messages": HELLO, "tools": [CALL], "tool_choice": "any"}, 400, "tool_choice"),
+    ("chat/completions", {"messages": HELLO, "tools": [CALL], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, 400, "tool_choice"),
     ("chat/completions", {"messages": [{"role": "bird", "content": "x"}]}, 400, "messages[0].role"),
     ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages[0].content"),
     ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content[0]"),

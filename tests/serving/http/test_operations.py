@@ -1,5 +1,6 @@
 """Readiness, draining, deadlines, refusals, keys, rates, logs, metrics, traces."""
 
+import itertools
 import json
 import os
 import socket
@@ -315,13 +316,25 @@ def test_spans_of_requests(server: Running) -> None:
     trace.set_tracer_provider(provider)
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     with server.client(headers={"traceparent": parent}) as http:
-        http.post("/v1/completions", json=ASKED)
-    (span,) = spans.get_finished_spans()
+        http.post("/v1/completions", json={**ASKED, "n": 2})
+    *phases, span = spans.get_finished_spans()
     assert span.context is not None
     assert f"{span.context.trace_id:032x}" == parent.split("-")[1]
     found: Any = span.attributes
     assert found["http.response.status_code"] == 200
-    assert (found["gen_ai.request.model"], found["gen_ai.usage.output_tokens"]) == ("echo", 5)
+    assert (found["gen_ai.request.model"], found["gen_ai.usage.output_tokens"]) == ("echo", 10)
+    assert found["gen_ai.operation.name"] == "text_completion"
+    assert found["gen_ai.response.finish_reasons"] == ("length",)
+    # Each text's phases follow each other within the request.
+    assert [one.name for one in phases] == ["queue", "prefill", "decode"] * 2
+    for one in phases:
+        assert one.parent is not None
+        assert one.parent.span_id == span.context.span_id
+    for before, after in itertools.pairwise(phases[:3]):
+        assert before.end_time == after.start_time
+    first, last = phases[0].start_time, phases[2].end_time
+    assert None not in (first, last)
+    assert first < last
 
 
 def test_the_first_byte_follows_the_first_token(server: Running) -> None:

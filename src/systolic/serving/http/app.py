@@ -62,6 +62,7 @@ PREDICT = {
 }
 MODEL = "/v2/models/{name}"
 VERSION = f"{MODEL}/versions/{{version}}"
+REPOSITORY = "/v2/repository/models/{name}"
 PATHS: Sequence[Path] = (
     Path("GET", "/", page.page, "A page for trying the models"),
     Path("GET", "/health", listing.health, "200 where every model answers"),
@@ -90,6 +91,8 @@ PATHS: Sequence[Path] = (
     Path("GET", "/v2/health/live", inference.live, "Whether it is alive"),
     Path("GET", "/v2/health/ready", inference.ready, "Whether it is ready"),
     Path("POST", "/v2/repository/index", inference.index, "All models with their states"),
+    Path("POST", f"{REPOSITORY}/load", inference.load, "Makes a model ready"),
+    Path("POST", f"{REPOSITORY}/unload", inference.unload, "Takes a model out"),
     Path("GET", MODEL, inference.metadata, "Inputs and outputs"),
     Path("GET", VERSION, inference.metadata, "Inputs and outputs"),
     Path("GET", f"{MODEL}/ready", inference.model_ready, "Whether it is ready"),

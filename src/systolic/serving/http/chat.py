@@ -3,7 +3,7 @@
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.requests import Request
@@ -16,7 +16,7 @@ from systolic.serving.http.fields import Count, TextFields, Top, room
 from systolic.serving.http.messages import checked_messages, rendered
 from systolic.serving.http.problems import bad
 from systolic.serving.http.texts import Tally, Whole, merged, off_loop, submit, token_ids, whole
-from systolic.serving.http.tools import OPEN, CallReader
+from systolic.serving.http.tools import CLOSE, OPEN, CallReader, ForcedCall
 from systolic.serving.http.vocabulary import Vocabulary, vocabulary_of
 from systolic.serving.served import ServedText
 from systolic.serving.text.request import AnswerStream, TextRequest, Token
@@ -53,12 +53,8 @@ class ChatFields(TextFields, kw_only=True):
         """The tools that the model is told of.
 
         Raises:
-            ProblemError: its template takes none, one is no function, or a call is demanded.
+            ProblemError: its template takes none, or one is no function.
         """
-        if self.tool_choice not in (None, "auto", "none"):
-            raise bad(
-                "tool_choice other than auto and none is not supported; leave it out", "tool_choice"
-            )
         if not self.tools or self.tool_choice == "none":
             return []
         if served.template is not None and not served.template.takes_tools:
@@ -76,6 +72,28 @@ class ChatFields(TextFields, kw_only=True):
                 )
         return self.tools
 
+    def forced(self, tools: list[dict[str, Any]], *, marked: bool) -> ForcedCall | None:
+        """How the answer has to begin, where ``tool_choice`` demands a call.
+
+        Raises:
+            ProblemError: it is of another form, or names no tool.
+        """
+        wanted = self.tool_choice
+        if wanted in (None, "auto", "none"):
+            return None
+        names = [tool["function"]["name"] for tool in tools]
+        if wanted == "required" and names:
+            return ForcedCall.of(names[0] if len(names) == 1 else None, marked=marked)
+        function = wanted.get("function") if isinstance(wanted, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if name in names:
+            return ForcedCall.of(name, marked=marked)
+        told = "needs tools" if wanted == "required" else f"is {str(wanted)[:60]!r}"
+        raise bad(
+            f"tool_choice {told}; it takes auto, none, required or {{type: function, function: {{name}}}} of one of the tools",
+            "tool_choice",
+        )
+
 
 @dataclass(kw_only=True)
 class _AskedChat:
@@ -86,6 +104,7 @@ class _AskedChat:
     ticket: Ticket
     requests: list[TextRequest]
     with_tools: bool
+    forced: ForcedCall | None
     id: str = field(default_factory=lambda: new_id("chatcmpl"))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -105,7 +124,7 @@ class _AskedChat:
         template = self.served.template
         if not self.with_tools or template is None:
             return None
-        return CallReader(marked=OPEN in template.text)
+        return CallReader(marked=OPEN in template.text, forced=self.forced)
 
 
 async def chat_completions(request: Request, desk: Desk) -> Response:
@@ -143,6 +162,11 @@ async def _understood(request: Request, desk: Desk, fields: ChatFields) -> _Aske
     messages = checked_messages(fields.messages)
     size = sum(len(one["content"]) for one in messages)
     text = await off_loop(size, lambda: rendered(served, messages, tools))
+    marked = served.template is not None and OPEN in served.template.text
+    forced = fields.forced(tools, marked=marked)
+    text += "" if forced is None else forced.begin
+    one_call = forced is not None and forced.name is not None
+    one_call |= bool(tools) and fields.parallel_tool_calls is False
     if desk.log_prompts:
         ticket.prompt = text
     tokens = await token_ids(served.tokenizer, text, special=False)
@@ -157,8 +181,15 @@ async def _understood(request: Request, desk: Desk, fields: ChatFields) -> _Aske
         )
         for number in range(fields.n or 1)
     ]
+    if one_call and marked:
+        requests = [replace(one, stop=[*one.stop, CLOSE]) for one in requests]
     return _AskedChat(
-        fields=fields, served=served, ticket=ticket, requests=requests, with_tools=bool(tools)
+        fields=fields,
+        served=served,
+        ticket=ticket,
+        requests=requests,
+        with_tools=bool(tools),
+        forced=forced,
     )
 
 

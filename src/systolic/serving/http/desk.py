@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from starlette.requests import Request
 
@@ -12,7 +13,7 @@ from systolic.serving.http.limits import HttpLimits, TokenBucket
 from systolic.serving.http.metrics import Metrics
 from systolic.serving.http.problems import ProblemError, bad
 from systolic.serving.served import Served, ServedBatch, ServedText, Shelf
-from systolic.serving.text.request import Usage
+from systolic.serving.text.request import TextTimes, Usage
 
 TICKET = "systolic.ticket"
 """Key of the ticket in a request's ASGI scope."""
@@ -33,6 +34,8 @@ class Ticket:
     model: str | None = None
     usage: Usage | None = None
     finish: str | None = None
+    times: list[TextTimes] = field(default_factory=list)
+    """Of the texts that have ended."""
     rates: dict[str, TokenBucket] = field(default_factory=dict)
     """What the key may still ask, by what is counted."""
     prompt: str | None = None
@@ -59,6 +62,27 @@ class Ticket:
         self.held.callback(work)
 
 
+class ModelControl(Protocol):
+    """Whatever loads and unloads models of a running server; from any thread."""
+
+    def load(self, name: str) -> None:
+        """Makes the versions of a model ready that its folder has now; returns when they are.
+
+        Raises:
+            NotFoundError: the server was not given such a model.
+            RunError: a version can't be opened; what was served still is.
+        """
+        ...
+
+    def unload(self, name: str) -> None:
+        """Takes all versions of a model out when their requests have ended.
+
+        Raises:
+            NotFoundError: it is not loaded.
+        """
+        ...
+
+
 @dataclass(kw_only=True, eq=False)
 class Desk:
     """The models of a server and its state."""
@@ -73,6 +97,10 @@ class Desk:
     failed: str | None = None
     """Why the models can't start."""
     in_flight: int = 0
+    control: ModelControl | None = None
+    """None where clients may not load and unload."""
+    unloaded: set[str] = field(default_factory=set)
+    """Names of models that a client took out."""
     begun: float = field(default_factory=time.monotonic)
 
     @property
@@ -103,7 +131,7 @@ class Desk:
         """
         ticket = Ticket.of(request)
         if not self.opened:
-            raise _not_ready("the server")
+            raise self.not_ready("the server")
         if name is None:
             names = [one.name for one in self.shelf.newest()]
             if len(names) != 1:
@@ -112,7 +140,7 @@ class Desk:
         served = ticket.held.enter_context(self.shelf.use(name, version))
         ticket.model = served.name
         if not served.ready:
-            raise _not_ready(name)
+            raise self.not_ready(name)
         return served
 
     def text(self, request: Request, name: str | None) -> ServedText:
@@ -140,6 +168,16 @@ class Desk:
             raise bad(f"{served.name} is a language model; ask /v1/completions", "model")
         return served
 
+    @staticmethod
+    def not_ready(what: str) -> ProblemError:
+        """The answer to requests for what can't answer yet."""
+        return ProblemError(
+            status=503,
+            message=f"{what} is not ready; come back when /health answers 200",
+            code="not_ready",
+            retry_seconds=DRAIN_RETRY_SECONDS,
+        )
+
     def ending(self) -> ProblemError:
         """The answer to requests that come while the server ends."""
         return ProblemError(
@@ -148,15 +186,6 @@ class Desk:
             code="draining",
             retry_seconds=DRAIN_RETRY_SECONDS,
         )
-
-
-def _not_ready(what: str) -> ProblemError:
-    return ProblemError(
-        status=503,
-        message=f"{what} is not ready; come back when /health answers 200",
-        code="not_ready",
-        retry_seconds=DRAIN_RETRY_SECONDS,
-    )
 
 
 def _where(served: ServedBatch) -> str:

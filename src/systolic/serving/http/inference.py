@@ -1,5 +1,6 @@
 """The Open Inference Protocol (KServe v2) over REST, with Triton's binary extension."""
 
+import asyncio
 from collections.abc import Mapping
 from importlib.metadata import version as installed
 from typing import Any
@@ -12,7 +13,7 @@ from starlette.responses import Response
 from systolic.serving.batch.request import BYTES
 from systolic.serving.http.batches import answered
 from systolic.serving.http.bodies import decode, encode
-from systolic.serving.http.desk import Desk
+from systolic.serving.http.desk import Desk, ModelControl
 from systolic.serving.http.listing import json_response
 from systolic.serving.http.problems import ProblemError, bad
 from systolic.serving.http.tensors import (
@@ -49,6 +50,18 @@ class InferFields(Struct, kw_only=True):
     outputs: list[WireOutput] | None = None
 
 
+class IndexFields(Struct, kw_only=True):
+    """A request of ``/v2/repository/index``."""
+
+    ready: bool = False
+
+
+class ControlFields(Struct, kw_only=True):
+    """A request of ``/v2/repository/models/NAME/load`` or ``/unload``."""
+
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+
 async def live(request: Request, desk: Desk) -> Response:
     """``GET /v2/health/live``."""
     del request
@@ -68,25 +81,59 @@ async def server(request: Request, desk: Desk) -> Response:
         {
             "name": "systolic",
             "version": installed("systolic"),
-            "extensions": ["binary_tensor_data", "model_repository(read)"],
+            "extensions": ["binary_tensor_data", "model_repository"],
         }
     )
 
 
 async def index(request: Request, desk: Desk) -> Response:
     """``POST /v2/repository/index``: all models with their states."""
-    del request
-    return json_response(
-        [
-            {
-                "name": one.name,
-                "version": str(one.version),
-                "state": "READY" if one.ready else "UNAVAILABLE",
-                "reason": "",
-            }
-            for one in desk.shelf.everything()
+    raw = await request.body()
+    only_ready = bool(raw) and bool(decode(raw, IndexFields).ready)
+    found = [
+        {
+            "name": one.name,
+            "version": str(one.version),
+            "state": "READY" if one.ready else "UNAVAILABLE",
+            "reason": "",
+        }
+        for one in desk.shelf.everything()
+        if one.ready or not only_ready
+    ]
+    if not only_ready:
+        found += [
+            {"name": name, "version": "", "state": "UNAVAILABLE", "reason": "unloaded"}
+            for name in sorted(desk.unloaded)
         ]
-    )
+    return json_response(found)
+
+
+async def load(request: Request, desk: Desk) -> Response:
+    """``POST /v2/repository/models/NAME/load``."""
+    raw = await request.body()
+    given = decode(raw, ControlFields).parameters if raw else {}
+    if given:
+        raise bad(f"{next(iter(given))} is not taken; models are loaded as their folders have them")
+    await asyncio.to_thread(_control(desk).load, request.path_params["name"])
+    return Response()
+
+
+async def unload(request: Request, desk: Desk) -> Response:
+    """``POST /v2/repository/models/NAME/unload``; there are no models that depend on others."""
+    await request.body()
+    await asyncio.to_thread(_control(desk).unload, request.path_params["name"])
+    return Response()
+
+
+def _control(desk: Desk) -> ModelControl:
+    if desk.control is None:
+        raise ProblemError(
+            status=403,
+            message="models are not loaded and unloaded by clients here; start the server with --model-control",
+        )
+    if not desk.opened:
+        raise desk.not_ready("the server")
+    return desk.control
 
 
 async def model_ready(request: Request, desk: Desk) -> Response:

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import uvicorn
 
-from systolic.core.errors import NotFoundError, OptionError, SystolicError
+from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
 from systolic.core.ranges import NOT_NEGATIVE, Range, check
 from systolic.serving.http.app import application
 from systolic.serving.http.desk import Desk
@@ -71,7 +71,7 @@ class Process(uvicorn.Server):
         address: Where to listen.
         log: What happens.
         keys: API keys; None lets everyone in.
-        renewal: What SIGHUP changes: openers of new models, and the names and versions of those to retire.
+        renewal: What changes of all models at a SIGHUP, or of the one of a name: openers of those that are new, names and versions to retire.
         listening: Called with the port when the socket is open.
     """
 
@@ -82,7 +82,7 @@ class Process(uvicorn.Server):
         address: Address,
         log: EventLog,
         keys: Keys | None = None,
-        renewal: Callable[[], Renewal] | None = None,
+        renewal: Callable[[str | None], Renewal] | None = None,
         listening: Callable[[int], None] | None = None,
     ) -> None:
         gate = Gate(app=application(desk), desk=desk, log=log, traces=find_traces(), keys=keys)
@@ -172,19 +172,41 @@ class Process(uvicorn.Server):
         if self._renewal is not None:
             threading.Thread(target=self._renew, args=(self._renewal,), daemon=True).start()
 
-    def _renew(self, renewal: Callable[[], Renewal]) -> None:
+    def _renew(self, renewal: Callable[[str | None], Renewal]) -> None:
         with self._renewing:
             try:
-                openers, gone = renewal()
+                self._change(*renewal(None))
             except SystolicError as error:
                 self.log.write("failed", error=str(error))
-                return
-            failed = [reason for reason in map(self._start, openers) if reason is not None]
-            if failed:
-                return  # What is served stays until its successor works.
-            for name, version in gone:
-                whole = self.desk.shelf.retire(name, version, self.address.grace_seconds)
-                self.log.write("retired", model=name, version=version, whole=whole)
+
+    def _change(
+        self, openers: Sequence[Callable[[], Served]], gone: Sequence[tuple[str, int]]
+    ) -> None:
+        """Adds models, then retires others; what is served stays until its successor works.
+
+        Raises:
+            RunError: one can't be made ready.
+        """
+        for reason in map(self._start, openers):
+            if reason is not None:
+                raise RunError(reason)
+        for name, version in gone:
+            whole = self.desk.shelf.retire(name, version, self.address.grace_seconds)
+            self.log.write("retired", model=name, version=version, whole=whole)
+
+    def load(self, name: str) -> None:
+        """See :class:`~systolic.serving.http.desk.ModelControl`."""
+        assert self._renewal is not None
+        with self._renewing:
+            self._change(*self._renewal(name))
+            self.desk.unloaded.discard(name)
+
+    def unload(self, name: str) -> None:
+        """See :class:`~systolic.serving.http.desk.ModelControl`."""
+        with self._renewing:
+            versions = self.desk.shelf.versions(name)
+            self.desk.unloaded.add(name)
+            self._change([], [(name, one.version) for one in versions])
 
     def end(self) -> None:
         """Begins to end; from any thread."""

@@ -74,6 +74,13 @@ def failure(piece: TextPiece) -> ProblemError | None:
     return None
 
 
+def note(piece: TextPiece, ticket: Ticket) -> None:
+    """Counts a piece's tokens against the key's rate, and keeps the times of a text that has ended."""
+    ticket.spend(len(piece.tokens))
+    if piece.times is not None:
+        ticket.times.append(piece.times)
+
+
 async def merged(
     streams: Sequence[AnswerStream], ticket: Ticket
 ) -> AsyncGenerator[tuple[int, TextPiece]]:
@@ -84,7 +91,7 @@ async def merged(
     """
     if len(streams) == 1:
         async for piece in streams[0]:
-            ticket.spend(len(piece.tokens))
+            note(piece, ticket)
             if (problem := failure(piece)) is not None:
                 raise problem
             yield 0, piece
@@ -94,7 +101,7 @@ async def merged(
     async def pump(number: int, stream: AnswerStream) -> None:
         try:
             async for piece in stream:
-                ticket.spend(len(piece.tokens))
+                note(piece, ticket)
                 pieces.put_nowait((number, piece))
         except Exception as error:
             pieces.put_nowait((number, error))

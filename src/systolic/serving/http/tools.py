@@ -31,19 +31,37 @@ class ToolCall:
         return made if index is None else {"index": index, **made}
 
 
+@dataclass(frozen=True, kw_only=True)
+class ForcedCall:
+    """The begin of an answer that has to be a call."""
+
+    begin: str
+    name: str | None = None
+    """Of the function, where the client named it or there is only one."""
+
+    @classmethod
+    def of(cls, name: str | None, *, marked: bool) -> "ForcedCall":
+        """The begin of a call of a function, or of any."""
+        field = "arguments" if marked else "parameters"
+        rest = "" if name is None else f'{name}", "{field}": '
+        mark = f"{OPEN}\n" if marked else ""
+        return cls(begin=f'{mark}{{"name": "{rest}', name=name)
+
+
 class CallReader:
     """Splits a text into what is said and what is called, as it comes.
 
     Holds back what can be the start of a mark, and a call until it is whole. What only looks like a call is text.
 
     Args:
+        forced: How a call begins that the answer has to begin with, and that the model was given.
         marked: Whether the template marks calls. One that does not (Llama 3) makes the whole text one JSON object or several
             lines of them, with ``parameters`` or ``arguments``; such a text is held back while it can be that.
     """
 
-    def __init__(self, *, marked: bool) -> None:
-        self._marked = marked
-        self._held = ""
+    def __init__(self, *, marked: bool, forced: "ForcedCall | None" = None) -> None:
+        self._marked, self._forced = marked, forced
+        self._held = "" if forced is None else forced.begin
         self._plain = False
         """Whether an unmarked text was told to be no call."""
 
@@ -70,6 +88,13 @@ class CallReader:
     def flush(self) -> tuple[str, list[ToolCall]]:
         """What is left when the text has ended."""
         rest, self._held = self._held, ""
+        forced = self._forced
+        if forced is not None and forced.name and rest.startswith(forced.begin):
+            return "", [ToolCall(name=forced.name, arguments=_first(rest[len(forced.begin) :]))]
+        if self._marked and rest.lstrip().startswith(OPEN):
+            # The model ended without the mark, or was ended at it.
+            call = _read(_first(rest.lstrip().removeprefix(OPEN).lstrip()))
+            return (rest, []) if call is None else ("", [call])
         if not self._marked and not self._plain:
             calls = [_read(line) for line in _objects(rest)]
             if calls and all(calls):
@@ -107,6 +132,15 @@ def _read(text: str) -> ToolCall | None:
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
     return ToolCall(name=found["name"], arguments=arguments)
+
+
+def _first(text: str) -> str:
+    """The JSON value that a text begins with; all of it where it was cut off within the value."""
+    try:
+        _, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return text
+    return text[:end]
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -4,10 +4,10 @@ import random
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from systolic.data.text.stops import Stops
-from systolic.serving.text.request import Finish, TextPiece, TextRequest, Token, Usage
+from systolic.serving.text.request import Finish, TextPiece, TextRequest, TextTimes, Token, Usage
 from systolic.serving.text.scheduler import PENDING, Text
 from systolic.serving.text.stream import Stream
 
@@ -42,6 +42,8 @@ class Answer:
     seed: int = field(init=False)
     submitted: float = field(init=False)
     """Monotonic seconds."""
+    submitted_ns: int = field(init=False)
+    """Unix nanoseconds."""
     made: int = 0
     """New tokens."""
     ended: bool = False
@@ -67,7 +69,7 @@ class Answer:
         )
         given = request.choice.seed
         self.seed = random.getrandbits(32) if given is None else given & 0xFFFFFFFF
-        self.submitted = time.monotonic()
+        self.submitted, self.submitted_ns = time.monotonic(), time.time_ns()
         self._decoder, self._stops = self.tokenizer.stream(), Stops(tuple(request.stop))
         if request.prompt_logprobs:
             self._prompt.append(Token(id=tokens[0]))
@@ -144,25 +146,16 @@ class Answer:
             completion_tokens=self.made,
             cached_tokens=self.text.reused,
         )
-        self._put(rest, finish=finish, usage=usage, message=message)
+        times = TextTimes(
+            submitted_ns=self.submitted_ns,
+            queue_seconds=self.queue_seconds,
+            first_token_seconds=self.first_token_seconds,
+            seconds=time.monotonic() - self.submitted,
+        )
+        self._put(rest, finish=finish, usage=usage, times=times, message=message)
 
-    def _put(
-        self,
-        text: str,
-        *,
-        finish: Finish | None = None,
-        usage: Usage | None = None,
-        message: str = "",
-    ) -> None:
+    def _put(self, text: str, **last: Any) -> None:
+        """Hands on a text with the tokens that were kept for it, and what the last piece says."""
         tokens, self._tokens = tuple(self._tokens), []
         prompt, self._prompt = tuple(self._prompt), []
-        self.stream.put(
-            TextPiece(
-                text=text,
-                tokens=tokens,
-                prompt=prompt,
-                finish=finish,
-                usage=usage,
-                message=message,
-            )
-        )
+        self.stream.put(TextPiece(text=text, tokens=tokens, prompt=prompt, **last))

@@ -86,6 +86,30 @@ class Token:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TextTimes:
+    """When what happened to a text."""
+
+    submitted_ns: int
+    """Unix nanoseconds."""
+    queue_seconds: float
+    """Until its first token was read."""
+    first_token_seconds: float | None
+    """Until its first new token was known; None where there was none."""
+    seconds: float
+    """Until it ended."""
+
+    def phases(self) -> Mapping[str, float]:
+        """Seconds of its phases, in their order."""
+        if self.first_token_seconds is None:
+            return {"queue": self.queue_seconds, "prefill": self.seconds - self.queue_seconds}
+        return {
+            "queue": self.queue_seconds,
+            "prefill": self.first_token_seconds - self.queue_seconds,
+            "decode": self.seconds - self.first_token_seconds,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TextPiece:
     """What is new of a text: whole characters, none of which can be the start of a stop string."""
 
@@ -97,6 +121,8 @@ class TextPiece:
     finish: Finish | None = None
     """In the last piece."""
     usage: "Usage | None" = None
+    """In the last piece."""
+    times: TextTimes | None = None
     """In the last piece."""
     message: str = ""
     """Of an error, one line."""
