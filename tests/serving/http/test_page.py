@@ -38,6 +38,7 @@ def page(server: Running) -> Iterator[Page]:
 
 def test_a_chat(page: Page) -> None:
     page.select_option("#model", "echo")
+    page.click("#settings summary")
     page.fill("#tokens", "12")
     page.fill("#text", "<b>hello</b>")
     page.press("#text", "Enter")
@@ -59,7 +60,9 @@ def test_a_picture(page: Page, tmp_path: Path) -> None:
     page.select_option("#model", "image")
     page.set_input_files("#file", file)
     page.wait_for_selector(".assistant")
-    assert page.locator(".assistant").inner_text() == "100.0 %  cat"
+    assert page.locator(".assistant").inner_text().split() == ["cat", "100.0", "%"]
+    # The bar is as wide as the share.
+    assert page.locator(".bar i").evaluate("i => i.offsetWidth == i.parentElement.offsetWidth")
     assert (
         page.locator("#log img").evaluate("image => image.decode().then(() => image.naturalWidth)")
         == 1
@@ -80,7 +83,27 @@ def test_a_recording_and_texts(page: Page, tmp_path: Path) -> None:
         expect(page.locator(".assistant")).to_have_count(number)
     # The toy's vectors are [4, 0, 0, 3] and [7, 0, 0, 3].
     cosine = (4 * 7 + 3 * 3) / 5 / 58**0.5
-    assert f"{cosine:.3f}  four" in page.locator(".assistant").nth(1).inner_text()
+    assert page.locator(".assistant .classes").inner_text().split() == ["four", f"{cosine:.3f}"]
+
+
+def test_a_refusal_is_shown_and_the_text_kept(server: Running) -> None:
+    with sync_playwright() as played:
+        browser = played.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 390, "height": 780})
+        page.goto(server.url)
+        page.select_option("#model", "echo")
+        page.click("#settings summary")
+        page.fill("#tokens", "99999")
+        page.fill("#text", "a question")
+        page.press("#text", "Enter")
+        expect(page.locator(".error")).to_contain_text("context is 4096 tokens")
+        assert page.input_value("#text") == "a question"
+        # On a telephone nothing is wider than the screen.
+        for name in ("echo", "image", "transcription", "embedding", "tensors"):
+            page.select_option("#model", name)
+            expect(page.locator(".turn").first).to_be_visible()
+            assert page.evaluate("document.documentElement.scrollWidth") == 390
+        browser.close()
 
 
 def red() -> bytes:
