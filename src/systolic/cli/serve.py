@@ -11,6 +11,7 @@ from systolic.cli.output import print_json
 from systolic.cli.parse import parse
 from systolic.core.errors import MissingExtraError, OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range
+from systolic.serving.layout import ServingLayout
 
 if TYPE_CHECKING:
     from systolic.session.serving import ServeSettings
@@ -43,6 +44,7 @@ class ServeOptions:
         chunk: Most tokens of a prompt that a step reads.
         page_size: Positions of a page of the cache.
         pages: Pages of the cache; 0 holds all texts at their longest.
+        layout: Devices of each language model.
         delay_ms: Longest wait of a request for others to share its batch, for models that write no text.
         strict: End a model that compiles a program after it was ready; such compiles are counted without it too.
         model_control: Let clients take the models given here out and in again, as Triton's do: /v2/repository/models/NAME/unload and /load.
@@ -72,6 +74,7 @@ class ServeOptions:
     chunk: Annotated[int, COUNT] = 256
     page_size: Annotated[int, COUNT] = 64
     pages: Annotated[int, NOT_NEGATIVE] = 0
+    layout: ServingLayout = ServingLayout()  # noqa: RUF009 (frozen)
     delay_ms: Annotated[float, NOT_NEGATIVE] = 2.0
     strict: bool = False
     model_control: bool = False
@@ -155,6 +158,7 @@ def settings(options: ServeOptions) -> "ServeSettings":
             strict=options.strict,
         ),
         batch=BatchOptions(delay_ms=options.delay_ms, strict=options.strict),
+        layout=options.layout,
         keys=keys,
         model_control=options.model_control,
         log=LogForm(options.log),

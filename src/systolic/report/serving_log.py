@@ -49,6 +49,8 @@ class ConsoleLog(EventLog):
         match event:
             case "opening":
                 text = f"reading {fields['model']} from {fields['path']}"
+            case "layout":
+                text = _layout(fields)
             case "sizes":
                 text = "\n".join(_sizes(fields))
             case "memory":
@@ -89,6 +91,15 @@ class ConsoleLog(EventLog):
             return f"{text}\n" if after > before or done == total else ""
         self._compiling = True
         return f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}"
+
+
+def _layout(fields: dict[str, Any]) -> str:
+    engines, idle = fields["engines"], fields["idle"]
+    axes = [f"{axis} {fields[axis]}" for axis in ("tensor", "expert") if fields[axis] > 1]
+    count = "1 engine" if engines == 1 else f"{engines} engines"
+    spread = f" of {' x '.join(axes)}" if axes else ""
+    rest = f", {idle} idle" if idle else ""
+    return f"{fields['model']}: {count}{spread} on {fields['devices']} devices{rest}: {fields['reason']}"
 
 
 def _sizes(fields: dict[str, Any]) -> list[str]:

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from systolic.serving.http.logs import EventLog
     from systolic.serving.http.meters import BatchMetrics, TextMetrics
     from systolic.serving.http.process import Address, Renewal
+    from systolic.serving.layout import ServingLayout
     from systolic.serving.served import Served
+    from systolic.serving.text.engine import Engine
     from systolic.serving.text.opening import EngineSizes
+    from systolic.serving.text.placing import Placing
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
@@ -89,6 +92,7 @@ class ServeSettings:
     limits: "HttpLimits"
     sizes: "EngineSizes"
     batch: "BatchOptions"
+    layout: "ServingLayout"
     keys: "Keys | None" = None
     log_prompts: bool = False
     log: LogForm = LogForm.auto
@@ -192,12 +196,15 @@ def open_served(
 
     Raises: as :func:`~systolic.session.trained.open_model`, and OptionError for one that can't be served.
     """
-    from systolic.serving.http.opened import BatchOpening, TextOpening
+    from systolic.serving.http.opened import BatchOpening, layout_told
     from systolic.serving.served import ServedBatch, ServedText
+    from systolic.serving.text.placing import Placing
 
     log.write("opening", model=target.name, version=target.version, path=str(target.path))
+    told = layout_told(target.name, log)
+    placing = Placing(asked=settings.layout, sizes=settings.sizes, told=told)
     begin = time.perf_counter()
-    model = open_model(target.path, settings.checkpoint, trust=settings.trust, warn=log.warn)
+    model = _opened(target, settings, placing, 0, log)
     steps, weights = model.setup.steps, model.weights
     read = time.perf_counter() - begin
     if not _writes(model):
@@ -211,20 +218,58 @@ def open_served(
         )
         watcher.sized(made.buckets)
         return ServedBatch(name=target.name, version=target.version, model=made)
-    from systolic.serving.text.opening import open_engine
+    from systolic.serving.text.replicas import Replicas
 
     data = model.job.data
     assert isinstance(data, TextData)
-    meter = texts.of(target.name)
-    meter.placed(read)
-    opening = TextOpening(target.name, meter, log)
-    engine = open_engine(steps, weights.params, weights.model_state, settings.sizes, meter, opening)
+    texts.of(target.name).placed(read)
+    engines = [_engine(target, settings, model, 0, texts, log)]
+    for number in range(1, placing.engines):
+        model = _opened(target, settings, placing, number, log)
+        engines.append(_engine(target, settings, model, number, texts, log))
     return ServedText(
         name=target.name,
         version=target.version,
-        engine=engine,
+        engine=Replicas(engines, settings.sizes.page_size) if len(engines) > 1 else engines[0],
         tokenizer=data.get_tokenizer(),
         template=data.find_template(),
+    )
+
+
+def _opened(
+    target: ServeTarget, settings: ServeSettings, placing: "Placing", number: int, log: "EventLog"
+) -> TrainedModel:
+    """The model on the devices of one of its engines."""
+    return open_model(
+        target.path,
+        settings.checkpoint,
+        trust=settings.trust,
+        warn=log.warn,
+        place=lambda job, platform, devices: placing.place(job, platform, devices, number),
+    )
+
+
+def _engine(
+    target: ServeTarget,
+    settings: ServeSettings,
+    model: TrainedModel,
+    number: int,
+    texts: "TextMetrics",
+    log: "EventLog",
+) -> "Engine":
+    """One of the engines of a model."""
+    from systolic.serving.http.opened import TextOpening
+    from systolic.serving.text.opening import open_engine
+
+    meter = texts.of(target.name, str(number))
+    weights = model.weights
+    return open_engine(
+        model.setup.steps,
+        weights.params,
+        weights.model_state,
+        settings.sizes,
+        meter,
+        TextOpening(target.name, meter, log, number),
     )
 
 

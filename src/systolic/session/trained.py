@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from systolic.training.generate import Generator
     from systolic.training.setup import Setup
 
+Place = Callable[[Job, str, Sequence[Any]], tuple[Layout, Sequence[Any]] | None]
+"""A job, a platform and its devices to a layout and the devices that it is for; None leaves it to the default."""
 Metrics = dict[str, float]
 """Name of a metric to its mean over the data, such as ``bits_per_byte``."""
 
@@ -32,6 +34,7 @@ def open_model(
     job: Job | None = None,
     trust: bool = False,
     warn: Callable[[str], None] | None = None,
+    place: "Place | None" = None,
 ) -> "TrainedModel":
     """Loads the weights of a run, a Bundle or a Hugging Face folder onto this machine's devices; any number of devices will do.
 
@@ -42,6 +45,7 @@ def open_model(
         job: For a run that was made from a Job with types of your own: that Job.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         warn: Called with each warning, one line; by default they are collected in ``warnings``.
+        place: Chooses devices and their layout for a server; by default all of them share the batch.
 
     Raises:
         NotFoundError: there is no such run, folder or checkpoint.
@@ -58,12 +62,12 @@ def open_model(
             raise OptionError(
                 f"{path} is no run but a model in files, which takes no {given.removeprefix('a ')}; leave it out"
             )
-        return from_source(open_source(path), warn=warn)
+        return from_source(open_source(path), warn=warn, place=place)
     with Run.open(path) as run:
         from systolic.artifact import weights
 
         keep_programs()
-        setup = set_up_here(rebuild(run, trust_code=trust, job=job).job, run)
+        setup = set_up_here(rebuild(run, trust_code=trust, job=job).job, run, place)
         found = weights.load(run, setup.steps, str(checkpoint))
         record = JobRecord.from_json(run.read_job())
         found = with_frozen(found, setup, run.path, record)
@@ -88,6 +92,7 @@ def from_source(
     warn: Callable[[str], None] | None = None,
     *,
     texts: bool = True,
+    place: "Place | None" = None,
 ) -> "TrainedModel":
     """The model of files, with its weights on this machine's devices.
 
@@ -96,6 +101,7 @@ def from_source(
         precision: Of the computation.
         warn: As for :func:`open_model`.
         texts: Whether it reads and writes texts; without, its files need no tokenizer.
+        place: As for :func:`open_model`.
 
     Raises: as :func:`open_model`.
     """
@@ -106,7 +112,7 @@ def from_source(
     job = job_of(source, texts=texts)
     if precision is not Precision.auto:
         job = replace(job, precision=precision)
-    setup = set_up_here(job)
+    setup = set_up_here(job, place=place)
     model = TrainedModel(source.path, setup, weights_of(source, setup.steps), warn)
     for line in (*source.notes, *job.data.notes()):
         model.warn(line)
@@ -352,26 +358,37 @@ class TrainedModel:
         return isinstance(self.job.data, Sentences)
 
 
-def set_up_here(job: Job, run: Run | None = None) -> "Setup":
-    """A job on this machine's devices, with the compiler flags of its run: any number of devices can use what any layout trained."""
+def set_up_here(job: Job, run: Run | None = None, place: Place | None = None) -> "Setup":
+    """A job on this machine's devices, with the compiler flags of its run: any number of devices can use what any layout trained.
+
+    Args:
+        job: The job.
+        run: Its run.
+        place: Chooses the devices and their layout; by default all of them share the batch.
+    """
     from systolic.training.machine import LocalDevices
     from systolic.training.setup import set_up
 
     machine = LocalDevices.here()
+    placed = None if place is None else place(job, machine.platform, machine.devices)
+    layout = Layout(data=1, fsdp=-1, remat=Remat.none)
+    if placed is not None:
+        layout = placed[0]
+        machine = replace(machine, devices=placed[1])
     ways = len(machine.devices)
     batch = (
         replace(job.batch, total=job.batch.resolve(Layout(data=1, fsdp=1)), per_device=None)
         if job.batch.total
         else job.batch
     )
-    free = Layout(data=1, fsdp=-1, remat=Remat.none)
     if job.batch.total and job.batch.total % ways:
         batch = replace(batch, total=-(-job.batch.total // ways) * ways)
     flags = None
     if run is not None:
         record = JobRecord.from_json(run.read_job())
         flags = kept_flags(record, record.plan).compiler
-    return set_up(replace(job, layout=free, batch=batch), machine, flags, reads=False)
+    job = replace(job, layout=layout, batch=batch)
+    return set_up(job, machine, flags, reads=False, serves=placed is not None)
 
 
 def split_of(name: Any) -> Split:

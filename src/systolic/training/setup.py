@@ -18,6 +18,7 @@ from systolic.core.errors import DataError, OptionError, nearest
 from systolic.job import Job, Read, Split, Target
 from systolic.job.data import MASK
 from systolic.steps.mesh import slices_of
+from systolic.steps.paged_sharding import paged_target
 from systolic.steps.programs import jit_evaluate, jit_train
 from systolic.steps.state import TrainState
 from systolic.steps.steps import StepFunctions, wide_copy
@@ -161,6 +162,7 @@ def set_up(
     flags: Sequence[str] | None = None,
     *,
     reads: bool = True,
+    serves: bool = False,
 ) -> Setup:
     """Fits the layout to the devices and checks batch, model and data against it.
 
@@ -170,6 +172,7 @@ def set_up(
         flags: All compiler flags, as options of each program; None takes the set that jobs on these
             devices share. Flags in the environment keep their values.
         reads: Whether it is trained, so that its data must exist; using a trained model needs none.
+        serves: Whether an engine serves it, under sharding rules of its own by which the caller has checked the layout.
 
     Raises:
         LayoutError: an axis does not divide the devices, the batch or the model.
@@ -183,7 +186,8 @@ def set_up(
     check_flags(own, machine.platform)
     num_slices = slices_of(machine.devices)
     job = replace(job, layout=job.layout.on(len(machine.devices), num_slices))
-    job.model.check(job.layout)
+    if not serves:
+        job.model.check(job.layout)
     job.batch.resolve(job.layout)
     precision = job.precision.resolve(machine.platform)
     if reads:
@@ -192,7 +196,8 @@ def set_up(
     if reads and job.data.size(Split.train) == 0:
         raise DataError(f"the training split of {job.name} is empty; give the recipe other data")
     target = MeshTarget.of(job, machine.platform, machine.devices, own)
-    return Setup(job=job, machine=machine, steps=StepFunctions(job, target))
+    target = paged_target(target) if serves else target
+    return Setup(job=job, machine=machine, steps=StepFunctions(job, target, trains=not serves))
 
 
 def computed_in(target: Target) -> str:

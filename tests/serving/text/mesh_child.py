@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from systolic.job import Layout, Residual
 from systolic.models.decoder.config import Decoder, Dispatch, Latent
+from systolic.serving.layout import DeviceShares
 from systolic.serving.text.engine import Engine
+from systolic.serving.text.facts import RequestFacts, StepFacts
 from systolic.serving.text.memory import held_bytes
 from systolic.serving.text.opening import EngineSizes, open_engine
+from systolic.serving.text.replicas import Replicas
 from systolic.serving.text.request import TextRequest, TokenChoice
 from systolic.steps.mesh import make_mesh
 from systolic.steps.paged import PagedSteps
@@ -44,13 +46,8 @@ NEW = 10
 PROMPTS = [[(7 * n * n + text) % 251 for n in range(length)] for text, length in enumerate((3, 30))]
 
 
-def engine_layout(tensor: int = 1, expert: int = 1) -> Layout:
-    """Layout of one engine; the stream between blocks is whole on every device, since a step has few tokens."""
-    return Layout(data=1, fsdp=1, tensor=tensor, expert=expert, residual=Residual.whole)
-
-
 def steps_on(model: Decoder, first: int = 0, tensor: int = 1, expert: int = 1) -> StepFunctions:
-    layout = engine_layout(tensor, expert)
+    layout = DeviceShares(devices=4, engines=1, tensor=tensor, expert=expert, reason="").layout
     devices = jax.devices()[first : first + tensor * expert]
     mesh = make_mesh(layout, devices)
     target = MeshTarget(platform="cpu", layout=layout, dtype="float32", mesh=mesh)
@@ -87,7 +84,7 @@ def collectives(compiled: Any) -> dict[str, int]:
     return dict(Counter(f"{kind} {shape}" for shape, kind in found))
 
 
-def ask(engine: Engine, **more: Any) -> list[list[tuple[int, float]]]:
+def ask(engine: Engine | Replicas, **more: Any) -> list[list[tuple[int, float]]]:
     """Tokens and log-probabilities of greedy answers to all prompts at once."""
     greedy = TokenChoice(temperature=0.0)
     streams = [
@@ -158,12 +155,79 @@ def answers(name: str, tensor: int, expert: int) -> dict[str, Any]:
     }
 
 
+def busy(engine: Engine) -> dict[str, Any]:
+    """An engine with too few pages for all its texts, of which one is cancelled: preempts, and ends with every page free."""
+    engine.start()
+    greedy = TokenChoice(temperature=0.0)
+    requests = [
+        TextRequest(tokens=prompt, max_tokens=40, choice=greedy, ignore_ends=True)
+        for prompt in (*PROMPTS, [9, 8, 7], [5] * 20)
+    ]
+    streams = [engine.submit(request) for request in requests]
+    for piece in streams[2]:
+        streams[2].cancel()
+        if piece.finish is not None:
+            cancelled = piece.finish.value
+    ends = [list(stream)[-1].finish for stream in (*streams[:2], streams[3])]
+    engine.drain(60)
+    pool = engine.scheduler.pool
+    return {
+        "finished": [one.value for one in ends if one is not None],
+        "cancelled": cancelled,
+        "in_use": pool.in_use,
+        "available": pool.available,
+    }
+
+
+def crowded(name: str) -> dict[str, Any]:
+    preempted = []
+
+    class Watcher:
+        def stepped(self, facts: StepFacts) -> None:
+            preempted.append(facts.preempted)
+
+        def ended(self, facts: RequestFacts) -> None:
+            pass
+
+    steps = steps_on(MODELS[name], 0, 2)
+    sizes = replace(SIZES, pages=14)
+    return busy(open_engine(steps, *weights_on(steps), sizes, Watcher())) | {
+        "preempted": sum(preempted)
+    }
+
+
+def replicated(name: str) -> dict[str, Any]:
+    """Two engines of two devices each, asked for the same texts twice."""
+    engines = [engine_on(steps_on(MODELS[name], first, 2)) for first in (0, 2)]
+    replicas = Replicas(engines, SIZES.page_size)
+    replicas.start()
+    found = [ask(replicas), ask(replicas)]
+    replicas.drain(60)
+    return {
+        "expected": read_whole(name),
+        "answers": found,
+        "devices": [
+            sorted(device.id for device in jax.tree.leaves(engine.runner._pages)[0].devices())
+            for engine in engines
+        ],
+        "made": [engine._number for engine in engines],
+        "in_use": [engine.scheduler.pool.in_use for engine in engines],
+    }
+
+
 def main(words: list[str]) -> None:
     # The numbers are the same, in less than half the time.
     jax.config.update("jax_disable_most_optimizations", True)
     expected: dict[str, Any] = {}
     for word in words:
-        name, tensor, expert = word.split(":")
+        name, *sizes = word.split(":")
+        if sizes == ["busy"]:
+            print(json.dumps(crowded(name)), flush=True)
+            continue
+        if sizes == ["replicas"]:
+            print(json.dumps(replicated(name)), flush=True)
+            continue
+        tensor, expert = sizes
         if name not in expected:
             expected[name] = read_whole(name)
         found = answers(name, int(tensor), int(expert))

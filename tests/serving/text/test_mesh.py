@@ -60,3 +60,24 @@ def test_families_over_two_and_four_devices(name: str) -> None:
 def test_experts_over_devices() -> None:
     for one in on_four_devices("mixture:1:2", "mixture:2:2"):
         check(one)
+
+
+@pytest.mark.slow
+def test_engines_on_devices_of_their_own() -> None:
+    (one,) = on_four_devices("grouped:replicas")
+    for answers in one["answers"]:
+        for text, expected in zip(answers, one["expected"], strict=True):
+            assert [token for token, _ in text] == [token for token, _ in expected]
+    assert one["devices"] == [[0, 1], [2, 3]]
+    assert one["in_use"] == [0, 0]
+    assert sum(one["made"]) == 4
+    assert min(one["made"]) > 0
+
+
+@pytest.mark.slow
+def test_texts_that_lose_their_pages_or_are_cancelled_on_a_mesh() -> None:
+    (one,) = on_four_devices("grouped:busy")
+    assert one["finished"] == ["length"] * 3
+    assert one["cancelled"] == "cancelled"
+    assert one["preempted"] > 0
+    assert (one["in_use"], one["available"]) == (0, 13)

@@ -7,7 +7,7 @@ from systolic.serving.http.metrics import EACH, LONG, MODEL, SHORT, SIZES, Metri
 from systolic.serving.text.facts import RequestFacts, StepFacts
 
 ENGINE = "0"
-"""Value of the label ``engine``: one engine a process."""
+"""Value of the label ``engine`` where a model has one; replicas count on."""
 
 
 def begin_counts(metrics: Metrics, at: tuple[str, str]) -> None:
@@ -61,16 +61,16 @@ class TextMetrics:
             "request_decode_time_seconds", "From then to the last", LONG, *MODEL
         )
 
-    def of(self, model: str) -> "TextMeter":
-        """The watcher of a model."""
-        return TextMeter(self, model)
+    def of(self, model: str, engine: str = ENGINE) -> "TextMeter":
+        """The watcher of an engine of a model."""
+        return TextMeter(self, model, engine)
 
 
 class TextMeter:
     """Counts what one language model does; a :class:`~systolic.serving.text.facts.EngineWatcher`."""
 
-    def __init__(self, metrics: TextMetrics, model: str) -> None:
-        self._all, self._at = metrics, (model, ENGINE)
+    def __init__(self, metrics: TextMetrics, model: str, engine: str) -> None:
+        self._all, self._at = metrics, (model, engine)
         self._pages, self._loading = 1, 0.0
         begin_counts(metrics.all, self._at)
         self._loads(0, 0, 0)

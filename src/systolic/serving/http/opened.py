@@ -1,11 +1,14 @@
 """What models tell while they are made ready: into the metrics and the log."""
 
+from collections.abc import Callable
+
 from systolic.forecasting.serving_memory import ServingMemory
 from systolic.serving.batch.buckets import BucketGrid
 from systolic.serving.batch.facts import AnswerFacts, BatchFacts
 from systolic.serving.compiles import CompileFacts
 from systolic.serving.http.logs import EventLog
 from systolic.serving.http.meters import BatchMeter, TextMeter
+from systolic.serving.layout import DeviceShares
 from systolic.serving.text.buckets import Buckets
 
 
@@ -16,10 +19,13 @@ class TextOpening:
         model: Its name.
         meter: Counts.
         log: Written to.
+        engine: Its number among the model's engines, which the log names from the second on.
     """
 
-    def __init__(self, model: str, meter: TextMeter, log: EventLog) -> None:
+    def __init__(self, model: str, meter: TextMeter, log: EventLog, engine: int = 0) -> None:
         self._model, self._meter, self._log = model, meter, log
+        if engine:
+            self._model = f"{model} (engine {engine})"
 
     def sized(self, buckets: Buckets, programs: int) -> None:
         """Before the first program is compiled."""
@@ -92,6 +98,26 @@ class BatchOpening:
     def answered(self, facts: AnswerFacts) -> None:
         """After each request."""
         self._meter.answered(facts)
+
+
+def layout_told(model: str, log: EventLog) -> Callable[[DeviceShares], None]:
+    """Writes the layout of a model; nothing where the machine has one device."""
+
+    def told(shares: DeviceShares) -> None:
+        if shares.devices == 1:
+            return
+        log.write(
+            "layout",
+            model=model,
+            devices=shares.devices,
+            engines=shares.engines,
+            tensor=shares.tensor,
+            expert=shares.expert,
+            idle=shares.idle,
+            reason=shares.reason,
+        )
+
+    return told
 
 
 def tell_compile(log: EventLog, model: str, facts: CompileFacts) -> None:

@@ -105,6 +105,13 @@ class Engine:
         """Requests that wait or run."""
         return len(self._by_stream)
 
+    @property
+    def outstanding_tokens(self) -> int:
+        """Tokens of its requests that it has not read or made yet."""
+        with self._changed:
+            answers = list(self._by_stream.values())
+        return sum(answer.text.most - answer.text.read for answer in answers)
+
     def start(self) -> None:
         """Starts the loop."""
         self._thread.start()

@@ -13,9 +13,10 @@ from systolic.serving.text.programs import Programs
 
 
 def capacity_bytes() -> int:
-    """Bytes that programs may use of each local device; on a CPU what the machine has free."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return int(stats.get("bytes_limit") or psutil.virtual_memory().available)
+    """Bytes that programs may use of each local device; on a CPU its share of what the machine has free."""
+    devices = jax.local_devices()
+    stats = devices[0].memory_stats() or {}
+    return int(stats.get("bytes_limit") or psutil.virtual_memory().available // len(devices))
 
 
 def held_bytes(arrays: Any) -> int:

@@ -1,0 +1,150 @@
+"""Sharing out of a server's devices: how many engines serve a language model, and over how many devices each lies.
+
+--layout.data 2 --layout.tensor 4      two engines on four devices each
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+from systolic.core.errors import LayoutError
+from systolic.core.ranges import COUNT, check
+from systolic.core.units import gibibytes
+from systolic.job import Layout, Residual
+from systolic.job.layout import AXIS
+from systolic.models.decoder.checks import check_served
+from systolic.models.decoder.config import Decoder
+
+ROOM = 0.9
+"""Share of a device's memory for weights and pages where nothing is compiled yet; programs need the rest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServingLayout:
+    """Layout of each language model that is served.
+
+    Args:
+        data: Engines, on devices of their own; -1 takes the remaining devices.
+        tensor: Devices that heads, hidden units and vocabulary of an engine are split over; -1 takes the fewest that hold its weights and pages.
+        expert: Ways to split the experts of a mixture.
+
+    Raises:
+        LayoutError: a number outside its range.
+    """
+
+    data: Annotated[int, AXIS] = -1
+    tensor: Annotated[int, AXIS] = -1
+    expert: Annotated[int, COUNT] = 1
+
+    def __post_init__(self) -> None:
+        check(self, "layout", LayoutError)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineNeed:
+    """Memory of an engine over some devices."""
+
+    bytes: int
+    """Weights and pages on each device."""
+    capacity_bytes: int
+    """Of a device."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether programs have room beside them."""
+        return self.bytes <= ROOM * self.capacity_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceShares:
+    """Engines of a model and the devices of each."""
+
+    devices: int
+    """Of this machine."""
+    engines: int
+    tensor: int
+    expert: int
+    reason: str
+    """Why these."""
+
+    @property
+    def each(self) -> int:
+        """Devices of an engine."""
+        return self.tensor * self.expert
+
+    @property
+    def idle(self) -> int:
+        """Devices of none."""
+        return self.devices - self.engines * self.each
+
+    @property
+    def layout(self) -> Layout:
+        """Layout of one engine; the stream between blocks is whole on every device, since a step has few tokens."""
+        return Layout(
+            data=1, fsdp=1, tensor=self.tensor, expert=self.expert, residual=Residual.whole
+        )
+
+
+def share(
+    asked: ServingLayout,
+    devices: int,
+    config: Decoder,
+    need: Callable[[int], EngineNeed],
+) -> DeviceShares:
+    """Devices of each engine of a model.
+
+    Args:
+        asked: What was asked for.
+        devices: Of this machine.
+        config: The model.
+        need: Memory of an engine by the size of its tensor axis.
+
+    Raises:
+        LayoutError: there are too few devices, or the axes do not divide the model.
+    """
+    least = math.prod(max(size, 1) for size in (asked.data, asked.tensor, asked.expert))
+    if least > devices:
+        axes = [f"layout.{name} {size}" for name, size in _sizes(asked) if size > 1]
+        have = f"{devices} devices are" if devices > 1 else "1 device is"
+        raise LayoutError(f"{' x '.join(axes)} needs {least} devices and {have} here; give less")
+    tensor, reason = asked.tensor, "as asked for"
+    if tensor == -1:
+        room = devices // (max(asked.data, 1) * asked.expert)
+        tensor, reason = _tensor(room, asked.expert, config, need)
+    check_served(config, Layout(data=1, fsdp=1, tensor=tensor, expert=asked.expert))
+    engines = devices // (tensor * asked.expert) if asked.data == -1 else asked.data
+    return DeviceShares(
+        devices=devices, engines=engines, tensor=tensor, expert=asked.expert, reason=reason
+    )
+
+
+def _sizes(asked: ServingLayout) -> list[tuple[str, int]]:
+    return [("data", asked.data), ("tensor", asked.tensor), ("expert", asked.expert)]
+
+
+def _tensor(
+    room: int, expert: int, config: Decoder, need: Callable[[int], EngineNeed]
+) -> tuple[int, str]:
+    """The smallest tensor axis that holds a model, at most ``room``; the largest where none does."""
+    if room == 1:
+        return 1, "one device for each engine"
+    first: EngineNeed | None = None
+    largest = 1
+    for ways in range(1, room + 1):
+        try:
+            check_served(config, Layout(data=1, fsdp=1, tensor=ways, expert=expert))
+        except LayoutError:
+            continue
+        largest, found = ways, need(ways)
+        first = first or found
+        if found.fits:
+            if ways == 1:
+                return 1, f"{_of(found)} fit on one device"
+            return ways, f"{_of(first)} do not fit on one device, {_of(found)} fit on {ways}"
+    assert first is not None
+    return largest, f"{_of(first)} do not fit on one device; {largest} is the most that divides it"
+
+
+def _of(need: EngineNeed) -> str:
+    return f"weights and pages of {gibibytes(need.bytes)} of {gibibytes(need.capacity_bytes)}"

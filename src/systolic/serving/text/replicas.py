@@ -1,0 +1,129 @@
+"""Several engines of one model as one: each request goes to the engine that has the least to do for it."""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+from systolic.serving.refused import RefusedError
+from systolic.serving.served import LiveEngine
+from systolic.serving.text.pages import START, next_key
+from systolic.serving.text.request import AnswerStream, TextRequest
+
+REMEMBERED = 1 << 16
+"""Pages of prompts whose engine is remembered."""
+
+
+class Replica(LiveEngine, Protocol):
+    """An engine among others."""
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Tokens of its requests that it has not read or made yet."""
+        ...
+
+
+class Replicas:
+    """Implements :class:`systolic.serving.served.LiveEngine` over engines of one model on devices of their own.
+
+    What an engine has to do for a request are the tokens of its other requests and those of the prompt that it
+    has not read for another one: texts that begin alike meet on the engine that holds their pages, as long as
+    others are no less busy by as much as that saves. Where an engine refuses a request, the next is asked.
+
+    Args:
+        engines: At least one.
+        page_size: Positions of a page.
+    """
+
+    def __init__(self, engines: Sequence[Replica], page_size: int) -> None:
+        self.engines, self._page_size = engines, page_size
+        self._lock = threading.Lock()
+        self._holders: OrderedDict[bytes, int] = OrderedDict()
+        """Key of a prompt's beginning, in full pages, to the engine that read it last."""
+
+    @property
+    def context(self) -> int:
+        """See :class:`systolic.serving.text.request.TextEngine`."""
+        return self.engines[0].context
+
+    @property
+    def ready(self) -> bool:
+        """Whether all engines take requests."""
+        return all(engine.ready for engine in self.engines)
+
+    @property
+    def heartbeat_seconds(self) -> float:
+        """Since the slowest loop last turned."""
+        return max(engine.heartbeat_seconds for engine in self.engines)
+
+    def start(self) -> None:
+        """Starts all engines."""
+        for engine in self.engines:
+            engine.start()
+
+    def submit(self, request: TextRequest) -> AnswerStream:
+        """See :class:`systolic.serving.text.request.TextEngine`.
+
+        Raises:
+            RefusedError: as the last engine that was asked.
+        """
+        keys = self._keys(request.tokens)
+        refused: RefusedError | None = None
+        for number in self._order(keys):
+            try:
+                stream = self.engines[number].submit(request)
+            except RefusedError as error:
+                refused = error
+                continue
+            self._remember(keys, number)
+            return stream
+        assert refused is not None
+        raise refused
+
+    def drain(self, seconds: float) -> bool:
+        """See :class:`systolic.serving.served.LiveEngine`."""
+        end = time.monotonic() + seconds
+        ended = [False] * len(self.engines)
+
+        def one(number: int) -> None:
+            ended[number] = self.engines[number].drain(max(end - time.monotonic(), 0.0))
+
+        # All of them at once: each refuses new requests from the beginning.
+        threads = [threading.Thread(target=one, args=(n,)) for n in range(len(ended))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return all(ended)
+
+    def stop(self) -> None:
+        """Ends all engines at once."""
+        for engine in self.engines:
+            engine.stop()
+
+    def _keys(self, tokens: Sequence[int]) -> list[bytes]:
+        """Keys of the full pages of a prompt, the longest first."""
+        keys, size = [START], self._page_size
+        for start in range(0, len(tokens) - len(tokens) % size, size):
+            keys.append(next_key(keys[-1], tokens[start : start + size]))
+        return keys[:0:-1]
+
+    def _order(self, keys: Sequence[bytes]) -> list[int]:
+        """Engines, the one with the least to do first."""
+        work = [engine.outstanding_tokens for engine in self.engines]
+        with self._lock:
+            for saved, key in zip(range(len(keys), 0, -1), keys, strict=True):
+                if (holder := self._holders.get(key)) is not None:
+                    work[holder] -= saved * self._page_size
+                    break
+        # One that has stopped refuses at once, and would always have the least to do.
+        return sorted(range(len(work)), key=lambda n: (not self.engines[n].ready, work[n]))
+
+    def _remember(self, keys: Sequence[bytes], number: int) -> None:
+        with self._lock:
+            for key in reversed(keys):
+                self._holders[key] = number
+                self._holders.move_to_end(key)
+            while len(self._holders) > REMEMBERED:
+                self._holders.popitem(last=False)
