@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -111,6 +112,64 @@ def test_a_language_model_and_vectors(tmp_path: Path) -> None:
         asking.join()
         assert texts[0].startswith(expected[0])
         assert process.wait(20) == 0
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        line = ["-m", "systolic", "serve", str(tmp_path / "tiny"), "--port", str(port)]
+        done = subprocess.run([sys.executable, *line], capture_output=True, text=True)
+    # Said before a model is opened, in one line.
+    assert done.returncode == 1
+    told = f"systolic: 127.0.0.1:{port} can't be listened on; choose another --port, or 0 for a free one"
+    assert done.stderr.splitlines() == [told]
+
+
+@pytest.mark.slow
+def test_versions_are_swapped_while_requests_run(tmp_path: Path) -> None:
+    root, away = tmp_path / "tiny", tmp_path / "away"
+    folders.folder(root / "1")
+    folders.folder(tmp_path / "next")
+    with served(str(root), "--rows", "2", "--context", "64", "--chunk", "64") as (url, process):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        done, problems, answers = threading.Event(), [], []
+
+        def ask() -> None:
+            while not done.is_set():
+                try:
+                    parts = client.completions.create(
+                        model="tiny", prompt="a question", max_tokens=12, stream=True
+                    )
+                    answers.append(list(parts)[-1].choices[0].finish_reason)
+                except Exception as error:
+                    problems.append(error)
+
+        def versions() -> list[str]:
+            return httpx.get(f"{url}/v2/models/tiny").json()["versions"]
+
+        asking = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in asking:
+            thread.start()
+        try:
+            (tmp_path / "next").rename(root / "2")
+            process.send_signal(signal.SIGHUP)
+            while versions() != ["1", "2"]:
+                assert process.poll() is None
+                time.sleep(0.1)
+            (root / "1").rename(away)
+            process.send_signal(signal.SIGHUP)
+            while versions() != ["2"]:
+                time.sleep(0.02)
+            before = len(answers)
+            while len(answers) < before + 6 and not problems:
+                time.sleep(0.02)
+        finally:
+            done.set()
+            for thread in asking:
+                thread.join()
+        assert problems == []
+        assert set(answers) <= {"length", "stop"}
 
 
 @pytest.mark.slow

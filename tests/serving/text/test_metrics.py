@@ -1,15 +1,21 @@
 """Metrics of a real engine against counts by hand."""
 
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
+from systolic.serving.http.desk import Desk
+from systolic.serving.http.limits import HttpLimits
 from systolic.serving.http.meters import TextMetrics
 from systolic.serving.http.metrics import Metrics
 from systolic.serving.http.opened import TextOpening
+from systolic.serving.served import ServedText, Shelf
 from systolic.serving.text.engine import Engine
 from systolic.serving.text.opening import open_engine
 from systolic.serving.text.request import TextRequest, TokenChoice
+from tests.serving.http.running import wait
 from tests.serving.text.engine import SIZES, Small
 
 
@@ -109,17 +115,42 @@ def test_a_text_that_loses_its_pages(small: Small) -> None:
         engine.stop()
 
 
-def test_waiting_texts_that_are_cancelled_are_counted_no_more(small: Small) -> None:
+@pytest.fixture(scope="module")
+def alone(small: Small) -> Iterator[tuple[Engine, Metrics]]:
+    """An engine that runs one text at a time."""
     metrics = Metrics()
     engine = opened(small, metrics, rows=1)
-    streams = [engine.submit(request(first, 8, 40)) for first in (100, 101, 102)]
     engine.start()
-    try:
-        for stream in streams[1:]:
-            stream.cancel()
-        for stream in streams:
-            list(stream)
-        at = {"model_name": "m", "engine": "0"}
-        assert metrics.registry.get_sample_value("systolic:num_requests_waiting", at) == 0
-    finally:
-        engine.stop()
+    yield engine, metrics
+    engine.stop()
+
+
+def test_waiting_texts_that_are_cancelled_are_counted_no_more(
+    alone: tuple[Engine, Metrics],
+) -> None:
+    engine, metrics = alone
+    streams = [engine.submit(request(first, 8, 40)) for first in (100, 101, 102)]
+    for stream in streams[1:]:
+        stream.cancel()
+    for stream in streams:
+        list(stream)
+    at = {"model_name": "m", "engine": "0"}
+    assert metrics.registry.get_sample_value("systolic:num_requests_waiting", at) == 0
+
+
+def test_a_step_that_hangs_is_not_ready_and_comes_back(
+    alone: tuple[Engine, Metrics], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = alone
+    served = ServedText(name="m", engine=engine, tokenizer=engine.tokenizer)
+    limits = HttpLimits(heartbeat_seconds=0.3)
+    desk = Desk(shelf=Shelf([served]), limits=limits, metrics=Metrics(), opened=True)
+    go_on, collect = threading.Event(), engine.runner.collect
+    monkeypatch.setattr(engine.runner, "collect", lambda flight: go_on.wait(60) and collect(flight))
+    wait(lambda: desk.ready and desk.alive)
+    stream = engine.submit(request(100, 8, 3))
+    wait(lambda: not desk.ready)
+    wait(lambda: not desk.alive)
+    go_on.set()
+    assert sum(len(piece.tokens) for piece in stream) == 3
+    wait(lambda: desk.ready and desk.alive)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -115,7 +116,16 @@ class Process(uvicorn.Server):
         """Opens the socket, then starts the models."""
         del sockets
         self._loop = asyncio.get_running_loop()
-        await super().startup()
+        # uvicorn writes a line and ends the process where it can't listen; whoever runs this server says so.
+        own = logging.getLogger("uvicorn.error")
+        own.disabled = True
+        try:
+            await super().startup()
+        except SystemExit:
+            self.should_exit = True
+            return
+        finally:
+            own.disabled = False
         port = self.servers[0].sockets[0].getsockname()[1]
         self.log.write("listening", host=self.address.host, port=port, pid=os.getpid())
         if self._listening is not None:
