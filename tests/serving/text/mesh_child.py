@@ -11,18 +11,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from systolic.data.text.text_data import TextData
+from systolic.interop.source import open_source
+from systolic.job import Precision
 from systolic.models.decoder.config import Decoder, Dispatch, Latent
-from systolic.serving.layout import DeviceShares
+from systolic.serving.layout import DeviceShares, ServingLayout
+from systolic.serving.text import placing as placing_module
 from systolic.serving.text.engine import Engine
 from systolic.serving.text.facts import RequestFacts, StepFacts
 from systolic.serving.text.memory import held_bytes
 from systolic.serving.text.opening import EngineSizes, open_engine
+from systolic.serving.text.placing import Placing
 from systolic.serving.text.replicas import Replicas
 from systolic.serving.text.request import TextRequest, TokenChoice
+from systolic.session.trained import from_source
 from systolic.steps.mesh import make_mesh
 from systolic.steps.paged import PagedSteps
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
+from tests import weights
 from tests.cli.tiny import job
 
 GROUPED = Decoder(
@@ -196,6 +203,19 @@ def crowded(name: str) -> dict[str, Any]:
     }
 
 
+def chosen(name: str, capacity: int) -> dict[str, Any]:
+    """What is chosen for a model where nothing is asked for, with so many bytes a device."""
+    placing = Placing(asked=ServingLayout(), sizes=SIZES)
+    placing_module.capacity_bytes = lambda: capacity
+    given = job(model=MODELS[name], batch=2)
+    places = [placing.place(given, "cpu", jax.devices(), number) for number in range(4)]
+    return {
+        "engines": placing.engines,
+        "tensor": [one[0].tensor for one in places if one is not None],
+        "devices": [[device.id for device in one[1]] for one in places if one is not None],
+    }
+
+
 def replicated(name: str) -> dict[str, Any]:
     """Two engines of two devices each, asked for the same texts twice."""
     engines = [engine_on(steps_on(MODELS[name], first, 2)) for first in (0, 2)]
@@ -205,6 +225,7 @@ def replicated(name: str) -> dict[str, Any]:
     replicas.drain(60)
     return {
         "expected": read_whole(name),
+        "chosen": [chosen(name, 1 << 30), chosen(name, 250_000)],
         "answers": found,
         "devices": [
             sorted(device.id for device in jax.tree.leaves(engine.runner._pages)[0].devices())
@@ -215,12 +236,46 @@ def replicated(name: str) -> dict[str, Any]:
     }
 
 
+def real() -> dict[str, Any]:
+    """SmolLM2, whose nine heads three devices divide, as a server opens it."""
+    placing = Placing(asked=ServingLayout(data=1, tensor=3), sizes=SIZES)
+    model = from_source(
+        open_source(weights.smollm2()),
+        Precision.f32,
+        warn=print_to_stderr,
+        place=lambda job, platform, devices: placing.place(job, platform, devices, 0),
+    )
+    sizes = EngineSizes(rows=1, context=32, chunk=32, page_size=32, programs=(1, 1, 1))
+    held = model.weights.params["blocks/query"].addressable_shards
+    engine = open_engine(model.setup.steps, model.weights.params, model.weights.model_state, sizes)
+    engine.start()
+    data = model.job.data
+    assert isinstance(data, TextData)
+    tokens = data.get_tokenizer().encode("The capital of France is")
+    greedy = TokenChoice(temperature=0.0)
+    stream = engine.submit(TextRequest(tokens=tokens, max_tokens=6, choice=greedy))
+    text = "".join(piece.text for piece in stream)
+    engine.stop()
+    return {
+        "text": text,
+        "query": [shard.data.shape for shard in held],
+        "step": collectives(next(iter(engine.runner.programs.read.values()))),
+    }
+
+
+def print_to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
 def main(words: list[str]) -> None:
     # The numbers are the same, in less than half the time.
     jax.config.update("jax_disable_most_optimizations", True)
     expected: dict[str, Any] = {}
     for word in words:
         name, *sizes = word.split(":")
+        if name == "smollm2":
+            print(json.dumps(real()), flush=True)
+            continue
         if sizes == ["busy"]:
             print(json.dumps(crowded(name)), flush=True)
             continue

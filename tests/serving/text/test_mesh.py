@@ -33,9 +33,10 @@ def check(one: dict[str, Any]) -> None:
         assert [token for token, _ in text] == [token for token, _ in expected]
         logprobs = [value for _, value in expected]
         assert [value for _, value in text] == pytest.approx(logprobs, abs=1e-4)
-    # Two sums a layer, and one for the embedding where its rows are split; nothing else moves.
-    split = config.vocab % one["tensor"] == 0
-    assert one["step"] == {f"all-reduce f32[4,1,{config.d_model}]": 2 * config.layers + split}
+    # A sum for each split part of a layer, and one for the embedding where its rows are split; nothing else moves.
+    split = one["tensor"] > 1 and config.vocab % one["tensor"] == 0
+    parts = (one["tensor"] > 1) + (one["tensor"] * one["expert"] > 1)
+    assert one["step"] == {f"all-reduce f32[4,1,{config.d_model}]": parts * config.layers + split}
     assert one["choice"] == ({f"all-gather f32[4,{config.vocab}]": 1} if split else {})
     # Pages are written where they lie, and the table's bytes are those of one device.
     assert one["aliased_bytes"] == one["pages_bytes"] == one["held_bytes"]
@@ -69,6 +70,12 @@ def test_engines_on_devices_of_their_own() -> None:
         for text, expected in zip(answers, one["expected"], strict=True):
             assert [token for token, _ in text] == [token for token, _ in expected]
     assert one["devices"] == [[0, 1], [2, 3]]
+    fits, split = one["chosen"]
+    assert (fits["engines"], fits["tensor"]) == (4, [1] * 4)
+    assert fits["devices"] == [[0], [1], [2], [3]]
+    # 109 kB of weights and 201 kB of pages: over 90 % of 250 kB, half of them not.
+    assert (split["engines"], split["tensor"][0]) == (2, 2)
+    assert split["devices"][:2] == [[0, 1], [2, 3]]
     assert one["in_use"] == [0, 0]
     assert sum(one["made"]) == 4
     assert min(one["made"]) > 0
@@ -81,3 +88,12 @@ def test_texts_that_lose_their_pages_or_are_cancelled_on_a_mesh() -> None:
     assert one["cancelled"] == "cancelled"
     assert one["preempted"] > 0
     assert (one["in_use"], one["available"]) == (0, 13)
+
+
+@pytest.mark.slow
+def test_smollm2_over_three_devices() -> None:
+    (one,) = on_four_devices("smollm2")
+    assert one["text"].startswith(" Paris")
+    assert one["query"] == [[30, 576, 3, 64]] * 3
+    assert sum(one["step"].values()) == 2 * 30 + 1
+    assert all(name.startswith("all-reduce") for name in one["step"])

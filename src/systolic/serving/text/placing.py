@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from systolic.data.text.text_data import TextData
-from systolic.job import Job, Layout
+from systolic.job import Batch, Job, Layout
 from systolic.models.decoder.config import Decoder
 from systolic.serving.layout import DeviceShares, EngineNeed, ServingLayout, share
 from systolic.serving.text.memory import capacity_bytes, held_bytes
@@ -62,7 +62,7 @@ class Placing:
         shares = DeviceShares(
             devices=len(devices), engines=1, tensor=tensor, expert=self.asked.expert, reason=""
         )
-        placed = replace(job, layout=shares.layout)
+        placed = replace(job, layout=shares.layout, batch=Batch(total=shares.each))
         target = MeshTarget.of(placed, platform, devices[: shares.each])
         steps = StepFunctions(placed, target, trains=False)
         data = job.data
