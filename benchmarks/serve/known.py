@@ -7,7 +7,7 @@ from typing import Any
 from systolic.chips import Slice
 from systolic.chips import slice as find_slice
 from systolic.core.errors import SystolicError
-from systolic.job import Job, Layout
+from systolic.job import ExpertAxis, Job, Layout, Served
 from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.models.decoder.switches import Router, Score
 from systolic.session.job_source import source_of
@@ -55,10 +55,13 @@ SCOUT = Decoder(
 """Llama 4 Scout's text model (config.json in transformers 5.23's Llama4TextConfig): its vocabulary of 202,048 rounded up; no norms of queries
 and keys, full attention in place of chunks of 8,192."""
 BOTH_AXES = {
-    "deepseek": Layout(data=1, fsdp=1, expert=-1, tensor=4),
+    "deepseek": Layout(data=1, fsdp=1, expert=4, tensor=-1),
     "scout": Layout(data=1, fsdp=1, expert=-1, tensor=4),
 }
-"""Meshes of jax-llm-examples' main.py: heads over 4 devices, experts over 4 and the rest."""
+"""Meshes of jax-llm-examples (main.py and ShardingRules of model.py at 202fcd3): y of 4 devices and z of the rest. DeepSeek's experts lie over
+y and their hidden units over z, Scout's the other way round; heads lie over both (Scout's 40 over y alone), and so does the vocabulary."""
+HEADS = Served(expert_axis=ExpertAxis.heads)
+"""Experts and heads over the same devices: all that records name have it so."""
 CORES = re.compile(r"v7x-(\d+)")
 
 
@@ -119,14 +122,19 @@ def _layout(row: Row, model: str, job: Job, on: Slice) -> tuple[Layout, str]:
             return layout, ""
     text = str(row.get("parallelism") or "")
     tensor = re.search(r"TP\s*=?\s*(\d+)", text)
+    expert = re.search(r"EP\s*=?\s*(\d+)", text)
     if tensor is None:
         return serving_layout(job, on), "layout not printed"
     ways = int(tensor[1])
     if on.num_devices % ways:
         raise SystolicError(f"{text} on {on.num_devices} devices")
     layout = Layout(data=on.num_devices // ways, fsdp=1, tensor=ways)
+    if expert is not None and isinstance(job.model, Decoder) and job.model.experts > 1:
+        if int(expert[1]) != ways:
+            raise SystolicError(f"{text}: experts and heads over different numbers of devices")
+        layout = Layout(data=on.num_devices // ways, fsdp=1, expert=ways)
     try:
-        with_heads_for(job, ways).model.check(layout)
+        with_heads_for(job, layout, HEADS).model.check(layout)
     except SystolicError:
         return serving_layout(job, on), f"{text}: experts and heads can't share devices here"
     copies = isinstance(job.model, Decoder) and not job.model.latent and ways > job.model.kv_heads

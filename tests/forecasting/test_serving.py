@@ -6,7 +6,13 @@ from systolic.chips import slice
 from systolic.core.errors import OptionError
 from systolic.core.origin import Origin
 from systolic.forecasting.cost import bill_of
-from systolic.forecasting.serving import Load, ServingPoint, StepTimes, steady
+from systolic.forecasting.serving import (
+    Load,
+    ServingPoint,
+    StepTimes,
+    burst_seconds,
+    steady,
+)
 from systolic.forecasting.serving_memory import ServingMemory
 
 LOAD = Load(prompt_tokens=1000, output_tokens=101, chunk=512)
@@ -114,3 +120,32 @@ def test_no_room_for_a_page() -> None:
         capacity_bytes=100, weights_bytes=90, temporary_bytes=50, page_bytes=40, page_size=16
     )
     assert (memory.num_pages, memory.concurrency(1), memory.left_bytes) == (0, 0, -40)
+
+
+def test_the_host_beside_a_step_and_after_it() -> None:
+    """Steps of 10 ms hide 4 ms of the host and show 2 of 12; after the step all of it counts."""
+    short = StepTimes(decode={1: 0.010}, chunk=0.1, host=0.004)
+    long = StepTimes(decode={1: 0.010}, chunk=0.1, host=0.012)
+    assert steady(LOAD, short, 1).token_seconds == pytest.approx(0.010)
+    assert steady(LOAD, long, 1).token_seconds == pytest.approx(0.012)
+    after = StepTimes(decode={1: 0.010}, chunk=0.1, host=0.012, host_after=True)
+    assert steady(LOAD, after, 1).token_seconds == pytest.approx(0.022)
+    assert steady(LOAD, after, 1).first_token_seconds == pytest.approx(0.2)
+
+
+def test_prompts_that_come_at_once() -> None:
+    """Prompts of 2 chunks of 0.11 s one after the other: 0.22, 0.44 ... 1.76 s, on average 0.99 s."""
+    times = StepTimes(decode={1: 0.01, 99: 0.01}, chunk=0.1)
+    state = steady(LOAD, times, 8)
+    assert burst_seconds(LOAD, times, state, 8) == pytest.approx(0.22 * 4.5)
+    # 800 more than the engine holds wait for others to end: half of them at the mean, at its rate.
+    many = burst_seconds(LOAD, times, state, 808)
+    assert many == pytest.approx(400 / state.requests_per_second, rel=0.05)
+
+
+def test_more_rows_more_tokens_and_longer_steps() -> None:
+    times = StepTimes(decode={1: 0.01, 16: 0.012, 64: 0.02}, chunk=0.02)
+    states = [steady(LOAD, times, count) for count in (1, 4, 16, 64)]
+    rates = [state.requests_per_second for state in states]
+    assert rates == sorted(rates)
+    assert [s.token_seconds for s in states] == sorted(s.token_seconds for s in states)

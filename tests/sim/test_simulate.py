@@ -447,3 +447,35 @@ def test_several_slices_number_their_own_devices() -> None:
     # The exchange of experts stays inside a slice; only sends cross.
     assert by_kind["all-to-all"] == {Resource.ici}
     assert by_kind["send"] == by_kind["recv"] == {Resource.dcn}
+
+
+def test_a_slice_fetched_into_vector_memory_takes_its_bytes() -> None:
+    """An asynchronous slice is a transfer: never faster than the memory it reads."""
+    wide, part = "s8[4096,4096]{1,0:T(8,128)(4,1)}", "s8[1024,4096]{1,0:T(8,128)(4,1)S(1)}"
+    timeline = run(
+        f"""\
+  %x = {wide} parameter(0)
+  %slice-start = (({wide}), {part}, s32[]) async-start(%x), calls=%held
+  %slice-done = {part} async-done(%slice-start)""",
+        f"%held (p: s8[4096,4096]) -> s8[1024,4096] {{\n  %p = {wide} parameter(0)\n"
+        f"  ROOT %s = {part} slice(%p), slice={{[0:1024], [0:4096]}}\n}}\n\n",
+    )
+    assert of(timeline, "slice-start", "dma").seconds > 2**22 / rates_of(slice("v5e-4")).hbm
+
+
+def test_transfers_and_ops_share_the_memory() -> None:
+    """An op that reads device memory beside a transfer: the step takes the bytes of both."""
+    inside = BIG.replace("T(8,128)", "T(8,128)S(1)")
+    timeline = run(
+        f"""\
+  %x = {BIG} parameter(0)
+  %y = {BIG} parameter(1)
+  %copy-start = ({inside}, {BIG}, u32[]) copy-start(%y)
+  %f = {BIG} fusion(%x), kind=kLoop, calls=%twice
+  %copy-done = {inside} copy-done(%copy-start)""",
+        f"%twice (p: f32[1024,1024]) -> f32[1024,1024] {{\n  %p = {BIG} parameter(0)\n"
+        f"  ROOT %n = {BIG} add(%p, %p)\n}}\n\n",
+    )
+    rate = rates_of(slice("v5e-4")).hbm
+    assert timeline.seconds > 3 * 2**22 / rate
+    assert timeline.spans[-1].opcode == "wait memory"

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from systolic.job import Layout, Sampling
+from systolic.job import ExpertAxis, Layout, Sampling, Served
 from systolic.models.decoder.config import Dispatch
 from systolic.steps.decode import Decode
 from systolic.steps.programs import jit_decode, jit_prefill, jit_weights
@@ -25,17 +25,21 @@ LAYOUTS = {
     "data-expert-tensor": (MIXTURE, Layout(data=2, fsdp=1, expert=2, tensor=2), 8),
     "few rows over experts": (DROPLESS, Layout(data=1, fsdp=1, expert=4, tensor=2), 2),
     "rows over experts": (DROPLESS, Layout(data=1, fsdp=1, expert=4, tensor=2), 8),
+    "heads over experts": (DROPLESS, Layout(data=2, fsdp=1, expert=2, tensor=2), 4),
     "biased": (replace(GPT2, layers=2), Layout(data=4, fsdp=1, tensor=2), 8),
     "latents": (LATENTS, Layout(data=2, fsdp=1, expert=2, tensor=2), 8),
 }
 """Model, layout and rows."""
+HEADS, WIDE = ExpertAxis.heads, ("heads over experts",)
 PROMPT, CAPACITY, TOKENS = 6, 12, 5
 _GATHERED = re.compile(r"= \w+\[([\d,]*)\]\S* all-gather")
 
 
-def write(steps: StepFunctions, rows: int) -> tuple[list[list[int]], list[float], str]:
+def write(
+    steps: StepFunctions, rows: int, served: Served
+) -> tuple[list[list[int]], list[float], str]:
     """New tokens of each row, the sum of the keys of each, and the compiled decode step."""
-    decode = Decode(steps, Sampling(temperature=0.0))
+    decode = Decode(steps, Sampling(temperature=0.0), served)
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(0, 64, (rows, PROMPT)), jnp.int32)
     # The longest prompt's last tokens don't fit any more: they are dropped, not written over others.
@@ -59,7 +63,9 @@ def write(steps: StepFunctions, rows: int) -> tuple[list[list[int]], list[float]
 
 def main() -> None:
     for name, (model, layout, rows) in LAYOUTS.items():
-        tokens, keys, text = write(tiny.steps(tiny.job(layout=layout, model=model), 8), rows)
+        served = Served(expert_axis=HEADS) if name in WIDE else Served()
+        steps = tiny.steps(tiny.job(layout=layout, model=model), 8)
+        tokens, keys, text = write(steps, rows, served)
         gathered = [
             int(np.prod([int(n) for n in dims.split(",") if n])) for dims in _GATHERED.findall(text)
         ]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from systolic.job import Sampling
+from systolic.job import Sampling, Served
 from systolic.job.layout import Layout
 from systolic.models.decoder.config import Decoder
 from systolic.steps.decode import Decode
@@ -34,7 +34,7 @@ def test_layouts_write_the_text_of_one_device() -> None:
     assert set(found) == set(LAYOUTS)
     for name, (model, _, rows) in LAYOUTS.items():
         alone = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=model))
-        tokens, keys, _ = write(alone, rows)
+        tokens, keys, _ = write(alone, rows, Served())
         assert found[name]["tokens"] == tokens, name
         np.testing.assert_allclose(found[name]["keys"], keys, rtol=1e-4)
         # The largest is a row of logits' best ones; a layer's smallest weight has 32 x 2 x 8 elements.

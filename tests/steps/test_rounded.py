@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from systolic import recipes
-from systolic.job import Job, Layout, Precision, Sampling, ServedWeights
+from systolic.job import Job, Layout, Precision, Sampling, Served, ServedCache, ServedWeights
+from systolic.models.decoder.cache import Coded, coded
 from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.models.decoder.switches import Latent
 from systolic.models.rounded import Rounded, rounded, rounded_product
+from systolic.steps.apart import ApartDecode, ApartState
 from systolic.steps.decode import Decode
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
@@ -71,7 +73,7 @@ def test_decode_reads_int8(model: Decoder) -> None:
     layout, rows = Layout(fsdp=1), 2
     target = MeshTarget.of(job(model, layout), "cpu", jax.devices()[:1])
     steps = StepFunctions(job(model, layout), target)
-    narrow = Decode(steps, Sampling(temperature=0.0), ServedWeights.int8)
+    narrow = Decode(steps, Sampling(temperature=0.0), Served(weights=ServedWeights.int8))
     plain = Decode(steps, Sampling(temperature=0.0))
     state = jax.jit(steps.init, out_shardings=steps.shardings)(jax.random.key(0))
     codes = jax.jit(narrow.weights, out_shardings=narrow.placement)(state.params)
@@ -91,3 +93,84 @@ def test_decode_reads_int8(model: Decoder) -> None:
     found = jax.jit(lambda params: answer(narrow, params))(codes)
     expected = jax.jit(lambda params: answer(plain, params))(wide)
     np.testing.assert_allclose(found, expected, atol=2e-4)
+
+
+def test_decode_reads_a_cache_in_int8() -> None:
+    model, layout, rows = DENSE, Layout(fsdp=1), 2
+    steps = StepFunctions(
+        job(model, layout), MeshTarget.of(job(model, layout), "cpu", jax.devices()[:1])
+    )
+    narrow = Decode(steps, Sampling(temperature=0.0), Served(cache=ServedCache.int8))
+    params, rest = _drawn(steps)
+    tokens = jax.random.randint(jax.random.key(2), (rows, 8), 0, 256)
+    count, key = jnp.array([8, 5]), jax.random.key(3)
+
+    def both(params: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+        begun = narrow.prefill(params, rest, tokens, count, key, 16)
+        module = narrow._module(params, rest)
+        logits, cache = module.extend(begun.token, begun.cache)
+        after, _ = module.extend(begun.token, cache)
+        wide = begun.cache._replace(
+            key=_restored(begun.cache.key), value=_restored(begun.cache.value)
+        )
+        expected, longer = module.extend(begun.token, wide)
+        # The second token reads what the first one wrote.
+        second = longer._replace(key=_restored(cache.key), value=_restored(cache.value))
+        return logits, expected, after, module.extend(begun.token, second)[0]
+
+    found, expected, after, expected_after = jax.jit(both)(params)
+    np.testing.assert_allclose(found, expected, atol=2e-4)
+    np.testing.assert_allclose(after, expected_after, atol=2e-4)
+    shapes = narrow.abstract_state(rows, 16).cache
+    assert shapes.key.codes.dtype == jnp.int8
+    assert shapes.key.scales.shape == shapes.key.codes.shape[:-1]
+
+
+def _drawn(steps: StepFunctions) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Weights that are not zero anywhere, as those of the first step partly are."""
+    rng, network = np.random.default_rng(0), steps.network
+    drawn = {
+        path: jnp.asarray(rng.normal(size=one.shape) / 4, jnp.float32)
+        for path, one in network.params.items()
+    }
+    return drawn, {path: jnp.zeros(one.shape) for path, one in network.model_state.items()}
+
+
+def _restored(rows: Coded) -> jax.Array:
+    return rows.codes * rows.scales[..., None].astype(jnp.float32)
+
+
+def test_rows_in_int8_are_within_half_a_step() -> None:
+    rows = jax.random.normal(jax.random.key(0), (3, 5, 16)).at[1, 2].set(0)
+    made = coded(rows)
+    steps = np.abs(rows).max(axis=-1, keepdims=True) / 127
+    assert (np.abs(_restored(made) - rows) <= 0.51 * steps).all()
+
+
+def test_layers_apart_write_what_stacked_ones_do() -> None:
+    model, layout, rows = LATENT, Layout(fsdp=1), 2
+    steps = StepFunctions(
+        job(model, layout), MeshTarget.of(job(model, layout), "cpu", jax.devices()[:1])
+    )
+    served = Served(weights=ServedWeights.int8, cache=ServedCache.int8)
+    decode = Decode(steps, Sampling(temperature=0.0), served)
+    apart = ApartDecode(decode)
+    params, rest = _drawn(steps)
+    tokens = jax.random.randint(jax.random.key(2), (rows, 8), 0, 256)
+
+    def both(params: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        weights = decode.weights(params)
+        begun = decode.prefill(weights, rest, tokens, jnp.array([8, 5]), jax.random.key(3), 16)
+        layers = [
+            jax.tree.map(lambda a, n=n: a[n], (begun.cache.key, begun.cache.value))
+            for n in range(model.layers)
+        ]
+        own = ApartState(begun.token, begun.key, begun.cache.length, begun.cache.recent, layers)
+        split, found = apart.weights(params, rest), []
+        for _ in range(3):
+            found.append(own.token)
+            own = apart.step(split, own)
+        return jnp.stack(found, axis=1), decode.decode(weights, rest, begun, 3)[1]
+
+    found, expected = jax.jit(both)(params)
+    np.testing.assert_array_equal(found, expected)

@@ -71,7 +71,7 @@ class ServingProgram(ServingCall):
         if not _known(self.job):
             return None
         sizes: dict[str, Any] = {"rows": self.rows, "tokens": self.tokens, "context": self.context}
-        sizes |= {"weights": self.weights.value}
+        sizes |= self.served.to_json()
         return {"job": self.job.to_json(), "serving": sizes}
 
     def trace(self, on: Slice, devices: Sequence[Any]) -> Traced:

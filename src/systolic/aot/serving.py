@@ -20,7 +20,7 @@ def trace_serving(program: ServingCall, on: Slice, devices: Sequence[Any]) -> Tr
     """The step of a server on a mesh of ``devices``."""
     job = program.job.settle(on)
     target = MeshTarget.of(job, on.platform, devices)
-    decode = Decode(StepFunctions(job, target), Sampling(temperature=0.0), program.weights)
+    decode = Decode(StepFunctions(job, target), Sampling(temperature=0.0), program.served)
     sizes = (program.rows, program.tokens, program.context)
     traced = trace_generation(decode, *sizes)
     flops, units = generated(decode, *sizes)

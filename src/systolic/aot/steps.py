@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from systolic.aot.traced import StepKind, Traced
 from systolic.chips import Slice
 from systolic.core.errors import OptionError
-from systolic.job import Job, Sampling
+from systolic.job import Job, LayerArrays, Sampling
+from systolic.steps.apart import ApartDecode
 from systolic.steps.decode import Decode
-from systolic.steps.programs import jit_decode, jit_evaluate, jit_prefill, jit_train
+from systolic.steps.programs import jit_apart, jit_decode, jit_evaluate, jit_prefill, jit_train
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 
@@ -88,6 +89,10 @@ def generated(decode: Decode, size: int, tokens: int, context: int) -> tuple[flo
 
 def trace_generation(decode: Decode, size: int, tokens: int, context: int) -> Any:
     """The next token of ``size`` texts over a cache of ``context`` positions, or with more ``tokens`` the start of each text."""
+    if tokens == 1 and decode.served.layers is LayerArrays.apart:
+        apart = ApartDecode(decode)
+        weights, begun = apart.placed_weights(), apart.placed_state(size, context)
+        return jit_apart(apart, size, context).trace(weights, begun)
     steps, placement = decode.steps, decode.placement
     params = jax.tree.map(
         lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from systolic.job import Job, ServedWeights
+from systolic.job import Job, Served
 
 
 class StepKind(enum.Enum):
@@ -61,7 +61,7 @@ class ServingCall:
     """Tokens that it reads of each; 1 makes the next token over a cache, more read the start of a prompt."""
     context: int
     """Positions of the cache of each text."""
-    weights: ServedWeights = ServedWeights.plain
+    served: Served = field(default_factory=Served)
 
 
 def name_of(function: Callable[..., Any]) -> str:

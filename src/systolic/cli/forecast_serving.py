@@ -8,8 +8,8 @@ from typing import Annotated
 from systolic.cli.output import print_json
 from systolic.cli.parse import Required
 from systolic.cli.target import first, request
-from systolic.core.ranges import COUNT
-from systolic.job import ServedWeights
+from systolic.core.ranges import COUNT, NOT_NEGATIVE
+from systolic.job import ExpertAxis, Served, ServedCache, ServedWeights
 
 SERVE = "--serve"
 
@@ -25,7 +25,10 @@ class ServingOptions:
         concurrency: Numbers of requests under way, one line each; by default 1, 4, 16 and so on, as many as fit.
         page_size: Positions of a page of the cache.
         chunk: Prompt tokens that a step reads.
+        host_ms: Milliseconds of the host's work for each step, an assumption: shown behind the step and after it.
         weights: Format of the weights: plain, or int8 for a decoder's matrices.
+        cache: Format of keys and values: plain, or int8 with a scale for each position and head.
+        expert_axis: What the expert axis splits beside experts: rows (texts), or heads (as the tensor axis does).
         flags: Compiler flags on top of the set that all jobs on the chip share; none leaves that set out.
         quick: Stop at the compiler's schedule, after seconds: memory is exact, the time of ops estimated.
         json: Print one JSON object on stdout.
@@ -37,7 +40,10 @@ class ServingOptions:
     concurrency: tuple[int, ...] = ()
     page_size: Annotated[int, COUNT] = 128
     chunk: Annotated[int, COUNT] = 512
+    host_ms: Annotated[float, NOT_NEGATIVE] = 0.0
     weights: ServedWeights = ServedWeights.plain
+    cache: ServedCache = ServedCache.plain
+    expert_axis: ExpertAxis = ExpertAxis.rows
     flags: str = ""
     quick: bool = False
     json: bool = False
@@ -61,6 +67,7 @@ def forecast_server(args: Sequence[str]) -> int:
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,
         chunk=options.chunk,
+        host_seconds=options.host_ms / 1e3,
     )
     compiler = Compiler(flags=resolved(options.flags, on.chip))
     with ProgressLine(sys.stderr, f"{job.name} for {on.name}") as progress:
@@ -70,7 +77,9 @@ def forecast_server(args: Sequence[str]) -> int:
             load,
             concurrency=options.concurrency,
             page_size=options.page_size,
-            weights=options.weights,
+            served=Served(
+                weights=options.weights, cache=options.cache, expert_axis=options.expert_axis
+            ),
             compiler=compiler.quick() if options.quick else compiler,
             watch=progress.say,
         )

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from systolic.chips import Slice
 from systolic.core.origin import Origin
-from systolic.core.ranges import COUNT, check
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, check
 from systolic.forecasting.cost import Bill
 from systolic.forecasting.serving_memory import ServingMemory
 
@@ -35,6 +35,8 @@ class Load:
     """New tokens of each request."""
     chunk: Annotated[int, COUNT] = 512
     """Prompt tokens that a step reads."""
+    host_seconds: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Work of the host for each step, an assumption: behind the step on the device at best, after it at worst."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -63,9 +65,21 @@ class StepTimes:
     """Rows to the seconds of a step that reads one token of each."""
     chunk: float
     """Seconds that a chunk of a prompt adds to a step."""
+    host: float = 0.0
+    """Seconds of the host's work for a step."""
+    host_after: bool = False
+    """Whether the host begins when the device has ended; else it works beside it, and the longer one counts."""
 
     def decode_seconds(self, rows: float) -> float:
-        """Seconds of a decode step: linear between the sizes that were compiled, along the last two beyond them.
+        """Seconds of a decode step with the host's work.
+
+        Steps beside chunks hide more of the host's work than is counted here.
+        """
+        device, share = self._device_seconds(rows), min(rows / min(self.decode), 1.0)
+        return device + share * self.host if self.host_after else max(device, share * self.host)
+
+    def _device_seconds(self, rows: float) -> float:
+        """Linear between the sizes that were compiled, along the last two beyond them.
 
         Below the smallest size it is that size's, in the share of steps that have a row at all.
         """
@@ -158,6 +172,22 @@ def steady(load: Load, times: StepTimes, requests: float) -> Steady:
     )
 
 
+def burst_seconds(load: Load, times: StepTimes, state: Steady, count: int) -> float:
+    """Mean seconds to the first token of ``count`` requests that come at once to an idle engine.
+
+    Prompts of those that it holds are read one after the other; each further one waits until another ends.
+    """
+    held = min(float(count), state.requests)
+    prompt = load.chunks * (times.chunk + times.decode_seconds(held / 2))
+    inside, beyond = prompt * (held + 1) / 2, count - held
+    if not beyond:
+        return inside
+    # In the steady state they begin at the rate at which others end.
+    later = state.first_token_seconds + load.output_tokens * state.token_seconds
+    waits = later + (beyond / 2) / state.requests_per_second
+    return (held * inside + beyond * waits) / count
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepForecast:
     """A step that was forecast: of an engine's decode, or of a prompt."""
@@ -188,6 +218,8 @@ class ServingPoint:
     """Replicas that have requests."""
     floor: Steady | None
     """The same at the least seconds of each step; None where these are unknown."""
+    host_after: Steady | None = None
+    """The same with the host's work after each step; None where the load has none."""
     load: Load
     usd_per_hour: float | None
 
@@ -219,6 +251,13 @@ class ServingPoint:
         return self.replicas * self.floor.requests_per_second * self.load.output_tokens
 
     @property
+    def host_after_output_tokens_per_second(self) -> float | None:
+        """:attr:`output_tokens_per_second` with the host's work after each step."""
+        if self.host_after is None:
+            return None
+        return self.replicas * self.host_after.requests_per_second * self.load.output_tokens
+
+    @property
     def usd_per_million_tokens(self) -> float | None:
         """Dollars on demand for a million tokens, prompts and answers in the load's mix."""
         return self._usd(self.tokens_per_second)
@@ -246,6 +285,13 @@ class ServingPoint:
                 "output_tokens_per_second": self.floor_output_tokens_per_second,
                 "time_to_first_token_seconds": self.floor.first_token_seconds,
                 "time_per_output_token_seconds": self.floor.token_seconds,
+            },
+            "host_after": None
+            if self.host_after is None
+            else {
+                "output_tokens_per_second": self.host_after_output_tokens_per_second,
+                "time_to_first_token_seconds": self.host_after.first_token_seconds,
+                "time_per_output_token_seconds": self.host_after.token_seconds,
             },
             "usd_per_million_tokens": self.usd_per_million_tokens,
             "usd_per_million_output_tokens": self.usd_per_million_output_tokens,

@@ -97,6 +97,52 @@ class ServedWeights(enum.Enum):
     """Matrices of attention, feed-forward parts and experts in int8, a scale for each output channel; activations stay in the compute dtype (decoders)."""
 
 
+class ServedCache(enum.Enum):
+    """Format of the keys and values that a generating program keeps."""
+
+    plain = "plain"
+    """The compute dtype."""
+    int8 = "int8"
+    """int8, with a scale for each position and head (decoders)."""
+
+
+class ExpertAxis(enum.Enum):
+    """Use of the expert axis of a generating program beside the experts."""
+
+    rows = "rows"
+    """Each of its devices has a part of the texts with their cache, and a copy of the other weights."""
+    heads = "heads"
+    """Heads, vocabulary and dense layers are split over it as over the tensor axis, as far as it divides them; each device has all texts."""
+
+
+class LayerArrays(enum.Enum):
+    """Arrays in which the decode step of a static batch has its layers."""
+
+    stacked = "stacked"
+    """One for all layers, read by a loop: compiled in seconds."""
+    apart = "apart"
+    """Each layer's own (decoders): the compiler fetches a layer's weights while the layer before waits for its sums."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """Formats and split of a generating program."""
+
+    weights: ServedWeights = ServedWeights.plain
+    cache: ServedCache = ServedCache.plain
+    expert_axis: ExpertAxis = ExpertAxis.rows
+    layers: LayerArrays = LayerArrays.stacked
+
+    def to_json(self) -> dict[str, str]:
+        """Values by field."""
+        return {
+            "weights": self.weights.value,
+            "cache": self.cache.value,
+            "expert_axis": self.expert_axis.value,
+            "layers": self.layers.value,
+        }
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dtypes:
     """Dtypes of the arrays that training keeps, whatever the precision of compute."""

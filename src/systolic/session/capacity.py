@@ -23,7 +23,7 @@ from systolic.forecasting.serving import (
     steady,
 )
 from systolic.forecasting.serving_memory import ServingMemory
-from systolic.job import Job, Layout, ServedWeights
+from systolic.job import ExpertAxis, Job, Layout, Served
 from systolic.models.decoder.config import Decoder
 
 PAGE_SIZE = 128
@@ -57,17 +57,21 @@ def serving_layout(job: Job, on: Slice) -> Layout:
     raise refused
 
 
-def with_heads_for(job: Job, tensor: int) -> Job:
-    """The job with a key-value head for each device of the tensor axis, where that has a multiple of their number.
+def with_heads_for(job: Job, layout: Layout, served: Served) -> Job:
+    """The job with a key-value head for each device that a definite layout splits heads over, where that is a multiple of their number.
 
     Each head is then kept on several devices, as servers do; its copies are parameters of this model.
     """
     model = job.model
-    if not isinstance(model, Decoder) or model.latent or tensor <= model.kv_heads:
+    if not isinstance(model, Decoder) or model.latent:
         return job
-    if tensor % model.kv_heads:
+    wide = served.expert_axis is ExpertAxis.heads and model.heads % layout.tensor == 0
+    ways = layout.tensor * (layout.expert if wide else 1)
+    if model.heads % ways:  # The partition leaves the expert axis out.
+        ways = layout.tensor
+    if ways <= model.kv_heads or ways % model.kv_heads:
         return job
-    return replace(job, model=replace(model, kv_heads=tensor))
+    return replace(job, model=replace(model, kv_heads=ways))
 
 
 def forecast_serving(
@@ -77,7 +81,7 @@ def forecast_serving(
     *,
     concurrency: Sequence[int] = (),
     page_size: int = PAGE_SIZE,
-    weights: ServedWeights = ServedWeights.plain,
+    served: Served | None = None,
     compiler: Compiler | None = None,
     watch: Callable[[str], None] = lambda _: None,
 ) -> ServingForecast:
@@ -89,7 +93,7 @@ def forecast_serving(
         load: Prompt and answer of each request, and the chunks that prompts are read in.
         concurrency: Requests under way, one point each; by default 1, 4, 16 … as many as fit, and these.
         page_size: Positions of a page of the cache.
-        weights: Format of the weights.
+        served: Formats of weights and cache, and the use of the expert axis.
         compiler: Flags and effort; by default the flags that jobs on the chip share.
         watch: Called with each stage, a few words.
 
@@ -103,12 +107,13 @@ def forecast_serving(
             if count not in COUNT:
                 raise OptionError(f"{name} is {count}; it takes {COUNT}")
     target = slice(on) if isinstance(on, str) else on
+    served = served or Served()
     server = _Server(
-        job=with_heads_for(job, job.layout.on(target.num_devices, target.num_slices).tensor),
+        job=with_heads_for(job, job.layout.on(target.num_devices, target.num_slices), served),
         on=target,
         load=load,
         page_size=page_size,
-        weights=weights,
+        served=served,
         compiler=compiler or Compiler(flags=resolved("", target.chip)),
         watch=watch,
     )
@@ -121,7 +126,7 @@ class _Server:
     on: Slice
     load: Load
     page_size: int
-    weights: ServedWeights
+    served: Served
     compiler: Compiler
     watch: Callable[[str], None]
     made: dict[tuple[int, int], Forecast] = field(default_factory=dict)
@@ -147,7 +152,9 @@ class _Server:
 
     @property
     def replicas(self) -> int:
-        return self.job.settle(self.on).layout.batch_ways
+        layout = self.job.settle(self.on).layout
+        shared = self.served.expert_axis is ExpertAxis.heads
+        return layout.batch_ways // (layout.expert if shared else 1)
 
     @property
     def axes(self) -> str:
@@ -178,7 +185,7 @@ class _Server:
         context = self.context if tokens == 1 else tokens
         made = forecast_program(
             ServingProgram(
-                job=self.job, rows=count, tokens=tokens, context=context, weights=self.weights
+                job=self.job, rows=count, tokens=tokens, context=context, served=self.served
             ),
             self.job.name,
             self.on,
@@ -213,14 +220,18 @@ class _Server:
 
     def point(self, count: int) -> ServingPoint:
         busy = min(count, self.replicas)
-        real, least = self.times(lambda made: made.step_seconds), self.times(floor_seconds)
-        assert real is not None
+        device, least = self.times(lambda made: made.step_seconds), self.times(floor_seconds)
+        assert device is not None
+        real = replace(device, host=self.load.host_seconds)
         requests = count / busy
         return ServingPoint(
             concurrency=count,
             state=steady(self.load, real, requests),
             replicas=busy,
             floor=None if least is None else steady(self.load, least, requests),
+            host_after=steady(self.load, replace(real, host_after=True), requests)
+            if self.load.host_seconds
+            else None,
             load=self.load,
             usd_per_hour=bill_of(self.on).usd_per_hour,
         )

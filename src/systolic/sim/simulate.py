@@ -16,7 +16,7 @@ from systolic.hlo import Computation, Instruction, Module, crosses
 from systolic.hlo.collectives import COLLECTIVES
 from systolic.hlo.groups import groups_of
 from systolic.hlo.loops import trip_count
-from systolic.hlo.shape import HOST, Shape
+from systolic.hlo.shape import HBM, HOST, Shape
 from systolic.sim.asynchronous import (
     Role,
     collective_in,
@@ -30,13 +30,13 @@ from systolic.sim.network import Network, Place, crossings, default_places
 from systolic.sim.notes import merged
 from systolic.sim.price import price
 from systolic.sim.rates import Rates, rates_of
+from systolic.sim.shared import DMA_SHARE, memory_seconds, shared
 from systolic.sim.spans import span_of
 from systolic.sim.starts import started
 from systolic.sim.timeline import PricedBy, Resource, Span, Timeline
 from systolic.sim.waits import slowest_slice, wait_for_slices
 
 DMA_SECONDS: float = constant("simulate.dma_seconds")
-DMA_SHARE: float = constant("simulate.dma_share")
 TURN_SECONDS: float = constant("simulate.turn_seconds")
 MUCH = 0.02
 """Share of the step above which a note reports estimated ops."""
@@ -86,6 +86,17 @@ def simulate(
             f"{waited / seconds:.1%} of the step is an allowance for waiting for the slowest of {on.num_slices} slices, fitted to published steps"
         ] = None
     made = Timeline(origin=Origin.simulated, seconds=seconds, spans=spans, notes=merged(run.notes))
+    if (over := memory_seconds(made, rates) - seconds) > 0:
+        run.notes[
+            "transfers beside ops that read memory too: the step takes as long as their bytes"
+        ] = None
+        made = replace(
+            made,
+            seconds=seconds + over,
+            spans=(*spans, shared(seconds, over)),
+            notes=merged(run.notes),
+        )
+        seconds += over
     estimated = sum(s.seconds * n for s, n in made.leaves() if s.priced_by is PricedBy.estimate)
     if estimated > MUCH * seconds:
         note = f"ops without the compiler's cycles take {estimated / seconds:.0%} of the time, at rates fitted to other programs"
@@ -330,6 +341,9 @@ class _Order:
         lane, resource, rate = self.way(places)
         if lane == "host" or not seconds:
             seconds = moved / rate + DMA_SECONDS
+        elif places & {HBM}:
+            # A slice that is fetched into vector memory is priced as an op by what it leaves in device memory: nothing.
+            seconds = max(seconds, moved / rate)
         span = self.span(
             instruction,
             seconds,

@@ -10,15 +10,24 @@ from jax.experimental.layout import Format
 from jax.experimental.layout import Layout as Order
 from jax.sharding import PartitionSpec
 
-from systolic.core.errors import RunError
-from systolic.job import IncrementalDecoder, Sampling, ServedWeights
+from systolic.core.errors import OptionError, RunError
+from systolic.job import (
+    ExpertAxis,
+    IncrementalDecoder,
+    Sampling,
+    Served,
+    ServedCache,
+    ServedWeights,
+)
 from systolic.models.adapters import EXPERTS, STACKED, num_inputs
+from systolic.models.decoder.cache import Coded
+from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.stretch import EXPERT_MATRICES
 from systolic.models.rounded import Rounded, rounded
 from systolic.steps import flops
 from systolic.steps.network import Arrays
 from systolic.steps.steps import StepFunctions
-from systolic.steps.target import RULES, SERVING
+from systolic.steps.target import RULES, SERVING, SERVING_HEADS
 
 PROJECTIONS = (("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim"))
 """Logical dims of weights that project to heads."""
@@ -42,17 +51,27 @@ class Decode:
 
     Raises:
         RunError: the job's model is of another kind.
+        OptionError: a cache in int8 of a model without one.
     """
 
     def __init__(
         self,
         steps: StepFunctions,
         sampling: Sampling,
-        stored: ServedWeights = ServedWeights.plain,
+        served: Served | None = None,
     ) -> None:
+        served = served or Served()
         if steps.target.layout.expert > 1 and steps.target.rules is RULES:
-            steps = StepFunctions(steps.job, replace(steps.target, rules=SERVING))
-        self.steps, self.sampling, self.stored = steps, sampling, stored
+            rules = SERVING_HEADS if served.expert_axis is ExpertAxis.heads else SERVING
+            steps = StepFunctions(steps.job, replace(steps.target, rules=rules))
+        self.steps, self.sampling, self.served = steps, sampling, served
+        self.cache_dtype = jnp.dtype(steps.target.dtype)
+        if served.cache is ServedCache.int8:
+            if not isinstance(steps.job.model, Decoder):
+                raise OptionError(
+                    f"{steps.job.name} has no cache in int8, decoders do; leave --cache out"
+                )
+            self.cache_dtype = jnp.dtype(jnp.int8)
         module = jax.eval_shape(
             lambda: steps.network.module(*steps.network.init(jax.random.key(0)), train=False)
         )
@@ -98,7 +117,7 @@ class Decode:
     @property
     def _rounded(self) -> dict[str, tuple[int, ...]]:
         """Paths of the matrices that are stored in int8, with the dims that their products sum over."""
-        if self.stored is not ServedWeights.int8:
+        if self.served.weights is not ServedWeights.int8:
             return {}
         found: dict[str, tuple[int, ...]] = {}
         names = {*self.steps.job.model.adaptable(), *EXPERT_MATRICES}
@@ -125,10 +144,12 @@ class Decode:
             return DecodeState(
                 token=jnp.zeros((size,), jnp.int32),
                 key=jax.random.key(0),
-                cache=module.empty_cache(size, capacity, jnp.dtype(target.dtype)),
+                cache=module.empty_cache(size, capacity, self.cache_dtype),
             )
 
         def split(array: Any, axes: tuple[str | None, ...]) -> Any:
+            if isinstance(array, Coded):
+                return Coded(split(array.codes, axes), split(array.scales, axes[:-1]))
             where = target.sharding(target.fit(array.shape, axes))
             return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
 
@@ -136,7 +157,12 @@ class Decode:
         return DecodeState(
             token=split(shapes.token, ("batch",)),
             key=split(shapes.key, ()),
-            cache=jax.tree.map(split, shapes.cache, self._cache_axes),
+            cache=jax.tree.map(
+                split,
+                shapes.cache,
+                self._cache_axes,
+                is_leaf=lambda part: isinstance(part, Coded),
+            ),
         )
 
     def prefill_flops(self, sequence: int) -> float:
@@ -184,7 +210,7 @@ class Decode:
             capacity: Positions the cache has room for; static.
         """
         module = self._module(params, model_state)
-        hidden, cache = module.prefill(tokens, count, capacity, jnp.dtype(self.steps.target.dtype))
+        hidden, cache = module.prefill(tokens, count, capacity, self.cache_dtype)
         # Only the last token's logits are read; those of all would be [batch, n, vocab].
         last = jnp.take_along_axis(hidden, (count - 1)[:, None, None], axis=1)
         key, use = jax.random.split(key)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from systolic.job import Sampling
+from systolic.steps.apart import ApartDecode
 from systolic.steps.decode import Decode
 from systolic.steps.steps import StepFunctions
 
@@ -50,6 +51,13 @@ def jit_decode(decode: Decode, size: int) -> Any:
         out_shardings=(_places(decode, size), None),
         compiler_options=decode.steps.target.compiler_options,
     )
+
+
+def jit_apart(apart: ApartDecode, size: int, capacity: int) -> Any:
+    """The step of a static batch, jitted: (weights, state) -> state; the state is donated."""
+    places = jax.tree.map(lambda array: array.sharding, apart.placed_state(size, capacity))
+    options = apart.decode.steps.target.compiler_options
+    return jax.jit(apart.step, donate_argnums=1, out_shardings=places, compiler_options=options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,6 +29,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
+    "dense_mlp": ("tensor",),
     "vocab": ("tensor",),
     # Whole experts where fsdp divides them, so that gathers and scatters are along the major dim. Parts of each
     # matrix narrower than a tile would be copied, and on TPU7x summed whole on every device.
@@ -46,6 +47,12 @@ SERVING: Mapping[str, tuple[str, ...]] = {
 }
 """Rules for programs without a gradient: the expert axis splits only experts. The other weights, a small part of
 a mixture, would be gathered for every token."""
+SERVING_HEADS: Mapping[str, tuple[str, ...]] = {
+    **SERVING,
+    "batch": ("data", "fsdp"),
+    **dict.fromkeys(("heads", "kv_heads", "vocab", "dense_mlp"), ("tensor", "expert")),
+}
+"""Rules of :attr:`systolic.job.ExpertAxis.heads`. Shared experts are split as narrow as the others, over the tensor axis alone."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

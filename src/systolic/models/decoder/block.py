@@ -62,10 +62,11 @@ class DecoderBlock(nnx.Module):
         self.post_attention_norm = norm(config, d) if config.post_norms else None
         self.post_mlp_norm = norm(config, d) if config.post_norms else None
         self.mlp_norm = norm(config, d)
+        units = "dense_mlp" if config.experts > 1 else "mlp"
         self.mlp = (
             Mixture(config, rngs, target)
             if mixture
-            else MLP(config, config.dense_width, rngs, target)
+            else MLP(config, config.dense_width, rngs, target, units)
         )
         self.config, self.target = config, target
 

@@ -11,16 +11,50 @@ from jax.sharding import PartitionSpec
 from systolic.job import Target
 from systolic.models.masking import Logits, soft_cap
 
+LARGEST_CODE = 127
+"""Of a cache in int8, either sign."""
+
+
+class Coded(NamedTuple):
+    """Rows of a cache in int8, in the place of an array."""
+
+    codes: jax.Array
+    """int8[..., capacity, size]."""
+    scales: jax.Array
+    """[..., capacity], of each row."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the codes."""
+        return self.codes.shape
+
+
+Rows = jax.Array | Coded
+
+
+def coded(rows: jax.Array) -> Coded:
+    """Rows [..., size] in int8, each scaled by its largest element."""
+    wide = rows.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
+    scales = jnp.where(largest > 0, largest, 1.0) / LARGEST_CODE
+    return Coded(jnp.round(wide / scales).astype(jnp.int8), scales[..., 0].astype(rows.dtype))
+
+
+def no_rows(shape: tuple[int, ...], dtype: jnp.dtype) -> Rows:
+    """A cache of zeros [..., capacity, size]; in int8 with scales in bfloat16."""
+    zeros = jnp.zeros(shape, dtype)
+    return Coded(zeros, jnp.zeros(shape[:-1], jnp.bfloat16)) if dtype == jnp.int8 else zeros
+
 
 class Cache(NamedTuple):
     """Keys and values of the positions seen so far."""
 
-    key: jax.Array
+    key: Rows
     """[layers, batch, kv_heads, capacity, head_dim]: heads outside, as the matmuls of attention read them,
     so that a TPU reads a layer of it where it lies. With latent attention the rotated key of all heads,
     [layers, batch, 1, capacity, qk_rope_head_dim]. Where every layer has a window the capacity is at most that, and
     position p lies in row p modulo it."""
-    value: jax.Array
+    value: Rows
     """Like key; with latent attention the latents, [layers, batch, 1, capacity, kv_lora_rank]."""
     length: jax.Array
     """int32[batch]: positions seen."""
@@ -36,6 +70,13 @@ def stored(target: Target, new: jax.Array, capacity: int, dtype: jnp.dtype) -> j
     rows = jnp.swapaxes(new[:, :capacity], 1, 2).astype(dtype)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, capacity - rows.shape[2]), (0, 0)))
     return target.constrain(rows, "batch", "kv_heads", None, None)
+
+
+def stored_rows(target: Target, new: jax.Array, capacity: int, dtype: jnp.dtype) -> Rows:
+    """:func:`stored`, in int8 with scales where that is the dtype."""
+    narrow = dtype == jnp.int8
+    rows = stored(target, new, capacity, new.dtype if narrow else dtype)
+    return coded(rows) if narrow else rows
 
 
 def latest(new: jax.Array, count: jax.Array, capacity: int) -> jax.Array:
@@ -87,6 +128,18 @@ def appended(target: Target, cache: jax.Array, positions: jax.Array, new: jax.Ar
     )(cache, positions, new)
 
 
+def appended_rows(target: Target, cache: Rows, positions: jax.Array, new: jax.Array) -> Rows:
+    """:func:`appended`, to a cache in int8 too."""
+    if not isinstance(cache, Coded):
+        return appended(target, cache, positions, new)
+    codes, scales = coded(new)
+    own = jnp.arange(cache.scales.shape[-1]) == positions[:, None, None]
+    return Coded(
+        appended(target, cache.codes, positions, codes),
+        jnp.where(own, scales[..., None].astype(cache.scales.dtype), cache.scales),
+    )
+
+
 class Sight(NamedTuple):
     """Positions of a cache that new tokens attend to."""
 
@@ -120,12 +173,12 @@ class ScorePart(NamedTuple):
     """[batch, 1, heads, size]."""
     own: jax.Array
     """Keys of the new token, [batch, 1, kv_heads, size]."""
-    keys: jax.Array
+    keys: Rows
     """Keys of the cache, [batch, kv_heads, capacity, size]."""
 
 
 def attend_one(
-    parts: Sequence[ScorePart], own_value: jax.Array, values: jax.Array, sight: Sight
+    parts: Sequence[ScorePart], own_value: jax.Array, values: Rows, sight: Sight
 ) -> jax.Array:
     """Attention of one new token over a cache that does not hold it yet: [batch, 1, heads, size of a value].
 
@@ -147,18 +200,20 @@ def attend_one(
         return split if group > 1 else jnp.concatenate([split, jnp.zeros_like(split)], axis=2)
 
     def stored(own: jax.Array) -> jax.Array:
-        return jnp.swapaxes(own, 1, 2).astype(values.dtype)
+        return jnp.swapaxes(own, 1, 2).astype(dtype if isinstance(values, Coded) else values.dtype)
 
     queries = [grouped(part.query) for part in parts]
     own_value = stored(own_value)
 
-    def logits(keys: Sequence[jax.Array]) -> jax.Array:
-        products = [
-            jnp.einsum(
-                "bkgh,bksh->bkgs", query, key.astype(dtype), preferred_element_type=jnp.float32
-            )
-            for query, key in zip(queries, keys, strict=True)
-        ]
+    def scored(query: jax.Array, key: Rows) -> jax.Array:
+        codes, scales = (key.codes, key.scales) if isinstance(key, Coded) else (key, None)
+        made = jnp.einsum(
+            "bkgh,bksh->bkgs", query, codes.astype(dtype), preferred_element_type=jnp.float32
+        )
+        return made if scales is None else made * scales[:, :, None].astype(jnp.float32)
+
+    def logits(keys: Sequence[Rows]) -> jax.Array:
+        products = [scored(query, key) for query, key in zip(queries, keys, strict=True)]
         assert sight.logits.scale is not None
         return soft_cap(sum(products[1:], products[0]) * sight.logits.scale, sight.logits.cap)
 
@@ -174,7 +229,10 @@ def attend_one(
     total = jnp.sum(past, axis=-1, keepdims=True) + present
     if sinks is not None:
         total = total + jnp.exp(sinks - largest)
-    attended = jnp.einsum("bkgs,bksh->bkgh", (past / total).astype(dtype), values.astype(dtype)) + (
+    shares, rows = past / total, values
+    if isinstance(rows, Coded):
+        shares, rows = shares * rows.scales[:, :, None].astype(jnp.float32), rows.codes
+    attended = jnp.einsum("bkgs,bksh->bkgh", shares.astype(dtype), rows.astype(dtype)) + (
         present / total
     ).astype(dtype) * own_value.astype(dtype)
     return attended[:, :, :group].reshape(batch, 1, heads, -1)

@@ -10,7 +10,7 @@ from flax import nnx
 from systolic.core.errors import OptionError
 from systolic.job import IncrementalDecoder, Target, TokenScorer
 from systolic.models.decoder.block import DecoderBlock
-from systolic.models.decoder.cache import Cache, appended, latest, stored
+from systolic.models.decoder.cache import Cache, appended_rows, latest, no_rows, stored_rows
 from systolic.models.decoder.chunks import score_chunks
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.moe import Mixture
@@ -249,8 +249,8 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
             heads, key, value = 1, latent.qk_rope_head_dim, latent.kv_lora_rank
         shape = (config.layers, batch, heads, self._rows(capacity))
         return Cache(
-            jnp.zeros((*shape, key), dtype),
-            jnp.zeros((*shape, value), dtype),
+            no_rows((*shape, key), dtype),
+            no_rows((*shape, value), dtype),
             jnp.zeros((batch,), jnp.int32),
             self.no_history(batch),
         )
@@ -293,14 +293,19 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
                 attended, kept = block.attend(x, positions, masking)
                 if cut:
                     kept = tuple(latest(each, count, capacity) for each in kept)
-                rows = tuple(stored(self.target, each, capacity, dtype) for each in kept)
+                rows = tuple(stored_rows(self.target, each, capacity, dtype) for each in kept)
                 return block.merge(x, attended, count)[0], rows
 
             return layer
 
         for stretch in self.stretches:
             graphs, stacked = stretch.split()
-            x, rows = run_layers(stretch.period(graphs, step, stack), x, stacked, in_place=True)
+            stacked, joined = self._held(stretch, stacked)
+            period = [
+                lambda x, given, unit=unit, joined=joined: unit(x, joined(*given))
+                for unit in stretch.period(graphs, step, stack)
+            ]
+            x, rows = run_layers(period, x, (stacked, jnp.arange(stretch.units)), in_place=True)
             parts.append(stretch.flat(rows))
         keys, values = _joined(parts)
         return self.normed(x), Cache(keys, values, count, _latest(none, tokens, count))
@@ -333,10 +338,7 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
             graphs, stacked = stretch.split()
             # Beside another kind each layer is read by its number: a part of the cache would be a copy.
             own = rows if alone else stretch.numbers
-            if self.config.grouped and self.target.platform == "tpu":
-                stacked, joined = stretch.held(stacked)
-            else:
-                joined = _same
+            stacked, joined = self._held(stretch, stacked)
             period = [
                 lambda x, given, unit=unit, joined=joined: unit(
                     x, joined(given[0], given[1]), given[2]
@@ -354,13 +356,19 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
                 f"layers with a window of {self.config.window} keep and read all {capacity} positions of the cache: where windows differ by layer they save nothing in decode"
             )
         keys, values = (
-            appended(self.target, old, places, rows[:, :, 0])
+            appended_rows(self.target, old, places, rows[:, :, 0])
             for old, rows in zip((cache.key, cache.value), _joined(parts), strict=True)
         )
         count = jnp.ones_like(cache.length)
         recent = _latest(cache.recent, tokens, count)
         logits = self.logits(self.normed(x))[:, 0]
         return logits, Cache(keys, values, cache.length + count, recent)
+
+    def _held(self, stretch: Stretch, stacked: Any) -> tuple[Any, Callable[[Any, jax.Array], Any]]:
+        """See :meth:`Stretch.held`; nothing is held back where experts have no kernel that takes whole matrices."""
+        if self.config.grouped and self.target.platform == "tpu":
+            return stretch.held(stacked)
+        return stacked, _same
 
 
 def _same(state: Any, number: jax.Array) -> Any:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Format
+from jax.experimental.layout import Layout as Order
 from jax.sharding import NamedSharding, PartitionSpec
 
 from systolic.models.decoder.page_arrays import PageArrays, PageRows
@@ -47,6 +49,10 @@ def one_of(stacked: Any, number: int) -> Any:
     """Layer ``number`` of an array [layers, ...], or its sharding of the stack's."""
     if isinstance(stacked, NamedSharding):
         return NamedSharding(stacked.mesh, PartitionSpec(*stacked.spec[1:]))
+    if isinstance(stacked, Format):
+        outer, *inner = stacked.layout.major_to_minor
+        assert outer == 0
+        return Format(Order(tuple(dim - 1 for dim in inner)), one_of(stacked.sharding, number))
     return stacked[number]
 
 

@@ -113,21 +113,23 @@ def gated(mlp: Mlp, gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 class MLP(nnx.Module):
-    """A dense feed-forward part of ``d_ff`` hidden units, gated or not."""
+    """A dense feed-forward part of ``d_ff`` hidden units, gated or not; ``units`` is the logical name of their dim."""
 
-    def __init__(self, config: Decoder, d_ff: int, rngs: nnx.Rngs, target: Target) -> None:
+    def __init__(
+        self, config: Decoder, d_ff: int, rngs: nnx.Rngs, target: Target, units: str = "mlp"
+    ) -> None:
         d, f = config.d_model, d_ff
         if config.mlp.gated:
-            self.gate = weight(rngs, (d, f), ("embed", "mlp"), d)
-        self.up = weight(rngs, (d, f), ("embed", "mlp"), d)
-        self.down = weight(rngs, (f, d), ("mlp", "embed"), f, (2 * config.layers) ** -0.5)
+            self.gate = weight(rngs, (d, f), ("embed", units), d)
+        self.up = weight(rngs, (d, f), ("embed", units), d)
+        self.down = weight(rngs, (f, d), (units, "embed"), f, (2 * config.layers) ** -0.5)
         if config.mlp_bias:
-            self.gate_bias = bias(f, "mlp") if config.mlp.gated else None
-            self.up_bias = bias(f, "mlp")
+            self.gate_bias = bias(f, units) if config.mlp.gated else None
+            self.up_bias = bias(f, units)
             self.down_bias = bias(d, "norm")
         else:
             self.gate_bias = self.up_bias = self.down_bias = None
-        self.config, self.target = config, target
+        self.config, self.target, self.units = config, target, units
 
     def __call__(
         self, x: jax.Array, count: jax.Array | None = None, order: Order | None = None
@@ -140,7 +142,7 @@ class MLP(nnx.Module):
             hidden = gated(self.config.mlp, gate, self._hidden(x, self.up, self.up_bias))
         else:
             hidden = ACTIVATIONS[self.config.mlp](self._hidden(x, self.up, self.up_bias))
-        hidden = self.target.constrain(hidden, "batch", "sequence", "mlp")
+        hidden = self.target.constrain(hidden, "batch", "sequence", self.units)
         down = product(self.target, "bsf,fd->bsd", hidden, self.down[...], self.config.rounding)
         down = added(self.target.constrain(down, *STREAM), self.down_bias)
         return name(down, "down"), {}

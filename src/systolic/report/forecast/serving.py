@@ -44,6 +44,7 @@ def lines(forecast: ServingForecast, width: int) -> list[Text]:
     ]
     if forecast.points:
         shown += [Text(""), *_table(forecast)]
+        shown += _host(forecast)
     if forecast.refused:
         many = ", ".join(f"{count:,}" for count in forecast.refused)
         shown.append(Text(f"no room for {many} at once: the others would wait in the queue"))
@@ -70,6 +71,20 @@ def _table(forecast: ServingForecast) -> list[Text]:
         Text(head, style="dim"),
         *(Text(_row(point)) for point in forecast.points),
     ]
+
+
+def _host(forecast: ServingForecast) -> list[Text]:
+    """Figures with the host's work after each step, where the load has any."""
+    found = [
+        f"{point.concurrency:,} at once {point.host_after_output_tokens_per_second:,.0f} tokens/s"
+        for point in forecast.points
+        if point.host_after is not None
+    ]
+    if not found:
+        return []
+    each = duration(forecast.load.host_seconds)
+    text = f"host's work of {each} a step, assumed: beside the device above; after each step {', '.join(found)}"
+    return [Text(line) for line in textwrap.wrap(text, WIDTH)]
 
 
 def _row(point: ServingPoint) -> str:

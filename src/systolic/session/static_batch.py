@@ -1,0 +1,118 @@
+"""Step of a static batch: a decoder whose texts all generate, without a server.
+
+The program of all layers apart takes the compiler minutes. Its inner layers are alike, so that two programs of a few layers
+are compiled, and each further period of layers costs the difference between them.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from systolic.aot import Compiler, ServingProgram
+from systolic.chips import Slice
+from systolic.core.errors import OptionError
+from systolic.forecasting import Forecast, forecast_program
+from systolic.job import Job, LayerArrays, Served
+from systolic.models.decoder.config import Decoder
+from systolic.session.capacity import floor_seconds, with_heads_for
+from systolic.sim.rates import rates_of
+from systolic.sim.shared import memory_seconds
+
+PERIODS = (2, 4)
+"""Periods of layers after the dense ones in the programs that are compiled; the ends hide no more of a longer one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StaticBatch:
+    """A token of each text of a batch."""
+
+    seconds: float
+    floor_seconds: float
+    """What bytes and FLOPs take at the chip's peak rates."""
+    hbm_bytes: float
+    """Of one device."""
+    capacity_bytes: int
+    compiled: tuple[Forecast, ...]
+    """Of a few layers."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device holds weights, cache and temporaries."""
+        return self.hbm_bytes <= self.capacity_bytes
+
+
+def forecast_static(
+    job: Job,
+    on: Slice,
+    sizes: tuple[int, int],
+    served: Served,
+    compiler: Compiler,
+    watch: Callable[[str], None] = lambda _: None,
+) -> StaticBatch:
+    """The step of a batch, all layers in arrays of their own.
+
+    Args:
+        job: A decoder under the layout that serves it.
+        on: The slice.
+        sizes: Texts, and positions of the cache of each.
+        served: Formats, and the use of the expert axis.
+        compiler: Flags and effort.
+        watch: Called with each stage, a few words.
+
+    Raises:
+        OptionError: the model is no decoder, or a part of it does not fit.
+    """
+    job = with_heads_for(job, job.layout.on(on.num_devices, on.num_slices), served)
+    model = job.model
+    if not isinstance(model, Decoder):
+        raise OptionError(f"{job.name} is no decoder; forecast it with systolic forecast --serve")
+    made = []
+    for layers in depths(model):
+        less = replace(job, model=replace(model, layers=layers))
+        program = ServingProgram(
+            job=less,
+            rows=sizes[0],
+            tokens=1,
+            context=sizes[1],
+            served=replace(served, layers=LayerArrays.apart),
+        )
+        found = forecast_program(
+            program,
+            job.name,
+            on,
+            compiler=compiler,
+            say=lambda stage, n=layers: watch(f"{n} layers: {stage}"),
+        )
+        if not found.fits or found.step_seconds is None:
+            need = (found.rejected or {}).get("need_bytes")
+            raise OptionError(
+                f"{layers} layers of {model.layers} need {need} bytes, which is more than {on.name} has"
+            )
+        made.append(found)
+    few, more = made
+    low, high = depths(model)
+
+    def whole(value: Callable[[Forecast], float]) -> float:
+        each = (value(more) - value(few)) / max(high - low, 1)
+        return value(more) + each * (model.layers - high)
+
+    return StaticBatch(
+        # A few layers may find all of their weights fetched beside the ends of the program; all layers do not.
+        seconds=max(whole(lambda one: one.step_seconds or 0.0), whole(_memory_seconds)),
+        floor_seconds=whole(lambda one: floor_seconds(one) or math.nan),
+        hbm_bytes=whole(lambda one: one.memory.peak_bytes if one.memory else math.nan),
+        capacity_bytes=few.capacity_bytes,
+        compiled=(few, more),
+    )
+
+
+def _memory_seconds(made: Forecast) -> float:
+    rates = rates_of(made.on)
+    return 0.0 if made.timeline is None else memory_seconds(made.timeline, rates)
+
+
+def depths(model: Decoder) -> tuple[int, int]:
+    """Layers of the two programs: whole periods of windows and mixtures after the dense layers."""
+    period = math.lcm(len(model.windows), model.mixture_every)
+    few, more = (min(model.dense_layers + count * period, model.layers) for count in PERIODS)
+    return few, more
