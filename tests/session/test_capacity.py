@@ -88,6 +88,19 @@ def test_floors_and_the_screen_for_a_slice() -> None:
     decode = next(one for one in made.steps if one.rows == 16)
     assert decode.floor_seconds == pytest.approx((weights + cache) / 1638e9, rel=0.01)
     assert decode.floor_seconds < decode.seconds < 3 * decode.floor_seconds
+    # A prompt of 1,024 tokens takes its FLOPs at the peak of 918 TFLOP/s, and no server is faster than its floor.
+    prompt = max(made.steps, key=lambda one: one.tokens)
+    assert prompt.seconds > 2 * 7.5e9 * 1024 / (4 * 918e12)
+    (point,) = made.points
+    assert point.state.first_token_seconds > prompt.seconds * 0.99
+    assert point.output_tokens_per_second < (point.floor_output_tokens_per_second or 0)
+    assert point.usd_per_hour is not None
+    assert point.usd_per_million_output_tokens == pytest.approx(
+        point.usd_per_hour / 3600 / point.output_tokens_per_second * 1e6
+    )
+    memory = made.memory
+    free = memory.capacity_bytes - memory.weights_bytes - memory.temporary_bytes
+    assert made.concurrency == free // memory.page_bytes // 10  # 1,280 positions
     assert made.memory.page_bytes == 128 * 131_072 // 4
     assert list(made.refused) == [100_000]
     shown = [line.plain for line in lines(made, 100)]

@@ -66,30 +66,14 @@ def forecast_static(
     model = job.model
     if not isinstance(model, Decoder):
         raise OptionError(f"{job.name} is no decoder; forecast it with systolic forecast --serve")
-    made = []
-    for layers in depths(model):
-        less = replace(job, model=replace(model, layers=layers))
-        program = ServingProgram(
-            job=less,
-            rows=sizes[0],
-            tokens=1,
-            context=sizes[1],
-            served=replace(served, layers=LayerArrays.apart),
-        )
-        found = forecast_program(
-            program,
-            job.name,
-            on,
-            compiler=compiler,
-            say=lambda stage, n=layers: watch(f"{n} layers: {stage}"),
-        )
-        if not found.fits or found.step_seconds is None:
-            need = (found.rejected or {}).get("need_bytes")
-            raise OptionError(
-                f"{layers} layers of {model.layers} need {need} bytes, which is more than {on.name} has"
-            )
-        made.append(found)
-    few, more = made
+    asked = ServingProgram(
+        job=job,
+        rows=sizes[0],
+        tokens=1,
+        context=sizes[1],
+        served=replace(served, layers=LayerArrays.apart),
+    )
+    few, more = (_part(asked, model, layers, on, compiler, watch) for layers in depths(model))
     low, high = depths(model)
 
     def whole(value: Callable[[Forecast], float]) -> float:
@@ -104,6 +88,31 @@ def forecast_static(
         capacity_bytes=few.capacity_bytes,
         compiled=(few, more),
     )
+
+
+def _part(
+    asked: ServingProgram,
+    model: Decoder,
+    layers: int,
+    on: Slice,
+    compiler: Compiler,
+    watch: Callable[[str], None],
+) -> Forecast:
+    """The program with so many layers."""
+    job = asked.job
+    made = forecast_program(
+        replace(asked, job=replace(job, model=replace(model, layers=layers))),
+        job.name,
+        on,
+        compiler=compiler,
+        say=lambda stage: watch(f"{layers} layers: {stage}"),
+    )
+    if not made.fits or made.step_seconds is None:
+        need = (made.rejected or {}).get("need_bytes")
+        raise OptionError(
+            f"{layers} layers of {model.layers} need {need} bytes, more than a device of {on.name} has; take a larger slice"
+        )
+    return made
 
 
 def _memory_seconds(made: Forecast) -> float:
