@@ -111,6 +111,7 @@ def splash_attention(
     batch_axes, sequence_axis, head_axis = target.fit(
         query.shape[:3], ("batch", "sequence", "heads")
     )
+    head_axes = head_axis if isinstance(head_axis, tuple) else (head_axis,) if head_axis else ()
     whole = (sequence, sequence)
     mask = (
         LongCausalMask(sequence, order, masking.window)
@@ -136,7 +137,7 @@ def splash_attention(
     kernel = kernel_lib.make_splash_mha(
         mask=mask_lib.MultiHeadMask([mask] * heads),
         block_sizes=sizes,
-        head_shards=math.gcd(layout.tensor, heads),
+        head_shards=math.prod(target.mesh.shape[axis] for axis in head_axes),
         q_seq_shards=layout.context,
         attn_logits_soft_cap=logits.cap or None,
         interpret=interpret,
