@@ -8,6 +8,7 @@ import numpy as np
 
 from systolic.models.decoder.config import Decoder
 from systolic.serving.text.engine import Engine
+from systolic.serving.text.facts import EngineWatcher
 from systolic.serving.text.opening import EngineSizes, open_engine
 from systolic.training.setup import set_up
 from tests.cli.tiny import job
@@ -39,10 +40,13 @@ class Small:
         """Log-probabilities f32[positions, vocab] after each token of a row int32[1, positions]."""
 
     def engine(self, sizes: EngineSizes = SIZES, **changed) -> Engine:
-        watcher = changed.pop("watcher", None)
-        engine = open_engine(self.steps, self.params, self.rest, replace(sizes, **changed), watcher)
+        engine = self.opened(replace(sizes, **changed))
         engine.start()
         return engine
+
+    def opened(self, sizes: EngineSizes, watcher: EngineWatcher | None = None) -> Engine:
+        """An engine that is not started."""
+        return open_engine(self.steps, self.params, self.rest, sizes, watcher)
 
     def greedy(self, tokens: list[int], count: int, change=None) -> tuple[list[int], list[float]]:
         """The likeliest ``count`` tokens after some, each by reading the whole text anew, and their log-probabilities."""

@@ -64,6 +64,30 @@ def test_many_at_once_have_the_tokens_of_each_alone(small, engine):
         assert ids(stream) == small.greedy(prompt, count)[0]
 
 
+@pytest.mark.slow
+def test_greedy_texts_are_the_same_at_every_concurrency(small):
+    draw = random.Random(4)
+    prompts = [[draw.randrange(256) for _ in range(draw.randrange(1, 60))] for _ in range(24)]
+    alone = [small.greedy(prompt, 24) for prompt in prompts]
+    # Of no near tie, which rounding in another program could turn.
+    for prompt, (tokens, _) in zip(prompts, alone, strict=True):
+        row = jnp.asarray([[*prompt, *tokens, *[0] * (96 - len(prompt) - 24)]], jnp.int32)
+        best = jnp.sort(small.whole(row)[len(prompt) - 1 : len(prompt) + 23], -1)
+        assert float((best[:, -1] - best[:, -2]).min()) > 1e-4
+    engine = small.engine(rows=24, programs=(5, 2, 2))
+    try:
+        for at_once in (1, 2, 3, 5, 8, 16, 24):
+            places = draw.sample(range(24), at_once)
+            requests = [
+                TextRequest(tokens=prompts[n], max_tokens=24, choice=GREEDY, ignore_ends=True)
+                for n in places
+            ]
+            streams = [engine.submit(request) for request in requests]
+            assert [ids(stream) for stream in streams] == [alone[n][0] for n in places], at_once
+    finally:
+        engine.stop()
+
+
 def test_a_prompt_seen_before_is_not_read_again(small, engine):
     prompt = list(range(100, 150))
     first, again = ask(engine, prompt, 5), ask(engine, prompt, 5)

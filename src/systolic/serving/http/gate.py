@@ -178,6 +178,8 @@ class _Exchange:
     body_end: float = 0.0
     whole: bool = False
     """Whether the body has arrived."""
+    cut: bool = False
+    """Whether the rest of the body is not read, so that the connection ends with the answer."""
     told: bool = False
     """Whether the whole answer was sent; to leave then is no cancel."""
     _headers: list[tuple[bytes, bytes]] = field(default_factory=list)
@@ -191,6 +193,7 @@ class _Exchange:
                 async with asyncio.timeout(self.body_end - time.monotonic()):
                     message = await self.receive()
             except TimeoutError as error:
+                self.cut = True
                 raise ProblemError(
                     status=408, message="the body did not arrive in time; send it at once"
                 ) from error
@@ -199,6 +202,7 @@ class _Exchange:
             return message
         self.body_left -= len(message.get("body", b""))
         if self.body_left < 0:
+            self.cut = True
             raise _too_large(None)
         self.whole = not message.get("more_body", False)
         return message
@@ -208,6 +212,8 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             own = {"x-request-id": self.ticket.id}
+            if self.cut:
+                own["connection"] = "close"
             for what, bucket in self.ticket.rates.items():
                 own.update(bucket.headers(what))
             pairs = [(name.encode(), value.encode()) for name, value in own.items()]
@@ -228,7 +234,7 @@ class _Exchange:
             "content-length": str(len(raw)),
             **problem.headers(),
         }
-        if not self.whole:
+        if not (self.whole or self.cut):
             headers["connection"] = "close"  # What is left of the body is not read.
         pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         with suppress(OSError):

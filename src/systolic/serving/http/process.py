@@ -22,6 +22,7 @@ from systolic.serving.http.desk import Desk
 from systolic.serving.http.gate import Gate
 from systolic.serving.http.keys import Keys
 from systolic.serving.http.logs import EventLog
+from systolic.serving.http.patience import PatientProtocol
 from systolic.serving.http.traces import find_traces
 from systolic.serving.served import Served
 
@@ -95,7 +96,7 @@ class Process(uvicorn.Server):
                 ssl_certfile=address.tls_cert,
                 ssl_keyfile=address.tls_key,
                 backlog=BACKLOG,
-                http="h11",  # It bounds the size of headers.
+                http=PatientProtocol,  # It bounds the size and the time of headers.
                 lifespan="off",
                 log_config=None,
                 access_log=False,
