@@ -163,8 +163,10 @@ def test_a_chat(client: openai.OpenAI) -> None:
 
 
 def test_a_chat_fills_the_context(client: openai.OpenAI) -> None:
-    with running([echo_model(context=40)]) as small:
-        http = openai.OpenAI(base_url=f"{small.url}/v1", api_key="x", max_retries=0)
+    with (
+        running([echo_model(context=40)]) as small,
+        openai.OpenAI(base_url=f"{small.url}/v1", api_key="x", max_retries=0) as http,
+    ):
         made = http.chat.completions.create(model="echo", messages=HELLO)
         assert made.usage is not None
         assert made.usage.total_tokens == 40
@@ -178,8 +180,10 @@ CALLS = 'Let me. <tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_cal
 
 
 def test_tools() -> None:
-    with running([echo_model(answer=CALLS)]) as one:
-        http = openai.OpenAI(base_url=f"{one.url}/v1", api_key="x", max_retries=0)
+    with (
+        running([echo_model(answer=CALLS)]) as one,
+        openai.OpenAI(base_url=f"{one.url}/v1", api_key="x", max_retries=0) as http,
+    ):
         asked: dict[str, Any] = {"model": "echo", "messages": HELLO, "tools": [CALL]}
         choice = http.chat.completions.create(**asked).choices[0]
         assert (choice.message.content, choice.finish_reason) == ("Let me.", "tool_calls")

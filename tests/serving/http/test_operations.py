@@ -138,8 +138,10 @@ def test_a_full_queue_says_when_to_come_back() -> None:
             found = http.post("/v1/completions", json={**ASKED, "stream": stream})
             assert (found.status_code, found.headers["retry-after"]) == (429, "2")
             assert found.headers["x-should-retry"] == "true"
-        client = openai.OpenAI(base_url=f"{one.url}/v1", api_key="x", max_retries=0)
-        with pytest.raises(openai.RateLimitError):
+        with (
+            openai.OpenAI(base_url=f"{one.url}/v1", api_key="x", max_retries=0) as client,
+            pytest.raises(openai.RateLimitError),
+        ):
             client.completions.create(model="echo", prompt="x")
 
 
@@ -196,8 +198,11 @@ def test_keys(tmp_path: Path) -> None:
                 == 200
             )
         assert http.get("/v1/models", headers={"X-API-Key": first}).status_code == 200
-        with pytest.raises(openai.AuthenticationError):
-            openai.OpenAI(base_url=f"{one.url}/v1", api_key="no").models.list()
+        with (
+            openai.OpenAI(base_url=f"{one.url}/v1", api_key="no") as client,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            client.models.list()
         assert {line.get("key") for line in one.log("request")} == {None, "one", "two"}
         # A removed key is refused without a restart.
         file.write_text(file.read_text().splitlines()[1])
