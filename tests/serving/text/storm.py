@@ -9,6 +9,7 @@ import time
 import tracemalloc
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import psutil
@@ -118,6 +119,7 @@ class Storm:
             thread.join()
         if self.failures:
             raise self.failures[0]
+        assert sum(self.did.values()) == first + requests
         until(lambda: self.engine.live == 0 and self.server.desk.in_flight == 0)
 
     def check(self) -> None:
@@ -159,7 +161,7 @@ class Storm:
 
     def _group(self, numbers: Any) -> list[int]:
         with self._lock:
-            return [number for number, _ in zip(numbers, range(AT_ONCE), strict=False)]
+            return list(islice(numbers, AT_ONCE))
 
     def _request(self, prompt: list[int], most: int, **more: Any) -> TextRequest:
         return TextRequest(
