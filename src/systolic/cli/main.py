@@ -46,6 +46,9 @@ VERBS = {
     "serve": Verb(
         "serve", "serves trained models to the clients of OpenAI, Triton and TensorFlow Serving"
     ),
+    "batch": Verb(
+        "batch", "answers a file of requests in OpenAI's batch format, each line exactly once"
+    ),
     "export": Verb(
         "export", "writes a trained model as a folder that transformers opens, or as a Bundle"
     ),

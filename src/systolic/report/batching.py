@@ -1,0 +1,108 @@
+"""Progress of an offline batch on stderr: a bar on a terminal, otherwise a line now and then."""
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from systolic.core.units import duration
+from systolic.report import terminal
+from systolic.serving.offline.progress import BatchProgress
+
+BAR, LINE_SECONDS = 24, 30.0
+
+
+class BatchDisplay:
+    """Context that shows a batch.
+
+    Args:
+        stream: Where to.
+        environ: Of the terminal.
+        width: Columns; by default the terminal's.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        environ: Mapping[str, str] | None = None,
+        width: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        environ = os.environ if environ is None else environ
+        columns = width or shutil.get_terminal_size((100, 24)).columns
+        self._stream, self._clock = stream, clock
+        self._said = clock()
+        self._live: Live | None = None
+        if terminal.can_redraw(stream, environ, columns):
+            console = Console(file=stream, force_terminal=True, width=width, highlight=False)
+            self._live = Live(console=console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> "BatchDisplay":
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._live.stop()
+
+    def see(self, progress: BatchProgress) -> None:
+        """Shows the progress; a closed terminal does not end the batch."""
+        if self._live is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._live.update(_drawing(progress), refresh=True)
+        elif self._clock() - self._said >= LINE_SECONDS:
+            self._said = self._clock()
+            terminal.say(self._stream, line(progress))
+
+
+def line(progress: BatchProgress) -> str:
+    """The progress as text: ``1,200 of 5,000 lines (3 failed), 865 tokens/s, 4 m 05 s left``."""
+    failed = f" ({progress.failed:,} failed)" if progress.failed else ""
+    parts = [f"{progress.answered:,} of {progress.lines:,} lines{failed}"]
+    parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
+    if progress.stopped:
+        parts.append("ending with the lines in flight (Ctrl+C again ends at once)")
+    elif progress.left_seconds is not None:
+        parts.append(f"{duration(progress.left_seconds)} left")
+    return ", ".join(parts)
+
+
+def summary(progress: BatchProgress, out: str) -> str:
+    """What was done, when it has ended."""
+    failed = f", {progress.failed:,} of them failed" if progress.failed else ""
+    text = f"{out}: {progress.answered:,} of {progress.lines:,} lines answered{failed}"
+    if progress.answered > progress.earlier:
+        tokens = progress.prompt_tokens + progress.completion_tokens
+        text += f"; {tokens:,} tokens in {duration(progress.seconds)} ({progress.tokens_per_second:,.0f} tokens/s)"
+    return text
+
+
+def _drawing(progress: BatchProgress) -> Table:
+    row = Table.grid(padding=(0, 2))
+    bar = ProgressBar(
+        total=max(progress.lines, 1),
+        completed=progress.answered,
+        width=BAR,
+        complete_style="cyan",
+        finished_style="green",
+    )
+    row.add_row(bar, Text(line(progress)))
+    return row

@@ -1,0 +1,257 @@
+"""Files of an offline batch: an input that is streamed, and an output that each line is appended to once.
+
+The id of a result names the line of the input by number and digest. So the output alone says what is left to do
+after a process was killed, and whether it belongs to the input.
+"""
+
+import fcntl
+import hashlib
+import os
+import stat
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
+from systolic.core.files import check_writable
+from systolic.serving.offline.lines import answered_line, custom_id_of
+from systolic.serving.offline.progress import BatchProgress
+
+_HEAD = b'{"id":"batch_req_'
+"""How each result begins. A file of something else loses nothing."""
+BLANK = 0
+"""Digest of a line that holds nothing, which has no result."""
+
+
+def digest_of(line: bytes) -> int:
+    """64 bits of a line's digest, without the whitespace around it; :data:`BLANK` for one that is nothing else."""
+    held = line.strip()
+    return (_hash(held) or 1) if held else BLANK
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+
+
+def _cut(line: bytes) -> bool:
+    """Whether a line was not written whole; blocks that a loss of power kept from the disk are zeros."""
+    return not line.endswith(b"\n") or b"\0" in line
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchInput:
+    """The lines of a file by their digests; 8 bytes a line, whatever it holds."""
+
+    path: Path
+    digests: "array[int]"
+
+    @classmethod
+    def read(cls, path: Path) -> "BatchInput":
+        """Reads a file once.
+
+        Raises:
+            NotFoundError: it can't be read.
+            DataError: two lines have the same custom_id.
+        """
+        digests, ids = array("Q"), array("Q")
+        try:
+            with path.open("rb") as file:
+                for number, line in enumerate(file, 1):
+                    digests.append(digest_of(line))
+                    if digests[-1] != BLANK:
+                        ids.append(_hash(custom_id_of(number, line).encode()))
+        except OSError as error:
+            raise NotFoundError(
+                f"{path} cannot be read ({error.strerror}); check the path"
+            ) from error
+        found = cls(path=path, digests=digests)
+        found._check(ids)
+        return found
+
+    @property
+    def count(self) -> int:
+        """Lines that hold something."""
+        return len(self.digests) - self.digests.count(BLANK)
+
+    def lines(self, skip: bytearray) -> Iterator[tuple[int, bytes]]:
+        """Lines with their numbers, without those that ``skip[number]`` leaves out.
+
+        Raises:
+            RunError: the file has changed since it was read.
+        """
+        with self.path.open("rb") as file:
+            for number, (line, digest) in enumerate(zip(file, self.digests, strict=False), 1):
+                if digest == BLANK or skip[number]:
+                    continue
+                if digest_of(line) != digest:
+                    raise RunError(
+                        f"line {number} of {self.path} has changed meanwhile; run the same command again"
+                    )
+                yield number, line
+
+    def _check(self, ids: "array[int]") -> None:
+        """Raises where two lines have the same custom_id."""
+        import numpy as np
+
+        hashes = np.sort(np.frombuffer(ids, np.uint64))
+        twice = set(hashes[1:][hashes[1:] == hashes[:-1]].tolist())
+        if not twice:
+            return
+        first: dict[str, int] = {}
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                name = custom_id_of(number, line)
+                if digest_of(line) == BLANK or _hash(name.encode()) not in twice:
+                    continue
+                if name in first:
+                    raise DataError(
+                        f"{self.path}: lines {first[name]} and {number} have the custom_id {name[:80]!r}; give each line its own"
+                    )
+                first[name] = number
+
+
+@dataclass(kw_only=True, eq=False)
+class BatchOutput:
+    """A file that results are appended to, by one process at a time."""
+
+    path: Path
+    source: BatchInput
+    done: bytearray
+    """By number of a line: whether its result is in the file."""
+    answered: int = 0
+    """Lines whose results are in the file."""
+    failed: int = 0
+    """Those among them whose status is not 200."""
+    _file: int = -1
+    _end: int = 0
+    _synced: int = field(default=0)
+
+    @classmethod
+    def open(cls, path: Path, source: BatchInput) -> "BatchOutput":
+        """Opens or makes the file; a last line that was cut off is dropped.
+
+        Raises:
+            OptionError: it is the input, or no regular file.
+            DataError: it has results of another input, or something else.
+            RunError: it can't be written, or another process writes it.
+        """
+        check_writable(path)
+        output = cls(path=path, source=source, done=bytearray(len(source.digests) + 1))
+        try:
+            output._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            state = os.fstat(output._file)
+            if not stat.S_ISREG(state.st_mode):
+                raise OptionError(
+                    f"{path} is no regular file; name one, so that a second run can continue it"
+                )
+            if os.path.samestat(state, os.stat(source.path)):
+                raise OptionError(f"{path} is the input; name another output")
+            fcntl.flock(output._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            output._recover()
+        except BlockingIOError as error:
+            output.close()
+            raise RunError(
+                f"another process writes {path}; wait for its end, or name another output"
+            ) from error
+        except OSError as error:
+            output.close()
+            raise output._unwritten(error) from error
+        except (OptionError, DataError):
+            output.close()
+            raise
+        return output
+
+    @property
+    def left(self) -> int:
+        """Lines of the input without a result."""
+        return self.source.count - self.answered
+
+    @property
+    def progress(self) -> BatchProgress:
+        """How far it is before anything is done."""
+        return BatchProgress(
+            lines=self.source.count,
+            earlier=self.answered,
+            answered=self.answered,
+            failed=self.failed,
+        )
+
+    def append(self, number: int, line: bytes, *, ok: bool) -> None:
+        """Adds the result of a line; it outlives the process, and after :meth:`sync` the machine.
+
+        Raises:
+            RunError: the disk is full; what was added before stays.
+        """
+        try:
+            self._write(line)
+        except OSError as error:
+            os.ftruncate(self._file, self._end)
+            raise self._unwritten(error) from error
+        self._end += len(line)
+        self._mark(number, ok)
+
+    def sync(self) -> None:
+        """Waits until everything added is on the disk; from any thread.
+
+        Raises:
+            RunError: the disk failed.
+        """
+        end = self._end
+        if end == self._synced:
+            return
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            raise self._unwritten(error) from error
+        self._synced = end
+
+    def close(self) -> None:
+        """Closes the file, which frees it for others."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _write(self, line: bytes) -> None:
+        view = memoryview(line)
+        at = self._end
+        while view:
+            count = os.pwrite(self._file, view, at)
+            view, at = view[count:], at + count
+
+    def _mark(self, number: int, ok: bool) -> None:
+        self.done[number] = True
+        self.answered += 1
+        self.failed += not ok
+
+    def _recover(self) -> None:
+        """Reads what an earlier process has written."""
+        with os.fdopen(os.dup(self._file), "rb") as file:
+            for place, line in enumerate(file, 1):
+                if _cut(line) and (place > 1 or _HEAD.startswith(line[: len(_HEAD)])):
+                    os.ftruncate(self._file, self._end)
+                    break
+                self._take(place, line)
+                self._end += len(line)
+
+    def _take(self, place: int, line: bytes) -> None:
+        found = answered_line(line)
+        if found is None:
+            raise DataError(
+                f"{self.path}: line {place} is no result of systolic batch; name another output"
+            )
+        digests = self.source.digests
+        if found.number > len(digests) or digests[found.number - 1] != found.digest:
+            raise DataError(
+                f"{self.path}: line {place} answers another line {found.number} than {self.source.path} has; name another output, or the input that it was made of"
+            )
+        if self.done[found.number]:
+            raise DataError(
+                f"{self.path}: line {place} answers line {found.number} a second time; delete one of them"
+            )
+        self._mark(found.number, found.ok)
+
+    def _unwritten(self, error: OSError) -> RunError:
+        return RunError(
+            f"{self.path} could not be written ({error.strerror}); {self.answered:,} of {self.source.count:,} lines are in it: free some space and run the same command again"
+        )

@@ -1,0 +1,228 @@
+"""The lines of an offline batch, asked of the server's application in this process."""
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from systolic.core.errors import RunError, SystolicError
+from systolic.serving.http.app import application
+from systolic.serving.http.desk import Desk
+from systolic.serving.http.direct import DirectAnswer, post
+from systolic.serving.http.gate import Gate
+from systolic.serving.http.limits import HttpLimits
+from systolic.serving.http.logs import EventLog
+from systolic.serving.http.metrics import Metrics
+from systolic.serving.http.traces import NoTraces
+from systolic.serving.offline.files import BatchOutput, digest_of
+from systolic.serving.offline.lines import (
+    LineProblem,
+    LineRequest,
+    answer_line,
+    problem_line,
+    request_of,
+    result_id,
+)
+from systolic.serving.offline.progress import BatchProgress
+from systolic.serving.served import Served, Shelf
+
+SYNC_SECONDS, SHOWN_SECONDS = 1.0, 0.25
+ALONE, RETRY_SECONDS = 3, 0.05
+"""Times that a line is asked while no other is, before its refusal is its answer; the time between."""
+
+
+class BatchRun:
+    """Asks a model for the lines that an output lacks.
+
+    Args:
+        output: The results.
+        served: The model, started.
+        in_flight: Lines that are asked at once.
+        warn: Called with warnings.
+    """
+
+    def __init__(
+        self,
+        output: BatchOutput,
+        served: Served,
+        in_flight: int,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._output, self._served = output, served
+        self._app = _application(served, in_flight, warn)
+        self._slots, self._turn = asyncio.Semaphore(in_flight), asyncio.Lock()
+        self._asking = 0
+        self._begun = time.monotonic()
+        self._stops = 0
+        self._task: asyncio.Task[Any] | None = None
+        self._seen = output.progress
+        self._prompt_tokens = self._completion_tokens = 0
+
+    @property
+    def progress(self) -> BatchProgress:
+        """How far it is."""
+        return replace(
+            self._seen,
+            answered=self._output.answered,
+            failed=self._output.failed,
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            seconds=time.monotonic() - self._begun,
+            stopped=self._stops > 0,
+        )
+
+    async def run(self, shown: Callable[[BatchProgress], None]) -> None:
+        """Ends when every line has a result, or after a signal: the first one waits for the lines in flight, the second does not.
+
+        Raises:
+            RunError: as :func:`run_batch`.
+        """
+        self._task, self._begun = asyncio.current_task(), time.monotonic()
+        try:
+            with self._signals():
+                async with asyncio.TaskGroup() as watching:
+                    watcher = watching.create_task(self._watch(shown))
+                    async with asyncio.TaskGroup() as lines:
+                        await self._feed(lines)
+                    watcher.cancel()
+        except asyncio.CancelledError:
+            if self._stops < 2:
+                raise
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from errors
+        self._output.sync()
+        shown(self.progress)
+
+    async def _feed(self, group: asyncio.TaskGroup) -> None:
+        for number, line in self._output.source.lines(self._output.done):
+            await self._slots.acquire()
+            if self._stops:
+                return
+            group.create_task(self._answer(number, line))
+
+    async def _watch(self, shown: Callable[[BatchProgress], None]) -> None:
+        synced = time.monotonic()
+        while True:
+            shown(self.progress)
+            await asyncio.sleep(SHOWN_SECONDS)
+            if time.monotonic() - synced >= SYNC_SECONDS:
+                await asyncio.to_thread(self._output.sync)
+                synced = time.monotonic()
+
+    @contextmanager
+    def _signals(self) -> Generator[None]:
+        """Takes Ctrl+C and SIGTERM over, which only a main thread can."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+        for one in before:
+            loop.add_signal_handler(one, self._stop)
+        try:
+            yield
+        finally:
+            for one, handler in before.items():
+                loop.remove_signal_handler(one)
+                signal.signal(one, handler)
+
+    def _stop(self) -> None:
+        self._stops += 1
+        if self._stops > 1 and self._task is not None:
+            self._task.cancel()
+
+    async def _answer(self, number: int, line: bytes) -> None:
+        """Asks for one line and keeps its result."""
+        try:
+            id, request = result_id(number, digest_of(line)), request_of(number, line)
+            if isinstance(request, LineRequest):
+                answer = await self._asked(number, request)
+                request = self._kept(number, id, request, answer)
+            if isinstance(request, LineProblem):
+                self._output.append(number, problem_line(id, request), ok=False)
+        finally:
+            self._slots.release()
+
+    def _kept(
+        self, number: int, id: str, request: LineRequest, answer: DirectAnswer
+    ) -> LineProblem | None:
+        if answer.usage is not None:
+            self._prompt_tokens += answer.usage.prompt_tokens
+            self._completion_tokens += answer.usage.completion_tokens
+        if not answer.json:
+            told = f"{request.url} did not answer with JSON; ask for no binary data and no files"
+            return LineProblem(request.custom_id, "invalid_answer", told)
+        record = answer_line(id, request.custom_id, answer.status, answer.request_id, answer.body)
+        self._output.append(number, record, ok=answer.status == 200)
+        return None
+
+    async def _asked(self, number: int, request: LineRequest) -> DirectAnswer:
+        """The answer; one that is refused because others wait comes after them."""
+        answer = await self._post(number, request)
+        if answer.retry_seconds is None:
+            return answer
+        async with self._turn:
+            alone = 0
+            while answer.retry_seconds is not None and alone < ALONE:
+                alone = 0 if self._asking else alone + 1
+                await asyncio.sleep(RETRY_SECONDS)
+                answer = await self._post(number, request)
+        return answer
+
+    async def _post(self, number: int, request: LineRequest) -> DirectAnswer:
+        self._asking += 1
+        try:
+            answer = await post(self._app, request.url, request.body)
+        finally:
+            self._asking -= 1
+        refused = answer.status >= 500 or answer.retry_seconds is not None
+        if refused and not self._served.ready:
+            told = " ".join(answer.body.decode(errors="replace").split())[:300]
+            raise RunError(
+                f"{self._served.name} stopped before line {number} was answered ({told}); {self._output.answered:,} of {self._output.source.count:,} lines are: run the same command again to continue"
+            )
+        return answer
+
+
+def _first(errors: BaseExceptionGroup) -> BaseException:
+    """The first error of a group that is none itself, one of ours before others."""
+    leaves: list[BaseException] = []
+    groups: list[BaseException] = [errors]
+    while groups:
+        error = groups.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            groups += error.exceptions
+        else:
+            leaves.append(error)
+    return next((one for one in leaves if isinstance(one, SystolicError)), leaves[0])
+
+
+class WarningLog(EventLog):
+    """A log of what a person has to know."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        super().__init__()
+        self._warn = warn
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Warns of failures, and of what opening a model warns of."""
+        text = fields.get("message") if event == "warning" else fields.get("error")
+        if text:
+            self._warn(text)
+
+
+def _application(served: Served, in_flight: int, warn: Callable[[str], None]) -> ASGIApp:
+    """The server's routes over one model."""
+    desk = Desk(
+        shelf=Shelf([served]),
+        limits=HttpLimits(requests=in_flight + 1),
+        metrics=Metrics(),
+        opened=True,
+    )
+    return Gate(app=application(desk), desk=desk, log=WarningLog(warn), traces=NoTraces())

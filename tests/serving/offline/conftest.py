@@ -1,0 +1,3 @@
+from tests.serving.http.conftest import server
+
+__all__ = ["server"]

@@ -1,0 +1,31 @@
+"""``systolic batch`` over models without weights: ``python -m tests.session.batch_child [BYTES] DIR IN OUT [options]``.
+
+With BYTES the output can't grow beyond so many, as on a full disk.
+"""
+
+import resource
+import signal
+import sys
+
+from systolic.cli.main import main
+from systolic.core.leave import remember_interrupts
+from systolic.serving.batch.request import ModelKind
+from systolic.session import batching
+from tests.serving.http.running import echo_model, toy_model
+
+
+def opened(target, *_):
+    if target.name in [kind.value for kind in ModelKind]:
+        return toy_model(ModelKind(target.name), target.name)
+    return echo_model("echo", step_seconds=0.002)
+
+
+if __name__ == "__main__":
+    batching.open_served = opened
+    words = sys.argv[1:]
+    if words[0].isdigit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        size = int(words.pop(0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    remember_interrupts()
+    sys.exit(main(["batch", *words]))

@@ -1,0 +1,138 @@
+"""``systolic batch`` as a process: killed, interrupted, on a full disk, and with models that compute."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from systolic.cli.main import main
+from systolic.session.trained import open_model
+from tests.interop import folders
+from tests.interop.test_sentences import folder as encoder_folder
+
+CHILD = [sys.executable, "-m", "tests.session.batch_child"]
+
+
+class Files:
+    """An input of requests to a model that says the prompt again."""
+
+    def __init__(self, folder: Path, lines: int) -> None:
+        self.model, self.source, self.out = (folder / name for name in ("echo", "in.jsonl", "out"))
+        self.model.mkdir()
+        self.lines = lines
+        body = {"prompt": "hello", "max_tokens": 20}
+        rows = [
+            {"custom_id": f"n{n}", "url": "/v1/completions", "body": body} for n in range(lines)
+        ]
+        self.source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    @property
+    def words(self) -> list[str]:
+        return [str(self.model), str(self.source), str(self.out)]
+
+    def size(self) -> int:
+        return self.out.stat().st_size if self.out.exists() else 0
+
+    def start(self, *before: str) -> "subprocess.Popen[str]":
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen([*CHILD, *before, *self.words], **pipes)
+
+    def reach(self, size: int, process: "subprocess.Popen[str]") -> None:
+        """Waits until the output has so many bytes."""
+        while self.size() < size and process.poll() is None:
+            time.sleep(0.001)
+
+    def finish(self) -> None:
+        """Answers the rest; each line has one result then."""
+        done = subprocess.run([*CHILD, *self.words, "--json"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        summary = json.loads(done.stdout)
+        assert (summary["answered"], summary["failed"]) == (self.lines, 0)
+        found = [json.loads(line) for line in self.out.read_text().splitlines()]
+        assert len(found) == self.lines
+        assert {one["custom_id"] for one in found} == {f"n{n}" for n in range(self.lines)}
+        assert all(one["response"]["body"]["choices"][0]["text"] for one in found)
+
+
+def test_killed_at_any_moment_it_continues(tmp_path: Path) -> None:
+    files, draw = Files(tmp_path, 600), random.Random(0)
+    for part in (0.0, 0.3):
+        process = files.start()
+        files.reach(int(files.lines * 350 * (part + 0.1 * draw.random())) + 1, process)
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+    assert 0 < files.size() < files.lines * 350
+    files.finish()
+
+
+def test_ctrl_c_ends_it_after_the_lines_in_flight(tmp_path: Path) -> None:
+    files = Files(tmp_path, 600)
+    process = files.start()
+    files.reach(10_000, process)
+    process.send_signal(signal.SIGINT)
+    out, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"of {files.lines:,} lines answered" in out
+    assert "run the same command again to continue" in told
+    lines = [json.loads(line)["id"].split("_")[2] for line in files.out.read_text().splitlines()]
+    # Those that were asked have their result: no gap before the last.
+    assert sorted(map(int, lines)) == list(range(1, len(lines) + 1))
+    assert 20 < len(lines) < files.lines
+
+
+def test_a_full_disk_stops_it_and_loses_nothing(tmp_path: Path) -> None:
+    files = Files(tmp_path, 300)
+    process = files.start("30000")
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert len(told.splitlines()) == 1
+    assert "could not be written (File too large)" in told
+    assert "run the same command again" in told
+    lines = files.out.read_text().splitlines()
+    assert len([json.loads(line) for line in lines]) > 50
+    assert files.size() <= 30_000
+    files.finish()
+
+
+def test_an_output_that_is_complete_opens_no_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = Files(tmp_path, 0)
+    for _ in range(2):
+        assert main(["batch", *files.words]) == 0
+        assert capsys.readouterr() == (f"{files.out}: 0 of 0 lines answered\n", "")
+
+
+@pytest.mark.slow
+def test_a_language_model_and_vectors(tmp_path: Path) -> None:
+    path, encoder = folders.folder(tmp_path / "tiny"), tmp_path / "vectors"
+    encoder_folder(encoder)
+    prompts = ["the capital of", "a question", "yes or no, " * 9]
+    rows = [{"prompt": text, "max_tokens": 16, "temperature": 0} for text in prompts]
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = [sys.executable, "-m", "systolic", "batch", str(path), str(source), str(out)]
+    subprocess.run([*line, "--rows", "4", "--context", "192", "--chunk", "64"], check=True)
+    found = {row["custom_id"]: row["response"]["body"] for row in read(out)}
+    from systolic.job import Sampling
+
+    expected = open_model(path).generate(prompts, tokens=16, sampling=Sampling(temperature=0.0))
+    assert [found[f"line-{n}"]["choices"][0]["text"] for n in (1, 2, 3)] == expected
+    source.write_text(json.dumps({"input": ["yes or no", "Rome"]}) + "\n")
+    out = tmp_path / "vectors.jsonl"
+    subprocess.run([*line[:4], str(encoder), str(source), str(out)], check=True)
+    (row,) = read(out)
+    alone = open_model(encoder).predict(["yes or no", "Rome"])
+    for one, other in zip(row["response"]["body"]["data"], alone, strict=True):
+        assert one["embedding"] == pytest.approx(other["embedding"], abs=1e-5)
+
+
+def read(out: Path) -> list[Any]:
+    return [json.loads(line) for line in out.read_text().splitlines()]
