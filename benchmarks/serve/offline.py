@@ -63,6 +63,8 @@ def main() -> None:
                 in_flight=in_flight,
             )
             done = run_batch(order, lambda _: None, print)
+            if done.stopped:
+                sys.exit("interrupted: nothing to compare")
             found["one by one" if in_flight else "batch"] = {
                 "failed": done.failed,
                 "prompt_tokens": done.prompt_tokens,
