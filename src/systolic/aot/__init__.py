@@ -2,7 +2,7 @@
 
 from systolic.aot.compile import Compiler, compile
 from systolic.aot.outcome import Compiled, Failed, Outcome, Rejected
-from systolic.aot.program import FunctionProgram, JobProgram, Program, ServingProgram
+from systolic.aot.program import FunctionProgram, JobProgram, PagedProgram, Program, ServingProgram
 from systolic.aot.traced import StepKind
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "FunctionProgram",
     "JobProgram",
     "Outcome",
+    "PagedProgram",
     "Program",
     "Rejected",
     "ServingProgram",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Protocol
 
-from systolic.aot.traced import FunctionCall, ServingCall, StepKind, Traced
+from systolic.aot.traced import FunctionCall, PagedCall, ServingCall, StepKind, Traced
 from systolic.chips import Prices, Slice
 from systolic.core.errors import SystolicError
 from systolic.job import Job
@@ -84,6 +84,29 @@ class ServingProgram(ServingCall):
         from systolic.aot.serving import trace_serving
 
         return trace_serving(self, on, devices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedProgram(PagedCall):
+    """Step of a server over a cache in pages, as the engine runs it."""
+
+    def key(self) -> Any:
+        """The job and the sizes; None where a part is a user's class, whose code is unknown."""
+        if not _known(self.job):
+            return None
+        sizes = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "job"}
+        return {"job": self.job.to_json(), "paged": sizes}
+
+    def trace(self, on: Slice, devices: Sequence[Any]) -> Traced:
+        """See :class:`Program`.
+
+        Raises:
+            LayoutError: the layout does not divide the slice or the model.
+            RunError: the model does not generate text over pages.
+        """
+        from systolic.aot.serving import trace_paged
+
+        return trace_paged(self, on, devices)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,13 +5,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.layout import Format
 
 from systolic.aot.steps import described, generated, trace_generation
-from systolic.aot.traced import ServingCall, Traced
+from systolic.aot.traced import PagedCall, ServingCall, Traced
 from systolic.chips import Slice
 from systolic.job import Sampling
 from systolic.steps.decode import Decode
+from systolic.steps.paged import PagedSteps, StepInput, StepShape
+from systolic.steps.programs import jit_paged
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 
@@ -36,6 +39,48 @@ def trace_serving(program: ServingCall, on: Slice, devices: Sequence[Any]) -> Tr
             **described(job, decode.steps),
             "batch_size": program.rows,
             **_bytes(decode, program),
+            "notes": list(target.notes),
+        },
+    )
+
+
+def trace_paged(program: PagedCall, on: Slice, devices: Sequence[Any]) -> Traced:
+    """The step of an engine on a mesh of ``devices``: logits of the token after the last of each text."""
+    job = program.job.settle(on)
+    target = MeshTarget.of(job, on.platform, devices)
+    paged = PagedSteps(StepFunctions(job, target, trains=False), program.page_size)
+    shape = StepShape(program.rows, int(program.chunk > 0), program.chunk, program.pages)
+
+    def ints(size: int) -> Any:
+        whole = target.sharding(target.spec())
+        return jax.ShapeDtypeStruct((size,), jnp.int32, sharding=whole)
+
+    weights, pages = paged.placed_weights, paged.placed_pages(program.num_pages)
+    packed = sum(math.prod(size) for size in StepInput.sizes(shape, paged.history))
+    traced = jit_paged(paged, shape).trace(weights, pages, ints(program.rows + 1), ints(packed))
+    decode = Decode(paged.steps, Sampling(temperature=0.0))
+    flops = program.rows * decode.decode_flops(program.context)
+    if program.chunk:
+        flops += decode.prefill_flops(program.chunk)
+    page = sum(_one(array, array.sharding) for array in jax.tree.leaves(paged.placed_pages(1)))
+    read = paged.read_weights(shape.tokens)
+    return Traced(
+        traced=traced,
+        mesh=target.mesh,
+        facts={
+            "name": job.name,
+            "verb": "decode" if not program.chunk else "prefill" if not program.rows else "step",
+            "model_flops": float(flops),
+            "unit": "tokens",
+            "units": shape.tokens,
+            **described(job, paged.steps),
+            "batch_size": shape.texts,
+            "attention": paged.kernel,
+            "weight_bytes": sum(_one(a, a.sharding) * share for a, share in read),
+            "stored_bytes": float(sum(_one(a, a.sharding) for a in jax.tree.leaves(weights))),
+            "cache_bytes": float(page * program.pages * shape.texts),
+            "page_bytes": page,
+            "replicas": 1,
             "notes": list(target.notes),
         },
     )

@@ -64,6 +64,28 @@ class ServingCall:
     served: Served = field(default_factory=Served)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PagedCall:
+    """Sizes of a step of a server over a cache in pages."""
+
+    job: Job
+    rows: int
+    """Texts that read one token."""
+    pages: int
+    """Pages of a text, all of them full where the step's bytes are counted."""
+    num_pages: int
+    """Pages of the cache."""
+    page_size: int = 64
+    """Positions of a page."""
+    chunk: int = 0
+    """Prompt tokens that one more text reads; 0 for none."""
+
+    @property
+    def context(self) -> int:
+        """Positions of a text."""
+        return self.pages * self.page_size
+
+
 def name_of(function: Callable[..., Any]) -> str:
     """Name of a function in a report."""
     inner = inspect.unwrap(function)

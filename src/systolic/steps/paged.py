@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from systolic.core.errors import RunError
 from systolic.models.decoder.module import DecoderModule
 from systolic.models.decoder.page_arrays import PageArrays
-from systolic.models.decoder.page_kernels import LayerPages
+from systolic.models.decoder.page_ragged import RaggedArrays
 from systolic.models.decoder.paged import Layer, Reading, layers_of, page_arrays, read
+from systolic.models.decoder.stretch import EXPERT_MATRICES
 from systolic.steps import paged_sharding
 from systolic.steps.choice import ChosenTokens, score
 from systolic.steps.network import Arrays
@@ -155,11 +157,31 @@ class PagedSteps:
         return self._module(some(network.params), some(network.model_state))
 
     @property
-    def arrays(self) -> PageArrays:
+    def arrays(self) -> PageArrays | RaggedArrays:
         """How the pages of a layer lie."""
         return page_arrays(self._ends(self.abstract_weights), self.page_size)
 
-    def empty_pages(self, count: int) -> list[LayerPages]:
+    @property
+    def kernel(self) -> str:
+        """What reads the pages, for a log."""
+        return self.arrays.kernel
+
+    def read_weights(self, tokens: int) -> list[tuple[Any, float]]:
+        """Abstract weights, and the share of each that a step of so many tokens reads: no rows of an embedding that is no output matrix, and of a mixture the experts that its tokens choose, each by chance."""
+        config: Any = self.steps.job.model
+        placed = self.placed_weights
+        found: list[tuple[Any, float]] = []
+        for path, array in placed.ends.items():
+            looked_up = path == "embedding" and "unembedding" in placed.ends
+            found.append((array, 0.0 if looked_up else 1.0))
+        chosen = 1 - (1 - config.experts_per_token / max(config.experts, 1)) ** tokens
+        for state in placed.layers:
+            for path, variable in nnx.to_flat_state(state):
+                routed = path[-1] in EXPERT_MATRICES and len(variable.get_value().shape) == 3
+                found.append((variable.get_value(), chosen if routed else 1.0))
+        return found
+
+    def empty_pages(self, count: int) -> list[Any]:
         """So many pages of each layer, of zeros."""
         return [self.arrays.empty(count, self.dtype) for _ in self._layers]
 
@@ -182,7 +204,7 @@ class PagedSteps:
         """Abstract weights with their shardings."""
         return jax.tree.map(_with, self.abstract_weights, self.shardings)
 
-    def placed_pages(self, count: int) -> list[LayerPages]:
+    def placed_pages(self, count: int) -> list[Any]:
         """Abstract pages with their shardings."""
         target, axes = self.steps.target, self.arrays.axes()
         pages = jax.eval_shape(lambda: self.empty_pages(count))
@@ -204,11 +226,11 @@ class PagedSteps:
     def read(
         self,
         weights: ServingWeights,
-        pages: list[LayerPages],
+        pages: list[Any],
         latest: jax.Array,
         asked: StepInput,
         chunk: tuple[int, int],
-    ) -> tuple[jax.Array, list[LayerPages]]:
+    ) -> tuple[jax.Array, list[Any]]:
         """Reads tokens: logits f32[texts, vocab] after the last of each text, and the pages with the tokens in them.
 
         Args:
@@ -228,12 +250,12 @@ class PagedSteps:
     def score(
         self,
         weights: ServingWeights,
-        pages: list[LayerPages],
+        pages: list[Any],
         latest: jax.Array,
         asked: StepInput,
         chunk: tuple[int, int],
         following: jax.Array,
-    ) -> tuple[jax.Array, ChosenTokens, list[LayerPages]]:
+    ) -> tuple[jax.Array, ChosenTokens, list[Any]]:
         """:meth:`read` of one part of a prompt, with the log-probability of the token after each.
 
         Args:
@@ -255,11 +277,11 @@ class PagedSteps:
     def _hidden(
         self,
         weights: ServingWeights,
-        pages: list[LayerPages],
+        pages: list[Any],
         latest: jax.Array,
         asked: StepInput,
         chunk: tuple[int, int],
-    ) -> tuple[jax.Array, list[LayerPages]]:
+    ) -> tuple[jax.Array, list[Any]]:
         rows = asked.slots.shape[0]
         kept = jnp.where(asked.slots >= 0, latest[asked.slots], asked.tokens[:rows])
         tokens = jnp.concatenate([kept, asked.tokens[rows:]])

@@ -8,6 +8,7 @@ import jax
 from systolic.job import Sampling
 from systolic.steps.apart import ApartDecode
 from systolic.steps.decode import Decode
+from systolic.steps.paged import PagedSteps, StepInput, StepShape
 from systolic.steps.steps import StepFunctions
 
 
@@ -58,6 +59,22 @@ def jit_apart(apart: ApartDecode, size: int, capacity: int) -> Any:
     places = jax.tree.map(lambda array: array.sharding, apart.placed_state(size, capacity))
     options = apart.decode.steps.target.compiler_options
     return jax.jit(apart.step, donate_argnums=1, out_shardings=places, compiler_options=options)
+
+
+def jit_paged(paged: PagedSteps, shape: StepShape) -> Any:
+    """A step of an engine, jitted: (weights, pages, latest, packed input) -> (logits, pages); the pages are donated."""
+
+    def read(weights: Any, pages: Any, latest: Any, packed: Any) -> Any:
+        asked = StepInput.unpacked(packed, shape, paged.history)
+        return paged.read(weights, pages, latest, asked, (shape.chunks, shape.length))
+
+    made = (paged.placed_logits(shape.texts), paged.placed_pages(1))
+    return jax.jit(
+        read,
+        donate_argnums=1,
+        out_shardings=jax.tree.map(lambda a: a.sharding, made),
+        compiler_options=paged.steps.target.compiler_options,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

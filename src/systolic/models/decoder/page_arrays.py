@@ -29,6 +29,8 @@ class PageRows(NamedTuple):
     """int32[rows, pages of a row]."""
     positions: jax.Array
     """int32[rows, n]: consecutive; those of a chunk begin with a page."""
+    count: jax.Array
+    """int32[rows]: how many are real."""
 
 
 class PageArrays:
@@ -51,6 +53,13 @@ class PageArrays:
         """Whether keys lie as [head_dim, page_size]: XLA's CPU matmuls read the contracted dim of their right operand as rows, and copy it otherwise."""
         return self.target.platform == "cpu"
 
+    @property
+    def kernel(self) -> str:
+        """What reads the pages, for a log."""
+        return (
+            "a kernel where it takes the step, or XLA" if self.target.platform == "gpu" else "XLA"
+        )
+
     def shapes(self, pages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of the two arrays of a layer."""
         key, value = self.sizes
@@ -65,6 +74,40 @@ class PageArrays:
         """Pages of zeros."""
         key, value = self.shapes(pages)
         return LayerPages(jnp.zeros(key, dtype), jnp.zeros(value, dtype))
+
+    def attend(
+        self,
+        pages: LayerPages,
+        groups: Sequence[PageRows],
+        asked: tuple[tuple[jax.Array, ...], tuple[jax.Array, jax.Array]],
+        window: int,
+        logits: Logits,
+    ) -> tuple[LayerPages, jax.Array]:
+        """The pages with the rows of new tokens, and attention over them [tokens, heads, size of a value].
+
+        Args:
+            pages: Of the layer.
+            groups: Where the tokens are, in order.
+            asked: Queries of keys and, with latents, of values, [tokens, heads, size] each, and new keys and values
+                [tokens, kv_heads, size].
+            window: Number of latest positions that are visible; 0 for all.
+            logits: Scale, soft cap and sinks.
+        """
+        queries, new = asked
+        found, first = [], 0
+        for group in groups:
+            count, length = group.positions.shape
+            some = slice(first, first := first + count * length)
+
+            def part(
+                array: jax.Array, some: slice = some, shape: tuple[int, int] = (count, length)
+            ) -> jax.Array:
+                return array[some].reshape(*shape, *array.shape[1:])
+
+            pages = self.write(pages, group, (part(new[0]), part(new[1])))
+            seen = self.read([part(query) for query in queries], pages, group, window, logits)
+            found.append(seen.reshape(-1, *seen.shape[2:]))
+        return pages, jnp.concatenate(found)
 
     def write(
         self, pages: LayerPages, rows: PageRows, new: tuple[jax.Array, jax.Array]
@@ -84,7 +127,7 @@ class PageArrays:
         self, part: jax.Array, rows: PageRows, new: jax.Array, turned: bool
     ) -> jax.Array:
         place, offset = jnp.divmod(rows.positions[:, 0], self.page_size)
-        page = _at(rows.table, place[:, None])[:, 0]
+        page = pages_at(rows.table, place[:, None])[:, 0]
         if turned:
             return part.at[:, page, :, offset].set(new[:, 0])
         return part.at[:, page, offset].set(new[:, 0].swapaxes(0, 1))
@@ -98,7 +141,7 @@ class PageArrays:
         new = new.reshape(count * pages, size, heads, width)
         new = new.transpose(2, 0, 3, 1) if turned else new.transpose(2, 0, 1, 3)
         place = rows.positions[:, :1] // size + jnp.arange(pages)
-        return part.at[:, _at(rows.table, place).reshape(-1)].set(new)
+        return part.at[:, pages_at(rows.table, place).reshape(-1)].set(new)
 
     def read(
         self,
@@ -167,7 +210,7 @@ class PageArrays:
         return made.swapaxes(2, 3).reshape(heads, count, many, -1)
 
 
-def _at(table: jax.Array, place: jax.Array) -> jax.Array:
+def pages_at(table: jax.Array, place: jax.Array) -> jax.Array:
     """Pages of places int32[rows, n]; a place beyond the table is padding's, whose page nobody reads."""
     found = jnp.take_along_axis(table, jnp.minimum(place, table.shape[1] - 1), axis=1)
     return jnp.where(place < table.shape[1], found, 0)

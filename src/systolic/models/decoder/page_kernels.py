@@ -25,6 +25,11 @@ class LayerPages(NamedTuple):
     value: jax.Array
     """[kv_heads, pages, page_size, head_dim]; with latent attention the latents."""
 
+    @property
+    def page_size(self) -> int:
+        """Positions of a page."""
+        return self.value.shape[2]
+
 
 def gpu_kernel_takes(target: Target, sizes: tuple[int, int], window: int, logits: Logits) -> bool:
     """Whether the GPU's kernel does this: one token a text, a head of a power of two, no window, no sinks, one device.

@@ -17,10 +17,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from systolic.models.decoder.page_arrays import PageArrays, PageRows
 from systolic.models.decoder.page_kernels import LayerPages
+from systolic.models.decoder.page_ragged import RaggedArrays, RaggedPages, unsuited
 
 if TYPE_CHECKING:
     from systolic.models.decoder.block import DecoderBlock
     from systolic.models.decoder.module import DecoderModule
+
+
+AnyPages = LayerPages | RaggedPages
 
 
 class Reading(NamedTuple):
@@ -72,24 +76,26 @@ def layers_of(module: "DecoderModule") -> tuple[list[Layer], list[nnx.State]]:
     return layers, states
 
 
-def page_arrays(module: "DecoderModule", page_size: int) -> PageArrays:
-    """How the pages of one layer lie."""
-    config, latent = module.config, module.config.latent
+def page_arrays(module: "DecoderModule", page_size: int) -> PageArrays | RaggedArrays:
+    """How the pages of one layer lie: by the platform's kernel where it takes the model."""
+    config, latent, target = module.config, module.config.latent, module.target
+    if target.platform == "tpu":
+        if not (reason := unsuited(target, config)):
+            return RaggedArrays(target, config, page_size)
+        target.note(f"pages are read by XLA, not by ragged paged attention: {reason}")
     if latent:
         sizes = (latent.qk_rope_head_dim, latent.kv_lora_rank)
-        return PageArrays(module.target, 1, sizes, page_size)
-    return PageArrays(
-        module.target, config.kv_heads, (config.head_dim, config.value_dim), page_size
-    )
+        return PageArrays(target, 1, sizes, page_size)
+    return PageArrays(target, config.kv_heads, (config.head_dim, config.value_dim), page_size)
 
 
 def read(
     module: "DecoderModule",
     layers: Sequence[tuple[Layer, nnx.State]],
     reading: Reading,
-    pages: Sequence[LayerPages],
+    pages: Sequence[AnyPages],
     chunk: tuple[int, int],
-) -> tuple[jax.Array, list[LayerPages]]:
+) -> tuple[jax.Array, list[Any]]:
     """Runs tokens over the pages of their rows, with theirs in them.
 
     Args:
@@ -106,29 +112,16 @@ def read(
     groups = _groups(reading, rows, chunk)
     positions = jnp.concatenate([group.positions.reshape(-1) for group in groups])
     real = _real(reading, rows, chunk)
-    arrays = page_arrays(module, pages[0].value.shape[2])
+    arrays: Any = page_arrays(module, pages[0].page_size)
     x = module.embed(reading.tokens[:, None], positions[:, None], reading.recent)
     written = []
     for (layer, state), own in zip(layers, pages, strict=True):
         block: DecoderBlock = nnx.merge(layer.graph, state)
         asked = block.ask(x, positions[:, None], layer.window)
-        found, first = [], 0
-        for group in groups:
-            count, length = group.positions.shape
-            some = slice(first, first + count * length)
-
-            def part(
-                array: jax.Array, some: slice = some, shape: tuple[int, int] = (count, length)
-            ) -> jax.Array:
-                return array[some, 0].reshape(*shape, *array.shape[2:])
-
-            own = arrays.write(own, group, (part(asked.rows[0]), part(asked.rows[1])))
-            queries = [part(query) for query in asked.queries]
-            seen = arrays.read(queries, own, group, layer.window, block.attention_logits)
-            found.append(seen.reshape(-1, 1, *seen.shape[2:]))
-            first += count * length
+        given = jax.tree.map(lambda a: a[:, 0], tuple(asked))
+        own, found = arrays.attend(own, groups, given, layer.window, block.attention_logits)
         written.append(own)
-        attended = block.answer(jnp.concatenate(found).astype(x.dtype))
+        attended = block.answer(found[:, None].astype(x.dtype))
         x, _ = block.merge(x, attended, real)
     return module.normed(x)[:, 0], written
 
@@ -138,10 +131,11 @@ def _groups(reading: Reading, rows: int, chunk: tuple[int, int]) -> list[PageRow
     chunks, length = chunk
     groups = []
     if rows:
-        groups.append(PageRows(reading.table[:rows], reading.start[:rows, None]))
+        positions = reading.start[:rows, None]
+        groups.append(PageRows(reading.table[:rows], positions, reading.count[:rows]))
     if chunks:
         positions = reading.start[rows:, None] + jnp.arange(length)
-        groups.append(PageRows(reading.table[rows:], positions))
+        groups.append(PageRows(reading.table[rows:], positions, reading.count[rows:]))
     return groups
 
 

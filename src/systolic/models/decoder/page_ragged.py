@@ -1,0 +1,318 @@
+"""Pages as TPUs read them: attention by JAX's ragged paged attention, a Pallas kernel that reads pages where they lie.
+
+A page is [page_size, 2 x rows, width] with a row of keys and a row of values in turn, and a row is a whole number of
+128 lanes. Heads of 64 or fewer elements lie side by side in a row, since lanes that no head uses would be stored and
+read all the same: a query then has its elements in the lanes of its own head and zeros in the others. A head of
+another size is filled up with zeros.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from systolic.chips import usual
+from systolic.job import Target
+from systolic.models.decoder.page_arrays import PageRows, pages_at
+from systolic.models.masking import Logits
+
+if TYPE_CHECKING:
+    from systolic.models.decoder.config import Decoder
+
+LANES, SUBLANES = usual("tpu")["vpu_shape"].value[1], usual("tpu")["vpu_shape"].value[0]
+VMEM_BYTES: int = usual("tpu")["kernel_vmem_bytes"].value
+"""Memory of the kernel's windows and sums."""
+TOGETHER = 1024
+"""Positions of a text that the kernel computes at once; JAX's table of tuned sizes has 512 to 2048."""
+MOST_PAGES = 16
+"""Pages of a text that are fetched at once: each has a transfer of its own, whose addresses fill the scalar registers."""
+QUERIES = (128, 64, 32, 16, 8)
+"""Tokens of a prompt that the kernel computes at once, the most that fit."""
+DECODE_QUERIES = 8
+"""Texts of one token that share a block of queries. Each computes the whole block: the fewest that fill a tile."""
+
+
+class RaggedPages(NamedTuple):
+    """Keys and values of a layer."""
+
+    both: jax.Array
+    """[pages, page_size, 2 x rows, width]."""
+
+    @property
+    def page_size(self) -> int:
+        """Positions of a page."""
+        return self.both.shape[1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadRows:
+    """How the key-value heads of one device lie in rows."""
+
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    head_dim: int
+    packing: int
+    """Elements of a register's 32 bits."""
+
+    @property
+    def beside(self) -> int:
+        """Heads of a row."""
+        return max(1, min(LANES // self.head_dim, self.kv_heads))
+
+    @property
+    def rows(self) -> int:
+        """Rows of keys, some of them zeros: the kernel takes 1, 2, 4 or 8 tiles of registers, or a multiple of 8."""
+        rows = -(-self.kv_heads // self.beside)
+        while not _tiled(2 * rows, self.packing):
+            rows += 1
+        return rows
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return -(-self.beside * self.head_dim // LANES) * LANES
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key-value head."""
+        return self.heads // self.kv_heads
+
+    def pack(self, new: jax.Array) -> jax.Array:
+        """Keys or values [tokens, kv_heads, head_dim] as [tokens, rows, width]."""
+        new = jnp.pad(new, ((0, 0), (0, self.rows * self.beside - self.kv_heads), (0, 0)))
+        return self._filled(new.reshape(-1, self.rows, self.beside * self.head_dim))
+
+    def ask(self, query: jax.Array) -> jax.Array:
+        """Queries [tokens, heads, head_dim] as [tokens, rows x beside x group, width]."""
+        free = self.rows * self.beside - self.kv_heads
+        query = query.reshape(-1, self.kv_heads, self.group, self.head_dim)
+        query = jnp.pad(query, ((0, 0), (0, free), (0, 0), (0, 0)))
+        if self.beside > 1:
+            query = query.reshape(-1, self.rows, self.beside, self.group, 1, self.head_dim)
+            own = jnp.eye(self.beside, dtype=bool)[:, None, :, None]
+            query = jnp.where(own, query, 0)
+        return self._filled(query.reshape(query.shape[0], -1, self.beside * self.head_dim))
+
+    def answer(self, found: jax.Array) -> jax.Array:
+        """Results [tokens, rows x beside x group, width] of :meth:`ask` as [tokens, heads, head_dim]."""
+        found = found[:, :, : self.beside * self.head_dim]
+        if self.beside > 1:
+            split = (-1, self.rows, self.beside, self.group, self.beside, self.head_dim)
+            found = found.reshape(split)
+            found = jnp.stack([found[:, :, n, :, n] for n in range(self.beside)], axis=2)
+        found = found.reshape(found.shape[0], -1, self.group, self.head_dim)
+        return found[:, : self.kv_heads].reshape(-1, self.heads, self.head_dim)
+
+    def _filled(self, rows: jax.Array) -> jax.Array:
+        return jnp.pad(rows, ((0, 0), (0, 0), (0, self.width - rows.shape[2])))
+
+
+def _tiled(count: int, packing: int) -> bool:
+    """Whether the kernel takes so many rows of keys and values together."""
+    tiles, rest = divmod(count, packing)
+    return not rest and (tiles in (1, 2, 4) or tiles % SUBLANES == 0)
+
+
+def unsuited(target: Target, config: "Decoder") -> str:
+    """Why the kernel does not take a model; empty where it does."""
+    ways = _ways(target)
+    if config.latent:
+        return "latents are not keys and values of heads"
+    if config.sinks:
+        return "it has no attention sinks"
+    if config.value_dim != config.head_dim:
+        return f"heads have {config.head_dim} elements in keys and {config.value_dim} in values"
+    if config.kv_heads % ways:
+        return f"the tensor axis of {ways} does not divide the {config.kv_heads} key-value heads"
+    if target.dtype not in ("bfloat16", "float32"):
+        return f"it takes no {target.dtype}"
+    return ""
+
+
+def _ways(target: Target) -> int:
+    """Devices that share the heads."""
+    axes = target.spec("kv_heads")[0]
+    names = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+    return math.prod(target.mesh.shape[name] for name in names)
+
+
+class RaggedArrays:
+    """How pages lie on a TPU, and attention over them.
+
+    Args:
+        target: The platform; its mesh splits the heads.
+        config: A model that :func:`unsuited` has no word against.
+        page_size: Positions of a page.
+    """
+
+    def __init__(self, target: Target, config: "Decoder", page_size: int) -> None:
+        self.target, self.page_size = target, page_size
+        self.ways = _ways(target)
+        self.lying = HeadRows(
+            heads=config.heads // self.ways,
+            kv_heads=config.kv_heads // self.ways,
+            head_dim=config.head_dim,
+            packing=4 // jnp.dtype(target.dtype).itemsize,
+        )
+
+    @property
+    def kernel(self) -> str:
+        """What reads the pages, for a log."""
+        lying = self.lying
+        if lying.beside > 1:
+            return f"ragged paged attention, {lying.beside} heads of {lying.head_dim} elements in a row of {lying.width}"
+        if lying.width != lying.head_dim:
+            return f"ragged paged attention, heads of {lying.head_dim} elements filled up to {lying.width}"
+        return "ragged paged attention"
+
+    def axes(self) -> tuple[str | None, ...]:
+        """Logical names of the dims."""
+        return (None, None, "kv_heads", None)
+
+    def empty(self, pages: int, dtype: jnp.dtype) -> RaggedPages:
+        """Pages of zeros."""
+        rows = 2 * self.lying.rows * self.ways
+        return RaggedPages(jnp.zeros((pages, self.page_size, rows, self.lying.width), dtype))
+
+    def attend(
+        self,
+        pages: RaggedPages,
+        groups: Sequence[PageRows],
+        asked: tuple[tuple[jax.Array, ...], tuple[jax.Array, jax.Array]],
+        window: int,
+        logits: Logits,
+    ) -> tuple[RaggedPages, jax.Array]:
+        """See :meth:`systolic.models.decoder.page_arrays.PageArrays.attend`."""
+        ((query,), (key, value)) = asked
+        (heads,) = self.target.spec("kv_heads")
+        whole, split = PartitionSpec(), PartitionSpec(None, heads)
+        both = PartitionSpec(None, None, heads)
+
+        def local(
+            pages: jax.Array,
+            groups: Sequence[PageRows],
+            query: jax.Array,
+            key: jax.Array,
+            value: jax.Array,
+        ) -> tuple[jax.Array, jax.Array]:
+            lying = self.lying
+            new = jnp.stack([lying.pack(key), lying.pack(value)], axis=2)
+            new = new.reshape(new.shape[0], -1, lying.width).astype(pages.dtype)
+            pages = write(pages, groups, new)
+            queries, found, first = lying.ask(query), [], 0
+            for group in groups:
+                some = slice(first, first := first + group.positions.size)
+                found.append(attend(queries[some], pages, group, window, logits))
+            return pages, lying.answer(jnp.concatenate(found))
+
+        # The partitioner can't split a kernel: each device has its own heads.
+        written, found = jax.shard_map(
+            local,
+            mesh=self.target.mesh,
+            in_specs=(both, whole, split, split, split),
+            out_specs=(both, split),
+            check_vma=False,
+        )(pages.both, list(groups), query, key, value)
+        return RaggedPages(written), found
+
+
+def write(pages: jax.Array, groups: Sequence[PageRows], new: jax.Array) -> jax.Array:
+    """Pages [pages, page_size, 2 x rows, width] with the rows of new tokens [tokens, 2 x rows, width]."""
+    size, first = pages.shape[1], 0
+    for group in groups:
+        count, length = group.positions.shape
+        own = new[first : first + count * length]
+        first += count * length
+        if length == 1:
+            place, offset = jnp.divmod(group.positions[:, 0], size)
+            page = pages_at(group.table, place[:, None])[:, 0]
+            pages = pages.at[page, offset].set(own)
+            continue
+        number = -(-length // size)
+        own = own.reshape(count, length, *own.shape[1:])
+        own = jnp.pad(own, ((0, 0), (0, number * size - length), (0, 0), (0, 0)))
+        place = group.positions[:, :1] // size + jnp.arange(number)
+        page = pages_at(group.table, place).reshape(-1)
+        pages = pages.at[page].set(own.reshape(count * number, size, *own.shape[2:]))
+    return pages
+
+
+def attend(
+    query: jax.Array, pages: jax.Array, rows: PageRows, window: int, logits: Logits
+) -> jax.Array:
+    """Attention [tokens, heads, width] over pages that hold the tokens themselves; zeros for padding.
+
+    Args:
+        query: [tokens, heads, width].
+        pages: [pages, page_size, 2 x rows, width].
+        rows: Of the tokens, in order.
+        window: Number of latest positions that are visible; 0 for all.
+        logits: Scale and soft cap.
+    """
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+    count, length = rows.positions.shape
+    start, table, size = rows.positions[:, 0], rows.table, pages.shape[1]
+    if window:
+        # Pages before the window are not read. The kernel counts from the first page that it is given.
+        before = jnp.maximum(start - window + 1, 0) // size
+        seen = min(table.shape[1], (window + length - 3) // size + 2)
+        table = pages_at(table, before[:, None] + jnp.arange(seen))
+        start = start - before * size
+    blocks = block_sizes(query.shape, pages, rows, table.shape[1])
+    assert logits.scale is not None
+    found = ragged_paged_attention(
+        query,
+        pages,
+        (start + length).astype(jnp.int32),
+        table.astype(jnp.int32),
+        (jnp.arange(count + 1) * length).astype(jnp.int32),
+        jnp.array([count], jnp.int32),
+        sm_scale=float(logits.scale),
+        sliding_window=window or None,
+        soft_cap=logits.cap or None,
+        num_kv_pages_per_block=blocks[0],
+        num_queries_per_block=blocks[1],
+    )
+    real = jnp.arange(length) < rows.count[:, None]
+    # What padding reads is not defined, and would spread as NaN where tokens are mixed by products.
+    return jnp.where(real.reshape(-1, 1, 1), found, 0)
+
+
+def block_sizes(
+    queries: tuple[int, ...], pages: jax.Array, rows: PageRows, most: int
+) -> tuple[int, int]:
+    """Pages of a text and queries that the kernel takes at once, the most that its memory holds.
+
+    Args:
+        queries: [tokens, heads, width].
+        pages: See :func:`attend`.
+        rows: Of the tokens.
+        most: Pages of a text.
+    """
+    _, size, combined, width = pages.shape
+    tokens, heads, _ = queries
+    item = pages.dtype.itemsize
+    tile = SUBLANES * 4 // item
+    parts = combined // tile if combined % tile == 0 else 1
+    combined, heads = combined // parts, heads // parts
+    decode = rows.positions.shape[1] == 1
+    wanted = (DECODE_QUERIES,) if decode else QUERIES
+    together = min(most, MOST_PAGES, max(1, TOGETHER // size))
+
+    def need(number: int, asked: int) -> int:
+        kept = 2 * number * size * combined * width * item
+        asking = asked * heads * (width * (4 * item + 4) + 2 * LANES * 4)
+        scores = 3 * asked * heads // (combined // 2) * number * size * 4
+        return kept + asking + scores
+
+    for number in (together >> half for half in range(together.bit_length())):
+        for asked in wanted:
+            if asked <= max(tokens, wanted[-1]) and need(number, asked) <= VMEM_BYTES:
+                return number, min(asked, tokens)
+    return 1, min(wanted[-1], tokens)
