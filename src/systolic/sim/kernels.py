@@ -13,6 +13,7 @@ from typing import Any
 from systolic.hlo import Computation, Instruction, Module
 from systolic.sim.attention import attention_of, flops_of, seconds_of
 from systolic.sim.calibration import constant
+from systolic.sim.ragged import is_ragged, ragged_seconds
 from systolic.sim.rates import Rates, cores, cores_used, f32_passes, vector_rate
 from systolic.sim.work import PASSES
 
@@ -37,6 +38,8 @@ def kernel_cost(
     """Seconds of a Pallas call; None when nothing is known but its bytes."""
     config = call.config.get("custom_call_config", {})
     known = None
+    if is_ragged(call):
+        return KernelCost(*ragged_seconds(computation, call, rates, _grid(config)))
     if any(_NAME.match(name) for name in (call.name, call.op_name.rpartition("/")[2])):
         found = attention_of(module, computation, call, config.get("counted") or {})
         if found is not None:
@@ -50,6 +53,10 @@ def kernel_cost(
         # An estimate is what the author gives the scheduler: it cannot lower the count of what the body does.
         return known
     return estimate
+
+
+def _grid(config: Mapping[str, Any]) -> list[int]:
+    return list((config.get("counted") or {}).get("grid") or [])
 
 
 def _estimated(rates: Rates, estimate: Mapping[str, Any]) -> KernelCost | None:

@@ -14,6 +14,7 @@ from systolic.serving.compiles import COUNT, CompileFacts, count_compiles
 from systolic.steps.choice import Cuts, Draw, choose, choose_by_all
 from systolic.steps.paged import PagedSteps, ServingWeights, StepInput, StepShape
 from systolic.steps.paged_sharding import for_choice, whole
+from systolic.steps.programs import jit_paged
 
 BIASES = 300
 """Tokens of a request that can have a bias, as in OpenAI's API."""
@@ -143,13 +144,7 @@ class Programs:
         return self.paged.placed_pages(self.pages)
 
     def _read(self, shape: StepShape) -> Any:
-        chunk = (shape.chunks, shape.length)
-
-        def read(weights: Any, pages: Any, latest: Any, packed: Any) -> Any:
-            asked = StepInput.unpacked(packed, shape, self.paged.history)
-            return self.paged.read(weights, pages, latest, asked, chunk)
-
-        return self._lower(read, self._arguments(shape), (self._logits(shape.texts), self._pages))
+        return jit_paged(self.paged, shape).lower(*self._arguments(shape))
 
     def _score(self, shape: StepShape) -> Any:
         chunk = (shape.chunks, shape.length)
