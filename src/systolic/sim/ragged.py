@@ -4,18 +4,13 @@ How many positions a text has is data, so all pages of its table count as full. 
 has a token in it, and computes all its queries for each: a decode step computes as many blocks as there are texts.
 """
 
-import math
-
 from systolic.hlo import Computation, Instruction
 from systolic.sim.attention import pace_of
+from systolic.sim.calibration import constant
 from systolic.sim.rates import Rates, matrix_width, vector_rate
 
 _NAME = "ragged_paged_attention_kernel"
-_VECTOR_OPS = 7.5
-"""Operations of a score: subtract, multiply by log2(e), maximum, sum, round, and comparing positions."""
-_TOGETHER = 1024
-"""Positions of a step of the loop over a text's pages, of at most 16 pages."""
-_MOST_PAGES = 16
+_VECTOR_OPS: float = constant("kernels.ragged_vector_ops")
 
 
 def is_ragged(call: Instruction) -> bool:
@@ -51,9 +46,7 @@ def ragged_seconds(
     pace = pace_of(rates.chip.name)
     compute = max(matrix, vector) + pace.forward * min(matrix, vector)
     moving = (visits * pages * page_bytes + 2 * shapes[5].bytes_in(0)) / rates.hbm
-    together = min(_MOST_PAGES, max(1, _TOGETHER // cache.dims[1]))
-    turns = visits * math.ceil(pages / together)
-    seconds = max(compute, moving) + turns * pace.step_seconds
+    seconds = max(compute, moving) + visits * pace.step_seconds
     return (
         seconds,
         flops,
