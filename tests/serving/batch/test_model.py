@@ -11,7 +11,7 @@ import pytest
 
 from systolic.core.errors import DataError, OptionError, RunError
 from systolic.serving.batch.buckets import Shapes, Traffic
-from systolic.serving.batch.facts import Ended
+from systolic.serving.batch.facts import AnswerFacts, Ended
 from systolic.serving.batch.model import DynamicBatches
 from systolic.serving.refused import ExpiredError, RefusedError
 from tests.serving.batch.stub import Told, Twice, model, numbers
@@ -285,6 +285,20 @@ def test_drain_answers_what_was_taken(twice: Twice, made: Any) -> None:
     assert not of.ready
     with pytest.raises(RefusedError, match="numbers has ended"):
         of.submit(numbers(1))
+
+
+def test_drain_waits_until_every_answer_was_told(twice: Twice, made: Any) -> None:
+    class Slow(Told):
+        def answered(self, facts: AnswerFacts) -> None:
+            time.sleep(0.05)
+            super().answered(facts)
+
+    told = Slow()
+    of = made(told, workers=2)
+    asked = [of.submit(numbers(n)) for n in range(4)]
+    assert of.drain(WAIT)
+    assert len(told.answers) == 4
+    assert all(future.done() for future in asked)
 
 
 def test_what_drain_can_not_wait_for_fails(twice: Twice, made: Any) -> None:

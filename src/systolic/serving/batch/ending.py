@@ -34,6 +34,8 @@ class Endings:
         # A request that was not begun may be cancelled at this very moment.
         if asked.taken is not None or asked.future.set_running_or_notify_cancel():
             asked.future.set_exception(error)
+        else:
+            ended = Ended.cancelled
         self._tell(asked, ended)
 
     def refuse(self, asked: Asked, error: Exception) -> None:
@@ -63,9 +65,12 @@ class Endings:
             self._tell(asked, Ended.cancelled)
 
     def _tell(self, asked: Asked, ended: Ended) -> None:
-        if self._watcher is not None:
-            self._watcher.answered(asked.facts(ended))
-        asked.examples, asked.outputs = [], []
+        try:
+            if self._watcher is not None:
+                self._watcher.answered(asked.facts(ended))
+        finally:
+            asked.examples, asked.outputs = [], []
+            self._queue.forget(asked)
 
 
 def line(error: BaseException) -> str:

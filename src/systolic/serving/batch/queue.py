@@ -102,14 +102,18 @@ class BatchQueue:
             if asked.ended:
                 return False
             asked.ended = True
-            self._open.discard(asked)
             self._rows -= asked.rows
             self._bytes -= asked.bytes
             if len(self._deadlines) > 2 * len(self._open) + KEPT:
                 self._deadlines = [entry for entry in self._deadlines if not entry[2].ended]
                 heapq.heapify(self._deadlines)
-            self._changed.notify_all()
             return True
+
+    def forget(self, asked: Asked) -> None:
+        """Lets go of a request that has ended and whose answer was handed out: a drain waits until then."""
+        with self._changed:
+            self._open.discard(asked)
+            self._changed.notify_all()
 
     # Batches
 
