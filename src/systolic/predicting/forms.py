@@ -37,6 +37,11 @@ class Form(ABC):
         self.steps = steps
 
     @property
+    def linear(self) -> bool:
+        """Whether a call takes about as long as it has positions, as on a CPU: many small calls cost no more than few large ones."""
+        return self.steps.target.platform == "cpu"
+
+    @property
     def ways(self) -> int:
         """Rows of a batch are a multiple of this."""
         return self.steps.job.layout.batch_ways

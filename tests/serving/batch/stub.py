@@ -29,7 +29,7 @@ class Numbers(Intake):
 
     def __init__(self, longest: int | None = None) -> None:
         super().__init__(InputLimits())
-        self.form: Any = SimpleNamespace(longest=longest, ways=1, steady=False)
+        self.form: Any = SimpleNamespace(longest=longest, ways=1, steady=False, linear=False)
         self.inputs = (ArraySpec(name="number", dtype=BYTES, shape=(ANY,)),)
 
     def parts(self, inputs: Mapping[str, np.ndarray]) -> Sequence[Callable[[], Sequence[Example]]]:

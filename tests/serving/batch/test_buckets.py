@@ -72,6 +72,16 @@ def test_programs_are_split_between_sizes_and_lengths() -> None:
     assert choose(Shapes(programs=8, traffic=same), longest=96).lengths == [96]
 
 
+def test_on_a_cpu_lengths_come_before_sizes() -> None:
+    """Any number of rows is a few calls of 1, 4 and 16; each length saves padding that no size would."""
+    grid = choose(Shapes(largest=16, programs=15), longest=256)
+    linear = choose(Shapes(largest=16, programs=15), longest=256, linear=True)
+    assert (linear.rows, len(linear.lengths), len(linear.all)) == ([1, 4, 16], 5, 15)
+    assert linear.padding_share < grid.padding_share / 1.5
+    assert choose(Shapes(largest=12, programs=2), longest=9, linear=True).rows == [3, 12]
+    assert choose(Shapes(largest=12), longest=9, ways=2, linear=True).rows == [2, 12]
+
+
 def test_no_batch_has_more_positions_than_allowed() -> None:
     found = choose(Shapes(largest=32, positions=1024), longest=512)
     assert max(bucket.positions for bucket in found.all) <= 1024

@@ -1,6 +1,7 @@
 """Which rows make a call."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
@@ -65,9 +66,52 @@ def test_with_times_the_calls_that_end_soonest(
         assert calls(lanes, count) == wanted
 
 
+GRID = BucketGrid(rows=[1, 4], lengths=[10, 20], padding_share=0)
+
+
+def of_lengths(*lengths: int) -> Lanes:
+    lanes = Lanes(GRID)
+    for length in lengths:
+        row = Row(arrays={}, length=length)
+        lanes.add(Waiting(row=row, asked=asked(), example=0, part=0, since=0.0))
+    return lanes
+
+
+@pytest.mark.parametrize(
+    ("each", "expected"),
+    [
+        # By positions, as on a CPU: a short text among long ones costs as much as a long one.
+        (lambda rows, length: rows * length, [("1 x 20", 1), ("1 x 10", 1), ("1 x 10", 1)]),
+        # As long whatever it has, as on an accelerator: all share a call.
+        (lambda rows, length: 1.0, [("4 x 20", 3)]),
+    ],
+)
+def test_texts_of_other_lengths_share_a_call_where_that_is_faster(
+    each: Callable[[int, int], float], expected: list[tuple[str, int]]
+) -> None:
+    lanes = of_lengths(15, 5, 6)
+    lanes.seconds = {one: each(one.rows, one.length or 0) for one in GRID.all}
+    found = []
+    while len(lanes):
+        call = lanes.take(0.0, 0.0)
+        found.append((str(call.bucket), len(call.rows)))
+    assert found == expected
+
+
+def test_a_row_waits_no_longer_than_a_shared_call_would_save() -> None:
+    for seconds, until in (({1: 1.0, 4: 1.5, 8: 2.0}, 0.5), ({1: 1.0, 4: 4.0, 8: 8.0}, 0.0)):
+        lanes = Lanes(FOUR)
+        lanes.seconds = {Bucket(rows=rows): time for rows, time in seconds.items()}
+        lanes.add(waiting())
+        assert lanes.due(9.0) == until
+        assert lanes.due(0.25) == min(until, 0.25)
+
+
 def test_noise_does_not_make_a_small_call_slow() -> None:
     measured = {Bucket(rows=1): 9.0, Bucket(rows=4): 2.0, Bucket(rows=8): 3.0}
     assert list(ascending(measured).values()) == [2.0, 2.0, 3.0]
+    texts = {Bucket(rows=1, length=10): 5.0, Bucket(rows=1, length=20): 2.0}
+    assert list(ascending(texts).values()) == [2.0, 2.0]
 
 
 def test_rows_with_other_shared_arrays_have_calls_of_their_own() -> None:

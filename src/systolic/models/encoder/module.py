@@ -168,14 +168,13 @@ class EncoderModule(nnx.Module):
             return nnx.merge(graph, state)(x, segments)
 
         layer = rematerialise(apply, self.target.layout)
-        unroll = self.target.platform == "cpu" and self.config.layers <= UNROLLED_LAYERS
-        x, _ = jax.lax.scan(
-            lambda x, state: (layer(x, state, segments), None),
-            self.embed(tokens, positions, types),
-            stacked,
-            unroll=unroll,
-        )
-        return x
+        x = self.embed(tokens, positions, types)
+        if self.target.platform == "cpu" and self.config.layers <= UNROLLED_LAYERS:
+            for index in range(self.config.layers):
+                pick = partial(jax.lax.index_in_dim, index=index, keepdims=False)
+                x = layer(x, jax.tree.map(pick, stacked), segments)
+            return x
+        return jax.lax.scan(lambda x, state: (layer(x, state, segments), None), x, stacked)[0]
 
     def logits(self, hidden: jax.Array, places: jax.Array) -> jax.Array:
         """Logits [batch, predictions, vocab] of some places int32[batch, predictions] of hidden [batch, sequence, d_model]."""

@@ -130,13 +130,17 @@ class BucketGrid:
         return f"{programs}: batches of {rows}{across}; expected padding {self.padding_share:.1%}"
 
 
-def choose(shapes: Shapes, *, longest: int | None = None, ways: int = 1) -> BucketGrid:
+def choose(
+    shapes: Shapes, *, longest: int | None = None, ways: int = 1, linear: bool = False
+) -> BucketGrid:
     """The buckets with the least expected padding.
 
     Args:
         shapes: Limits and traffic.
         longest: Most positions of a row; None where all rows have one shape.
         ways: Rows of a batch are a multiple of this.
+        linear: Whether a call takes as long as it has positions: then several calls hold any number of rows, and
+            rows that differ in length get more lengths in place of more sizes.
 
     Raises:
         OptionError: not even the largest shape is within the limits.
@@ -153,6 +157,10 @@ def choose(shapes: Shapes, *, longest: int | None = None, ways: int = 1) -> Buck
     lengths = _weights(shapes.traffic.lengths, longest, 1)
     most = max(shapes.positions or largest * LONG, longest * ways)
     best: BucketGrid | None = None
+    if linear:
+        sizes = _quarters(largest, ways)[-(shapes.programs or VARIED) :]
+        across, share = fewest_padded(lengths, (shapes.programs or VARIED) // len(sizes))
+        return BucketGrid(rows=sizes, lengths=across, most_positions=most, padding_share=share)
     # Every split of the programs into sizes x lengths.
     programs = shapes.programs or VARIED
     for count in range(1, programs + 1):
@@ -177,6 +185,14 @@ def _sizes(weights: Mapping[int, float], count: int, least: int) -> tuple[list[i
     )
     useful = sum(value * weight for value, weight in weights.items())
     return sizes, 1 - useful / padded if padded else 0.0
+
+
+def _quarters(largest: int, ways: int) -> list[int]:
+    """Sizes of a batch that fall by four from the largest to ``ways``: every number of rows is a few of them."""
+    sizes = [largest]
+    while sizes[0] > ways:
+        sizes.insert(0, max(sizes[0] // 4 // ways * ways, ways))
+    return sizes
 
 
 def _weights(histogram: Mapping[int, float], most: int, step: int) -> dict[int, float]:

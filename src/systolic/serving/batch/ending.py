@@ -38,7 +38,7 @@ class Endings:
             ended = Ended.cancelled
         self._tell(asked, ended)
 
-    def refuse(self, asked: Asked, error: Exception) -> None:
+    def refuse(self, asked: Asked, error: BaseException) -> None:
         """Ends a request whose input can't be read."""
         known = (
             error

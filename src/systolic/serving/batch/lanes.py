@@ -37,7 +37,7 @@ class Lanes:
         self._lanes: dict[Lane, deque[Waiting]] = {}
         self.seconds: Mapping[Bucket, float] = {}
         """Measured time of each program, where known; set before rows come."""
-        self._chosen: dict[tuple[int, int | None], int] = {}
+        self._times: dict[int | None, list[float]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._lanes.values()))
@@ -57,12 +57,22 @@ class Lanes:
                 del self._lanes[lane]
 
     def due(self, delay_seconds: float) -> float | None:
-        """When a batch is to be taken: at once where one is full, else ``delay_seconds`` after its oldest row came; None without rows."""
+        """When a batch is to be taken: at once where one is full, else when its oldest row has waited; None without rows.
+
+        A row waits for others ``delay_seconds``, but no longer than a shared call would save.
+        """
         times = [
-            0.0 if self._full(lane) else rows[0].since + delay_seconds
+            0.0 if self._full(lane) else rows[0].since + self._patience(lane, delay_seconds)
             for lane, rows in self._lanes.items()
         ]
         return min(times, default=None)
+
+    def _patience(self, lane: Lane, delay_seconds: float) -> float:
+        length = lane[0] or None
+        one, two = (self.seconds.get(self.buckets.at(self._up(n, length), length)) for n in (1, 2))
+        if one is None or two is None:
+            return delay_seconds
+        return min(delay_seconds, max(2 * one - two, 0.0))
 
     def _full(self, lane: Lane) -> bool:
         return self._alone or len(self._lanes[lane]) >= self.buckets.sizes(lane[0] or None)[-1]
@@ -72,7 +82,7 @@ class Lanes:
         due = [
             lane
             for lane, rows in self._lanes.items()
-            if self._full(lane) or rows[0].since + delay_seconds <= now
+            if self._full(lane) or rows[0].since + self._patience(lane, delay_seconds) <= now
         ]
         lane = min(due or self._lanes, key=lambda one: self._lanes[one][0].since)
         length = lane[0] or None
@@ -83,7 +93,7 @@ class Lanes:
             taken = [rows.popleft() for _ in range(sum(1 for one in rows if one.asked is first))]
             bucket = self.buckets.at(self._up(len(taken), length), length)
         else:
-            bucket = self.buckets.at(self._size(waited, length), length)
+            bucket = self.buckets.at(self._size(lane), length)
             taken = [rows.popleft() for _ in range(min(waited, bucket.rows))]
             if len(taken) < bucket.rows:
                 taken += self._shorter(lane, bucket.rows - len(taken))
@@ -91,29 +101,46 @@ class Lanes:
             del self._lanes[lane]
         return BatchCall(rows=taken, bucket=bucket, waited=waited)
 
-    def _size(self, count: int, length: int | None) -> int:
-        """Rows of the next call where ``count`` rows wait: those of the calls that answer all of them soonest.
+    def _size(self, lane: Lane) -> int:
+        """Rows of a lane's next call: those after which all rows that could share it are answered soonest.
 
-        Without times, the smallest that holds them.
+        Rows of shorter lanes take the room that the lane's own leave. Without times, the smallest that holds its own.
         """
+        length, waited = lane[0] or None, len(self._lanes[lane])
+        if not self.seconds:
+            return self._up(waited, length)
+        shorter = self._below(lane)
+
+        def left(size: int) -> float:
+            """Time of the call and of what it leaves."""
+            total = self._seconds(size, length)
+            total += self._fastest(max(waited - size, 0), length)
+            room = max(size - waited, 0)
+            for other in shorter:
+                rows = len(self._lanes[other])
+                total += self._fastest(max(rows - room, 0), other[0] or None)
+                room = max(room - rows, 0)
+            return total
+
+        most = self._up(waited + sum(len(self._lanes[other]) for other in shorter), length)
+        sizes = [size for size in self.buckets.sizes(length) if size <= most]
+        return min(sizes, key=lambda size: (left(size), -size))
+
+    def _fastest(self, count: int, length: int | None) -> float:
+        """Least time of calls that hold ``count`` rows of a length."""
         sizes = self.buckets.sizes(length)
-        times = {size: self.seconds.get(self.buckets.at(size, length)) for size in sizes}
-        if any(seconds is None for seconds in times.values()):
-            return self._up(count, length)
-        count = min(count, AHEAD * sizes[-1])
-        if (count, length) in self._chosen:
-            return self._chosen[count, length]
-        best: list[tuple[float, int]] = [(0.0, 0)]
-        for waiting in range(1, count + 1):
-            best.append(
-                min(
-                    (float(times[size] or 0.0) + best[max(waiting - size, 0)][0], -size)
-                    for size in sizes
-                    if size <= waiting or size == self._up(waiting, length)
-                )
+        most = AHEAD * sizes[-1]
+        if count > most:  # The largest calls, of which one less is left.
+            return self._fastest(count - sizes[-1], length) + self._seconds(sizes[-1], length)
+        known = self._times.setdefault(length, [0.0])
+        for waiting in range(len(known), count + 1):
+            known.append(
+                min(self._seconds(size, length) + known[max(waiting - size, 0)] for size in sizes)
             )
-        self._chosen[count, length] = -best[-1][1]
-        return self._chosen[count, length]
+        return known[count]
+
+    def _seconds(self, size: int, length: int | None) -> float:
+        return self.seconds[self.buckets.at(size, length)]
 
     def _up(self, count: int, length: int | None) -> int:
         sizes = self.buckets.sizes(length)
@@ -122,12 +149,17 @@ class Lanes:
     def _shorter(self, lane: Lane, room: int) -> list[Waiting]:
         """Rows of shorter lanes, the longest first, in place of padding."""
         taken: list[Waiting] = []
-        for other in sorted(self._lanes, reverse=True):
-            if other[1] != lane[1] or other[0] >= lane[0]:
-                continue
+        for other in self._below(lane):
             rows = self._lanes[other]
             while rows and len(taken) < room:
                 taken.append(rows.popleft())
             if not rows:
                 del self._lanes[other]
         return taken
+
+    def _below(self, lane: Lane) -> list[Lane]:
+        """Lanes whose rows fit a call of this one, the longest first."""
+        return sorted(
+            (other for other in self._lanes if other[1] == lane[1] and other[0] < lane[0]),
+            reverse=True,
+        )

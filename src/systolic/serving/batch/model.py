@@ -1,5 +1,7 @@
 """A model that answers whole requests in batches."""
 
+import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +25,10 @@ from systolic.serving.batch.request import ArraySpec, ModelKind
 from systolic.serving.batch.workers import Workers
 from systolic.serving.compiles import COUNT, CompileFacts, count_compiles
 
-MEASURED, QUICK_SECONDS = 3, 0.1
-"""Calls of a program, of which the fastest is its time; a slower first call is its time."""
+ROUNDS, SLOW_SECONDS = 5, 0.3
+"""Calls of each program, of which the fastest is its time; of one that takes longer, two."""
+COMPILERS = min(os.cpu_count() or 1, 8)
+"""Programs that are compiled at once."""
 
 
 class DynamicBatches:
@@ -124,39 +128,53 @@ class DynamicBatches:
     def start(self) -> None:
         """Compiles and measures every program, then starts the workers; returns when it is ready."""
         count_compiles()
-        seconds: dict[Bucket, float] = {}
-        buckets = self.buckets.all
-        for number, bucket in enumerate(buckets, 1):
-            found = COUNT.found
-            took = self._predictor.compile(bucket)
-            if self._watcher is not None:
-                cached = COUNT.found > found
-                facts = CompileFacts(
-                    bucket=str(bucket),
-                    seconds=took,
-                    cached=cached,
-                    done=number,
-                    programs=len(buckets),
-                )
-                self._watcher.compiled(facts)
-            seconds[bucket] = self._timed(bucket)
+        self._compile()
         if self._intake.form.steady:
-            self._queue.lanes.seconds = ascending(seconds)
+            self._queue.lanes.seconds = ascending(self._measured())
+        else:
+            for bucket in self.buckets.all:
+                self._predictor([], bucket)
         for number in range(self._options.workers):
             self._workers.hire(number)
         threading.Thread(target=self._watch_deadlines, name="systolic-deadlines").start()
         self._started = True
         self._queue.open()
 
-    def _timed(self, bucket: Bucket) -> float:
-        """Seconds of a call on padding alone, which also loads the program."""
-        best = float("inf")
-        for _ in range(MEASURED):
-            start = time.perf_counter()
-            self._predictor([], bucket)
-            best = min(best, time.perf_counter() - start)
-            if best > QUICK_SECONDS:
-                break
+    def _compile(self) -> None:
+        """Makes all programs, several at once: the first one also prepares weights that all share."""
+
+        buckets = self.buckets.all
+
+        def make(number: int) -> CompileFacts:
+            bucket, found = buckets[number], COUNT.found
+            took = self._predictor.compile(bucket)
+            return CompileFacts(
+                bucket=str(bucket),
+                seconds=took,
+                cached=COUNT.found > found,
+                done=number + 1,
+                programs=len(buckets),
+            )
+
+        first = [make(0)]
+        with ThreadPoolExecutor(COMPILERS, "systolic-compile") as threads:
+            for facts in itertools.chain(first, threads.map(make, range(1, len(buckets)))):
+                if self._watcher is not None:
+                    self._watcher.compiled(facts)
+
+    def _measured(self) -> dict[Bucket, float]:
+        """Seconds of each program on padding alone; the first calls also load the programs.
+
+        Every round calls every program, so that a busy moment of the machine slows no program in all its calls.
+        """
+        best: dict[Bucket, float] = dict.fromkeys(self.buckets.all, float("inf"))
+        for turn in range(ROUNDS):
+            for bucket, known in best.items():
+                if turn > 1 and known > SLOW_SECONDS:
+                    continue
+                start = time.perf_counter()
+                self._predictor([], bucket)
+                best[bucket] = min(known, time.perf_counter() - start)
         return best
 
     def _watch_deadlines(self) -> None:
@@ -221,7 +239,7 @@ class DynamicBatches:
                 return
             try:
                 found[index] = parts[index]()
-            except Exception as error:  # of a library, on a stranger's bytes
+            except BaseException as error:  # of a library, on a stranger's bytes
                 self._endings.refuse(asked, error)
                 return
             with lock:
@@ -238,12 +256,12 @@ class DynamicBatches:
 
 
 def ascending(seconds: Mapping[Bucket, float]) -> dict[Bucket, float]:
-    """Times without noise that says a call of fewer rows of a length takes longer than one of more."""
+    """Times without noise that says a call takes longer than one that is no smaller in rows or length."""
     return {
         bucket: min(
             time
             for other, time in seconds.items()
-            if other.length == bucket.length and other.rows >= bucket.rows
+            if other.rows >= bucket.rows and (other.length or 0) >= (bucket.length or 0)
         )
         for bucket in seconds
     }
@@ -255,4 +273,4 @@ def _buckets(intake: Intake, options: BatchOptions) -> BucketGrid:
     if intake.alone is not None:
         rows = -(-intake.alone // form.ways) * form.ways
         return BucketGrid(rows=[rows], lengths=[None], padding_share=1 - intake.alone / rows)
-    return choose(options.shapes, longest=form.longest, ways=form.ways)
+    return choose(options.shapes, longest=form.longest, ways=form.ways, linear=form.linear)

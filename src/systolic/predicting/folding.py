@@ -1,0 +1,88 @@
+"""A program divided by what it depends on: what weights alone decide is computed once, not in every call.
+
+XLA's CPU backend copies each layer's weights out of a stack before a matmul reads them, and divides by the root of
+each batch norm's variance in every call: of MiniLM on one text of 16 tokens that was three quarters of the time.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core
+import numpy as np
+
+
+class FoldedProgram:
+    """A function of weights and a batch as two: weights to constants, and constants with a batch to outputs.
+
+    Args:
+        function: (params, model_state, batch) to a dict of arrays.
+        weights: (params, model_state), arrays or their shapes.
+        batch: A batch's arrays or their shapes.
+
+    Attributes:
+        key: Text that two programs share whose constants are the same.
+    """
+
+    def __init__(self, function: Callable[..., Any], weights: Any, batch: Any) -> None:
+        flat, structure = jax.tree.flatten(weights)
+
+        def whole(leaves: Sequence[Any], batch: Any) -> Any:
+            return function(*jax.tree.unflatten(structure, leaves), batch)
+
+        closed, shape = jax.make_jaxpr(whole, return_shape=True)(flat, batch)
+        self._shape = jax.tree.structure(shape)
+        jaxpr = closed.jaxpr
+        self._given = list(jaxpr.invars[: len(flat)])
+        known = {*self._given, *jaxpr.constvars}
+        early: list[Any] = []
+        late: list[Any] = []
+        for equation in jaxpr.eqns:
+            if _of_weights(equation, known):
+                early.append(equation)
+                known.update(equation.outvars)
+            else:
+                late.append(equation)
+        used = [v for equation in late for v in _variables(equation.invars)]
+        used += _variables(jaxpr.outvars)
+        self._constants = list(dict.fromkeys(v for v in used if v in known))
+        # Names of arguments don't fit any more.
+        plain = jaxpr.replace(debug_info=jaxpr.debug_info.with_unknown_names())
+        self._early = plain.replace(
+            constvars=[],
+            invars=[*jaxpr.constvars, *self._given],
+            outvars=self._constants,
+            eqns=early,
+        )
+        self._late = plain.replace(
+            constvars=[], invars=[*self._constants, *jaxpr.invars[len(flat) :]], eqns=late
+        )
+        self._consts = closed.consts
+        self.key = str(self._early)
+
+    def constants(self, weights: Any) -> list[jax.Array]:
+        """What the program needs of the weights, in the order that :meth:`__call__` takes."""
+        leaves = [*self._consts, *jax.tree.leaves(weights)]
+        return jax.jit(lambda leaves: jax.core.eval_jaxpr(self._early, [], *leaves))(leaves)
+
+    def __call__(self, constants: Sequence[jax.Array], batch: Any) -> Any:
+        """The function's outputs."""
+        made = jax.core.eval_jaxpr(self._late, [], *constants, *jax.tree.leaves(batch))
+        return jax.tree.unflatten(self._shape, made)
+
+
+def _of_weights(equation: Any, known: set[Any]) -> bool:
+    """Whether an equation is decided by weights, and its results are not larger: broadcasts belong to their users."""
+    inputs = _variables(equation.invars)
+    if not inputs or equation.effects or not known.issuperset(inputs):
+        return False
+    largest = max(map(_bytes, inputs))
+    return sum(map(_bytes, equation.outvars)) <= largest
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [one for one in atoms if not isinstance(one, jax.extend.core.Literal)]
+
+
+def _bytes(variable: Any) -> int:
+    return int(np.prod(variable.aval.shape)) * variable.aval.dtype.itemsize
