@@ -28,9 +28,13 @@ SUPPRESSED, SUPPRESSED_FIRST = [3, 5, 8], [99, 40]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    """See :func:`write_folder`."""
+    return write_folder(tmp_path / "model")
+
+
+def write_folder(tmp_path: Path) -> Path:
     """The small model with a tokenizer of a word an id."""
-    tmp_path = tmp_path / "model"
-    tmp_path.mkdir()
+    tmp_path.mkdir(exist_ok=True)
     words = {f"w{number}": number for number in range(98)}
     special = ["<|notimestamps|>", "<|endoftext|>", "<|startoftranscript|>"]
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
