@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from systolic.chips.record import Chip, ChipKind, Citation, Figure
+from systolic.core.digest import digest
 
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -78,3 +79,18 @@ def memory_bytes() -> int:
         except (OSError, ValueError):  # absent, or "max"
             continue
     return min(limits)
+
+
+def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Digest of the instruction sets that the processor has; empty where the system does not list them."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return ""
+    found = {
+        word
+        for line in lines
+        if line.split(":", 1)[0].strip() in ("flags", "Features")
+        for word in line.split(":", 1)[1].split()
+    }
+    return digest(sorted(found))

@@ -49,10 +49,11 @@ class ServeOptions:
         strict: End a model that compiles a program after it was ready; such compiles are counted without it too.
         model_control: Let clients take the models given here out and in again, as Triton's do: /v2/repository/models/NAME/unload and /load.
         log: The log's form: text for people, json for programs, or auto, which asks whether standard error is a terminal.
+        check_cache: Print which compiled programs are on the disk, and why the others are not, and end; nothing is compiled.
         log_prompts: Write prompts into the log.
         checkpoint: Of a run: best, last or the number of a step.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
-        json: Print one JSON object with the address when the server listens, or with the new key.
+        json: Print one JSON object with the address when the server listens, with the new key, or with the programs on the disk.
     """
 
     models: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
@@ -79,6 +80,7 @@ class ServeOptions:
     strict: bool = False
     model_control: bool = False
     log: Literal["auto", "json", "text"] = "auto"
+    check_cache: bool = False
     log_prompts: bool = False
     checkpoint: str = "best"
     trust: bool = False
@@ -105,6 +107,15 @@ def run(args: Sequence[str]) -> int:
         raise OptionError(
             "systolic serve needs a model; give a run, a Bundle or a Hugging Face folder"
         )
+    if options.check_cache:
+        from systolic.session.kept_programs import check_cache
+
+        checked = check_cache(options.models, settings(options))
+        if options.json:
+            print_json({"models": [one.to_json() for one in checked]})
+        else:
+            print("\n".join(line for one in checked for line in one.lines()))
+        return 0
     names = [one.name for one in targets(options.models)]
 
     def listening(port: int) -> None:

@@ -5,6 +5,7 @@ in the weights (``convert_hf_to_gguf.py``) is undone: the order of the rows of L
 one that is added to Gemma's norms.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from systolic.core.errors import DataError, MissingExtraError, OptionError, nearest
+from systolic.interop.gguf_header import GgufHeader, GgufPlace
 from systolic.interop.source import TransformersSource
 from systolic.models.families import family
 
@@ -97,15 +99,12 @@ class Reader:
 
     def __init__(self, path: Path) -> None:
         try:
-            import gguf
+            import gguf  # noqa: F401 (fails where the package lacks, before anything is read)
         except ImportError as error:
             raise MissingExtraError("reading a GGUF file", "gguf") from error
         try:
-            read = gguf.GGUFReader(path)
-            self.fields: dict[str, Any] = {
-                name: field.contents() for name, field in read.fields.items()
-            }
-            self.tensors = {one.name: one for one in read.tensors}
+            header = GgufHeader.of(path)
+            self.fields, self.tensors = header.fields, header.tensors
         except (ValueError, IndexError, KeyError, TypeError, OverflowError) as error:
             raise DataError(f"{path} is no intact GGUF file ({error}); copy it again") from error
         self.path = path
@@ -140,7 +139,7 @@ def _shared(fields: Fields, reader: Reader) -> dict[str, Any]:
     tokens = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     named = {k: fields.get(f"tokenizer.ggml.{v}_token_id") for k, v in tokens.items()}
     return {
-        "vocab_size": int(token.shape[1]),
+        "vocab_size": token.shape[0],
         "hidden_size": width,
         "intermediate_size": own("feed_forward_length"),
         "num_hidden_layers": own("block_count"),
@@ -333,17 +332,15 @@ def _tensors(
     return made
 
 
-def _tensor(path: Path, tensor: Any, change: Change) -> GgufTensor:
-    """A tensor of the package's reader, which would keep the whole file mapped."""
+def _tensor(path: Path, place: GgufPlace, change: Change) -> GgufTensor:
     kept = {"F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-    shape = tuple(int(size) for size in tensor.shape[::-1])
-    rows = tensor.data.shape[:-1]
+    rows = place.shape[:-1]
     return GgufTensor(
         file=path,
-        offset=int(tensor.data_offset),
-        stored=(*rows, int(tensor.n_bytes) // max(int(np.prod(rows)), 1)),
-        kind=tensor.tensor_type,
-        shape=shape,
-        dtype=kept.get(tensor.tensor_type.name, np.dtype(np.float32)),
+        offset=place.offset,
+        stored=(*rows, place.bytes // max(math.prod(rows), 1)),
+        kind=place.kind,
+        shape=place.shape,
+        dtype=kept.get(place.kind.name, np.dtype(np.float32)),
         change=change,
     )

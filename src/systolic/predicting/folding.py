@@ -63,8 +63,19 @@ class FoldedProgram:
 
     def constants(self, weights: Any) -> list[jax.Array]:
         """What the program needs of the weights, in the order that :meth:`__call__` takes."""
-        leaves = [*self._consts, *jax.tree.leaves(weights)]
-        return jax.jit(lambda leaves: jax.core.eval_jaxpr(self._early, [], *leaves))(leaves)
+        return jax.jit(self.fold)(jax.tree.leaves(weights))
+
+    def fold(self, leaves: Sequence[Any]) -> list[Any]:
+        """The constants of flat weights, to be jitted."""
+        return jax.core.eval_jaxpr(self._early, [], *self._consts, *leaves)
+
+    @property
+    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Of the constants."""
+        return [
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
+            for v in self._constants
+        ]
 
     def __call__(self, constants: Sequence[jax.Array], batch: Any) -> Any:
         """The function's outputs."""

@@ -1,16 +1,14 @@
 """Compiles, as JAX itself counts them: how many happen in which threads."""
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.monitoring
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 """Event of JAX after each compile, also one that was read from the disk."""
-FOUND = "/jax/compilation_cache/cache_hits"
-"""Event of JAX for each executable that was read from the disk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +20,8 @@ class CompileFacts:
     """Of tracing, lowering and compiling, or of reading it from the disk."""
     cached: bool
     """Whether it was on the disk."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Parts of these seconds: ``trace`` and ``compile`` and ``keep``, or ``load``."""
     after_ready: bool = False
     """True breaks the promise that nothing compiles after a model is ready."""
     done: int = 0
@@ -38,7 +38,6 @@ class CompileCount(threading.local):
 
     def __init__(self) -> None:
         self.compiled = 0
-        self.found = 0
 
 
 COUNT = CompileCount()
@@ -54,16 +53,9 @@ def count_compiles() -> None:
             return
         _listening.append(_duration)
         jax.monitoring.register_event_duration_secs_listener(_duration)
-        jax.monitoring.register_event_listener(_event)
 
 
 def _duration(event: str, duration_secs: float, **more: Any) -> None:
     del duration_secs, more
     if event == COMPILED:
         COUNT.compiled += 1
-
-
-def _event(event: str, **more: Any) -> None:
-    del more
-    if event == FOUND:
-        COUNT.found += 1

@@ -7,19 +7,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.data.text.text_data import TextData
-from systolic.session.trained import TrainedModel, open_model
+from systolic.job import Job
+from systolic.session.trained import PreparedModel, keep_programs, prepare_model
 
 if TYPE_CHECKING:
+    from systolic.aot.program_store import ProgramStore
     from systolic.serving.batch.options import BatchOptions
     from systolic.serving.http.desk import Desk
     from systolic.serving.http.keys import Keys
     from systolic.serving.http.limits import HttpLimits
     from systolic.serving.http.logs import EventLog
-    from systolic.serving.http.meters import BatchMetrics, TextMetrics
+    from systolic.serving.http.meters import BatchMeter, BatchMetrics, TextMetrics
     from systolic.serving.http.process import Address, Renewal
     from systolic.serving.layout import ServingLayout
     from systolic.serving.served import Served
@@ -194,38 +196,25 @@ def open_served(
 ) -> "Served":
     """A model as a server holds it, not started.
 
-    Raises: as :func:`~systolic.session.trained.open_model`, and OptionError for one that can't be served.
+    Raises: as :func:`~systolic.session.trained.prepare_model`, and OptionError for one that can't be served.
     """
-    from systolic.serving.http.opened import BatchOpening, layout_told
-    from systolic.serving.served import ServedBatch, ServedText
+    from systolic.serving.http.opened import layout_told
+    from systolic.serving.served import ServedText
     from systolic.serving.text.placing import Placing
 
     log.write("opening", model=target.name, version=target.version, path=str(target.path))
     told = layout_told(target.name, log)
     placing = Placing(asked=settings.layout, sizes=settings.sizes, told=told)
-    begin = time.perf_counter()
-    model = _opened(target, settings, placing, 0, log)
-    steps, weights = model.setup.steps, model.weights
-    read = time.perf_counter() - begin
-    if not _writes(model):
-        from systolic.serving.batch.opening import batch_model
-
-        meter = batches.of(target.name)
-        meter.read(read)
-        watcher = BatchOpening(target.name, meter, log)
-        made = batch_model(
-            target.name, steps, weights.params, weights.model_state, settings.batch, watcher
-        )
-        watcher.sized(made.buckets)
-        return ServedBatch(name=target.name, version=target.version, model=made)
+    model = opened(target, settings, placing, 0, log.warn)
+    if not writes(model.setup.job):
+        return _open_batch(target, settings, model, batches.of(target.name), log)
     from systolic.serving.text.replicas import Replicas
 
-    data = model.job.data
+    data = model.setup.job.data
     assert isinstance(data, TextData)
-    texts.of(target.name).placed(read)
     engines = [_engine(target, settings, model, 0, texts, log)]
     for number in range(1, placing.engines):
-        model = _opened(target, settings, placing, number, log)
+        model = opened(target, settings, placing, number, log.warn)
         engines.append(_engine(target, settings, model, number, texts, log))
     return ServedText(
         name=target.name,
@@ -236,15 +225,19 @@ def open_served(
     )
 
 
-def _opened(
-    target: ServeTarget, settings: ServeSettings, placing: "Placing", number: int, log: "EventLog"
-) -> TrainedModel:
-    """The model on the devices of one of its engines."""
-    return open_model(
+def opened(
+    target: ServeTarget,
+    settings: ServeSettings,
+    placing: "Placing",
+    number: int,
+    warn: Callable[[str], None],
+) -> PreparedModel:
+    """The model on the devices of one of its engines, its weights not read."""
+    return prepare_model(
         target.path,
         settings.checkpoint,
         trust=settings.trust,
-        warn=log.warn,
+        warn=warn,
         place=lambda job, platform, devices: placing.place(job, platform, devices, number),
     )
 
@@ -252,29 +245,64 @@ def _opened(
 def _engine(
     target: ServeTarget,
     settings: ServeSettings,
-    model: TrainedModel,
+    model: PreparedModel,
     number: int,
     texts: "TextMetrics",
     log: "EventLog",
 ) -> "Engine":
     """One of the engines of a model."""
     from systolic.serving.http.opened import TextOpening
-    from systolic.serving.text.opening import open_engine
+    from systolic.serving.text.opening import engine_of, plan_engine
 
-    meter = texts.of(target.name, str(number))
-    weights = model.weights
-    return open_engine(
-        model.setup.steps,
-        weights.params,
-        weights.model_state,
-        settings.sizes,
-        meter,
-        TextOpening(target.name, meter, log, number),
+    meter, store = texts.of(target.name, str(number)), _store(model, log)
+
+    def arrays() -> dict[str, Any]:
+        begin = time.perf_counter()
+        weights = model.read()
+        meter.placed(time.perf_counter() - begin)
+        return {**weights.params, **weights.model_state}
+
+    plan = plan_engine(model.setup.steps, settings.sizes, store)
+    engine = engine_of(plan, arrays, meter, TextOpening(target.name, meter, log, number))
+    store.tidy()
+    return engine
+
+
+def _store(model: PreparedModel, log: "EventLog") -> "ProgramStore":
+    """Where programs are kept: where they can't be, JAX keeps them."""
+    from systolic.aot.program_store import ProgramStore
+
+    store = ProgramStore(model.setup.steps, log.warn)
+    if not store.used:
+        keep_programs()
+    return store
+
+
+def _open_batch(
+    target: ServeTarget,
+    settings: ServeSettings,
+    model: PreparedModel,
+    meter: "BatchMeter",
+    log: "EventLog",
+) -> "Served":
+    from systolic.serving.batch.opening import batch_model
+    from systolic.serving.http.opened import BatchOpening
+    from systolic.serving.served import ServedBatch
+
+    begin, store = time.perf_counter(), _store(model, log)
+    weights = model.read()
+    meter.read(time.perf_counter() - begin)
+    watcher, steps = BatchOpening(target.name, meter, log), model.setup.steps
+    made = batch_model(
+        target.name, steps, weights.params, weights.model_state, settings.batch, watcher, store
     )
+    watcher.sized(made.buckets)
+    store.tidy()
+    return ServedBatch(name=target.name, version=target.version, model=made)
 
 
-def _writes(model: TrainedModel) -> bool:
-    """Whether a model continues texts."""
+def writes(job: Job) -> bool:
+    """Whether a job's model continues texts."""
     from systolic.models.decoder.config import Decoder
 
-    return isinstance(model.job.data, TextData) and isinstance(model.job.model, Decoder)
+    return isinstance(job.data, TextData) and isinstance(job.model, Decoder)

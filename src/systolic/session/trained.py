@@ -1,7 +1,7 @@
 """A trained model, opened from its run or from files: it evaluates, generates and predicts on this machine's devices."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,11 +57,7 @@ def open_model(
     if in_files(Path(path)):
         from systolic.interop.source import open_source
 
-        if job is not None or checkpoint != "best":
-            given = "a job" if job is not None else f"checkpoint {checkpoint}"
-            raise OptionError(
-                f"{path} is no run but a model in files, which takes no {given.removeprefix('a ')}; leave it out"
-            )
+        _refuse_choice(Path(path), job, checkpoint)
         return from_source(open_source(path), warn=warn, place=place)
     with Run.open(path) as run:
         from systolic.artifact import weights
@@ -75,6 +71,64 @@ def open_model(
     for line in found.skipped:
         model.warn(f"{line}; using step {found.step}")
     return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedModel:
+    """A model whose weights are not read yet."""
+
+    setup: "Setup"
+    read: "Callable[[], Weights]"
+    """Reads the weights."""
+
+
+def prepare_model(
+    path: Path,
+    checkpoint: str = "best",
+    *,
+    trust: bool = False,
+    warn: Callable[[str], None] = lambda _: None,
+    place: Place | None = None,
+) -> PreparedModel:
+    """A model in files or a run, on this machine's devices; arguments and errors as :func:`open_model`."""
+    if in_files(path):
+        from systolic.interop.jobs import job_of
+        from systolic.interop.loading import weights_of
+        from systolic.interop.source import open_source
+
+        _refuse_choice(path, None, checkpoint)
+        source = open_source(path)
+        made = set_up_here(job_of(source), place=place)
+        for line in (*source.notes, *made.job.data.notes()):
+            warn(line)
+        return PreparedModel(setup=made, read=lambda: weights_of(source, made.steps))
+    with Run.open(path) as run:
+        setup = set_up_here(rebuild(run, trust_code=trust).job, run, place)
+
+    def read() -> "Weights":
+        from systolic.artifact import weights
+
+        with Run.open(path) as run:
+            found = weights.load(run, setup.steps, checkpoint)
+            found = with_frozen(found, setup, run.path, JobRecord.from_json(run.read_job()))
+        for line in found.skipped:
+            warn(f"{line}; using step {found.step}")
+        return found
+
+    return PreparedModel(setup=setup, read=read)
+
+
+def _refuse_choice(path: Path, job: Job | None, checkpoint: str | int) -> None:
+    """Refuses what only a run has.
+
+    Raises:
+        OptionError: a checkpoint or a job is given.
+    """
+    if job is not None or checkpoint != "best":
+        given = "a job" if job is not None else f"checkpoint {checkpoint}"
+        raise OptionError(
+            f"{path} is no run but a model in files, which takes no {given.removeprefix('a ')}; leave it out"
+        )
 
 
 def in_files(path: Path) -> bool:

@@ -23,7 +23,7 @@ from systolic.serving.batch.options import BatchOptions
 from systolic.serving.batch.queue import BatchQueue
 from systolic.serving.batch.request import ArraySpec, ModelKind
 from systolic.serving.batch.workers import Workers
-from systolic.serving.compiles import COUNT, CompileFacts, count_compiles
+from systolic.serving.compiles import CompileFacts, count_compiles
 
 ROUNDS, SLOW_SECONDS = 5, 0.3
 """Calls of each program, of which the fastest is its time; of one that takes longer, two."""
@@ -55,7 +55,7 @@ class DynamicBatches:
     ) -> None:
         self._name, self._intake, self._predictor = name, intake, predictor
         self._options, self._watcher = options or BatchOptions(), watcher
-        self.buckets = _buckets(intake, self._options)
+        self.buckets = buckets_of(intake, self._options)
         self._outputs = intake.outputs(predictor.outputs(self.buckets.all[0]))
         self._queue = BatchQueue(
             Lanes(self.buckets, intake.alone is not None),
@@ -145,13 +145,16 @@ class DynamicBatches:
 
         buckets = self.buckets.all
 
-        def make(number: int) -> CompileFacts:
-            bucket, found = buckets[number], COUNT.found
-            took = self._predictor.compile(bucket)
+        def make(number: int) -> CompileFacts | None:
+            bucket = buckets[number]
+            made = self._predictor.compile(bucket)
+            if made is None:
+                return None
             return CompileFacts(
                 bucket=str(bucket),
-                seconds=took,
-                cached=COUNT.found > found,
+                seconds=made.total_seconds,
+                cached=made.cached,
+                phases=made.seconds,
                 done=number + 1,
                 programs=len(buckets),
             )
@@ -159,7 +162,7 @@ class DynamicBatches:
         first = [make(0)]
         with ThreadPoolExecutor(COMPILERS, "systolic-compile") as threads:
             for facts in itertools.chain(first, threads.map(make, range(1, len(buckets)))):
-                if self._watcher is not None:
+                if facts is not None and self._watcher is not None:
                     self._watcher.compiled(facts)
 
     def _measured(self) -> dict[Bucket, float]:
@@ -267,7 +270,7 @@ def ascending(seconds: Mapping[Bucket, float]) -> dict[Bucket, float]:
     }
 
 
-def _buckets(intake: Intake, options: BatchOptions) -> BucketGrid:
+def buckets_of(intake: Intake, options: BatchOptions) -> BucketGrid:
     """The buckets of a model."""
     form = intake.form
     if intake.alone is not None:

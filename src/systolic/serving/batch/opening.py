@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from systolic.aot.program_store import ProgramStore
 from systolic.core.errors import OptionError
 from systolic.data.audio.recordings import Recordings
 from systolic.data.text.sentences import Sentences
@@ -27,6 +28,7 @@ def batch_model(
     model_state: Any,
     options: BatchOptions | None = None,
     watcher: BatchWatcher | None = None,
+    store: ProgramStore | None = None,
 ) -> DynamicBatches:
     """The model of a job with its weights on the job's mesh; nothing is compiled before its ``start``.
 
@@ -37,18 +39,24 @@ def batch_model(
         model_state: Other variables.
         options: Batches, queue and limits.
         watcher: Told of compiles, batches and answers.
+        store: Where programs are kept; None compiles all.
 
     Raises:
         OptionError: the job's program takes nothing that a request could hold.
     """
     options = options or BatchOptions()
-    intake = intake_of(steps, params, model_state, options.limits)
-    return DynamicBatches(
-        name, intake, Predictor(intake.form, params, model_state), options, watcher
-    )
+    intake = intake_of(steps, params, model_state, options.limits, store)
+    run = Predictor(intake.form, params, model_state, store)
+    return DynamicBatches(name, intake, run, options, watcher)
 
 
-def intake_of(steps: StepFunctions, params: Any, model_state: Any, limits: InputLimits) -> Intake:
+def intake_of(
+    steps: StepFunctions,
+    params: Any,
+    model_state: Any,
+    limits: InputLimits,
+    store: ProgramStore | None = None,
+) -> Intake:
     """What requests of a job's model hold.
 
     Raises:
@@ -60,7 +68,7 @@ def intake_of(steps: StepFunctions, params: Any, model_state: Any, limits: Input
     if isinstance(data, Recordings):
         return SpeechIntake(SpeechReader(steps), limits)
     form = FixedForm(steps)
-    used = used_inputs(form, params, model_state)
+    used = used_inputs(form, params, model_state, store)
     if used == ["image"] and type(data).read is not Data.read:
         return ImageIntake(form, limits)
     if not used:

@@ -9,6 +9,7 @@ import jax
 import jax.extend.core
 import numpy as np
 
+from systolic.aot.program_store import ProgramSpec, ProgramStore
 from systolic.core.errors import OptionError
 from systolic.data.input_files import InputFiles
 from systolic.interop.program.model import ExportedProgram
@@ -125,21 +126,41 @@ def _check_numbers(array: np.ndarray, spec: ArraySpec) -> None:
             )
 
 
-def used_inputs(form: FixedForm, params: Any, model_state: Any) -> list[str]:
-    """Names of the arrays of an example that the program's outputs depend on: labels are none of them."""
+def used_inputs(
+    form: FixedForm, params: Any, model_state: Any, store: ProgramStore | None = None
+) -> list[str]:
+    """Names of the arrays of an example that the program's outputs depend on: labels are none of them.
+
+    Args:
+        form: How rows make a batch.
+        params: Weights, or their ShapeDtypeStructs.
+        model_state: Other variables likewise.
+        store: Where the names are kept; None traces the program.
+    """
     model = form.steps.job.model
     together = model.about.together if isinstance(model, ExportedProgram) else 1
     batch = form.abstract(Bucket(rows=math.lcm(form.ways, together)))
+    if store is None:
+        return _traced(form, params, model_state, batch)
+    sizes = {"form": type(form).__name__}
+    spec = ProgramSpec(name="inputs", sizes=sizes, arguments=(params, model_state, batch))
+    return store.facts(spec, lambda: _traced(form, params, model_state, batch))
+
+
+def _traced(form: FixedForm, params: Any, model_state: Any, batch: dict[str, Any]) -> list[str]:
     names = sorted(batch)
     closed = jax.make_jaxpr(
-        lambda *arrays: form.function()(params, model_state, dict(zip(names, arrays, strict=True)))
-    )(*(batch[name] for name in names))
+        lambda params, model_state, arrays: form.function()(
+            params, model_state, dict(zip(names, arrays, strict=True))
+        )
+    )(params, model_state, [batch[name] for name in names])
     needed = {v for v in closed.jaxpr.outvars if not isinstance(v, jax.extend.core.Literal)}
     for equation in reversed(closed.jaxpr.eqns):
         if needed.intersection(equation.outvars):
             needed.update(v for v in equation.invars if not isinstance(v, jax.extend.core.Literal))
+    own = closed.jaxpr.invars[-len(names) :]
     return [
         name
-        for name, variable in zip(names, closed.jaxpr.invars, strict=True)
+        for name, variable in zip(names, own, strict=True)
         if variable in needed and name in form.steps.job.data.fields()
     ]

@@ -8,20 +8,27 @@ from systolic.serving.text.facts import RequestFacts, StepFacts
 
 ENGINE = "0"
 """Value of the label ``engine`` where a model has one; replicas count on."""
+PHASES = ("weights", "trace", "compile", "keep", "load")
+"""Of a model's start; those of programs are summed over the threads that make them ready."""
 
 
 def begin_counts(metrics: Metrics, at: tuple[str, str]) -> None:
     """Counters at 0 that would else be absent until they first count."""
     for one in (metrics.late_compiles, metrics.cache_hits, metrics.cache_misses):
         one.labels(*at)
+    for phase in PHASES:
+        metrics.startup.labels(at[0], phase).set(0.0)
 
 
 def count_compile(metrics: Metrics, at: tuple[str, str], facts: CompileFacts) -> None:
     """Counts a program of a model."""
     metrics.compile_seconds.labels(*at).inc(facts.seconds)
     (metrics.cache_hits if facts.cached else metrics.cache_misses).labels(*at).inc()
-    cause = "late" if facts.after_ready else "start"
+    cause = "late" if facts.after_ready else "kept" if facts.cached else "start"
     metrics.compiles.labels(*at, facts.bucket, cause).inc()
+    if not facts.after_ready:
+        for phase, seconds in facts.phases.items():
+            metrics.startup.labels(at[0], phase).inc(seconds)
     if facts.after_ready:
         metrics.late_compiles.labels(*at).inc()
 
@@ -95,6 +102,7 @@ class TextMeter:
         """After reading weights, and after laying them out."""
         self._loading += seconds
         self._all.all.weights_seconds.labels(*self._at).set(self._loading)
+        self._all.all.startup.labels(self._at[0], "weights").set(self._loading)
 
     def _loads(self, running: int, waiting: int, pages_in_use: int) -> None:
         every, at = self._all, self._at
@@ -180,6 +188,7 @@ class BatchMeter:
     def read(self, seconds: float) -> None:
         """After the weights were read."""
         self._all.all.weights_seconds.labels(*self._at).set(seconds)
+        self._all.all.startup.labels(self._at[0], "weights").set(seconds)
 
     def compiled(self, facts: CompileFacts) -> None:
         """After each program."""

@@ -86,9 +86,11 @@ class Metrics:
             "http_requests_cancelled", "Requests whose client left", "route"
         )
         self.ready = self.gauge("ready", "1 while every model answers")
-        self.startup = self.gauge("startup_seconds", "Seconds of each phase of the start", "phase")
+        self.startup = self.gauge(
+            "startup_seconds", "Seconds of each phase of the start", "model_name", "phase"
+        )
         self.compiles = self.counter(
-            "compile", "Programs that were compiled", *MODEL, "bucket", "cause"
+            "compile", "Programs that were made ready", *MODEL, "bucket", "cause"
         )
         self.compile_seconds = self.counter(
             "compile_seconds", "Seconds that programs took to compile or to be read", *MODEL

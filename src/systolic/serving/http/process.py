@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
+import psutil
 import uvicorn
 
 from systolic.core.errors import NotFoundError, OptionError, RunError, SystolicError
@@ -128,7 +129,15 @@ class Process(uvicorn.Server):
         finally:
             own.disabled = False
         port = self.servers[0].sockets[0].getsockname()[1]
-        self.log.write("listening", host=self.address.host, port=port, pid=os.getpid())
+        imported = time.time() - psutil.Process().create_time()
+        self.desk.metrics.startup.labels("all", "import").set(imported)
+        self.log.write(
+            "listening",
+            host=self.address.host,
+            port=port,
+            pid=os.getpid(),
+            seconds=round(imported, 3),
+        )
         if self._listening is not None:
             self._listening(port)
         if self._renewal is not None and threading.current_thread() is threading.main_thread():
@@ -151,7 +160,7 @@ class Process(uvicorn.Server):
             self.end()
             return
         total = time.monotonic() - begun
-        self.desk.metrics.startup.labels("all").set(total)
+        self.desk.metrics.startup.labels("all", "total").set(total)
         self.desk.opened = True
         self.log.write(
             "ready",
@@ -174,7 +183,7 @@ class Process(uvicorn.Server):
             self.log.write("failed", error=reason)
             return reason
         seconds = time.monotonic() - at
-        self.desk.metrics.startup.labels(served.name).set(seconds)
+        self.desk.metrics.startup.labels(served.name, "total").set(seconds)
         self.log.write("warm", model=served.name, version=served.version, seconds=round(seconds, 3))
         return None
 

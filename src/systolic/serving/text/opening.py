@@ -2,16 +2,17 @@
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import jax
-
+from systolic.aot.program_store import EntryCheck, ProgramStore
 from systolic.core.errors import OptionError
 from systolic.data.text.text_data import TextData
 from systolic.forecasting.serving_memory import ServingMemory
 from systolic.serving.compiles import CompileFacts
 from systolic.serving.text.buckets import Buckets, TextTraffic
+from systolic.serving.text.converting import serving_weights
 from systolic.serving.text.engine import Bounds, Engine
 from systolic.serving.text.facts import EngineWatcher
 from systolic.serving.text.memory import memory_of, pages_that_fit
@@ -82,6 +83,7 @@ def open_engine(
     sizes: EngineSizes = EngineSizes(),
     watcher: EngineWatcher | None = None,
     opening: OpeningWatcher | None = None,
+    store: ProgramStore | None = None,
 ) -> Engine:
     """An engine whose programs are compiled; :meth:`Engine.start` starts it.
 
@@ -92,10 +94,139 @@ def open_engine(
         sizes: How many texts, how long.
         watcher: Told about steps and requests.
         opening: Told about sizes, memory and programs.
+        store: Where programs are kept; None compiles all.
 
     Raises:
         OptionError: the sizes do not fit each other, or the job is not about text.
         RunError: the device has too little memory.
+    """
+    plan = plan_engine(steps, sizes, store)
+    return engine_of(plan, lambda: {**params, **model_state}, watcher, opening)
+
+
+def engine_of(
+    plan: "EnginePlan",
+    read: Callable[[], dict[str, Any]],
+    watcher: EngineWatcher | None = None,
+    opening: OpeningWatcher | None = None,
+) -> Engine:
+    """An engine whose programs are compiled before its weights are read.
+
+    Args:
+        plan: Its sizes.
+        read: Reads parameters and other variables by path, which are then freed as they are converted.
+        watcher: Told about steps and requests.
+        opening: Told about sizes, memory and programs.
+
+    Raises:
+        OptionError: fewer pages fit than are asked for.
+        RunError: the device has too little memory.
+    """
+    programs = plan.fitted(opening)
+    if opening is not None:
+        opening.measured(memory_of(programs, programs.pages), plan.context)
+    programs.compile()
+    arrays, begin = read(), time.perf_counter()
+    weights = serving_weights(plan.paged, arrays, plan.store)
+    if opening is not None:
+        opening.placed(time.perf_counter() - begin)
+    empty = programs.empty_pages()
+    pool = PagePool(num_pages=programs.pages, page_size=plan.sizes.page_size)
+    limits = StepLimits(rows=plan.sizes.rows, chunk=plan.buckets.lengths[-1], prefills=1)
+    return Engine(
+        StepRunner(programs, plan.buckets, weights, empty),
+        Scheduler(pool=pool, limits=limits),
+        plan.data.get_tokenizer(),
+        plan.data.ends,
+        Bounds(context=plan.context, queued=plan.sizes.queued, strict=plan.sizes.strict),
+        watcher,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EnginePlan:
+    """Sizes of an engine's programs, before any is compiled."""
+
+    data: TextData
+    sizes: EngineSizes
+    context: int
+    """Tokens of a text."""
+    paged: PagedSteps
+    buckets: Buckets
+    store: ProgramStore | None
+
+    @property
+    def longest(self) -> int:
+        """Pages of the longest text."""
+        return math.ceil(self.context / self.sizes.page_size)
+
+    @property
+    def wanted(self) -> int:
+        """Pages that are asked for, or that hold all texts at their longest."""
+        return self.sizes.pages or self.sizes.rows * self.longest + 1
+
+    def programs(self) -> Programs:
+        """Programs for all pages that are wanted, not compiled."""
+        return Programs(
+            paged=self.paged,
+            pages=self.wanted,
+            slots=self.sizes.rows,
+            shapes=self.buckets.shapes,
+            store=self.store,
+        )
+
+    def fitted(
+        self, opening: OpeningWatcher | None = None, first: Programs | None = None
+    ) -> Programs:
+        """Programs for as many pages as there are asked for, or fit, of which the largest are ready.
+
+        Args:
+            opening: Told about sizes and programs.
+            first: Programs for all pages that are wanted, some of them ready.
+
+        Raises:
+            OptionError: fewer fit than are asked for.
+            RunError: as :func:`systolic.serving.text.memory.pages_that_fit`.
+        """
+        first = first or self.programs()
+        if opening is not None:
+            first.told = opening.compiled
+            opening.sized(self.buckets, first.count)
+        pages = pages_that_fit(first, self.wanted, self.longest + 1)
+        if pages == self.wanted:
+            return first
+        if self.sizes.pages:
+            raise OptionError(
+                f"pages is {self.wanted} and {pages} fit; give fewer, or leave it out"
+            )
+        return replace(first, pages=pages, read={}, score={}, choose={}, choose_by_all={})
+
+    def kept(self) -> list[EntryCheck]:
+        """Which programs are on the disk; none is compiled.
+
+        Where the largest are not, how many pages fit is not known, and programs for all pages are looked for.
+        """
+        assert self.store is not None
+        first = programs = self.programs()
+        largest = [(one, self.store.read(one.spec)) for one in first.largest]
+        for one, made in largest:
+            if made is not None:
+                one.where[one.key] = made.compiled
+        if all(made is not None for _, made in largest):
+            programs = self.fitted(first=first)
+        wanted = [one.spec for one in programs.all]
+        if programs is not first:
+            wanted = [*(one.spec for one, _ in largest), *wanted]
+        return [self.store.check(one) for one in wanted]
+
+
+def plan_engine(
+    steps: StepFunctions, sizes: EngineSizes, store: ProgramStore | None = None
+) -> EnginePlan:
+    """The programs of an engine; nothing is compiled.
+
+    Raises:
+        OptionError: as :func:`open_engine`.
     """
     data = steps.job.data
     if not isinstance(data, TextData):
@@ -105,60 +236,19 @@ def open_engine(
         raise OptionError(
             f"chunk is {sizes.chunk}; give a multiple of the page size {sizes.page_size}"
         )
-    paged = PagedSteps(steps, sizes.page_size)
-    buckets = _buckets(steps, sizes, context)
-    programs = _programs(paged, buckets, sizes, math.ceil(context / sizes.page_size), opening)
-    pages = programs.pages
-    if opening is not None:
-        opening.measured(memory_of(programs, pages), context)
-    programs.compile()
-    begin = time.perf_counter()
-    place = jax.jit(paged.weights, out_shardings=paged.shardings)
-    weights = jax.block_until_ready(place(params, model_state))
-    if opening is not None:
-        opening.placed(time.perf_counter() - begin)
-    where = jax.tree.map(lambda a: a.sharding, paged.placed_pages(pages))
-    empty = jax.jit(lambda: paged.empty_pages(pages), out_shardings=where)()
-    pool = PagePool(num_pages=pages, page_size=sizes.page_size)
-    limits = StepLimits(rows=sizes.rows, chunk=buckets.lengths[-1], prefills=1)
-    return Engine(
-        StepRunner(programs, buckets, weights, empty),
-        Scheduler(pool=pool, limits=limits),
-        data.get_tokenizer(),
-        data.ends,
-        Bounds(context=context, queued=sizes.queued, strict=sizes.strict),
-        watcher,
+    plan = EnginePlan(
+        data=data,
+        sizes=sizes,
+        context=context,
+        paged=PagedSteps(steps, sizes.page_size),
+        buckets=_buckets(steps, sizes, context),
+        store=store,
     )
-
-
-def _programs(
-    paged: PagedSteps,
-    buckets: Buckets,
-    sizes: EngineSizes,
-    longest: int,
-    opening: OpeningWatcher | None,
-) -> Programs:
-    """Programs for as many pages as there are asked for, or fit.
-
-    Raises:
-        OptionError: there are fewer than one text needs.
-        RunError: as :func:`systolic.serving.text.memory.pages_that_fit`.
-    """
-    wanted = sizes.pages or sizes.rows * longest + 1
-    if wanted <= longest:
+    if plan.wanted <= plan.longest:
         raise OptionError(
-            f"pages is {wanted}; a text of the whole context needs {longest} and padding 1"
+            f"pages is {plan.wanted}; a text of the whole context needs {plan.longest} and padding 1"
         )
-    first = Programs(paged=paged, pages=wanted, slots=sizes.rows, shapes=buckets.shapes)
-    if opening is not None:
-        first.told = opening.compiled
-        opening.sized(buckets, first.count)
-    pages = pages_that_fit(first, wanted, longest + 1)
-    if pages == wanted:
-        return first
-    if sizes.pages:
-        raise OptionError(f"pages is {wanted} and {pages} fit; give fewer, or leave it out")
-    return replace(first, pages=pages, read={}, score={}, choose={}, choose_by_all={})
+    return plan
 
 
 def _buckets(steps: StepFunctions, sizes: EngineSizes, context: int) -> Buckets:

@@ -4,20 +4,33 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from time import perf_counter
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from systolic.serving.compiles import COUNT, CompileFacts, count_compiles
-from systolic.steps.choice import Cuts, Draw, choose, choose_by_all
+from systolic.aot.program_store import ProgramSpec, ProgramStore, made_ready
+from systolic.serving.compiles import CompileFacts
+from systolic.steps.choice import ChosenTokens, Cuts, Draw, choose, choose_by_all
 from systolic.steps.paged import PagedSteps, ServingWeights, StepInput, StepShape
 from systolic.steps.paged_sharding import for_choice, whole
 from systolic.steps.programs import jit_paged
 
 BIASES = 300
 """Tokens of a request that can have a bias, as in OpenAI's API."""
+CHOSEN = ChosenTokens(0, 0, 0, 0)  # ty: ignore[invalid-argument-type]
+"""Structure of what a step chose."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TextProgram:
+    """A program that is not compiled yet, and where it goes."""
+
+    where: dict[Any, Any]
+    key: Any
+    spec: ProgramSpec
+    lower: Callable[[], Any]
 
 
 @dataclass(kw_only=True)
@@ -39,7 +52,9 @@ class Programs:
     choose_by_all: dict[int, Any] = field(default_factory=dict)
     """By texts of a step: (logits, latest, packed draw, cuts) -> (chosen, latest)."""
     told: Callable[[CompileFacts], None] = lambda _: None
-    """Called after each program, from the thread that compiled it."""
+    """Called after each program, from the thread that made it ready."""
+    store: ProgramStore | None = None
+    """Where programs are kept; None compiles all."""
 
     @property
     def positions(self) -> int:
@@ -62,51 +77,60 @@ class Programs:
         """Programs in all: steps, choices of two kinds, and the one that scores."""
         return len(self.shapes) + 2 * len(self.texts) + 1
 
+    @property
+    def all(self) -> list[TextProgram]:
+        """All programs, ready or not."""
+        found = [self._read(step) for step in self.shapes]
+        for count in self.texts:
+            found += [self._choose(count), self._choose_by_all(count)]
+        return [*found, self._score(self.scored)]
+
+    @property
+    def largest(self) -> list[TextProgram]:
+        """The programs that need the most memory: the largest step, that which scores a prompt, and the choice by all settings for the most texts."""
+        scores = self._score(self.scored)
+        return [self._read(self.shapes[0]), scores, self._choose_by_all(self.texts[-1])]
+
     def compile(self, workers: int = 2) -> None:
-        """Compiles all programs that are not compiled yet.
+        """Makes all programs ready that are not: from the store, or compiled.
 
         Args:
-            workers: Programs that are compiled at the same time.
+            workers: Programs that are made at the same time.
         """
-        jobs: list[tuple[dict[Any, Any], Any]] = [(self.read, step) for step in self.shapes]
-        for count in self.texts:
-            jobs += [(self.choose, count), (self.choose_by_all, count)]
-        jobs.append((self.score, self.scored))
         with ThreadPoolExecutor(workers) as pool:
-            for _ in pool.map(lambda job: self._make(*job), jobs):
+            for _ in pool.map(self._make, self.all):
                 pass
 
-    def _make(self, where: dict[Any, Any], key: Any) -> None:
-        """Compiles a program of one of the four kinds, unless it is there."""
-        if key in where:
+    def compile_largest(self) -> None:
+        """Makes the :attr:`largest` programs ready."""
+        for program in self.largest:
+            self._make(program)
+
+    def _make(self, program: TextProgram) -> None:
+        if program.key in program.where:
             return
-        if where is self.read:
-            name, lower = str(key), self._read
-        elif where is self.score:
-            name, lower = f"score {key}", self._score
-        elif where is self.choose:
-            name, lower = f"choice of {key}", self._choose
-        else:
-            name, lower = f"choice of {key} by all settings", self._choose_by_all
-        count_compiles()
-        found, begin = COUNT.found, perf_counter()
-        where[key] = lower(key).compile()
-        made = (self.read, self.score, self.choose, self.choose_by_all)
+        made = made_ready(self.store, program.spec, program.lower)
+        program.where[program.key] = made.compiled
+        places = (self.read, self.score, self.choose, self.choose_by_all)
         self.told(
             CompileFacts(
-                bucket=name,
-                seconds=perf_counter() - begin,
-                cached=COUNT.found > found,
-                done=sum(map(len, made)),
+                bucket=program.spec.name,
+                seconds=made.total_seconds,
+                cached=made.cached,
+                phases=made.seconds,
+                done=sum(map(len, places)),
                 programs=self.count,
             )
         )
 
-    def compile_largest(self) -> None:
-        """Compiles the programs that need the most memory: the largest step, that which scores a prompt, and the choice by all settings for the most texts."""
-        self._make(self.read, self.shapes[0])
-        self._make(self.score, self.scored)
-        self._make(self.choose_by_all, self.texts[-1])
+    def empty_pages(self) -> Any:
+        """The cache, of zeros."""
+        pages = self._pages
+        places = jax.tree.map(lambda a: a.sharding, pages)
+        jitted = jax.jit(lambda: self.paged.empty_pages(self.pages), out_shardings=places)
+        sizes = {"pages": self.pages}
+        spec = ProgramSpec(name="empty pages", sizes=sizes, arguments=(), outputs=pages)
+        return made_ready(self.store, spec, jitted.lower).compiled()
 
     def temporary_bytes(self) -> int:
         """Bytes a device that the compiled programs need beside weights and pages: the most of any, and logits of the most texts."""
@@ -135,18 +159,20 @@ class Programs:
     def _logits(self, texts: int) -> Any:
         return self.paged.placed_logits(texts)
 
-    @property
+    @cached_property
     def _weights(self) -> ServingWeights:
         return self.paged.placed_weights
 
-    @property
+    @cached_property
     def _pages(self) -> Any:
         return self.paged.placed_pages(self.pages)
 
-    def _read(self, shape: StepShape) -> Any:
-        return jit_paged(self.paged, shape).lower(*self._arguments(shape))
+    def _read(self, shape: StepShape) -> TextProgram:
+        arguments = self._arguments(shape)
+        made = arguments, lambda: jit_paged(self.paged, shape).lower(*arguments)
+        return self._program(str(shape), self.read, shape, made, (0, self._pages))
 
-    def _score(self, shape: StepShape) -> Any:
+    def _score(self, shape: StepShape) -> TextProgram:
         chunk = (shape.chunks, shape.length)
 
         def score(weights: Any, pages: Any, latest: Any, packed: Any, following: Any) -> Any:
@@ -155,17 +181,19 @@ class Programs:
 
         following = jax.ShapeDtypeStruct((shape.tokens,), jnp.int32, sharding=self.everywhere)
         arguments = (*self._arguments(shape), following)
-        return self._lower(score, arguments, (self._logits(shape.texts), None, self._pages))
+        made = self._lower(score, arguments, (self._logits(shape.texts), None, self._pages))
+        return self._program(f"score {shape}", self.score, shape, made, (0, CHOSEN, self._pages))
 
-    def _choose(self, texts: int) -> Any:
+    def _choose(self, texts: int) -> TextProgram:
         target = self.paged.steps.target
 
         def by_temperature(logits: Any, latest: Any, packed: Any) -> Any:
             return choose(for_choice(target, logits), latest, Draw.unpacked(packed))
 
-        return self._lower(by_temperature, self._choice(texts), (None, None))
+        made = self._lower(by_temperature, self._choice(texts), (None, None))
+        return self._program(f"choice of {texts}", self.choose, texts, made, (CHOSEN, 0))
 
-    def _choose_by_all(self, texts: int) -> Any:
+    def _choose_by_all(self, texts: int) -> TextProgram:
         def some(dtype: Any, *inner: int) -> Any:
             return jax.ShapeDtypeStruct((texts, *inner), dtype, sharding=self.everywhere)
 
@@ -184,7 +212,9 @@ class Programs:
             logits = for_choice(target, logits, always=True)
             return choose_by_all(logits, latest, Draw.unpacked(packed), cuts)
 
-        return self._lower(by_all, (*self._choice(texts), cuts), (None, None))
+        made = self._lower(by_all, (*self._choice(texts), cuts), (None, None))
+        name = f"choice of {texts} by all settings"
+        return self._program(name, self.choose_by_all, texts, made, (CHOSEN, 0))
 
     def _choice(self, texts: int) -> tuple[Any, ...]:
         def some(dtype: Any, *size: int) -> Any:
@@ -193,10 +223,22 @@ class Programs:
         draw = some(jnp.int32, 4, texts)
         return self._logits(texts), some(jnp.int32, self.slots + 1), draw
 
+    def _program(
+        self,
+        name: str,
+        where: dict[Any, Any],
+        key: Any,
+        made: tuple[tuple[Any, ...], Callable[[], Any]],
+        outputs: tuple[Any, ...],
+    ) -> TextProgram:
+        sizes = {"page_size": self.paged.page_size}
+        spec = ProgramSpec(name=name, sizes=sizes, arguments=made[0], outputs=outputs)
+        return TextProgram(where=where, key=key, spec=spec, lower=made[1])
+
     def _lower(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], made: tuple[Any, ...]
-    ) -> Any:
-        """A program that replaces its second argument.
+    ) -> tuple[tuple[Any, ...], Callable[[], Any]]:
+        """Arguments of a program that replaces its second one, and what traces it.
 
         Args:
             function: The program.
@@ -213,4 +255,4 @@ class Programs:
             out_shardings=places,
             compiler_options=self.paged.steps.target.compiler_options,
         )
-        return jitted.lower(*arguments)
+        return arguments, lambda: jitted.lower(*arguments)
