@@ -1,5 +1,6 @@
 """Products of activations with weights, in the precision that the target asks for."""
 
+import math
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ from systolic.models.compact import Compact
 from systolic.models.rounded import Rounded, rounded_product
 
 PER_CHANNEL = Rounding()
+FEW = 512
+"""Most rows of activations whose products on a CPU are made of two matrices: those of serving."""
 
 
 class LowRank(NamedTuple):
@@ -66,9 +69,45 @@ def product(
     if isinstance(weights, Rounded):
         return rounded_product(spec, x, weights)
     if target.matmul_format is None:
-        return jnp.einsum(spec, x, weights)
+        return plain_product(target, spec, x, weights)
     rounded = _rounded(target.matmul_format, rounding.gradients(heads=heads), rounding.largest)
     return jnp.einsum(spec, x, weights, _dot_general=rounded)
+
+
+def plain_product(target: Target, spec: str, x: jax.Array, weights: jax.Array) -> jax.Array:
+    """``einsum(spec, x, weights)`` in the dtype of ``x``, operands as they are.
+
+    Few rows on one CPU are multiplied as two matrices, with sums in float32: XLA's CPU kernels of 16-bit operands make
+    float32 and take two rows at least, and a product of 16-bit results, or of one row, would convert all weights to
+    float32 in each call; a product over several dims would transpose them.
+    """
+    operands, out = spec.split("->")
+    given, matrix = operands.split(",")
+    inputs = sum(letter in given for letter in matrix)
+    first, last = (given.endswith(part) for part in (matrix[:inputs], matrix[-inputs:]))
+    summed = not any(letter in out for letter in matrix if letter in given)
+    alone = target.platform == "cpu" and target.layout.num_devices == 1
+    rows = x.size // math.prod(x.shape[-inputs:])
+    fits = alone and rows <= FEW and x.dtype == weights.dtype
+    if not fits or not summed or not (first or last):
+        return jnp.einsum(spec, x, weights)
+    flat, kept = x.reshape(rows, -1), x.shape[:-inputs]
+    if x.dtype.itemsize == 2 and rows == 1:
+        flat = jnp.pad(flat, ((0, 1), (0, 0)))
+    if first:
+        form, weights, outputs = (
+            "rk,kn->rn",
+            weights.reshape(flat.shape[1], -1),
+            weights.shape[inputs:],
+        )
+    else:
+        form, weights, outputs = (
+            "rk,nk->rn",
+            weights.reshape(-1, flat.shape[1]),
+            weights.shape[:-inputs],
+        )
+    made = jnp.einsum(form, flat, weights, preferred_element_type=jnp.float32)
+    return made[:rows].astype(x.dtype).reshape(*kept, *outputs)
 
 
 def _with_frozen(

@@ -23,6 +23,7 @@ from systolic.models.decoder.stretch import Step, Stretch
 from systolic.models.masking import Masking, soft_cap
 from systolic.models.order import Order, balanced
 from systolic.models.parameters import weight
+from systolic.models.product import plain_product
 from systolic.models.remat import rematerialise
 from systolic.models.residual import STREAM, gathered
 
@@ -130,9 +131,11 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """:meth:`hidden` [batch, sequence, d_model] to [batch, sequence, vocab]."""
         with jax.named_scope("logits"):
-            matrix = self.embedding[...].T if self.config.tie_embeddings else self.unembedding[...]
-            hidden = gathered(self.target, hidden)
-            logits = self.target.constrain(hidden @ matrix, "batch", "sequence", "vocab")
+            tied = self.config.tie_embeddings
+            spec = "bsd,vd->bsv" if tied else "bsd,dv->bsv"
+            matrix = (self.embedding if tied else self.unembedding)[...]
+            made = plain_product(self.target, spec, gathered(self.target, hidden), matrix)
+            logits = self.target.constrain(made, "batch", "sequence", "vocab")
             return soft_cap(logits, self.config.logit_cap)
 
     def score(

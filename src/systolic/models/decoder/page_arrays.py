@@ -73,7 +73,13 @@ class PageArrays:
     def empty(self, pages: int, dtype: jnp.dtype) -> LayerPages:
         """Pages of zeros."""
         key, value = self.shapes(pages)
-        return LayerPages(jnp.zeros(key, dtype), jnp.zeros(value, dtype))
+        kept = self.kept(dtype)
+        return LayerPages(jnp.zeros(key, kept), jnp.zeros(value, kept))
+
+    def kept(self, dtype: jnp.dtype) -> jnp.dtype:
+        """Dtype of the arrays: bits of 16-bit floats on a CPU, where XLA converts all pages to float32 and back to write one."""
+        bits = self.target.platform == "cpu" and jnp.dtype(dtype).itemsize == 2
+        return jnp.dtype(jnp.uint16 if bits else dtype)
 
     def attend(
         self,
@@ -114,11 +120,21 @@ class PageArrays:
     ) -> LayerPages:
         """Pages with the keys and values of new tokens, [rows, n, kv_heads, size] each."""
         write = self._write_one if rows.positions.shape[1] == 1 else self._write_chunk
-        key, value = (each.astype(pages.key.dtype) for each in new)
+        key, value = (self._as_kept(each, pages.key.dtype) for each in new)
         return LayerPages(
             self._split(write(pages.key, rows, key, self.turned)),
             self._split(write(pages.value, rows, value, False)),
         )
+
+    def _as_kept(self, new: jax.Array, kept: jnp.dtype) -> jax.Array:
+        if kept != jnp.uint16:
+            return new.astype(kept)
+        return jax.lax.bitcast_convert_type(new.astype(self.target.dtype), jnp.uint16)
+
+    def _as_floats(self, part: jax.Array) -> jax.Array:
+        if part.dtype != jnp.uint16:
+            return part
+        return jax.lax.bitcast_convert_type(part, jnp.dtype(self.target.dtype))
 
     def _split(self, part: jax.Array) -> jax.Array:
         return self.target.constrain(part, *self.axes())
@@ -169,6 +185,7 @@ class PageArrays:
         key, value = jax.lax.optimization_barrier(
             (pages.key[:, rows.table], pages.value[:, rows.table])
         )
+        key, value = self._as_floats(key), self._as_floats(value)
         value = value.reshape(self.kv_heads, count, -1, value.shape[-1]).astype(dtype)
 
         places, own = jnp.arange(value.shape[2]), rows.positions[:, :, None]
@@ -194,7 +211,10 @@ class PageArrays:
         total = soft_cap(total * logits.scale, logits.cap)
         total = jnp.where(jnp.tile(seen, (1, group, 1)), total, jnp.finfo(jnp.float32).min)
         shares = _softmax(total, _sinks(logits, self.kv_heads, length)).astype(dtype)
-        found = jnp.einsum("krms,krse->krme", shares, value)
+        # XLA's CPU kernels of 16-bit operands make float32; other results would convert all values first.
+        wide = jnp.float32 if self.target.platform == "cpu" else None
+        found = jnp.einsum("krms,krse->krme", shares, value, preferred_element_type=wide)
+        found = found.astype(dtype)
         found = found.reshape(self.kv_heads, count, group, length, -1).transpose(1, 3, 0, 2, 4)
         return found.reshape(count, length, heads, -1)
 
