@@ -86,6 +86,21 @@ def test_a_family_comes_home_bit_for_bit(tmp_path: Path, name: str) -> None:
     assert not told["missing_keys"]
 
 
+def test_a_bundle_whose_layers_are_read_one_by_one_comes_home(tmp_path: Path) -> None:
+    # A layer's matrices of 1 MiB and more, as real models have.
+    model = folders.llama(hidden_size=512, intermediate_size=1024, num_hidden_layers=2)
+    folders.tokenizer().save_pretrained(tmp_path / "theirs")
+    model.save_pretrained(tmp_path / "theirs")
+    systolic.import_model(tmp_path / "theirs", tmp_path / "bundle", parity=False)
+    source = open_source(tmp_path / "bundle")
+    assert max(len(list(source.pieces(path))) for path in source.dtypes()) == 2
+    systolic.export_model(tmp_path / "bundle", tmp_path / "home")
+    theirs, home = held(tmp_path / "theirs"), held(tmp_path / "home")
+    assert set(home) == set(theirs)
+    for tensor, array in home.items():
+        np.testing.assert_array_equal(array, theirs[tensor])
+
+
 def test_a_shard_each_and_one_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folders.folder(tmp_path / "theirs", dtype=torch.bfloat16)
     monkeypatch.setattr("systolic.artifact.bundle.shards_of.__defaults__", (20_000,))

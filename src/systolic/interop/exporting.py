@@ -9,9 +9,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from systolic.artifact.bundle import Bundle
 from systolic.artifact.tensors import TensorSpec
 from systolic.core.errors import OptionError
 from systolic.data.text.text_data import TextData
+from systolic.interop.bundled import BundleSource
 from systolic.interop.source import Source, TransformersSource
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder
@@ -41,20 +43,19 @@ class Outgoing:
 
 
 class LazyWeights(Mapping[str, Any]):
-    """Weights of a source by path, whole ones mapped when they are asked for."""
+    """Weights of a Bundle by path, mapped when they are asked for: all layers of a stack are one array."""
 
-    def __init__(self, source: Source) -> None:
-        self._source, self._paths = source, tuple(source.dtypes())
+    def __init__(self, bundle: Bundle) -> None:
+        self._tensors = bundle.tensors
 
     def __getitem__(self, path: str) -> np.ndarray:
-        (whole,) = self._source.pieces(path)
-        return whole
+        return self._tensors[path].read()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._paths)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._tensors)
 
 
 def outgoing(source: Source) -> Outgoing:
@@ -70,7 +71,8 @@ def outgoing(source: Source) -> Outgoing:
         return Outgoing(
             config=source.config, specs=specs, pieces=lambda name: iter([tensors[name].read()])
         )
-    return outgoing_model(source.model, LazyWeights(source), source.config)
+    assert isinstance(source, BundleSource)
+    return outgoing_model(source.model, LazyWeights(source.bundle), source.config)
 
 
 def outgoing_model(model: Model, weights: Mapping[str, Any], origin: Config) -> Outgoing:
