@@ -10,6 +10,7 @@ import pytest
 from systolic.models.decoder.config import Decoder
 from systolic.models.product import plain_product
 from systolic.steps.paged import PagedSteps, StepInput, StepShape
+from systolic.steps.paged_sharding import paged_target
 from tests.steps import tiny
 
 PAGES, SIZE = 37, 4
@@ -86,7 +87,7 @@ def test_a_step_in_bfloat16_has_the_logits_of_float32_and_converts_no_weights_an
 def test_a_plain_product_is_the_einsum(spec: str, given, matrix, dtype: str) -> None:
     draw = np.random.default_rng(0)
     x, weights = (jnp.asarray(draw.normal(size=size), dtype) for size in (given, matrix))
-    target = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE)).target
+    target = paged_target(tiny.steps(tiny.job(layout=tiny.ONE_DEVICE)).target)
     found = plain_product(target, spec, x, weights)
     wanted = np.einsum(spec, *(np.asarray(part, np.float32) for part in (x, weights)))
     assert found.dtype == x.dtype

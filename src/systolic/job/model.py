@@ -40,6 +40,11 @@ class Target(Protocol):
         ...
 
     @property
+    def serves(self) -> bool:
+        """Whether the program is a server's step: no gradient is taken of it."""
+        ...
+
+    @property
     def mesh(self) -> "jax.sharding.Mesh | jax.sharding.AbstractMesh":
         """The mesh the program is partitioned over."""
         ...

@@ -14,7 +14,7 @@ from systolic.models.rounded import Rounded, rounded_product
 
 PER_CHANNEL = Rounding()
 FEW = 512
-"""Most rows of activations whose products on a CPU are made of two matrices: those of serving."""
+"""Most rows of activations whose products in a server on a CPU are made of two matrices."""
 
 
 class LowRank(NamedTuple):
@@ -74,10 +74,16 @@ def product(
     return jnp.einsum(spec, x, weights, _dot_general=rounded)
 
 
+def served_on_cpu(target: Target, rows: int) -> bool:
+    """Whether so many rows of activations are multiplied as a server on one CPU does, see :func:`plain_product`."""
+    alone = target.platform == "cpu" and target.layout.num_devices == 1
+    return target.serves and alone and rows <= FEW
+
+
 def plain_product(target: Target, spec: str, x: jax.Array, weights: jax.Array) -> jax.Array:
     """``einsum(spec, x, weights)`` in the dtype of ``x``, operands as they are.
 
-    Few rows on one CPU are multiplied as two matrices, with sums in float32: XLA's CPU kernels of 16-bit operands make
+    Few rows of a server on one CPU are multiplied as two matrices, with sums in float32: XLA's CPU kernels of 16-bit operands make
     float32 and take two rows at least, and a product of 16-bit results, or of one row, would convert all weights to
     float32 in each call; a product over several dims would transpose them.
     """
@@ -86,9 +92,8 @@ def plain_product(target: Target, spec: str, x: jax.Array, weights: jax.Array) -
     inputs = sum(letter in given for letter in matrix)
     first, last = (given.endswith(part) for part in (matrix[:inputs], matrix[-inputs:]))
     summed = not any(letter in out for letter in matrix if letter in given)
-    alone = target.platform == "cpu" and target.layout.num_devices == 1
     rows = x.size // math.prod(x.shape[-inputs:])
-    fits = alone and rows <= FEW and x.dtype == weights.dtype
+    fits = served_on_cpu(target, rows) and x.dtype == weights.dtype
     if not fits or not summed or not (first or last):
         return jnp.einsum(spec, x, weights)
     flat, kept = x.reshape(rows, -1), x.shape[:-inputs]

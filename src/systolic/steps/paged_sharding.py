@@ -47,7 +47,7 @@ KV_BIASES = ("key_bias", "value_bias")
 
 def paged_target(target: MeshTarget) -> MeshTarget:
     """The target under the rules of serving."""
-    return replace(target, rules=PAGED)
+    return replace(target, rules=PAGED, serves=True)
 
 
 def whole(target: MeshTarget) -> NamedSharding:

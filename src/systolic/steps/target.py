@@ -68,6 +68,8 @@ class MeshTarget:
     """Logical name to mesh axes."""
     flags: tuple[str, ...] = ()
     """Compiler flags of every program jitted on this mesh, ``--xla_…=…``; empty for XLA's defaults."""
+    serves: bool = False
+    """See :class:`systolic.job.Target`."""
     notes: list[str] = field(default_factory=list)
     """Notes recorded by :meth:`note` while tracing, in order."""
 

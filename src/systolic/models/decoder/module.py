@@ -23,7 +23,7 @@ from systolic.models.decoder.stretch import Step, Stretch
 from systolic.models.masking import Masking, soft_cap
 from systolic.models.order import Order, balanced
 from systolic.models.parameters import weight
-from systolic.models.product import plain_product
+from systolic.models.product import plain_product, served_on_cpu
 from systolic.models.remat import rematerialise
 from systolic.models.residual import STREAM, gathered
 
@@ -132,9 +132,13 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
         """:meth:`hidden` [batch, sequence, d_model] to [batch, sequence, vocab]."""
         with jax.named_scope("logits"):
             tied = self.config.tie_embeddings
-            spec = "bsd,vd->bsv" if tied else "bsd,dv->bsv"
             matrix = (self.embedding if tied else self.unembedding)[...]
-            made = plain_product(self.target, spec, gathered(self.target, hidden), matrix)
+            hidden = gathered(self.target, hidden)
+            if served_on_cpu(self.target, hidden.size // hidden.shape[-1]):
+                spec = "bsd,vd->bsv" if tied else "bsd,dv->bsv"
+                made = plain_product(self.target, spec, hidden, matrix)
+            else:
+                made = hidden @ (matrix.T if tied else matrix)
             logits = self.target.constrain(made, "batch", "sequence", "vocab")
             return soft_cap(logits, self.config.logit_cap)
 
