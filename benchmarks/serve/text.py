@@ -206,7 +206,7 @@ def measured(peer: str, options: argparse.Namespace, memory_rate: float) -> list
     child = subprocess.Popen(called, stdout=log.open("w"), stderr=subprocess.STDOUT)
     try:
         while not answers(port, model):
-            if child.poll() is not None or time.perf_counter() - begin > 300:
+            if child.poll() is not None or time.perf_counter() - begin > options.start_seconds:
                 print(f"{peer}: left out; it did not start, see {log}", flush=True)
                 return []
             time.sleep(0.2)
@@ -257,6 +257,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--answer", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--start-seconds", type=float, default=1800, help="longest wait for a server")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--generate", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
