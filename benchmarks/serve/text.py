@@ -161,6 +161,9 @@ def load(options: argparse.Namespace, port: int, model: str, streams: int) -> di
         if not out.exists():
             return {"streams": streams, "failed": run.stderr.strip().splitlines()[-1:]}
         found = json.loads(out.read_text())["benchmarks"][0]["metrics"]
+    if not found["request_totals"]["successful"]:
+        told = f"no request of {found['request_totals']['total']} was answered in {options.seconds:g} s"
+        return {"streams": streams, "failed": told}
     first = found["time_to_first_token_ms"]["successful"]
     between = found["inter_token_latency_ms"]["successful"]
     return {
@@ -215,7 +218,7 @@ def measured(peer: str, options: argparse.Namespace, memory_rate: float) -> list
         for streams in options.streams:
             about = {"server": peer, "ready_seconds": ready}
             row = load(options, port, model, streams)
-            if "between_tokens_ms" in row:
+            if row.get("between_tokens_ms"):
                 rate = step_bytes(options, streams) / row["between_tokens_ms"] * 1e3
                 row["read_share"] = round(rate / memory_rate, 3)
             rows.append({**about, **row})
@@ -257,7 +260,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--answer", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--start-seconds", type=float, default=1800, help="longest wait for a server")
+    parser.add_argument(
+        "--start-seconds", type=float, default=1800, help="longest wait for a server"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--generate", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,5 +1,6 @@
 """``systolic serve`` as a process, with models that compute."""
 
+import io
 import json
 import os
 import signal
@@ -16,9 +17,16 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 
+from systolic.cli.parse import parse
+from systolic.cli.serve import ServeOptions, settings
 from systolic.core.errors import NotFoundError, OptionError
-from systolic.session.serving import targets
+from systolic.job import Precision
+from systolic.serving.http.logs import EventLog
+from systolic.serving.http.meters import BatchMetrics, TextMetrics
+from systolic.serving.http.metrics import Metrics
+from systolic.session.serving import open_served, targets
 from systolic.session.trained import open_model
 from tests.interop import folders
 from tests.interop.test_sentences import folder as encoder_folder
@@ -42,6 +50,22 @@ def test_names_and_versions(tmp_path: Path) -> None:
         targets([f"a b={tmp_path}"])
     with pytest.raises(OptionError, match="two models are called a"):
         targets([str(tmp_path / "a"), f"a={tmp_path / 'b'}"])
+
+
+def test_files_in_bfloat16_are_served_in_the_precision_that_is_asked_for(tmp_path: Path) -> None:
+    model = folders.llama(num_hidden_layers=1)
+    target = targets([str(folders.folder(tmp_path / "tiny", model, dtype=torch.bfloat16))])[0]
+
+    asked = ["--rows", "1", "--context", "64", "--chunk", "64", "--precision", "bf16"]
+    given, metrics, log = parse(ServeOptions, asked, "serve"), Metrics(), io.StringIO()
+    assert settings(ServeOptions()).precision is Precision.auto
+    open_served(target, settings(given), TextMetrics(metrics), BatchMetrics(metrics), EventLog(log))
+    events = [json.loads(line) for line in log.getvalue().splitlines()]
+    memory = next(event for event in events if event["event"] == "memory")
+    config = model.config
+    head = config.hidden_size // config.num_attention_heads
+    # Keys and values of two bytes each, where a CPU by default has four.
+    assert memory["page_bytes"] == 64 * 2 * config.num_key_value_heads * head * 2
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -31,6 +31,7 @@ class BatchVerbOptions:
         chunk: Most tokens of a prompt that a step reads.
         page_size: Positions of a page of the cache.
         pages: Pages of the cache; 0 holds all texts at their longest.
+        precision: Of the computation; auto takes a run's own, and for models in files bf16 on TPUs and GPUs and f32 on CPUs.
         checkpoint: Of a run: best, last or the number of a step.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         json: Print one JSON object.
@@ -45,6 +46,7 @@ class BatchVerbOptions:
     chunk: Annotated[int, COUNT] = 256
     page_size: Annotated[int, COUNT] = 64
     pages: Annotated[int, NOT_NEGATIVE] = 0
+    precision: Literal["auto", "bf16", "f32"] = "auto"
     checkpoint: str = "best"
     trust: bool = False
     json: bool = False
@@ -59,7 +61,16 @@ def run(args: Sequence[str]) -> int:
     try:
         from systolic.cli.serve import ServeOptions, settings
 
-        same = ("rows", "context", "chunk", "page_size", "pages", "checkpoint", "trust")
+        same = (
+            "rows",
+            "context",
+            "chunk",
+            "page_size",
+            "pages",
+            "precision",
+            "checkpoint",
+            "trust",
+        )
         given = {name: value for name, value in asdict(options).items() if name in same}
         order = BatchOrder(
             model=options.model,

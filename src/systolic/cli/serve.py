@@ -45,6 +45,7 @@ class ServeOptions:
         page_size: Positions of a page of the cache.
         pages: Pages of the cache; 0 holds all texts at their longest.
         layout: Devices of each language model.
+        precision: Of the computation; auto takes a run's own, and for models in files bf16 on TPUs and GPUs and f32 on CPUs.
         delay_ms: Longest wait of a request for others to share its batch, for models that write no text.
         strict: End a model that compiles a program after it was ready; such compiles are counted without it too.
         model_control: Let clients take the models given here out and in again, as Triton's do: /v2/repository/models/NAME/unload and /load.
@@ -76,6 +77,7 @@ class ServeOptions:
     page_size: Annotated[int, COUNT] = 64
     pages: Annotated[int, NOT_NEGATIVE] = 0
     layout: ServingLayout = ServingLayout()  # noqa: RUF009 (frozen)
+    precision: Literal["auto", "bf16", "f32"] = "auto"
     delay_ms: Annotated[float, NOT_NEGATIVE] = 2.0
     strict: bool = False
     model_control: bool = False
@@ -132,6 +134,7 @@ def run(args: Sequence[str]) -> int:
 
 def settings(options: ServeOptions) -> "ServeSettings":
     """What the options ask for; errors as those of the parts."""
+    from systolic.job import Precision
     from systolic.serving.batch.options import BatchOptions
     from systolic.serving.http.keys import Keys
     from systolic.serving.http.limits import HttpLimits
@@ -170,6 +173,7 @@ def settings(options: ServeOptions) -> "ServeSettings":
         ),
         batch=BatchOptions(delay_ms=options.delay_ms, strict=options.strict),
         layout=options.layout,
+        precision=Precision(options.precision),
         keys=keys,
         model_control=options.model_control,
         log=LogForm(options.log),

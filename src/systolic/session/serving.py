@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.data.text.text_data import TextData
-from systolic.job import Job
+from systolic.job import Job, Precision
 from systolic.session.trained import PreparedModel, keep_programs, prepare_model
 
 if TYPE_CHECKING:
@@ -100,6 +100,8 @@ class ServeSettings:
     log: LogForm = LogForm.auto
     model_control: bool = False
     """Whether clients may load and unload models."""
+    precision: Precision = Precision.auto
+    """Of the computation; ``auto`` is the job's own."""
     checkpoint: str = "best"
     trust: bool = False
 
@@ -236,6 +238,7 @@ def opened(
     return prepare_model(
         target.path,
         settings.checkpoint,
+        precision=settings.precision,
         trust=settings.trust,
         warn=warn,
         place=lambda job, platform, devices: placing.place(job, platform, devices, number),

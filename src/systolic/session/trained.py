@@ -86,11 +86,12 @@ def prepare_model(
     path: Path,
     checkpoint: str = "best",
     *,
+    precision: Precision = Precision.auto,
     trust: bool = False,
     warn: Callable[[str], None] = lambda _: None,
     place: Place | None = None,
 ) -> PreparedModel:
-    """A model in files or a run, on this machine's devices; arguments and errors as :func:`open_model`."""
+    """A model in files or a run, on this machine's devices, in its job's precision where none is given; else as :func:`open_model`."""
     if in_files(path):
         from systolic.interop.jobs import job_of
         from systolic.interop.loading import weights_of
@@ -98,12 +99,13 @@ def prepare_model(
 
         _refuse_choice(path, None, checkpoint)
         source = open_source(path)
-        made = set_up_here(job_of(source), place=place)
+        made = set_up_here(_in_precision(job_of(source), precision), place=place)
         for line in (*source.notes, *made.job.data.notes()):
             warn(line)
         return PreparedModel(setup=made, read=lambda: weights_of(source, made.steps))
     with Run.open(path) as run:
-        setup = set_up_here(rebuild(run, trust_code=trust).job, run, place)
+        job = _in_precision(rebuild(run, trust_code=trust).job, precision)
+        setup = set_up_here(job, run, place)
 
     def read() -> "Weights":
         from systolic.artifact import weights
@@ -163,14 +165,16 @@ def from_source(
     from systolic.interop.loading import weights_of
 
     keep_programs()
-    job = job_of(source, texts=texts)
-    if precision is not Precision.auto:
-        job = replace(job, precision=precision)
+    job = _in_precision(job_of(source, texts=texts), precision)
     setup = set_up_here(job, place=place)
     model = TrainedModel(source.path, setup, weights_of(source, setup.steps), warn)
     for line in (*source.notes, *job.data.notes()):
         model.warn(line)
     return model
+
+
+def _in_precision(job: Job, precision: Precision) -> Job:
+    return job if precision is Precision.auto else replace(job, precision=precision)
 
 
 def keep_programs() -> None:
