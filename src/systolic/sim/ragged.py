@@ -10,7 +10,7 @@ from systolic.sim.calibration import constant
 from systolic.sim.rates import Rates, matrix_width, vector_rate
 
 _NAME = "ragged_paged_attention_kernel"
-_VECTOR_OPS: float = constant("kernels.ragged_vector_ops")
+_VECTOR_OPS: float = constant("ragged.vector_ops")
 
 
 def is_ragged(call: Instruction) -> bool:
