@@ -1,19 +1,22 @@
 """Capacity of a server: memory and floors of a small decoder counted by hand."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from systolic.aot import Compiler
+from systolic.aot import Compiler, PagedProgram
 from systolic.chips import slice
 from systolic.chips.flags import resolved
 from systolic.cli.main import main
 from systolic.core.errors import OptionError
-from systolic.forecasting.serving import Load
+from systolic.forecasting import forecast_program
+from systolic.forecasting.serving import Load, ServingForecast
 from systolic.job import Layout
 from systolic.report.forecast.serving import lines
-from systolic.session.capacity import forecast_serving, ladder, serving_layout
+from systolic.session.capacity import floor_seconds, forecast_serving, ladder
 from systolic.session.job_source import source_of
+from systolic.session.server_layout import engine_layout, serving_layout
 
 WORDS = "--model.layers=2 --model.d-model=64 --model.d-ff=128 --model.heads=4 --model.kv-heads=2 --model.head-dim=16 --model.vocab=512"
 PARAMETERS = 512 * 64 + 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
@@ -36,18 +39,27 @@ def test_a_server_on_this_machine(capsys) -> None:
         + memory["left_bytes"]
         == memory["capacity_bytes"]
     )
-    assert made["concurrency"] == memory["pages"] // 3  # 96 tokens
+    assert made["program"] == "step over pages, as systolic serve runs it"
+    assert made["concurrency"] == (memory["pages"] - 1) // 3  # 96 tokens, and a page for padding
     assert [one["concurrency"] for one in made["points"]] == [1, 4]
     assert [(one["rows"], one["tokens"], one["context"]) for one in made["steps"]] == [
         (1, 1, 96),
         (4, 1, 96),
-        (1, 32, 32),
-        (1, 64, 64),
+        (1, 32, 64),  # after 0 tokens and after 32: 48 on average, in pages of 32
     ]
     one, steps = made["points"][0], made["steps"]
-    chunk = max(steps[2]["seconds"], steps[3]["seconds"] / 2)
-    assert one["time_to_first_token_seconds"] == pytest.approx(2 * chunk)
+    assert one["time_to_first_token_seconds"] == pytest.approx(2 * steps[2]["seconds"])
     assert one["time_per_output_token_seconds"] == pytest.approx(steps[0]["seconds"])
+
+
+def test_the_layout_that_a_server_chooses() -> None:
+    job = source_of("llama-3.1-8b", {}).job
+    short, long = Load(prompt_tokens=1024, output_tokens=256), Load(prompt_tokens=100_000)
+    # 14.96 GiB of weights and 2.5 GiB of pages for 16 texts of 1,280 tokens fit on a device of 31.25 GiB, not on one of 15.75.
+    assert engine_layout(job, slice("v6e-8"), short) == Layout(data=8, fsdp=1, tensor=1)
+    assert engine_layout(job, slice("v5e-8"), short) == Layout(data=4, fsdp=1, tensor=2)
+    # 196 GiB of pages.
+    assert engine_layout(job, slice("v6e-8"), long) == Layout(data=1, fsdp=1, tensor=8)
 
 
 def test_tensor_first_then_experts_then_replicas() -> None:
@@ -71,39 +83,92 @@ def test_a_count_that_is_none() -> None:
         forecast_serving(job, "v6e-8", Load(), concurrency=(0,))
 
 
-@pytest.mark.slow
-def test_floors_and_the_screen_for_a_slice() -> None:
-    job = source_of("llama-3.1-8b", {}).job
+WEIGHTS = 2 * (8_030_261_248 - 128_256 * 4096) / 4
+"""Bytes that a device of four reads of Llama 3.1 8B in bf16: all but the embedding's rows."""
+POSITION = 2 * 32 * 8 * 128 * 2
+"""Bytes of a position of its cache: keys and values of 32 layers with 8 heads of 128 elements in bf16."""
+
+
+@pytest.fixture(scope="module")
+def llama() -> ServingForecast:
+    """Llama 3.1 8B, all layers, by the step of ``systolic serve``: three programs, 1 and 16 texts and a chunk."""
     on = slice("v6e-4")
-    made = forecast_serving(
-        source_of("llama-3.1-8b", {"layout": serving_layout(job, on)}).job,
+    return forecast_serving(
+        source_of("llama-3.1-8b", {"layout": Layout(data=1, fsdp=1, tensor=4)}).job,
         on,
-        Load(prompt_tokens=1024, output_tokens=256),
-        concurrency=(16, 100_000),
+        Load(prompt_tokens=1024, output_tokens=256, chunk=256),
+        concurrency=(1, 16, 100_000),
         compiler=Compiler(flags=resolved("", on.chip)).quick(),
     )
-    # 8,030,261,248 parameters less an embedding of 128,256 x 4,096, in bf16; 131,072 bytes of cache a position.
-    weights = 2 * (8_030_261_248 - 128_256 * 4096) / 4
-    cache = 16 * 1152 * 131_072 / 4
+
+
+@pytest.mark.slow
+def test_floors_and_the_screen_for_a_slice(llama: ServingForecast) -> None:
+    made = llama
     decode = next(one for one in made.steps if one.rows == 16)
-    assert decode.floor_seconds == pytest.approx((weights + cache) / 1638e9, rel=0.01)
-    assert decode.floor_seconds < decode.seconds < 3 * decode.floor_seconds
-    # A prompt of 1,024 tokens takes its FLOPs at the peak of 918 TFLOP/s, and no server is faster than its floor.
-    prompt = max(made.steps, key=lambda one: one.tokens)
-    assert prompt.seconds > 2 * 7.5e9 * 1024 / (4 * 918e12)
-    (point,) = made.points
-    assert point.state.first_token_seconds > prompt.seconds * 0.99
-    assert point.output_tokens_per_second < (point.floor_output_tokens_per_second or 0)
-    assert point.usd_per_hour is not None
-    assert point.usd_per_million_output_tokens == pytest.approx(
-        point.usd_per_hour / 3600 / point.output_tokens_per_second * 1e6
+    assert decode.floor_seconds == pytest.approx(
+        (WEIGHTS + 16 * 1152 * POSITION / 4) / 1638e9, rel=0.01
     )
-    memory = made.memory
-    free = memory.capacity_bytes - memory.weights_bytes - memory.temporary_bytes
-    assert made.concurrency == free // memory.page_bytes // 10  # 1,280 positions
-    assert made.memory.page_bytes == 128 * 131_072 // 4
+    assert decode.floor_seconds < decode.seconds < 3 * decode.floor_seconds
+    alone, point = made.points
+    for one in made.points:
+        assert one.output_tokens_per_second < (one.floor_output_tokens_per_second or 0)
+        assert one.usd_per_hour is not None
+        assert one.usd_per_million_output_tokens == pytest.approx(
+            one.usd_per_hour / 3600 / one.output_tokens_per_second * 1e6
+        )
+    # More texts at once: more tokens in all, a longer step.
+    assert point.output_tokens_per_second > alone.output_tokens_per_second
+    assert point.state.token_seconds > alone.state.token_seconds
+    # A prompt of 1,024 tokens takes its FLOPs at the peak of 918 TFLOP/s.
+    assert alone.state.first_token_seconds > 2 * 7.5e9 * 1024 / (4 * 918e12)
     assert list(made.refused) == [100_000]
     shown = [line.plain for line in lines(made, 100)]
     assert shown[0] == "llama-3.1-8b served on v6e-4: fits"
+    assert any("as systolic serve runs it; ragged paged attention" in line for line in shown)
     assert any(line.startswith("no room for 100,000 at once") for line in shown)
     assert max(map(len, shown)) <= 100
+
+
+@pytest.mark.slow
+def test_memory_as_the_engine_has_it(llama: ServingForecast) -> None:
+    memory = llama.memory
+    # Matrices and embeddings lie over the devices, norms are whole on each.
+    norms = 2 * (2 * 32 + 1) * 4096
+    assert memory.weights_bytes == (2 * 8_030_261_248 - norms) // 4 + norms
+    assert memory.page_bytes == 64 * POSITION // 4
+    # One page is for padding, and 1,280 tokens have 20.
+    free = memory.capacity_bytes - memory.weights_bytes - memory.temporary_bytes
+    assert llama.concurrency == (free // memory.page_bytes - 1) // 20
+    # Logits of 16 texts in float32, at least: the choice of tokens gathers them.
+    assert 16 * 128_256 * 4 < memory.temporary_bytes < 1 << 30
+
+
+def step_seconds(model: str, on: str, context: int, rows: int, **layout: int) -> float:
+    """Seconds of a decode step of four layers of a published model."""
+    job = source_of(model, {"layout": Layout(data=1, fsdp=1, **layout)}).job
+    target = slice(on)
+    made = forecast_program(
+        PagedProgram(
+            job=replace(job, model=replace(job.model, layers=4)),
+            rows=rows,
+            pages=context // 64,
+            num_pages=rows * context // 64 + 1,
+        ),
+        job.name,
+        target,
+        compiler=Compiler(flags=resolved("", target.chip)).quick(),
+    )
+    floor = floor_seconds(made)
+    assert made.step_seconds is not None
+    assert floor is not None
+    assert floor < made.step_seconds
+    return made.step_seconds
+
+
+@pytest.mark.slow
+def test_more_context_is_not_faster_and_more_chips_are_not_slower() -> None:
+    for model in ("smollm2-135m", "llama-3.1-8b"):
+        short = step_seconds(model, "v6e-1", 1024, 16)
+        assert step_seconds(model, "v6e-1", 4096, 16) > short
+    assert step_seconds("llama-3.1-8b", "v6e-4", 1024, 16, tensor=4) < short

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax.experimental.layout import Format
 from systolic.aot.steps import described, generated, trace_generation
 from systolic.aot.traced import PagedCall, ServingCall, Traced
 from systolic.chips import Slice
-from systolic.job import Sampling
+from systolic.job import Batch, Job, Residual, Sampling
 from systolic.steps.decode import Decode
 from systolic.steps.paged import PagedSteps, StepInput, StepShape
 from systolic.steps.programs import jit_paged
@@ -46,7 +47,7 @@ def trace_serving(program: ServingCall, on: Slice, devices: Sequence[Any]) -> Tr
 
 def trace_paged(program: PagedCall, on: Slice, devices: Sequence[Any]) -> Traced:
     """The step of an engine on a mesh of ``devices``: logits of the token after the last of each text."""
-    job = program.job.settle(on)
+    job = _served(program.job, on)
     target = MeshTarget.of(job, on.platform, devices)
     paged = PagedSteps(StepFunctions(job, target, trains=False), program.page_size)
     shape = StepShape(program.rows, int(program.chunk > 0), program.chunk, program.pages)
@@ -64,25 +65,44 @@ def trace_paged(program: PagedCall, on: Slice, devices: Sequence[Any]) -> Traced
         flops += decode.prefill_flops(program.chunk)
     page = sum(_one(array, array.sharding) for array in jax.tree.leaves(paged.placed_pages(1)))
     read = paged.read_weights(shape.tokens)
+    replicas = target.mesh.shape["data"]
     return Traced(
         traced=traced,
         mesh=target.mesh,
         facts={
             "name": job.name,
             "verb": "decode" if not program.chunk else "prefill" if not program.rows else "step",
-            "model_flops": float(flops),
+            "model_flops": float(flops) * replicas,
             "unit": "tokens",
-            "units": shape.tokens,
+            "units": shape.tokens * replicas,
             **described(job, paged.steps),
-            "batch_size": shape.texts,
+            "batch_size": shape.texts * replicas,
             "attention": paged.kernel,
             "weight_bytes": sum(_one(a, a.sharding) * share for a, share in read),
             "stored_bytes": float(sum(_one(a, a.sharding) for a in jax.tree.leaves(weights))),
             "cache_bytes": float(page * program.pages * shape.texts),
             "page_bytes": page,
-            "replicas": 1,
+            "replicas": replicas,
             "notes": list(target.notes),
         },
+    )
+
+
+def _served(job: Job, on: Slice) -> Job:
+    """The job under a definite layout of engines: one on each of the data axis, which the model's sizes need not divide.
+
+    Raises:
+        LayoutError: the layout does not divide the slice.
+    """
+    layout = job.layout.on(on.num_devices, on.num_slices)
+    layout.check_slices(on.num_slices)
+    precision = job.precision.resolve(on.platform)
+    job.model.check_precision(precision)
+    return replace(
+        job,
+        layout=replace(layout, residual=Residual.whole),
+        precision=precision,
+        batch=Batch(total=on.num_devices),
     )
 
 

@@ -28,7 +28,7 @@ class ServingOptions:
         host_ms: Milliseconds of the host's work for each step, an assumption: shown behind the step and after it.
         weights: Format of the weights: plain, or int8 for a decoder's matrices.
         cache: Format of keys and values: plain, or int8 with a scale for each position and head.
-        expert_axis: What the expert axis splits beside experts: rows (texts), or heads (as the tensor axis does).
+        expert_axis: What the expert axis splits beside experts: rows (texts), or heads (as the tensor axis does); by default neither, as systolic serve has it.
         flags: Compiler flags on top of the set that all jobs on the chip share; none leaves that set out.
         quick: Stop at the compiler's schedule, after seconds: memory is exact, the time of ops estimated.
         json: Print one JSON object on stdout.
@@ -38,12 +38,12 @@ class ServingOptions:
     prompt_tokens: Annotated[int, COUNT] = 1024
     output_tokens: Annotated[int, COUNT] = 256
     concurrency: tuple[int, ...] = ()
-    page_size: Annotated[int, COUNT] = 128
-    chunk: Annotated[int, COUNT] = 512
+    page_size: Annotated[int, COUNT] = 64
+    chunk: Annotated[int, COUNT] = 256
     host_ms: Annotated[float, NOT_NEGATIVE] = 0.0
     weights: ServedWeights = ServedWeights.plain
     cache: ServedCache = ServedCache.plain
-    expert_axis: ExpertAxis = ExpertAxis.rows
+    expert_axis: ExpertAxis | None = None
     flags: str = ""
     quick: bool = False
     json: bool = False
@@ -55,20 +55,23 @@ def forecast_server(args: Sequence[str]) -> int:
     from systolic.chips import slice
     from systolic.chips.flags import resolved
     from systolic.report.progress import ProgressLine
-    from systolic.session.capacity import Load, forecast_serving, serving_layout
+    from systolic.session.capacity import Load, forecast_serving
+    from systolic.session.server_layout import ROWS, engine_layout
 
     target, rest = first(args, f"forecast {SERVE}", "a model or a recipe")
     asked = request(target, rest, "forecast", ServingOptions)
     options, job = asked.verb, asked.job
     on = slice(options.on)
-    if not any(word.startswith("--layout.") for word in asked.typed):
-        job = replace(job, layout=serving_layout(job, on))
     load = Load(
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,
         chunk=options.chunk,
         host_seconds=options.host_ms / 1e3,
     )
+    if not any(word.startswith("--layout.") for word in asked.typed):
+        job = replace(
+            job, layout=engine_layout(job, on, load, max(options.concurrency, default=ROWS))
+        )
     compiler = Compiler(flags=resolved(options.flags, on.chip))
     with ProgressLine(sys.stderr, f"{job.name} for {on.name}") as progress:
         made = forecast_serving(
@@ -77,9 +80,7 @@ def forecast_server(args: Sequence[str]) -> int:
             load,
             concurrency=options.concurrency,
             page_size=options.page_size,
-            served=Served(
-                weights=options.weights, cache=options.cache, expert_axis=options.expert_axis
-            ),
+            served=_served(options),
             compiler=compiler.quick() if options.quick else compiler,
             watch=progress.say,
         )
@@ -90,3 +91,12 @@ def forecast_server(args: Sequence[str]) -> int:
 
         print_serving(made)
     return 0 if made.fits else 1
+
+
+def _served(options: ServingOptions) -> Served | None:
+    """Formats and split that were asked for; None where they are those of ``systolic serve``."""
+    axis = options.expert_axis
+    plain = options.weights is ServedWeights.plain and options.cache is ServedCache.plain
+    if plain and axis is None:
+        return None
+    return Served(weights=options.weights, cache=options.cache, expert_axis=axis or ExpertAxis.rows)

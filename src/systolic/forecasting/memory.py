@@ -28,10 +28,10 @@ KINDS = (
     "temporaries",
 )
 
-_PARAMETERS = re.compile(r"(^|\.)(params|model_state)\b")
-"""Weights that train and, among other variables, those that are frozen."""
+_PARAMETERS = re.compile(r"(^|\.)(params|model_state)\b|^weights\.(ends|layers)\b")
+"""Weights that train and, among other variables, those that are frozen; and those of a server."""
 _OPTIMIZER = re.compile(r"\.(optimizer|ema|mu|nu)\b|\bopt_state\b")
-_CACHE = re.compile(r"(^|[._'\[])(kv_?)?caches?($|[._'\]\[])", re.IGNORECASE)
+_CACHE = re.compile(r"(^|[._'\[])(kv_?)?caches?($|[._'\]\[])|^pages\[", re.IGNORECASE)
 _COLLECTIVE = ("all-gather", "all-reduce", "reduce-scatter", "collective", "all-to-all")
 _ALIASES = frozenset(
     (

@@ -75,7 +75,7 @@ class StepTimes:
 
         Steps beside chunks hide more of the host's work than is counted here.
         """
-        device, share = self._device_seconds(rows), min(rows / min(self.decode), 1.0)
+        device, share = self._device_seconds(rows), min(rows, 1.0)
         return device + share * self.host if self.host_after else max(device, share * self.host)
 
     def _device_seconds(self, rows: float) -> float:
@@ -306,6 +306,10 @@ class ServingForecast:
     on: Slice
     load: Load
     layout: str
+    program: str
+    """Which programs were compiled and priced."""
+    attention: str = ""
+    """What reads the cache, where the program says it."""
     origin: Origin
     """Of the seconds of steps; what is made of them is assumed to be a closed load in steady state."""
     memory: ServingMemory
@@ -337,6 +341,8 @@ class ServingForecast:
             "fits": self.fits,
             "load": asdict(self.load),
             "layout": self.layout,
+            "program": self.program,
+            "attention": self.attention,
             "memory": self.memory.to_json(),
             "concurrency": self.concurrency,
             "refused": list(self.refused),

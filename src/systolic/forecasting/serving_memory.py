@@ -5,6 +5,9 @@ from typing import Any
 
 from systolic.core.origin import Origin
 
+PADDING_PAGES = 1
+"""Pages that rows of padding write to, which no text has."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryRow:
@@ -66,7 +69,8 @@ class ServingMemory:
 
     def concurrency(self, tokens: int) -> int:
         """Texts of so many tokens that all replicas hold at once, each at its full length."""
-        return self.num_pages // self.pages_of(tokens) * self.replicas
+        free = max(self.num_pages - PADDING_PAGES, 0)
+        return free // self.pages_of(tokens) * self.replicas
 
     def rows(self) -> list[MemoryRow]:
         """The table; the bytes sum to the capacity."""

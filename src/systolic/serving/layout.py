@@ -16,6 +16,8 @@ from systolic.job.layout import AXIS
 from systolic.models.decoder.checks import check_served
 from systolic.models.decoder.config import Decoder
 
+LEAST_ROWS = 8
+"""Rows of an accelerator's matmul: a decode step with fewer texts costs as much, and on a GPU more."""
 ROOM = 0.9
 """Share of a device's memory for weights and pages where nothing is compiled yet; programs need the rest."""
 

@@ -3,12 +3,11 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from systolic.aot import Compiler, ServingProgram
+from systolic.aot import Compiler
 from systolic.chips import Slice, slice
 from systolic.chips.flags import resolved
-from systolic.core.errors import LayoutError, OptionError
+from systolic.core.errors import OptionError
 from systolic.core.origin import Origin
 from systolic.core.ranges import COUNT
 from systolic.core.units import gibibytes
@@ -23,55 +22,14 @@ from systolic.forecasting.serving import (
     steady,
 )
 from systolic.forecasting.serving_memory import ServingMemory
-from systolic.job import ExpertAxis, Job, Layout, Served
-from systolic.models.decoder.config import Decoder
+from systolic.job import Job, Served
+from systolic.session.server_layout import with_heads_for
+from systolic.session.server_steps import BatchSteps, Key, ServerSteps, facts, server_steps
 
-PAGE_SIZE = 128
-"""Positions of a page: the lanes of a TPU's registers, which a shorter page would leave empty."""
+PAGE_SIZE = 64
+"""Positions of a page, as ``systolic serve`` has them by default."""
 FACTOR = 4
 """Of each concurrency to the one before, where none are given."""
-NOTE = "the cache of the compiled steps is one array per text; a paged kernel reads the same bytes in pages"
-WHOLE = "a chunk takes its share of the prompt's one-pass prefill, and no less than a pass over as many tokens alone"
-
-
-def serving_layout(job: Job, on: Slice) -> Layout:
-    """Layout of a server: tensor as far as it divides the model, then experts, then replicas.
-
-    Raises:
-        LayoutError: no layout of this kind divides the slice and the model.
-    """
-    refused: LayoutError | None = None
-    devices = on.num_devices
-    for tensor in (ways for ways in range(devices, 0, -1) if devices % ways == 0):
-        rest = devices // tensor
-        for expert in (ways for ways in range(rest, 0, -1) if rest % ways == 0):
-            layout = Layout(data=rest // expert, fsdp=1, expert=expert, tensor=tensor)
-            try:
-                job.model.check(layout)
-                layout.check_slices(on.num_slices)
-            except LayoutError as error:
-                refused = error
-            else:
-                return layout
-    assert refused is not None
-    raise refused
-
-
-def with_heads_for(job: Job, layout: Layout, served: Served) -> Job:
-    """The job with a key-value head for each device that a definite layout splits heads over, where that is a multiple of their number.
-
-    Each head is then kept on several devices, as servers do; its copies are parameters of this model.
-    """
-    model = job.model
-    if not isinstance(model, Decoder) or model.latent:
-        return job
-    wide = served.expert_axis is ExpertAxis.heads and model.heads % layout.tensor == 0
-    ways = layout.tensor * (layout.expert if wide else 1)
-    if model.heads % ways:  # The partition leaves the expert axis out.
-        ways = layout.tensor
-    if ways <= model.kv_heads or ways % model.kv_heads:
-        return job
-    return replace(job, model=replace(model, kv_heads=ways))
 
 
 def forecast_serving(
@@ -93,7 +51,7 @@ def forecast_serving(
         load: Prompt and answer of each request, and the chunks that prompts are read in.
         concurrency: Requests under way, one point each; by default 1, 4, 16 … as many as fit, and these.
         page_size: Positions of a page of the cache.
-        served: Formats of weights and cache, and the use of the expert axis.
+        served: Formats of weights and cache, and the use of the expert axis; None as ``systolic serve`` has them.
         compiler: Flags and effort; by default the flags that jobs on the chip share.
         watch: Called with each stage, a few words.
 
@@ -107,13 +65,18 @@ def forecast_serving(
             if count not in COUNT:
                 raise OptionError(f"{name} is {count}; it takes {COUNT}")
     target = slice(on) if isinstance(on, str) else on
-    served = served or Served()
+    layout = job.layout.on(target.num_devices, target.num_slices)
+    steps = server_steps(replace(job, layout=layout), target, load, page_size, served)
+    if isinstance(steps, BatchSteps):
+        steps = replace(steps, job=with_heads_for(job, layout, steps.served))
     server = _Server(
-        job=with_heads_for(job, job.layout.on(target.num_devices, target.num_slices), served),
+        job=job,
+        axes=", ".join(f"{axis} {n}" for axis, n in layout.mesh_shape.items() if n > 1)
+        or "one device",
         on=target,
         load=load,
         page_size=page_size,
-        served=served,
+        steps=steps,
         compiler=compiler or Compiler(flags=resolved("", target.chip)),
         watch=watch,
     )
@@ -123,20 +86,21 @@ def forecast_serving(
 @dataclass
 class _Server:
     job: Job
+    axes: str
+    """Mesh axes larger than 1."""
     on: Slice
     load: Load
     page_size: int
-    served: Served
+    steps: ServerSteps
     compiler: Compiler
     watch: Callable[[str], None]
-    made: dict[tuple[int, int], Forecast] = field(default_factory=dict)
-    """By rows of a replica and tokens."""
+    made: dict[Key, Forecast] = field(default_factory=dict)
     refusal: Forecast | None = None
 
     def forecast(self, wanted: Sequence[int]) -> ServingForecast:
-        ways = self.replicas
+        ways = self.steps.replicas
         self.step(1, 1)
-        for tokens in self.prompts:
+        for tokens in self.steps.prompts:
             self.step(1, tokens)
         if self.refusal is not None or (memory := self.memory()).num_pages == 0:
             return self.rejected()
@@ -150,43 +114,14 @@ class _Server:
         points = [self.point(count) for count in kept if count <= most]
         return self.answer(memory, points, [count for count in asked if count > most])
 
-    @property
-    def replicas(self) -> int:
-        layout = self.job.settle(self.on).layout
-        shared = self.served.expert_axis is ExpertAxis.heads
-        return layout.batch_ways // (layout.expert if shared else 1)
-
-    @property
-    def axes(self) -> str:
-        """Mesh axes larger than 1."""
-        shape = self.job.settle(self.on).layout.mesh_shape
-        return ", ".join(f"{axis} {n}" for axis, n in shape.items() if n > 1) or "one device"
-
-    @property
-    def prompts(self) -> list[int]:
-        """Tokens of the passes over a prompt that are compiled: a chunk, and all of it."""
-        whole = self.padded(self.load.prompt_tokens)
-        return sorted({min(self.load.chunk, whole), whole})
-
-    @property
-    def context(self) -> int:
-        """Positions that a new token reads on average, in whole pages."""
-        return self.padded(self.load.mean_context)
-
-    def padded(self, tokens: int) -> int:
-        return -(-tokens // self.page_size) * self.page_size
-
     def step(self, rows: int, tokens: int) -> None:
         """Forecasts a step of so many texts a replica."""
         if (rows, tokens) in self.made or self.refusal is not None:
             return
-        count = rows * self.replicas
-        what = f"{count} rows" if tokens == 1 else f"a prompt of {tokens} tokens"
-        context = self.context if tokens == 1 else tokens
+        many = rows * self.steps.replicas
+        what = f"{many} rows" if tokens == 1 else f"{tokens} tokens of a prompt"
         made = forecast_program(
-            ServingProgram(
-                job=self.job, rows=count, tokens=tokens, context=context, served=self.served
-            ),
+            self.steps.program((rows, tokens)),
             self.job.name,
             self.on,
             compiler=self.compiler,
@@ -200,26 +135,24 @@ class _Server:
     def memory(self) -> ServingMemory:
         """The table, of the programs that were compiled."""
         decode = self.made[1, 1]
-        assert decode.memory is not None
-        kinds = decode.memory.by_kind
-        positions = _facts(decode)["batch_size"] // self.replicas * self.context
-        page = kinds.get("cache", 0) // positions * self.page_size
+        page = self.steps.page_bytes(decode)
         if not page:
             raise OptionError(
                 f"{self.job.name} keeps no keys and values between tokens; forecast its eval step instead"
             )
+        needs = (self.steps.temporary_bytes(key, made) for key, made in self.made.items())
         return ServingMemory(
             capacity_bytes=decode.capacity_bytes,
-            weights_bytes=kinds.get("parameters", 0),
-            temporary_bytes=max(_temporaries(one) for one in self.made.values()),
+            weights_bytes=self.steps.weights_bytes(decode),
+            temporary_bytes=max(needs),
             page_bytes=page,
             page_size=self.page_size,
-            replicas=self.replicas,
+            replicas=self.steps.replicas,
             origin=decode.memory_origin,
         )
 
     def point(self, count: int) -> ServingPoint:
-        busy = min(count, self.replicas)
+        busy = min(count, self.steps.replicas)
         device, least = self.times(lambda made: made.step_seconds), self.times(floor_seconds)
         assert device is not None
         real = replace(device, host=self.load.host_seconds)
@@ -241,10 +174,9 @@ class _Server:
         found = {key: known for key, made in self.made.items() if (known := seconds(made))}
         if len(found) < len(self.made):
             return None
-        chunk, whole = self.prompts[0], self.prompts[-1]
         return StepTimes(
             decode={rows: found[rows, tokens] for rows, tokens in self.made if tokens == 1},
-            chunk=max(found[1, chunk], found[1, whole] * chunk / whole),
+            chunk=self.steps.chunk_seconds(found),
         )
 
     def answer(
@@ -252,7 +184,7 @@ class _Server:
     ) -> ServingForecast:
         steps = [self.described(key) for key in sorted(self.made, key=lambda key: (key[1], key[0]))]
         first = next(iter(self.made.values()))
-        notes = [NOTE, *([WHOLE] if self.load.chunks > 1 else [])]
+        notes = self.steps.notes()
         for made in self.made.values():
             notes += [note for note in (*made.warnings, *made.notes) if note not in notes]
         return ServingForecast(
@@ -260,6 +192,8 @@ class _Server:
             on=self.on,
             load=self.load,
             layout=self.axes,
+            program=self.steps.name,
+            attention=facts(first).get("attention", ""),
             origin=first.origin,
             memory=memory,
             steps=steps,
@@ -278,9 +212,9 @@ class _Server:
         rows, tokens = key
         made = self.made[key]
         return StepForecast(
-            rows=rows * self.replicas,
+            rows=rows * self.steps.replicas,
             tokens=tokens,
-            context=self.context if tokens == 1 else tokens,
+            context=self.steps.context(tokens),
             seconds=made.step_seconds or 0.0,
             floor_seconds=floor_seconds(made),
         )
@@ -304,7 +238,7 @@ class _Server:
             page_bytes=1,
             page_size=self.page_size,
             pages=0,
-            replicas=self.replicas,
+            replicas=self.steps.replicas,
             origin=Origin.compiled,
         )
         return ServingForecast(
@@ -312,6 +246,7 @@ class _Server:
             on=self.on,
             load=self.load,
             layout=self.axes,
+            program=self.steps.name,
             origin=Origin.compiled,
             memory=memory,
             bill=bill_of(self.on),
@@ -333,25 +268,12 @@ def floor_seconds(made: Forecast) -> float | None:
     Bytes of a decode step are those of the weights it reads and of the keys and values of its rows; a prompt
     has no keys and values to read.
     """
-    facts, chip = _facts(made), made.on.chip
+    known, chip = facts(made), made.on.chip
     if chip.hbm_bytes_per_second is None:
         return None
     rate = chip.hbm_bytes_per_second / (chip.devices_per_chip or 1)
-    cache = facts["cache_bytes"] if facts["verb"] == "decode" else 0.0
-    moving = (facts["weight_bytes"] + cache) / rate
+    cache = known["cache_bytes"] if known["verb"] == "decode" else 0.0
+    moving = (known["weight_bytes"] + cache) / rate
     peak = chip.peak_bf16_flops_per_second or math.inf
     computing = (made.model_flops or 0.0) / (peak * made.on.num_chips)
     return max(moving, computing)
-
-
-def _facts(made: Forecast) -> Mapping[str, Any]:
-    assert made.answer is not None
-    return made.answer.report["program"]
-
-
-def _temporaries(made: Forecast) -> int:
-    """Bytes of a program beside weights and cache."""
-    assert made.memory is not None
-    kinds = made.memory.by_kind
-    kept = 0 if _facts(made)["verb"] == "prefill" else kinds.get("cache", 0)
-    return made.memory.peak_bytes - kinds.get("parameters", 0) - kept

@@ -14,7 +14,8 @@ from systolic.core.errors import OptionError
 from systolic.forecasting import Forecast, forecast_program
 from systolic.job import Job, LayerArrays, Served
 from systolic.models.decoder.config import Decoder
-from systolic.session.capacity import floor_seconds, with_heads_for
+from systolic.session.capacity import floor_seconds
+from systolic.session.server_layout import with_heads_for
 from systolic.sim.rates import rates_of
 from systolic.sim.shared import memory_seconds
 

@@ -39,6 +39,7 @@ def lines(forecast: ServingForecast, width: int) -> list[Text]:
         Text(
             f"prompts of {load.prompt_tokens:,} tokens in chunks of {load.chunk:,}, answers of {load.output_tokens:,}; {forecast.layout}"
         ),
+        Text("; ".join(filter(None, (forecast.program, forecast.attention)))),
         Text(""),
         *map(Text, serving_memory.lines(forecast.memory, load.tokens)),
     ]

@@ -11,6 +11,7 @@ from systolic.core.errors import OptionError
 from systolic.data.text.text_data import TextData
 from systolic.forecasting.serving_memory import ServingMemory
 from systolic.serving.compiles import CompileFacts
+from systolic.serving.layout import LEAST_ROWS
 from systolic.serving.text.buckets import Buckets, TextTraffic
 from systolic.serving.text.converting import serving_weights
 from systolic.serving.text.engine import Bounds, Engine
@@ -70,8 +71,6 @@ class OpeningWatcher(Protocol):
         ...
 
 
-LEAST_ROWS = 8
-"""Rows of an accelerator's matmul: fewer cost as much, and on a GPU more."""
 CONTEXT = 4096
 """Tokens of a text where none are asked for and the model takes more."""
 

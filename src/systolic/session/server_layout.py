@@ -1,0 +1,93 @@
+"""Layouts of servers on a slice: that of ``systolic serve``, and that of the most devices for each text."""
+
+from dataclasses import replace
+
+from systolic.chips import Slice
+from systolic.core.errors import LayoutError
+from systolic.forecasting.serving import Load
+from systolic.job import ExpertAxis, Job, Layout, Served
+from systolic.models.decoder.checks import served_kv_heads
+from systolic.models.decoder.config import Decoder
+from systolic.serving.layout import EngineNeed, ServingLayout, share
+
+ROWS = 16
+"""Texts at once that a layout makes room for, as ``systolic serve`` has them by default."""
+
+
+def engine_layout(job: Job, on: Slice, load: Load, rows: int = ROWS) -> Layout:
+    """Layout that ``systolic serve`` chooses: the smallest tensor axis that holds weights and pages, then engines; :func:`serving_layout` where it leaves devices idle or the model is no decoder.
+
+    Args:
+        job: The model.
+        on: The slice, taken as one machine.
+        load: The requests.
+        rows: Texts at once, of an engine.
+
+    Raises: as :func:`serving_layout`.
+    """
+    model = job.model
+    if not isinstance(model, Decoder):
+        return serving_layout(job, on)
+    item = 4 if job.precision.resolve(on.platform).dtype == "float32" else 2
+
+    def need(tensor: int) -> EngineNeed:
+        held = _weights(model, tensor) + rows * load.tokens * _position(model, tensor)
+        return EngineNeed(bytes=int(held * item), capacity_bytes=on.program_bytes)
+
+    shares = share(ServingLayout(), on.num_devices, model, need)
+    if shares.idle:
+        return serving_layout(job, on)
+    return Layout(data=shares.engines, fsdp=1, tensor=shares.tensor)
+
+
+def _weights(model: Decoder, tensor: int) -> float:
+    """Weights of a device, with the copies of key-value heads."""
+    return replace(model, kv_heads=served_kv_heads(model, tensor)).num_parameters / tensor
+
+
+def _position(model: Decoder, tensor: int) -> float:
+    """Elements of a position's keys and values, all layers, on a device; latents are whole on each."""
+    if model.latent:
+        return model.layers * (model.latent.kv_lora_rank + model.latent.qk_rope_head_dim)
+    heads = served_kv_heads(model, tensor) / tensor
+    return model.layers * heads * (model.head_dim + model.value_dim)
+
+
+def serving_layout(job: Job, on: Slice) -> Layout:
+    """Layout of a server: tensor as far as it divides the model, then experts, then replicas.
+
+    Raises:
+        LayoutError: no layout of this kind divides the slice and the model.
+    """
+    refused: LayoutError | None = None
+    devices = on.num_devices
+    for tensor in (ways for ways in range(devices, 0, -1) if devices % ways == 0):
+        rest = devices // tensor
+        for expert in (ways for ways in range(rest, 0, -1) if rest % ways == 0):
+            layout = Layout(data=rest // expert, fsdp=1, expert=expert, tensor=tensor)
+            try:
+                job.model.check(layout)
+                layout.check_slices(on.num_slices)
+            except LayoutError as error:
+                refused = error
+            else:
+                return layout
+    assert refused is not None
+    raise refused
+
+
+def with_heads_for(job: Job, layout: Layout, served: Served) -> Job:
+    """The job with a key-value head for each device that a definite layout splits heads over, where that is a multiple of their number.
+
+    Each head is then kept on several devices, as servers do; its copies are parameters of this model.
+    """
+    model = job.model
+    if not isinstance(model, Decoder) or model.latent:
+        return job
+    wide = served.expert_axis is ExpertAxis.heads and model.heads % layout.tensor == 0
+    ways = layout.tensor * (layout.expert if wide else 1)
+    if model.heads % ways:  # The partition leaves the expert axis out.
+        ways = layout.tensor
+    if ways <= model.kv_heads or ways % model.kv_heads:
+        return job
+    return replace(job, model=replace(model, kv_heads=ways))

@@ -1,0 +1,278 @@
+"""Programs that a server's capacity is forecast from: those of ``systolic serve``, or for other splits and formats those of batches."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from systolic.aot import PagedProgram, Program, ServingProgram
+from systolic.chips import Slice
+from systolic.core.errors import LayoutError, OptionError
+from systolic.forecasting import Forecast
+from systolic.forecasting.serving import Load
+from systolic.job import Axis, ExpertAxis, Job, Served, ServedCache, ServedWeights
+from systolic.models.decoder.checks import check_served
+from systolic.models.decoder.config import Decoder
+from systolic.serving.layout import LEAST_ROWS
+
+ENGINE_AXES = (Axis.data, Axis.expert, Axis.tensor)
+"""Mesh axes of ``systolic serve``."""
+LOGIT_BYTES = 4
+PAGED = "step over pages, as systolic serve runs it"
+BATCH = "decode step and one-pass prefill of a batch; systolic serve has no such split or format"
+CACHE = "the cache of the compiled steps is one array per text; a paged kernel reads the same bytes in pages"
+WHOLE = "a chunk takes its share of the prompt's one-pass prefill, and no less than a pass over as many tokens alone"
+CHOICE = "the choice of tokens from the logits is a program of its own, not priced; its arrays count as temporaries"
+HOSTS = "systolic serve takes the devices of one machine; this slice has {} hosts"
+
+Key = tuple[int, int]
+"""Texts of a replica and tokens that are read of each; a chunk of a prompt is (1, tokens)."""
+
+
+class ServerSteps(Protocol):
+    """Steps of a server: what to compile, and what its memory and seconds are made of."""
+
+    @property
+    def name(self) -> str:
+        """Which programs these are."""
+        ...
+
+    @property
+    def replicas(self) -> int:
+        """Groups of devices with pages of their own."""
+        ...
+
+    @property
+    def prompts(self) -> list[int]:
+        """Tokens of the programs that read prompts, ascending."""
+        ...
+
+    def context(self, tokens: int) -> int:
+        """Positions of each text's cache in the step that reads so many tokens of each."""
+        ...
+
+    def program(self, key: Key) -> Program:
+        """The step."""
+        ...
+
+    def weights_bytes(self, decode: Forecast) -> int:
+        """Bytes of the weights on one device."""
+        ...
+
+    def page_bytes(self, decode: Forecast) -> int:
+        """Bytes of a page on one device; 0 for a model without a cache."""
+        ...
+
+    def temporary_bytes(self, key: Key, made: Forecast) -> int:
+        """Bytes of a program beside weights and pages."""
+        ...
+
+    def chunk_seconds(self, found: Mapping[Key, float]) -> float:
+        """Seconds that a chunk of a prompt adds to a step."""
+        ...
+
+    def notes(self) -> list[str]:
+        """What the figures leave out."""
+        ...
+
+
+def server_steps(
+    job: Job, on: Slice, load: Load, page_size: int, served: Served | None
+) -> ServerSteps:
+    """Programs of a server of a job with a definite layout; those of ``systolic serve`` wherever it can run them.
+
+    Args:
+        job: The model under its layout.
+        on: The slice.
+        load: The requests.
+        page_size: Positions of a page.
+        served: Formats and split; None as ``systolic serve`` has them.
+
+    Raises:
+        LayoutError: neither divides the model.
+    """
+    if _serves(job, served):
+        return EngineSteps(job=job, on=on, load=load, page_size=page_size)
+    return BatchSteps(job=job, on=on, load=load, page_size=page_size, served=served or Served())
+
+
+def _serves(job: Job, served: Served | None) -> bool:
+    """Whether ``systolic serve`` runs a job in these formats under this layout."""
+    layout, model = job.layout, job.model
+    if not isinstance(model, Decoder):
+        return False
+    others = [axis for axis in Axis if axis not in ENGINE_AXES]
+    if any(layout.size(axis) > 1 for axis in others):
+        return False
+    if served is not None:
+        plain = served.weights is ServedWeights.plain and served.cache is ServedCache.plain
+        if not plain or layout.expert > 1:
+            return False
+    try:
+        check_served(model, layout)
+    except LayoutError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSteps:
+    """Implements :class:`ServerSteps` by the step of ``systolic serve`` over pages."""
+
+    job: Job
+    on: Slice
+    load: Load
+    page_size: int
+
+    @property
+    def name(self) -> str:
+        """See :class:`ServerSteps`."""
+        return PAGED
+
+    @property
+    def replicas(self) -> int:
+        """See :class:`ServerSteps`."""
+        return self.job.layout.data
+
+    @property
+    def prompts(self) -> list[int]:
+        """A chunk, in whole pages."""
+        return [_padded(min(self.load.chunk, self.load.prompt_tokens), self.page_size)]
+
+    def context(self, tokens: int) -> int:
+        """Of a chunk its own tokens and those before it, on average."""
+        if tokens == 1:
+            return _padded(self.load.mean_context, self.page_size)
+        last = _padded(self.load.prompt_tokens, self.page_size)
+        return _padded(-(-(tokens + max(last, tokens)) // 2), self.page_size)
+
+    def program(self, key: Key) -> PagedProgram:
+        """The step; few texts have rows of padding beside them, and pages as many as the texts have."""
+        rows, tokens = key
+        pages = self.context(tokens) // self.page_size
+        if tokens > 1:
+            return self._step(0, tokens, pages)
+        padded = rows if self.on.platform == "cpu" else max(rows, LEAST_ROWS)
+        # A row of padding has one page, which the kernel reads; the pages of all rows are as many as those of the texts.
+        return self._step(padded, 0, max(1, -(-pages * rows // padded)))
+
+    def _step(self, rows: int, chunk: int, pages: int) -> PagedProgram:
+        return PagedProgram(
+            job=self.job,
+            rows=rows,
+            chunk=chunk,
+            pages=pages,
+            num_pages=(rows or 1) * pages + 1,
+            page_size=self.page_size,
+        )
+
+    def weights_bytes(self, decode: Forecast) -> int:
+        """See :class:`ServerSteps`."""
+        return int(facts(decode)["stored_bytes"])
+
+    def page_bytes(self, decode: Forecast) -> int:
+        """See :class:`ServerSteps`."""
+        return facts(decode)["page_bytes"]
+
+    def temporary_bytes(self, key: Key, made: Forecast) -> int:
+        """As the server counts them: of the step, and the logits that the choice of tokens gathers."""
+        assert made.memory is not None
+        asked, known = self.program(key), facts(made)
+        kept = known["stored_bytes"] + asked.num_pages * known["page_bytes"]
+        logits = (asked.rows or 1) * _vocab(self.job) * LOGIT_BYTES
+        return max(0, made.memory.peak_bytes - int(kept)) + logits
+
+    def chunk_seconds(self, found: Mapping[Key, float]) -> float:
+        """Of the step that reads a chunk and no more."""
+        return found[1, self.prompts[0]]
+
+    def notes(self) -> list[str]:
+        """See :class:`ServerSteps`."""
+        several = [HOSTS.format(self.on.num_hosts)] if self.on.num_hosts > 1 else []
+        return [CHOICE, *several]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSteps:
+    """Implements :class:`ServerSteps` by the programs of a batch, whose cache is one array a text."""
+
+    job: Job
+    on: Slice
+    load: Load
+    page_size: int
+    served: Served
+
+    @property
+    def name(self) -> str:
+        """See :class:`ServerSteps`."""
+        return BATCH
+
+    @property
+    def replicas(self) -> int:
+        """See :class:`ServerSteps`."""
+        layout = self.job.settle(self.on).layout
+        shared = self.served.expert_axis is ExpertAxis.heads
+        return layout.batch_ways // (layout.expert if shared else 1)
+
+    @property
+    def prompts(self) -> list[int]:
+        """A chunk, and all of a prompt."""
+        whole = _padded(self.load.prompt_tokens, self.page_size)
+        return sorted({min(self.load.chunk, whole), whole})
+
+    def context(self, tokens: int) -> int:
+        """See :class:`ServerSteps`."""
+        return _padded(self.load.mean_context, self.page_size) if tokens == 1 else tokens
+
+    def program(self, key: Key) -> ServingProgram:
+        """See :class:`ServerSteps`."""
+        rows, tokens = key
+        return ServingProgram(
+            job=self.job,
+            rows=rows * self.replicas,
+            tokens=tokens,
+            context=self.context(tokens),
+            served=self.served,
+        )
+
+    def weights_bytes(self, decode: Forecast) -> int:
+        """See :class:`ServerSteps`."""
+        assert decode.memory is not None
+        return decode.memory.by_kind.get("parameters", 0)
+
+    def page_bytes(self, decode: Forecast) -> int:
+        """See :class:`ServerSteps`."""
+        assert decode.memory is not None
+        positions = facts(decode)["batch_size"] // self.replicas * self.context(1)
+        return decode.memory.by_kind.get("cache", 0) // positions * self.page_size
+
+    def temporary_bytes(self, key: Key, made: Forecast) -> int:
+        """See :class:`ServerSteps`."""
+        assert made.memory is not None
+        kinds = made.memory.by_kind
+        kept = kinds.get("cache", 0) if key[1] == 1 else 0
+        return made.memory.peak_bytes - kinds.get("parameters", 0) - kept
+
+    def chunk_seconds(self, found: Mapping[Key, float]) -> float:
+        """Its share of the whole prompt, and no less than its own program takes."""
+        chunk, whole = self.prompts[0], self.prompts[-1]
+        return max(found[1, chunk], found[1, whole] * chunk / whole)
+
+    def notes(self) -> list[str]:
+        """See :class:`ServerSteps`."""
+        return [CACHE, *([WHOLE] if self.load.chunks > 1 else [])]
+
+
+def facts(made: Forecast) -> Mapping[str, Any]:
+    """What was known of a program before its compile."""
+    assert made.answer is not None
+    return made.answer.report["program"]
+
+
+def _padded(tokens: int, page_size: int) -> int:
+    return -(-tokens // page_size) * page_size
+
+
+def _vocab(job: Job) -> int:
+    if not isinstance(job.model, Decoder):
+        raise OptionError(f"{job.name} is no language model; forecast its eval step instead")
+    return job.model.vocab

@@ -1,0 +1,69 @@
+"""Programs that a server's forecast compiles: the engine's own wherever it runs the model, by sizes counted by hand."""
+
+import pytest
+
+from systolic.aot import PagedProgram, ServingProgram
+from systolic.chips import slice
+from systolic.forecasting.serving import Load
+from systolic.job import ExpertAxis, Layout, Served, ServedCache, ServedWeights
+from systolic.session.job_source import source_of
+from systolic.session.server_steps import BatchSteps, EngineSteps, ServerSteps, server_steps
+
+LOAD = Load(prompt_tokens=1000, output_tokens=256, chunk=256)
+
+
+def steps_of(model: str, on: str, served: Served | None = None, **layout: int) -> ServerSteps:
+    job = source_of(model, {"layout": Layout(**({"data": 1, "fsdp": 1} | layout))}).job
+    return server_steps(job, slice(on), LOAD, 64, served)
+
+
+def test_the_step_of_an_engine() -> None:
+    steps = steps_of("llama-3.1-8b", "v6e-8", data=2, tensor=4)
+    assert isinstance(steps, EngineSteps)
+    assert steps.replicas == 2
+    # 1,000 positions and half of 256 new ones: 18 pages of 64.
+    program = steps.program((16, 1))
+    assert isinstance(program, PagedProgram)
+    assert (program.rows, program.chunk, program.pages, program.num_pages) == (16, 0, 18, 289)
+
+
+@pytest.mark.parametrize(("texts", "pages"), [(1, 3), (4, 9), (8, 18)])
+def test_rows_of_padding_have_no_pages_beside_those_of_the_texts(texts: int, pages: int) -> None:
+    program = steps_of("llama-3.1-8b", "v6e-1").program((texts, 1))
+    assert isinstance(program, PagedProgram)
+    # 18 pages of each text, over eight rows.
+    assert (program.rows, program.pages) == (8, pages)
+    assert program.rows * program.pages - texts * 18 < 8
+
+
+def test_a_chunk_has_the_positions_before_it_on_average() -> None:
+    steps = steps_of("llama-3.1-8b", "v6e-1")
+    assert steps.prompts == [256]
+    # Four chunks end at 256, 512, 768 and 1,024.
+    assert steps.context(256) == 640
+    program = steps.program((1, 256))
+    assert isinstance(program, PagedProgram)
+    assert (program.rows, program.chunk, program.pages) == (0, 256, 10)
+
+
+@pytest.mark.parametrize(
+    "served",
+    [
+        Served(weights=ServedWeights.int8),
+        Served(cache=ServedCache.int8),
+        Served(expert_axis=ExpertAxis.heads),
+    ],
+)
+def test_what_the_engine_has_not_is_forecast_by_a_batch(served: Served) -> None:
+    steps = steps_of("qwen3-30b-a3b", "v6e-8", served, expert=8)
+    assert isinstance(steps, BatchSteps)
+    assert isinstance(steps.program((4, 1)), ServingProgram)
+
+
+def test_other_axes_and_experts_alone() -> None:
+    assert isinstance(steps_of("llama-3.1-8b", "v6e-8", fsdp=8), BatchSteps)
+    # Qwen3-30B-A3B has 4 key-value heads: the engine copies them over 8 devices.
+    assert isinstance(steps_of("qwen3-30b-a3b", "v6e-8", tensor=8), EngineSteps)
+    assert isinstance(steps_of("qwen3-30b-a3b", "v6e-8", tensor=4, expert=2), EngineSteps)
+    # Formats that the engine has, and no expert axis to use.
+    assert isinstance(steps_of("llama-3.1-8b", "v6e-8", Served(), tensor=8), EngineSteps)
