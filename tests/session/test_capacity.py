@@ -146,7 +146,7 @@ def test_memory_as_the_engine_has_it(llama: ServingForecast) -> None:
 
 def step_seconds(model: str, on: str, context: int, rows: int, **layout: int) -> float:
     """Seconds of a decode step of four layers of a published model."""
-    job = source_of(model, {"layout": Layout(data=1, fsdp=1, **layout)}).job
+    job = source_of(model, {"layout": Layout(**({"data": 1, "fsdp": 1} | layout))}).job
     target = slice(on)
     made = forecast_program(
         PagedProgram(
@@ -172,3 +172,9 @@ def test_more_context_is_not_faster_and_more_chips_are_not_slower() -> None:
         short = step_seconds(model, "v6e-1", 1024, 16)
         assert step_seconds(model, "v6e-1", 4096, 16) > short
     assert step_seconds("llama-3.1-8b", "v6e-4", 1024, 16, tensor=4) < short
+
+
+@pytest.mark.slow
+def test_engines_beside_each_other_take_as_long_as_one() -> None:
+    alone = step_seconds("smollm2-135m", "v6e-1", 1024, 16)
+    assert step_seconds("smollm2-135m", "v6e-8", 1024, 16, data=8) == pytest.approx(alone, rel=0.02)
