@@ -1,6 +1,7 @@
 """A program divided into what weights decide and the rest computes the same, and less in every call."""
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -50,3 +51,52 @@ def test_programs_of_other_batches_share_their_constants() -> None:
         for rows in (2, 5)
     ]
     assert each[0].key == each[1].key
+
+
+def scaled(params: dict, state: dict, batch: dict) -> dict:
+    """A program whose constants have one shape and their values by the length of a row."""
+    length = batch["x"].shape[1]
+    by_length = np.array([length, 2 * length], np.float32)
+
+    @jax.jit
+    def inner(weights: jax.Array) -> jax.Array:
+        return weights * by_length
+
+    total = batch["x"].sum(1)
+    return {
+        "outer": total[:, None] / np.array([length, 1.0], np.float32),
+        "inner": total * inner(params["v"]).sum(),
+    }
+
+
+def test_programs_of_other_constants_do_not_share_them() -> None:
+    weights = ({"v": np.ones(2, np.float32)}, {})
+    batches = [{"x": np.ones((2, length), np.float32)} for length in (4, 16)]
+    folded = [FoldedProgram(scaled, weights, batch) for batch in batches]
+    # As a predictor shares them: by key.
+    constants = {one.key: one.constants(weights) for one in reversed(folded)}
+    for one, batch in zip(folded, batches, strict=True):
+        made, whole = one(constants[one.key], batch), scaled(*weights, batch)
+        for name, array in whole.items():
+            np.testing.assert_array_equal(made[name], array)
+    again = FoldedProgram(scaled, weights, batches[0])
+    assert again.key == folded[0].key
+
+
+def test_a_constant_within_a_function_of_its_own_counts() -> None:
+    """An exported program keeps its constants in the functions that it calls."""
+    x, table = jax.ShapeDtypeStruct((2,), "float32"), np.array([1.0, 2.0], np.float32)
+
+    def key(values: np.ndarray) -> str:
+        closed = jax.make_jaxpr(lambda w: w * values)(x)
+
+        def call(params: dict, state: dict, batch: dict) -> dict:
+            (made,) = jax.extend.core.jaxpr_as_fun(closed)(params["w"])
+            whole = jax.lax.cond(params["on"], lambda w: w * values, lambda w: w, params["w"])
+            return {"y": batch["x"] * made + whole}
+
+        weights = ({"w": x, "on": jax.ShapeDtypeStruct((), "bool")}, {})
+        return FoldedProgram(call, weights, {"x": x}).key
+
+    assert key(table) == key(table.copy())
+    assert key(table) != key(2 * table)

@@ -4,7 +4,8 @@ XLA's CPU backend copies each layer's weights out of a stack before a matmul rea
 each batch norm's variance in every call.
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -59,7 +60,8 @@ class FoldedProgram:
             constvars=[], invars=[*self._constants, *jaxpr.invars[len(flat) :]], eqns=late
         )
         self._consts = closed.consts
-        self.key = str(self._early)
+        values = [*closed.consts, *_values(self._early)]
+        self.key = "\n".join([str(self._early), *map(_digest, values)])
 
     def constants(self, weights: Any) -> list[jax.Array]:
         """What the program needs of the weights, in the order that :meth:`__call__` takes."""
@@ -94,6 +96,32 @@ def _of_weights(equation: Any, known: set[Any]) -> bool:
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
     return [one for one in atoms if not isinstance(one, jax.extend.core.Literal)]
+
+
+def _values(jaxpr: Any) -> Iterator[Any]:
+    """Arrays that a program holds, its functions' too; its text has their shapes alone."""
+    for equation in jaxpr.eqns:
+        for atom in equation.invars:
+            if isinstance(atom, jax.extend.core.Literal) and np.ndim(atom.val):
+                yield atom.val
+        for value in jax.tree.leaves(equation.params, is_leaf=_is_program):
+            if isinstance(value, jax.extend.core.ClosedJaxpr):
+                yield from value.consts
+                yield from _values(value.jaxpr)
+            elif isinstance(value, jax.extend.core.Jaxpr):
+                yield from _values(value)
+            elif isinstance(value, np.ndarray | jax.Array):
+                yield value
+
+
+def _is_program(value: Any) -> bool:
+    return isinstance(value, jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr)
+
+
+def _digest(value: Any) -> str:
+    array = np.asarray(value)
+    content = hashlib.sha256(np.ascontiguousarray(array).view(np.uint8).data)
+    return f"{array.dtype}{list(array.shape)} {content.hexdigest()}"
 
 
 def _bytes(variable: Any) -> int:

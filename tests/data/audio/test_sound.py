@@ -1,5 +1,6 @@
 """Sound files to waves of 16 kHz, windows and log-mel spectrograms."""
 
+import io
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,61 @@ def test_a_file_that_is_no_sound_is_one_line(tmp_path: Path) -> None:
             read_sound(tmp_path / name)
         assert "\n" not in str(caught.value)
     assert num_samples(tmp_path / "a.wav") == 0
+
+
+NOISE = np.random.default_rng(0).normal(scale=0.1, size=16_000 * 6).astype(np.float32)
+
+
+def encoded(kind: str, subtype: str, wave: np.ndarray = NOISE) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, wave, 16_000, format=kind, subtype=subtype)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("kind", "subtype"),
+    [
+        ("MP3", "MPEG_LAYER_III"),
+        ("WAV", "PCM_16"),
+        ("WAVEX", "PCM_24"),
+        ("OGG", "VORBIS"),
+        ("OGG", "OPUS"),
+        ("FLAC", "PCM_16"),
+        ("AIFF", "PCM_16"),
+    ],
+)
+def test_a_file_that_lacks_its_end_is_refused(tmp_path: Path, kind: str, subtype: str) -> None:
+    whole = encoded(kind, subtype)
+    assert len(read_sound(whole, "the audio")) == len(NOISE)
+    (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
+    for source in (whole[: len(whole) // 2], whole[: len(whole) * 9 // 10], tmp_path / "cut"):
+        with pytest.raises(DataError, match="the audio") as caught:
+            read_sound(source, "the audio")
+        assert "\n" not in str(caught.value)
+
+
+def test_a_wave_from_a_pipe_has_no_size_and_is_read() -> None:
+    """Whoever writes to a pipe does not know the length when it writes the header."""
+    whole = encoded("WAV", "PCM_16")
+    at = whole.index(b"data") + 4
+    for unknown in (0xFFFFFFFF, 0x7FFFF000):
+        size = unknown.to_bytes(4, "little")
+        piped = whole[:4] + size + whole[8:at] + size + whole[at + 4 :]
+        assert len(read_sound(piped, "the audio")) == len(NOISE)
+
+
+def test_a_tag_after_the_last_page_is_no_sound() -> None:
+    for kind, subtype in (("OGG", "VORBIS"), ("MP3", "MPEG_LAYER_III"), ("WAV", "PCM_16")):
+        tagged = encoded(kind, subtype) + b"TAG" + bytes(125)
+        assert len(read_sound(tagged, "the audio")) == len(NOISE)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_samples_that_are_no_numbers_are_refused(value: float) -> None:
+    wave = NOISE.copy()
+    wave[70_000] = value
+    with pytest.raises(DataError, match="the audio has NaN or infinite samples"):
+        read_sound(encoded("WAV", "FLOAT", wave), "the audio")
 
 
 @pytest.mark.parametrize("mels", [80, 128])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from systolic.core.errors import DataError, MissingExtraError, NotFoundError
+from systolic.data.audio.complete import lacks_end
 
 RATE = 16_000
 """Samples a second."""
@@ -23,6 +24,8 @@ DYNAMIC_RANGE = 8.0
 """Powers of ten below the loudest bin, at which a spectrogram is cut."""
 BLOCK = 1 << 16
 """Samples that are decoded at once."""
+SLACK_SECONDS = 0.1
+"""By which the length in an MP3's header is wrong: a few of its frames."""
 QUIET = 1600
 """Samples, 0.1 s, of the stretches among which a cut looks for the quietest."""
 SEARCHED = 6
@@ -44,20 +47,22 @@ def read_sound(
 
     Raises:
         NotFoundError: no such file.
-        DataError: the file is no sound, empty, or too long.
+        DataError: the file is no sound, empty, cut off, or too long, or has samples that are no numbers.
         MissingExtraError: the extra ``audio`` is not installed.
     """
     library, name = _soundfile(), name or str(source)
     if isinstance(source, Path) and not source.is_file():
         raise NotFoundError(f"{name} is not a file; check the path")
     try:
+        with source.open("rb") if isinstance(source, Path) else io.BytesIO(source) as content:
+            whole = not lacks_end(content)
         with library.SoundFile(source if isinstance(source, Path) else io.BytesIO(source)) as file:
-            rate = file.samplerate
+            rate, says = file.samplerate, file.frames
             most = None if most_seconds is None else int(most_seconds * rate)
             parts, count = [], 0
             # Blocks are mixed down at once: a file of many channels takes no more memory than its wave.
             size = max(BLOCK // file.channels, 1)
-            for block in file.blocks(size, dtype="float32", always_2d=True):
+            while len(block := file.read(size, dtype="float32", always_2d=True)):
                 parts.append(block.mean(axis=1))
                 count += len(block)
                 if most is not None and count > most:
@@ -70,7 +75,13 @@ def read_sound(
         ) from error
     if not count:
         raise DataError(f"{name} has no sound; give a longer recording")
+    if not whole or count + int(SLACK_SECONDS * rate) < says:
+        raise DataError(
+            f"{name} lacks its end: there are {count / rate:.1f} s, and its header says more; give the whole file"
+        )
     wave = np.concatenate(parts)
+    if not np.isfinite(wave).all():
+        raise DataError(f"{name} has NaN or infinite samples; give -1 to 1")
     if rate == RATE:
         return wave
     from scipy.signal import resample_poly

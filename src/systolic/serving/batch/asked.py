@@ -35,7 +35,18 @@ class Asked:
     taken: float | None = None
     """When a batch took its last row."""
     compute_seconds: float = 0.0
+    begun: bool | None = None
+    """Whether it was begun rather than cancelled; None until that is decided."""
     ended: bool = False
+
+    def begin(self) -> bool:
+        """Whether it is computed; from the first call on it can't be cancelled any more.
+
+        A future that was cancelled may be seen here before its callback has ended the request.
+        """
+        if self.begun is None:
+            self.begun = self.future.set_running_or_notify_cancel()
+        return self.begun
 
     def take(self, examples: Sequence[Example], now: float) -> None:
         """Keeps what was read."""

@@ -31,8 +31,7 @@ class Endings:
         """Ends a request with an error, unless it has ended."""
         if not self._queue.end(asked):
             return
-        # A request that was not begun may be cancelled at this very moment.
-        if asked.taken is not None or asked.future.set_running_or_notify_cancel():
+        if asked.begin():
             asked.future.set_exception(error)
         else:
             ended = Ended.cancelled

@@ -138,7 +138,7 @@ class BatchQueue:
         kept = []
         for waiting in call.rows:
             asked = waiting.asked
-            if asked.taken is None and not asked.future.set_running_or_notify_cancel():
+            if not asked.begin():
                 continue  # its callback ends it
             asked.taken = now
             asked.rows -= 1
