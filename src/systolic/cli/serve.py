@@ -1,6 +1,6 @@
 """``systolic serve RUN|BUNDLE|DIR...``: a web server of trained models."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -14,6 +14,7 @@ from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range
 from systolic.serving.layout import ServingLayout
 
 if TYPE_CHECKING:
+    from systolic.serving.traffic import ModelTraffic
     from systolic.session.serving import ServeSettings
 
 
@@ -47,6 +48,8 @@ class ServeOptions:
         layout: Devices of each language model.
         precision: Of the computation; auto takes a run's own, and for models in files bf16 on TPUs and GPUs and f32 on CPUs.
         delay_ms: Longest wait of a request for others to share its batch, for models that write no text.
+        traffic: What to choose the sizes of programs for: a file of --save-traffic, or the log of a server in JSON.
+        save_traffic: Write what came to each model into this file when the server ends.
         strict: End a model that compiles a program after it was ready; such compiles are counted without it too.
         model_control: Let clients take the models given here out and in again, as Triton's do: /v2/repository/models/NAME/unload and /load.
         log: The log's form: text for people, json for programs, or auto, which asks whether standard error is a terminal.
@@ -79,6 +82,8 @@ class ServeOptions:
     layout: ServingLayout = ServingLayout()  # noqa: RUF009 (frozen)
     precision: Literal["auto", "bf16", "f32"] = "auto"
     delay_ms: Annotated[float, NOT_NEGATIVE] = 2.0
+    traffic: Path | None = None
+    save_traffic: Path | None = None
     strict: bool = False
     model_control: bool = False
     log: Literal["auto", "json", "text"] = "auto"
@@ -140,6 +145,7 @@ def settings(options: ServeOptions) -> "ServeSettings":
     from systolic.serving.http.limits import HttpLimits
     from systolic.serving.http.process import Address
     from systolic.serving.text.opening import EngineSizes
+    from systolic.serving.traffic import TrafficBook
     from systolic.session.serving import LogForm, ServeSettings
 
     keys = None
@@ -174,6 +180,8 @@ def settings(options: ServeOptions) -> "ServeSettings":
         batch=BatchOptions(delay_ms=options.delay_ms, strict=options.strict),
         layout=options.layout,
         precision=Precision(options.precision),
+        traffic=_traffic(options),
+        book=None if options.save_traffic is None else TrafficBook(options.save_traffic),
         keys=keys,
         model_control=options.model_control,
         log=LogForm(options.log),
@@ -181,3 +189,23 @@ def settings(options: ServeOptions) -> "ServeSettings":
         checkpoint=options.checkpoint,
         trust=options.trust,
     )
+
+
+def _traffic(options: ServeOptions) -> "Mapping[str, ModelTraffic]":
+    """What is expected of each model.
+
+    Raises: as :func:`~systolic.serving.traffic.read_traffic`, and
+        OptionError: the file is about other models.
+    """
+    from systolic.serving.traffic import read_traffic
+    from systolic.session.serving import targets
+
+    if options.traffic is None:
+        return {}
+    found = read_traffic(options.traffic)
+    names = [one.name for one in targets(options.models)]
+    if not any(name in found for name in names):
+        raise OptionError(
+            f"{options.traffic} is about {', '.join(found)}, and served are {', '.join(names)}; give one of them that name as NAME=DIR"
+        )
+    return found

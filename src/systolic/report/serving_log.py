@@ -70,6 +70,8 @@ class ConsoleLog(EventLog):
             case "ended":
                 cut = f", {fields['cut']} cut off" if fields["cut"] else ""
                 text = f"ended after {fields['seconds']:.1f} s{cut}"
+            case "traffic":
+                text = f"saved the traffic of {', '.join(fields['models']) or 'nothing'} in {fields['path']}"
             case "failed":
                 text = f"error: {fields['error']}"
             case "warning":

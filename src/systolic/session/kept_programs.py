@@ -5,7 +5,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from systolic.session.serving import ServeSettings, ServeTarget, opened, targets, writes
+from systolic.session.serving import (
+    ServeSettings,
+    ServeTarget,
+    expecting,
+    opened,
+    targets,
+    writes,
+)
 
 if TYPE_CHECKING:
     from systolic.aot.program_store import EntryCheck, ProgramStore
@@ -60,6 +67,7 @@ def _checked(target: ServeTarget, settings: ServeSettings) -> KeptPrograms:
 
     steps, notes = _steps(target, settings), list[str]()
     store = ProgramStore(steps, notes.append)
+    settings = expecting(settings, target.name, steps.job)
     if writes(steps.job):
         from systolic.serving.text.opening import plan_engine
 

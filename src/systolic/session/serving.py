@@ -3,8 +3,8 @@
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from systolic.serving.text.engine import Engine
     from systolic.serving.text.opening import EngineSizes
     from systolic.serving.text.placing import Placing
+    from systolic.serving.traffic import ModelTraffic, TrafficBook
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
@@ -95,6 +96,10 @@ class ServeSettings:
     sizes: "EngineSizes"
     batch: "BatchOptions"
     layout: "ServingLayout"
+    traffic: "Mapping[str, ModelTraffic]" = field(default_factory=dict)
+    """What the models' programs are chosen for, by name."""
+    book: "TrafficBook | None" = None
+    """Where traffic is saved at the end."""
     keys: "Keys | None" = None
     log_prompts: bool = False
     log: LogForm = LogForm.auto
@@ -157,6 +162,8 @@ def serve(
     if settings.model_control:
         desk.control = process
     process.run()
+    if settings.book is not None:
+        log.write("traffic", path=str(settings.book.path), models=settings.book.save())
     if desk.failed is not None:
         raise RunError(desk.failed)
     if not process.started:
@@ -208,6 +215,7 @@ def open_served(
     told = layout_told(target.name, log)
     placing = Placing(asked=settings.layout, sizes=settings.sizes, told=told)
     model = opened(target, settings, placing, 0, log.warn)
+    settings = expecting(settings, target.name, model.setup.job)
     if not writes(model.setup.job):
         return _open_batch(target, settings, model, batches.of(target.name), log)
     from systolic.serving.text.replicas import Replicas
@@ -256,6 +264,7 @@ def _engine(
     """One of the engines of a model."""
     from systolic.serving.http.opened import TextOpening
     from systolic.serving.text.opening import engine_of, plan_engine
+    from systolic.serving.traffic import RecordedEngine
 
     meter, store = texts.of(target.name, str(number)), _store(model, log)
 
@@ -266,7 +275,11 @@ def _engine(
         return {**weights.params, **weights.model_state}
 
     plan = plan_engine(model.setup.steps, settings.sizes, store)
-    engine = engine_of(plan, arrays, meter, TextOpening(target.name, meter, log, number))
+    book, opening = settings.book, TextOpening(target.name, meter, log, number)
+    watcher = (
+        meter if book is None else RecordedEngine(inner=meter, recorder=book.text(target.name))
+    )
+    engine = engine_of(plan, arrays, watcher, opening)
     store.tidy()
     return engine
 
@@ -297,11 +310,33 @@ def _open_batch(
     meter.read(time.perf_counter() - begin)
     watcher, steps = BatchOpening(target.name, meter, log), model.setup.steps
     made = batch_model(
-        target.name, steps, weights.params, weights.model_state, settings.batch, watcher, store
+        target.name,
+        steps,
+        weights.params,
+        weights.model_state,
+        settings.batch,
+        watcher,
+        store,
+        None if settings.book is None else settings.book.batch(target.name),
     )
     watcher.sized(made.buckets)
     store.tidy()
     return ServedBatch(name=target.name, version=target.version, model=made)
+
+
+def expecting(settings: ServeSettings, name: str, job: Job) -> ServeSettings:
+    """Settings for the traffic of a model, where some is known.
+
+    Raises:
+        OptionError: it is that of another kind of model.
+    """
+    expected = settings.traffic.get(name)
+    if expected is None:
+        return settings
+    if writes(job):
+        return replace(settings, sizes=replace(settings.sizes, traffic=expected.text))
+    shapes = replace(settings.batch.shapes, traffic=expected.batch)
+    return replace(settings, batch=replace(settings.batch, shapes=shapes))
 
 
 def writes(job: Job) -> bool:

@@ -91,6 +91,8 @@ class BucketGrid:
     """Larger buckets are left out, but for those of the fewest rows."""
     padding_share: float
     """Expected share of positions that hold nothing, where each batch takes the smallest bucket that holds it."""
+    measured: bool = False
+    """Whether the traffic was given; else it is an assumption."""
 
     @property
     def all(self) -> list[Bucket]:
@@ -153,22 +155,36 @@ def choose(
     rows = _weights(shapes.traffic.examples, largest, ways)
     if longest is None:
         sizes, share = _sizes(rows, shapes.programs or FIXED, ways)
-        return BucketGrid(rows=sizes, lengths=[None], padding_share=share)
+        measured = bool(shapes.traffic.examples)
+        return BucketGrid(rows=sizes, lengths=[None], padding_share=share, measured=measured)
     lengths = _weights(shapes.traffic.lengths, longest, 1)
     most = max(shapes.positions or largest * LONG, longest * ways)
+    measured = bool(shapes.traffic.lengths)
     best: BucketGrid | None = None
-    if linear:
-        sizes = _quarters(largest, ways)[-(shapes.programs or VARIED) :]
-        across, share = fewest_padded(lengths, (shapes.programs or VARIED) // len(sizes))
-        return BucketGrid(rows=sizes, lengths=across, most_positions=most, padding_share=share)
-    # Every split of the programs into sizes x lengths.
     programs = shapes.programs or VARIED
+    if linear:
+        sizes = _quarters(largest, ways)[-programs:]
+        across, share = fewest_padded(lengths, programs // len(sizes))
+        return BucketGrid(
+            rows=sizes,
+            lengths=across,
+            most_positions=most,
+            padding_share=share,
+            measured=measured,
+        )
+    # Every split of the programs into sizes x lengths.
     for count in range(1, programs + 1):
         across, length_share = fewest_padded(lengths, programs // count)
         sizes, row_share = _sizes(rows, count, ways)
         share = 1 - (1 - row_share) * (1 - length_share)
         if best is None or share < best.padding_share:
-            best = BucketGrid(rows=sizes, lengths=across, most_positions=most, padding_share=share)
+            best = BucketGrid(
+                rows=sizes,
+                lengths=across,
+                most_positions=most,
+                padding_share=share,
+                measured=measured,
+            )
     assert best is not None
     return best
 

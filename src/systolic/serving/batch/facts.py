@@ -29,6 +29,10 @@ class BatchFacts:
     """Rows that hold an example."""
     rows: int
     """Rows of the program."""
+    useful_positions: int
+    """Of rows that hold an example: rows, or their lengths."""
+    padded_positions: int
+    """Of the program, without them."""
     padding_share: float
     """Share of the program's positions (rows, or rows x length) that hold nothing."""
     requests: int

@@ -21,6 +21,7 @@ from systolic.serving.batch.intake import Inputs, Intake, size_of
 from systolic.serving.batch.lanes import Lanes
 from systolic.serving.batch.options import BatchOptions
 from systolic.serving.batch.queue import BatchQueue
+from systolic.serving.batch.recorded import Recorder
 from systolic.serving.batch.request import ArraySpec, ModelKind
 from systolic.serving.batch.workers import Workers
 from systolic.serving.compiles import CompileFacts, count_compiles
@@ -40,6 +41,7 @@ class DynamicBatches:
         predictor: The programs.
         options: Batches, queue and limits.
         watcher: Told of compiles, batches and answers.
+        recorder: Of traffic; by default one of its own.
 
     Attributes:
         buckets: The buckets, with the expected padding; known before :meth:`start`.
@@ -52,6 +54,7 @@ class DynamicBatches:
         predictor: Predictor,
         options: BatchOptions | None = None,
         watcher: BatchWatcher | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._name, self._intake, self._predictor = name, intake, predictor
         self._options, self._watcher = options or BatchOptions(), watcher
@@ -72,6 +75,7 @@ class DynamicBatches:
             self._endings,
             watcher,
             strict=self._options.strict,
+            recorder=recorder,
         )
         self._readers = ThreadPoolExecutor(self._options.readers, "systolic-read")
         self._started = self._ended = False

@@ -17,6 +17,7 @@ from systolic.serving.batch.limits import InputLimits
 from systolic.serving.batch.media import ImageIntake, SpeechIntake, TextIntake
 from systolic.serving.batch.model import DynamicBatches
 from systolic.serving.batch.options import BatchOptions
+from systolic.serving.batch.recorded import Recorder
 from systolic.serving.batch.tensors import ArrayIntake, used_inputs
 from systolic.steps.steps import StepFunctions
 
@@ -29,6 +30,7 @@ def batch_model(
     options: BatchOptions | None = None,
     watcher: BatchWatcher | None = None,
     store: ProgramStore | None = None,
+    recorder: Recorder | None = None,
 ) -> DynamicBatches:
     """The model of a job with its weights on the job's mesh; nothing is compiled before its ``start``.
 
@@ -40,6 +42,7 @@ def batch_model(
         options: Batches, queue and limits.
         watcher: Told of compiles, batches and answers.
         store: Where programs are kept; None compiles all.
+        recorder: Of traffic; by default one of its own.
 
     Raises:
         OptionError: the job's program takes nothing that a request could hold.
@@ -47,7 +50,7 @@ def batch_model(
     options = options or BatchOptions()
     intake = intake_of(steps, params, model_state, options.limits, store)
     run = Predictor(intake.form, params, model_state, store)
-    return DynamicBatches(name, intake, run, options, watcher)
+    return DynamicBatches(name, intake, run, options, watcher, recorder)
 
 
 def intake_of(

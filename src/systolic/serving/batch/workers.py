@@ -29,6 +29,7 @@ class Workers:
         endings: Where answers go.
         watcher: Told of batches.
         strict: Whether a compile fails its batch.
+        recorder: Of traffic; by default one of its own.
 
     Attributes:
         recorder: Traffic so far.
@@ -45,11 +46,12 @@ class Workers:
         watcher: BatchWatcher | None,
         *,
         strict: bool,
+        recorder: Recorder | None = None,
     ) -> None:
         self._name, self._queue, self._predictor = name, queue, predictor
         self._endings, self._watcher, self._strict = endings, watcher, strict
         self._busy: dict[int, float] = {}
-        self.recorder = Recorder()
+        self.recorder = recorder or Recorder()
         self.compiles = self.replaced = 0
 
     def hire(self, number: int) -> None:
@@ -138,6 +140,8 @@ class Workers:
                 bucket=str(call.bucket),
                 examples=len(rows),
                 rows=call.bucket.rows,
+                useful_positions=held,
+                padded_positions=call.bucket.positions - held,
                 padding_share=1 - held / call.bucket.positions,
                 requests=len({waiting.asked for waiting in rows}),
                 waiting=self._queue.waiting,

@@ -33,6 +33,10 @@ class Ticket:
     route: str = ""
     model: str | None = None
     usage: Usage | None = None
+    examples: int = 1
+    """Prompts, or examples of a batch model."""
+    choices: int = 1
+    """Texts for each prompt."""
     finish: str | None = None
     times: list[TextTimes] = field(default_factory=list)
     """Of the texts that have ended."""

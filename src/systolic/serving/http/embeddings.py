@@ -15,7 +15,6 @@ from systolic.serving.http.bodies import encode, read
 from systolic.serving.http.desk import Desk, Ticket
 from systolic.serving.http.fields import Count
 from systolic.serving.http.problems import bad
-from systolic.serving.text.request import Usage
 
 Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Ids = list[Index]
@@ -34,7 +33,7 @@ class EmbeddingFields(Struct, kw_only=True):
 async def embeddings(request: Request, desk: Desk) -> Response:
     """Answers a request; errors as the parts that it calls."""
     fields = await read(request, EmbeddingFields)
-    served, ticket = desk.batch(request, fields.model), Ticket.of(request)
+    served = desk.batch(request, fields.model)
     if served.model.kind is not ModelKind.embedding:
         raise bad(
             f"{served.name} is a model of kind {served.model.kind.value} and makes no vectors of texts",
@@ -47,15 +46,13 @@ async def embeddings(request: Request, desk: Desk) -> Response:
             "input",
         )
     if desk.log_prompts:
-        ticket.prompt = str(fields.input)
+        Ticket.of(request).prompt = str(fields.input)
     rows = np.empty(len(texts), object)
     for number, text in enumerate(texts):
         rows[number] = text
     found = await answered(request, served, {"text": rows})
     vectors = _cut(np.asarray(found["embedding"], np.float32), fields.dimensions)
     tokens = int(np.sum(found["tokens"]))
-    ticket.spend(tokens)
-    ticket.usage = Usage(prompt_tokens=tokens, completion_tokens=0, cached_tokens=0)
     answer = {
         "object": "list",
         "data": [

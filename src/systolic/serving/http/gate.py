@@ -161,6 +161,8 @@ class Gate:
             prompt_tokens=usage.prompt_tokens if usage else None,
             completion_tokens=usage.completion_tokens if usage else None,
             cached_tokens=usage.cached_tokens if usage else None,
+            examples=ticket.examples if ticket.examples > 1 else None,
+            choices=ticket.choices if ticket.choices > 1 else None,
             finish=ticket.finish,
             prompt=ticket.prompt if self.desk.log_prompts else None,
         )

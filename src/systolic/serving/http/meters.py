@@ -198,6 +198,8 @@ class BatchMeter:
         """After each batch."""
         every, at = self._all, self._at
         every.all.buckets.labels(*at, facts.bucket).inc()
+        every.all.useful.labels(*at).inc(facts.useful_positions)
+        every.all.padding.labels(*at).inc(facts.padded_positions)
         every.all.rows_padded.labels(*at).inc(facts.rows - facts.examples)
         every.padding_share.labels(*at).observe(facts.padding_share)
         every.size.labels(*at).observe(facts.examples)

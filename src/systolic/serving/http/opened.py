@@ -84,6 +84,7 @@ class BatchOpening:
             programs=len(buckets.all),
             sizes=sizes,
             padding={"all": round(buckets.padding_share, 4)},
+            measured=buckets.measured,
         )
 
     def compiled(self, facts: CompileFacts) -> None:

@@ -159,6 +159,7 @@ class Tally:
 
     choices: int
     """Choices of each prompt."""
+    prompts: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -169,6 +170,7 @@ class Tally:
             return
         self.completion_tokens += usage.completion_tokens
         if number % self.choices == 0:
+            self.prompts += 1
             self.prompt_tokens += usage.prompt_tokens
             self.cached_tokens += usage.cached_tokens
 
@@ -179,6 +181,7 @@ class Tally:
             completion_tokens=self.completion_tokens,
             cached_tokens=self.cached_tokens,
         )
+        ticket.examples, ticket.choices = self.prompts, self.choices
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from systolic.serving.padding import fewest_padded, padding_share
 from systolic.steps.paged import StepShape
@@ -28,6 +28,10 @@ class TextTraffic:
     """Tokens of a prompt and how often."""
     answers: Needs
     """Tokens of an answer and how often."""
+    reads: Needs = field(default_factory=dict)
+    """Tokens of a prompt that no page holds yet; {} where all are read."""
+    running: Needs = field(default_factory=dict)
+    """Texts that a step continues; {} where few are likelier than many."""
     measured: bool = True
     """Whether it comes from requests; else it is an assumption."""
 
@@ -48,9 +52,9 @@ class TextTraffic:
     def lengths(self, context: int) -> dict[int, float]:
         """Tokens that decode rows have behind them: each answer passes every length from its prompt on."""
         found: dict[int, float] = {}
-        answers = sum(self.answers.values())
-        for prompt, often in self.prompts.items():
-            for answer, also in self.answers.items():
+        lasting, answers = _fewer(self.answers), sum(self.answers.values())
+        for prompt, often in _fewer(self.prompts).items():
+            for answer, also in lasting.items():
                 steps = min(8, answer)
                 for step in range(steps):
                     length = min(prompt + 1 + answer * step // steps, context)
@@ -102,13 +106,17 @@ class Buckets:
             least_rows: Of a decode step, padding among them.
         """
         parts: dict[int, float] = {}
-        for prompt, often in traffic.prompts.items():
+        for prompt, often in (traffic.reads or traffic.prompts).items():
             whole, rest = divmod(min(prompt, context), chunk)
             for size, times in ((chunk, whole), (rest, 1)):
                 if size and times:
                     parts[size] = parts.get(size, 0.0) + often * times
         parts.setdefault(chunk, 0.0)
         running = {count: 1.0 / count for count in range(1, rows + 1)}
+        if traffic.running:
+            running = dict.fromkeys((rows,), 0.0)
+            for count, often in traffic.running.items():
+                running[min(count, rows)] = running.get(min(count, rows), 0.0) + often
         padded: dict[int, float] = {}
         for count, often in running.items():
             place = min(max(count, least_rows), rows)
@@ -120,6 +128,7 @@ class Buckets:
         row_sizes, _ = fewest_padded(padded, counts[0])
         lengths, _ = fewest_padded(in_units(parts, page_size), counts[1])
         pages, page_share = fewest_padded(behind, counts[2])
+        row_share, part_share = padding_share(running, row_sizes), padding_share(parts, lengths)
         return cls(
             rows=row_sizes,
             lengths=lengths,
@@ -127,9 +136,10 @@ class Buckets:
             mixed=mixed,
             measured=traffic.measured,
             padding={
-                "decode rows": padding_share(running, row_sizes),
-                "prompt tokens": padding_share(parts, lengths),
+                "decode rows": row_share,
+                "prompt tokens": part_share,
                 "pages": page_share,
+                "all": _joint(traffic, parts, row_share, part_share),
             },
         )
 
@@ -165,3 +175,31 @@ class Buckets:
         if self.mixed and 4 * rows >= self.rows[-1]:
             return StepShape(self.rows[-1], 1, long, self.pages[-1])
         return None
+
+
+POINTS = 64
+"""Sizes of a histogram whose products with those of another are counted."""
+
+
+def _fewer(needed: Needs) -> Needs:
+    """At most POINTS sizes, each the largest of a group that comes as often as the other groups."""
+    if len(needed) <= POINTS:
+        return needed
+    found: dict[int, float] = {}
+    total, before, group, largest = sum(needed.values()), 0.0, 0.0, max(needed)
+    for size, often in sorted(needed.items()):
+        before, group = before + often, group + often
+        if before * POINTS >= total * (len(found) + 1) or size == largest:
+            found[size], group = group, 0.0
+    return found
+
+
+def _joint(traffic: TextTraffic, parts: Needs, row_share: float, part_share: float) -> float:
+    """Expected share of padding among all positions: the first token of an answer comes with the prompt's last part."""
+    read = sum(size * often for size, often in parts.items())
+    texts = sum((traffic.reads or traffic.prompts).values())
+    answers = sum(traffic.answers.values())
+    longer = sum((size - 1) * often for size, often in traffic.answers.items())
+    made = longer * texts / answers if answers else 0.0
+    held = read / (1 - part_share) + made / (1 - row_share)
+    return 1 - (read + made) / held if held else 0.0
