@@ -112,11 +112,7 @@ class Buckets:
                 if size and times:
                     parts[size] = parts.get(size, 0.0) + often * times
         parts.setdefault(chunk, 0.0)
-        running = {count: 1.0 / count for count in range(1, rows + 1)}
-        if traffic.running:
-            running = dict.fromkeys((rows,), 0.0)
-            for count, often in traffic.running.items():
-                running[min(count, rows)] = running.get(min(count, rows), 0.0) + often
+        running = _running(traffic, rows)
         padded: dict[int, float] = {}
         for count, often in running.items():
             place = min(max(count, least_rows), rows)
@@ -175,6 +171,16 @@ class Buckets:
         if self.mixed and 4 * rows >= self.rows[-1]:
             return StepShape(self.rows[-1], 1, long, self.pages[-1])
         return None
+
+
+def _running(traffic: TextTraffic, rows: int) -> Needs:
+    """Texts of a decode step and how often, up to so many."""
+    if not traffic.running:
+        return {count: 1.0 / count for count in range(1, rows + 1)}
+    found = {rows: 0.0}
+    for count, often in traffic.running.items():
+        found[min(count, rows)] = found.get(min(count, rows), 0.0) + often
+    return found
 
 
 POINTS = 64
