@@ -19,7 +19,9 @@ def test_the_first_minute() -> None:
     text = TextOpening("smol", TextMetrics(metrics).of("smol"), log)
     traffic = TextTraffic.assumed(512)
     text.sized(
-        Buckets.of(traffic, rows=4, chunk=128, context=512, page_size=64, mixed=False), programs=21
+        Buckets.of(traffic, rows=4, chunk=128, context=512, page_size=64, mixed=False),
+        programs=21,
+        kernel="ragged paged attention, 2 heads of 64 elements in a row of 128",
     )
     memory = ServingMemory(
         capacity_bytes=2**34,
@@ -51,6 +53,7 @@ def test_the_first_minute() -> None:
     for line in (
         "reading smol from bundles/smol",
         "smol: 21 programs; expected padding, of assumed traffic:",
+        "  pages are read by ragged paged attention, 2 heads of 64 elements in a row of 128",
         "  weights         512.0 MiB",
         "  4 texts of 512 tokens fit at once",
         "compiling smol  21/21  p21",

@@ -113,6 +113,8 @@ def _sizes(fields: dict[str, Any]) -> list[str]:
         shown.append(f"  {name:<14}{listed:<32}{'' if share is None else f'{share:7.1%}'}".rstrip())
     if "all" in fields["padding"]:
         shown.append(f"  {'in all':<46}{fields['padding']['all']:7.1%}")
+    if "kernel" in fields:
+        shown.append(f"  pages are read by {fields['kernel']}")
     return shown
 
 

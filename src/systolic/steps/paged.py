@@ -192,10 +192,11 @@ class PagedSteps:
 
     @property
     def shardings(self) -> ServingWeights:
-        """Of :meth:`weights`: those of training, less the dim of layers."""
+        """Of :meth:`weights`: those of training, less the dim of layers, on a TPU with the order of their dims."""
         kept = self.steps.shardings
-        module = self._module(kept.params, kept.model_state)
-        every = {**kept.params, **kept.model_state}
+        params = paged_sharding.in_order(self.steps, kept.params)
+        module = self._module(params, kept.model_state)
+        every = {**params, **kept.model_state}
         ends = {path: one for path, one in every.items() if not path.startswith(BLOCKS)}
         return ServingWeights(ends, layers_of(module)[1])
 

@@ -18,13 +18,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format
+from jax.experimental.layout import Layout as Order
 from jax.sharding import NamedSharding
 
 from systolic.core.errors import LayoutError
 from systolic.job import Job, Layout
 from systolic.models.decoder.checks import check_served, served_kv_heads
 from systolic.models.decoder.config import Decoder
+from systolic.models.decoder.page_ragged import LANES
+from systolic.steps.decode import PROJECTIONS
 from systolic.steps.network import Arrays
+from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
 
 PAGED: Mapping[str, tuple[str, ...]] = {
@@ -58,6 +63,23 @@ def whole(target: MeshTarget) -> NamedSharding:
 def sharding(target: MeshTarget, shape: tuple[int, ...], *axes: str | None) -> NamedSharding:
     """Sharding of an array by the logical names of its dims; one that its axis does not divide is whole."""
     return target.sharding(target.fit(shape, axes))
+
+
+def in_order(steps: StepFunctions, shardings: Mapping[str, Any]) -> dict[str, Any]:
+    """Shardings of weights by path, with the order of dims that matmuls read where XLA would copy a weight in every step.
+
+    By its own order the heads of a projection [embed, heads, head_dim] are rows of tiles, and a device may have fewer
+    heads than a tile has rows. Heads that fill no register stay in XLA's order, which packs them.
+    """
+    model, placed = steps.job.model, dict(shardings)
+    if steps.target.platform != "tpu" or not isinstance(model, Decoder) or model.head_dim % LANES:
+        return placed
+    for path, axes in steps.network.axes.items():
+        if axes is not None and axes[-3:] in PROJECTIONS:
+            outer = len(axes) - 3
+            order = (*range(outer), *(outer + dim for dim in (1, 0, 2)))
+            placed[path] = Format(Order(order), placed[path])
+    return placed
 
 
 def for_choice(target: MeshTarget, logits: jax.Array, *, always: bool = False) -> jax.Array:

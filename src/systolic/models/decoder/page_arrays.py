@@ -41,12 +41,19 @@ class PageArrays:
         kv_heads: Heads of keys and values.
         sizes: Elements of a key and of a value of one head.
         page_size: Positions of a page.
+        unsuited: Why the platform's kernel does not take the model, where that is known beforehand.
     """
 
     def __init__(
-        self, target: Target, kv_heads: int, sizes: tuple[int, int], page_size: int
+        self,
+        target: Target,
+        kv_heads: int,
+        sizes: tuple[int, int],
+        page_size: int,
+        unsuited: str = "",
     ) -> None:
         self.target, self.kv_heads, self.sizes, self.page_size = target, kv_heads, sizes, page_size
+        self._unsuited = unsuited
 
     @property
     def turned(self) -> bool:
@@ -56,9 +63,9 @@ class PageArrays:
     @property
     def kernel(self) -> str:
         """What reads the pages, for a log."""
-        return (
-            "a kernel where it takes the step, or XLA" if self.target.platform == "gpu" else "XLA"
-        )
+        if self.target.platform == "gpu":
+            return "a kernel where it takes the step, or XLA"
+        return f"XLA: {self._unsuited}" if self._unsuited else "XLA"
 
     def shapes(self, pages: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of the two arrays of a layer."""

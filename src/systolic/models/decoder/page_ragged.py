@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 LANES, SUBLANES = usual("tpu")["vpu_shape"].value[1], usual("tpu")["vpu_shape"].value[0]
 VMEM_BYTES: int = usual("tpu")["kernel_vmem_bytes"].value
 """Memory of the kernel's windows and sums."""
+SMEM_BYTES: int = usual("tpu")["kernel_smem_bytes"].value
+"""Scalar memory for a call's page table."""
 TOGETHER = 1024
 """Positions of a text that the kernel computes at once; JAX's table of tuned sizes has 512 to 2048."""
 MOST_PAGES = 16
@@ -238,8 +240,20 @@ def write(pages: jax.Array, groups: Sequence[PageRows], new: jax.Array) -> jax.A
         own = jnp.pad(own, ((0, 0), (0, number * size - length), (0, 0), (0, 0)))
         place = group.positions[:, :1] // size + jnp.arange(number)
         page = pages_at(group.table, place).reshape(-1)
-        pages = pages.at[page].set(own.reshape(count * number, size, *own.shape[2:]))
+        pages = _write_whole(pages, page, own.reshape(count * number, size, *own.shape[2:]))
     return pages
+
+
+def _write_whole(pages: jax.Array, page: jax.Array, new: jax.Array) -> jax.Array:
+    """Pages with whole ones ``new`` [n, page_size, 2 x rows, width] at int32[n].
+
+    One after another: for a scatter of pages with few rows XLA wants another tile, and copies all of them there and back.
+    """
+
+    def one(number: jax.Array, pages: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(pages, new[number], page[number], 0)
+
+    return jax.lax.fori_loop(0, page.shape[0], one, pages)
 
 
 def attend(
@@ -264,35 +278,55 @@ def attend(
         seen = min(table.shape[1], (window + length - 3) // size + 2)
         table = pages_at(table, before[:, None] + jnp.arange(seen))
         start = start - before * size
-    blocks = block_sizes(query.shape, pages, rows, table.shape[1])
-    assert logits.scale is not None
-    found = ragged_paged_attention(
-        query,
-        pages,
-        (start + length).astype(jnp.int32),
-        table.astype(jnp.int32),
-        (jnp.arange(count + 1) * length).astype(jnp.int32),
-        jnp.array([count], jnp.int32),
-        sm_scale=float(logits.scale),
-        sliding_window=window or None,
-        soft_cap=logits.cap or None,
-        num_kv_pages_per_block=blocks[0],
-        num_queries_per_block=blocks[1],
+    scale = logits.scale
+    assert scale is not None
+
+    def some(query: jax.Array, start: jax.Array, table: jax.Array) -> jax.Array:
+        """Of as many texts as the tables of one call hold."""
+        texts = table.shape[0]
+        blocks = block_sizes(query.shape, pages, length, table.shape[1])
+        return ragged_paged_attention(
+            query,
+            pages,
+            (start + length).astype(jnp.int32),
+            table.astype(jnp.int32),
+            (jnp.arange(texts + 1) * length).astype(jnp.int32),
+            jnp.array([texts], jnp.int32),
+            sm_scale=float(scale),
+            sliding_window=window or None,
+            soft_cap=logits.cap or None,
+            num_kv_pages_per_block=blocks[0],
+            num_queries_per_block=blocks[1],
+        )
+
+    most = texts_at_once(table.shape[1])
+    parts = [slice(first, min(first + most, count)) for first in range(0, count, most)]
+    found = jnp.concatenate(
+        [
+            some(query[one.start * length : one.stop * length], start[one], table[one])
+            for one in parts
+        ]
     )
     real = jnp.arange(length) < rows.count[:, None]
     # What padding reads is not defined, and would spread as NaN where tokens are mixed by products.
     return jnp.where(real.reshape(-1, 1, 1), found, 0)
 
 
+def texts_at_once(pages: int) -> int:
+    """Texts of so many pages whose table one call of the kernel holds; its rows are filled up to whole registers."""
+    row_bytes = 4 * -(-pages // LANES) * LANES
+    return max(1, SMEM_BYTES // row_bytes)
+
+
 def block_sizes(
-    queries: tuple[int, ...], pages: jax.Array, rows: PageRows, most: int
+    queries: tuple[int, ...], pages: jax.Array, length: int, most: int
 ) -> tuple[int, int]:
     """Pages of a text and queries that the kernel takes at once, the most that its memory holds.
 
     Args:
         queries: [tokens, heads, width].
         pages: See :func:`attend`.
-        rows: Of the tokens.
+        length: Tokens of a text.
         most: Pages of a text.
     """
     _, size, combined, width = pages.shape
@@ -301,8 +335,7 @@ def block_sizes(
     tile = SUBLANES * 4 // item
     parts = combined // tile if combined % tile == 0 else 1
     combined, heads = combined // parts, heads // parts
-    decode = rows.positions.shape[1] == 1
-    wanted = (DECODE_QUERIES,) if decode else QUERIES
+    wanted = (DECODE_QUERIES,) if length == 1 else QUERIES
     together = min(most, MOST_PAGES, max(1, TOGETHER // size))
 
     def need(number: int, asked: int) -> int:

@@ -79,14 +79,16 @@ def layers_of(module: "DecoderModule") -> tuple[list[Layer], list[nnx.State]]:
 def page_arrays(module: "DecoderModule", page_size: int) -> PageArrays | RaggedArrays:
     """How the pages of one layer lie: by the platform's kernel where it takes the model."""
     config, latent, target = module.config, module.config.latent, module.target
+    reason = ""
     if target.platform == "tpu":
         if not (reason := unsuited(target, config)):
             return RaggedArrays(target, config, page_size)
         target.note(f"pages are read by XLA, not by ragged paged attention: {reason}")
     if latent:
         sizes = (latent.qk_rope_head_dim, latent.kv_lora_rank)
-        return PageArrays(target, 1, sizes, page_size)
-    return PageArrays(target, config.kv_heads, (config.head_dim, config.value_dim), page_size)
+        return PageArrays(target, 1, sizes, page_size, reason)
+    sizes = (config.head_dim, config.value_dim)
+    return PageArrays(target, config.kv_heads, sizes, page_size, reason)
 
 
 def read(

@@ -27,7 +27,7 @@ class TextOpening:
         if engine:
             self._model = f"{model} (engine {engine})"
 
-    def sized(self, buckets: Buckets, programs: int) -> None:
+    def sized(self, buckets: Buckets, programs: int, kernel: str) -> None:
         """Before the first program is compiled."""
         self._log.write(
             "sizes",
@@ -40,6 +40,7 @@ class TextOpening:
             },
             padding={name: round(share, 4) for name, share in buckets.padding.items()},
             measured=buckets.measured,
+            kernel=kernel,
         )
 
     def compiled(self, facts: CompileFacts) -> None:

@@ -54,8 +54,8 @@ class EngineSizes:
 class OpeningWatcher(Protocol):
     """Whoever is told of an engine before it starts."""
 
-    def sized(self, buckets: Buckets, programs: int) -> None:
-        """Before the first of so many programs is compiled."""
+    def sized(self, buckets: Buckets, programs: int, kernel: str) -> None:
+        """Before the first of so many programs is compiled; with what reads the pages."""
         ...
 
     def compiled(self, facts: CompileFacts) -> None:
@@ -190,7 +190,7 @@ class EnginePlan:
         first = first or self.programs()
         if opening is not None:
             first.told = opening.compiled
-            opening.sized(self.buckets, first.count)
+            opening.sized(self.buckets, first.count, self.paged.kernel)
         pages = pages_that_fit(first, self.wanted, self.longest + 1)
         if pages == self.wanted:
             return first
