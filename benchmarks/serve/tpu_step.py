@@ -3,8 +3,9 @@
     python benchmarks/serve/tpu_step.py MODEL SLICE [--tensor 1] [--rows 1 16 64 256] [--chunk 256] [--context 1024] [--layers N]
 
 MODEL is a published model's name, or ``llama-1b`` for the sizes of Llama 3.2 1B. Each line is a step of so many texts of
-``--context`` positions, and with ``--chunk`` one more that reads so many prompt tokens: seconds, floor (weights and pages that
-it reads, over the memory's rate), the rest of the memory's peak, and what was copied of weights or pages.
+``--context`` positions, and with ``--chunk`` one more that reads so many prompt tokens: simulated seconds by the compiler's
+schedule, floor (weights and pages that a device reads, over its memory's rate), the memory that the compiler counts, and
+copies of what has the dims of a weight or a page array above 1 MiB.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from systolic.aot import Compiler, PagedProgram
 from systolic.chips import Slice, slice
 from systolic.chips.flags import resolved
 from systolic.forecasting import forecast_program
+from systolic.hlo import Module, parse
 from systolic.job import Job, Layout
 from systolic.models.decoder.config import Decoder
 from systolic.session.job_source import source_of
@@ -32,6 +34,7 @@ LLAMA = Decoder(
     tie_embeddings=True,
 )
 """Llama 3.2 1B (its config.json)."""
+LARGE_BYTES = 1 << 20
 
 
 def job_of(name: str, tensor: int, layers: int) -> Job:
@@ -55,10 +58,11 @@ def step(job: Job, on: Slice, rows: int, options: argparse.Namespace) -> dict[st
         num_pages=(rows + 1) * pages + 1,
         page_size=options.page_size,
     )
-    compiler = Compiler(flags=resolved("", on.chip))
+    compiler = Compiler(flags=resolved("", on.chip)).quick()
     made = forecast_program(program, job.name, on, compiler=compiler)
     assert made.answer is not None
     facts: Any = made.answer.report["program"]
+    used: Any = made.answer.report["memory"]
     rate = on.chip.hbm_bytes_per_second
     assert rate is not None
     floor = (facts["weight_bytes"] + facts["cache_bytes"]) / (
@@ -73,8 +77,22 @@ def step(job: Job, on: Slice, rows: int, options: argparse.Namespace) -> dict[st
         "attention": facts["attention"],
         "weight_bytes": facts["weight_bytes"],
         "cache_bytes": facts["cache_bytes"],
+        "peak_bytes": used["used_in_bytes"],
+        "copies": large_copies(parse(made.answer.hlo)),
         "by_resource": made.time_by_resource,
     }
+
+
+def large_copies(module: Module) -> list[str]:
+    """Copies in another order of what has the dims of an argument above :data:`LARGE_BYTES`."""
+    arguments = [one.shape for one in module.entry.parameters]
+    large = {one.dims for one in arguments if one.bytes_in(0) > LARGE_BYTES}
+    return [
+        f"{one.name} {one.shape_text}"
+        for computation in module.computations.values()
+        for one in computation.instructions
+        if one.opcode == "copy" and one.shape.dims in large
+    ]
 
 
 def main() -> None:
