@@ -72,6 +72,8 @@ class ConsoleLog(EventLog):
                 text = f"ended after {fields['seconds']:.1f} s{cut}"
             case "traffic":
                 text = f"saved the traffic of {', '.join(fields['models']) or 'nothing'} in {fields['path']}"
+            case "worker_died":
+                text = f"warning: {fields['model']} replaced a worker that died ({fields['error']})"
             case "failed":
                 text = f"error: {fields['error']}"
             case "warning":

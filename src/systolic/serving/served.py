@@ -101,8 +101,8 @@ class ServedBatch:
 
     @property
     def heartbeat_seconds(self) -> float:
-        """0: ``ready`` says whether its worker answers."""
-        return 0.0
+        """Since it failed, or a worker was found stuck."""
+        return self.model.heartbeat_seconds
 
     def start(self) -> None:
         """Makes it ready."""

@@ -83,9 +83,17 @@ class Told:
     compiles: list[CompileFacts] = field(default_factory=list)
     batches: list[BatchFacts] = field(default_factory=list)
     answers: list[AnswerFacts] = field(default_factory=list)
+    deaths: list[str] = field(default_factory=list)
+    waiting: Callable[[], int] = lambda: 0
 
     def compiled(self, facts: CompileFacts) -> None:
         self.compiles.append(facts)
+
+    def opened(self, waiting: Callable[[], int]) -> None:
+        self.waiting = waiting
+
+    def died(self, reason: str) -> None:
+        self.deaths.append(reason)
 
     def ran(self, facts: BatchFacts) -> None:
         self.batches.append(facts)

@@ -111,3 +111,40 @@ def test_traffic_goes_to_json_and_back() -> None:
     ):
         with pytest.raises(DataError):
             Traffic.from_json(wrong)
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_few_programs_or_many_devices_stay_within_it(linear: bool) -> None:
+    """All traffic of 32 rows: no small batch is expected, and 32 of the longest rows are 16 times the limit."""
+    for shapes in (
+        Shapes(programs=1, positions=1024),
+        Shapes(positions=1024, traffic=Traffic(examples={32: 1.0})),
+        Shapes(positions=256),
+    ):
+        for ways in (1, 2, 8):
+            grid = choose(shapes, longest=512, ways=ways, linear=linear)
+            # A row for each device is the least that there is.
+            limit = max(shapes.positions or 0, 512 * ways)
+            assert max(bucket.positions for bucket in grid.all) <= limit
+            assert all(bucket.rows % ways == 0 for bucket in grid.all)
+            assert grid.lengths[-1] == 512
+            assert len(grid.all) <= (shapes.programs or 16)
+
+
+def test_expected_padding_counts_rows_and_buckets_that_are_left_out() -> None:
+    """32 texts of 512 tokens wait: under 1,024 positions, 16 calls of 2; one program of 4 pads 3 rows of 4 for one text."""
+    many = Traffic(examples={32: 1.0}, lengths={512: 1.0})
+    for linear in (False, True):
+        grid = choose(Shapes(positions=1024, traffic=many), longest=512, linear=linear)
+        assert all(bucket.positions <= 1024 for bucket in grid.all)
+        assert grid.padding_share == 0
+    one = Traffic(examples={1: 1.0}, lengths={512: 1.0})
+    for linear in (False, True):
+        grid = choose(Shapes(largest=4, programs=1, traffic=one), longest=512, linear=linear)
+        assert (grid.rows, grid.lengths, grid.padding_share) == ([4], [512], 0.75)
+    five = Traffic(examples={5: 1.0}, lengths={512: 1.0})
+    grid = choose(
+        Shapes(largest=32, programs=2, positions=2048, traffic=five), longest=512, linear=True
+    )
+    # Batches of 8 and 32 were chosen, and neither is within the positions: 4 rows twice.
+    assert (grid.rows, grid.sizes(512), grid.padding_share) == ([8, 32], [4], 0.375)

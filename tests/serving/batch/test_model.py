@@ -1,5 +1,7 @@
 """The queue and its threads: bounds, deadlines, cancels, failures, deaths and the end."""
 
+import io
+import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
@@ -13,7 +15,12 @@ from systolic.core.errors import DataError, OptionError, RunError
 from systolic.serving.batch.buckets import Shapes, Traffic
 from systolic.serving.batch.facts import AnswerFacts, Ended
 from systolic.serving.batch.model import DynamicBatches
+from systolic.serving.http.logs import EventLog
+from systolic.serving.http.meters import BatchMetrics
+from systolic.serving.http.metrics import Metrics
+from systolic.serving.http.opened import BatchOpening
 from systolic.serving.refused import ExpiredError, RefusedError
+from systolic.serving.served import ServedBatch
 from tests.serving.batch.stub import Told, Twice, model, numbers
 
 WAIT = 10
@@ -222,7 +229,8 @@ def test_a_worker_that_dies_is_replaced(twice: Twice, made: Any) -> None:
         if 13 in held:
             raise SystemExit(3)
 
-    of = made()
+    metrics, log = Metrics(), io.StringIO()
+    of = made(BatchOpening("m", BatchMetrics(metrics).of("m"), EventLog(log)))  # ty: ignore[invalid-argument-type]
     first = hold(twice, of)
     futures = [of.submit(numbers(n)) for n in (2, 13)]
     until(lambda: of.waiting == 2)
@@ -238,6 +246,56 @@ def test_a_worker_that_dies_is_replaced(twice: Twice, made: Any) -> None:
         )
     assert of.submit(numbers(5)).result(WAIT)["twice"].tolist() == [10]
     assert (of.replaced, of.ready, of.waiting) == (1, True, 0)
+    assert counted(metrics, "batch_workers_died_total") == 1
+    told = [json.loads(line) for line in log.getvalue().splitlines()]
+    (death,) = [line for line in told if line["event"] == "worker_died"]
+    assert (death["model"], death["error"]) == ("m", "SystemExit: 3")
+
+
+def counted(metrics: Metrics, name: str) -> float:
+    at = {"model_name": "m", "engine": "0"}
+    found = metrics.registry.get_sample_value(f"systolic:{name}", at)
+    assert found is not None, name
+    return found
+
+
+def test_metrics_say_what_waits_and_which_positions_are_padding(twice: Twice, made: Any) -> None:
+    metrics = Metrics()
+    pairs = Shapes(largest=2, programs=8, traffic=Traffic(examples={2: 1.0}))
+    of = made(BatchMetrics(metrics).of("m"), longest=8, shapes=pairs, delay_ms=0)  # ty: ignore[invalid-argument-type]
+    assert counted(metrics, "batch_examples_waiting") == 0
+    first = hold(twice, of)
+    others = [of.submit(numbers(n)) for n in (8, 8, 8, 3, 4)]
+    assert counted(metrics, "batch_examples_waiting") == 5
+    gone = of.submit(numbers(1, 2))
+    assert counted(metrics, "batch_examples_waiting") == 7
+    assert gone.cancel()
+    assert counted(metrics, "batch_examples_waiting") == 5
+    until(lambda: len(of._queue.lanes) >= 5)
+    twice.going.set()
+    for one in (first, *others):
+        one.result(WAIT)
+    assert of.drain(WAIT)
+    # 2 x 1 with 1, 2 x 8 with 8 and 8, 2 x 8 with 8 and 4, 2 x 3 with 3.
+    assert counted(metrics, "useful_tokens_total") == 1 + 16 + 12 + 3
+    assert counted(metrics, "padding_tokens_total") == 1 + 0 + 4 + 3
+    assert counted(metrics, "batch_examples_waiting") == 0
+
+
+def test_an_intake_that_fails_leaves_no_request_behind(made: Any) -> None:
+    of = made(waiting=1)
+    parts = of._intake.parts
+
+    def broken(inputs: Any) -> Any:
+        raise MemoryError("no room")
+
+    of._intake.parts = broken
+    with pytest.raises(DataError, match="can't be read \\(MemoryError: no room"):
+        of.submit(numbers(1)).result(WAIT)
+    of._intake.parts = parts
+    assert of.waiting == 0
+    assert of.submit(numbers(2)).result(WAIT)["twice"].tolist() == [4]
+    assert of.drain(WAIT)
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -258,7 +316,33 @@ def test_a_compile_after_ready_is_counted_and_can_be_an_error(
     else:
         assert late.result(WAIT)["twice"].tolist() == [4]
     assert of.compiles_after_ready == 1
+    assert of.ready is not strict
     assert [facts.after_ready for facts in told.compiles[before:]] == [True]
+
+
+def test_a_compile_in_a_shared_batch_ends_a_strict_model(twice: Twice, made: Any) -> None:
+    of = made(strict=True)
+    first = hold(twice, of)
+    shared = [of.submit(numbers(n)) for n in (2, 3)]
+    until(lambda: of.waiting == 2)
+    seed = np.random.default_rng().integers(2**30)
+
+    def compile_once(held: list[int]) -> None:
+        if len(held) == 2:
+            jax.block_until_ready(jax.jit(lambda x: x + seed)(np.zeros(3)))
+
+    twice.does = compile_once
+    twice.going.set()
+    assert first.result(WAIT)["twice"].tolist() == [2]
+    for one in shared:
+        with pytest.raises(RunError, match="was compiled after numbers was ready"):
+            one.result(WAIT)
+    assert [held for _, held in twice.calls] == [[1], [2, 3]]
+    assert (of.compiles_after_ready, of.ready, of.waiting) == (1, False, 0)
+    with pytest.raises(RefusedError, match="numbers has failed"):
+        of.submit(numbers(4))
+    assert of.heartbeat_seconds > 0
+    assert of.drain(WAIT)
 
 
 def test_a_stuck_worker_makes_it_not_ready(twice: Twice, made: Any) -> None:
@@ -266,9 +350,14 @@ def test_a_stuck_worker_makes_it_not_ready(twice: Twice, made: Any) -> None:
     assert of.ready
     first = hold(twice, of)
     until(lambda: not of.ready)
+    served = ServedBatch(name="numbers", model=of)
+    until(
+        lambda: served.heartbeat_seconds > 0.01
+    )  # The server is alive while this is below a minute.
     twice.going.set()
     first.result(WAIT)
     until(lambda: of.ready)
+    assert served.heartbeat_seconds == 0
 
 
 def test_drain_answers_what_was_taken(twice: Twice, made: Any) -> None:

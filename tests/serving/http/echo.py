@@ -247,7 +247,7 @@ class ToyModel:
     def __init__(self, kind: ModelKind, name: str = "toy") -> None:
         self.kind, self.name, self.ready = kind, name, False
         self.labels: Sequence[str] = ()
-        self.delay_seconds = 0.0
+        self.delay_seconds = self.heartbeat_seconds = 0.0
         self.cancelled = threading.Event()
         at = (-1,)
         self.inputs: Sequence[ArraySpec] = {

@@ -76,6 +76,7 @@ WRONG: list[Any] = [
     {"instances": [{"x": [1, 2]}, {"y": [1, 2]}]},
     {"instances": [{"x": [1, 2], "count": 1.5}]},
     {"instances": [{"x": [1, 2], "count": 2**40}]},
+    {"instances": [[1, 1e300]]},
     {"instances": ["text"]},
     {"inputs": {"z": [1]}},
     {"inputs": 7},

@@ -1,7 +1,7 @@
 """Which shapes are compiled: sizes that pad the expected traffic least, under a number of programs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from systolic.core.errors import DataError, OptionError
@@ -88,7 +88,9 @@ class BucketGrid:
     lengths: Sequence[int | None]
     """Lengths of a row, ascending; [None] where all rows have one shape."""
     most_positions: int | None = None
-    """Larger buckets are left out, but for those of the fewest rows."""
+    """Larger buckets are left out; a length whose are all larger has one of as many rows as fit."""
+    ways: int = 1
+    """Rows of a batch are a multiple of this."""
     padding_share: float
     """Expected share of positions that hold nothing, where each batch takes the smallest bucket that holds it."""
     measured: bool = False
@@ -110,11 +112,8 @@ class BucketGrid:
         """Sizes of a batch of rows of a length, ascending."""
         if self.most_positions is None or length is None:
             return list(self.rows)
-        return [
-            rows
-            for rows in self.rows
-            if rows * length <= self.most_positions or rows == self.rows[0]
-        ]
+        fits = [rows for rows in self.rows if rows * length <= self.most_positions]
+        return fits or [max(self.most_positions // length // self.ways, 1) * self.ways]
 
     def length_for(self, length: int) -> int | None:
         """The least length that holds a row."""
@@ -159,34 +158,58 @@ def choose(
         return BucketGrid(rows=sizes, lengths=[None], padding_share=share, measured=measured)
     lengths = _weights(shapes.traffic.lengths, longest, 1)
     most = max(shapes.positions or largest * LONG, longest * ways)
-    measured = bool(shapes.traffic.lengths)
-    best: BucketGrid | None = None
-    programs = shapes.programs or VARIED
-    if linear:
-        sizes = _quarters(largest, ways)[-programs:]
-        across, share = fewest_padded(lengths, programs // len(sizes))
-        return BucketGrid(
+    measured, programs = bool(shapes.traffic.lengths), shapes.programs or VARIED
+
+    def grid(sizes: list[int], count: int) -> BucketGrid:
+        across, _ = fewest_padded(lengths, count)
+        made = BucketGrid(
             rows=sizes,
             lengths=across,
             most_positions=most,
-            padding_share=share,
+            ways=ways,
+            padding_share=0.0,
             measured=measured,
         )
+        return replace(made, padding_share=_padding(made, rows, lengths, linear))
+
+    if linear:
+        sizes = _quarters(largest, ways)[-programs:]
+        return grid(sizes, programs // len(sizes))
     # Every split of the programs into sizes x lengths.
-    for count in range(1, programs + 1):
-        across, length_share = fewest_padded(lengths, programs // count)
-        sizes, row_share = _sizes(rows, count, ways)
-        share = 1 - (1 - row_share) * (1 - length_share)
-        if best is None or share < best.padding_share:
-            best = BucketGrid(
-                rows=sizes,
-                lengths=across,
-                most_positions=most,
-                padding_share=share,
-                measured=measured,
-            )
-    assert best is not None
-    return best
+    splits = (
+        grid(_sizes(rows, count, ways)[0], programs // count) for count in range(1, programs + 1)
+    )
+    return min(splits, key=lambda one: one.padding_share)
+
+
+def _padding(
+    grid: BucketGrid, rows: Mapping[int, float], lengths: Mapping[int, float], linear: bool
+) -> float:
+    """Expected share of positions that hold nothing, with the buckets that the bound leaves out."""
+    held: dict[int, float] = {}
+    for length, often in lengths.items():
+        across = grid.length_for(length) or length
+        held[across] = held.get(across, 0.0) + often * across
+    total = sum(
+        positions
+        * sum(often * _rows(count, grid.sizes(across), linear) for count, often in rows.items())
+        for across, positions in held.items()
+    )
+    useful = sum(length * often for length, often in lengths.items())
+    useful *= sum(count * often for count, often in rows.items())
+    return 1 - useful / total if total else 0.0
+
+
+def _rows(count: int, sizes: Sequence[int], linear: bool) -> int:
+    """Rows of the calls that hold ``count``: of the largest, and of one for the rest or, where it is linear, the fewest."""
+    full = count // sizes[-1] * sizes[-1]
+    rest = count - full
+    if not linear:
+        return full + next(size for size in (0, *sizes) if size >= rest)
+    fewest = [0]
+    for waiting in range(1, rest + 1):
+        fewest.append(min(size + fewest[max(waiting - size, 0)] for size in sizes))
+    return full + fewest[rest]
 
 
 def _sizes(weights: Mapping[int, float], count: int, least: int) -> tuple[list[int], float]:

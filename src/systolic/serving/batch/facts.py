@@ -1,5 +1,6 @@
 """What a batch model tells whoever watches it: metrics, traces and logs are made of these."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -64,8 +65,20 @@ class AnswerFacts:
 class BatchWatcher(Protocol):
     """Whoever is told; its methods return at once, and are called from the model's threads."""
 
+    def opened(self, waiting: Callable[[], int]) -> None:
+        """Before anything else.
+
+        Args:
+            waiting: Examples that no batch holds yet, from any thread.
+        """
+        ...
+
     def compiled(self, facts: CompileFacts) -> None:
         """After each program."""
+        ...
+
+    def died(self, reason: str) -> None:
+        """After a worker died; another takes its place."""
         ...
 
     def ran(self, facts: BatchFacts) -> None:

@@ -74,11 +74,15 @@ class DynamicBatches:
             predictor,
             self._endings,
             watcher,
-            strict=self._options.strict,
+            strict=self._fail if self._options.strict else None,
             recorder=recorder,
         )
         self._readers = ThreadPoolExecutor(self._options.readers, "systolic-read")
         self._started = self._ended = False
+        self._failed: float | None = None
+        if watcher is not None:
+            queue = self._queue  # A closed model is kept by nobody who asks how many wait.
+            watcher.opened(lambda: queue.waiting)
 
     # What it is
 
@@ -194,6 +198,13 @@ class DynamicBatches:
         stuck = self._workers.busy_seconds() > self._options.stalled_seconds
         return self._started and not self._ended and not stuck
 
+    @property
+    def heartbeat_seconds(self) -> float:
+        """Since it failed, or a worker was found stuck; 0 while all is well."""
+        if self._failed is not None:
+            return time.monotonic() - self._failed
+        return max(self._workers.busy_seconds() - self._options.stalled_seconds, 0.0)
+
     def drain(self, seconds: float) -> bool:
         """Refuses new requests, and waits until those that were taken are answered; False where time ran out."""
         self._queue.close("ends")
@@ -209,6 +220,13 @@ class DynamicBatches:
         for asked in self._queue.stop():
             self._end(asked)
         self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def _fail(self, reason: str) -> None:
+        """Ends for a reason that whoever waits is told."""
+        self._ended, self._failed = True, time.monotonic()
+        self._queue.close(f"has failed ({reason})")
+        for asked in self._queue.stop():
+            self._endings.fail(asked, Ended.failed, RunError(reason))
 
     def _end(self, asked: Asked) -> None:
         reason = RunError(f"{self._name} ended before the answer was known; ask again")
@@ -231,7 +249,12 @@ class DynamicBatches:
         self._queue.admit(asked)
         asked.future.add_done_callback(lambda _: self._endings.cancel(asked))
         try:
-            self._read(asked, self._intake.parts(inputs))
+            parts = self._intake.parts(inputs)
+        except Exception as error:  # else it would count for ever
+            self._endings.refuse(asked, error)
+            return asked.future
+        try:
+            self._read(asked, parts)
         except RuntimeError:  # the readers were shut down meanwhile
             self._end(asked)
         return asked.future

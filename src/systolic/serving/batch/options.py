@@ -31,7 +31,7 @@ class BatchOptions:
     stalled_seconds: Annotated[float, Range(above=0)] = 60.0
     """A call that takes longer makes the model not ready."""
     strict: bool = False
-    """Whether a compile after the model is ready fails its batch, beside being counted."""
+    """Whether a compile after the model is ready ends it, beside being counted."""
 
     def __post_init__(self) -> None:
         check(self)

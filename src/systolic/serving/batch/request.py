@@ -112,6 +112,11 @@ class BatchModel(Protocol):
         """Whether every program is compiled and the worker answers."""
         ...
 
+    @property
+    def heartbeat_seconds(self) -> float:
+        """Since it failed, or a worker was found stuck; 0 while all is well."""
+        ...
+
     def start(self) -> None:
         """Compiles every program and starts the worker; returns when it is ready."""
         ...

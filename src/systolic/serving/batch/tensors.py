@@ -17,6 +17,7 @@ from systolic.job import Field
 from systolic.predicting.forms import FixedForm
 from systolic.predicting.readers import Example, Output
 from systolic.predicting.rows import Bucket, Row
+from systolic.serving.batch.dtypes import check_range, kind_of
 from systolic.serving.batch.intake import Inputs, Intake, form_of, spec_of, told
 from systolic.serving.batch.limits import InputLimits
 from systolic.serving.batch.request import ANY, ArraySpec, ModelKind
@@ -113,17 +114,11 @@ class ArrayIntake(Intake):
 
 def _check_numbers(array: np.ndarray, spec: ArraySpec) -> None:
     """Refuses numbers of another kind, and those that the dtype can't hold."""
-    dtype = np.dtype(spec.dtype)
-    if array.dtype.kind not in KINDS.get(dtype.kind, "f"):
+    if kind_of(array.dtype) not in KINDS.get(kind_of(spec.dtype), ""):
         raise OptionError(
             f"{spec.name} is {array.dtype}, and the model takes {spec.dtype}; convert it"
         )
-    if dtype.kind in "iu" and array.dtype != dtype and array.size:
-        about: Any = np.iinfo(str(dtype))
-        if array.min() < about.min or array.max() > about.max:
-            raise OptionError(
-                f"{spec.name} has numbers from {array.min()} to {array.max()}, and {spec.dtype} holds {about.min} to {about.max}"
-            )
+    check_range(spec.name, array, spec.dtype)
 
 
 def used_inputs(

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from systolic.core.errors import RunError
 from systolic.predicting.predictor import Predictor
@@ -28,7 +28,7 @@ class Workers:
         predictor: The programs.
         endings: Where answers go.
         watcher: Told of batches.
-        strict: Whether a compile fails its batch.
+        strict: Called with the reason after a compile, to end the model; None lets it go on.
         recorder: Of traffic; by default one of its own.
 
     Attributes:
@@ -45,7 +45,7 @@ class Workers:
         endings: Endings,
         watcher: BatchWatcher | None,
         *,
-        strict: bool,
+        strict: Callable[[str], None] | None,
         recorder: Recorder | None = None,
     ) -> None:
         self._name, self._queue, self._predictor = name, queue, predictor
@@ -73,6 +73,8 @@ class Workers:
                 call = None
         except BaseException as error:  # whatever ends a thread, its requests get an answer
             self._busy.pop(number, None)
+            if self._watcher is not None:
+                self._watcher.died(line(error))
             if call is not None:
                 reason = RunError(
                     f"the worker of {self._name} that held the request died ({line(error)}); send it again"
@@ -87,11 +89,16 @@ class Workers:
         compiled, start = COUNT.compiled, time.perf_counter()
         try:
             outputs = self._predictor([waiting.row for waiting in rows], call.bucket)
-            if COUNT.compiled > compiled:
-                self._compiled(call.bucket, time.perf_counter() - start)
         except Exception as error:
             self._failed(rows, call, error)
             return
+        if COUNT.compiled > compiled:
+            self._compiled(call.bucket, time.perf_counter() - start)
+            if self._strict is not None:
+                self._strict(
+                    f"the program of {call.bucket} was compiled after {self._name} was ready"
+                )
+                return
         seconds = time.perf_counter() - start
         each = seconds / len(rows)
         recent = self._queue.seconds_per_row
@@ -125,8 +132,6 @@ class Workers:
                 bucket=str(bucket), seconds=seconds, cached=False, after_ready=True
             )
             self._watcher.compiled(facts)
-        if self._strict:
-            raise RunError(f"the program of {bucket} was compiled after {self._name} was ready")
 
     def _tell(self, rows: Sequence[Waiting], call: BatchCall, start: float, seconds: float) -> None:
         lengths = [waiting.row.length for waiting in rows]

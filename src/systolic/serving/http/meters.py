@@ -1,5 +1,7 @@
 """Metrics of models: what engines and batch models tell their watchers, counted."""
 
+from collections.abc import Callable
+
 from systolic.forecasting.serving_memory import ServingMemory
 from systolic.serving.batch.facts import AnswerFacts, BatchFacts
 from systolic.serving.compiles import CompileFacts
@@ -161,6 +163,7 @@ class BatchMetrics:
         self.requests = counter("batch_requests", "Ended requests", *MODEL, "ended")
         self.examples = counter("batch_examples", "Examples answered", *MODEL)
         self.waiting = gauge("batch_examples_waiting", "Examples that wait", *MODEL)
+        self.died = counter("batch_workers_died", "Workers that died and were replaced", *MODEL)
         self.size = histogram("batch_size", "Examples per batch", SIZES[:11], *MODEL)
         self.padding_share = histogram(
             "batch_padding_share",
@@ -194,6 +197,15 @@ class BatchMeter:
         """After each program."""
         count_compile(self._all.all, self._at, facts)
 
+    def opened(self, waiting: Callable[[], int]) -> None:
+        """Before anything else."""
+        self._all.waiting.labels(*self._at).set_function(waiting)
+
+    def died(self, reason: str) -> None:
+        """After a worker died."""
+        del reason
+        self._all.died.labels(*self._at).inc()
+
     def ran(self, facts: BatchFacts) -> None:
         """After each batch."""
         every, at = self._all, self._at
@@ -203,7 +215,6 @@ class BatchMeter:
         every.all.rows_padded.labels(*at).inc(facts.rows - facts.examples)
         every.padding_share.labels(*at).observe(facts.padding_share)
         every.size.labels(*at).observe(facts.examples)
-        every.waiting.labels(*at).set(facts.waiting)
         every.queue.labels(*at).observe(facts.queue_seconds)
         every.compute.labels(*at).observe(facts.compute_seconds)
 

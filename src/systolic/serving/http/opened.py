@@ -93,6 +93,15 @@ class BatchOpening:
         self._meter.compiled(facts)
         tell_compile(self._log, self._model, facts)
 
+    def opened(self, waiting: Callable[[], int]) -> None:
+        """Before anything else."""
+        self._meter.opened(waiting)
+
+    def died(self, reason: str) -> None:
+        """After a worker died."""
+        self._meter.died(reason)
+        self._log.write("worker_died", model=self._model, error=reason)
+
     def ran(self, facts: BatchFacts) -> None:
         """After each batch."""
         self._meter.ran(facts)

@@ -12,6 +12,8 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from systolic.core.errors import OptionError
+from systolic.serving.batch.dtypes import check_range, kind_of
 from systolic.serving.batch.request import BYTES, ArraySpec, ModelKind
 from systolic.serving.http.batches import answered, objects
 from systolic.serving.http.desk import Desk
@@ -200,16 +202,12 @@ def _raw(value: str | dict[str, Any], spec: ArraySpec) -> bytes:
 def _numbers(value: Any, spec: ArraySpec, dtype: np.dtype) -> np.ndarray:
     try:
         plain = np.asarray(value)
-        wanted = "b" if dtype.kind == "b" else "iu" if dtype.kind in "iu" else "iuf"
+        wanted = {"b": "b", "i": "iu", "u": "iu"}.get(kind_of(dtype), "iuf")
         if plain.size and plain.dtype.kind not in wanted:
             raise ValueError(f"{plain.dtype} where {dtype} is expected")
-        if dtype.kind in "iu" and plain.size:
-            limits = np.iinfo(dtype)
-            if plain.min() < limits.min or plain.max() > limits.max:
-                raise ValueError(f"values beyond {dtype}")
-        with np.errstate(over="ignore"):
-            return plain.astype(dtype)
-    except (ValueError, TypeError, OverflowError) as error:
+        check_range("it", plain, dtype)
+        return plain.astype(dtype)
+    except (OptionError, ValueError, TypeError, OverflowError) as error:
         raise bad(f"input {spec.name} does not fit {dtype} ({error})") from error
 
 

@@ -8,6 +8,8 @@ import ml_dtypes
 import numpy as np
 from msgspec import Struct, field
 
+from systolic.core.errors import OptionError
+from systolic.serving.batch.dtypes import check_range
 from systolic.serving.batch.request import BYTES, ArraySpec
 from systolic.serving.http.problems import ProblemError, bad
 
@@ -91,8 +93,9 @@ def _from_json(one: WireTensor) -> np.ndarray:
         if plain.dtype == object or (plain.size and not _holds(plain, dtype)):
             raise ValueError(f"{plain.dtype} where {dtype} is expected")
         with np.errstate(over="raise"):
+            check_range("it", plain, dtype)
             made = plain.astype(dtype)
-    except (ValueError, TypeError, OverflowError, FloatingPointError) as error:
+    except (OptionError, ValueError, TypeError, OverflowError, FloatingPointError) as error:
         raise bad(f"input {one.name} does not fit {one.datatype} ({error})") from error
     return _shaped(one, made.reshape(-1))
 
