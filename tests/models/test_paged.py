@@ -1,6 +1,9 @@
 """A cache in pages: any cut of a text into chunks and tokens, over pages in any order, has the logits of the whole text."""
 
+import functools
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +11,11 @@ import numpy as np
 import pytest
 
 from systolic.models.decoder.config import Decoder, Dispatch
+from systolic.models.decoder.page_arrays import PageArrays, PageRows
+from systolic.models.decoder.page_kernels import LayerPages
 from systolic.models.decoder.paged import Reading, layers_of, page_arrays, read
 from systolic.models.decoder.switches import Latent
+from systolic.models.masking import Logits
 from tests.models.test_decoder import module
 from tests.steps import tiny
 
@@ -94,6 +100,32 @@ def test_any_cut_over_pages_has_the_logits_of_the_whole(
         turn += 1
     for text, made in zip(texts, found, strict=True):
         np.testing.assert_allclose(np.stack(made), whole(net, text), atol=2e-5, rtol=2e-4)
+
+
+def test_the_kernel_of_gpus_reads_what_xla_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax.experimental.pallas.ops.gpu import paged_attention as kernel
+
+    monkeypatch.setattr(
+        kernel, "paged_attention", functools.partial(kernel.paged_attention, interpret=True)
+    )
+    draw, (heads, kv_heads, width, size) = np.random.default_rng(0), (6, 2, 16, 8)
+
+    def read_on(platform: str) -> np.ndarray:
+        layout = SimpleNamespace(num_devices=1)
+        target: Any = SimpleNamespace(
+            platform=platform, layout=layout, constrain=lambda array, *_: array
+        )
+        arrays = PageArrays(target, kv_heads, (width, width), size)
+        return np.asarray(arrays.read([query], pages, rows, 0, Logits(scale=0.3, cap=5.0)))
+
+    shape = (kv_heads, 10, size, width)
+    pages = LayerPages(*(jnp.asarray(draw.normal(size=shape), jnp.float32) for _ in range(2)))
+    table = draw.permutation(np.arange(1, 10)).reshape(3, 3)
+    # In the first page, at the end of one, and at the very end.
+    positions = jnp.asarray([[2], [15], [23]], jnp.int32)
+    rows = PageRows(jnp.asarray(table, jnp.int32), positions, jnp.ones(3, jnp.int32))
+    query = jnp.asarray(draw.normal(size=(3, 1, heads, width)), jnp.float32)
+    np.testing.assert_allclose(read_on("gpu"), read_on("other"), atol=1e-5)
 
 
 def whole(net, text: np.ndarray) -> np.ndarray:

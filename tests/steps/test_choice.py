@@ -129,6 +129,18 @@ def test_penalties_and_biases_are_those_of_the_definitions():
     np.testing.assert_allclose(_penalised(jnp.asarray(logits), given)[0], wanted, rtol=1e-6)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-38, 1.0])
+def test_settings_below_the_least_float_keep_the_likeliest(temperature):
+    logits = np.zeros((3, VOCAB), np.float32)
+    logits[:, 123], logits[:, 124] = 30.0, 29.0
+    latest = jnp.zeros((3,), jnp.int32)
+    small = {"top_p": 1e-40, "repetition": 1e-39}
+    for name, value in small.items():
+        given = cuts(3, [5, 123], 1, **{name: value})
+        made = choose_by_all(jnp.asarray(logits), latest, draw(3, temperature), given)[0]
+        np.testing.assert_array_equal(made.tokens, [123] * 3, name)
+
+
 def test_the_likeliest_come_first_with_their_logarithms():
     logits = np.random.default_rng(2).normal(size=(3, VOCAB)).astype(np.float32)
     tokens = jnp.asarray([1, 2, 3])

@@ -49,6 +49,11 @@ class ServingMemory:
         return fit if self.pages is None else self.pages
 
     @property
+    def text_pages(self) -> int:
+        """Pages of one replica that texts can hold."""
+        return max(self.num_pages - PADDING_PAGES, 0)
+
+    @property
     def pages_bytes(self) -> int:
         """Bytes of all pages."""
         return self.num_pages * self.page_bytes
@@ -61,7 +66,7 @@ class ServingMemory:
     @property
     def num_positions(self) -> int:
         """Tokens that the pages of all replicas hold."""
-        return self.num_pages * self.page_size * self.replicas
+        return self.text_pages * self.page_size * self.replicas
 
     def pages_of(self, tokens: int) -> int:
         """Pages of a text of so many tokens."""
@@ -69,8 +74,7 @@ class ServingMemory:
 
     def concurrency(self, tokens: int) -> int:
         """Texts of so many tokens that all replicas hold at once, each at its full length."""
-        free = max(self.num_pages - PADDING_PAGES, 0)
-        return free // self.pages_of(tokens) * self.replicas
+        return self.text_pages // self.pages_of(tokens) * self.replicas
 
     def rows(self) -> list[MemoryRow]:
         """The table; the bytes sum to the capacity."""

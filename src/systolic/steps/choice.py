@@ -118,8 +118,8 @@ def _drawn(logits: jax.Array, draw: Draw) -> jax.Array:
     """int32[rows]: the likeliest where the temperature is 0, else one drawn."""
     greedy = _likeliest(logits)
     warm = jnp.where(draw.temperature > 0, draw.temperature, 1.0)[:, None]
-    scaled = logits / warm
-    powers = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
+    # In this order, since a small temperature would make the largest infinite.
+    powers = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / warm)
     return jnp.where(draw.temperature > 0, _inverse(powers, _uniform(draw)), greedy)
 
 
@@ -175,6 +175,8 @@ def _penalised(logits: jax.Array, cuts: Cuts) -> jax.Array:
     counts = jnp.zeros((rows, vocab)).at[each, made].add(1.0, mode="drop")
     factor = cuts.repetition[:, None]
     repeated = jnp.where(logits > 0, logits / factor, logits * factor)
+    # A factor near 0 makes the quotient infinite, whose difference from itself is no number.
+    repeated = jnp.minimum(repeated, jnp.finfo(jnp.float32).max)
     logits = jnp.where(seen, repeated, logits)
     return logits - counts * cuts.frequency[:, None] - (counts > 0) * cuts.presence[:, None]
 
@@ -182,18 +184,19 @@ def _penalised(logits: jax.Array, cuts: Cuts) -> jax.Array:
 def _cut(logits: jax.Array, draw: Draw, cuts: Cuts) -> jax.Array:
     """Logits with -inf for what top-k, then top-p, then min-p drop, all at the row's temperature."""
     warm = jnp.where(draw.temperature > 0, draw.temperature, 1.0)[:, None]
-    scaled = logits / warm
-    keys = _ordered(scaled)
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    scaled = (logits - largest) / warm
+    keys = _ordered(logits)
     wanted = jnp.where(cuts.top_k > 0, cuts.top_k, logits.shape[-1]).astype(jnp.float32)
     kept = keys >= _threshold(keys, jnp.ones_like(scaled), wanted)[:, None]
-    largest = jnp.max(scaled, axis=-1, keepdims=True)
-    shares = jnp.where(kept, jnp.exp(scaled - largest), 0.0)
+    shares = jnp.where(kept, jnp.exp(scaled), 0.0)
     # All of them by rounding down, where nothing is to be cut.
     part = jnp.where(cuts.top_p < 1, cuts.top_p, 0.0) * jnp.sum(shares, axis=-1)
     lowest = jnp.where(cuts.top_p < 1, _threshold(keys, shares, part), 0)
     kept &= keys >= lowest[:, None]
-    kept &= scaled >= largest + jnp.log(cuts.min_p)[:, None]
-    return jnp.where(kept, logits, -jnp.inf)
+    kept &= scaled >= jnp.log(cuts.min_p)[:, None]
+    # The likeliest stays whatever rounds to nothing, such as a top_p below the least normal float32.
+    return jnp.where(kept | (logits == largest), logits, -jnp.inf)
 
 
 def _ordered(values: jax.Array) -> jax.Array:

@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
 
 from systolic.cli.main import main
 from systolic.core.errors import DataError
@@ -22,6 +24,26 @@ def test_tokenizers_round_trip_and_stream_whole_characters(text, tokenizer_file)
         assert "".join(parts) + stream.flush() == text
         if "\ufffd" not in text:
             assert not any("\ufffd" in part for part in parts)
+
+
+def test_a_stream_that_continues_a_text_keeps_its_first_space(tmp_path):
+    # As in Llama 2's tokenizer.json: words begin with a mark, and decoding drops the first space.
+    words = [f"\u2581{word}" for word in ["The", "capital", "of", "France", "is", "Paris"]]
+    vocab = {token: index for index, token in enumerate(["<unk>", *words])}
+    made = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(path=tmp_path)
+    ids = tokenizer.encode("The capital of France is Paris")
+    for split in range(1, len(ids)):
+        stream = tokenizer.stream(ids[:split])
+        parts = [stream.push(i) for i in ids[split:]]
+        assert "".join(parts) == "".join(f" {word[1:]}" for word in words[split:])
+        assert stream.flush() == ""
+    assert tokenizer.stream().push(ids[-1]) == "Paris"
 
 
 def test_half_a_character_waits_and_is_marked_at_the_end(tokenizer_file):

@@ -206,7 +206,7 @@ def crowded(name: str) -> dict[str, Any]:
 def chosen(name: str, capacity: int) -> dict[str, Any]:
     """What is chosen for a model where nothing is asked for, with so many bytes a device."""
     placing = Placing(asked=ServingLayout(), sizes=SIZES)
-    placing_module.capacity_bytes = lambda: capacity
+    placing_module.capacity_bytes = lambda _: capacity
     given = job(model=MODELS[name], batch=2)
     places = [placing.place(given, "cpu", jax.devices(), number) for number in range(4)]
     return {

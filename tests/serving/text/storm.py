@@ -233,6 +233,10 @@ class Storm:
         else:
             expected = Finish.deadline if request.deadline_seconds is not None else None
             assert last.finish in (Finish.cancelled, expected)
+        scored = [token.id for piece in pieces for token in piece.prompt]
+        assert scored == list(request.tokens[: len(scored)])
+        if request.prompt_logprobs and ids:
+            assert len(scored) == len(request.tokens)
         if request.choice is GREEDY:
             assert ids == self.alone[place][: len(ids)]
         self._count(f"read to {last.finish.value}")

@@ -2,13 +2,16 @@
 
 import random
 import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
 
 from systolic.serving.refused import RefusedError
 from systolic.serving.text.request import Finish, TextRequest, TokenChoice
-from tests.serving.text.engine import Small
+from tests.serving.text.engine import SMALL, Small
 
 GREEDY = TokenChoice(temperature=0.0)
 
@@ -96,22 +99,97 @@ def test_a_prompt_seen_before_is_not_read_again(small, engine):
     assert again[-1].usage.cached_tokens == 48
 
 
-def test_too_few_pages_make_texts_wait_or_read_again(small):
-    engine = small.engine(pages=14)
-    try:
-        draw = random.Random(1)
-        prompts = [[draw.randrange(256) for _ in range(30)] for _ in range(6)]
-        streams = [
-            engine.submit(
-                TextRequest(tokens=prompt, max_tokens=50, choice=GREEDY, ignore_ends=True)
+OVERFLOWS = 263
+"""A token whose embedding is infinite."""
+
+
+@pytest.fixture(scope="module")
+def overflowing():
+    small = Small(replace(SMALL, tie_embeddings=False))
+    small.params["embedding"] = small.params["embedding"].at[OVERFLOWS].set(jnp.inf)
+    return small
+
+
+@pytest.fixture(scope="module")
+def scarce(overflowing):
+    """An engine with pages for one long text, whose programs read prompts beside generating, as on a GPU."""
+    engine = overflowing.engine(pages=14, programs=(1, 1, 1), mixed=True)
+    yield engine
+    engine.stop()
+
+
+def test_too_few_pages_make_texts_wait_or_read_again(overflowing, scarce):
+    draw = random.Random(1)
+    prompts = [[draw.randrange(256) for _ in range(40)] for _ in range(6)]
+    streams = [
+        scarce.submit(
+            TextRequest(
+                tokens=prompt,
+                max_tokens=50,
+                choice=GREEDY,
+                ignore_ends=True,
+                logprobs=1,
+                prompt_logprobs=number % 2 == 0,
             )
-            for prompt in prompts
-        ]
-        for prompt, stream in zip(prompts, streams, strict=True):
-            assert ids(stream) == small.greedy(prompt, 50)[0]
-        assert engine.scheduler.pool.in_use == 0
-    finally:
-        engine.stop()
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    for number, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
+        pieces = list(stream)
+        assert ids(pieces) == overflowing.greedy(prompt, 50)[0]
+        # Those that were read again are scored once.
+        scored = [token.id for piece in pieces for token in piece.prompt]
+        assert scored == (prompt if number % 2 == 0 else [])
+    assert scarce.scheduler.pool.in_use == 0
+
+
+def test_a_text_that_overflows_ends_and_no_other_sees_it(overflowing, scarce):
+    beside, after = [9, 8, 7], [[33, 44], [10], [77] * 30]
+    # In the first of two chunks, in the last, and alone.
+    for prompt in ([OVERFLOWS, *range(30)], [*range(30), OVERFLOWS, 1], [OVERFLOWS]):
+        stream = scarce.submit(
+            TextRequest(tokens=beside, max_tokens=12, choice=GREEDY, ignore_ends=True)
+        )
+        last = ask(scarce, prompt, 4)[-1]
+        assert (last.finish, last.usage.completion_tokens) == (Finish.error, 0)
+        assert "not finite" in last.message
+        assert ids(stream) == overflowing.greedy(beside, 12)[0]
+    for prompt in after:
+        assert ids(ask(scarce, prompt, 12)) == overflowing.greedy(prompt, 12)[0]
+    assert scarce.ready
+
+
+def test_settings_that_do_not_fit_end_one_text_alone(small, engine):
+    stream = engine.submit(TextRequest(tokens=[9, 8], max_tokens=20, choice=GREEDY))
+    last = ask(engine, [1, 2], 3, TokenChoice(logit_bias={1 << 40: 1.0}))[-1]
+    assert last.finish is Finish.error
+    assert "OverflowError" in last.message
+    with pytest.raises(RefusedError, match="301 tokens and at most 300") as found:
+        ask(engine, [1, 2], 3, TokenChoice(logit_bias=dict.fromkeys(range(301), 1.0)))
+    assert found.value.parameter == "logit_bias"
+    assert ids(stream) == small.greedy([9, 8], 20)[0]
+    assert engine.ready
+
+
+def test_a_decoder_that_fails_ends_one_text_alone(small, engine, monkeypatch):
+    class Broken:
+        def push(self, token):
+            raise ValueError("no such token")
+
+        flush = None
+
+    class BrokenTokenizer:
+        def stream(self, *_):
+            return Broken()
+
+    stream = engine.submit(TextRequest(tokens=[9, 8], max_tokens=20, choice=GREEDY))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "tokenizer", BrokenTokenizer())
+        broken = engine.submit(TextRequest(tokens=[1], max_tokens=4, choice=GREEDY))
+    last = list(broken)[-1]
+    assert (last.finish, last.message) == (Finish.error, "ValueError: no such token")
+    assert ids(stream) == small.greedy([9, 8], 20)[0]
+    assert engine.ready
 
 
 def test_a_seed_gives_the_same_text_alone_and_beside_others(engine):
@@ -155,6 +233,34 @@ def test_a_penalty_counts_the_token_chosen_last(small, engine):
     wanted = small.greedy(prompt, 24, change)[0]
     assert len(set(wanted)) < 24
     assert ids(ask(engine, prompt, 24, choice)) == wanted
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.1])
+def test_waiting_for_the_device_is_no_time_of_the_host(engine, monkeypatch, penalty):
+    class Watch:
+        seconds: list[tuple[float, float]]
+
+        def stepped(self, facts) -> None:
+            self.seconds.append((facts.host_seconds, facts.seconds))
+
+        def ended(self, facts) -> None:
+            pass
+
+    watch, now, collect = Watch(), [0.0], engine.runner.collect
+    watch.seconds = []
+
+    def slow(flight):
+        now[0] += 1.0
+        return collect(flight)
+
+    # A clock that only a step of the device moves.
+    clock = SimpleNamespace(monotonic=time.monotonic, perf_counter=lambda: now[0])
+    monkeypatch.setattr("systolic.serving.text.engine.time", clock)
+    monkeypatch.setattr(engine.runner, "collect", slow)
+    monkeypatch.setattr(engine, "watcher", watch)
+    ask(engine, [1, 2], 6, TokenChoice(temperature=0.0, presence_penalty=penalty))
+    assert sum(seconds for _, seconds in watch.seconds) >= 4
+    assert [host for host, _ in watch.seconds] == [0.0] * len(watch.seconds)
 
 
 def test_log_probabilities_of_a_prompt_are_those_of_reading_it_whole(small, engine):

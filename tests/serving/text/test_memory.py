@@ -1,11 +1,37 @@
 """The table of memory is that of the arrays on the device, and too little is refused before any is allocated."""
 
+from dataclasses import replace
+
 import jax
+import psutil
 import pytest
 
 from systolic.core.errors import RunError
+from systolic.forecasting.serving_memory import ServingMemory
 from systolic.serving.text import memory
+from systolic.serving.text.opening import open_engine, plan_engine
 from tests.serving.text.engine import SIZES, Small
+
+KINDS = [(True, False), (False, True), (True, True)]
+"""Whether a program generates, and whether it reads prompts."""
+
+
+class Told:
+    """Keeps the table of memory that an engine tells before it starts."""
+
+    memory: ServingMemory
+
+    def sized(self, buckets, programs) -> None:
+        pass
+
+    def compiled(self, facts) -> None:
+        pass
+
+    def measured(self, memory, context) -> None:
+        self.memory = memory
+
+    def placed(self, seconds) -> None:
+        pass
 
 
 @pytest.fixture(scope="module")
@@ -37,18 +63,57 @@ def test_weights_and_pages_are_those_on_the_device(small):
         engine.stop()
 
 
+def test_a_context_beyond_that_of_training_is_warned_of(small):
+    trained = small.steps.job.data.context
+    sizes = replace(SIZES, context=trained)
+    assert plan_engine(small.steps, sizes).beyond is None
+    longer = plan_engine(small.steps, replace(sizes, context=trained + 1))
+    assert f"context is {trained + 1} and the model was trained on texts of {trained}" in (
+        longer.beyond or ""
+    )
+
+
+def test_the_largest_programs_are_those_of_each_kind(small):
+    programs = plan_engine(small.steps, replace(SIZES, mixed=True)).programs()
+    largest = [one.key for one in programs.largest if one.where is programs.read]
+    kinds = [[s for s in programs.shapes if (s.rows > 0, s.chunks > 0) == kind] for kind in KINDS]
+    assert sorted(largest) == sorted(
+        max(shapes, key=lambda s: (s.tokens * s.pages, s)) for shapes in kinds
+    )
+
+
+def test_what_lies_on_a_device_is_not_there_for_others(monkeypatch):
+    class Device:
+        def __init__(self, **stats) -> None:
+            self.stats = stats
+
+        def memory_stats(self):
+            return self.stats or None
+
+    several = [Device(bytes_limit=1000, bytes_in_use=used) for used in (100, 300)]
+    assert memory.capacity_bytes(several) == 700
+    # A CPU device counts nothing; its container's limit may be less than the machine's memory.
+    monkeypatch.setattr(memory, "memory_bytes", lambda: psutil.Process().memory_info().rss * 4)
+    least = psutil.virtual_memory().total // len(jax.local_devices())
+    assert 0 < memory.capacity_bytes([Device()]) < least
+    monkeypatch.setattr(memory, "memory_bytes", lambda: 0)
+    assert memory.capacity_bytes([Device()]) == 0
+
+
 @pytest.mark.parametrize("room", [30, 12])
 def test_pages_are_as_many_as_fit_or_it_is_refused(small, monkeypatch, room):
     engine = small.engine(programs=(1, 1, 1))
     engine.stop()
     found = engine.memory
     much = found.weights_bytes + found.temporary_bytes + room * found.page_bytes + 100
-    monkeypatch.setattr(memory, "capacity_bytes", lambda: much)
+    monkeypatch.setattr(memory, "capacity_bytes", lambda _: much)
     if room < 13:
         with pytest.raises(RunError, match="longest text needs 13 pages"):
             small.engine(programs=(1, 1, 1))
         return
-    engine = small.engine(programs=(1, 1, 1))
-    engine.stop()
-    assert engine.memory.pages == room
+    told = Told()
+    sizes = replace(SIZES, programs=(1, 1, 1))
+    engine = open_engine(small.steps, small.params, small.rest, sizes, None, told)
+    assert engine.memory.pages == told.memory.pages == room
+    assert told.memory.weights_bytes == found.weights_bytes
     assert SIZES.pages == 0

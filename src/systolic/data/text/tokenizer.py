@@ -22,6 +22,8 @@ BYTES_START = 256
 
 SMALLEST_VOCAB = 258
 """Tokens of a byte-level vocabulary without a merge: the bytes, the start and the end of a document."""
+SEED = 6
+"""Ids before a stream that are decoded together with its first ones."""
 CONFIG = "tokenizer_config.json"
 """File beside a ``tokenizer.json`` with the tokens that start and end a document."""
 
@@ -191,9 +193,19 @@ class Tokenizer:
             return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", "replace")
         return _load(self).backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
-    def stream(self) -> "TextStream":
-        """A decoder for a stream of ids."""
-        return _ByteStream() if self.path is None else _TokenStream(tokenizer=self)
+    def stream(self, before: Sequence[int] = ()) -> "TextStream":
+        """A decoder for a stream of ids.
+
+        Args:
+            before: Ids that the stream continues, whose text is not returned: without them many decoders drop a
+                space before the first word.
+        """
+        if self.path is None:
+            return _ByteStream()
+        seed = [int(i) for i in before[-SEED:]]
+        if self.decode(seed).endswith("\ufffd"):
+            seed = []  # The stream begins within a character.
+        return _TokenStream(tokenizer=self, ids=seed, given=len(seed))
 
     def token(self, index: int) -> str:
         """One id in readable form, for display."""

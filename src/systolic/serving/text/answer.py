@@ -1,11 +1,13 @@
 """One request in an engine: its tokens, its text so far, and when it ends."""
 
+import math
 import random
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from systolic.core.errors import RunError
 from systolic.data.text.stops import Stops
 from systolic.serving.text.request import Finish, TextPiece, TextRequest, TextTimes, Token, Usage
 from systolic.serving.text.scheduler import PENDING, Text
@@ -22,9 +24,17 @@ class Made(NamedTuple):
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     prompt: tuple[Token, ...] = ()
-    """Tokens of the prompt after the first that were scored."""
+    """Tokens of the prompt that were scored."""
+    first: int = 0
+    """Position of the first of these."""
     chosen: bool = True
     """Whether a token was chosen; a part of a prompt that is not the last has scores alone."""
+
+
+def reason(error: BaseException) -> str:
+    """One line of what was raised."""
+    first = (str(error).splitlines() or [type(error).__name__])[0]
+    return f"{type(error).__name__}: {first}"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -55,6 +65,8 @@ class Answer:
     _stops: Stops = field(init=False)
     _tokens: list[Token] = field(init=False, default_factory=list)
     _prompt: list[Token] = field(init=False, default_factory=list)
+    _scored: int = 0
+    """Tokens of the prompt that were handed on or wait for it."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -70,9 +82,10 @@ class Answer:
         given = request.choice.seed
         self.seed = random.getrandbits(32) if given is None else given & 0xFFFFFFFF
         self.submitted, self.submitted_ns = time.monotonic(), time.time_ns()
-        self._decoder, self._stops = self.tokenizer.stream(), Stops(tuple(request.stop))
+        self._decoder, self._stops = self.tokenizer.stream(tokens), Stops(tuple(request.stop))
         if request.prompt_logprobs:
             self._prompt.append(Token(id=tokens[0]))
+            self._scored = 1
 
     @property
     def deadline(self) -> float | None:
@@ -106,7 +119,12 @@ class Answer:
 
     def push(self, made: Made) -> Finish | None:
         """Takes a token, or scores of the prompt; why the text ends with it, if it does."""
-        self._prompt += made.prompt
+        if math.isnan(made.logprob):
+            raise RunError("the model's logits for this text are not finite")
+        # A text that lost its pages is read, and scored, again.
+        fresh = made.prompt[max(self._scored - made.first, 0) :]
+        self._prompt += fresh
+        self._scored += len(fresh)
         if not made.chosen:
             return None
         tokens = self.text.tokens
@@ -137,10 +155,13 @@ class Answer:
         """Ends the text; what was held back belongs to it unless a stop string was met."""
         self.ended = True
         rest = ""
-        if not self._stops.met:
-            rest = self._stops.push(self._decoder.flush())
+        try:
             if not self._stops.met:
-                rest += self._stops.flush()
+                rest = self._stops.push(self._decoder.flush())
+                if not self._stops.met:
+                    rest += self._stops.flush()
+        except Exception as error:  # Whatever a tokenizer raises: whoever reads must see the end.
+            finish, message = Finish.error, message or reason(error)
         usage = Usage(
             prompt_tokens=self.text.prompt,
             completion_tokens=self.made,

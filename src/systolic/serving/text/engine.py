@@ -11,12 +11,13 @@ from systolic.core.errors import RunError
 from systolic.forecasting.serving_memory import ServingMemory
 from systolic.serving.compiles import COUNT, count_compiles
 from systolic.serving.refused import RefusedError
-from systolic.serving.text.answer import Answer, Made
+from systolic.serving.text.answer import Answer, Made, reason
 from systolic.serving.text.facts import EngineWatcher, RequestFacts, StepFacts
 from systolic.serving.text.memory import memory_of
+from systolic.serving.text.programs import BIASES
 from systolic.serving.text.request import Finish, TextRequest
 from systolic.serving.text.runner import StepInFlight, StepRunner
-from systolic.serving.text.scheduler import Scheduler
+from systolic.serving.text.scheduler import Scheduler, StepWork
 from systolic.serving.text.stream import Stream
 
 if TYPE_CHECKING:
@@ -165,6 +166,12 @@ class Engine:
             raise RefusedError(
                 f"{wrong} is no token of this model, which has {vocab}", parameter="prompt"
             )
+        bias = request.choice.logit_bias
+        if len(bias) > BIASES:
+            raise RefusedError(
+                f"logit_bias has {len(bias)} tokens and at most {BIASES} are taken; leave some out",
+                parameter="logit_bias",
+            )
         if not self.scheduler.fits(min(size + request.max_tokens, self.context)):
             raise RefusedError(
                 f"a text of {size} and up to {request.max_tokens} tokens needs more pages than the {self.scheduler.pool.total} there are; ask for fewer tokens",
@@ -207,15 +214,16 @@ class Engine:
                 self._beat = time.monotonic()
                 if not self._take(waits=flight is None):
                     break
-                begin = time.perf_counter()
+                begin, collected = time.perf_counter(), 0.0
                 if flight is not None and any(one.looks_back for one in self._live.values()):
-                    self._hand_out(self.runner.collect(flight))
+                    chosen = self.runner.collect(flight)
+                    collected = time.perf_counter() - begin
+                    self._hand_out(chosen)
                     flight = None
                 work = self.scheduler.next()
                 compiles = COUNT.compiled
-                following = self.runner.dispatch(work, self._live) if work else None
+                following = self._dispatch(work) if work else None
                 dispatched = time.perf_counter()
-                collected = 0.0
                 if flight is not None:
                     chosen = self.runner.collect(flight)
                     waited = time.perf_counter()
@@ -252,11 +260,23 @@ class Engine:
                 self._end(answer, Finish.deadline)
         return bool(not closing or self._live or not waits)
 
+    def _dispatch(self, work: StepWork) -> StepInFlight:
+        """Starts a step; texts whose settings it cannot take end, and no others."""
+        flight = self.runner.dispatch(work, self._live)
+        for call in flight.calls:
+            for answer, error in call.broken:
+                self._end(answer, Finish.error, reason(error))
+        return flight
+
     def _hand_out(self, chosen: list[tuple[Answer, Made]]) -> None:
         for answer, token in chosen:
             if answer.ended:
                 continue
-            finish = answer.push(token)
+            try:
+                finish = answer.push(token)
+            except Exception as error:  # A text's own fault, such as its decoder's, ends no other.
+                self._end(answer, Finish.error, reason(error))
+                continue
             self.scheduler.publish(answer.text)
             if finish is not None:
                 self._end(answer, finish)
@@ -307,9 +327,13 @@ class Engine:
             )
 
     def _fail(self, error: BaseException) -> None:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         with self._changed:
-            self._failed = f"{type(error).__name__}: {reason}"
+            self._failed = reason(error)
             left = list(self._by_stream.values())
+        message = f"the engine stopped: {self._failed}"
         for answer in left:
-            self._end(answer, Finish.error, f"the engine stopped: {self._failed}")
+            try:
+                self._end(answer, Finish.error, message)
+            except Exception:  # The scheduler itself may be what failed; every reader sees an end.
+                if not answer.ended:
+                    answer.end(Finish.error, message)

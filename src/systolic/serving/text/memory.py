@@ -1,22 +1,37 @@
 """Memory of an engine's device, known from the compiled programs before anything is allocated."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import psutil
 
+from systolic.chips.host import memory_bytes
 from systolic.core.errors import RunError
 from systolic.core.units import gibibytes
 from systolic.forecasting.serving_memory import ServingMemory
 from systolic.serving.text.programs import Programs
 
 
-def capacity_bytes() -> int:
-    """Bytes that programs may use of each local device; on a CPU its share of what the machine has free."""
-    devices = jax.local_devices()
-    stats = devices[0].memory_stats() or {}
-    return int(stats.get("bytes_limit") or psutil.virtual_memory().available // len(devices))
+def capacity_bytes(devices: Sequence[Any]) -> int:
+    """Bytes that programs may use of each device beside what lies there already, such as another model.
+
+    On a CPU a device's share of what the machine has free, and of its container's limit.
+
+    Args:
+        devices: Local ones.
+    """
+    free = []
+    for device in devices:
+        stats = device.memory_stats() or {}
+        if stats.get("bytes_limit"):
+            free.append(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    if free:
+        return int(min(free))
+    own = psutil.Process().memory_info().rss
+    host = min(psutil.virtual_memory().available, max(memory_bytes() - own, 0))
+    return host // len(jax.local_devices())
 
 
 def held_bytes(arrays: Any) -> int:
@@ -28,15 +43,18 @@ def held_bytes(arrays: Any) -> int:
 
 
 def memory_of(programs: Programs, pages: int | None = None) -> ServingMemory:
-    """Memory of an engine.
+    """Memory of an engine, whose capacity is measured once: what it allocates is no smaller capacity.
 
     Args:
         programs: With the largest compiled.
         pages: Of the cache; None takes all that fit.
     """
     paged = programs.paged
+    if programs.capacity_bytes is None:
+        mesh: Any = paged.steps.target.mesh
+        programs.capacity_bytes = capacity_bytes(list(mesh.devices.flat))
     return ServingMemory(
-        capacity_bytes=capacity_bytes(),
+        capacity_bytes=programs.capacity_bytes,
         weights_bytes=held_bytes(paged.placed_weights),
         temporary_bytes=programs.temporary_bytes(),
         page_bytes=held_bytes(paged.placed_pages(1)),

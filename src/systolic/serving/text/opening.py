@@ -122,8 +122,6 @@ def engine_of(
         RunError: the device has too little memory.
     """
     programs = plan.fitted(opening)
-    if opening is not None:
-        opening.measured(memory_of(programs, programs.pages), plan.context)
     programs.compile()
     arrays, begin = read(), time.perf_counter()
     weights = serving_weights(plan.paged, arrays, plan.store)
@@ -160,6 +158,14 @@ class EnginePlan:
         return math.ceil(self.context / self.sizes.page_size)
 
     @property
+    def beyond(self) -> str | None:
+        """A warning where texts may be longer than those of training, which rotary positions allow."""
+        trained = self.data.context
+        if self.context <= trained:
+            return None
+        return f"context is {self.context} and the model was trained on texts of {trained} tokens, beyond which answers get worse; give {trained} or less"
+
+    @property
     def wanted(self) -> int:
         """Pages that are asked for, or that hold all texts at their longest."""
         return self.sizes.pages or self.sizes.rows * self.longest + 1
@@ -180,7 +186,7 @@ class EnginePlan:
         """Programs for as many pages as there are asked for, or fit, of which the largest are ready.
 
         Args:
-            opening: Told about sizes and programs.
+            opening: Told about sizes, memory and programs.
             first: Programs for all pages that are wanted, some of them ready.
 
         Raises:
@@ -192,12 +198,15 @@ class EnginePlan:
             first.told = opening.compiled
             opening.sized(self.buckets, first.count, self.paged.kernel)
         pages = pages_that_fit(first, self.wanted, self.longest + 1)
-        if pages == self.wanted:
-            return first
-        if self.sizes.pages:
+        if pages < self.wanted and self.sizes.pages:
             raise OptionError(
                 f"pages is {self.wanted} and {pages} fit; give fewer, or leave it out"
             )
+        if opening is not None:
+            # Of the first programs: those for fewer pages are not compiled yet, and need as much beside them.
+            opening.measured(memory_of(first, pages), self.context)
+        if pages == self.wanted:
+            return first
         return replace(first, pages=pages, read={}, score={}, choose={}, choose_by_all={})
 
     def kept(self) -> list[EntryCheck]:

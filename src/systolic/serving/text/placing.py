@@ -74,4 +74,4 @@ class Placing:
         longest = -(-context // self.sizes.page_size)
         pages = self.sizes.pages or self.sizes.rows * longest + 1
         held = held_bytes(paged.placed_weights) + held_bytes(paged.placed_pages(pages))
-        return EngineNeed(bytes=held, capacity_bytes=capacity_bytes())
+        return EngineNeed(bytes=held, capacity_bytes=capacity_bytes(devices[: shares.each]))

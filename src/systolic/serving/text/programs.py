@@ -55,6 +55,8 @@ class Programs:
     """Called after each program, from the thread that made it ready."""
     store: ProgramStore | None = None
     """Where programs are kept; None compiles all."""
+    capacity_bytes: int | None = None
+    """Of each device, before anything was allocated; None until it is measured."""
 
     @property
     def positions(self) -> int:
@@ -87,9 +89,13 @@ class Programs:
 
     @property
     def largest(self) -> list[TextProgram]:
-        """The programs that need the most memory: the largest step, that which scores a prompt, and the choice by all settings for the most texts."""
-        scores = self._score(self.scored)
-        return [self._read(self.shapes[0]), scores, self._choose_by_all(self.texts[-1])]
+        """The programs that need the most memory: the largest step of each kind, that which scores a prompt, and the choice by all settings for the most texts."""
+        kinds: dict[tuple[bool, bool], StepShape] = {}
+        for shape in self.shapes:
+            # Rows of decoding gather pages of their own, so that fewer tokens can need more.
+            kinds.setdefault((shape.rows > 0, shape.chunks > 0), shape)
+        steps = [self._read(shape) for shape in kinds.values()]
+        return [*steps, self._score(self.scored), self._choose_by_all(self.texts[-1])]
 
     def compile(self, workers: int = 2) -> None:
         """Makes all programs ready that are not: from the store, or compiled.

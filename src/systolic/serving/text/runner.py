@@ -33,8 +33,12 @@ class ProgramCall:
     """Place among the program's texts, and whose token lies there."""
     chosen: ChosenTokens
     """On the device."""
-    scored: tuple[Answer, ChosenTokens, list[int]] | None = None
-    """Log-probabilities of a prompt's tokens, and these."""
+    scored: tuple[Answer, ChosenTokens, int, list[int]] | None = None
+    """Log-probabilities of a prompt's tokens, the position of the first and these."""
+    unfinished: list[tuple[int, Answer]] = field(default_factory=list)
+    """Place among the program's texts, and whose prompt it has not read to its end."""
+    broken: list[tuple[Answer, Exception]] = field(default_factory=list)
+    """Texts whose settings could not be made arguments; what is chosen for them means nothing."""
 
 
 @dataclass(kw_only=True)
@@ -99,10 +103,10 @@ class StepRunner:
                 if top is not None and top_logprob is not None and answer.request.logprobs:
                     pairs = zip(top[place].tolist(), top_logprob[place].tolist(), strict=True)
                     best = tuple(pairs)
-                made = Made(int(tokens[place]), float(logprobs[place]), best, tuple(prompt))
+                made = Made(int(tokens[place]), float(logprobs[place]), best, *prompt)
                 found.append((answer, made))
-            if call.scored is not None and not call.answers:
-                found.append((call.scored[0], Made(PENDING, 0.0, (), tuple(prompt), False)))
+            for place, answer in call.unfinished:
+                found.append((answer, Made(PENDING, float(logprobs[place]), (), *prompt, False)))
         return found
 
     def _mixed(
@@ -132,7 +136,7 @@ class StepRunner:
             logits, found, self._pages = self.programs.score[shape](
                 self._weights, self._pages, self._latest, asked, following
             )
-            scored = (live[part[0].number], found, known)
+            scored = (live[part[0].number], found, part[0].read + 1, known)
         else:
             logits, self._pages = self.programs.read[shape](
                 self._weights, self._pages, self._latest, asked
@@ -143,7 +147,8 @@ class StepRunner:
             if answer.begun is None:
                 answer.begun = monotonic()
         ended = [(place, live[text.number]) for place, text in places if text.left == 0]
-        draw, cuts = self._choice(shape.texts, ended)
+        broken: list[tuple[Answer, Exception]] = []
+        draw, cuts = self._choice(shape.texts, ended, broken)
         if cuts is None:
             chosen, self._latest = self.programs.choose[shape.texts](logits, self._latest, draw)
         else:
@@ -159,6 +164,8 @@ class StepRunner:
             answers=ended,
             chosen=chosen,
             scored=scored,
+            unfinished=[(place, live[text.number]) for place, text in places if text.left > 0],
+            broken=broken,
         )
 
     def _asked(self, shape: StepShape, decode: list[Text], part: Part | None) -> np.ndarray:
@@ -208,13 +215,14 @@ class StepRunner:
         following[: len(known)] = known
         return following, known
 
-    def _scores(self, call: ProgramCall) -> list[Token]:
+    def _scores(self, call: ProgramCall) -> tuple[tuple[Token, ...], int]:
+        """Scored tokens of a prompt, and the position of the first."""
         if call.scored is None:
-            return []
-        answer, chosen, known = call.scored
+            return (), 0
+        answer, chosen, first, known = call.scored
         logprob, top = np.asarray(chosen.logprob), np.asarray(chosen.top)
         values, wanted = np.asarray(chosen.top_logprob), answer.request.logprobs or 0
-        return [
+        scored = [
             Token(
                 id=token,
                 logprob=float(logprob[at]),
@@ -224,11 +232,21 @@ class StepRunner:
             )
             for at, token in enumerate(known)
         ]
+        return tuple(scored), first
 
     def _choice(
-        self, texts: int, ended: list[tuple[int, Answer]]
+        self,
+        texts: int,
+        ended: list[tuple[int, Answer]],
+        broken: list[tuple[Answer, Exception]],
     ) -> tuple[np.ndarray, Cuts | None]:
-        """How the tokens of a step are chosen; rows of padding write to the slot of none."""
+        """How the tokens of a step are chosen; rows of padding write to the slot of none.
+
+        Args:
+            texts: Rows.
+            ended: Place and text of those that choose.
+            broken: Takes texts whose settings don't fit the arrays: the other texts go on.
+        """
         slots = np.full(texts, self.programs.slots, np.int32)
         temperature, seed = np.zeros(texts, np.float32), np.zeros(texts, np.uint32)
         number = np.zeros(texts, np.int32)
@@ -240,10 +258,15 @@ class StepRunner:
         draw = np.stack([slots, temperature.view(np.int32), seed.view(np.int32), number])
         if not any(answer.by_all for _, answer in ended):
             return draw, None
-        return draw, _cuts(texts, self.programs.positions, ended)
+        return draw, _cuts(texts, self.programs.positions, ended, broken)
 
 
-def _cuts(texts: int, positions: int, ended: list[tuple[int, Answer]]) -> Cuts:
+def _cuts(
+    texts: int,
+    positions: int,
+    ended: list[tuple[int, Answer]],
+    broken: list[tuple[Answer, Exception]],
+) -> Cuts:
     top_k, prompt = np.zeros(texts, np.int32), np.zeros(texts, np.int32)
     reals = np.zeros((5, texts), np.float32)
     reals[0] = reals[4] = 1.0
@@ -252,16 +275,19 @@ def _cuts(texts: int, positions: int, ended: list[tuple[int, Answer]]) -> Cuts:
     bias = np.zeros((texts, BIASES), np.float32)
     for place, answer in ended:
         choice, tokens = answer.request.choice, answer.text.tokens
-        top_k[place], prompt[place] = choice.top_k, answer.text.prompt
-        reals[:, place] = (
-            choice.top_p,
-            choice.min_p,
-            choice.presence_penalty,
-            choice.frequency_penalty,
-            choice.repetition_penalty,
-        )
-        text[place, : len(tokens)] = tokens
-        for at, (token, by) in enumerate(choice.logit_bias.items()):
-            biased[place, at], bias[place, at] = token, by
+        try:
+            top_k[place], prompt[place] = choice.top_k, answer.text.prompt
+            reals[:, place] = (
+                choice.top_p,
+                choice.min_p,
+                choice.presence_penalty,
+                choice.frequency_penalty,
+                choice.repetition_penalty,
+            )
+            text[place, : len(tokens)] = tokens
+            for at, (token, by) in enumerate(choice.logit_bias.items()):
+                biased[place, at], bias[place, at] = token, by
+        except Exception as error:
+            broken.append((answer, error))
     arrays: Any = (top_k, *reals, text, prompt, biased, bias)
     return Cuts(*arrays)
