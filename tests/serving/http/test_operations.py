@@ -208,6 +208,48 @@ def test_keys(tmp_path: Path) -> None:
         file.write_text(file.read_text().splitlines()[1])
         gone = {"Authorization": f"Bearer {first}"}
         wait(lambda: http.get("/v1/models", headers=gone).status_code == 401)
+        file.unlink()
+        last = {"X-API-Key": second}
+        wait(lambda: http.get("/v1/models", headers=last).status_code == 401)
+        (warned,) = one.log("warning")
+        assert "all requests are refused" in warned["message"]
+
+
+def test_a_revoked_key_is_refused_whatever_else_the_file_says(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    first, second = new_key(file, "first"), new_key(file, "second")
+    keys = Keys(file=file, fresh_seconds=0.0)
+    told: list[str] = []
+
+    def names() -> list[str | None]:
+        return [key and key.name for key in (keys.find(one, told.append) for one in (first, second))]
+
+    assert (names(), told) == (["first", "second"], [])
+    # Beside a typo in another line.
+    kept = file.read_text().splitlines()[1]
+    file.write_text(f"{kept}\nthird sha256:oops\n")
+    assert names() == [None, "second"]
+    assert names() == [None, "second"]
+    (line,) = told
+    assert line == f"{file}: line 2 is no key; lines are NAME sha256:HEX [rate=N] [tokens=N]"
+    # The last one.
+    file.write_text("# all are revoked\n")
+    assert (names(), told[1:]) == ([None, None], [f"{file} has no key; all requests are refused"])
+    third = new_key(file, "third")
+    assert (keys.find(third, told.append) or pytest.fail()).name == "third"
+    # A file that others can write can hold their keys.
+    file.write_text(f"{kept}\n")
+    os.chmod(file, 0o666)
+    assert names() == [None, None]
+    assert "writable by all" in told[2]
+    os.chmod(file, 0o600)
+    assert names() == [None, "second"]
+    file.unlink()
+    assert (names(), len(told)) == ([None, None], 4)
+    assert told[3].startswith(f"{file} can't be read")
+    file.write_text(f"{kept}\n")
+    os.chmod(file, 0o600)
+    assert names() == [None, "second"]
 
 
 def test_files_of_keys(tmp_path: Path) -> None:

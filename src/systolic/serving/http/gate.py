@@ -114,7 +114,7 @@ class Gate:
         scheme, _, given = headers.get(b"authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             given = headers.get(b"x-api-key", "")
-        key = keys.find(given.strip())
+        key = keys.find(given.strip(), self.log.warn)
         if key is None:
             told = "the API key is not known" if given else "no API key was given"
             raise ProblemError(

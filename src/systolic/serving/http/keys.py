@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,8 +23,6 @@ _LINE = re.compile(
     r"(?: rate=(?P<rate>[0-9]{1,9}))?(?: tokens=(?P<tokens>[0-9]{1,12}))?"
 )
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-FRESH_SECONDS = 1.0
-"""The file is looked at again after so long, so that a removed key is refused without a restart."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +41,9 @@ class Key:
 class Keys:
     """The keys of a file, read again when it changes, with what each may still ask.
 
+    Once open, a line that does not parse is no key, and a file that is gone, can't be read or can be written by others has
+    none: a key that was taken out is refused whatever else is wrong.
+
     Raises:
         NotFoundError: there is no such file.
         DataError: a line does not parse, there is no key, or other users can write it.
@@ -52,18 +54,26 @@ class Keys:
     """Requests of each key; 0 sets no bound."""
     tokens_per_minute: int = 0
     """Tokens of each key; 0 sets no bound."""
+    fresh_seconds: float = 1.0
+    """The file is looked at again after so long, so that a removed key is refused without a restart."""
     _keys: tuple[Key, ...] = ()
-    _stamp: tuple[int, int] = (0, 0)
+    _stamp: tuple[int, ...] = ()
     _checked: float = 0.0
     _buckets: dict[tuple[str, str], TokenBucket] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._keys, self._stamp = read_keys(self.file), _stamp(self.file)
+        self._stamp = _stamp(self.file)
+        self._keys = read_keys(self.file)
         self._checked = time.monotonic()
 
-    def find(self, given: str) -> Key | None:
-        """The entry of a key; None for one that is not in the file. Takes the same time for all."""
-        self._refresh()
+    def find(self, given: str, warn: Callable[[str], None]) -> Key | None:
+        """The entry of a key; None for one that is not in the file. Takes the same time for all.
+
+        Args:
+            given: The key.
+            warn: Called with what is wrong with the file, once after each change.
+        """
+        self._refresh(warn)
         digest = hashlib.sha256(given.encode("utf-8", "surrogateescape")).digest()
         found = None
         for key in self._keys:
@@ -88,40 +98,65 @@ class Keys:
             found[what] = bucket
         return found
 
-    def _refresh(self) -> None:
+    def _refresh(self, warn: Callable[[str], None]) -> None:
         now = time.monotonic()
-        if now - self._checked < FRESH_SECONDS:
+        if now - self._checked < self.fresh_seconds:
             return
         self._checked = now
+        stamp = _stamp(self.file)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
         try:
-            stamp = _stamp(self.file)
-            if stamp != self._stamp:
-                self._keys, self._stamp = read_keys(self.file), stamp
-        except (OSError, NotFoundError, DataError):
-            return  # A file that is being edited: the keys of before hold until it is whole.
+            self._keys, problems = _parsed(self.file)
+        except (NotFoundError, DataError) as error:
+            self._keys, problems = (), [f"{error}; until then all requests are refused"]
+        else:
+            if not self._keys:
+                problems.append(f"{self.file} has no key; all requests are refused")
+        for line in problems:
+            warn(line)
 
 
 def read_keys(file: Path) -> tuple[Key, ...]:
     """The keys of a file; errors as :class:`Keys`."""
+    keys, problems = _parsed(file)
+    if problems:
+        raise DataError(problems[0])
+    if not keys:
+        raise DataError(
+            f"{file} has no key; make one with systolic serve --keys {file} --new-key NAME"
+        )
+    return keys
+
+
+def _parsed(file: Path) -> tuple[tuple[Key, ...], list[str]]:
+    """The keys of a file, which can be none, and what is wrong with its other lines.
+
+    Raises:
+        NotFoundError: it can't be read.
+        DataError: other users can write it.
+    """
     try:
         if (others := others_who_write(file)) is not None:
             raise DataError(
                 f"{others}, so that others can add keys to {file}; run chmod 600 {file}"
             )
-        lines = file.read_text().splitlines()
+        lines = file.read_text(errors="replace").splitlines()
     except OSError as error:
         raise NotFoundError(
             f"{file} can't be read ({error.strerror}); make a key with systolic serve --keys {file} --new-key NAME"
         ) from error
-    keys = []
+    keys, problems = [], []
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.startswith("#"):
             continue
         found = _LINE.fullmatch(line.strip())
         if found is None:
-            raise DataError(
+            problems.append(
                 f"{file}: line {number} is no key; lines are NAME sha256:HEX [rate=N] [tokens=N]"
             )
+            continue
         rate = None if found["rate"] is None else int(found["rate"])
         tokens = None if found["tokens"] is None else int(found["tokens"])
         keys.append(
@@ -132,11 +167,7 @@ def read_keys(file: Path) -> tuple[Key, ...]:
                 tokens_per_minute=tokens,
             )
         )
-    if not keys:
-        raise DataError(
-            f"{file} has no key; make one with systolic serve --keys {file} --new-key NAME"
-        )
-    return tuple(keys)
+    return tuple(keys), problems
 
 
 def new_key(file: Path, name: str) -> str:
@@ -149,7 +180,10 @@ def new_key(file: Path, name: str) -> str:
     if _NAME.fullmatch(name) is None:
         raise OptionError(f"--new-key is {name!r}; use up to 64 letters, digits, '.', '_' or '-'")
     before = file.read_text() if file.exists() else ""
-    if before and any(key.name == name for key in read_keys(file)):
+    keys, problems = _parsed(file) if before else ((), [])
+    if problems:
+        raise DataError(problems[0])
+    if any(key.name == name for key in keys):
         raise OptionError(f"{file} has a key {name}; choose another name, or delete its line")
     key = f"sk-{secrets.token_urlsafe(32)}"
     line = f"{name} sha256:{hashlib.sha256(key.encode()).hexdigest()}\n"
@@ -158,6 +192,10 @@ def new_key(file: Path, name: str) -> str:
     return key
 
 
-def _stamp(file: Path) -> tuple[int, int]:
-    state = file.stat()
-    return state.st_mtime_ns, state.st_ino
+def _stamp(file: Path) -> tuple[int, ...]:
+    """Changes with a file's content and permissions; empty where it can't be seen."""
+    try:
+        state = file.stat()
+    except OSError:
+        return ()
+    return state.st_mtime_ns, state.st_ctime_ns, state.st_size, state.st_ino
