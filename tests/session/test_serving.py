@@ -23,13 +23,18 @@ from systolic.cli.parse import parse
 from systolic.cli.serve import ServeOptions, settings
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.job import Precision
+from systolic.serving.batch.request import ModelKind
+from systolic.serving.http.desk import Desk
+from systolic.serving.http.limits import HttpLimits
 from systolic.serving.http.logs import EventLog
 from systolic.serving.http.meters import BatchMetrics, TextMetrics
 from systolic.serving.http.metrics import Metrics
-from systolic.session.serving import open_served, targets
+from systolic.serving.served import Shelf
+from systolic.session.serving import _changes, open_served, targets
 from systolic.session.trained import open_model
 from tests.interop import folders
 from tests.interop.test_sentences import folder as encoder_folder
+from tests.serving.http.running import toy_model
 
 SMALL = ("--rows", "4", "--context", "192", "--chunk", "64")
 
@@ -37,6 +42,7 @@ SMALL = ("--rows", "4", "--context", "192", "--chunk", "64")
 def test_names_and_versions(tmp_path: Path) -> None:
     for name in ("a", "b/1", "b/12", "c/1", "c/other"):
         (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "c" / "config.json").write_text("{}")  # a model, which may have folders
     found = targets([str(tmp_path / "a"), f"bees={tmp_path / 'b'}", str(tmp_path / "c")])
     assert [(one.name, one.version, one.path.name) for one in found] == [
         ("a", 1, "a"),
@@ -50,6 +56,22 @@ def test_names_and_versions(tmp_path: Path) -> None:
         targets([f"a b={tmp_path}"])
     with pytest.raises(OptionError, match="two models are called a"):
         targets([str(tmp_path / "a"), f"a={tmp_path / 'b'}"])
+
+
+@pytest.mark.parametrize("stray", ["3.tmp/", ".DS_Store", "README.md", "4"])
+def test_something_else_among_versions_retires_none(tmp_path: Path, stray: str) -> None:
+    for version in ("1", "2"):
+        (tmp_path / "m" / version).mkdir(parents=True)
+    models = [toy_model(ModelKind.tensors, "m", version) for version in (1, 2)]
+    desk = Desk(shelf=Shelf(models), limits=HttpLimits(), metrics=Metrics())
+
+    def changes() -> Any:
+        return _changes([str(tmp_path / "m")], desk, lambda target: lambda: pytest.fail(str(target)), None)
+
+    assert changes() == ([], [])
+    path = tmp_path / "m" / stray
+    path.mkdir() if stray.endswith("/") else path.write_text("")
+    assert changes() == ([], [])
 
 
 def test_files_in_bfloat16_are_served_in_the_precision_that_is_asked_for(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from systolic.core.errors import NotFoundError, OptionError
 from systolic.data.text.text_data import TextData
 from systolic.job import Job, Precision
-from systolic.session.trained import PreparedModel, keep_programs, prepare_model
+from systolic.session.trained import PreparedModel, is_model, keep_programs, prepare_model
 
 if TYPE_CHECKING:
     from systolic.aot.program_store import ProgramStore
@@ -46,7 +46,7 @@ class ServeTarget:
 def targets(words: Sequence[str]) -> list[ServeTarget]:
     """The models of a command line, each ``DIR`` or ``NAME=DIR``.
 
-    A folder that holds nothing but folders of numbers holds versions of a model, as TensorFlow Serving has them.
+    A folder with folders of numbers that is no model itself holds versions of a model, as TensorFlow Serving has them.
 
     Raises:
         NotFoundError: there is no such folder.
@@ -73,9 +73,11 @@ def targets(words: Sequence[str]) -> list[ServeTarget]:
 
 def _versions(path: Path) -> list[tuple[int, Path]]:
     inside = sorted(path.iterdir()) if path.is_dir() else []
-    if not inside or not all(one.name.isdigit() and one.is_dir() for one in inside):
+    versions = [one for one in inside if one.name.isascii() and one.name.isdigit() and one.is_dir()]
+    # A version that is being copied, or a file of the system's, is no reason to see a model in the folder itself.
+    if not versions or (len(versions) < len(inside) and is_model(path)):
         return [(1, path)]
-    return sorted((int(one.name), one) for one in inside)
+    return sorted((int(one.name), one) for one in versions)
 
 
 class LogForm(StrEnum):

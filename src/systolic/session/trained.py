@@ -142,6 +142,11 @@ def in_files(path: Path) -> bool:
     return known_source(path)
 
 
+def is_model(path: Path) -> bool:
+    """Whether a path looks like a run or a model in files."""
+    return (path / JOB).is_file() or in_files(path)
+
+
 def from_source(
     source: "Source",
     precision: Precision = Precision.auto,
