@@ -10,6 +10,7 @@ import sys
 from systolic.cli.main import main
 from systolic.core.leave import remember_interrupts
 from systolic.serving.batch.request import ModelKind
+from systolic.serving.offline.answerer import Answerer
 from systolic.session import batching
 from tests.serving.http.running import echo_model, toy_model
 
@@ -20,8 +21,15 @@ def opened(target, *_):
     return echo_model("echo", step_seconds=0.002)
 
 
+def answerer(target, settings):
+    del settings
+    return Answerer(
+        model=target.name, version=1, weights="none", texts="", precision="f32", context=0
+    )
+
+
 if __name__ == "__main__":
-    batching.open_served = opened
+    batching.open_served, batching.answerer_of = opened, answerer
     words = sys.argv[1:]
     if words[0].isdigit():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

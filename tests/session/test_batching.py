@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,8 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from systolic.cli.main import main
+from systolic.cli.serve import ServeOptions, settings
+from systolic.serving.offline.files import digest_of
+from systolic.serving.offline.lines import LineProblem, problem_line, result_id
+from systolic.session.answerers import answerer_of
+from systolic.session.serving import targets
 from systolic.session.trained import open_model
 from tests.interop import folders
 from tests.interop.test_sentences import folder as encoder_folder
@@ -108,6 +115,44 @@ def test_an_output_that_is_complete_opens_no_model(
     for _ in range(2):
         assert main(["batch", *files.words]) == 0
         assert capsys.readouterr() == (f"{files.out}: 0 of 0 lines answered\n", "")
+
+
+def test_results_of_another_model_are_not_continued(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folders.folder(tmp_path / "tiny")
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+
+    def told(*more: str) -> str:
+        capsys.readouterr()
+        assert main(["batch", str(path), str(source), str(out), *more]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    answerer_of(targets([str(path)])[0], settings(ServeOptions())).begin(out)
+    problem = LineProblem("line-1", "invalid_body", "no")
+    id = result_id(1, digest_of(b'{"prompt": "a"}'))
+    out.write_bytes(problem_line(id, problem))
+    assert "(context 0, now 64); use those again, or name another output" in told("--context", "64")
+    assert "(precision f32, now bf16)" in told("--precision", "bf16")
+    # A copy elsewhere is the same model; only the name is another.
+    other = tmp_path / "copy"
+    shutil.copytree(path, other)
+    first, path = path, other
+    assert "(model tiny, now copy)" in told()
+    path = first
+    (path / "tokenizer_config.json").rename(tmp_path / "kept")
+    assert "(texts " in told()
+    (tmp_path / "kept").rename(path / "tokenizer_config.json")
+    model = folders.llama()
+    with torch.no_grad():
+        next(iter(model.parameters())).mul_(2.0)
+    model.save_pretrained(path)
+    assert "(weights " in told()
+    (tmp_path / "out.jsonl.model.json").unlink()
+    assert "says which model gave them can't be read" in told()
+    assert out.read_bytes() == problem_line(id, problem)
 
 
 @pytest.mark.slow

@@ -66,7 +66,9 @@ def test_something_else_among_versions_retires_none(tmp_path: Path, stray: str) 
     desk = Desk(shelf=Shelf(models), limits=HttpLimits(), metrics=Metrics())
 
     def changes() -> Any:
-        return _changes([str(tmp_path / "m")], desk, lambda target: lambda: pytest.fail(str(target)), None)
+        return _changes(
+            [str(tmp_path / "m")], desk, lambda target: lambda: pytest.fail(str(target)), None
+        )
 
     assert changes() == ([], [])
     path = tmp_path / "m" / stray

@@ -13,6 +13,7 @@ from systolic.artifact.checkpoint import CheckpointStore
 from systolic.artifact.manifest import DamagedError, Leaf
 from systolic.artifact.revision import check_revision
 from systolic.artifact.run import JOB, Run
+from systolic.core.digest import digest
 from systolic.core.errors import NotFoundError, OptionError, RunError
 from systolic.job import Job, Mode
 from systolic.steps.steps import StepFunctions
@@ -48,20 +49,7 @@ def load(run: Run, steps: StepFunctions, which: str = "best") -> Weights:
     with CheckpointStore(
         run.checkpoints, metric=evaluation.metric, mode=evaluation.mode, access=Access.read
     ) as store:
-        if store.latest_step() is None:
-            raise NotFoundError(
-                f"{run.path} has no checkpoint yet; train it with systolic train --resume {shlex.quote(str(run.path))}"
-            )
-        if which == "best":
-            step: int | str | None = "best" if store.best_step() is not None else None
-        elif which == "last":
-            step = None
-        elif which.isdigit():
-            step = int(which)
-        else:
-            raise OptionError(
-                f"checkpoint {which!r} is neither best, last nor the number of a step; {run.path} has {', '.join(map(str, store.steps()))}"
-            )
+        step = _chosen(store, run, which)
         averaged = steps.shapes.ema is not None
         only = ("ema", "rest") if averaged else ("params", "rest")
         restored = store.restore(steps.saved(steps.abstract_state), step=step, only=only)
@@ -73,6 +61,46 @@ def load(run: Run, steps: StepFunctions, which: str = "best") -> Weights:
                 f"checkpoint {step} is damaged ({reason})" for step, reason in restored.skipped
             ],
         )
+
+
+def _chosen(store: CheckpointStore, run: Run, which: str) -> int | str | None:
+    """What ``which`` names, as :meth:`CheckpointStore.restore` takes it; errors as :func:`load`."""
+    if store.latest_step() is None:
+        raise NotFoundError(
+            f"{run.path} has no checkpoint yet; train it with systolic train --resume {shlex.quote(str(run.path))}"
+        )
+    if which == "best":
+        return "best" if store.best_step() is not None else None
+    if which == "last":
+        return None
+    if which.isdigit():
+        return int(which)
+    raise OptionError(
+        f"checkpoint {which!r} is neither best, last nor the number of a step; {run.path} has {', '.join(map(str, store.steps()))}"
+    )
+
+
+def fingerprint(path: Path, which: str = "best") -> str:
+    """Digest of the weights that :func:`load` would read, by the checkpoint's own sums; reads no array.
+
+    Raises: as :func:`load`.
+    """
+    with Run.open(path) as run:
+        job = run.read_job().get("job", {})
+        rule = job.get("evaluation", {})
+        mode = Mode(rule.get("mode", "min"))
+        with CheckpointStore(
+            run.checkpoints, metric=rule.get("metric"), mode=mode, access=Access.read
+        ) as store:
+            step = _chosen(store, run, which)
+            if not isinstance(step, int):
+                step = store.latest_step() if step is None else store.best_step()
+            assert step is not None
+            try:
+                files = manifests.read(store.path(step)).files
+            except DamagedError:
+                files = {}  # Reading the weights says so, and what is read in their place.
+            return digest({"model": job.get("model"), "step": step, "files": dict(files)})
 
 
 def begin_with(path: Path, steps: StepFunctions) -> Weights:

@@ -8,6 +8,7 @@ from pathlib import Path
 from systolic.core.errors import MissingExtraError
 from systolic.serving.offline.files import BatchInput, BatchOutput
 from systolic.serving.offline.progress import BatchProgress
+from systolic.session.answerers import answerer_of
 from systolic.session.serving import ServeSettings, ServeTarget, open_served, targets
 
 AHEAD = 2
@@ -51,11 +52,16 @@ def run_batch(
 
     Raises: as :class:`BatchInput`, :class:`BatchOutput`, :func:`targets` and :func:`open_served`, and
         MissingExtraError: the packages of the extra ``serve`` are not installed.
+        DataError: the output has results of another model or other options.
         RunError: the model stopped, or the disk is full; run again, it continues.
     """
     target = max(targets([order.model]), key=lambda one: one.version)
     output = BatchOutput.open(order.out, BatchInput.read(order.source))
     try:
+        if output.answered:
+            answerer_of(target, order.settings).check(order.out)
+        elif output.left:
+            answerer_of(target, order.settings).begin(order.out)
         if not output.left:
             return output.progress
         return _answered(output, target, order, shown, warn)

@@ -222,7 +222,9 @@ def test_a_revoked_key_is_refused_whatever_else_the_file_says(tmp_path: Path) ->
     told: list[str] = []
 
     def names() -> list[str | None]:
-        return [key and key.name for key in (keys.find(one, told.append) for one in (first, second))]
+        return [
+            key and key.name for key in (keys.find(one, told.append) for one in (first, second))
+        ]
 
     assert (names(), told) == (["first", "second"], [])
     # Beside a typo in another line.
@@ -236,7 +238,9 @@ def test_a_revoked_key_is_refused_whatever_else_the_file_says(tmp_path: Path) ->
     file.write_text("# all are revoked\n")
     assert (names(), told[1:]) == ([None, None], [f"{file} has no key; all requests are refused"])
     third = new_key(file, "third")
-    assert (keys.find(third, told.append) or pytest.fail()).name == "third"
+    added = keys.find(third, told.append)
+    assert added is not None
+    assert added.name == "third"
     # A file that others can write can hold their keys.
     file.write_text(f"{kept}\n")
     os.chmod(file, 0o666)
