@@ -44,6 +44,15 @@ class TextReader:
         """Examples of some texts, cut to what the model reads."""
         return [self.of(ids) for ids in self._data.encode(texts)]
 
+    def ids(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids int32[tokens] of some texts, which can be more than :attr:`most`."""
+        return self._data.encode_whole(texts)
+
+    @property
+    def most(self) -> int:
+        """Tokens that the model reads of a text, those around it among them."""
+        return self._data.sequence
+
     def of(self, ids: np.ndarray) -> Example:
         """An example of token ids int32[tokens], with the tokens around a text."""
         ids = ids[: self._data.sequence]

@@ -212,10 +212,32 @@ def test_what_is_no_sound_is_one_line(recordings: SpeechIntake) -> None:
         assert "\n" not in str(caught.value)
 
 
+class Letters:
+    """A reader whose model takes ten letters."""
+
+    form, most = None, 10
+
+    def ids(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.array([ord(one) for one in text]) for text in texts]
+
+    def of(self, ids: np.ndarray) -> list[int]:
+        return ids[: self.most].tolist()
+
+
+def test_a_text_that_is_longer_than_the_model_reads_is_refused() -> None:
+    intake = TextIntake(Letters(), 300, LIMITS)  # ty: ignore[invalid-argument-type]
+    assert read(intake, "text", "a" * 10, [97] * 10) == [[97] * 10] * 2
+    for long in ("a" * 11, [97] * 11):
+        with pytest.raises(
+            OptionError,
+            match="text 1 has 11 tokens, and the model reads up to 10; shorten or split it",
+        ):
+            read(intake, "text", "a", long)
+
+
 def test_what_is_no_text_is_one_line() -> None:
-    reader: Any = type("", (), {"form": None, "read": lambda self, texts: texts})()
-    intake = TextIntake(reader, 100, LIMITS)
-    assert read(intake, "text", "a", b"b", "ü".encode()) == ["a", "b", "ü"]
+    intake = TextIntake(Letters(), 300, LIMITS)  # ty: ignore[invalid-argument-type]
+    assert read(intake, "text", "a", b"b", "ü".encode()) == [[97], [98], [252]]
     with pytest.raises(DataError, match="text 1 is not UTF-8"):
         read(intake, "text", "a", b"\xff\xfe")
     with pytest.raises(RefusedError, match="at most 50000"):

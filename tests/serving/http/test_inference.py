@@ -60,6 +60,16 @@ def test_all_outputs_by_default(client: triton.InferenceServerClient) -> None:
     np.testing.assert_array_equal(found.as_numpy("y"), 2 * X)
 
 
+@pytest.mark.parametrize("back", [True, False])
+def test_infinities_are_told_from_what_is_not_a_number(
+    client: triton.InferenceServerClient, back: bool
+) -> None:
+    x = np.array([[np.inf, -np.inf], [3, np.nan]], np.float32)
+    outputs = [triton.InferRequestedOutput("y", binary_data=back)]
+    found = client.infer("tensors", [given("x", x, "FP32", binary=True)], outputs=outputs)
+    np.testing.assert_array_equal(found.as_numpy("y"), 2 * x)
+
+
 @pytest.mark.parametrize("binary", [True, False])
 def test_bytes_in_and_out(client: triton.InferenceServerClient, binary: bool) -> None:
     files = np.array([b"one", b"two\x00" if binary else b"two"], object)

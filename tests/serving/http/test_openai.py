@@ -2,6 +2,8 @@
 
 import base64
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -9,8 +11,9 @@ import numpy as np
 import openai
 import pytest
 
+from systolic.data.text.chat import ChatTemplate
 from tests.serving.http.echo import EchoEngine
-from tests.serving.http.running import Running, echo_model, running
+from tests.serving.http.running import CHAT, Running, echo_model, running
 
 CALL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 HELLO = [{"role": "user", "content": "hello"}]
@@ -177,6 +180,44 @@ def test_a_chat_fills_the_context(client: openai.OpenAI) -> None:
 
 
 CALLS = 'Let me. <tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call><tool_call>{"name": "sub", "arguments": {}}</tool_call>'
+
+
+DATA = [
+    '{"name": "Ada", "born": 1815}',
+    '{"name": "add", "x": 1}',
+    '{"name": "mul", "parameters": {}}',
+    '{"name": "Ada"}',
+]
+BARE = '{"name": "add", "parameters": {"x": 1}}'
+
+
+@pytest.mark.parametrize(("answer", "called"), [*((one, False) for one in DATA), (BARE, True)])
+def test_json_of_a_template_without_marks_is_a_call_of_a_tool_only(
+    answer: str, called: bool
+) -> None:
+    template = ChatTemplate(text=CHAT.replace("<tool_call>", ""), origin=Path("test"))
+    with running([replace(echo_model(answer=answer), template=template)]) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        asked: dict[str, Any] = {"model": "echo", "messages": HELLO, "tools": [CALL]}
+        (choice,) = client.chat.completions.create(**asked).choices
+        parts = [part.choices[0] for part in client.chat.completions.create(**asked, stream=True)]
+    said = "".join(part.delta.content or "" for part in parts)
+    if called:
+        (call,) = choice.message.tool_calls or []
+        assert (call.function.name, call.function.arguments, said) == ("add", '{"x": 1}', "")
+    else:
+        assert (choice.message.content, choice.finish_reason, said) == (answer, "stop", answer)
+        assert not choice.message.tool_calls
+
+
+def test_a_prompt_that_is_only_scored_has_no_new_tokens(server: Running) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    made = client.completions.create(
+        model="echo", prompt=["hello", "you"], max_tokens=0, echo=True, logprobs=1
+    )
+    assert [one.text for one in made.choices] == ["hello", "you"]
+    assert made.usage is not None
+    assert made.usage.completion_tokens == 0
 
 
 def test_tools() -> None:

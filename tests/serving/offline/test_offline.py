@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from openai.types.chat import ChatCompletion
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
 from systolic.serving.batch.request import ModelKind
 from systolic.serving.offline.files import BatchInput, BatchOutput
+from systolic.serving.offline.lines import answer_line, answered_line, result_id
 from systolic.serving.offline.progress import BatchProgress
 from systolic.serving.offline.run import BatchRun
 from systolic.serving.served import Served
@@ -96,6 +98,23 @@ def test_vectors_and_tensors(tmp_path: Path) -> None:
     assert found["v2"]["response"]["body"]["outputs"][0]["data"] == [2, 4]
     assert found["tf"]["response"]["body"] == {"predictions": [[2, 4]]}
     assert found["raw"]["error"]["code"] == "invalid_answer"
+
+
+def test_numbers_that_json_lacks_are_results_that_a_second_run_reads(tmp_path: Path) -> None:
+    wide = {"instances": [[1e38, 1], [3e38, -3e38]]}
+    lines = [line("tf", "/v1/models/tensors:predict", wide)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    run(tmp_path, toy_model(ModelKind.tensors, "tensors"))
+    written = (tmp_path / "out.jsonl").read_text()
+    assert "[1e999, -1e999]" in written or "[1e999,-1e999]" in written
+    (one,) = results(tmp_path)
+    assert one["response"]["body"]["predictions"][1] == [math.inf, -math.inf]
+    assert run(tmp_path, toy_model(ModelKind.tensors, "tensors")).earlier == 1
+    (named,) = [answer_line(result_id(1, 5), "x", 200, "r", b'{"predictions": [NaN, "NaN"]}')]
+    assert json.loads(named, parse_constant=pytest.fail)["response"]["body"] == {
+        "predictions": [None, "NaN"]
+    }
+    assert answered_line(named) is not None
 
 
 WRONG = {

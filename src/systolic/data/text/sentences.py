@@ -56,6 +56,13 @@ class Sentences(Data):
 
     def encode(self, texts: Sequence[str]) -> "list[np.ndarray]":
         """Ids int32[tokens] of each text, with the tokens around it that the tokenizer adds, at most ``sequence``."""
+        return self._encoded(texts, self.sequence)
+
+    def encode_whole(self, texts: Sequence[str]) -> "list[np.ndarray]":
+        """Ids as those of :meth:`encode`, of texts of any length."""
+        return self._encoded(texts, None)
+
+    def _encoded(self, texts: Sequence[str], most: int | None) -> "list[np.ndarray]":
         import numpy as np
 
         tokenizer = Tokenizer(path=self.tokenizer, around=Around.own)
@@ -63,7 +70,7 @@ class Sentences(Data):
         texts = [self.before + text for text in texts]
         if self.lower:
             texts = [text.lower() for text in texts]
-        room = max(self.sequence - len(before) - len(after), 0)
+        room = None if most is None else max(most - len(before) - len(after), 0)
         return [np.concatenate([before, ids[:room], after]) for ids in tokenizer.encode_all(texts)]
 
     def load(self, path: Path) -> dict[str, Any]:

@@ -109,6 +109,14 @@ class TextIntake(Intake):
                 f"text {index} has the token id {ids.max() if ids.min() >= 0 else ids.min()}, and the model has 0 to {self._vocab - 1}"
             )
 
+        self._check_length(index, ids)
+
+    def _check_length(self, index: int, ids: np.ndarray) -> None:
+        if len(ids) > self._reader.most:
+            raise OptionError(
+                f"text {index} has {len(ids)} tokens, and the model reads up to {self._reader.most}; shorten or split it"
+            )
+
     def parts(self, inputs: Inputs) -> Sequence[Callable[[], Sequence[Example]]]:
         """See :class:`Intake`; the tokenizer has threads of its own."""
         values = list(inputs["text"])
@@ -119,9 +127,11 @@ class TextIntake(Intake):
                 for i, value in enumerate(values)
                 if isinstance(value, str | bytes)
             }
-            made = dict(zip(texts, self._reader.read(list(texts.values())), strict=True))
+            ids = dict(zip(texts, self._reader.ids(list(texts.values())), strict=True))
+            for index, tokens in ids.items():
+                self._check_length(index, tokens)
             return [
-                made[i] if i in made else self._reader.of(np.asarray(value, np.int32))
+                self._reader.of(ids[i] if i in ids else np.asarray(value, np.int32))
                 for i, value in enumerate(values)
             ]
 

@@ -1,5 +1,6 @@
 """Bodies of requests: JSON into typed records, with the field to blame in each error."""
 
+import math
 import re
 from typing import Any, TypeVar
 
@@ -46,3 +47,19 @@ def _missing(reason: str) -> str | None:
 def encode(value: Any) -> bytes:
     """A value as JSON; numbers that JSON has no form for become null."""
     return msgspec.json.encode(value)
+
+
+def with_infinities(value: Any, written: bytes) -> Any:
+    """A value of lists, objects, texts and numbers that :func:`encode` writes with its infinities, which JSON has no form for.
+
+    Args:
+        value: The value.
+        written: Infinity as its readers take it: ``Infinity``, or ``1e999``, a number of JSON beyond all floats.
+    """
+    if isinstance(value, float) and math.isinf(value):
+        return msgspec.Raw(written if value > 0 else b"-" + written)
+    if isinstance(value, list):
+        return [with_infinities(one, written) for one in value]
+    if isinstance(value, dict):
+        return {name: with_infinities(one, written) for name, one in value.items()}
+    return value

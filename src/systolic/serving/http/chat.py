@@ -103,7 +103,8 @@ class _AskedChat:
     served: ServedText
     ticket: Ticket
     requests: list[TextRequest]
-    with_tools: bool
+    tools: list[str]
+    """Names of those that the model is told of."""
     forced: ForcedCall | None
     id: str = field(default_factory=lambda: new_id("chatcmpl"))
     created: int = field(default_factory=lambda: int(time.time()))
@@ -122,9 +123,9 @@ class _AskedChat:
     def reader(self) -> CallReader | None:
         """What finds calls in a choice's text; None where no tools were given."""
         template = self.served.template
-        if not self.with_tools or template is None:
+        if not self.tools or template is None:
             return None
-        return CallReader(marked=OPEN in template.text, forced=self.forced)
+        return CallReader(marked=OPEN in template.text, names=self.tools, forced=self.forced)
 
 
 async def chat_completions(request: Request, desk: Desk) -> Response:
@@ -188,7 +189,7 @@ async def _understood(request: Request, desk: Desk, fields: ChatFields) -> _Aske
         served=served,
         ticket=ticket,
         requests=requests,
-        with_tools=bool(tools),
+        tools=[one["function"]["name"] for one in tools],
         forced=forced,
     )
 

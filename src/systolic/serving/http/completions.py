@@ -72,7 +72,7 @@ async def completions(request: Request, desk: Desk) -> Response:
     if fields.stream:
         return await streamed(request, _events(asked, streams))
     texts = await attended(request, whole(streams, asked.ticket))
-    bill = Tally(choices=asked.choices)
+    bill = Tally(choices=asked.choices, only_prompts=asked.fields.max_tokens == 0)
     choices = []
     for number, text in enumerate(texts):
         bill.add(number, text.usage)
@@ -149,7 +149,7 @@ def checked_ids(ids: Sequence[int], served: ServedText, param: str) -> list[int]
 
 async def _events(asked: _AskedTexts, streams: Sequence[Any]) -> AsyncIterator[bytes]:
     writers = [_ChoiceWriter(asked, number) for number in range(len(streams))]
-    bill, finishes = Tally(choices=asked.choices), set()
+    bill, finishes = Tally(choices=asked.choices, only_prompts=asked.fields.max_tokens == 0), set()
     async with aclosing(merged(streams, asked.ticket)) as pieces:
         async for number, piece in pieces:
             text = Whole(text=piece.text, tokens=[*piece.tokens], prompt=[*piece.prompt])

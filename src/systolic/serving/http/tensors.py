@@ -11,6 +11,7 @@ from msgspec import Struct, field
 from systolic.core.errors import OptionError
 from systolic.serving.batch.dtypes import check_range
 from systolic.serving.batch.request import BYTES, ArraySpec
+from systolic.serving.http.bodies import with_infinities
 from systolic.serving.http.problems import ProblemError, bad
 
 DTYPES: Mapping[str, np.dtype] = {
@@ -164,14 +165,17 @@ def to_bytes(array: np.ndarray) -> bytes:
 
 
 def to_json(array: np.ndarray) -> list[Any]:
-    """An array as a flat list, row-major.
+    """An array as a flat list for :func:`~systolic.serving.http.bodies.encode`, row-major.
 
     Raises:
         ProblemError: it holds bytes that are no UTF-8.
     """
     if array.dtype != object:
         wide = array.astype(np.float32) if array.dtype == ml_dtypes.bfloat16 else array
-        return wide.reshape(-1).tolist()
+        listed = wide.reshape(-1).tolist()
+        if wide.dtype.kind != "f" or not np.isinf(wide).any():
+            return listed
+        return with_infinities(listed, b"Infinity")  # as Triton writes and its clients read it
     try:
         return [one if isinstance(one, str) else bytes(one).decode() for one in array.reshape(-1)]
     except UnicodeDecodeError as error:

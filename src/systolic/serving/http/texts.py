@@ -160,6 +160,8 @@ class Tally:
     choices: int
     """Choices of each prompt."""
     prompts: int = 0
+    only_prompts: bool = False
+    """Whether no new tokens were asked for; the one that the engine made anyway does not count."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -168,7 +170,7 @@ class Tally:
         """Adds an ended stream of a number."""
         if usage is None:
             return
-        self.completion_tokens += usage.completion_tokens
+        self.completion_tokens += 0 if self.only_prompts else usage.completion_tokens
         if number % self.choices == 0:
             self.prompts += 1
             self.prompt_tokens += usage.prompt_tokens

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,8 @@ from systolic.serving.http.desk import new_id
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 """Marks of Hermes, Qwen and SmolLM3 around {"name": ..., "arguments": {...}}."""
+_FIELDS = frozenset(("name", "arguments", "parameters", "type", "id"))
+"""What a call without marks may have."""
 _CALL = re.compile(re.escape(OPEN) + r"\s*(.*?)\s*" + re.escape(CLOSE), re.DOTALL)
 
 
@@ -57,10 +59,13 @@ class CallReader:
         forced: How a call begins that the answer has to begin with, and that the model was given.
         marked: Whether the template marks calls. One that does not (Llama 3) makes the whole text one JSON object or several
             lines of them, with ``parameters`` or ``arguments``; such a text is held back while it can be that.
+        names: Of the tools.
     """
 
-    def __init__(self, *, marked: bool, forced: "ForcedCall | None" = None) -> None:
-        self._marked, self._forced = marked, forced
+    def __init__(
+        self, *, marked: bool, names: Collection[str], forced: "ForcedCall | None" = None
+    ) -> None:
+        self._marked, self._names, self._forced = marked, names, forced
         self._held = "" if forced is None else forced.begin
         self._plain = False
         """Whether an unmarked text was told to be no call."""
@@ -96,10 +101,17 @@ class CallReader:
             call = _read(_first(rest.lstrip().removeprefix(OPEN).lstrip()))
             return (rest, []) if call is None else ("", [call])
         if not self._marked and not self._plain:
-            calls = [_read(line) for line in _objects(rest)]
+            calls = [self._bare_call(line) for line in _objects(rest)]
             if calls and all(calls):
                 return "", [call for call in calls if call is not None]
         return rest, []
+
+    def _bare_call(self, text: str) -> ToolCall | None:
+        """A call without marks: JSON with other fields, or with the name of no tool, is an answer."""
+        call = _read(text)
+        if call is None or call.name not in self._names or not _FIELDS.issuperset(json.loads(text)):
+            return None
+        return call
 
     def _bare(self) -> tuple[str, list[ToolCall]]:
         start = self._held.lstrip()

@@ -1,10 +1,13 @@
 """Lines of an offline batch: requests and results in OpenAI's batch file format."""
 
+import json
 import re
 from typing import NamedTuple
 
 import msgspec
 from msgspec import Raw
+
+from systolic.serving.http.bodies import encode, with_infinities
 
 BODIES = {
     "messages": "/v1/chat/completions",
@@ -139,12 +142,19 @@ def answer_line(id: str, custom_id: str, status: int, request_id: str, body: byt
         custom_id: Of the input's line.
         status: HTTP status.
         request_id: Of the server's application.
-        body: One JSON value.
+        body: One JSON value; NaN and Infinity may be in it, as TensorFlow Serving writes them.
     """
     response = _Response(
-        status_code=status, request_id=request_id, body=Raw(body.replace(b"\n", b" "))
+        status_code=status, request_id=request_id, body=Raw(_strict(body).replace(b"\n", b" "))
     )
     return _written(_Result(id=id, custom_id=custom_id, response=response))
+
+
+def _strict(body: bytes) -> bytes:
+    """The same value as JSON that every reader takes."""
+    if b"NaN" not in body and b"Infinity" not in body:
+        return body
+    return encode(with_infinities(json.loads(body), b"1e999"))
 
 
 def problem_line(id: str, problem: LineProblem) -> bytes:
