@@ -5,7 +5,9 @@ import dataclasses
 import re
 import subprocess
 import sys
+import typing
 from importlib import import_module
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from systolic.cli.forecast import ForecastOptions
 from systolic.cli.main import VERBS, main
 from systolic.cli.parse import option_names
 from systolic.cli.target import request
+from systolic.core.ranges import ranges_of
 
 
 def options_of(verb: str) -> list[type]:
@@ -24,6 +27,24 @@ def options_of(verb: str) -> list[type]:
         for name, value in vars(module).items()
         if name.endswith("Options") and dataclasses.is_dataclass(value)
     ]
+
+
+def kinds(hint: Any) -> set[Any]:
+    """The plain types inside a hint."""
+    parts = typing.get_args(hint) if typing.get_origin(hint) is not None else ()
+    return {kind for part in parts for kind in kinds(part)} if parts else {hint}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_number_of_a_verb_has_a_range(verb: str) -> None:
+    for kind in options_of(verb):
+        hints = typing.get_type_hints(kind, include_extras=True)
+        bare = [
+            name
+            for name, hint in hints.items()
+            if kinds(hint) & {int, float} and name not in ranges_of(kind)
+        ]
+        assert not bare, f"{kind.__name__} checks no range of {', '.join(bare)}"
 
 
 @pytest.mark.parametrize("verb", VERBS)

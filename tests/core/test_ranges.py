@@ -34,6 +34,7 @@ class Knobs:
     count: Annotated[int, COUNT] = 1
     rate: Annotated[float, POSITIVE] = 1.0
     decay: Annotated[float | None, SHARE] = None
+    deadline: Annotated[float, POSITIVE] | None = None
     jump: Annotated[float, Range(above=1, only=(0,))] = 3.0
     widths: Annotated[tuple[int, ...], COUNT] = (1, 2)
 
@@ -56,6 +57,7 @@ class Knobs:
             "knobs.decay is -inf, not a finite number; it must be at least 0 and below 1",
         ),
         ({"rate": "3e-4"}, "knobs.rate is '3e-4'; it takes a number"),
+        ({"deadline": -5.0}, "knobs.deadline is -5.0; it must be above 0"),
         ({"decay": 1.0}, "knobs.decay is 1.0; it must be at least 0 and below 1"),
         ({"jump": 0.5}, "knobs.jump is 0.5; it must be 0, or above 1"),
         ({"widths": (4, 0)}, "knobs.widths is (4, 0); it must be at least 1"),

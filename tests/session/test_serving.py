@@ -19,9 +19,11 @@ import openai
 import pytest
 import torch
 
+from systolic.cli.main import main
 from systolic.cli.parse import parse
 from systolic.cli.serve import ServeOptions, settings
 from systolic.core.errors import NotFoundError, OptionError
+from systolic.data.text.text_data import TextData
 from systolic.job import Precision
 from systolic.serving.batch.request import ModelKind
 from systolic.serving.http.desk import Desk
@@ -30,8 +32,9 @@ from systolic.serving.http.logs import EventLog
 from systolic.serving.http.meters import BatchMetrics, TextMetrics
 from systolic.serving.http.metrics import Metrics
 from systolic.serving.served import Shelf
-from systolic.session.serving import _changes, open_served, targets
-from systolic.session.trained import open_model
+from systolic.serving.text.opening import EngineSizes, context_of
+from systolic.session.serving import _changes, open_served, serve, targets
+from systolic.session.trained import open_model, prepare_model
 from tests.interop import folders
 from tests.interop.test_sentences import folder as encoder_folder
 from tests.serving.http.running import toy_model
@@ -90,6 +93,45 @@ def test_files_in_bfloat16_are_served_in_the_precision_that_is_asked_for(tmp_pat
     head = config.hidden_size // config.num_attention_heads
     # Keys and values of two bytes each, where a CPU by default has four.
     assert memory["page_bytes"] == 64 * 2 * config.num_key_value_heads * head * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--page-size", "7"], "--chunk is 256 and --page-size 7; give a --chunk that is a multiple of --page-size"),
+        (["--deadline-seconds", "-5"], "--deadline-seconds is -5.0; it must be above 0"),
+        (["--deadline-seconds", "nan"], "--deadline-seconds is nan, not a finite number; it must be above 0"),
+    ],
+)  # fmt: skip
+def test_options_are_judged_before_the_server_listens(
+    tmp_path: Path, words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").touch()
+    assert main(["serve", str(tmp_path), *words]) == 2
+    assert capsys.readouterr().err.splitlines() == [f"systolic: {told}"]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "context", "longest"),
+    [
+        (None, 257, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1025, 1024),
+        ({"rope_type": "linear", "factor": 2.0}, 513, 512),
+    ],
+)
+def test_a_context_beyond_the_models_is_refused_before_a_compile(
+    tmp_path: Path, scaling: dict[str, Any] | None, context: int, longest: int
+) -> None:
+    path = folders.folder(tmp_path / "tiny", folders.llama(num_hidden_layers=1))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "rope_scaling": scaling}))
+    steps = prepare_model(path).setup.steps
+    data = steps.job.data
+    assert isinstance(data, TextData)
+    assert context_of(steps, data, EngineSizes(context=longest)) == longest
+    told = f"--context is {context} and the model was made for texts of {longest} tokens; give --context {longest} or less"
+    with pytest.raises(OptionError, match=told):
+        context_of(steps, data, EngineSizes(context=context))
 
 
 @contextmanager
@@ -164,13 +206,16 @@ def test_a_language_model_and_vectors(tmp_path: Path) -> None:
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").touch()
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         line = ["-m", "systolic", "serve", str(tmp_path / "tiny"), "--port", str(port)]
         done = subprocess.run([sys.executable, *line], capture_output=True, text=True)
+        with pytest.raises(NotFoundError, match=r"is no run, .*it holds models, give .*/tiny$"):
+            serve([str(tmp_path)], settings(ServeOptions(port=port)))
     # Said before a model is opened, in one line.
     assert done.returncode == 1
-    told = f"systolic: 127.0.0.1:{port} can't be listened on; choose another --port, or 0 for a free one"
+    told = f"systolic: 127.0.0.1:{port} can't be listened on: another process listens there; choose another --port, or 0 for a free one"
     assert done.stderr.splitlines() == [told]
 
 

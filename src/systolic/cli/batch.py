@@ -27,7 +27,7 @@ class BatchVerbOptions:
         out: The results (.jsonl); the lines that it has are not asked again.
         in_flight: Lines that are asked at once; 0 takes twice --rows, and 128 for models that write no text.
         rows: Texts that are continued at once.
-        context: Tokens of a text, prompt and answer together; 0 takes the model's own.
+        context: Tokens of a text, prompt and answer together; 0 takes the model's own, at most 4,096.
         chunk: Most tokens of a prompt that a step reads.
         page_size: Positions of a page of the cache.
         pages: Pages of the cache; 0 holds all texts at their longest.

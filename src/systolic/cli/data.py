@@ -251,7 +251,7 @@ class InspectOptions:
 
     target: Annotated[Path, tyro.conf.Positional]
     tokenizer: Path | None = None
-    sequence: int = 1024
+    sequence: Annotated[int, COUNT] = 1024
     field: str = "text"
     split: Split = Split.train
     examples: Annotated[int, COUNT] = 256

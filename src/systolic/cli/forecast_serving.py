@@ -37,7 +37,7 @@ class ServingOptions:
     on: Annotated[str, Required("a slice; add --on v6e-8, systolic chips lists them")]
     prompt_tokens: Annotated[int, COUNT] = 1024
     output_tokens: Annotated[int, COUNT] = 256
-    concurrency: tuple[int, ...] = ()
+    concurrency: Annotated[tuple[int, ...], COUNT] = ()
     page_size: Annotated[int, COUNT] = 64
     chunk: Annotated[int, COUNT] = 256
     host_ms: Annotated[float, NOT_NEGATIVE] = 0.0

@@ -41,7 +41,7 @@ class ServeOptions:
         requests: Requests that are answered or wait at once.
         queued: Requests for text that wait for their first step; more are refused with 429.
         rows: Texts that are continued at once.
-        context: Tokens of a text, prompt and answer together; 0 takes the model's own.
+        context: Tokens of a text, prompt and answer together; 0 takes the model's own, at most 4,096.
         chunk: Most tokens of a prompt that a step reads.
         page_size: Positions of a page of the cache.
         pages: Pages of the cache; 0 holds all texts at their longest.

@@ -147,8 +147,11 @@ def ranges_of(annotated: Any) -> Mapping[str, Ranged]:
 
 
 def _ranged(hint: Any) -> Ranged | None:
+    """Range of a hint, beside the type or, as in ``Annotated[float, POSITIVE] | None``, beside an alternative."""
     if typing.get_origin(hint) is not typing.Annotated:
-        return None
+        parts = _alternatives(hint)
+        found = next(filter(None, map(_ranged, parts)), None) if len(parts) > 1 else None
+        return found and found._replace(optional=found.optional or NoneType in parts)
     inner, *extras = typing.get_args(hint)
     for extra in extras:
         if isinstance(extra, Range):

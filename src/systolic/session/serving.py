@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from systolic.serving.text.placing import Placing
     from systolic.serving.traffic import ModelTraffic, TrafficBook
 
+SHOWN = 3
+"""Models inside a folder that a message names."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 
 
@@ -69,6 +71,23 @@ def targets(words: Sequence[str]) -> list[ServeTarget]:
             raise OptionError(f"two models are called {name}; write NAME={path} with another name")
         found += [ServeTarget(name=name, path=at, version=number) for number, at in _versions(path)]
     return found
+
+
+def check_model(path: Path) -> None:
+    """Refuses a folder or file that is no model, before anything else is done with it.
+
+    Raises:
+        NotFoundError: it is none; names the models inside it.
+    """
+    if is_model(path):
+        return
+    inside = sorted(path.iterdir()) if path.is_dir() else []
+    models = [str(one) for one in inside if one.is_dir() and is_model(one)]
+    more = f", ... ({len(models)} in all)" if len(models) > SHOWN else ""
+    near = f"; it holds models, give {', '.join(models[:SHOWN])}{more}" if models else ""
+    raise NotFoundError(
+        f"{path} is no run, Bundle, Hugging Face folder or GGUF file{near or '; check the path'}"
+    )
 
 
 def _versions(path: Path) -> list[tuple[int, Path]]:
@@ -130,7 +149,7 @@ def serve(
 
     Raises: as :func:`targets`, and
         MissingExtraError: the packages of the extra ``serve`` are not installed.
-        RunError: a model can't be opened, or the port is taken.
+        RunError: a model can't be opened, or the port can't be listened on.
     """
     from systolic.core.errors import MissingExtraError, RunError
 
@@ -159,7 +178,10 @@ def serve(
     def renewal(name: str | None) -> "Renewal":
         return _changes(words, desk, opener, name)
 
-    openers = [opener(one) for one in targets(words)]
+    found = targets(words)
+    for one in found:
+        check_model(one.path)
+    openers = [opener(one) for one in found]
     process = Process(desk, openers, settings.address, log, settings.keys, renewal, listening)
     if settings.model_control:
         desk.control = process
@@ -170,7 +192,7 @@ def serve(
         raise RunError(desk.failed)
     if not process.started:
         raise RunError(
-            f"{settings.address.host}:{settings.address.port} can't be listened on; choose another --port, or 0 for a free one"
+            f"{settings.address.host}:{settings.address.port} can't be listened on: {process.refused}; choose another --port, or 0 for a free one"
         )
 
 

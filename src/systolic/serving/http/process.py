@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -113,6 +115,8 @@ class Process(uvicorn.Server):
         self._renewing = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
+        self.refused = ""
+        """Why the port can't be listened on."""
 
     async def startup(self, sockets: object = None) -> None:
         """Opens the socket, then starts the models."""
@@ -123,8 +127,9 @@ class Process(uvicorn.Server):
         own.disabled = True
         try:
             await super().startup()
-        except SystemExit:
+        except SystemExit as stop:
             self.should_exit = True
+            self.refused = _why(stop.__context__)
             return
         finally:
             own.disabled = False
@@ -261,3 +266,15 @@ class Process(uvicorn.Server):
             await asyncio.sleep(TICK_SECONDS)
         self.log.write("ended", cut=cut, seconds=round(time.monotonic() - begun, 3))
         self.should_exit = True
+
+
+def _why(error: BaseException | None) -> str:
+    """Why an address can't be listened on."""
+    if not isinstance(error, OSError):
+        return "the server did not start"
+    if error.errno == errno.EADDRINUSE:
+        return "another process listens there"
+    if error.errno == errno.EACCES:
+        return "this user is not allowed to"
+    known = isinstance(error, socket.gaierror) or error.errno is None
+    return str(error.strerror) if known else os.strerror(error.errno)

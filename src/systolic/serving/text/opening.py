@@ -8,8 +8,10 @@ from typing import Any, Protocol
 
 from systolic.aot.program_store import EntryCheck, ProgramStore
 from systolic.core.errors import OptionError
+from systolic.data.text.prompts import Prompts
 from systolic.data.text.text_data import TextData
 from systolic.forecasting.serving_memory import ServingMemory
+from systolic.models.decoder.rotary import RopeScaling, Stretching
 from systolic.serving.compiles import CompileFacts
 from systolic.serving.layout import LEAST_ROWS
 from systolic.serving.text.buckets import Buckets, TextTraffic
@@ -49,6 +51,12 @@ class EngineSizes:
     """Whether one program both generates and reads prompts; None: not on a CPU, where it saves nothing."""
     programs: tuple[int, int, int] = (5, 3, 3)
     """Most sizes of programs by texts that generate, by prompt tokens and by pages of a text."""
+
+    def __post_init__(self) -> None:
+        if self.chunk % self.page_size:
+            raise OptionError(
+                f"--chunk is {self.chunk} and --page-size {self.page_size}; give a --chunk that is a multiple of --page-size"
+            )
 
 
 class OpeningWatcher(Protocol):
@@ -240,10 +248,6 @@ def plan_engine(
     if not isinstance(data, TextData):
         raise OptionError(f"{steps.job.name} has no text; serve it as another kind of model")
     context = context_of(steps, data, sizes)
-    if sizes.chunk % sizes.page_size:
-        raise OptionError(
-            f"chunk is {sizes.chunk}; give a multiple of the page size {sizes.page_size}"
-        )
     plan = EnginePlan(
         data=data,
         sizes=sizes,
@@ -277,11 +281,27 @@ def context_of(steps: StepFunctions, data: TextData, sizes: EngineSizes) -> int:
     """Tokens of a text.
 
     Raises:
-        OptionError: more are asked for than the model has positions for.
+        OptionError: more are asked for than the model has positions for, or was trained on.
     """
-    most = steps.job.model.learned_positions  # ty: ignore[missing-attribute]
+    model: Any = steps.job.model
+    most = model.learned_positions
     if sizes.context:
-        if most and sizes.context > most:
-            raise OptionError(f"context is {sizes.context} and the model has {most} positions")
+        longest = most
+        # A run with rotary embeddings continues texts longer than its rows; a model in files says what it was made for.
+        if not most and isinstance(data, Prompts):
+            longest = _rotary_context(data.context, model.rope_scaling)
+        if longest and sizes.context > longest:
+            told = "has positions for" if most else "was made for texts of"
+            raise OptionError(
+                f"--context is {sizes.context} and the model {told} {longest} tokens; give --context {longest} or less"
+            )
         return sizes.context
     return min(data.context, most or data.context, CONTEXT)
+
+
+def _rotary_context(context: int, scaling: RopeScaling) -> int:
+    """Tokens of the longest text by a model's context and by the scaling of its rotary embeddings, whichever covers more."""
+    if not scaling:
+        return context
+    linear = scaling.kind is Stretching.linear
+    return max(context, int(scaling.factor * (context if linear else scaling.original_positions)))
