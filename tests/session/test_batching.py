@@ -164,7 +164,11 @@ def test_a_language_model_and_vectors(tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     line = [sys.executable, "-m", "systolic", "batch", str(path), str(source), str(out)]
-    subprocess.run([*line, "--rows", "4", "--context", "192", "--chunk", "64"], check=True)
+    small = ["--rows", "4", "--context", "192", "--chunk", "64"]
+    done = subprocess.run([*line, *small], check=True, capture_output=True, text=True)
+    phases = [f"reading {path.name} from", f"{path.name}: memory of", f"compiling {path.name}  1/"]
+    for told in (*phases, f"{path.name} is ready after"):
+        assert any(one.startswith(told) for one in done.stderr.splitlines()), told
     found = {row["custom_id"]: row["response"]["body"] for row in read(out)}
     from systolic.job import Sampling
 

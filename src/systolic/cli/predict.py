@@ -74,7 +74,9 @@ def run(args: Sequence[str]) -> int:
         print_json({"run": str(options.run), "step": model.step, "predictions": found})
     failed = sum("error" in answer for answer in found)
     if failed:
-        warn(f"no answer for {failed} of {len(found)} files; see the lines above")
+        warn(
+            f"no answer for {failed} of {len(found)} {'inputs' if model.takes_texts else 'files'}; see the lines above"
+        )
     return 1 if failed else 0
 
 

@@ -53,10 +53,12 @@ def _content(text: str | Path) -> tuple[str, str | None]:
     """A text, or "" and the reason that there is none."""
     try:
         if isinstance(text, Path) or is_file(text):
-            return read_text(Path(text)), None
+            name, content = str(text), read_text(Path(text))
+        else:
+            name, content = "a text", text
     except (DataError, NotFoundError) as error:
         return "", str(error)
-    return text, None
+    return content, None if content else f"{name} is empty; give some text"
 
 
 def is_file(text: str) -> bool:

@@ -74,10 +74,10 @@ class BatchDisplay:
 
 
 def line(progress: BatchProgress) -> str:
-    """The progress as text: ``1,200 of 5,000 lines (3 failed), 865 tokens/s, 4 m 05 s left``."""
+    """The progress as text: ``1,200 of 5,000 lines (3 failed), 865 generated tokens/s, 2,310 prompt tokens/s, 4 m 05 s left``."""
     failed = f" ({progress.failed:,} failed)" if progress.failed else ""
     parts = [f"{progress.answered:,} of {progress.lines:,} lines{failed}"]
-    parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
+    parts.append(_rates(progress))
     if progress.stopped:
         parts.append("ending with the lines in flight (Ctrl+C again ends at once)")
     elif progress.left_seconds is not None:
@@ -90,9 +90,19 @@ def summary(progress: BatchProgress, out: str) -> str:
     failed = f", {progress.failed:,} of them failed" if progress.failed else ""
     text = f"{out}: {progress.answered:,} of {progress.lines:,} lines answered{failed}"
     if progress.answered > progress.earlier:
-        tokens = progress.prompt_tokens + progress.completion_tokens
-        text += f"; {tokens:,} tokens in {duration(progress.seconds)} ({progress.tokens_per_second:,.0f} tokens/s)"
+        tokens = f"{progress.prompt_tokens:,} prompt tokens"
+        if progress.completion_tokens:
+            tokens = f"{progress.completion_tokens:,} generated and {tokens}"
+        text += f"; {tokens} in {duration(progress.seconds)} ({_rates(progress)})"
     return text
+
+
+def _rates(progress: BatchProgress) -> str:
+    """Generated tokens and prompt tokens apart; a model that writes no text generates none."""
+    prompts = f"{progress.prompts_per_second:,.0f} prompt tokens/s"
+    if not progress.completion_tokens:
+        return prompts
+    return f"{progress.generated_per_second:,.0f} generated tokens/s, {prompts}"
 
 
 def _drawing(progress: BatchProgress) -> Table:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, TextIO
 
@@ -95,6 +95,27 @@ class ConsoleLog(EventLog):
             return f"{text}\n" if after > before or done == total else ""
         self._compiling = True
         return f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}"
+
+
+class OpeningLog(ConsoleLog):
+    """Writes what a model tells while it is opened, for a command that is no server.
+
+    Args:
+        warn: Called with warnings and failures.
+        file: Where the rest goes; standard error by default.
+    """
+
+    def __init__(self, warn: Callable[[str], None], file: TextIO | None = None) -> None:
+        super().__init__(file)
+        self._warn = warn
+
+    def write(self, event: str, **fields: Any) -> None:
+        """One event."""
+        told = fields.get("message") if event == "warning" else fields.get("error")
+        if told:
+            self._warn(told)
+        elif event != "request":
+            super().write(event, **fields)
 
 
 def _layout(fields: dict[str, Any]) -> str:

@@ -1,6 +1,8 @@
 """``systolic batch``: the requests of a file answered by a model, without a server."""
 
 import asyncio
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,6 +79,7 @@ def _answered(
     warn: Callable[[str], None],
 ) -> BatchProgress:
     try:
+        from systolic.report.serving_log import OpeningLog
         from systolic.serving.http.meters import BatchMetrics, TextMetrics
         from systolic.serving.http.metrics import Metrics
         from systolic.serving.offline.run import BatchRun, WarningLog
@@ -90,9 +93,14 @@ def _answered(
         batch=replace(settings.batch, waiting=QUEUED, stalled_seconds=STALLED_SECONDS),
     )
     texts, batches = TextMetrics(metrics), BatchMetrics(metrics)
-    served = open_served(target, settings, texts, batches, WarningLog(warn))
+    # A terminal shows a bar instead.
+    log = WarningLog(warn) if sys.stderr.isatty() else OpeningLog(warn)
+    begun = time.monotonic()
+    served = open_served(target, settings, texts, batches, log)
     try:
         served.start()
+        seconds = round(time.monotonic() - begun, 3)
+        log.write("warm", model=served.name, version=served.version, seconds=seconds)
         ahead = AHEAD * settings.sizes.rows if isinstance(served, ServedText) else IN_FLIGHT
         run = BatchRun(output, served, order.in_flight or ahead, warn)
         asyncio.run(run.run(shown))

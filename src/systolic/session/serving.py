@@ -181,6 +181,7 @@ def serve(
     found = targets(words)
     for one in found:
         check_model(one.path)
+    desk.starting = list(dict.fromkeys(one.name for one in found))
     openers = [opener(one) for one in found]
     process = Process(desk, openers, settings.address, log, settings.keys, renewal, listening)
     if settings.model_control:

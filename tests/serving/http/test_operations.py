@@ -54,6 +54,32 @@ def test_not_ready_before_it_is_warm() -> None:
         assert [line["model"] for line in one.log("warm")] == ["echo"]
 
 
+def test_a_model_that_is_ready_answers_while_others_are_not() -> None:
+    first, second = echo_model(), toy_model(ModelKind.embedding, "embedding")
+    warm, start = threading.Event(), second.model.start
+    second.model.start = lambda: (warm.wait(10), start())
+    with running([first, second], ready=False) as one, one.client() as http:
+        one.desk.starting = ["echo", "embedding"]
+        wait(lambda: http.get("/v2/models/echo/ready").status_code == 200)
+        assert http.post("/v1/completions", json=ASKED).status_code == 200
+        assert http.get("/health").status_code == 503
+        assert http.get("/v2/models/embedding/ready").status_code == 503
+        assert http.get("/v1/models/embedding").status_code == 503
+        # What can be judged without the model is.
+        for body, status, code in (
+            ({"model": "embedding", "input": "x"}, 503, "not_ready"),
+            ({"model": "nothing", "input": "x"}, 404, "model_not_found"),
+            ({"model": "embedding"}, 400, None),
+            ({"input": "x"}, 400, None),
+        ):
+            found = http.post("/v1/embeddings", json=body)
+            assert (found.status_code, found.json()["error"]["code"]) == (status, code), body
+        warm.set()
+        wait(lambda: http.get("/health").status_code == 200)
+        body = {"model": "embedding", "input": "x"}
+        assert http.post("/v1/embeddings", json=body).status_code == 200
+
+
 def test_what_was_accepted_ends_when_the_server_does() -> None:
     with running([echo_model(step_seconds=0.01)]) as one:
         texts: list[str] = []

@@ -40,6 +40,18 @@ def test_bytes(server: Running) -> None:
     assert vectors == [{"embedding": [4, 0, 0, 3], "tokens": 4}]
 
 
+def test_the_verb_is_in_the_label_of_the_route(server: Running) -> None:
+    with server.client() as http:
+        assert (
+            http.post("/v1/models/tensors:predict", content=b'{"instances": 3}').status_code == 400
+        )
+        assert http.get("/v1/models/tensors").status_code == 200
+        assert http.get("/v1/models/tensors/metadata").status_code == 200
+        page = http.get("/metrics").text
+    for route in (":predict", "", "/metadata"):
+        assert f'route="/v1/models/{{name}}{route}"' in page
+
+
 def test_not_a_number_is_allowed(server: Running) -> None:
     ((first, second),) = ask(server, "tensors", {"instances": [[math.nan, -math.inf]]})[
         "predictions"
@@ -129,7 +141,7 @@ def test_versions_are_swapped_without_a_dropped_request() -> None:
 def test_folders_are_read_again_on_demand() -> None:
     first, second = toy_model(ModelKind.tensors, "toy", 1), toy_model(ModelKind.tensors, "toy", 2)
     with running([first]) as one, one.client() as http:
-        one.process._renewal = lambda: ([lambda: second], [("toy", 1)])
+        one.process._renewal = lambda _: ([lambda: second], [("toy", 1)])
         one.process.renew()
         wait(lambda: one.log("retired"))
         assert one.log("retired")[0]["whole"]
@@ -139,7 +151,7 @@ def test_folders_are_read_again_on_demand() -> None:
         def damaged() -> Served:
             raise DataError("version 3 is damaged")
 
-        one.process._renewal = lambda: ([damaged], [("toy", 2)])
+        one.process._renewal = lambda _: ([damaged], [("toy", 2)])
         one.process.renew()
         wait(lambda: one.log("failed"))
         assert ask(one, "toy", {"instances": [[1, 2]]}) == {"predictions": [[2, 4]]}

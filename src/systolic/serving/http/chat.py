@@ -26,6 +26,7 @@ class ChatFields(TextFields, kw_only=True):
     """A request of ``/v1/chat/completions``."""
 
     messages: list[dict[str, Any]]
+    max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Top | None = None
@@ -41,7 +42,6 @@ class ChatFields(TextFields, kw_only=True):
     function_call: Any = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
-    store: bool | None = None
 
     @property
     def most(self) -> int | None:
@@ -149,8 +149,6 @@ async def chat_completions(request: Request, desk: Desk) -> Response:
 
 async def _understood(request: Request, desk: Desk, fields: ChatFields) -> _AskedChat:
     served, ticket = desk.text(request, fields.model), Ticket.of(request)
-    if fields.max_tokens == 0:
-        raise bad("max_tokens is 0; ask for 1 or more", "max_tokens")
     if fields.top_logprobs is not None and not fields.logprobs:
         raise bad("top_logprobs goes with logprobs: true", "top_logprobs")
     if fields.modalities not in (None, ["text"]):

@@ -2,13 +2,14 @@
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from starlette.requests import Request
 
+from systolic.core.errors import NotFoundError
 from systolic.serving.http.limits import HttpLimits, TokenBucket
 from systolic.serving.http.metrics import Metrics
 from systolic.serving.http.problems import ProblemError, bad
@@ -31,6 +32,7 @@ class Ticket:
     key: str | None = None
     """Name of the API key."""
     route: str = ""
+    """What metrics and the log call its path, where one path of the application has several."""
     model: str | None = None
     usage: Usage | None = None
     examples: int = 1
@@ -98,6 +100,8 @@ class Desk:
     draining: bool = False
     opened: bool = False
     """Whether every model was opened and has started."""
+    starting: Sequence[str] = ()
+    """Names of the models that are opened in turn, until :attr:`opened`."""
     failed: str | None = None
     """Why the models can't start."""
     in_flight: int = 0
@@ -134,18 +138,41 @@ class Desk:
             NotFoundError: there is no such model.
         """
         ticket = Ticket.of(request)
-        if not self.opened:
-            raise self.not_ready("the server")
         if name is None:
-            names = [one.name for one in self.shelf.newest()]
+            names = self._names()
+            if not self.opened and not names:
+                raise self.not_ready("the server")
             if len(names) != 1:
                 raise bad(f"model is missing; served are: {', '.join(names)}", "model")
             name = names[0]
+        if not self.opened:
+            self.check_started(name, version)
         served = ticket.held.enter_context(self.shelf.use(name, version))
         ticket.model = served.name
         if not served.ready:
             raise self.not_ready(name)
         return served
+
+    def check_started(self, name: str, version: int | None = None) -> None:
+        """Refuses a model that is not on the shelf while models are opened.
+
+        Raises:
+            ProblemError: it is not ready yet.
+            NotFoundError: it is none of those that are opened.
+        """
+        on_shelf = [one for one in self.shelf.everything() if one.name == name]
+        if any(version in (None, one.version) for one in on_shelf):
+            return
+        if self.starting and name not in self.starting:
+            raise NotFoundError(
+                f"there is no model {name!r}; served are: {', '.join(self._names())}"
+            )
+        raise self.not_ready(name)
+
+    def _names(self) -> list[str]:
+        """Names of the models, those that are still opened included."""
+        opened = [one.name for one in self.shelf.newest()]
+        return list(dict.fromkeys([*opened, *(() if self.opened else self.starting)]))
 
     def text(self, request: Request, name: str | None) -> ServedText:
         """The language model of a request; errors as :meth:`use`.

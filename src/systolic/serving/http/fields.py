@@ -168,7 +168,6 @@ UNSUPPORTED = (
     "functions",
     "function_call",
     "reasoning_effort",
-    "store",
     "verbosity",
 )
 """Fields that this server knows and does not carry out."""

@@ -138,7 +138,7 @@ class Gate:
 
     def _note(self, scope: Scope, answer: "_Exchange") -> None:
         ticket, metrics = answer.ticket, self.desk.metrics
-        route = scope["route"].path if "route" in scope else "unknown"
+        route = ticket.route or (scope["route"].path if "route" in scope else "unknown")
         seconds = time.monotonic() - ticket.begun
         status = "499" if ticket.gone else str(answer.status)
         metrics.http_requests.labels(route, status).inc()

@@ -213,6 +213,8 @@ def _response(fields: InferFields, served: Served, found: Mapping[str, np.ndarra
 
 def _find(request: Request, desk: Desk) -> Served:
     version = version_in(request)
+    if not desk.opened:
+        desk.check_started(request.path_params["name"], version)
     versions = desk.shelf.versions(request.path_params["name"])
     return next((one for one in reversed(versions) if version in (None, one.version)), None) or _no(
         request

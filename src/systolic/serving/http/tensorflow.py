@@ -16,7 +16,7 @@ from systolic.core.errors import OptionError
 from systolic.serving.batch.dtypes import check_range, kind_of
 from systolic.serving.batch.request import BYTES, ArraySpec, ModelKind
 from systolic.serving.http.batches import answered, objects
-from systolic.serving.http.desk import Desk
+from systolic.serving.http.desk import Desk, Ticket
 from systolic.serving.http.listing import described, json_response
 from systolic.serving.http.problems import ProblemError, bad
 from systolic.serving.served import Served, ServedBatch, ServedText
@@ -25,6 +25,8 @@ _GET = re.compile(r"(?P<name>.+?)(?:/versions/(?P<version>[0-9]{1,15}))?(?P<meta
 _POST = re.compile(
     r"(?P<name>[^:]+?)(?:/versions/(?P<version>[0-9]{1,15})|/labels/(?P<label>[^/:]+))?:(?P<verb>[a-z]+)"
 )
+ROUTE = "/v1/models/{name}"
+"""What metrics and the log call the paths here, with what follows the name."""
 SIGNATURE = "serving_default"
 SMALL = 1 << 16
 """Bytes of JSON that are read in the event loop."""
@@ -47,6 +49,7 @@ async def model(request: Request, desk: Desk) -> Response:
     found = _GET.fullmatch(request.path_params["rest"])
     if found is None:
         raise ProblemError(status=404, message="there is no such path")
+    Ticket.of(request).route = f"{ROUTE}{found['metadata'] or ''}"
     served = _versions(desk, found["name"], found["version"])
     if found["metadata"]:
         return json_response(_metadata(served[-1]))
@@ -62,6 +65,8 @@ async def model(request: Request, desk: Desk) -> Response:
 
 
 def _versions(desk: Desk, name: str, version: str | None) -> Sequence[Served]:
+    if not desk.opened:
+        desk.check_started(name, None if version is None else int(version))
     versions = desk.shelf.versions(name)
     if version is not None:
         versions = [one for one in versions if one.version == int(version)]
@@ -98,6 +103,8 @@ async def predict(request: Request, desk: Desk) -> Response:
     found = _POST.fullmatch(request.path_params["rest"])
     if found is None:
         raise ProblemError(status=404, message="there is no such path; ask /v1/models/NAME:predict")
+    if found["verb"] == "predict":  # Any other word would be a label of the client's making.
+        Ticket.of(request).route = f"{ROUTE}:predict"
     if found["label"]:
         raise ProblemError(status=404, message=f"{found['name']} has no label {found['label']}")
     if found["verb"] != "predict":

@@ -23,9 +23,14 @@ class BatchProgress:
     """Whether it was told to end."""
 
     @property
-    def tokens_per_second(self) -> float:
-        """Of prompts and answers."""
-        return (self.prompt_tokens + self.completion_tokens) / max(self.seconds, 1e-9)
+    def generated_per_second(self) -> float:
+        """Tokens of answers."""
+        return self.completion_tokens / max(self.seconds, 1e-9)
+
+    @property
+    def prompts_per_second(self) -> float:
+        """Tokens of prompts."""
+        return self.prompt_tokens / max(self.seconds, 1e-9)
 
     @property
     def left_seconds(self) -> float | None:
