@@ -99,7 +99,9 @@ def test_a_full_disk_stops_it_and_loses_nothing(tmp_path: Path) -> None:
     process = files.start("30000")
     _, told = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert len(told.splitlines()) == 1
+    opened, *failed = told.splitlines()
+    assert opened.startswith("echo is ready after")
+    assert len(failed) == 1
     assert "could not be written (File too large)" in told
     assert "run the same command again" in told
     lines = files.out.read_text().splitlines()
