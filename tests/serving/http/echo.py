@@ -1,6 +1,7 @@
 """Models without weights: an engine that says the prompt again, and one that adds numbers."""
 
 import asyncio
+import contextlib
 import json
 import queue
 import threading
@@ -38,7 +39,8 @@ class EchoStream:
     def put(self, piece: TextPiece) -> None:
         self.pieces.put(piece)
         if self._loop is not None and self._waiting is not None:
-            self._loop.call_soon_threadsafe(self._waiting.set)
+            with contextlib.suppress(RuntimeError):  # The loop is closed: nobody reads any more.
+                self._loop.call_soon_threadsafe(self._waiting.set)
 
     def cancel(self) -> None:
         if not self.cancelled.is_set():
