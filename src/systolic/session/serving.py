@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from systolic.core.errors import NotFoundError, OptionError
+from systolic.core.errors import MissingExtraError, NotFoundError, OptionError, RunError
 from systolic.data.text.text_data import TextData
 from systolic.job import Job, Precision
 from systolic.session.trained import PreparedModel, is_model, keep_programs, prepare_model
@@ -70,6 +70,14 @@ def targets(words: Sequence[str]) -> list[ServeTarget]:
         if any(one.name == name for one in found):
             raise OptionError(f"two models are called {name}; write NAME={path} with another name")
         found += [ServeTarget(name=name, path=at, version=number) for number, at in _versions(path)]
+    return found
+
+
+def checked_targets(words: Sequence[str]) -> list[ServeTarget]:
+    """Models of a command line; errors as :func:`targets` and :func:`check_model`."""
+    found = targets(words)
+    for one in found:
+        check_model(one.path)
     return found
 
 
@@ -151,8 +159,6 @@ def serve(
         MissingExtraError: the packages of the extra ``serve`` are not installed.
         RunError: a model can't be opened, or the port can't be listened on.
     """
-    from systolic.core.errors import MissingExtraError, RunError
-
     try:
         from systolic.report.serving_log import ConsoleLog
         from systolic.serving.http.desk import Desk
@@ -178,9 +184,7 @@ def serve(
     def renewal(name: str | None) -> "Renewal":
         return _changes(words, desk, opener, name)
 
-    found = targets(words)
-    for one in found:
-        check_model(one.path)
+    found = checked_targets(words)
     desk.starting = list(dict.fromkeys(one.name for one in found))
     openers = [opener(one) for one in found]
     process = Process(desk, openers, settings.address, log, settings.keys, renewal, listening)
