@@ -1,9 +1,11 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jax.monitoring
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import systolic
 from systolic.aot.program_store import ProgramStore
@@ -14,6 +16,18 @@ from systolic.serving.batch.limits import InputLimits
 from systolic.serving.batch.opening import intake_of
 from systolic.serving.compiles import COMPILED
 from tests.interop import test_sentences
+
+
+@pytest.fixture(autouse=True)
+def without_caches_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Programs that JAX's own cache has are not kept: here it is empty."""
+    monkeypatch.setenv("SYSTOLIC_CACHE", str(tmp_path / "home"))
+    before = jax.config.jax_compilation_cache_dir
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
 
 BUCKETS = (Bucket(length=8, rows=1), Bucket(length=8, rows=4))
 
