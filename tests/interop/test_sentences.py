@@ -122,6 +122,12 @@ def test_the_command_takes_texts_and_files(tmp_path: Path, capsys, monkeypatch) 
     told = json.loads(capsys.readouterr().out)["predictions"]
     assert [one["file"] for one in told] == [TEXTS[0], "kitten.txt"]
     np.testing.assert_allclose([one["embedding"] for one in told], expected[:2], atol=1e-5)
+    # The empty string has no vector here either, as in /v1/embeddings.
+    assert main(["predict", str(bundle), TEXTS[0], ""]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "systolic: a text is empty; give a text",
+        "systolic: no answer for 1 of 2 inputs; see the lines above",
+    ]
     assert main(["predict", str(bundle), TEXTS[0], "empty.txt"]) == 1
     shown = capsys.readouterr()
     assert f"{expected[0][0]:.4f} {expected[0][1]:.4f}" in shown.out

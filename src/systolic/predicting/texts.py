@@ -58,7 +58,7 @@ def _content(text: str | Path) -> tuple[str, str | None]:
             name, content = "a text", text
     except (DataError, NotFoundError) as error:
         return "", str(error)
-    return content, None if content else f"{name} is empty; give some text"
+    return content, None if content else f"{name} is empty; give a text"
 
 
 def is_file(text: str) -> bool:
