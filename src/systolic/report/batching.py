@@ -1,27 +1,22 @@
 """Progress of an offline batch on stderr: a bar on a terminal, otherwise a line now and then."""
 
-import contextlib
-import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import TextIO
 
-from rich.console import Console
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from systolic.core.units import duration
 from systolic.report import terminal
+from systolic.report.area import LiveArea
 from systolic.serving.offline.progress import BatchProgress
 
 BAR, LINE_SECONDS = 24, 30.0
 
 
-class BatchDisplay:
+class BatchDisplay(LiveArea):
     """Context that shows a batch.
 
     Args:
@@ -39,35 +34,14 @@ class BatchDisplay:
         width: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        environ = os.environ if environ is None else environ
-        columns = width or shutil.get_terminal_size((100, 24)).columns
+        super().__init__(stream, environ=environ, width=width)
         self._stream, self._clock = stream, clock
         self._said = clock()
-        self._live: Live | None = None
-        if terminal.can_redraw(stream, environ, columns):
-            console = Console(file=stream, force_terminal=True, width=width, highlight=False)
-            self._live = Live(console=console, auto_refresh=False, transient=True)
-
-    def __enter__(self) -> "BatchDisplay":
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._live is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._live.stop()
 
     def see(self, progress: BatchProgress) -> None:
         """Shows the progress; a closed terminal does not end the batch."""
-        if self._live is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._live.update(_drawing(progress), refresh=True)
+        if self.drawn:
+            self.draw(_drawing(progress))
         elif self._clock() - self._said >= LINE_SECONDS:
             self._said = self._clock()
             terminal.say(self._stream, line(progress))

@@ -1,14 +1,9 @@
 """Progress of a search on stderr: a few redrawn lines on a terminal, otherwise a line per result."""
 
-import contextlib
-import os
-import shutil
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TextIO
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Group
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +13,7 @@ from systolic.planning.goal import days
 from systolic.planning.plan import Trial, reason_of
 from systolic.planning.search import SearchProgress, SearchStage
 from systolic.report import figures, terminal
+from systolic.report.area import LiveArea
 from systolic.report.plan import readings
 
 RUNNING = 4
@@ -25,41 +21,20 @@ RUNNING = 4
 BAR = 24
 
 
-class SearchDisplay:
+class SearchDisplay(LiveArea):
     """Context that shows a search; its :meth:`see` takes the progress."""
 
     def __init__(
         self, stream: TextIO, *, environ: Mapping[str, str] | None = None, width: int | None = None
     ) -> None:
-        environ = os.environ if environ is None else environ
-        columns = width or shutil.get_terminal_size((100, 24)).columns
+        super().__init__(stream, environ=environ, width=width)
         self._stream = stream
-        self._live: Live | None = None
         self._said = ""
-        if terminal.can_redraw(stream, environ, columns):
-            console = Console(file=stream, force_terminal=True, width=width, highlight=False)
-            self._live = Live(console=console, auto_refresh=False, transient=True)
-
-    def __enter__(self) -> "SearchDisplay":
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._live is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._live.stop()
 
     def see(self, progress: SearchProgress) -> None:
         """Shows the progress; a closed terminal does not end the search."""
-        if self._live is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._live.update(drawing(progress), refresh=True)
+        if self.drawn:
+            self.draw(drawing(progress))
             return
         if progress.latest is not None:
             terminal.say(self._stream, line(progress, progress.latest))
