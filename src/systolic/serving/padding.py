@@ -42,7 +42,7 @@ def fewest_padded(weights: Mapping[int, float], count: int) -> tuple[list[int], 
             sizes.append(int(values[end - 1]))
             end = int(origin[end])
     useful = float((values * often).sum())
-    return sizes[::-1], 1 - useful / float(cost[number])
+    return sizes[::-1], share_beyond(useful, float(cost[number]))
 
 
 def padding_share(needed: Mapping[int, float], sizes: Sequence[int]) -> float:
@@ -54,4 +54,9 @@ def padding_share(needed: Mapping[int, float], sizes: Sequence[int]) -> float:
     """
     useful = sum(need * often for need, often in needed.items())
     held = sum(sizes[bisect_left(sizes, need)] * often for need, often in needed.items())
-    return 1 - useful / held if held else 0.0
+    return share_beyond(useful, held)
+
+
+def share_beyond(useful: float, held: float) -> float:
+    """Share of what is held that is not useful; both are sums of floats, of which equal ones may differ in the last digit."""
+    return max(0.0, 1 - useful / held) if held else 0.0

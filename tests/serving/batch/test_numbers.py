@@ -111,7 +111,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Dynam
     made.close()
 
 
-TEXTS = ["a", "a cat sat on the mat", "kitten ", "", "shares fell on the market"]
+TEXTS = ["a", "a cat sat on the mat", "kitten ", "sat", "shares fell on the market"]
 LONG = "kitten " * 40
 
 
@@ -127,7 +127,10 @@ def test_texts_have_the_vectors_of_predict(texts: tuple[Any, DynamicBatches]) ->
     together = of.submit({"text": objects(*TEXTS)}).result(60)
     assert apart(together["embedding"], expected) < ROUNDING
     assert together["embedding"].dtype == np.float32
-    assert together["tokens"].tolist()[3] == 2  # only what is around a text
+    assert together["tokens"].tolist()[3] == 3  # a word, and what is around a text
+    with pytest.raises(OptionError, match="text 1 is empty; give a text"):
+        of.submit({"text": objects("a", "")})
+    assert opened.predict([""])[0] == {"error": "a text is empty; give a text"}
     with pytest.raises(OptionError, match=r"text 1 has \d+ tokens, and the model reads up to 12"):
         of.submit({"text": objects("a", LONG)}).result(60)
     futures = [of.submit({"text": objects(text.encode())}) for text in TEXTS * 5]

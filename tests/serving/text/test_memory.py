@@ -20,9 +20,10 @@ class Told:
     """Keeps the table of memory that an engine tells before it starts."""
 
     memory: ServingMemory
+    kernel: str
 
-    def sized(self, buckets, programs) -> None:
-        pass
+    def sized(self, buckets, programs, kernel) -> None:
+        self.kernel = kernel
 
     def compiled(self, facts) -> None:
         pass

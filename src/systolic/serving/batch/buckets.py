@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from systolic.core.errors import DataError, OptionError
 from systolic.core.ranges import COUNT, check
 from systolic.predicting.rows import Bucket
-from systolic.serving.padding import fewest_padded
+from systolic.serving.padding import fewest_padded, share_beyond
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,7 +197,7 @@ def _padding(
     )
     useful = sum(length * often for length, often in lengths.items())
     useful *= sum(count * often for count, often in rows.items())
-    return 1 - useful / total if total else 0.0
+    return share_beyond(useful, total)
 
 
 def _rows(count: int, sizes: Sequence[int], linear: bool) -> int:
@@ -223,7 +223,7 @@ def _sizes(weights: Mapping[int, float], count: int, least: int) -> tuple[list[i
         weight * next(size for size in sizes if size >= value) for value, weight in weights.items()
     )
     useful = sum(value * weight for value, weight in weights.items())
-    return sizes, 1 - useful / padded if padded else 0.0
+    return sizes, share_beyond(useful, padded)
 
 
 def _quarters(largest: int, ways: int) -> list[int]:

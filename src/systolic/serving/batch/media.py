@@ -96,6 +96,8 @@ class TextIntake(Intake):
         for index, value in enumerate(inputs["text"]):
             if isinstance(value, str | bytes):
                 self.content("text", value)
+                if not value:
+                    raise OptionError(f"text {index} is empty; give a text")
             else:
                 self._check_ids(index, value)
         return count
