@@ -85,12 +85,24 @@ def generate_server(model: str, dtype: str, port: int) -> None:
     uvicorn.run(app, port=port, log_level="error")
 
 
+def continuous_server(words: list[str]) -> None:
+    """``transformers serve``, which refuses a field that guidellm sends, and any load tool with answers of one length."""
+    from transformers.cli.serving import completion
+    from transformers.cli.transformers import main as transformers_main
+
+    known = completion.TransformersTextCompletionCreateParams
+    setattr(known, "__mutable_keys__", known.__mutable_keys__ | {"ignore_eos"})  # noqa: B010
+    sys.argv = ["transformers", "serve", *words]
+    transformers_main()
+
+
 def command(peer: str, options: argparse.Namespace, port: int) -> list[str] | str:
     """The command of a server, or why there is none."""
     most, context = max(options.streams), options.prompt + options.answer + 64
     if peer == "systolic":
         found = [sys.executable, "-m", "systolic", "serve", f"m={options.model}"]
         found += ["--port", str(port), "--rows", str(most), "--context", str(context)]
+        found += ["--precision", {"float32": "f32", "bfloat16": "bf16"}[options.dtype]]
         return [*found, "--log", "json"]
     if peer == "llama.cpp":
         if not options.llama_server or not options.gguf:
@@ -105,11 +117,8 @@ def command(peer: str, options: argparse.Namespace, port: int) -> list[str] | st
         return "pip install transformers torch fastapi uvicorn"
     if peer == "generate":
         return [sys.executable, __file__, "--generate", options.model, options.dtype, str(port)]
-    tool = shutil.which("transformers", path=str(Path(sys.executable).parent))
-    if tool is None:
-        return "pip install 'transformers[serving]'"
-    found = [tool, "serve", options.model, "--continuous-batching", "--device", "cpu"]
-    return [*found, "--dtype", options.dtype, "--port", str(port)]
+    found = [sys.executable, __file__, "--continuous", options.model, "--continuous-batching"]
+    return [*found, "--device", "cpu", "--dtype", options.dtype, "--port", str(port)]
 
 
 def answers(port: int, model: str) -> bool:
@@ -265,6 +274,9 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--generate", nargs=3, help=argparse.SUPPRESS)
+    if sys.argv[1:2] == ["--continuous"]:
+        continuous_server(sys.argv[2:])
+        return
     options = parser.parse_args()
     if options.generate:
         model, dtype, port = options.generate

@@ -1,7 +1,6 @@
 """Attention is chosen by where the program will run, and every kernel computes the same thing."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -27,6 +26,7 @@ from systolic.models.splash import (
 )
 from systolic.steps.mesh import make_mesh
 from systolic.steps.target import MeshTarget
+from tests.devices import virtual_devices
 
 
 def target(platform: str) -> MeshTarget:
@@ -283,8 +283,7 @@ def test_splash_attention_over_a_mesh_is_that_of_one_device() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.models.splash_child"],
         cwd=Path(__file__).parents[2],
-        env=os.environ
-        | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
+        env=virtual_devices(8),
         capture_output=True,
         text=True,
         check=False,

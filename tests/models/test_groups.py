@@ -1,7 +1,6 @@
 """Batch norm over groups of a batch, and models over several devices, held against one device and a calculation by hand."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,6 +19,7 @@ from systolic.models.layers import ConvNorm, start
 from systolic.models.vision.pixels import Pixels
 from systolic.models.vision.resnet.config import ResNet, Stem
 from systolic.recipes.image import ImageModel, image
+from tests.devices import virtual_devices
 from tests.models import encoders, images
 from tests.models.groups_child import GROUPS, encoder, example, grouped
 
@@ -28,8 +28,7 @@ def on_eight_devices(what: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.models.groups_child", what],
         cwd=Path(__file__).parents[2],
-        env=os.environ
-        | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"},
+        env=virtual_devices(8),
         capture_output=True,
         text=True,
         check=False,

@@ -1,7 +1,6 @@
 """Whisper: what it counts, learns, refuses, and how a mesh splits it."""
 
 import json
-import os
 import subprocess
 import sys
 from functools import partial
@@ -14,6 +13,7 @@ from systolic.core.errors import LayoutError, OptionError
 from systolic.job import Field, Layout, Remat
 from systolic.models.whisper.config import Whisper
 from systolic.steps import flops
+from tests.devices import virtual_devices
 from tests.models import speech
 
 ONE = Layout(data=1, fsdp=1)
@@ -70,10 +70,9 @@ def test_the_first_loss_is_that_of_chance_and_every_parameter_has_a_gradient() -
 
 @pytest.mark.slow
 def test_layouts_and_policies_train_the_same_model_and_bf16_one_near_it() -> None:
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     ran = subprocess.run(
         [sys.executable, "-m", "tests.models.whisper_child"],
-        env=environment,
+        env=virtual_devices(8),
         capture_output=True,
         text=True,
         check=False,

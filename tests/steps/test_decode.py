@@ -1,7 +1,6 @@
 """Text written over several devices is that of one, and no step gathers weights, caches or indices."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,16 +14,16 @@ from systolic.models.decoder.config import Decoder
 from systolic.steps.decode import Decode
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import MeshTarget
+from tests.devices import virtual_devices
 from tests.steps import tiny
 from tests.steps.decode_child import DENSE, LAYOUTS, MIXTURE, write
 
 
 def test_layouts_write_the_text_of_one_device() -> None:
-    flags = "--xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-m", "tests.steps.decode_child"],
         cwd=Path(__file__).parents[2],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"},
+        env=virtual_devices(8),
         capture_output=True,
         text=True,
         check=False,

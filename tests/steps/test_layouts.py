@@ -1,7 +1,6 @@
 """Every axis, and the usual pairs, train the same model to the same loss as one device."""
 
 import json
-import os
 import subprocess
 import sys
 from functools import cache
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from systolic.job import Job
+from tests.devices import virtual_devices
 from tests.steps import tiny
 from tests.steps.layouts_child import ADAPTED, LAYOUTS, job_of
 
@@ -30,11 +30,10 @@ QUICK = [
 
 def on_eight_devices(names: list[str]) -> dict[str, dict[str, Any]]:
     root = Path(__file__).parents[2]
-    flags = "--xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-m", "tests.steps.layouts_child", *names],
         cwd=root,
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"},
+        env=virtual_devices(8),
         capture_output=True,
         text=True,
         check=False,

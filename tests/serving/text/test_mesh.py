@@ -1,7 +1,6 @@
 """An engine on several devices answers as one on one device does."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,16 +8,15 @@ from typing import Any
 
 import pytest
 
+from tests.devices import virtual_devices
 from tests.serving.text.mesh_child import MODELS
-
-DEVICES = "--xla_force_host_platform_device_count=4"
 
 
 def on_four_devices(*words: str) -> list[dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.serving.text.mesh_child", *words],
         cwd=Path(__file__).parents[3],
-        env={**os.environ, "XLA_FLAGS": DEVICES, "JAX_PLATFORMS": "cpu"},
+        env=virtual_devices(4),
         capture_output=True,
         text=True,
         check=False,

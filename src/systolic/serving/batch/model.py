@@ -26,8 +26,8 @@ from systolic.serving.batch.request import ArraySpec, ModelKind
 from systolic.serving.batch.workers import Workers
 from systolic.serving.compiles import CompileFacts, count_compiles
 
-ROUNDS, SLOW_SECONDS = 5, 0.3
-"""Calls of each program, of which the fastest is its time; of one that takes longer, two."""
+ROUNDS, MEASURED_SECONDS = 5, 2.0
+"""Calls of each program, of which the fastest is its time; two where more would take longer in all."""
 COMPILERS = min(os.cpu_count() or 1, 8)
 """Programs that are compiled at once."""
 
@@ -179,10 +179,11 @@ class DynamicBatches:
         Every round calls every program, so that a busy moment of the machine slows no program in all its calls.
         """
         best: dict[Bucket, float] = dict.fromkeys(self.buckets.all, float("inf"))
+        begin = time.perf_counter()
         for turn in range(ROUNDS):
             for bucket, known in best.items():
-                if turn > 1 and known > SLOW_SECONDS:
-                    continue
+                if turn > 1 and time.perf_counter() - begin > MEASURED_SECONDS:
+                    return best
                 start = time.perf_counter()
                 self._predictor([], bucket)
                 best[bucket] = min(known, time.perf_counter() - start)
