@@ -100,7 +100,7 @@ def outgoing_model(model: Model, weights: Mapping[str, Any], origin: Config) -> 
 
 def _written(model: Model, origin: Config) -> Config:
     """The config.json for a model: its origin's where the model is still the same, with fields about its text in any case."""
-    same = origin and not _differences(model, origin)
+    same = origin and not differences(model, origin)
     said = origin if same else _said(model)
     if isinstance(model, Decoder) and model.drops:
         raise OptionError(
@@ -178,7 +178,7 @@ def _said(model: Model) -> dict[str, Any]:
         known = import_module(HOMES[kind]).FAMILIES[kind]
         try:
             config = known.config(model)
-            away = _differences(model, config)
+            away = differences(model, config)
             size = len(away), False
         except (AssertionError, AttributeError):
             continue  # a family of another type of model
@@ -197,7 +197,7 @@ def _said(model: Model) -> dict[str, Any]:
     )
 
 
-def _differences(model: Model, config: Config) -> list[str]:
+def differences(model: Model, config: Config) -> list[str]:
     """Fields in which a model is not the one of a config.json, as text."""
     said = _family(config).model(config)
     if type(said) is not type(model):

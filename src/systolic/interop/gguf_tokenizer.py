@@ -61,7 +61,7 @@ def tokenizer_folder(path: Path, fields: Fields) -> Path:
     folder = cache_home() / "gguf" / digest([VERSION, own])
     last = folder / "tokenizer_config.json"
     if not last.is_file():
-        write_atomically(folder / "tokenizer.json", _build(path, own).to_str())
+        write_atomically(folder / "tokenizer.json", build(path, own).to_str())
         write_atomically(
             folder / "generation_config.json", json.dumps({"eos_token_id": _ends(own)})
         )
@@ -69,7 +69,13 @@ def tokenizer_folder(path: Path, fields: Fields) -> Path:
     return folder
 
 
-def _build(path: Path, fields: Fields) -> "tokenizers.Tokenizer":
+def build(path: Path, fields: Fields) -> "tokenizers.Tokenizer":
+    """The tokenizer of a file's metadata; raises as :func:`tokenizer_folder`.
+
+    Args:
+        path: The GGUF file, for messages.
+        fields: Its metadata.
+    """
     try:
         import tokenizers
     except ImportError as error:
@@ -131,7 +137,7 @@ def _sentence_piece(path: Path, fields: Fields, vocab: dict[str, int]) -> "token
     made = Tokenizer(
         models.BPE(
             vocab=vocab,
-            merges=_merges(plain),
+            merges=merges_of(plain),
             unk_token=None if unknown is None else fields[f"{KEY}tokens"][unknown],
             fuse_unk=True,
             byte_fallback=True,
@@ -149,7 +155,7 @@ def _sentence_piece(path: Path, fields: Fields, vocab: dict[str, int]) -> "token
     return made
 
 
-def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+def merges_of(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     """Merges of SentencePiece's BPE: into each piece from any two, the best score first."""
     found = [
         (score, piece[:cut], piece[cut:])

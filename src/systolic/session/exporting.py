@@ -1,31 +1,34 @@
-"""``systolic.export_model``: a run or a Bundle as a folder that another library opens."""
+"""``systolic.export_model``: a run or a Bundle in the format of another library."""
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from systolic.artifact.bundle import ORIGIN, ImportedFrom, check_free, draft, model_record
-from systolic.artifact.run import JOB, TOKENIZER
+from systolic.artifact.run import JOB
 from systolic.artifact.tensors import TensorSpec
 from systolic.core.digest import digest
 from systolic.core.errors import OptionError
 from systolic.core.units import si
 from systolic.data.text.text_data import TextData
-from systolic.interop.exporting import Outgoing, config_of, outgoing, outgoing_model, with_text
-from systolic.interop.source import OTHER_FILES, TEXT_FILES, known_source, most_common, open_source
+from systolic.interop.exporting import Outgoing, config_of, with_text
+from systolic.interop.source import TEXT_FILES, most_common
 from systolic.models.decoder.config import Decoder
-from systolic.models.families import CONFIG, Config, read_config
+from systolic.models.families import CONFIG
+from systolic.session.docker.folder import ExportedImage, ImageOptions, export_docker
+from systolic.session.exporting_gguf import ExportedGguf, GgufOptions, export_gguf
+from systolic.session.outgoing import in_files, leaving, origin_of, text_files
 from systolic.session.trained import TrainedModel, open_model
 
 DTYPES = ("dtype", "torch_dtype")
 """Names of the weights' dtype in a config.json, of transformers 5 and before."""
-HF, BUNDLE = "hf", "bundle"
-FORMATS = (HF, BUNDLE)
-"""Formats of an export: ``hf`` is a folder of Hugging Face transformers, ``bundle`` a Bundle."""
+HF, BUNDLE, GGUF, DOCKER = "hf", "bundle", "gguf", "docker"
+FORMATS = (HF, BUNDLE, GGUF, DOCKER)
+"""Formats of an export: ``hf`` is a folder of Hugging Face transformers, ``bundle`` a Bundle, ``gguf`` a file of llama.cpp, ``docker`` an image's build folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,71 +52,77 @@ class Exported:
             "bytes": self.bytes,
         }
 
+    def lines(self) -> list[str]:
+        """Nothing: a model's files are not compared."""
+        return []
+
 
 def export_model(
     path: Path | str,
     out: Path | str,
     *,
     to: str = "hf",
+    gguf: GgufOptions = GgufOptions(),  # noqa: B008
+    image: ImageOptions = ImageOptions(),  # noqa: B008
     checkpoint: str | int = "best",
     trust: bool = False,
     say: Callable[[str], None] = lambda _: None,
-) -> Exported:
+) -> Exported | ExportedGguf | ExportedImage:
     """Writes a run, a Bundle or another model in files for another library, or a run as a Bundle; adapters are merged.
 
     Args:
         path: The run's directory, or the model.
-        out: The new folder.
-        to: ``hf``, what transformers opens: config.json, safetensors, tokenizer; or ``bundle``, which this
-            library opens without the run: of a run that trained a language model.
+        out: The new folder, or for ``gguf`` the new file.
+        to: ``hf``, what transformers opens: config.json, safetensors, tokenizer; ``bundle``, which this
+            library opens without the run: of a run that trained a language model; ``gguf``, what llama.cpp
+            opens: of a language model; or ``docker``, the build folder of an image that serves a Bundle.
+        gguf: For ``gguf``: the precision of the matrices.
+        image: For ``docker``: what the image runs on, and whether the Bundle is in it.
         checkpoint: Of a run: ``best``, ``last`` or the number of a step.
         trust: Execute the run's recipe although it is not yours, now and later.
         say: Called with each stage.
 
     Raises:
         OptionError: no family of transformers computes what the model does; names the field. For a Bundle:
-            the path is a model in files already, or no language model with a tokenizer.json.
+            the path is a model in files already, or no language model with a tokenizer.json. For ``gguf``:
+            no architecture of llama.cpp computes it, or there is no tokenizer that GGUF has. For ``docker``: the
+            path is no Bundle.
         TakenError: there is something at ``out``.
-        RunError: the disk is full, or the run can't be opened; nothing is left at ``out``.
+        RunError: the disk is full, the run can't be opened, or what was written computes something else;
+            nothing is left at ``out``.
     """
     if to not in FORMATS:
         raise OptionError(f"to is {to!r}; it takes {' or '.join(FORMATS)}")
     path, out = Path(path), Path(out)
+    _check_used(to, gguf, image)
+    if to == GGUF:
+        return export_gguf(path, out, gguf, checkpoint=checkpoint, trust=trust, say=say)
+    if to == DOCKER:
+        return export_docker(path, out, image, say=say)
     check_free(out)
-    if known_source(path) and not (path / JOB).is_file():
-        if to == BUNDLE:
+    if to == BUNDLE:
+        if in_files(path):
             raise OptionError(
                 f"{path} is a model in files already; write it as a Bundle with systolic import {path} --out {out}"
             )
-        source = open_source(path)
-        source.verify()
-        files = {name: file.read_bytes() for name, file in source.files().items()}
-        return _write(outgoing(source), files, out, say)
-    model = open_model(path, checkpoint, trust=trust)
-    files = _text_files(model.job.data)
-    if to == BUNDLE:
-        return _write_bundle(model, files, out, say)
-    made = outgoing_model(model.job.model, model.plain_weights, _origin(model))
-    data = model.job.data
-    if isinstance(data, TextData):
-        config, files = with_text(made.config, files, data)
-        made = replace(made, config=config)
-    return _write(made, files, out, say)
+        model = open_model(path, checkpoint, trust=trust)
+        return _write_bundle(model, text_files(model.job.data), out, say)
+    found = leaving(path, checkpoint, trust=trust)
+    return _write(found.made, found.files, out, say)
 
 
-def _origin(model: TrainedModel) -> Config:
-    """The config.json of the model that a run began with; {} where it began with none."""
-    kept = model.path / TOKENIZER / CONFIG
-    return read_config(kept) if kept.is_file() else {}
+def _check_used(to: str, gguf: GgufOptions, image: ImageOptions) -> None:
+    """Refuses options that a format does not have.
 
-
-def _text_files(data: Any) -> dict[str, bytes]:
-    """Files of a job's tokenizer, chat template and preprocessing; a tokenizer of bytes has none."""
-    if not isinstance(data, TextData) or (file := data.get_tokenizer().file()) is None:
-        return {}
-    beside = {name: file.parent / name for name in (*TEXT_FILES, *OTHER_FILES)}
-    found = {name: path.read_bytes() for name, path in beside.items() if path.is_file()}
-    return found | data.get_tokenizer().files()
+    Raises:
+        OptionError: one is given.
+    """
+    for given, of in ((gguf, GGUF), (image, DOCKER)):
+        if given != type(given)() and to != of:
+            names = ", ".join(
+                f"{n} {v}" for n, v in vars(given).items() if v != vars(type(given)())[n]
+            )
+            raise OptionError(f"{names} is for --to {of} and given with --to {to}; leave it out")
 
 
 def _write(
@@ -150,7 +159,7 @@ def _write_bundle(
     weights = model.plain_weights
     specs = [TensorSpec(name=p, shape=a.shape, dtype=a.dtype) for p, a in weights.items()]
     begun = json.loads((model.path / JOB).read_bytes())
-    config = config_of(job.model, _origin(model))
+    config = config_of(job.model, origin_of(model))
     if config:
         config, files = with_text(config, files, job.data)
     with draft(out) as folder:

