@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from systolic.session.importing import Imported, import_model
     from systolic.session.planning import plan
     from systolic.session.public import resume, train
+    from systolic.session.quantizing import QuantizedModel, quantize_model
     from systolic.session.trained import TrainedModel
     from systolic.session.trained import open_model as open
     from systolic.session.training import TrainResult
@@ -29,6 +30,7 @@ _HOME = {
     "Imported": "systolic.session.importing",
     "Slice": "systolic.chips",
     "Spread": "systolic.forecasting",
+    "QuantizedModel": "systolic.session.quantizing",
     "SystolicError": "systolic.core.errors",
     "TrainResult": "systolic.session.training",
     "TrainedModel": "systolic.session.trained",
@@ -40,6 +42,7 @@ _HOME = {
     "import_model": "systolic.session.importing",
     "open": "systolic.session.trained",
     "plan": "systolic.session.planning",
+    "quantize_model": "systolic.session.quantizing",
     "resume": "systolic.session.public",
     "slice": "systolic.chips",
     "train": "systolic.session.public",
@@ -53,6 +56,7 @@ __all__ = [
     "Exported",
     "Forecast",
     "Imported",
+    "QuantizedModel",
     "Slice",
     "Spread",
     "SystolicError",
@@ -67,6 +71,7 @@ __all__ = [
     "import_model",
     "open",
     "plan",
+    "quantize_model",
     "resume",
     "slice",
     "train",

@@ -17,8 +17,9 @@ from systolic.models.decoder.moe import Mixture
 from systolic.models.decoder.switches import Router
 from systolic.models.grouped import grouped_product
 from systolic.models.layered import Layered
-from systolic.models.rounded import rounded
+from systolic.models.quantized import quantized
 from systolic.steps import flops
+from systolic.steps.decode import INT8
 from tests.models.test_decoder import arrays, module
 from tests.steps import tiny
 
@@ -130,7 +131,7 @@ def test_a_layers_groups_are_its_own_in_the_stack_of_all() -> None:
     target = tiny.steps(tiny.job(layout=tiny.ONE_DEVICE, model=CONFIG)).target
     for number in range(3):
         layer = Layered(stack=stack, number=jnp.int32(number))
-        whole = Layered(stack=rounded(stack, (2,)), number=jnp.int32(number))
+        whole = Layered(stack=quantized(stack, (2,), INT8), number=jnp.int32(number))
         wanted = jnp.concatenate([x[:4] @ stack[number, 0], x[4:] @ stack[number, 1]])
         np.testing.assert_allclose(grouped_product(target, x, layer, sizes, 6), wanted, atol=1e-5)
         np.testing.assert_allclose(grouped_product(target, x, whole, sizes, 6), wanted, atol=0.1)

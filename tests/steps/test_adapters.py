@@ -9,9 +9,9 @@ import pytest
 
 from systolic.core.errors import OptionError
 from systolic.job import Adapter, AdapterKind, Job, Layout, Remat
-from systolic.models.adapters import merged
-from systolic.models.compact import compressed
+from systolic.models.adapters import NF4, merged
 from systolic.models.decoder.config import Decoder, Dispatch
+from systolic.models.quantized import quantized
 from systolic.steps import flops
 from tests.steps import tiny
 from tests.steps.layouts_child import LATENT
@@ -111,7 +111,7 @@ def test_four_bits_restore_as_the_library_does() -> None:
     from qwix._src.core import qarray
 
     value = jax.random.normal(jax.random.key(0), (3, 128, 16))
-    made = compressed(value, 1, (0, 2))
+    made = quantized(value, (1,), NF4, value.dtype)
     assert made.codes.dtype == jnp.uint4
     assert made.scales.shape == (3, 2, 16)
     expected = qarray.dequantize(qarray.QArray(made.codes, made.scales, qtype="nf4"))

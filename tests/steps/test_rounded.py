@@ -12,7 +12,7 @@ from systolic.job import Job, Layout, Precision, Sampling, Served, ServedCache, 
 from systolic.models.decoder.cache import Coded, coded
 from systolic.models.decoder.config import Decoder, Dispatch
 from systolic.models.decoder.switches import Latent
-from systolic.models.rounded import Rounded, rounded, rounded_product
+from systolic.models.quantized import Quantized
 from systolic.steps.apart import ApartDecode, ApartState
 from systolic.steps.decode import Decode
 from systolic.steps.steps import StepFunctions
@@ -36,38 +36,6 @@ def job(model: Decoder, layout: Layout) -> Job:
     return replace(made, layout=layout, precision=Precision.f32)
 
 
-def test_codes_and_scales_by_hand() -> None:
-    made = rounded(jnp.array([[1.0, -0.5], [-2.0, 0.25]]), (0,))
-    assert made.codes.dtype == jnp.int8
-    np.testing.assert_array_equal(made.codes, [[64, -127], [-127, 64]])
-    np.testing.assert_allclose(made.scales, [[2 / 127, 0.5 / 127]])
-
-
-@pytest.mark.parametrize(
-    ("spec", "shape", "inputs"),
-    [
-        ("bsd,dhe->bshe", (6, 4, 2), (0,)),
-        ("bshe,hed->bsd", (4, 2, 6), (0, 1)),
-        ("bshe,rhe->bshr", (3, 4, 2), (0,)),  # absorbed: what the scales belong to is summed over
-        ("becd,edf->becf", (4, 6, 5), (1,)),
-    ],
-)
-def test_a_product_scales_its_result_or_its_operand(
-    spec: str, shape: tuple[int, ...], inputs: tuple[int, ...]
-) -> None:
-    sizes = dict(zip(spec.split("->")[0].split(",")[1], shape, strict=True)) | {
-        "b": 2,
-        "s": 3,
-        "c": 3,
-    }
-    given = [sizes[letter] for letter in spec.split(",")[0]]
-    x = jax.random.normal(jax.random.key(0), given)
-    weights = rounded(jax.random.normal(jax.random.key(1), shape), inputs)
-    np.testing.assert_allclose(
-        rounded_product(spec, x, weights), jnp.einsum(spec, x, weights.restored()), atol=1e-5
-    )
-
-
 @pytest.mark.parametrize("model", [DENSE, MIXTURE, LATENT], ids=["dense", "mixture", "latent"])
 def test_decode_reads_int8(model: Decoder) -> None:
     layout, rows = Layout(fsdp=1), 2
@@ -77,15 +45,15 @@ def test_decode_reads_int8(model: Decoder) -> None:
     plain = Decode(steps, Sampling(temperature=0.0))
     state = jax.jit(steps.init, out_shardings=steps.shardings)(jax.random.key(0))
     codes = jax.jit(narrow.weights, out_shardings=narrow.placement)(state.params)
-    held = [one for one in codes.values() if isinstance(one, Rounded)]
+    held = [one for one in codes.values() if isinstance(one, Quantized)]
     assert sum(one.codes.size for one in held) > 0.4 * steps.network.num_parameters
     wide = {
-        path: one.restored() if isinstance(one, Rounded) else one for path, one in codes.items()
+        path: one.restored() if isinstance(one, Quantized) else one for path, one in codes.items()
     }
     tokens = jax.random.randint(jax.random.key(2), (rows, 8), 0, 256)
     count, key = jnp.full((rows,), 8), jax.random.key(3)
 
-    def answer(decode: Decode, params: dict[str, jax.Array | Rounded]) -> jax.Array:
+    def answer(decode: Decode, params: dict[str, jax.Array | Quantized]) -> jax.Array:
         begun = decode.prefill(params, state.model_state, tokens, count, key, 16)
         module = decode._module(params, state.model_state)
         return module.extend(begun.token, begun.cache)[0]

@@ -13,6 +13,7 @@ from systolic.aot.steps import described, generated, trace_generation
 from systolic.aot.traced import PagedCall, ServingCall, Traced
 from systolic.chips import Slice
 from systolic.job import Batch, Job, Residual, Sampling
+from systolic.models.quantized import stored_bytes
 from systolic.steps.decode import Decode
 from systolic.steps.paged import PagedSteps, StepInput, StepShape
 from systolic.steps.programs import jit_paged
@@ -146,4 +147,4 @@ def _bytes(decode: Decode, program: ServingCall) -> dict[str, float]:
 def _one(array: Any, where: Any) -> int:
     """Bytes of an array on one device, by its sharding or its format."""
     sharding = where.sharding if isinstance(where, Format) else where
-    return math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
+    return stored_bytes(sharding.shard_shape(array.shape), array.dtype)

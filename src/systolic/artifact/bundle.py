@@ -24,16 +24,25 @@ import msgspec
 import numpy as np
 
 from systolic.artifact import failure
+from systolic.artifact.packed import (
+    AnyTensor,
+    QuantizedRecord,
+    StoredTensor,
+    quantization_of,
+    views,
+)
 from systolic.artifact.tensors import SUFFIX, MappedTensor, TensorSpec, read_header, write
 from systolic.core.errors import DataError, NotFoundError, RunError, TakenError
 from systolic.core.files import write_json
-from systolic.job import Model
+from systolic.job import Model, Quantization
 
 MANIFEST = "bundle.json"
 """Written last: a folder without it is no Bundle."""
 KIND = "systolic-bundle"
-FORMAT = 1
-"""Raised when the files change in a way that older versions misread."""
+FORMAT = 2
+"""Raised when the files change in a way that older versions misread; 2 has quantized matrices."""
+PLAIN_FORMAT = 1
+"""Of a Bundle without such matrices, which older versions read."""
 SHARD_BYTES = 4 * 10**9
 """Size of a weights file; a larger tensor has a file of its own."""
 WEIGHTS = "weights"
@@ -92,6 +101,8 @@ class BundleRecord(msgspec.Struct, frozen=True):
     files: dict[str, FileRecord]
     parity: dict[str, Any] | None = None
     """Largest and mean differences from the source framework's outputs; ``None`` where none were computed."""
+    quantization: dict[str, QuantizedRecord] = {}
+    """Matrices that are stored as codes and scales, by the paths of their parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +112,15 @@ class Bundle:
     folder: Path
     record: BundleRecord
     model: Model
-    tensors: Mapping[str, MappedTensor] = field(repr=False)
-    """By the paths of our parameters."""
+    tensors: Mapping[str, AnyTensor] = field(repr=False)
+    """By the paths of our parameters; quantized ones as the floats that they stand for."""
+    parts: Mapping[str, StoredTensor] = field(repr=False, default_factory=dict)
+    """Codes and scales of quantized matrices by their paths."""
+
+    @property
+    def quantization(self) -> Quantization:
+        """Formats of its quantized matrices."""
+        return quantization_of(self.record.quantization)
 
     def damaged(self) -> str | None:
         """Name of the first file whose contents have changed, ``None`` if all are intact; reads everything."""
@@ -171,7 +189,8 @@ def open_bundle(folder: Path) -> Bundle:
     for name in record.files:
         if name.endswith(SUFFIX):
             tensors |= read_header(folder / name)[0]
-    return Bundle(folder=folder, record=record, model=model, tensors=tensors)
+    plain, parts = views(tensors, record.quantization, file)
+    return Bundle(folder=folder, record=record, model=model, tensors=plain, parts=parts)
 
 
 def _check_files(folder: Path, record: BundleRecord) -> None:
@@ -222,7 +241,7 @@ def arrays(bundle: Bundle, like: Mapping[str, Any]) -> Iterator[tuple[str, Any]]
     with ThreadPoolExecutor(1) as pool:
         check = pool.submit(bundle.verify)
         for path, shape in like.items():
-            tensor = bundle.tensors.get(path)
+            tensor = bundle.parts.get(path, bundle.tensors.get(path))
             if tensor is None:
                 continue
             if tensor.shape != tuple(shape.shape):
@@ -299,7 +318,8 @@ class BundleDraft:
 
     def describe(self, **about: Any) -> Bundle:
         """Writes bundle.json and opens the draft, still under its temporary name."""
-        record = BundleRecord(kind=KIND, format=FORMAT, files=self._files, **about)
+        made = FORMAT if about.get("quantization") else PLAIN_FORMAT
+        record = BundleRecord(kind=KIND, format=made, files=self._files, **about)
         write_json(self.folder / MANIFEST, msgspec.to_builtins(record))
         return open_bundle(self.folder)
 

@@ -26,7 +26,7 @@ class ServingOptions:
         page_size: Positions of a page of the cache.
         chunk: Prompt tokens that a step reads.
         host_ms: Milliseconds of the host's work for each step, an assumption: shown behind the step and after it.
-        weights: Format of the weights: plain, or int8 for a decoder's matrices.
+        weights: Format of a decoder's matrices: plain, or quantized as systolic quantize does; a quantized Bundle has its own.
         cache: Format of keys and values: plain, or int8 with a scale for each position and head.
         expert_axis: What the expert axis splits beside experts: rows (texts), or heads (as the tensor axis does); by default neither, as systolic serve has it.
         flags: Compiler flags on top of the set that all jobs on the chip share; none leaves that set out.
@@ -57,6 +57,7 @@ def forecast_server(args: Sequence[str]) -> int:
     from systolic.report.progress import ProgressLine
     from systolic.session.capacity import Load, forecast_serving
     from systolic.session.server_layout import ROWS, engine_layout
+    from systolic.session.server_steps import with_formats
 
     target, rest = first(args, f"forecast {SERVE}", "a model or a recipe")
     asked = request(target, rest, "forecast", ServingOptions)
@@ -68,6 +69,7 @@ def forecast_server(args: Sequence[str]) -> int:
         chunk=options.chunk,
         host_seconds=options.host_ms / 1e3,
     )
+    job = with_formats(job, target, options.weights)
     if not any(word.startswith("--layout.") for word in asked.typed):
         job = replace(
             job, layout=engine_layout(job, on, load, max(options.concurrency, default=ROWS))
@@ -94,9 +96,8 @@ def forecast_server(args: Sequence[str]) -> int:
 
 
 def _served(options: ServingOptions) -> Served | None:
-    """Formats and split that were asked for; None where they are those of ``systolic serve``."""
+    """Format of the cache and split that were asked for; None where they are those of ``systolic serve``."""
     axis = options.expert_axis
-    plain = options.weights is ServedWeights.plain and options.cache is ServedCache.plain
-    if plain and axis is None:
+    if options.cache is ServedCache.plain and axis is None:
         return None
-    return Served(weights=options.weights, cache=options.cache, expert_axis=axis or ExpertAxis.rows)
+    return Served(cache=options.cache, expert_axis=axis or ExpertAxis.rows)

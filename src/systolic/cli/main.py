@@ -49,6 +49,10 @@ VERBS = {
     "batch": Verb(
         "batch", "answers a file of requests in OpenAI's batch format, each line exactly once"
     ),
+    "quantize": Verb(
+        "quantize",
+        "writes a model with its matrices in int8, int4, fp8 or nf4, and what that costs",
+    ),
     "export": Verb(
         "export", "writes a trained model as a folder that transformers opens, or as a Bundle"
     ),

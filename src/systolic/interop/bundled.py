@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from systolic.artifact.bundle import ORIGIN, Bundle, arrays, open_bundle
+from systolic.artifact.packed import RestoredTensor
 from systolic.core.digest import digest
 from systolic.interop.program.model import ExportedProgram
 from systolic.interop.source import Source
+from systolic.job import Quantization
 
 if TYPE_CHECKING:
     import jax
@@ -32,6 +34,11 @@ class BundleSource(Source):
         """See :class:`Source`."""
         return self.bundle.record.dtype
 
+    @property
+    def quantization(self) -> Quantization:
+        """See :class:`Source`."""
+        return self.bundle.quantization
+
     def each(self, like: "Mapping[str, jax.ShapeDtypeStruct]") -> "Iterator[tuple[str, jax.Array]]":
         """See :class:`Source`."""
         return arrays(self.bundle, like)
@@ -43,6 +50,9 @@ class BundleSource(Source):
     def pieces(self, path: str) -> Iterator[np.ndarray]:
         """See :class:`Source`."""
         tensor = self.bundle.tensors[path]
+        if isinstance(tensor, RestoredTensor):
+            yield from tensor.pieces()
+            return
         rows = tensor.shape[0] if tensor.shape else 1
         if tensor.nbytes < ROW_BYTES * rows:
             yield tensor.read()

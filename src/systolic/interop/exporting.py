@@ -47,9 +47,13 @@ class LazyWeights(Mapping[str, Any]):
 
     def __init__(self, bundle: Bundle) -> None:
         self._tensors = bundle.tensors
+        self._last: dict[str, np.ndarray] = {}
+        """The matrix that was asked for last: a quantized one is restored once for all layers of its stack."""
 
     def __getitem__(self, path: str) -> np.ndarray:
-        return self._tensors[path].read()
+        if path not in self._last:
+            self._last = {path: self._tensors[path].read()}
+        return self._last[path]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -9,6 +9,7 @@ from systolic.artifact.bundle import BundleDraft
 from systolic.artifact.tensors import TensorSpec
 from systolic.core.errors import DataError
 from systolic.interop.source import Source
+from systolic.job import Model
 from systolic.steps.network import ModelStructure
 from systolic.steps.target import MeshTarget
 
@@ -16,8 +17,8 @@ TESTED = 1 << 20
 """Elements that are tested at a time for NaN and infinity."""
 
 
-def shapes_of(source: Source) -> dict[str, tuple[int, ...]]:
-    """Shapes of all parameters and other variables of a model, by path; computes nothing."""
+def structure_of(model: Model) -> ModelStructure:
+    """A model's structure on one device; computes nothing."""
     import jax
 
     from systolic.job import Layout
@@ -31,7 +32,12 @@ def shapes_of(source: Source) -> dict[str, tuple[int, ...]]:
         matmul_format=None,
         mesh=make_mesh(layout, jax.devices()[:1]),
     )
-    made = ModelStructure(source.model, target)
+    return ModelStructure(model, target)
+
+
+def shapes_of(source: Source) -> dict[str, tuple[int, ...]]:
+    """Shapes of all parameters and other variables of a model, by path."""
+    made = structure_of(source.model)
     return {path: shape.shape for path, shape in {**made.params, **made.model_state}.items()}
 
 

@@ -1,6 +1,7 @@
 """The job that a model from elsewhere is used under, by the class of its model."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from systolic.core.errors import OptionError
 from systolic.data.input_files import InputFiles
@@ -45,7 +46,8 @@ def job_of(source: Source, *, texts: bool = True) -> Job:
         raise OptionError(
             f"{source.path} is a {kind.__name__}, which is imported and can't be used on its own; used are {', '.join(one.__name__ for one in MAKERS)}"
         )
-    return MAKERS[kind](source, texts)
+    made = MAKERS[kind](source, texts)
+    return replace(made, quantization=source.quantization) if source.quantization else made
 
 
 def _decoder(source: Source, texts: bool) -> Job:

@@ -20,7 +20,8 @@ def weights_of(source: Source, steps: StepFunctions) -> Weights:
     """
     state: Any = steps.abstract_state
     arrays = source.arrays({**state.params, **state.model_state})
-    missing = next((path for path in state.params if path not in arrays), None)
+    needed = [*state.params, *steps.network.frozen]
+    missing = next((path for path in needed if path not in arrays), None)
     if missing is not None:
         raise DataError(f"{source.path} lacks {missing}; import the model again")
     rest = {path: arrays[path] for path in state.model_state if path in arrays}

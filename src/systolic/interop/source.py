@@ -15,7 +15,7 @@ from systolic.artifact.bundle import MANIFEST
 from systolic.artifact.tensors import TensorSpec
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.data.fingerprint import of_files
-from systolic.job import Dtypes, Model, Stored
+from systolic.job import Dtypes, Model, Quantization, Stored
 from systolic.models.families import CONFIG, GENERATION, Config
 from systolic.models.mapping import Conversion, Tensor, Tensors
 
@@ -79,6 +79,11 @@ class Source(ABC):
     @abstractmethod
     def dtype(self) -> str:
         """Numpy name of the dtype that most weights are stored in."""
+
+    @property
+    def quantization(self) -> Quantization:
+        """Matrices that the files hold as codes and scales under :data:`CODES` and :data:`SCALES`; as floats under their own paths."""
+        return Quantization()
 
     def arrays(self, like: "Mapping[str, jax.ShapeDtypeStruct]") -> "dict[str, jax.Array]":
         """All that :meth:`each` gives."""

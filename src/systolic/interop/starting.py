@@ -130,12 +130,13 @@ def _packed(source: Source, path: str, steps: StepFunctions) -> dict[str, jax.Ar
 
     pack = jax.jit(partial(compact_base, axes=axes))
     parts: list[tuple[jax.Array, ...]] = []
-    for piece in _matrices(source, path, codes.shape, outer):
+    for piece in matrices_of(source, path, codes.shape, outer):
         value = jax.make_array_from_callback(
             shape, place, lambda index, piece=piece: np.asarray(piece[index], scales.dtype)
         )
         # Waited for, else reading runs ahead of packing.
-        parts.append(jax.block_until_ready(tuple(pack(value))))
+        made = pack(value)
+        parts.append(jax.block_until_ready((made.codes, made.scales)))
         del value, piece
 
     def joined(parts: list[tuple[jax.Array, ...]]) -> tuple[jax.Array, ...]:
@@ -148,7 +149,7 @@ def _packed(source: Source, path: str, steps: StepFunctions) -> dict[str, jax.Ar
     return dict(zip(names, made, strict=True))
 
 
-def _matrices(
+def matrices_of(
     source: Source, path: str, shape: tuple[int, ...], outer: int
 ) -> Iterator[np.ndarray]:
     """The matrices of a stack, in order; the only one where nothing is stacked."""

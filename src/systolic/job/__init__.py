@@ -43,9 +43,11 @@ from systolic.job.precision import (
     ServedWeights,
     Stored,
 )
+from systolic.job.quantization import GROUP, MatrixFormat, Quantization, WeightFormat
 from systolic.job.sampling import Sampling
 
 __all__ = [
+    "GROUP",
     "Adapter",
     "AdapterKind",
     "AttentionBackward",
@@ -65,6 +67,7 @@ __all__ = [
     "Job",
     "LayerArrays",
     "Layout",
+    "MatrixFormat",
     "Mode",
     "Model",
     "ModelStats",
@@ -74,6 +77,7 @@ __all__ = [
     "OptimizerKind",
     "Placement",
     "Precision",
+    "Quantization",
     "Read",
     "Remat",
     "Residual",
@@ -90,4 +94,5 @@ __all__ = [
     "Target",
     "Task",
     "TokenScorer",
+    "WeightFormat",
 ]

@@ -17,6 +17,7 @@ from systolic.job.layout import Layout, Remat
 from systolic.job.model import Model, Task
 from systolic.job.optimizer import Optimizer, Schedule
 from systolic.job.precision import Dtypes, Precision
+from systolic.job.quantization import Quantization
 
 
 class Mode(enum.Enum):
@@ -185,6 +186,8 @@ class Job:
     """The weights that it begins with: a Hugging Face directory, a Bundle, a GGUF file or a run; None for random ones."""
     adapter: Adapter = field(default_factory=Adapter)
     """What of the model trains."""
+    quantization: Quantization = field(default_factory=Quantization)
+    """Matrices that are stored in fewer bits, of a model that came so; such a job does not train."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -271,4 +274,5 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-_FIELDS = tuple(Job.__dataclass_fields__)
+_FIELDS = tuple(name for name in Job.__dataclass_fields__ if name != "quantization")
+"""Of a job that trains: those of a run."""

@@ -160,6 +160,13 @@ class Model(ABC):
         """
         return {}
 
+    def quantizable(self, path: str) -> bool:
+        """Whether the parameter at a path is a matrix that may be stored in fewer bits.
+
+        Embeddings, norms, biases, routers and a network's first convolution are none.
+        """
+        return path.rpartition("/")[2] in self.adaptable()
+
     def prefill_flops(self, sequence: int) -> float | None:
         """Matmul FLOPs of reading a prompt of ``sequence`` tokens into a cache; ``None``: counted from the program."""
         del sequence

@@ -95,6 +95,12 @@ class ServedWeights(enum.Enum):
     """The compute dtype."""
     int8 = "int8"
     """Matrices of attention, feed-forward parts and experts in int8, a scale for each output channel; activations stay in the compute dtype (decoders)."""
+    int4 = "int4"
+    """The same in int4, a scale for each 64 inputs."""
+    fp8 = "fp8"
+    """The same in float8 (e4m3), a scale for each output channel."""
+    nf4 = "nf4"
+    """The same in nf4, a scale for each 64 inputs."""
 
 
 class ServedCache(enum.Enum):

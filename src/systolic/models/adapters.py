@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from systolic.job import Adapter, AdapterKind
-from systolic.models.compact import Compact, compressed
+from systolic.job import GROUP, Adapter, AdapterKind, MatrixFormat, WeightFormat
 from systolic.models.product import LowRank
+from systolic.models.quantized import Quantized, quantized
 
 STACKED = ("layers",)
 """Leading dims that stack copies of a matrix."""
+CONVOLVED = "conv_out"
+"""Last dim of the kernels of convolutions, which sum over all others."""
 EXPERTS = "experts"
 """Dim of matrices that stay frozen without an adapter: those of a mixture's experts."""
 
@@ -22,6 +24,8 @@ A, B = "lora_a", "lora_b"
 """Last names of the paths of adapters, below the path of their matrix."""
 BASE, CODES, SCALES = "base", "codes", "scales"
 """Last names of a frozen matrix beside an adapter, or of its parts in 4 bits."""
+NF4 = MatrixFormat(format=WeightFormat.nf4, group=GROUP)
+"""Of QLoRA's frozen matrices."""
 
 
 class Frozen(nnx.Variable):
@@ -51,7 +55,11 @@ class AdaptedWeight(nnx.Module):
     def __getitem__(self, key: Any) -> LowRank:
         """The matrix with its adapter; takes ``...`` alone."""
         assert key is Ellipsis
-        base = Compact(self.codes[...], self.scales[...]) if self.compact else self.base[...]
+        base = (
+            Quantized(codes=self.codes[...], scales=self.scales[...])
+            if self.compact
+            else self.base[...]
+        )
         return LowRank(base, self.lora_a[...], self.lora_b[...], self.scale)
 
 
@@ -99,8 +107,8 @@ def _adapted(
     up = jnp.zeros((*stack, adapter.rank, *made), jnp.float32)
     base: Any = Frozen(value, out_sharding=axes)
     if adapter.kind is AdapterKind.qlora:
-        codes, scales = compact_base(value, axes)
-        base = (Frozen(codes, out_sharding=axes), Frozen(scales, out_sharding=axes))
+        made = compact_base(value, axes)
+        base = (Frozen(made.codes, out_sharding=axes), Frozen(made.scales, out_sharding=axes))
     return AdaptedWeight(
         base,
         nnx.Param(down, out_sharding=(*axes[:inputs], None)),
@@ -109,11 +117,22 @@ def _adapted(
     )
 
 
-def compact_base(value: jax.Array, axes: tuple[str | None, ...]) -> Compact:
-    """A frozen matrix, or a stack of them, in 4 bits; neighbours in its last input dim share scales."""
+def compact_base(value: jax.Array, axes: tuple[str | None, ...]) -> Quantized:
+    """A frozen matrix, or a stack of them, in 4 bits; neighbours in its last input dim share scales.
+
+    Scales stay in the compute dtype: they are not quantized a second time.
+    """
+    return quantized(value, inputs_of(axes), NF4, value.dtype)
+
+
+def inputs_of(axes: tuple[str | None, ...]) -> tuple[int, ...]:
+    """Dims of a matrix, or a stack of them, that its products sum over, by the logical names of its dims."""
+    if EXPERTS in axes:
+        return (len(axes) - 2,)
+    if axes[-1] == CONVOLVED:
+        return tuple(range(len(axes) - 1))
     outer = len([name for name in axes if name in STACKED])
-    dim = outer + num_inputs(axes[outer:]) - 1
-    return compressed(value, dim, tuple(each for each in range(value.ndim) if each != dim))
+    return tuple(range(outer, outer + num_inputs(axes[outer:])))
 
 
 def num_inputs(axes: tuple[str | None, ...]) -> int:
@@ -140,16 +159,18 @@ def merged(
         if f"{home}/{A}" not in params:
             plain[path] = value
         elif last != SCALES:
-            base = value if last == BASE else Compact(value, frozen[f"{home}/{SCALES}"])
+            base: jax.Array | Quantized = value
+            if last == CODES:
+                base = Quantized(codes=value, scales=frozen[f"{home}/{SCALES}"])
             plain[home] = _joined(base, params[f"{home}/{A}"], params[f"{home}/{B}"], adapter.scale)
     return plain
 
 
-def _joined(base: jax.Array | Compact, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+def _joined(base: jax.Array | Quantized, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
     """W + scale A B, each with the same leading dims of a stack, one matrix at a time."""
-    dtype = base.scales.dtype if isinstance(base, Compact) else base.dtype
+    dtype = base.scales.dtype if isinstance(base, Quantized) else base.dtype
 
-    def one(base: jax.Array | Compact, a: jax.Array, b: jax.Array) -> jax.Array:
+    def one(base: jax.Array | Quantized, a: jax.Array, b: jax.Array) -> jax.Array:
         return LowRank(base, a, b, scale).merged().astype(dtype)
 
     stacked = a.ndim + b.ndim - 2 - len(base.shape)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from systolic.chips import usual
 from systolic.job import Target
 from systolic.models.layered import Layered
-from systolic.models.rounded import Rounded
+from systolic.models.quantized import Quantized
 
 ROWS = (128, 256, 512)
 """Heights of a tile of rows."""
@@ -35,7 +35,7 @@ STEP_FLOPS: float = usual("tpu")["kernel_step_flops"].value
 def grouped_product(
     target: Target,
     x: jax.Array,
-    matrices: jax.Array | Rounded | Layered,
+    matrices: jax.Array | Quantized | Layered,
     sizes: jax.Array,
     expected: int,
 ) -> jax.Array:
@@ -53,19 +53,22 @@ def grouped_product(
         # A forecast takes the layer's own number of groups from the name.
         with jax.named_scope(f"of_{matrices.shape[0]}_groups"):
             return grouped_product(target, x, *matrices.grouped(sizes), expected)
-    if isinstance(matrices, Rounded):
-        return _rounded_product(target, x, matrices, sizes, expected)
+    if isinstance(matrices, Quantized) and not matrices.scaled_after:
+        return grouped_product(target, x, matrices.restored(x.dtype), sizes, expected)
+    if isinstance(matrices, Quantized):
+        return _quantized_product(target, x, matrices, sizes, expected)
     if target.platform != "tpu":
         return jax.lax.ragged_dot(x, matrices, sizes)
     with jax.named_scope(f"rows_{expected}_of_{x.shape[0]}"):
         return pallas_product(x, matrices, sizes, expected)
 
 
-def _rounded_product(
-    target: Target, x: jax.Array, matrices: Rounded, sizes: jax.Array, expected: int
+def _quantized_product(
+    target: Target, x: jax.Array, matrices: Quantized, sizes: jax.Array, expected: int
 ) -> jax.Array:
     """By XLA's own kernel, which on a TPU reads int8 matrices as they are; JAX's takes floats only."""
-    codes = matrices.codes if target.platform == "tpu" else matrices.codes.astype(x.dtype)
+    read = target.platform == "tpu" and matrices.dtype == jnp.int8
+    codes = matrices.codes if read else matrices.codes.astype(x.dtype)
     # Of fewer rows than a tile has XLA makes a dense product with all groups.
     padded = jnp.pad(x, ((0, -x.shape[0] % LEAST_ROWS), (0, 0)))
     with jax.named_scope(f"rows_{expected}_of_{x.shape[0]}"):

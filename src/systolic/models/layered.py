@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from systolic.models.rounded import Rounded
+from systolic.models.quantized import Quantized
 
 
 @jax.tree_util.register_dataclass
@@ -14,7 +14,7 @@ from systolic.models.rounded import Rounded
 class Layered:
     """The experts' matrices of a layer, read where they lie."""
 
-    stack: jax.Array | Rounded
+    stack: jax.Array | Quantized
     """[layers, experts, depth, columns]."""
     number: jax.Array
     """int32[]: the layer."""
@@ -29,7 +29,7 @@ class Layered:
         assert key is Ellipsis
         return self
 
-    def grouped(self, sizes: jax.Array) -> tuple[jax.Array | Rounded, jax.Array]:
+    def grouped(self, sizes: jax.Array) -> tuple[jax.Array | Quantized, jax.Array]:
         """The matrices of all layers [layers x experts, depth, columns], and the rows of each: those of other layers have none.
 
         sizes: int32[experts], rows of each of the layer's experts.

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from systolic.core.errors import MissingExtraError
 from systolic.job import Rounding, Target
-from systolic.models.compact import Compact
-from systolic.models.rounded import Rounded, rounded_product
+from systolic.models.quantized import Quantized, quantized_product
 
 PER_CHANNEL = Rounding()
 FEW = 512
@@ -20,7 +19,7 @@ FEW = 512
 class LowRank(NamedTuple):
     """A frozen matrix with a low-rank adapter."""
 
-    base: jax.Array | Compact
+    base: jax.Array | Quantized
     """[inputs ..., outputs ...]."""
     a: jax.Array
     """A, [inputs ..., rank]."""
@@ -31,7 +30,7 @@ class LowRank(NamedTuple):
 
     def merged(self) -> jax.Array:
         """W + scale A B in float32."""
-        base = self.base.restored() if isinstance(self.base, Compact) else self.base
+        base = self.base.restored() if isinstance(self.base, Quantized) else self.base
         wide = partial(jnp.asarray, dtype=jnp.float32)
         change = jnp.tensordot(wide(self.a), wide(self.b), 1)
         return wide(base) + self.scale * change
@@ -41,7 +40,7 @@ def product(
     target: Target,
     spec: str,
     x: jax.Array,
-    weights: jax.Array | LowRank | Rounded,
+    weights: jax.Array | LowRank | Quantized,
     rounding: Rounding = PER_CHANNEL,
     *,
     heads: bool = False,
@@ -56,7 +55,7 @@ def product(
         target: Says what operands are rounded to.
         spec: Of the einsum.
         x: Activations.
-        weights: In the dtype that the target computes in; an adapter's may be wider. Weights in int8 have no gradient.
+        weights: In the dtype that the target computes in; an adapter's may be wider. Quantized weights have no gradient.
         rounding: Ranges, and which gradients are rounded.
         heads: Whether the product makes queries, keys or values.
 
@@ -66,8 +65,8 @@ def product(
     if isinstance(weights, LowRank):
         base = _with_frozen(target, spec, x, weights.base, rounding, heads=heads)
         return base + _narrow(spec, x, weights)
-    if isinstance(weights, Rounded):
-        return rounded_product(spec, x, weights)
+    if isinstance(weights, Quantized):
+        return quantized_product(spec, x, weights)
     if target.matmul_format is None:
         return plain_product(target, spec, x, weights)
     rounded = _rounded(target.matmul_format, rounding.gradients(heads=heads), rounding.largest)
@@ -119,17 +118,17 @@ def _with_frozen(
     target: Target,
     spec: str,
     x: jax.Array,
-    base: jax.Array | Compact,
+    base: jax.Array | Quantized,
     rounding: Rounding,
     *,
     heads: bool,
 ) -> jax.Array:
     """Product with a frozen matrix, which has no gradient."""
-    if not isinstance(base, Compact):
+    if not isinstance(base, Quantized):
         return product(target, spec, x, base, rounding, heads=heads)
 
     def restored(x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
-        weights = Compact(codes, scales).restored()
+        weights = Quantized(codes=codes, scales=scales).restored(x.dtype)
         return product(target, spec, x, weights, rounding, heads=heads)
 
     # The backward pass restores the matrix again: kept for it, those of all layers would be in memory at once.

@@ -29,10 +29,16 @@ def engine_layout(job: Job, on: Slice, load: Load, rows: int = ROWS) -> Layout:
     if not isinstance(model, Decoder):
         return serving_layout(job, on)
     item = 4 if job.precision.resolve(on.platform).dtype == "float32" else 2
+    saved = 0
+    if job.quantization:
+        from systolic.interop.quantizing import saved_bytes
+
+        saved = saved_bytes(job, item)
 
     def need(tensor: int) -> EngineNeed:
         held = _weights(model, tensor) + rows * load.tokens * _position(model, tensor)
-        return EngineNeed(bytes=int(held * item), capacity_bytes=on.program_bytes)
+        less = saved / tensor
+        return EngineNeed(bytes=int(held * item - less), capacity_bytes=on.program_bytes)
 
     shares = share(ServingLayout(), on.num_devices, model, need)
     if shares.idle:

@@ -1,15 +1,26 @@
 """Programs that a server's capacity is forecast from: those of ``systolic serve``, or for other splits and formats those of batches."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from systolic.aot import PagedProgram, Program, ServingProgram
+from systolic.artifact.bundle import MANIFEST, open_bundle
 from systolic.chips import Slice
 from systolic.core.errors import LayoutError, OptionError
 from systolic.forecasting import Forecast
 from systolic.forecasting.serving import Load
-from systolic.job import Axis, ExpertAxis, Job, Served, ServedCache, ServedWeights
+from systolic.job import (
+    Axis,
+    ExpertAxis,
+    Job,
+    Quantization,
+    Served,
+    ServedCache,
+    ServedWeights,
+    WeightFormat,
+)
 from systolic.models.decoder.checks import check_served
 from systolic.models.decoder.config import Decoder
 from systolic.serving.layout import LEAST_ROWS
@@ -75,6 +86,23 @@ class ServerSteps(Protocol):
         ...
 
 
+def with_formats(job: Job, target: str, weights: ServedWeights) -> Job:
+    """A job with the quantized matrices that ``systolic serve`` would read.
+
+    Args:
+        job: A model.
+        target: What it was made of: a quantized Bundle has formats of its own.
+        weights: The format that was asked for, of all matrices.
+    """
+    if weights is not ServedWeights.plain:
+        from systolic.interop.quantizing import whole
+
+        return replace(job, quantization=whole(job.model, WeightFormat(weights.value)))
+    if (Path(target) / MANIFEST).is_file():
+        return replace(job, quantization=open_bundle(Path(target)).quantization)
+    return job
+
+
 def server_steps(
     job: Job, on: Slice, load: Load, page_size: int, served: Served | None
 ) -> ServerSteps:
@@ -89,9 +117,18 @@ def server_steps(
 
     Raises:
         LayoutError: neither divides the model.
+        OptionError: weights in a format that the programs of a batch lack.
     """
     if _serves(job, served):
         return EngineSteps(job=job, on=on, load=load, page_size=page_size)
+    if job.quantization:
+        kinds = {how.format.value for _, how in job.quantization.matrices}
+        if kinds != {ServedWeights.int8.value}:
+            raise OptionError(
+                f"weights are in {' and '.join(sorted(kinds))}, and the programs of a batch, which this layout or cache needs, take plain or int8; leave --cache and --expert-axis out, or use a layout that systolic serve has"
+            )
+        job = replace(job, quantization=Quantization())
+        served = replace(served or Served(), weights=ServedWeights.int8)
     return BatchSteps(job=job, on=on, load=load, page_size=page_size, served=served or Served())
 
 

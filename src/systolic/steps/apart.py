@@ -14,7 +14,7 @@ from flax import nnx
 from systolic.models.decoder.cache import Rows, appended_rows
 from systolic.models.decoder.module import DecoderModule
 from systolic.models.decoder.paged import Layer, layers_of, one_of
-from systolic.models.rounded import Rounded
+from systolic.models.quantized import Quantized
 from systolic.steps.decode import Decode, pick
 from systolic.steps.paged import BLOCKS, ServingWeights
 
@@ -59,7 +59,7 @@ class ApartDecode:
         """Abstract weights with their shardings and formats."""
         decode = self.decode
         where = self._split(decode.placement, dict(decode.steps.shardings.model_state))
-        return jax.tree.map(_placed, self.abstract_weights, where, is_leaf=_is_rounded)
+        return jax.tree.map(_placed, self.abstract_weights, where, is_leaf=_is_quantized)
 
     def placed_state(self, size: int, capacity: int) -> ApartState:
         """Abstract state of ``size`` sequences."""
@@ -110,13 +110,13 @@ def _added(target: Any, length: jax.Array, rows: Rows, new: jax.Array) -> Rows:
     return jax.tree.map(lambda a: a[0], appended_rows(target, stacked, places, new[:, 0][None]))
 
 
-def _is_rounded(part: Any) -> bool:
-    return isinstance(part, Rounded)
+def _is_quantized(part: Any) -> bool:
+    return isinstance(part, Quantized)
 
 
 def _placed(array: Any, where: Any) -> Any:
-    if isinstance(array, Rounded):
-        return Rounded(
+    if isinstance(array, Quantized):
+        return Quantized(
             codes=_placed(array.codes, where.codes), scales=_placed(array.scales, where.scales)
         )
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)

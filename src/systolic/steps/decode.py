@@ -14,21 +14,24 @@ from systolic.core.errors import OptionError, RunError
 from systolic.job import (
     ExpertAxis,
     IncrementalDecoder,
+    MatrixFormat,
     Sampling,
     Served,
     ServedCache,
     ServedWeights,
+    WeightFormat,
 )
 from systolic.models.adapters import EXPERTS, STACKED, num_inputs
 from systolic.models.decoder.cache import Coded
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.stretch import EXPERT_MATRICES
-from systolic.models.rounded import Rounded, rounded
+from systolic.models.quantized import Quantized, quantized
 from systolic.steps import flops
 from systolic.steps.network import Arrays
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import RULES, SERVING, SERVING_HEADS
 
+INT8 = MatrixFormat(format=WeightFormat.int8)
 PROJECTIONS = (("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim"))
 """Logical dims of weights that project to heads."""
 
@@ -106,13 +109,16 @@ class Decode:
                 *(None if dim in inputs else axis for dim, axis in enumerate(spec))
             )
             where: Any = self.steps.target.sharding(scales)
-            placed[path] = Rounded(codes=placed[path], scales=where)
+            placed[path] = Quantized(codes=placed[path], scales=where)
         return placed
 
     def weights(self, params: Arrays) -> dict[str, Any]:
         """The weights of training in the format that is served; jit it with ``out_shardings=self.placement``."""
         cast: dict[str, Any] = self.steps.network.cast(params)
-        return cast | {path: rounded(cast[path], dims) for path, dims in self._rounded.items()}
+        return cast | {
+            path: quantized(cast[path], dims, INT8, cast[path].dtype)
+            for path, dims in self._rounded.items()
+        }
 
     @property
     def _rounded(self) -> dict[str, tuple[int, ...]]:

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from systolic.job import Adapter, Model
+from systolic.job import Adapter, Model, Quantization
 from systolic.models.adapters import Frozen, adapt
+from systolic.models.quantizing import place_quantized
 from systolic.steps.target import MeshTarget
 
 Arrays = dict[str, jax.Array]
@@ -28,8 +29,15 @@ class ModelStructure:
         axes: Path to the logical names of a parameter's dims, ``None`` where the module names none.
     """
 
-    def __init__(self, model: Model, target: MeshTarget, adapter: Adapter = Adapter()) -> None:  # noqa: B008
-        self.model, self.target, self.adapter = model, target, adapter
+    def __init__(
+        self,
+        model: Model,
+        target: MeshTarget,
+        adapter: Adapter = Adapter(),  # noqa: B008
+        quantization: Quantization = Quantization(),  # noqa: B008
+    ) -> None:
+        self.model, self.target = model, target
+        self.adapter, self.quantization = adapter, quantization
 
         def split() -> tuple[Any, ...]:
             module = self._module(jax.random.key(0))
@@ -94,6 +102,7 @@ class ModelStructure:
             if self.adapter:
                 names = frozenset(self.model.adaptable())
                 adapt(module, self.adapter, names, rngs, jnp.dtype(self.target.dtype))
+            place_quantized(module, self.quantization.by_path())
             return module
 
 

@@ -133,10 +133,12 @@ class PagedSteps:
     def weights(self, params: Arrays, model_state: Arrays) -> ServingWeights:
         """Weights of training as those of serving; layer by layer, since no layer is then copied out of a stack."""
         network = self.steps.network
-        cast = paged_sharding.with_copied_heads(network.cast(params), self._model, self.steps.job)
-        module = self._module(cast, model_state)
+        own = {**network.cast(params), **model_state}
+        every = paged_sharding.with_copied_heads(own, self._model, self.steps.job)
+        module = self._module(
+            {path: every[path] for path in params}, {path: every[path] for path in model_state}
+        )
         self._layers, states = layers_of(module)
-        every = {**cast, **model_state}
         return ServingWeights({p: a for p, a in every.items() if not p.startswith(BLOCKS)}, states)
 
     def _module(self, params: Arrays, model_state: Arrays) -> DecoderModule:
@@ -177,7 +179,8 @@ class PagedSteps:
         chosen = 1 - (1 - config.experts_per_token / max(config.experts, 1)) ** tokens
         for state in placed.layers:
             for path, variable in nnx.to_flat_state(state):
-                routed = path[-1] in EXPERT_MATRICES and len(variable.get_value().shape) == 3
+                expert = not EXPERT_MATRICES.isdisjoint(path[-2:])
+                routed = expert and len(variable.get_value().shape) == 3
                 found.append((variable.get_value(), chosen if routed else 1.0))
         return found
 
@@ -195,8 +198,9 @@ class PagedSteps:
         """Of :meth:`weights`: those of training, less the dim of layers, on a TPU with the order of their dims."""
         kept = self.steps.shardings
         params = paged_sharding.in_order(self.steps, kept.params)
-        module = self._module(params, kept.model_state)
-        every = {**params, **kept.model_state}
+        rest = paged_sharding.in_order(self.steps, kept.model_state)
+        module = self._module(params, rest)
+        every = {**params, **rest}
         ends = {path: one for path, one in every.items() if not path.startswith(BLOCKS)}
         return ServingWeights(ends, layers_of(module)[1])
 

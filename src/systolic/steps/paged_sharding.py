@@ -27,6 +27,7 @@ from systolic.job import Job, Layout
 from systolic.models.decoder.checks import check_served, served_kv_heads
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.page_ragged import LANES
+from systolic.models.quantizing import plain_path
 from systolic.steps.decode import PROJECTIONS
 from systolic.steps.network import Arrays
 from systolic.steps.steps import StepFunctions
@@ -74,8 +75,8 @@ def in_order(steps: StepFunctions, shardings: Mapping[str, Any]) -> dict[str, An
     model, placed = steps.job.model, dict(shardings)
     if steps.target.platform != "tpu" or not isinstance(model, Decoder) or model.head_dim % LANES:
         return placed
-    for path, axes in steps.network.axes.items():
-        if axes is not None and axes[-3:] in PROJECTIONS:
+    for path, axes in {**steps.network.axes, **steps.network.frozen}.items():
+        if path in placed and axes is not None and axes[-3:] in PROJECTIONS:
             outer = len(axes) - 3
             order = (*range(outer), *(outer + dim for dim in (1, 0, 2)))
             placed[path] = Format(Order(order), placed[path])
@@ -123,7 +124,7 @@ def with_copied_heads(arrays: Arrays, model: Any, served: Job) -> Arrays:
     times = ours.kv_heads // model.kv_heads
 
     def one(path: str, array: jax.Array) -> jax.Array:
-        block, _, name = path.rpartition("/")
+        block, _, name = plain_path(path).rpartition("/")
         if block.endswith("blocks") and name in KV_MATRICES:
             return jnp.repeat(array, times, axis=-2)
         if block.endswith("blocks") and name in KV_BIASES:

@@ -55,7 +55,7 @@ class StepFunctions:
             check_fields(target, job.data.fields())
         self.job, self.target = job, target
         self.batch_size = job.batch.resolve(target.layout)
-        self.network = ModelStructure(job.model, target, job.adapter)
+        self.network = ModelStructure(job.model, target, job.adapter, job.quantization)
         self.learning_rate = schedule(job.schedule, job.steps, job.optimizer.learning_rate)
         axes = {
             path: dims or (None,) * self.network.params[path].ndim

@@ -399,6 +399,11 @@ class Decoder(Model):
         """Matrices of attention, of dense feed-forward parts and of shared experts; other experts have no adapters."""
         return count.adapters(self)
 
+    def quantizable(self, path: str) -> bool:
+        """The matrices of :meth:`adaptable`, and those of experts."""
+        *_, home, name = ("", *path.split("/"))
+        return name in self.adaptable() or (home == "mlp" and name in ("gate", "up", "down"))
+
     def prefill_flops(self, sequence: int) -> float:
         """Matmul FLOPs of reading a prompt of so many tokens: logits of the last one only."""
         work = count.work(self)

@@ -19,10 +19,10 @@ from systolic.models.decoder.config import Mlp
 from systolic.models.decoder.parts import gated
 from systolic.models.grouped import grouped_product
 from systolic.models.layered import Layered
+from systolic.models.quantized import Quantized
 from systolic.models.remat import name
-from systolic.models.rounded import Rounded
 
-Matrix = jax.Array | Rounded | Layered
+Matrix = jax.Array | Quantized | Layered
 Matrices = tuple[Matrix, Matrix, Matrix]
 Biases = tuple[jax.Array, ...]
 
@@ -93,11 +93,11 @@ def _specs(matrices: Matrices, specs: tuple[PartitionSpec, ...]) -> tuple[Any, .
         if isinstance(matrix, Layered):
             whole: Any = PartitionSpec()
             return Layered(stack=one(matrix.stack, PartitionSpec(None, *spec)), number=whole)
-        if not isinstance(matrix, Rounded):
+        if not isinstance(matrix, Quantized):
             return spec
         sizes = zip(spec, matrix.scales.shape, strict=True)
         parts = PartitionSpec(*(None if size == 1 else axis for axis, size in sizes))
-        return Rounded(codes=spec, scales=parts)  # ty: ignore[invalid-argument-type]
+        return Quantized(codes=spec, scales=parts)  # ty: ignore[invalid-argument-type]
 
     return tuple(one(*pair) for pair in zip(matrices, specs, strict=True))
 

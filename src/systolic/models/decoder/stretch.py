@@ -12,7 +12,7 @@ from systolic.models.layered import Layered
 
 EXPERTS = "experts"
 """Logical name of the dim of a mixture's experts."""
-EXPERT_MATRICES = ("gate", "up", "down")
+EXPERT_MATRICES = frozenset(("gate", "up", "down"))
 """Last names of the paths of their matrices."""
 Step = Callable[..., tuple[jax.Array, Any]]
 """``step(x, state, given)`` of one layer: its arrays, and what else it is given, to the stream and its figures."""
@@ -68,7 +68,7 @@ class Stretch(NamedTuple):
         experts = [
             (path, variable)
             for path, variable in flat
-            if path[-1] in EXPERT_MATRICES
+            if not EXPERT_MATRICES.isdisjoint(path[-2:])
             and EXPERTS in (variable.get_metadata().get("out_sharding") or ())
         ]
         paths = {path for path, _ in experts}

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 ACTIVATIONS = ("layer_input", "query", "key", "value", "attention", "out", "mlp", "down")
 """Names of a layer's activations, which rematerialisation policies may keep."""
 
+MATRICES = frozenset(("query", "key", "value", "out", "gate", "up", "down"))
+"""Last names of the paths of matrices that may be quantized."""
+
 
 class FeedForward(enum.Enum):
     """Kind of feed-forward part: its activation, and whether a second matrix gates it."""
@@ -132,6 +135,10 @@ class Encoder(Model):
                     raise LayoutError(
                         f"layout.remat-names has {name!r}{nearest(name, ACTIVATIONS)}; an encoder names {', '.join(ACTIVATIONS)}"
                     )
+
+    def quantizable(self, path: str) -> bool:
+        """See :meth:`systolic.job.Model.quantizable`."""
+        return path.rpartition("/")[2] in MATRICES
 
     def axes(self) -> frozenset[Axis]:
         """Data, fsdp, tensor and context."""

@@ -13,6 +13,7 @@ from systolic.models.encoder.config import Encoder, FeedForward
 from systolic.models.layers import LayerNorm, zeros
 from systolic.models.masking import Masking
 from systolic.models.parameters import weight
+from systolic.models.product import product
 from systolic.models.remat import name, rematerialise
 from systolic.models.residual import STREAM, gathered
 
@@ -64,12 +65,13 @@ class EncoderBlock(nnx.Module):
         x = name(x, "layer_input")
         with jax.named_scope("attention"):
             attended = self.attend(gathered(self.target, x), segments)
-            out = jnp.einsum("bshe,hed->bsd", attended, self.out[...])
+            out = product(self.target, "bshe,hed->bsd", attended, self.out[...])
             out = name(constrain(out, *STREAM), "out")
             x = self.summed(self.attention_norm, x, out, self.out_bias[...])
         with jax.named_scope("mlp"):
             hidden = self.hidden(gathered(self.target, x))
-            down = name(constrain(hidden @ self.down[...], *STREAM), "down")
+            down = product(self.target, "bsf,fd->bsd", hidden, self.down[...])
+            down = name(constrain(down, *STREAM), "down")
             return self.summed(self.mlp_norm, x, down, self.down_bias[...])
 
     def summed(self, norm: LayerNorm, x: jax.Array, more: jax.Array, bias: jax.Array) -> jax.Array:
@@ -85,7 +87,7 @@ class EncoderBlock(nnx.Module):
         shape, constrain = (self.config.heads, self.config.head_dim), self.target.constrain
 
         def project(kernel: nnx.Param, bias: nnx.Param, label: str) -> jax.Array:
-            made = jnp.einsum("bsd,dhe->bshe", x, kernel[...]) + bias[...].reshape(shape)
+            made = product(self.target, "bsd,dhe->bshe", x, kernel[...]) + bias[...].reshape(shape)
             return constrain(name(made, label), "batch", "sequence", "heads", None)
 
         query = project(self.query, self.query_bias, "query")
@@ -96,9 +98,10 @@ class EncoderBlock(nnx.Module):
 
     def hidden(self, x: jax.Array) -> jax.Array:
         """The MLP's hidden units [batch, sequence, d_ff]."""
-        hidden = name(x @ self.up[...] + self.up_bias[...], "mlp")
+        into = partial(product, self.target, "bsd,df->bsf", x)
+        hidden = name(into(self.up[...]) + self.up_bias[...], "mlp")
         if self.config.mlp.gated:
-            gate = name(x @ self.gate[...] + self.gate_bias[...], "mlp")
+            gate = name(into(self.gate[...]) + self.gate_bias[...], "mlp")
             hidden = again(lambda hidden, gate: hidden * jax.nn.silu(gate))(hidden, gate)
         else:
             hidden = again(partial(activated, self.config))(hidden)

@@ -20,6 +20,9 @@ STRIDE = 2
 MULTILINGUAL_VOCAB = 51_865
 """Token ids from which a model knows languages and tasks; English ones have 51,864 (openai/whisper, ``is_multilingual``)."""
 
+MATRICES = frozenset(("query", "key", "value", "out", "up", "down"))
+"""Last names of the paths of matrices that may be quantized."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Whisper(Model):
@@ -105,6 +108,10 @@ class Whisper(Model):
                     raise LayoutError(
                         f"layout.remat-names has {name!r}{nearest(name, ACTIVATIONS)}; Whisper names {', '.join(ACTIVATIONS)}"
                     )
+
+    def quantizable(self, path: str) -> bool:
+        """See :meth:`systolic.job.Model.quantizable`."""
+        return path.rpartition("/")[2] in MATRICES
 
     def axes(self) -> frozenset[Axis]:
         """Data, fsdp and tensor."""

@@ -1,6 +1,5 @@
 """Memory of an engine's device, known from the compiled programs before anything is allocated."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from systolic.chips.host import memory_bytes
 from systolic.core.errors import RunError
 from systolic.core.units import gibibytes
 from systolic.forecasting.serving_memory import ServingMemory
+from systolic.models.quantized import stored_bytes
 from systolic.serving.text.programs import Programs
 
 
@@ -37,7 +37,7 @@ def capacity_bytes(devices: Sequence[Any]) -> int:
 def held_bytes(arrays: Any) -> int:
     """Bytes of abstract arrays on one device."""
     return sum(
-        math.prod(one.sharding.shard_shape(one.shape)) * one.dtype.itemsize
+        stored_bytes(one.sharding.shard_shape(one.shape), one.dtype)
         for one in jax.tree.leaves(arrays)
     )
 

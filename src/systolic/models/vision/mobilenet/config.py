@@ -101,6 +101,10 @@ class MobileNetV2(Model):
                 conv_in = conv_out
         return tuple(found)
 
+    def quantizable(self, path: str) -> bool:
+        """See :meth:`systolic.job.Model.quantizable`."""
+        return path.endswith("/kernel") and not path.startswith(("stem/", "head/"))
+
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
         """A :class:`~systolic.models.vision.mobilenet.module.MobileNetV2Module` in float32."""
         from systolic.models.vision.mobilenet.module import MobileNetV2Module

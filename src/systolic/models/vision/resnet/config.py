@@ -96,6 +96,10 @@ class ResNet(Model):
                 f"model.stem is paired and the image size {self.pixels.size} is odd; use an even size, or the stem imagenet"
             )
 
+    def quantizable(self, path: str) -> bool:
+        """See :meth:`systolic.job.Model.quantizable`."""
+        return path.endswith("/kernel") and not path.startswith(("stem/", "head/"))
+
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
         """A :class:`~systolic.models.vision.resnet.module.ResNetModule` in float32."""
         from systolic.models.vision.resnet.module import ResNetModule

@@ -13,6 +13,9 @@ from systolic.models.vision.pixels import Pixels, image_size, refuse_axes
 if TYPE_CHECKING:
     from flax import nnx
 
+MATRICES = frozenset(("project", "out", "up", "down"))
+"""Last names of the paths of matrices that may be quantized."""
+
 
 class Preset(enum.Enum):
     """Published sizes (Touvron et al. 2021, table 1; Dosovitskiy et al. 2021, table 1)."""
@@ -136,6 +139,10 @@ class ViT(Model):
                 raise LayoutError(
                     f"layout.{axis} {ways} does not divide model.{dim} {size}; use a divisor of {size}, or change model.{dim}"
                 )
+
+    def quantizable(self, path: str) -> bool:
+        """See :meth:`systolic.job.Model.quantizable`."""
+        return path.rpartition("/")[2] in MATRICES
 
     def axes(self) -> frozenset[Axis]:
         """Data, fsdp and tensor."""

@@ -8,6 +8,7 @@ from flax import nnx
 from systolic.job import Target
 from systolic.models.attention import attention
 from systolic.models.layers import Head, LayerNorm, normalise, random, start, zeros
+from systolic.models.product import product
 from systolic.models.remat import name, rematerialise
 from systolic.models.residual import STREAM, gathered
 from systolic.models.vision.vit.config import Gelu, Pooling, Positions, ViT
@@ -41,7 +42,7 @@ class ViTBlock(nnx.Module):
         """[batch, tokens, d_model] to the same."""
         constrain = self.target.constrain
         normed = gathered(self.target, self.attention_norm(x))
-        projected = jnp.einsum("bsd,dthe->tbshe", normed, self.project[...])
+        projected = product(self.target, "bsd,dthe->tbshe", normed, self.project[...])
         if self.project_bias is not None:
             projected += self.project_bias[...].reshape(3, 1, 1, *projected.shape[-2:])
         query, key, value = (
@@ -50,13 +51,15 @@ class ViTBlock(nnx.Module):
         )
         attended = name(attention(self.target, query, key, value), "attention")
         attended = constrain(attended, "batch", None, "heads", None)
-        x = x + jnp.einsum("bshe,hed->bsd", attended, self.out[...]) + self.out_bias[...]
+        x = x + product(self.target, "bshe,hed->bsd", attended, self.out[...]) + self.out_bias[...]
         x = constrain(x, *STREAM)
         normed = gathered(self.target, self.mlp_norm(x))
-        hidden = name(normed @ self.up[...] + self.up_bias[...], "mlp")
+        hidden = product(self.target, "bsd,df->bsf", normed, self.up[...])
+        hidden = name(hidden + self.up_bias[...], "mlp")
         hidden = jax.nn.gelu(hidden, approximate=self.config.gelu is Gelu.tanh)
         hidden = constrain(hidden, "batch", None, "mlp")
-        return constrain(x + hidden @ self.down[...] + self.down_bias[...], *STREAM)
+        down = product(self.target, "bsf,fd->bsd", hidden, self.down[...])
+        return constrain(x + down + self.down_bias[...], *STREAM)
 
 
 def sincos(side: int, d_model: int) -> np.ndarray:

@@ -1,0 +1,147 @@
+"""``systolic quantize RUN|BUNDLE|DIR --to int8|int4|fp8|nf4 --out DIR``: a model in fewer bits, and what that costs."""
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from systolic.cli.output import print_json
+from systolic.cli.parse import parse
+from systolic.core.errors import OptionError
+from systolic.core.ranges import NOT_NEGATIVE
+from systolic.core.units import duration, si
+from systolic.job import MatrixFormat, WeightFormat
+from systolic.report.progress import ProgressLine
+
+if TYPE_CHECKING:
+    from systolic.session.quantizing import QuantizedModel
+
+BUDGET = 0.005
+"""Of ``--auto`` where no other is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeOptions:
+    """Writes a model as a Bundle with its matrices in fewer bits, and measures what that costs.
+
+    Weights only: activations stay in the compute dtype. Embeddings, norms, biases, routers and first convolutions stay as they are.
+
+    Args:
+        run: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
+        to: int8 and fp8 (e4m3) have a scale for each output channel; int4 and nf4 one for each group of inputs.
+        out: The new Bundle's folder.
+        keep: Matrices that stay in their dtype: paths, parts of paths such as down, or patterns such as 'blocks/mlp/*'.
+        group: Inputs that share a scale: 32, 64 (of int4 and nf4 by default), 128; 0 is all of a channel (int8, fp8).
+        data: Other data than the run's own to measure quality on, as systolic eval --path takes it.
+        batches: Only the first so many batches; 0 is all.
+        auto: Measure what each matrix costs alone; the worst go to int8 or stay in their dtype until the budget is met.
+        budget: Largest loss with --auto: of perplexity relative, of accuracy in points; 0.5% by default.
+        trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
+        json: Print one JSON object.
+    """
+
+    run: Annotated[Path, tyro.conf.Positional]
+    to: WeightFormat
+    out: Path
+    keep: tuple[str, ...] = ()
+    group: Annotated[int | None, NOT_NEGATIVE] = None
+    data: Path | None = None
+    batches: Annotated[int, NOT_NEGATIVE] = 0
+    auto: bool = False
+    budget: str | None = None
+    trust: bool = False
+    json: bool = False
+
+
+def run(args: Sequence[str]) -> int:
+    """The verb."""
+    options = parse(QuantizeOptions, args, "systolic quantize")
+    how = MatrixFormat(
+        format=options.to, group=options.to.group if options.group is None else options.group
+    )
+    budget = _budget(options)
+    from systolic.session.quantizing import Evaluated, quantize_model
+
+    begun = time.perf_counter()
+    with ProgressLine(sys.stderr, f"quantize {options.run.name}") as progress:
+        made = quantize_model(
+            options.run,
+            options.out,
+            to=how,
+            keep=options.keep,
+            on=Evaluated(data=options.data, batches=options.batches),
+            budget=budget,
+            trust=options.trust,
+            say=progress.say,
+        )
+    seconds = time.perf_counter() - begun
+    if options.json:
+        print_json({**made.to_json(), "seconds": seconds})
+        return 0
+    print(f"{made.path}: {how}, in {duration(seconds)}")
+    print("\n".join(_lines(made)))
+    return 0
+
+
+def _budget(options: QuantizeOptions) -> float | None:
+    """The share that may be lost; ``None`` without ``--auto``.
+
+    Raises:
+        OptionError: it is no share, or given without ``--auto``.
+    """
+    if options.budget is None:
+        return BUDGET if options.auto else None
+    if not options.auto:
+        raise OptionError("--budget has an effect with --auto only; add it, or leave --budget out")
+    text = options.budget.strip()
+    try:
+        share = float(text.removesuffix("%")) / 100 if text.endswith("%") else math.nan
+    except ValueError:
+        share = math.nan
+    if not 0 <= share < 1:
+        raise OptionError(f"--budget is {options.budget!r}; it takes a share such as 0.5%")
+    return share
+
+
+def _lines(made: "QuantizedModel") -> list[str]:
+    """The table: sizes, quality, outputs, and the matrices."""
+    ratio = made.bytes_after / made.bytes_before
+    sizes = si(made.bytes_before, "B"), si(made.bytes_after, "B")
+    rows = [("", "before", "after", ""), ("weights", *sizes, f"x {ratio:.3f}")]
+    if made.before is not None and made.after is not None:
+        lost = made.after.lost(made.before)
+        share = f"{-100 * lost:+.2f} points" if made.before.name == "accuracy" else f"{lost:+.2%}"
+        values = f"{made.before.value:.4f}", f"{made.after.value:.4f}"
+        rows.append((made.before.name, *values, share))
+    lines = _aligned(rows)
+    if (found := made.outputs) is not None:
+        lines.append(
+            f"  outputs of a probe over {found.tokens} {found.unit}: largest difference {found.max_abs:.3g} ({found.max_relative:.2%} of the largest output), mean {found.mean_abs:.3g}, same {found.best} at {found.argmax_agreement:.1%}"
+        )
+    if made.before is None:
+        lines.append("  quality was not measured: give the text or pictures with --data")
+    alone = {}
+    if made.choice is not None:
+        alone = {one.path: f"{one.lost:+.3%}" for one in made.choice.sensitivities}
+    table = [("matrix", "format", "bytes", "alone" if alone else "")]
+    order = sorted(
+        made.matrices, key=lambda one: list(alone).index(one.path) if one.path in alone else -1
+    )
+    for one in order:
+        size = f"{si(one.bytes_before, 'B')} -> {si(one.bytes_after, 'B')}"
+        table.append((one.path, one.format, size, alone.get(one.path, "")))
+    return [*lines, "", *_aligned(table)]
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  "
+        + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,219 @@
+"""Matrices of a source in fewer bits: which there are, and their codes and scales written into a Bundle."""
+
+import fnmatch
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from systolic.artifact.bundle import BundleDraft
+from systolic.artifact.packed import PACKED, QuantizedRecord, packed
+from systolic.artifact.tensors import TensorSpec
+from systolic.artifact.weights import Weights
+from systolic.core.errors import OptionError, nearest
+from systolic.interop.importing import structure_of
+from systolic.interop.source import Source
+from systolic.interop.starting import matrices_of
+from systolic.job import Job, MatrixFormat, Model, Quantization, WeightFormat
+from systolic.models.adapters import CODES, SCALES, STACKED, inputs_of
+from systolic.models.quantized import SCALES_DTYPE, Quantized, quantized, scales_shape
+
+SCALE_BYTES = jnp.dtype(SCALES_DTYPE).itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Matrix:
+    """A parameter that may be quantized."""
+
+    path: str
+    shape: tuple[int, ...]
+    stacked: bool
+    """Whether its first dim is of layers."""
+    inputs: tuple[int, ...]
+    """Dims that products sum over."""
+    dtype: np.dtype
+    """In the source."""
+
+    def how(self, asked: MatrixFormat) -> MatrixFormat:
+        """The format with a group that divides the matrix's last input dim."""
+        if not asked.group:
+            return asked
+        return replace(asked, group=math.gcd(self.shape[self.inputs[-1]], asked.group))
+
+    def bytes(self, how: MatrixFormat | None) -> int:
+        """Bytes of codes and scales in a format, or of the matrix as it is."""
+        count = math.prod(self.shape)
+        if how is None:
+            return count * self.dtype.itemsize
+        scales = math.prod(scales_shape(self.shape, self.inputs, how))
+        return count * how.format.bits // 8 + SCALE_BYTES * scales
+
+
+def matrices_in(source: Source) -> dict[str, Matrix]:
+    """The parameters of a source that may be quantized, by path.
+
+    Raises:
+        OptionError: it has none, or they are quantized already.
+    """
+    if source.quantization:
+        (path, how), *_ = source.quantization.matrices
+        raise OptionError(
+            f"{source.path} is quantized already ({path} in {how}); quantize the model that it was made from"
+        )
+    made, dtypes = structure_of(source.model), source.dtypes()
+    found: dict[str, Matrix] = {}
+    for path, axes in made.axes.items():
+        if axes is None or path not in dtypes or not source.model.quantizable(path):
+            continue
+        shape, stacked = made.params[path].shape, axes[0] in STACKED
+        if len(shape) - stacked < 2:
+            continue
+        found[path] = Matrix(
+            path=path,
+            shape=shape,
+            stacked=stacked,
+            inputs=inputs_of(axes),
+            dtype=dtypes[path],
+        )
+    if not found:
+        raise OptionError(
+            f"{source.path} is a {type(source.model).__name__}, which has no matrices to quantize here"
+        )
+    return found
+
+
+def whole(model: Model, kind: WeightFormat) -> Quantization:
+    """All matrices of a model in a format, with its usual groups."""
+    made, how = structure_of(model), MatrixFormat(format=kind, group=kind.group)
+    found = [path for path in made.axes if model.quantizable(path)]
+    return Quantization.of(dict.fromkeys(found, how))
+
+
+def saved_bytes(job: Job, item: int) -> int:
+    """Bytes that a job's quantized matrices take less than in elements of ``item`` bytes."""
+    if not job.quantization:
+        return 0
+    made, saved = structure_of(job.model), 0
+    for path, how in job.quantization.matrices:
+        axes, shape = made.axes[path], made.params[path].shape
+        assert axes is not None  # those of matrices are named
+        count = math.prod(shape)
+        scales = math.prod(scales_shape(shape, inputs_of(axes), how))
+        saved += count * item - count * how.format.bits // 8 - SCALE_BYTES * scales
+    return saved
+
+
+def formats_of(
+    matrices: Mapping[str, Matrix], asked: MatrixFormat, keep: Sequence[str]
+) -> dict[str, MatrixFormat]:
+    """Formats of all matrices but those whose path, or a part of it, fits a pattern of ``keep``.
+
+    Raises:
+        OptionError: a pattern fits none, or all are kept.
+    """
+    kept: set[str] = set()
+    for pattern in keep:
+        fitting = {path for path in matrices if _fits(path, pattern)}
+        if not fitting:
+            raise OptionError(
+                f"--keep {pattern} fits none of the matrices{nearest(pattern, matrices)}; they are {', '.join(matrices)}"
+            )
+        kept |= fitting
+    if len(kept) == len(matrices):
+        raise OptionError("--keep leaves no matrix to quantize; keep fewer")
+    return {path: one.how(asked) for path, one in matrices.items() if path not in kept}
+
+
+def _fits(path: str, pattern: str) -> bool:
+    """Whether a pattern is the path, one of its parts, or fits the whole as in a shell."""
+    return pattern in path.split("/") or fnmatch.fnmatchcase(path, pattern)
+
+
+def planned_tensors(
+    source: Source, matrices: Mapping[str, Matrix], formats: Mapping[str, MatrixFormat]
+) -> list[TensorSpec]:
+    """Tensors of the Bundle: codes and scales of what is quantized, all others as they are."""
+    made = structure_of(source.model)
+    shapes = {path: one.shape for path, one in {**made.params, **made.model_state}.items()}
+    specs: list[TensorSpec] = []
+    for path, dtype in source.dtypes().items():
+        if path not in formats:
+            specs.append(TensorSpec(name=path, shape=shapes[path], dtype=dtype))
+            continue
+        one, how = matrices[path], formats[path]
+        narrow = how.format.bits == 4
+        last = -(-one.shape[-1] // 2) if narrow else one.shape[-1]
+        kind = np.dtype(PACKED if narrow else how.format.dtype)
+        codes = TensorSpec(name=f"{path}/{CODES}", shape=(*one.shape[:-1], last), dtype=kind)
+        scales = scales_shape(one.shape, one.inputs, how)
+        named = f"{path}/{SCALES}"
+        specs += [codes, TensorSpec(name=named, shape=scales, dtype=np.dtype(SCALES_DTYPE))]
+    return specs
+
+
+def write_quantized(
+    source: Source,
+    out: BundleDraft,
+    matrices: Mapping[str, Matrix],
+    formats: Mapping[str, MatrixFormat],
+    progress: Callable[[int], None],
+) -> dict[str, QuantizedRecord]:
+    """Writes a source's weights into a Bundle, one matrix in memory at a time.
+
+    Returns:
+        What bundle.json says of the quantized ones.
+    """
+    specs = planned_tensors(source, matrices, formats)
+    held: dict[str, list[np.ndarray]] = {}
+
+    def pieces(name: str) -> Iterator[np.ndarray]:
+        path, _, last = name.rpartition("/")
+        if path not in formats:
+            yield from source.pieces(name)
+            return
+        if last == SCALES:
+            yield from held.pop(path)
+            return
+        one = matrices[path]
+        scales = held.setdefault(path, [])
+        for matrix in matrices_of(source, path, one.shape, int(one.stacked)):
+            made = _quantized(one, formats[path], jnp.asarray(matrix))
+            scales.append(np.asarray(made.scales))
+            yield packed(np.asarray(made.codes))
+
+    out.weights(specs, pieces, progress)
+    return {
+        path: QuantizedRecord.of(how, matrices[path].shape, matrices[path].dtype)
+        for path, how in formats.items()
+    }
+
+
+def _quantized(one: Matrix, how: MatrixFormat, value: jax.Array) -> Quantized:
+    """One matrix of a stack, or the only one, by a program that is compiled once a shape."""
+    less = len(one.shape) - value.ndim
+    return _program(tuple(dim - less for dim in one.inputs), how)(value)
+
+
+@lru_cache
+def _program(inputs: tuple[int, ...], how: MatrixFormat) -> Any:
+    return jax.jit(partial(quantized, inputs=inputs, how=how))
+
+
+def rounded_weights(
+    weights: Weights, matrices: Mapping[str, Matrix], formats: Mapping[str, MatrixFormat]
+) -> Weights:
+    """Weights with some matrices rounded to what their codes would stand for, in the dtype that they have."""
+    params = dict(weights.params)
+    for path, how in formats.items():
+        params[path] = _rounder(matrices[path].inputs, how)(params[path])
+    return replace(weights, params=params)
+
+
+@lru_cache
+def _rounder(inputs: tuple[int, ...], how: MatrixFormat) -> Any:
+    return jax.jit(lambda value: quantized(value, inputs, how).restored(value.dtype))

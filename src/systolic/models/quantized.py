@@ -1,0 +1,168 @@
+"""Matrices in fewer bits: codes with scales, in the place of a parameter's array.
+
+Memory holds, and each step reads, the codes. Where an output channel has one scale the product is made of the codes,
+which the compiler widens on their way to the matrix unit, and its result is scaled; matrices with a scale for each group
+of inputs are restored one at a time. Codes are made by Qwix.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from systolic.core.errors import MissingExtraError
+from systolic.job import MatrixFormat, WeightFormat
+
+SCALES_DTYPE = "bfloat16"
+"""Dtype of scales: codes are computed with the rounded scale, so that it costs no accuracy beside its 2 bytes."""
+FORMATS = {
+    "int8": WeightFormat.int8,
+    "int4": WeightFormat.int4,
+    "float8_e4m3fn": WeightFormat.fp8,
+    "uint4": WeightFormat.nf4,
+}
+"""Dtype of codes to their format."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantized:
+    """A matrix in fewer bits, or a stack of them, in the place of a parameter's array."""
+
+    codes: jax.Array
+    """int8, int4, float8 (e4m3) or uint4 (nf4), of the matrix's shape."""
+    scales: jax.Array
+    """Of the same rank; dims that share a scale have size 1, or are shorter where groups of neighbours share one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix."""
+        return self.codes.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the codes."""
+        return self.codes.dtype
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a dim has several scales and fewer than elements."""
+        pairs = zip(self.codes.shape, self.scales.shape, strict=True)
+        return any(1 < scales < size for size, scales in pairs)
+
+    @property
+    def scaled_after(self) -> bool:
+        """Whether a product of the codes can be scaled: codes are numbers, and no dim has groups."""
+        return FORMATS[self.codes.dtype.name] is not WeightFormat.nf4 and not self.grouped
+
+    def __getitem__(self, key: Any) -> "Quantized":
+        """The matrix, as a parameter is read: takes ``...`` alone."""
+        assert key is Ellipsis
+        return self
+
+    def restored(self, dtype: Any = None) -> jax.Array:
+        """The matrix in a dtype, by default that of its scales."""
+        dtype = jnp.dtype(self.scales.dtype if dtype is None else dtype)
+        if FORMATS[self.codes.dtype.name] is WeightFormat.nf4:
+            numerics, _ = _qwix()
+            # Qwix looks codes up in a flat array, which a partitioner would gather first.
+            values = numerics.get_nf4_buckets().astype(dtype)[self.codes.astype(jnp.int32)]
+        else:
+            values = self.codes.astype(dtype)
+        scales = self.scales.astype(dtype)
+        if not self.grouped:
+            return values * scales
+        split: list[int] = []
+        spread: list[int] = []
+        for size, count in zip(self.codes.shape, scales.shape, strict=True):
+            split += [count, size // count]
+            spread += [count, 1]
+        return (values.reshape(split) * scales.reshape(spread)).reshape(self.codes.shape)
+
+
+def stored_bytes(shape: Sequence[int], dtype: Any) -> int:
+    """Bytes of an array in memory; codes of 4 bits lie two to a byte."""
+    wide = jnp.dtype(dtype)
+    bits = FORMATS[wide.name].bits if wide.name in FORMATS else 8 * wide.itemsize
+    return -(-math.prod(shape) * bits // 8)
+
+
+def scales_shape(
+    shape: tuple[int, ...], inputs: tuple[int, ...], how: MatrixFormat
+) -> tuple[int, ...]:
+    """Shape of the scales of a matrix whose products sum over the dims ``inputs``."""
+    sizes = [1 if dim in inputs else size for dim, size in enumerate(shape)]
+    if how.group:
+        last = inputs[-1]
+        sizes[last] = shape[last] // math.gcd(shape[last], how.group)
+        # Other inputs have scales of their own, since a group is of neighbours.
+        for dim in inputs[:-1]:
+            sizes[dim] = shape[dim]
+    return tuple(sizes)
+
+
+def quantized(
+    value: jax.Array,
+    inputs: tuple[int, ...],
+    how: MatrixFormat,
+    scales_dtype: Any = SCALES_DTYPE,
+) -> Quantized:
+    """A matrix of floats in fewer bits, scaled by the largest of each channel or group.
+
+    Args:
+        value: The matrix, or a stack of them.
+        inputs: Dims that products sum over.
+        how: Format and group.
+        scales_dtype: Dtype of the scales.
+
+    Raises:
+        MissingExtraError: Qwix is not installed.
+    """
+    _, qarray = _qwix()
+    shape = scales_shape(value.shape, inputs, how)
+    pairs = list(enumerate(zip(value.shape, shape, strict=True)))
+    way = qarray.HowToQuantize(
+        qtype="nf4" if how.format is WeightFormat.nf4 else how.format.dtype,
+        channelwise_axes=tuple(dim for dim, (size, count) in pairs if size == count),
+        tiled_axes={dim: size // count for dim, (size, count) in pairs if 1 < count < size},
+    )
+    wide = value.astype(jnp.float32)
+    scales, _ = qarray.compute_scale_zero_point(qarray.calibrate(wide, way), way.qtype)
+    scales = scales.astype(scales_dtype)
+    made = qarray.quantize_with_scale_zero_point(wide, way.qtype, scales, None)
+    return Quantized(codes=made.qvalue, scales=scales)
+
+
+def quantized_product(spec: str, x: jax.Array, weights: Quantized) -> jax.Array:
+    """``einsum(spec, x, weights)`` in the dtype of ``x``; the scales of channels are applied to the result, or to ``x`` where it has their dims."""
+    operands, out = spec.split("->")
+    given, matrix = operands.split(",")
+    scaled = {letter for letter, size in zip(matrix, weights.scales.shape, strict=True) if size > 1}
+    if weights.scaled_after and scaled <= set(out):
+        made = jnp.einsum(spec, x, weights.codes.astype(x.dtype))
+        return made * _spread(weights.scales, matrix, out).astype(x.dtype)
+    if weights.scaled_after and scaled <= set(given):
+        x = x * _spread(weights.scales, matrix, given).astype(x.dtype)
+        return jnp.einsum(spec, x, weights.codes.astype(x.dtype))
+    return jnp.einsum(spec, x, weights.restored(x.dtype))
+
+
+def _spread(scales: jax.Array, letters: str, into: str) -> jax.Array:
+    """Scales with the dims ``letters`` as they broadcast over an array with the dims ``into``."""
+    kept = [letter for letter, size in zip(letters, scales.shape, strict=True) if size > 1]
+    order = sorted(kept, key=into.index)
+    values = scales.reshape([size for size in scales.shape if size > 1])
+    values = values.transpose([kept.index(letter) for letter in order])
+    sizes = dict(zip(order, values.shape, strict=True))
+    return values.reshape([sizes.get(letter, 1) for letter in into])
+
+
+def _qwix():
+    try:
+        from qwix._src.core import numerics, qarray
+    except ImportError as error:
+        raise MissingExtraError("quantized weights", "quant") from error
+    return numerics, qarray

@@ -1,0 +1,73 @@
+"""Quantized matrices in a built module, in the places of its parameters."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from systolic.core.errors import OptionError
+from systolic.job import MatrixFormat
+from systolic.models.adapters import CODES, SCALES, Frozen, inputs_of
+from systolic.models.layered import Layered
+from systolic.models.quantized import SCALES_DTYPE, Quantized, scales_shape
+
+
+class QuantizedWeight(nnx.Module):
+    """A matrix in codes and scales, in the place of a parameter.
+
+    Reading it as a parameter is read, ``weight[...]``, gives what :func:`~systolic.models.product.product` takes.
+    """
+
+    def __init__(self, codes: Frozen, scales: Frozen) -> None:
+        self.codes, self.scales = codes, scales
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix."""
+        return self.codes.shape
+
+    def __getitem__(self, key: Any) -> Quantized | Layered:
+        """The matrix; takes ``...`` alone."""
+        assert key is Ellipsis
+        codes, scales = self.codes.get_value(), self.scales.get_value()
+        if isinstance(codes, Layered):
+            stack = Quantized(codes=codes.stack, scales=scales.stack)
+            return Layered(stack=stack, number=codes.number)
+        return Quantized(codes=codes, scales=scales)
+
+
+def place_quantized(module: nnx.Module, formats: Mapping[str, MatrixFormat]) -> None:
+    """Puts quantized matrices of zeros in the places of parameters; their codes and scales are read from files.
+
+    Args:
+        module: As its model built it; changed.
+        formats: By path of the parameter.
+
+    Raises:
+        OptionError: the module has no such parameter.
+    """
+    places = {
+        "/".join(map(str, (*path, name))): (holder, name, value)
+        for path, holder in nnx.iter_modules(module)
+        for name, value in vars(holder).items()
+        if isinstance(value, nnx.Param)
+    }
+    for path, how in formats.items():
+        if path not in places:
+            raise OptionError(f"the model has no parameter {path} to quantize; quantize it again")
+        holder, name, parameter = places[path]
+        axes = parameter.get_metadata().get("out_sharding")
+        shape = parameter.get_value().shape
+        scales = scales_shape(shape, inputs_of(axes), how)
+        weight = QuantizedWeight(
+            Frozen(jnp.zeros(shape, jnp.dtype(how.format.dtype)), out_sharding=axes),
+            Frozen(jnp.zeros(scales, SCALES_DTYPE), out_sharding=axes),
+        )
+        setattr(holder, name, weight)
+
+
+def plain_path(path: str) -> str:
+    """Path of the parameter that an array belongs to: of codes and scales the matrix's."""
+    home, _, last = path.rpartition("/")
+    return home if last in (CODES, SCALES) else path

@@ -1,0 +1,288 @@
+"""``systolic.quantize_model``: a model with its matrices in fewer bits, as a Bundle, and what that costs in quality."""
+
+import math
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from systolic.artifact.bundle import (
+    ORIGIN,
+    Bundle,
+    BundleDraft,
+    ImportedFrom,
+    check_free,
+    draft,
+    model_record,
+)
+from systolic.artifact.run import JOB
+from systolic.core.errors import OptionError
+from systolic.core.units import si
+from systolic.interop.parity import Parity, compare
+from systolic.interop.probe import PROBES, probe_of
+from systolic.interop.source import Source, open_source
+from systolic.job import Job, MatrixFormat
+from systolic.session.exporting import BUNDLE, export_model
+from systolic.session.sensitivity import Choice, Measure, Quality, choose
+from systolic.session.trained import TrainedModel, from_source, open_model, set_up_here
+
+if TYPE_CHECKING:
+    from systolic.interop.quantizing import Matrix
+
+PLAIN = "weights before quantization"
+"""What a quantized model's outputs are compared with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedMatrix:
+    """A matrix, or a stack of those of all layers."""
+
+    path: str
+    format: str
+    """``bfloat16`` and the like for one that was kept."""
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedModel:
+    """A quantized Bundle, and its quality beside that of the model that it was made from."""
+
+    path: Path
+    bytes_before: int
+    """Of all weights."""
+    bytes_after: int
+    matrices: Sequence[QuantizedMatrix]
+    before: Quality | None
+    """``None`` where there was no data."""
+    after: Quality | None
+    outputs: Parity | None
+    """Outputs of the quantized model beside those of the other on a probe; ``None`` for a kind of model without one."""
+    choice: Choice | None = None
+    """Sensitivities, where the formats were chosen by a budget."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "bundle": str(self.path),
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "matrices": [asdict(one) for one in self.matrices],
+            "before": None if self.before is None else asdict(self.before),
+            "after": None if self.after is None else asdict(self.after),
+            "outputs": None if self.outputs is None else self.outputs.to_json(),
+            "choice": None if self.choice is None else self.choice.to_json(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """Data that quality is measured on."""
+
+    data: Path | None = None
+    """Other data than a run's own."""
+    batches: int = 0
+    """The first so many; 0 for all."""
+
+
+def quantize_model(
+    path: Path | str,
+    out: Path | str,
+    *,
+    to: MatrixFormat,
+    keep: Sequence[str] = (),
+    on: Evaluated = Evaluated(),
+    budget: float | None = None,
+    trust: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> QuantizedModel:
+    """Writes a run or a model in files as a Bundle with its matrices in fewer bits.
+
+    Args:
+        path: The run's directory, or a Bundle, a Hugging Face folder or a GGUF file.
+        out: The new Bundle's folder.
+        to: Format of the matrices that the model names; embeddings, norms, biases and routers stay as they are.
+        keep: Paths of matrices that stay too, parts of paths, or patterns as in a shell.
+        on: Data to measure quality on: a run's own held-out data, or other.
+        budget: Largest loss of quality, such as 0.005: matrices that cost most go to int8 or stay until it is met.
+        trust: Execute the run's recipe although it is not yours, now and later.
+        say: Called with each stage.
+
+    Raises:
+        OptionError: nothing of the model can be quantized, a pattern fits nothing, or there is no data for a budget.
+        NotFoundError: there is no such model or data.
+        RunError: the disk is full, or a run can't be written as a Bundle; nothing is left at ``out``.
+        TakenError: there is something at ``out``.
+    """
+    path, out = Path(path), Path(out)
+    check_free(out)
+    is_run = (path / JOB).is_file()
+    if budget is not None and not is_run and on.data is None:
+        raise OptionError(
+            f"a budget needs data to measure the loss on, and {path} brings none; give the text or pictures with --data"
+        )
+    with _as_source(path, trust, say) as source:
+        from systolic.interop.quantizing import formats_of, matrices_in
+
+        source.verify()
+        matrices = matrices_in(source)
+        formats = formats_of(matrices, to, keep)
+        say("quality before")
+        model = (
+            open_model(path, trust=trust)
+            if is_run
+            else from_source(source, texts=on.data is not None)
+        )
+        measure = Measure(model, on.data, on.batches) if is_run or on.data is not None else None
+        choice = None
+        if budget is not None and measure is not None:
+            choice = choose(measure, matrices, formats, budget, say)
+            formats = dict(choice.formats)
+        before, job = _Figures.of(model, source, measure), model.job
+        del model, measure  # before the other is opened
+        after = _written(source, out, (matrices, formats), (job, before, on), say)
+        return _result(out, source, (matrices, formats), (before, after), choice)
+
+
+Formats = tuple["Mapping[str, Matrix]", Mapping[str, MatrixFormat]]
+"""All matrices of a source that may be quantized, and the formats of those that are."""
+
+
+def _written(
+    source: Source,
+    out: Path,
+    chosen: Formats,
+    known: "tuple[Job, _Figures, Evaluated]",
+    say: Callable[[str], None],
+) -> "_Figures":
+    """Writes the Bundle and opens it as a user does, before it has its name; its figures."""
+    job, before, on = known
+    with draft(out) as made:
+        bundle = _write(source, made, chosen, say)
+        say("quality after")
+        model = _reopened(bundle, job)
+        measure = None if before.quality is None else Measure(model, on.data, on.batches)
+        after = _Figures.of(model, source, measure)
+        made.rename()
+    return after
+
+
+def _result(
+    out: Path,
+    source: Source,
+    chosen: Formats,
+    figures: "tuple[_Figures, _Figures]",
+    choice: Choice | None,
+) -> QuantizedModel:
+    from systolic.interop.quantizing import planned_tensors
+
+    (matrices, formats), (before, after) = chosen, figures
+    sizes = [
+        sum(spec.nbytes for spec in planned_tensors(source, matrices, one)) for one in ({}, formats)
+    ]
+    return QuantizedModel(
+        path=out,
+        bytes_before=sizes[0],
+        bytes_after=sizes[1],
+        matrices=[_described(one, formats.get(one.path)) for one in matrices.values()],
+        before=before.quality,
+        after=after.quality,
+        outputs=after.beside(before, source),
+        choice=choice,
+    )
+
+
+@contextmanager
+def _as_source(path: Path, trust: bool, say: Callable[[str], None]) -> Generator[Source]:
+    """A model in files; a run is written as a Bundle for the time of the block."""
+    if not (path / JOB).is_file():
+        yield open_source(path)
+        return
+    with tempfile.TemporaryDirectory(prefix="systolic-quantize-") as scratch:
+        written = Path(scratch) / path.resolve().name
+        export_model(path, written, to=BUNDLE, trust=trust, say=say)
+        yield open_source(written)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Figures:
+    """Quality and outputs of a model."""
+
+    quality: Quality | None
+    outputs: Any
+    """float32[rows, ..., n] for the probe of its kind; ``None`` where there is none."""
+
+    @classmethod
+    def of(cls, model: TrainedModel, source: Source, measure: Measure | None) -> "_Figures":
+        from systolic.interop.outputs import outputs_of
+
+        outputs = None
+        if type(source.model) in PROBES:
+            outputs = outputs_of(model.setup.steps, model.weights, probe_of(source).ours)
+        return cls(quality=None if measure is None else measure.before, outputs=outputs)
+
+    def beside(self, before: "_Figures", source: Source) -> Parity | None:
+        """Differences from the outputs before."""
+        if self.outputs is None or before.outputs is None:
+            return None
+        probe = probe_of(source)
+        found = compare(self.outputs, before.outputs, PLAIN, math.inf)
+        return replace(found, unit=probe.unit, best=probe.best)
+
+
+def _reopened(bundle: Bundle, job: Job) -> TrainedModel:
+    """The quantized model under the job of the other."""
+    from systolic.interop.loading import weights_of
+
+    source = open_source(bundle.folder)
+    setup = set_up_here(replace(job, quantization=source.quantization))
+    return TrainedModel(bundle.folder, setup, weights_of(source, setup.steps), None)
+
+
+def _write(
+    source: Source,
+    made: BundleDraft,
+    chosen: Formats,
+    say: Callable[[str], None],
+) -> Bundle:
+    """Writes weights, other files and bundle.json of a draft."""
+    from systolic import __version__
+    from systolic.interop.quantizing import planned_tensors, write_quantized
+
+    size = sum(spec.nbytes for spec in planned_tensors(source, *chosen))
+    done = 0
+
+    def progress(written: int) -> None:
+        nonlocal done
+        done += written
+        # Tenths, so that a log has ten lines and no more.
+        say(f"weights {done * 10 // size * 10} % of {si(size, 'B')}")
+
+    records = write_quantized(source, made, *chosen, progress)
+    for name, file in source.files().items():
+        made.add(name, file.read_bytes())
+    if source.config:
+        made.add(ORIGIN, source.config_bytes())
+    return made.describe(
+        systolic=__version__,
+        model=model_record(source.model),
+        source=ImportedFrom(
+            kind=source.kind,
+            name=source.path.resolve().name,
+            digest=source.fingerprint(),
+            licence=source.licence,
+        ),
+        dtype=source.dtype,
+        quantization=records,
+    )
+
+
+def _described(one: "Matrix", how: MatrixFormat | None) -> QuantizedMatrix:
+    return QuantizedMatrix(
+        path=one.path,
+        format=one.dtype.name if how is None else str(how),
+        bytes_before=one.bytes(None),
+        bytes_after=one.bytes(how),
+    )

@@ -1,0 +1,68 @@
+"""Codes of 4 bits in files, two to a byte."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from systolic.artifact.packed import QuantizedRecord, RestoredTensor, packed, unpacked, views
+from systolic.artifact.tensors import TensorSpec, read_header, write
+from systolic.core.errors import DataError
+from systolic.job import MatrixFormat, WeightFormat
+from systolic.models.quantized import quantized
+
+INT4 = MatrixFormat(format=WeightFormat.int4, group=2)
+
+
+@pytest.mark.parametrize("columns", [1, 4, 5])
+@pytest.mark.parametrize("dtype", [ml_dtypes.int4, ml_dtypes.uint4])
+def test_codes_come_back(dtype: type, columns: int) -> None:
+    low = int(ml_dtypes.iinfo(dtype).min)
+    codes = (np.arange(3 * columns).reshape(3, columns) * 7 % 16 + low).astype(dtype)
+    raw = packed(codes)
+    assert (raw.dtype, raw.shape) == (np.uint8, (3, -(-columns // 2)))
+    np.testing.assert_array_equal(unpacked(raw, columns, np.dtype(dtype)), codes)
+
+
+def test_the_even_place_is_the_low_half() -> None:
+    assert packed(np.array([[1, -1]], ml_dtypes.int4)).tolist() == [[0xF1]]
+
+
+def stored(path: Path, shape: tuple[int, ...] = (3, 4, 5)) -> tuple[np.ndarray, QuantizedRecord]:
+    """A file with a stack of matrices in int4, and what they restore to."""
+    value = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    made = quantized(jnp.asarray(value), (1,), INT4)
+    tensors = {"m/codes": packed(np.asarray(made.codes)), "m/scales": np.asarray(made.scales)}
+    specs = [TensorSpec(name=n, shape=a.shape, dtype=a.dtype) for n, a in tensors.items()]
+    with path.open("wb") as out:
+        write(out, specs, list(tensors.values()), {})
+    record = QuantizedRecord.of(INT4, shape, np.dtype(np.float32))
+    return np.asarray(made.restored(jnp.float32)), record
+
+
+def test_a_matrix_is_read_in_codes_and_restored(tmp_path: Path) -> None:
+    wanted, record = stored(tmp_path / "w.safetensors")
+    plain, parts = views(read_header(tmp_path / "w.safetensors")[0], {"m": record}, "bundle.json")
+    assert set(plain) == {"m"}
+    restored, codes = plain["m"], parts["m/codes"]
+    assert isinstance(restored, RestoredTensor)
+    np.testing.assert_array_equal(restored.read(), wanted)
+    np.testing.assert_array_equal(np.stack(list(restored.pieces())), wanted)
+    cut = (slice(1, 3), slice(None), slice(1, 4))
+    np.testing.assert_array_equal(restored.part(cut, np.dtype(np.float32)), wanted[cut])
+    whole = codes.read()
+    np.testing.assert_array_equal(codes.part(cut, np.dtype(ml_dtypes.int4)), whole[cut])
+
+
+def test_a_record_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    _, record = stored(tmp_path / "w.safetensors")
+    tensors = read_header(tmp_path / "w.safetensors")[0]
+    wrong = QuantizedRecord("int4", 2, [3, 4, 9], "float32")
+    with pytest.raises(DataError, match=r"m is int4 in groups of 2 of \(3, 4, 9\), and its codes"):
+        views(tensors, {"m": wrong}, "bundle.json")
+    with pytest.raises(DataError, match="says n is quantized, and its codes or scales are missing"):
+        views(tensors, {"n": record}, "bundle.json")
+    with pytest.raises(DataError, match="m in a format that is not known"):
+        views(tensors, {"m": QuantizedRecord("int2", 2, [3, 4, 5], "float32")}, "bundle.json")

@@ -1,0 +1,90 @@
+"""Quantized matrices: their codes, what they restore to, and their products."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from systolic.core.errors import OptionError
+from systolic.job import MatrixFormat, WeightFormat
+from systolic.models.adapters import inputs_of
+from systolic.models.quantized import Quantized, quantized, quantized_product, stored_bytes
+
+INT8 = MatrixFormat(format=WeightFormat.int8)
+INT4 = MatrixFormat(format=WeightFormat.int4, group=2)
+FP8 = MatrixFormat(format=WeightFormat.fp8)
+NF4 = MatrixFormat(format=WeightFormat.nf4, group=2)
+
+
+def test_codes_and_scales_by_hand() -> None:
+    made = quantized(jnp.array([[1.0, -0.5], [-2.0, 0.25]]), (0,), INT8, jnp.float32)
+    assert made.codes.dtype == jnp.int8
+    # The range of a code ends half a step behind the largest.
+    np.testing.assert_allclose(made.scales, [[2 / 127.5, 0.5 / 127.5]])
+    np.testing.assert_array_equal(made.codes, [[64, -128], [-128, 64]])
+
+
+def test_groups_of_inputs_have_their_own_scales() -> None:
+    value = jnp.array([[7.5], [1.0], [0.75], [-0.1]])
+    made = quantized(value, (0,), INT4, jnp.float32)
+    np.testing.assert_allclose(made.scales, [[1.0], [0.1]])
+    np.testing.assert_array_equal(np.asarray(made.codes, np.int8), [[7], [1], [7], [-1]])
+    np.testing.assert_allclose(made.restored(), [[7.0], [1.0], [0.7], [-0.1]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("how", "most"), [(INT8, 0.5 / 127), (INT4, 0.5 / 7), (FP8, 1 / 16), (NF4, 0.16)]
+)
+def test_what_is_restored_is_within_half_a_step(how: MatrixFormat, most: float) -> None:
+    value = jax.random.normal(jax.random.key(0), (3, 64, 5)).at[1, :, 2].set(0)
+    made = quantized(value, (1,), how)
+    away = np.abs(made.restored(jnp.float32) - value)
+    # A scale in bfloat16 may leave the largest 0.4 % outside.
+    assert (away <= 1.05 * most * np.abs(value).max(axis=1, keepdims=True)).all()
+    assert not np.asarray(made.restored())[1, :, 2].any()
+
+
+@pytest.mark.parametrize("how", [INT8, INT4, FP8, NF4], ids=str)
+@pytest.mark.parametrize(
+    ("spec", "shape", "inputs"),
+    [
+        ("bsd,dhe->bshe", (6, 4, 2), (0,)),
+        ("bshe,hed->bsd", (4, 2, 6), (0, 1)),
+        ("bshe,rhe->bshr", (4, 4, 2), (0,)),  # absorbed: what the scales belong to is summed over
+        ("becd,edf->becf", (4, 6, 5), (1,)),
+    ],
+)
+def test_a_product_is_that_of_the_restored_matrix(
+    spec: str, shape: tuple[int, ...], inputs: tuple[int, ...], how: MatrixFormat
+) -> None:
+    letters = spec.split("->")[0].split(",")
+    sizes = dict(zip(letters[1], shape, strict=True)) | {"b": 2, "s": 3, "c": 3}
+    x = jax.random.normal(jax.random.key(0), [sizes[letter] for letter in letters[0]])
+    weights = quantized(jax.random.normal(jax.random.key(1), shape), inputs, how)
+    wanted = jnp.einsum(spec, x, weights.restored(jnp.float32))
+    np.testing.assert_allclose(quantized_product(spec, x, weights), wanted, atol=1e-5)
+
+
+def test_dims_that_products_sum_over() -> None:
+    assert inputs_of(("layers", "embed", "heads", "head_dim")) == (1,)
+    assert inputs_of(("heads", "head_dim", "embed")) == (0, 1)
+    assert inputs_of(("layers", "experts", "expert_embed", "mlp")) == (2,)
+    assert inputs_of((None, None, "conv_in", "conv_out")) == (0, 1, 2)
+
+
+def test_four_bits_lie_two_to_a_byte() -> None:
+    assert stored_bytes((3, 5), jnp.int4) == 8
+    assert stored_bytes((3, 5), jnp.uint4) == 8
+    assert stored_bytes((3, 5), jnp.int8) == 15
+    assert stored_bytes((3, 5), jnp.bfloat16) == 30
+
+
+def test_four_bits_need_groups() -> None:
+    with pytest.raises(OptionError, match="group is 0, and int4 has a scale for each group"):
+        MatrixFormat(format=WeightFormat.int4)
+
+
+def test_it_is_read_as_a_parameter_is() -> None:
+    made = quantized(jnp.ones((4, 2)), (0,), INT8)
+    assert made[...] is made
+    assert isinstance(jax.tree.map(lambda a: a[None], made), Quantized)

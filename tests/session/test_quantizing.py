@@ -1,0 +1,255 @@
+"""Quantized Bundles: they compute what their restored weights compute elsewhere, and are opened as any other."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import systolic
+from systolic.artifact.bundle import MANIFEST
+from systolic.cli.main import main
+from systolic.core.errors import OptionError
+from systolic.interop.importing import structure_of
+from systolic.interop.outputs import outputs_of
+from systolic.interop.quantizing import Matrix, formats_of
+from systolic.job import MatrixFormat, Sampling, WeightFormat
+from systolic.models.decoder.config import Decoder
+from systolic.serving.text.opening import open_engine
+from systolic.serving.text.request import TextRequest, TokenChoice
+from systolic.session.quantizing import Evaluated, quantize_model
+from systolic.session.sensitivity import Measure, choose
+from systolic.steps.paged import PagedSteps
+from systolic.steps.paged_sharding import with_copied_heads
+from tests.interop import folders
+from tests.interop.test_sentences import folder as encoder_folder
+from tests.serving.text.engine import SIZES
+
+INT8 = MatrixFormat(format=WeightFormat.int8)
+INT4 = MatrixFormat(format=WeightFormat.int4, group=32)
+TEXT = "the capital of France is Paris\n" * 40
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama as a Hugging Face folder."""
+    return folders.folder(tmp_path_factory.mktemp("source") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def int8(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The same in int8, made by the command, with a text to measure on."""
+    home = tmp_path_factory.mktemp("int8")
+    (home / "text.txt").write_text(TEXT)
+    given = Evaluated(data=home / "text.txt")
+    return quantize_model(source, home / "bundle", to=INT8, on=given)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "nf4", "fp8"])
+def test_it_computes_what_transformers_does_with_the_restored_weights(
+    kind: str, source: Path, tmp_path: Path
+) -> None:
+    wanted = WeightFormat(kind)
+    how = MatrixFormat(format=wanted, group=16 if wanted.bits == 4 else 0)
+    made = quantize_model(source, tmp_path / "bundle", to=how, keep=["blocks/value"])
+    assert {one.path: one.format for one in made.matrices if one.format == "float32"} == {
+        "blocks/value": "float32"
+    }
+    model = systolic.open(tmp_path / "bundle")
+    held = model.weights.model_state["blocks/query/codes"]
+    assert held.dtype.name == wanted.dtype
+    tokens = np.arange(24).reshape(2, 12).astype(np.int32)
+    ours = outputs_of(model.setup.steps, model.weights, {"tokens": tokens})
+    systolic.export_model(tmp_path / "bundle", tmp_path / "home")
+    theirs = folders.logits(tmp_path / "home", tokens.tolist())
+    np.testing.assert_allclose(ours[..., : theirs.shape[-1]], theirs, atol=2e-4)
+    plain = folders.logits(source, tokens.tolist())
+    assert 1e-3 < np.abs(theirs - plain).max() < 0.5 * np.abs(plain).max()
+
+
+def test_sizes_and_quality_are_those_of_the_files(int8: Any) -> None:
+    files = list(int8.path.glob("*.safetensors"))
+    headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files)
+    assert int8.bytes_after == sum(file.stat().st_size for file in files) - headers
+    assert int8.bytes_after < int8.bytes_before
+    assert int8.before.name == "perplexity"
+    assert abs(int8.after.lost(int8.before)) < 0.01
+    again = systolic.open(int8.path).evaluate(path=int8.path.parent / "text.txt")
+    (metrics,) = again.values()
+    assert np.exp(metrics["loss"]) == pytest.approx(int8.after.value)
+    assert int8.outputs.max_relative < 0.05
+    record = json.loads((int8.path / MANIFEST).read_text())
+    assert record["format"] == 2
+    assert record["quantization"]["blocks/query"]["format"] == "int8"
+
+
+def test_a_server_writes_what_generate_does(int8: Any) -> None:
+    model = systolic.open(int8.path)
+    (expected,) = model.generate(["the capital of"], tokens=12, sampling=GREEDY)
+    weights, tokenizer = model.weights, model.job.data.get_tokenizer()
+    engine = open_engine(model.setup.steps, weights.params, weights.model_state, SIZES)
+    engine.start()
+    try:
+        asked = TextRequest(
+            tokens=tokenizer.prompt("the capital of"),
+            max_tokens=12,
+            choice=TokenChoice(temperature=0.0),
+        )
+        found = [token.id for piece in engine.submit(asked) for token in piece.tokens]
+    finally:
+        engine.stop()
+    assert tokenizer.decode(found) == expected
+    held = PagedSteps(model.setup.steps, SIZES.page_size).abstract_weights
+    assert "int8" in {array.dtype.name for array in jax.tree.leaves(held)}
+
+
+def test_copies_of_heads_are_copies_of_their_codes(int8: Any) -> None:
+    model = systolic.open(int8.path)
+    own: Any = model.job.model
+    served = SimpleNamespace(
+        model=Decoder(**{**vars_of(own), "kv_heads": 4}), adapter=model.job.adapter
+    )
+    arrays = {**model.weights.params, **model.weights.model_state}
+    made = with_copied_heads(arrays, own, served)  # ty: ignore[invalid-argument-type]
+    for part in ("codes", "scales"):
+        before, after = (one[f"blocks/key/{part}"] for one in (arrays, made))
+        np.testing.assert_array_equal(np.repeat(before, 2, axis=-2), after)
+
+
+def vars_of(model: Any) -> dict[str, Any]:
+    """Fields of a model."""
+    return {name: vars(type(model))[name].__get__(model) for name in type(model).__slots__}
+
+
+def test_an_encoder_and_a_network_of_convolutions(tmp_path: Path) -> None:
+    encoder_folder(tmp_path / "encoder")
+    torch.manual_seed(0)
+    config = transformers.MobileNetV2Config(image_size=32, depth_multiplier=0.25, num_labels=4)
+    transformers.MobileNetV2ForImageClassification(config).save_pretrained(tmp_path / "mobile")
+    for name in ("encoder", "mobile"):
+        made = quantize_model(tmp_path / name, tmp_path / f"{name}-int8", to=INT8)
+        assert made.outputs is not None
+        assert made.outputs.max_relative < 0.1
+        assert made.before is None
+    near = systolic.open(tmp_path / "encoder-int8").predict(["a cat sat"])[0]["embedding"]
+    exact = systolic.open(tmp_path / "encoder").predict(["a cat sat"])[0]["embedding"]
+    assert np.dot(near, exact) > 0.999
+
+
+def test_the_stem_and_the_head_of_a_network_stay() -> None:
+    from systolic.models.vision.mobilenet.config import MobileNetV2
+
+    model = MobileNetV2(multiplier=0.25, num_classes=4)
+    names = [path for path in structure_of(model).params if model.quantizable(path)]
+    assert "blocks/0/depthwise/kernel" in names
+    assert not [path for path in names if path.startswith(("stem/", "head/"))]
+
+
+def test_a_quantized_model_is_quantized_once(int8: Any, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"is quantized already \(blocks/key in int8\)"):
+        quantize_model(int8.path, tmp_path / "again", to=INT4)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_quantized_model_is_imported_in_floats(int8: Any, tmp_path: Path) -> None:
+    systolic.import_model(int8.path, tmp_path / "plain", parity=False)
+    plain, codes = systolic.open(tmp_path / "plain"), systolic.open(int8.path)
+    assert not plain.job.quantization
+    tokens = {"tokens": np.arange(12, dtype=np.int32)[None]}
+    np.testing.assert_allclose(
+        outputs_of(plain.setup.steps, plain.weights, tokens),
+        outputs_of(codes.setup.steps, codes.weights, tokens),
+        atol=2e-4,
+    )
+
+
+def matrices(**sizes: int) -> dict[str, Matrix]:
+    """Matrices of some names and sizes."""
+    return {
+        name: Matrix(
+            path=name, shape=(size, size), stacked=False, inputs=(0,), dtype=np.dtype("float32")
+        )
+        for name, size in sizes.items()
+    }
+
+
+class Given(Measure):
+    """Costs that are known: of 4 bits those given, of int8 a hundredth."""
+
+    def __init__(self, costs: Mapping[str, float]) -> None:
+        self.costs, self.asked = costs, 0
+
+    def lost(self, matrices: Any, formats: Mapping[str, MatrixFormat]) -> float:
+        self.asked += 1
+        share = {WeightFormat.int4: 1.0, WeightFormat.int8: 0.01}
+        return sum(self.costs[path] * share[how.format] for path, how in formats.items())
+
+
+def test_a_budget_gives_the_worst_more_bits() -> None:
+    known, measure = matrices(a=64, b=64, c=64), Given({"a": 0.001, "b": 0.02, "c": 0.004})
+    asked = formats_of(known, INT4, ())
+    made = choose(measure, known, asked, 0.006, lambda _: None)
+    assert made.formats == {"a": INT4, "b": INT8, "c": INT4}
+    assert made.lost == pytest.approx(0.0052)
+    assert [(one.path, one.lost, one.chosen) for one in made.sensitivities] == [
+        ("b", 0.02, "int8"),
+        ("c", 0.004, "int4 in groups of 32"),
+        ("a", 0.001, "int4 in groups of 32"),
+    ]
+    assert measure.asked == 3 + 2
+    none = choose(Given({"a": 0.0, "b": 1.0, "c": 0.0}), known, asked, 0.005, lambda _: None)
+    assert set(none.formats) == {"a", "c"}
+    assert none.sensitivities[0].chosen == "float32"
+    with pytest.raises(OptionError, match="no matrix can be quantized within --budget 0"):
+        choose(Given({"a": 1.0, "b": 1.0, "c": 1.0}), known, asked, 0.0, lambda _: None)
+
+
+def test_patterns_of_matrices_that_stay() -> None:
+    known = matrices(**{"blocks/mlp/down": 64, "blocks/mlp/up": 64, "blocks/out": 48})
+    assert set(formats_of(known, INT4, ["down"])) == {"blocks/mlp/up", "blocks/out"}
+    assert set(formats_of(known, INT4, ["blocks/mlp/*"])) == {"blocks/out"}
+    assert formats_of(known, INT4, [])["blocks/out"].group == 16  # divides 48
+    with pytest.raises(OptionError, match="--keep donw fits none of the matrices"):
+        formats_of(known, INT4, ["donw"])
+    with pytest.raises(OptionError, match="--keep leaves no matrix"):
+        formats_of(known, INT4, ["*"])
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--auto"], "a budget needs data to measure the loss on"),
+        (["--budget", "1%"], "--budget has an effect with --auto only"),
+        (["--auto", "--budget", "half"], "--budget is 'half'; it takes a share such as 0.5%"),
+        (["--group", "0"], "group is 0, and int4 has a scale for each group"),
+        (["--keep", "nothing"], "--keep nothing fits none of the matrices"),
+        (["--data", "missing.txt"], "missing.txt does not exist"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing(
+    more: list[str], said: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["quantize", str(source), "--to", "int4", "--out", str(out), *more]) != 0
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert said in lines[-1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_prints_a_table(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    given = ["--to", "int4", "--data", str(tmp_path / "text.txt"), "--auto", "--budget", "50%"]
+    assert main(["quantize", str(source), "--out", str(tmp_path / "a"), *given]) == 0
+    said = capsys.readouterr().out
+    assert f"{tmp_path / 'a'}: int4 in groups of 64, in " in said
+    for part in ("weights", "perplexity", "largest difference", "blocks/mlp/down", "alone"):
+        assert part in said
