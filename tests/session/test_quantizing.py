@@ -19,7 +19,7 @@ from systolic.core.errors import OptionError
 from systolic.interop.importing import structure_of
 from systolic.interop.outputs import outputs_of
 from systolic.interop.quantizing import Matrix, formats_of
-from systolic.job import MatrixFormat, Sampling, WeightFormat
+from systolic.job import AdapterKind, MatrixFormat, Sampling, WeightFormat
 from systolic.models.decoder.config import Decoder
 from systolic.serving.text.opening import open_engine
 from systolic.serving.text.request import TextRequest, TokenChoice
@@ -253,3 +253,21 @@ def test_the_command_prints_a_table(
     assert f"{tmp_path / 'a'}: int4 in groups of 64, in " in said
     for part in ("weights", "perplexity", "largest difference", "blocks/mlp/down", "alone"):
         assert part in said
+
+
+@pytest.mark.slow
+def test_a_run_is_measured_on_its_own_data(source: Path, tmp_path: Path) -> None:
+    """With its adapters merged before."""
+    pairs = [{"prompt": f"a question {n}", "completion": f"yes {n}"} for n in range(30)]
+    file = tmp_path / "some.jsonl"
+    file.write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+    given = {"from_": source, "data": file, "sequence": 48, "batch": 4, "steps": 4}
+    adapter = {"adapter": AdapterKind.lora, "rank": 2, "alpha": 4.0}
+    systolic.train("sft", run=tmp_path / "run", validation=file, **given, **adapter)
+    made = quantize_model(tmp_path / "run", tmp_path / "out", to=INT8, on=Evaluated(batches=2))
+    assert made.before is not None
+    assert made.after is not None
+    (metrics,) = systolic.open(tmp_path / "run").evaluate(batches=2).values()
+    assert np.exp(metrics["loss"]) == pytest.approx(made.before.value, rel=1e-4)
+    assert abs(made.after.lost(made.before)) < 0.01
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "out", "some.jsonl"}

@@ -66,7 +66,7 @@ def product(
         base = _with_frozen(target, spec, x, weights.base, rounding, heads=heads)
         return base + _narrow(spec, x, weights)
     if isinstance(weights, Quantized):
-        return quantized_product(spec, x, weights)
+        return quantized_product(spec, x, weights, partial(plain_product, target))
     if target.matmul_format is None:
         return plain_product(target, spec, x, weights)
     rounded = _rounded(target.matmul_format, rounding.gradients(heads=heads), rounding.largest)

@@ -6,7 +6,7 @@ of inputs are restored one at a time. Codes are made by Qwix.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,18 +136,26 @@ def quantized(
     return Quantized(codes=made.qvalue, scales=scales)
 
 
-def quantized_product(spec: str, x: jax.Array, weights: Quantized) -> jax.Array:
-    """``einsum(spec, x, weights)`` in the dtype of ``x``; the scales of channels are applied to the result, or to ``x`` where it has their dims."""
+def quantized_product(
+    spec: str,
+    x: jax.Array,
+    weights: Quantized,
+    make: Callable[[str, jax.Array, jax.Array], jax.Array] = jnp.einsum,
+) -> jax.Array:
+    """``einsum(spec, x, weights)`` in the dtype of ``x``; the scales of channels are applied to the result, or to ``x`` where it has their dims.
+
+    ``make`` is what multiplies two arrays.
+    """
     operands, out = spec.split("->")
     given, matrix = operands.split(",")
     scaled = {letter for letter, size in zip(matrix, weights.scales.shape, strict=True) if size > 1}
     if weights.scaled_after and scaled <= set(out):
-        made = jnp.einsum(spec, x, weights.codes.astype(x.dtype))
+        made = make(spec, x, weights.codes.astype(x.dtype))
         return made * _spread(weights.scales, matrix, out).astype(x.dtype)
     if weights.scaled_after and scaled <= set(given):
         x = x * _spread(weights.scales, matrix, given).astype(x.dtype)
-        return jnp.einsum(spec, x, weights.codes.astype(x.dtype))
-    return jnp.einsum(spec, x, weights.restored(x.dtype))
+        return make(spec, x, weights.codes.astype(x.dtype))
+    return make(spec, x, weights.restored(x.dtype))
 
 
 def _spread(scales: jax.Array, letters: str, into: str) -> jax.Array:

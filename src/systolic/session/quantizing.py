@@ -20,13 +20,14 @@ from systolic.artifact.bundle import (
 from systolic.artifact.run import JOB
 from systolic.core.errors import OptionError
 from systolic.core.units import si
+from systolic.interop.jobs import job_of
 from systolic.interop.parity import Parity, compare
 from systolic.interop.probe import PROBES, probe_of
 from systolic.interop.source import Source, open_source
-from systolic.job import Job, MatrixFormat
+from systolic.job import Adapter, Job, MatrixFormat
 from systolic.session.exporting import BUNDLE, export_model
 from systolic.session.sensitivity import Choice, Measure, Quality, choose
-from systolic.session.trained import TrainedModel, from_source, open_model, set_up_here
+from systolic.session.trained import TrainedModel, keep_programs, prepare_model, set_up_here
 
 if TYPE_CHECKING:
     from systolic.interop.quantizing import Matrix
@@ -130,17 +131,18 @@ def quantize_model(
         matrices = matrices_in(source)
         formats = formats_of(matrices, to, keep)
         say("quality before")
-        model = (
-            open_model(path, trust=trust)
+        job = (
+            prepare_model(path, trust=trust).setup.job
             if is_run
-            else from_source(source, texts=on.data is not None)
+            else job_of(source, texts=on.data is not None)
         )
+        model = _opened(source, job)
         measure = Measure(model, on.data, on.batches) if is_run or on.data is not None else None
         choice = None
         if budget is not None and measure is not None:
             choice = choose(measure, matrices, formats, budget, say)
             formats = dict(choice.formats)
-        before, job = _Figures.of(model, source, measure), model.job
+        before = _Figures.of(model, source, measure)
         del model, measure  # before the other is opened
         after = _written(source, out, (matrices, formats), (job, before, on), say)
         return _result(out, source, (matrices, formats), (before, after), choice)
@@ -162,7 +164,7 @@ def _written(
     with draft(out) as made:
         bundle = _write(source, made, chosen, say)
         say("quality after")
-        model = _reopened(bundle, job)
+        model = _opened(open_source(bundle.folder), job)
         measure = None if before.quality is None else Measure(model, on.data, on.batches)
         after = _Figures.of(model, source, measure)
         made.rename()
@@ -202,7 +204,13 @@ def _as_source(path: Path, trust: bool, say: Callable[[str], None]) -> Generator
         return
     with tempfile.TemporaryDirectory(prefix="systolic-quantize-") as scratch:
         written = Path(scratch) / path.resolve().name
-        export_model(path, written, to=BUNDLE, trust=trust, say=say)
+        try:
+            export_model(path, written, to=BUNDLE, trust=trust, say=say)
+        except OptionError as error:
+            reason = str(error).partition("; ")[0]
+            raise OptionError(
+                f"a quantized model is a Bundle, and {reason}; quantize a run that has one"
+            ) from error
         yield open_source(written)
 
 
@@ -232,13 +240,14 @@ class _Figures:
         return replace(found, unit=probe.unit, best=probe.best)
 
 
-def _reopened(bundle: Bundle, job: Job) -> TrainedModel:
-    """The quantized model under the job of the other."""
+def _opened(source: Source, job: Job) -> TrainedModel:
+    """A source's model under a job with its data; adapters of a run are merged in its files."""
     from systolic.interop.loading import weights_of
 
-    source = open_source(bundle.folder)
-    setup = set_up_here(replace(job, quantization=source.quantization))
-    return TrainedModel(bundle.folder, setup, weights_of(source, setup.steps), None)
+    keep_programs()
+    plain = replace(job, adapter=Adapter(), start=None, quantization=source.quantization)
+    setup = set_up_here(plain)
+    return TrainedModel(source.path, setup, weights_of(source, setup.steps), None)
 
 
 def _write(
