@@ -1,69 +1,70 @@
-"""``systolic export RUN|BUNDLE --to hf|bundle|gguf|docker --out PATH``: a trained model for another library, for a server, or without its run."""
+"""``systolic export RUN|BUNDLE --to FORMAT --out PATH``: a trained model for another library, as programs, for a server, or without its run."""
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from systolic.cli.output import print_json
 from systolic.cli.parse import parse
+from systolic.core.errors import OptionError
+from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.core.units import duration, si
+from systolic.exporting.settings import ROWS, ExportSettings
+from systolic.job import Precision
 from systolic.report.progress import ProgressLine
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """Writes a trained model in the format of another library, a run as a Bundle, or a Bundle as an image's build folder; adapters are merged.
+    """Writes a trained model in the format of another library, as programs, a run as a Bundle, or a Bundle as an image's build folder; adapters are merged.
 
-    A model that the format has no options for is refused, with the option's name. A GGUF file is opened again and
-    compared with its source on the same inputs before it gets its name.
+    A model that the format has no options for is refused, with the option's name. A GGUF file and programs are opened
+    again and compared with their source on the same inputs before they get their name.
 
     Args:
         run: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
         out: The new folder, or of gguf the new file.
-        to: hf is a folder that transformers opens: config.json, safetensors, tokenizer; bundle is a Bundle of a run's language model; gguf is a file that llama.cpp opens, of a language model; docker is the build folder of an image that serves a Bundle.
-        precision: Of the matrices of a gguf file; auto keeps that of the weights.
+        to: hf is a folder that transformers opens: config.json, safetensors, tokenizer; bundle is a Bundle of a run's language model; gguf is a file that llama.cpp opens, of a language model; docker is the build folder of an image that serves a Bundle; stablehlo are programs that plain JAX reloads on cpu, tpu and cuda; savedmodel are programs for TensorFlow and TensorFlow Serving.
+        precision: Of the matrices of a gguf file, where auto keeps that of the weights; of what programs compute, f32 or bf16, where auto is f32.
         for_: Of docker: what the image runs on.
         mount: Of docker: leave the Bundle out of the image; the container mounts it at /srv/model.
         checkpoint: Of a run: best, last or the number of a step.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
+        batch: Of programs: examples of a call; 0 leaves them free.
+        sequence: Of programs: tokens of a text; 0 leaves them free.
+        inputs: Of programs: files to compare on, as predict takes them; by default rows of the recipe's own evaluation data.
+        examples: Of programs: rows of that data.
+        python: Of savedmodel: Python of an environment with tensorflow and jax; by default this one.
         json: Print one JSON object.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
     out: Path
-    to: Literal["hf", "bundle", "gguf", "docker"] = "hf"
+    to: Literal["hf", "bundle", "gguf", "docker", "savedmodel", "stablehlo"] = "hf"
     precision: Literal["auto", "f32", "f16", "bf16", "q8_0"] = "auto"
     for_: Annotated[Literal["cpu", "tpu", "cuda"], tyro.conf.arg(name="for")] = "cpu"
     mount: bool = False
     checkpoint: str = "best"
     trust: bool = False
+    batch: Annotated[int, NOT_NEGATIVE] = 0
+    sequence: Annotated[int, NOT_NEGATIVE] = 0
+    inputs: tuple[Path, ...] = ()
+    examples: Annotated[int, COUNT] = ROWS
+    python: Path | None = None
     json: bool = False
 
 
 def run(args: Sequence[str]) -> int:
     """The verb."""
     options = parse(ExportOptions, args, "systolic export")
-    from systolic.session.docker.folder import ImageOptions
-    from systolic.session.exporting import export_model
-    from systolic.session.exporting_gguf import GgufOptions
-
     begun = time.perf_counter()
     with ProgressLine(sys.stderr, f"export {options.run.name}") as progress:
-        made = export_model(
-            options.run,
-            options.out,
-            to=options.to,
-            gguf=GgufOptions(precision=options.precision),
-            image=ImageOptions(platform=options.for_, mount=options.mount),
-            checkpoint=options.checkpoint,
-            trust=options.trust,
-            say=progress.say,
-        )
+        made = _exported(options, progress.say)
     seconds = time.perf_counter() - begun
     if options.json:
         print_json({**made.to_json(), "seconds": seconds})
@@ -74,3 +75,50 @@ def run(args: Sequence[str]) -> int:
     for line in made.lines():
         print(line)
     return 0
+
+
+def _exported(options: ExportOptions, say: Callable[[str], None]) -> Any:
+    """What was written: programs, or a model's files.
+
+    Raises:
+        OptionError: an option is given that the format does not have.
+    """
+    from systolic.session.docker.folder import ImageOptions
+    from systolic.session.exporting import export_model
+    from systolic.session.exporting_gguf import GgufOptions
+    from systolic.session.program_exports import WRITERS, export_program
+
+    image = ImageOptions(platform=options.for_, mount=options.mount)
+    programs = options.to in WRITERS
+    settings = ExportSettings(
+        precision=_computed(options.precision) if programs else Precision.f32,
+        batch=options.batch,
+        sequence=options.sequence,
+        inputs=options.inputs,
+        examples=options.examples,
+        python=options.python,
+    )
+    shared = {"checkpoint": options.checkpoint, "trust": options.trust, "say": say}
+    if programs:
+        if image != ImageOptions():
+            raise OptionError(f"--for and --mount are for --to docker, not {options.to}; leave them out")
+        return export_program(
+            options.run, options.out, to=options.to, settings=settings, **shared
+        )
+    if given := settings.given():
+        raise OptionError(
+            f"--{next(iter(given))} is for programs, and --to {options.to} writes none; leave it out"
+        )
+    gguf = GgufOptions(precision=options.precision)
+    return export_model(options.run, options.out, to=options.to, gguf=gguf, image=image, **shared)
+
+
+def _computed(precision: str) -> Precision:
+    """The precision that programs compute in.
+
+    Raises:
+        OptionError: they compute in no such precision.
+    """
+    if precision not in ("auto", "f32", "bf16"):
+        raise OptionError(f"--precision is {precision}, which is for gguf files; programs compute in f32 or bf16")
+    return Precision.bf16 if precision == "bf16" else Precision.f32

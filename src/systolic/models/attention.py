@@ -169,7 +169,11 @@ def _mask(masking: Masking, sequence: int, whole: bool) -> tuple[jax.Array | Non
     mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
     if not masking.causal or not (whole or order is not None):
         return mask, masking.causal, masking.window
-    index = np.arange(sequence) if order is None else order.indices(sequence)
+    if order is None:
+        # An exported program may leave the length open.
+        index = np.arange(sequence) if isinstance(sequence, int) else jnp.arange(sequence)
+    else:
+        index = order.indices(sequence)
     back = index[:, None] - index[None, :]
     seen = (back >= 0) & (back < (masking.window or sequence))
     seen = jnp.asarray(seen[None, None])

@@ -1,11 +1,8 @@
 """Converting a model of another framework, the parent's side: a child writes the program, another one compares it."""
 
 import json
-import os
-import signal
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,20 +18,12 @@ from systolic.core.errors import (
     SystolicError,
 )
 from systolic.interop.program.description import Description
+from systolic.interop.program.process import ended, last_line, run_module
 
 KINDS = ("function", "torch-export", "keras", "saved-model")
 """Kinds of sources: file.py:function, .pt2, .keras, a SavedModel's folder."""
 SAVED_MODEL = "saved_model.pb"
 _MISTAKES = {one.__name__: one for one in (OptionError, NotFoundError, DataError, RunError)}
-_ENVIRONMENT = {
-    "KERAS_BACKEND": "jax",
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
-    "TF_ENABLE_ONEDNN_OPTS": "0",
-    "CUDA_VISIBLE_DEVICES": "-1",
-}
-"""Conversion runs on the CPU, beside whatever uses the machine's accelerator."""
 LOG = "log.txt"
 
 
@@ -140,10 +129,12 @@ def convert(request: ProgramRequest, folder: Path) -> Description:
         "example": None if request.how.example is None else str(request.how.example),
     }
     python = str(request.how.python or sys.executable)
-    code = _child(python, "systolic.interop.program.child", [json.dumps(asked)], folder / LOG)
+    code = run_module(python, "systolic.interop.program.child", [json.dumps(asked)], folder / LOG)
     answer = folder / OUTCOME
     if not answer.is_file():
-        raise RunError(f"the conversion of {request.source} {_ended(code)}; {_last(folder / LOG)}")
+        raise RunError(
+            f"the conversion of {request.source} {ended(code)}; {last_line(folder / LOG)}"
+        )
     outcome = json.loads(answer.read_bytes())
     if "error" in outcome:
         raise _mistake(outcome)
@@ -159,33 +150,16 @@ def compare(bundle: Path, scratch: Path) -> ProgramParity:
     from systolic.interop.program.parity import PARITY
 
     log = scratch / LOG
-    code = _child(
+    code = run_module(
         sys.executable, "systolic.interop.program.parity", [str(bundle), str(scratch)], log
     )
     answer = scratch / PARITY
     if not answer.is_file():
-        raise RunError(f"the comparison of {bundle} {_ended(code)}; {_last(log)}")
+        raise RunError(f"the comparison of {bundle} {ended(code)}; {last_line(log)}")
     found = json.loads(answer.read_bytes())
     if "error" in found:
         raise _mistake(found)
     return msgspec.convert(found, ProgramParity)
-
-
-def _child(python: str, module: str, args: Sequence[str], log: Path) -> int:
-    """Exit code of a module's process; negative for a signal."""
-    root = Path(__file__).resolve().parents[3]
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | _ENVIRONMENT
-    # Of this environment only the package itself: another interpreter has its own libraries.
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
-    try:
-        with log.open("wb") as out:
-            return subprocess.run(
-                [python, "-m", module, *args], env=env, stdout=out, stderr=out, check=False
-            ).returncode
-    except OSError as error:
-        raise OptionError(
-            f"{python} can't be started ({error.strerror}); give the path of a Python interpreter"
-        ) from error
 
 
 def _mistake(outcome: Mapping[str, Any]) -> SystolicError:
@@ -194,18 +168,3 @@ def _mistake(outcome: Mapping[str, Any]) -> SystolicError:
         feature, _, rest = told.partition(" needs packages")
         return MissingExtraError(feature, rest.rpartition("[")[2].rstrip("]'"))
     return _MISTAKES.get(outcome["error"], RunError)(told)
-
-
-def _ended(code: int) -> str:
-    if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
-
-
-def _last(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return (
-        f"its last line: {lines[-1][:300]}"
-        if lines
-        else "it printed nothing; try it with less in memory"
-    )

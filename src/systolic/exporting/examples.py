@@ -1,0 +1,201 @@
+"""Real inputs of inference functions: rows of the recipe's evaluation data, files, or a passage of text."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from systolic.core.errors import DataError, NotFoundError, OptionError
+from systolic.data.audio.recordings import Recordings
+from systolic.data.input_files import InputFiles
+from systolic.data.text.sentences import Sentences
+from systolic.data.text.text_data import TextData
+from systolic.data.text.tokenizer import Tokenizer
+from systolic.exporting.functions import ENCODED, FEATURES, IMAGE, SEGMENTS, TOKENS
+from systolic.exporting.inference import BATCH, SEQUENCE, ExportableModel, Inference, run
+from systolic.interop.probe import PASSAGE
+from systolic.job import Field, Job, Read, Split
+from systolic.job.data import MASK
+from systolic.models.decoder.config import Decoder
+from systolic.models.whisper.config import Whisper
+
+LONGEST = 64
+"""Most tokens of a row."""
+ORDER = (Split.validation, Split.test, Split.train)
+"""Splits whose rows are taken, the first that has any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleInputs:
+    """Example inputs of a model's functions."""
+
+    inputs: Mapping[str, Mapping[str, np.ndarray]] = field(repr=False)
+    """Name of a function to its inputs by name, [examples, ...]."""
+    rows: int
+    origin: str
+    """What they are: ``validation data``, ``files``, ``a passage of text``, ``random pictures`` …"""
+
+    @property
+    def real(self) -> bool:
+        """Whether they can stand for what the model will see, as a calibration needs."""
+        return not self.origin.startswith("random")
+
+    def calls(
+        self, function: Inference, size: int | None = None
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """A function's inputs in groups of ``size`` examples, by default the function's own batch or all at once."""
+        given = self.inputs[function.name]
+        size = size or function.batch or self.rows
+        for start in range(0, self.rows - size + 1, size):
+            yield {
+                name: one if name in function.whole else one[start : start + size]
+                for name, one in given.items()
+            }
+
+
+def example_inputs(
+    model: ExportableModel, rows: int = 4, files: Sequence[Path] = ()
+) -> ExampleInputs:
+    """Inputs for each function of a model: ``rows`` examples or as many as there are, in whole batches where these are not free.
+
+    Args:
+        model: The model.
+        rows: Examples.
+        files: Files as ``predict`` takes them, in place of the recipe's own data; all their examples.
+
+    Raises:
+        NotFoundError: there is no such file.
+        DataError: a file can't be read.
+        OptionError: the recipe's data has no form for single files.
+    """
+    length = model.sizes.get(SEQUENCE, LONGEST)
+    if files:
+        batch, origin = _stacked(_of_files(model.job, files, length)), "files"
+    else:
+        batch, origin = _own(model.job, rows, length)
+        batch = {name: array[:rows] for name, array in batch.items()}
+    count = len(next(iter(batch.values())))
+    if BATCH in model.sizes:
+        count = -(-count // model.sizes[BATCH]) * model.sizes[BATCH]
+        batch = {name: np.resize(array, (count, *array.shape[1:])) for name, array in batch.items()}
+    made: dict[str, dict[str, np.ndarray]] = {}
+    for name, function in model.functions.items():
+        given: dict[str, np.ndarray] = {}
+        for own, spec in function.inputs.items():
+            if own == ENCODED:
+                encode = model.functions_on("cpu")["encode"].call
+                given[own] = run(encode, model.params, made["encode"])[ENCODED]
+                continue
+            array = batch[function.given.get(own, own)]
+            if own in function.whole:
+                array = array[0]
+            if own in (TOKENS, MASK):
+                array = _columns(array, function.limits.get(SEQUENCE), model.sizes.get(SEQUENCE))
+            given[own] = (array > 0 if own == MASK else array).astype(spec.dtype)
+        made[name] = given
+    return ExampleInputs(inputs=made, rows=count, origin=origin)
+
+
+def _columns(array: np.ndarray, most: int | None, exact: int | None) -> np.ndarray:
+    """The first tokens of texts [rows, tokens]: up to ``most``, or ``exact`` with zeros at the end."""
+    array = array[:, : exact or min(LONGEST, most or LONGEST)]
+    return array if exact is None else np.pad(array, ((0, 0), (0, exact - array.shape[1])))
+
+
+def _own(job: Job, rows: int, length: int) -> tuple[dict[str, np.ndarray], str]:
+    """Rows of the job's own data, else what stands for it."""
+    data = job.data
+    # Data that has moved since the training is no reason to refuse an export.
+    with suppress(NotFoundError, DataError):
+        for split in ORDER:
+            if data.size(split) != 0:
+                return _read(job, split, rows), f"{split.value} data"
+    if isinstance(data, TextData):
+        return {TOKENS: _passage(job, data.get_tokenizer(), rows, length)}, "a passage of text"
+    if isinstance(data, Sentences):
+        return _sentences(data, rows), "sentences"
+    random = np.random.default_rng(0)
+    made = {name: _random(random, one, rows) for name, one in data.fields().items()}
+    if isinstance(data, Recordings):
+        made[TOKENS] = _passage(job, data.get_tokenizer(), rows, length)
+    named = "pictures" if IMAGE in made else "spectrograms" if FEATURES in made else "arrays"
+    return made, f"random {named}"
+
+
+def _passage(job: Job, tokenizer: Tokenizer, rows: int, length: int) -> np.ndarray:
+    """A passage of text in rows, int32[rows, length]."""
+    ids = np.asarray(tokenizer.encode(PASSAGE))
+    # Without its tokenizer a model may have fewer tokens than there are bytes.
+    if isinstance(job.model, Decoder | Whisper):
+        ids = ids % job.model.vocab
+    return np.resize(ids, (rows, length)).astype(np.int32)
+
+
+def _read(job: Job, split: Split, rows: int) -> dict[str, np.ndarray]:
+    batches = job.data.open(Read(split=split, batch=rows, shuffle=False, epochs=1))
+    try:
+        first = next(batches)
+    finally:
+        batches.close()
+    kept = first[MASK] > 0
+    return {name: array[kept] for name, array in first.items() if name != MASK}
+
+
+def _sentences(data: Sentences, rows: int) -> dict[str, np.ndarray]:
+    """Lines of the passage, each as long as it is and padded to the longest."""
+    lines = PASSAGE.splitlines()
+    ids = data.encode([lines[number % len(lines)] for number in range(rows)])
+    tokens = np.zeros((rows, max(map(len, ids))), np.int32)
+    segments = np.zeros_like(tokens)
+    for row, line in enumerate(ids):
+        tokens[row, : len(line)], segments[row, : len(line)] = line, 1
+    return {TOKENS: tokens, SEGMENTS: segments}
+
+
+def _random(random: np.random.Generator, one: Field, rows: int) -> np.ndarray:
+    shape = (rows, *one.shape)
+    if np.dtype(one.dtype) == np.uint8:
+        return random.integers(0, 256, shape, np.uint8)
+    if np.issubdtype(np.dtype(one.dtype), np.floating):
+        return random.normal(size=shape).astype(one.dtype)
+    return np.zeros(shape, one.dtype)
+
+
+def _of_files(job: Job, files: Sequence[Path], length: int) -> list[dict[str, Any]]:
+    """Examples of files, one or several each."""
+    data = job.data
+    if isinstance(data, InputFiles):
+        return [example for file in files for example in data.examples(file)]
+    if isinstance(data, Recordings):
+        from systolic.data.audio.sound import read_sound
+
+        ids = np.asarray(data.writing.prompt or (0,), np.int32)
+        return [
+            {FEATURES: window.features, TOKENS: ids}
+            for file in files
+            for window in data.windows(read_sound(file))
+        ]
+    if isinstance(data, TextData):
+        return [_text(data, file, length) for file in files]
+    return [data.load(file) for file in files]
+
+
+def _text(data: TextData, file: Path, length: int) -> dict[str, np.ndarray]:
+    from systolic.data.text.sentences import read_text
+
+    ids = np.asarray(data.get_tokenizer().encode(read_text(file)))
+    return {TOKENS: np.resize(ids, length).astype(np.int32)}
+
+
+def _stacked(examples: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    if not examples:
+        raise DataError("the files hold no example; give others")
+    try:
+        return {name: np.stack([one[name] for one in examples]) for name in examples[0]}
+    except ValueError as error:
+        raise OptionError(
+            f"the files hold examples of several shapes ({error}); give others"
+        ) from error

@@ -1,0 +1,185 @@
+"""Inference of a model as pure functions of its weights and of named inputs: what every exported program computes."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from systolic.core.errors import OptionError, nearest
+from systolic.job import Job
+
+Arrays = dict[str, jax.Array]
+BATCH, SEQUENCE = "batch", "sequence"
+"""Names of free dims: examples of a call, and tokens of a text."""
+PORTABLE = "any"
+"""Platform of a program that lowers everywhere: no kernel of one kind of chip is chosen."""
+FREE = 3
+"""Stands for a free dim where only the others are asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InferenceArray:
+    """An input or output of an inference function."""
+
+    shape: tuple[int | str, ...]
+    """Sizes; a free dim has a name, such as :data:`BATCH`."""
+    dtype: str
+
+    def sized(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape with sizes for its free dims; raises KeyError where one lacks its own."""
+        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inference:
+    """One pure function: (params, inputs by name) to outputs by name.
+
+    Parameters and other variables are one flat dict, path to array, the same for all functions of a model.
+    Jit it, export it, or call it.
+    """
+
+    name: str
+    """``logits``, ``embedding``, ``encode`` …"""
+    inputs: Mapping[str, InferenceArray]
+    call: Callable[[Mapping[str, Any], dict[str, Any]], dict[str, jax.Array]] = field(repr=False)
+    limits: Mapping[str, int] = field(default_factory=dict)
+    """Largest size of a free dim, where the model has one."""
+    given: Mapping[str, str] = field(default_factory=dict)
+    """Input to the array of an example that it is made of, where their names differ."""
+    whole: frozenset[str] = frozenset()
+    """Inputs that are one for all examples of a call, without a batch dim."""
+
+    def __call__(
+        self, params: Mapping[str, Any], inputs: Mapping[str, Any]
+    ) -> dict[str, jax.Array]:
+        """The outputs; each has the free dims of the inputs that it belongs to."""
+        return self.call(params, dict(inputs))
+
+    @property
+    def free(self) -> tuple[str, ...]:
+        """Names of the free dims, in the order in which they occur."""
+        return tuple(
+            dict.fromkeys(
+                d for one in self.inputs.values() for d in one.shape if isinstance(d, str)
+            )
+        )
+
+    @property
+    def batch(self) -> int | None:
+        """Examples of a call; None where they are free."""
+        first = next(one.shape[0] for name, one in self.inputs.items() if name not in self.whole)
+        return None if isinstance(first, str) else first
+
+    def fixed(self, sizes: Mapping[str, int]) -> "Inference":
+        """The function with sizes for some free dims; names that it lacks are left out.
+
+        Raises:
+            OptionError: a size is beyond the model's limit.
+        """
+        for dim, most in self.limits.items():
+            if sizes.get(dim, 0) > most:
+                raise OptionError(f"{dim} is {sizes[dim]} and the model takes {most}; give fewer")
+        inputs = {
+            name: replace(one, shape=tuple(sizes.get(str(dim), dim) for dim in one.shape))
+            for name, one in self.inputs.items()
+        }
+        return replace(self, inputs=inputs)
+
+    def abstract(self, sizes: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
+        """The inputs for sizes of the free dims, for tracing."""
+        return {
+            name: jax.ShapeDtypeStruct(one.sized(sizes), jnp.dtype(one.dtype))
+            for name, one in self.inputs.items()
+        }
+
+    def outputs(self, params: Mapping[str, Any]) -> dict[str, InferenceArray]:
+        """The outputs by name, their free dims found by tracing with several sizes."""
+        shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in params.items()}
+
+        def traced(sizes: Mapping[str, int]) -> dict[str, Any]:
+            return jax.eval_shape(self.call, shapes, self.abstract(sizes))
+
+        plain = dict.fromkeys(self.free, FREE)
+        first = traced(plain)
+        dims: dict[str, list[int | str]] = {name: list(a.shape) for name, a in first.items()}
+        for free in self.free:
+            for name, array in traced({**plain, free: FREE + 1}).items():
+                for axis, size in enumerate(array.shape):
+                    if size != first[name].shape[axis]:
+                        dims[name][axis] = free
+        return {
+            name: InferenceArray(shape=tuple(dims[name]), dtype=str(array.dtype))
+            for name, array in first.items()
+        }
+
+
+Make = Callable[[Job, str, str], tuple[Inference, ...]]
+"""A job, a platform and a compute dtype to its inference functions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportableModel:
+    """A model with its weights, which can leave as one or several functions."""
+
+    job: Job
+    """What it was trained or imported as; one device, no adapter."""
+    params: Mapping[str, Any] = field(repr=False)
+    """Parameters and other variables by path, adapters merged."""
+    make: Make = field(repr=False)
+    dtype: str = "float32"
+    """Numpy name of the dtype that it computes in."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of dims that are not left free."""
+
+    @cached_property
+    def functions(self) -> dict[str, Inference]:
+        """The functions to export, by name, for any platform; the first is the one that is used alone."""
+        return self.functions_on(PORTABLE)
+
+    def functions_on(self, platform: str) -> dict[str, Inference]:
+        """The functions traced for a platform (``tpu``, ``gpu``, ``cpu``), with what is fast there."""
+        made = self.make(self.job, platform, self.dtype)
+        return {one.name: one.fixed(self.sizes) for one in made}
+
+    def function(self, name: str | None = None) -> Inference:
+        """A function by name, the first one without.
+
+        Raises:
+            OptionError: there is no such function.
+        """
+        if name is None:
+            return next(iter(self.functions.values()))
+        if name not in self.functions:
+            raise OptionError(
+                f"{self.job.name} has no function {name!r}{nearest(name, self.functions)}; it has {', '.join(self.functions)}"
+            )
+        return self.functions[name]
+
+    def source_outputs(self, name: str, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Outputs of a function's source program on this machine's CPU, to compare an artifact with."""
+        return run(self.functions_on("cpu")[name].call, self.params, inputs)
+
+
+def run(
+    call: Callable[..., Any], params: Mapping[str, Any], inputs: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Outputs of a function of params and inputs on this machine's CPU, with matmuls as exact as the device has."""
+    # A TPU's default for float32 is one pass in bfloat16.
+    with jax.default_device(reference_device()), jax.default_matmul_precision("highest"):
+        made = jax.jit(call)(dict(params), dict(inputs))
+    return {name: np.asarray(array) for name, array in made.items()}
+
+
+def reference_device() -> Any:
+    """A CPU device, where JAX has one beside its default backend; else the default device."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return jax.local_devices()[0]

@@ -1,0 +1,57 @@
+"""Processes of modules of this package, in this or another environment's Python, on the CPU."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from systolic.core.errors import OptionError
+
+_ENVIRONMENT = {
+    "KERAS_BACKEND": "jax",
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+    "CUDA_VISIBLE_DEVICES": "-1",
+}
+"""Conversion runs on the CPU, beside whatever uses the machine's accelerator."""
+
+
+def run_module(python: str, module: str, args: Sequence[str], log: Path) -> int:
+    """Exit code of a module's process; negative for a signal. What it prints goes into ``log``.
+
+    Raises:
+        OptionError: there is no such interpreter.
+    """
+    root = Path(__file__).resolve().parents[3]
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | _ENVIRONMENT
+    # Of this environment only the package itself: another interpreter has its own libraries.
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
+    try:
+        with log.open("wb") as out:
+            return subprocess.run(
+                [python, "-m", module, *args], env=env, stdout=out, stderr=out, check=False
+            ).returncode
+    except OSError as error:
+        raise OptionError(
+            f"{python} can't be started ({error.strerror}); give the path of a Python interpreter"
+        ) from error
+
+
+def ended(code: int) -> str:
+    """How a process ended, in words."""
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def last_line(log: Path) -> str:
+    """What a process printed last, in words."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return (
+        f"its last line: {lines[-1][:300]}"
+        if lines
+        else "it printed nothing; try it with less in memory"
+    )

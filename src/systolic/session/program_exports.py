@@ -1,0 +1,88 @@
+"""Exports of a model as programs: opened, made pure functions, written in a format and compared with the source."""
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from systolic.artifact.bundle import check_free
+from systolic.core.errors import OptionError
+from systolic.exporting.settings import ExportSettings
+from systolic.interop.source import open_source
+from systolic.job import Precision
+from systolic.session.trained import from_source, in_files, open_model
+
+if TYPE_CHECKING:
+    from systolic.exporting.result import ModelExport
+
+
+class ProgramFormat(NamedTuple):
+    """Where a format is written: names in a module that is imported when it is asked for."""
+
+    module: str
+    write: str
+    """Function of (model, example inputs, out, settings, say) to a ModelExport."""
+    check: str = ""
+    """Function of the settings that refuses an environment without its packages, before a model is opened."""
+
+
+WRITERS = {
+    "savedmodel": ProgramFormat(
+        "systolic.exporting.saved_model", "export_saved_model", "check_tensorflow"
+    ),
+    "stablehlo": ProgramFormat("systolic.exporting.stablehlo", "export_stablehlo"),
+}
+"""Formats of programs."""
+
+
+def export_program(
+    path: Path | str,
+    out: Path | str,
+    *,
+    to: str,
+    settings: ExportSettings = ExportSettings(),  # noqa: B008
+    checkpoint: str | int = "best",
+    trust: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> "ModelExport":
+    """Writes a run, a Bundle or another model in files as programs, compared with the source; adapters are merged.
+
+    Args:
+        path: The run's directory, or the model.
+        out: The new folder.
+        to: One of :data:`WRITERS`.
+        settings: How.
+        checkpoint: Of a run: ``best``, ``last`` or the number of a step.
+        trust: Execute the run's recipe although it is not yours, now and later.
+        say: Called with each stage.
+
+    Raises:
+        OptionError: a setting does not fit the model, or its task names no outputs.
+        MissingExtraError: the format's packages are not installed.
+        TakenError: there is something at ``out``.
+        RunError: the run can't be opened, a program can't be written or differs from its source, or the disk is
+            full; nothing is left at ``out``.
+    """
+    from systolic.exporting.examples import example_inputs
+    from systolic.exporting.functions import exportable
+
+    if to not in WRITERS:
+        raise OptionError(f"to is {to!r}; programs are written as {' or '.join(WRITERS)}")
+    path, out = Path(path), Path(out)
+    check_free(out)
+    form = WRITERS[to]
+    functions = vars(import_module(form.module))
+    if form.check:
+        functions[form.check](settings)
+    say("reading weights")
+    # A model in files computes without its tokenizer too.
+    if in_files(path):
+        model = from_source(open_source(path), Precision.f32, texts=False)
+    else:
+        model = open_model(path, checkpoint, trust=trust)
+    weights = {name: np.asarray(array) for name, array in model.plain_weights.items()}
+    leaving = exportable(model.job, weights, settings.precision, settings.sizes)
+    examples = example_inputs(leaving, settings.examples, settings.inputs)
+    return functions[form.write](leaving, examples, out, settings, say)

@@ -1,0 +1,294 @@
+"""Programs that plain JAX reloads, for every kind of model: compared with how the model is used here."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from systolic.aot.environment import QUIET
+from systolic.cli.main import main
+from systolic.core.errors import OptionError, RunError
+from systolic.exporting.difference import difference
+from systolic.exporting.examples import example_inputs
+from systolic.exporting.functions import exportable
+from systolic.exporting.inference import run
+from systolic.exporting.settings import ExportSettings
+from systolic.exporting.stablehlo import export_stablehlo, serialized
+from systolic.interop.outputs import outputs_of
+from systolic.job import Precision
+from systolic.job.data import MASK
+from tests.exporting import tiny
+
+DEFAULT = ("digits", "windows", "embeddings", "own")
+"""Kinds of models that the default tests export; the others are slow."""
+OTHERS = sorted(set(tiny.JOBS) - set(DEFAULT))
+
+ALONE = """
+import sys
+for name in ("systolic", "flax", "tensorflow", "torch"):
+    sys.modules[name] = None  # an import of it fails
+import os, numpy as np
+os.chdir(sys.argv[1])
+text = open("README.txt").read()
+code = text.partition("safetensors alone:")[2].partition("manifest.json")[0]
+inputs = dict(np.load(sys.argv[2]))
+lines = [line for line in code.splitlines() if not line.startswith("inputs = ")]
+exec("\\n".join(lines))
+np.savez(sys.argv[3], **outputs)
+"""
+"""Runs the README's own lines on the inputs of a file."""
+
+AHEAD = """
+import sys
+sys.modules["systolic"] = None
+import glob, json
+import jax, jax.export
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec, Mesh
+from safetensors import safe_open
+import numpy as np
+folder = sys.argv[1]
+about = json.load(open(folder + "/manifest.json"))["functions"]["logits"]
+program = jax.export.deserialize(bytearray(open(folder + "/" + about["program"], "rb").read()))
+slice = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2")
+mesh = Mesh(np.array(slice.devices), ("batch",))
+whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("batch"))
+(file,) = glob.glob(folder + "/weights*.safetensors")
+with safe_open(file, "np") as weights:
+    shapes = {key: weights.get_slice(key).get_shape() for key in weights.keys()}
+params = {key: jax.ShapeDtypeStruct(shape, "float32", sharding=whole) for key, shape in shapes.items()}
+sizes = {"batch": 8, "sequence": 128}
+inputs = {
+    key: jax.ShapeDtypeStruct([sizes.get(dim, dim) for dim in one["shape"]], one["dtype"], sharding=split)
+    for key, one in about["inputs"].items()
+}
+lowered = jax.jit(program.call).trace(params, inputs).lower(lowering_platforms=("tpu",))
+compiled = lowered.compile()
+print(compiled.as_text()[:200])
+print(json.dumps(int(compiled.memory_analysis().argument_size_in_bytes)))
+"""
+"""Compiles a program for four chips of TPU v6e, from the files alone."""
+
+
+def exported(name: str, folder: Path, **sizes: int) -> Any:
+    """A model of a kind, its example inputs, and the export at ``folder``."""
+    model = tiny.model(tiny.JOBS[name](), **sizes)
+    examples = example_inputs(model)
+    made = export_stablehlo(model, examples, folder, ExportSettings(), lambda _: None)
+    return model, examples, made
+
+
+def here(name: str, model: Any, inputs: Any, other: Any) -> np.ndarray:
+    """The first function's outputs as this package computes them for its own use."""
+    job = tiny.JOBS[name]()
+    steps, weights = tiny.local(job), tiny.weights(job)
+    given = dict(inputs)
+    if name in ("decoder", "windows", "learned", "mixture"):
+        return outputs_of(steps, weights, given)
+    if name == "masked":
+        return outputs_of(steps, weights, {"tokens": given["tokens"]})
+    if name == "whisper":
+        return outputs_of(steps, weights, {**given, "tokens": other["tokens"]})
+    rows = len(next(iter(given.values())))
+    batch = {MASK: np.ones(rows, np.float32), **given}
+    if name == "embeddings":
+        segments = batch.pop(MASK)
+        positions = np.broadcast_to(np.arange(segments.shape[1]), segments.shape)
+        batch |= {"segments": segments, "positions": positions}
+    if name == "own":
+        batch["y"] = np.zeros(rows, np.float32)
+    if "image" in given:
+        batch = {"image": given["image"].astype(np.uint8)}
+        batch |= {"label": np.zeros(rows, np.int32), MASK: np.ones(rows, np.float32)}
+    (*_, made) = jax.jit(steps.predict)(weights.params, weights.model_state, batch).values()
+    return np.asarray(made)
+
+
+@pytest.mark.parametrize(
+    "name", [*DEFAULT, *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)]
+)
+def test_a_program_computes_what_the_model_does(name: str, tmp_path: Path) -> None:
+    model, examples, made = exported(name, tmp_path / "out")
+    assert set(made.differences) == set(model.functions)
+    for function in model.functions.values():
+        assert made.differences[function.name].max_relative < 1e-5
+    first = model.function()
+    inputs = examples.inputs[first.name]
+    if name == "whisper":
+        # What is written first is what the logits say after the prompt.
+        assert list(model.functions) == ["transcribe", "encode", "decode"]
+        given = {**examples.inputs["decode"]}
+        prompt = np.tile(np.array([[100, 98]], np.int32), (examples.rows, 1))
+        found = model.source_outputs("decode", {**given, "tokens": prompt})["logits"]
+        wanted = here(name, model, examples.inputs["encode"], {"tokens": prompt})
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+        written = model.source_outputs("transcribe", inputs)["tokens"]
+        last = np.delete(wanted[:, -1], [3], axis=1).argmax(-1)
+        np.testing.assert_array_equal(written[:, 0], last + (last >= 3))
+        return
+    found = run(first.call, model.params, inputs)
+    wanted = here(name, model, inputs, None)
+    (value,) = found.values()
+    if "image" in inputs:  # predict lists probabilities, best first
+        chances = np.asarray(jax.nn.softmax(value))
+        value = -np.sort(-chances, axis=-1)[:, : wanted.shape[1]]
+    np.testing.assert_allclose(value, wanted, atol=1e-5)
+
+
+def test_the_readme_reloads_it_without_this_package(tmp_path: Path) -> None:
+    """The README's lines, in a process where an import of ours fails, on another batch than was compared."""
+    model, examples, made = exported("embeddings", tmp_path / "out")
+    inputs = {
+        key: np.concatenate([one, one[::-1]])[:, :9]
+        for key, one in examples.inputs["embedding"].items()
+    }
+    np.savez(tmp_path / "inputs.npz", **inputs)
+    files = [str(tmp_path / one) for one in ("out", "inputs.npz", "outputs.npz")]
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", ALONE, *files], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    wanted = model.source_outputs("embedding", inputs)
+    with np.load(tmp_path / "outputs.npz") as found:
+        assert difference(wanted, dict(found)).max_relative < 1e-5
+    assert made.bytes == sum(file.stat().st_size for file in (tmp_path / "out").iterdir())
+    about = json.loads((tmp_path / "out" / "manifest.json").read_bytes())
+    assert about["functions"]["embedding"]["inputs"]["tokens"]["shape"] == ["batch", "sequence"]
+    assert about["functions"]["embedding"]["outputs"]["embedding"]["shape"] == ["batch", 32]
+    assert about["platforms"] == ["cpu", "tpu", "cuda"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["digits", "windows"])
+def test_it_compiles_ahead_of_time_for_a_slice(name: str, tmp_path: Path) -> None:
+    """From the artifact alone, for four chips of v6e, with examples split over them."""
+    model, _, _ = exported(name, tmp_path / "out")
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", AHEAD, str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **QUIET},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    argument_bytes = json.loads(done.stdout.splitlines()[-1])
+    assert argument_bytes >= sum(array.nbytes for array in model.params.values())
+
+
+def test_sizes_can_be_fixed(tmp_path: Path) -> None:
+    model, examples, made = exported("decoder", tmp_path / "out", batch=3, sequence=12)
+    (function,) = model.functions.values()
+    assert str(function.inputs["tokens"]) == "int32[3, 12]"
+    assert examples.rows == 6  # whole batches
+    assert made.differences["logits"].examples == 6
+    with pytest.raises(OptionError, match="sequence is 99 and the model takes 32"):
+        example_inputs(tiny.model(tiny.JOBS["learned"](), sequence=99))
+
+
+def test_bfloat16_is_near(tmp_path: Path) -> None:
+    """Computed in bfloat16 with outputs in float32: compared with the source in the same precision."""
+    job = tiny.JOBS["digits"]()
+    made = tiny.weights(job)
+    given = {**made.params, **made.model_state}
+    model = exportable(job, given, Precision.bf16)
+    examples = example_inputs(model)
+    (function,) = model.functions.values()
+    found = run(function.call, given, examples.inputs["logits"])
+    assert found["logits"].dtype == np.float32
+    wide = exportable(job, given).source_outputs("logits", examples.inputs["logits"])
+    assert 1e-5 < difference(wide, found).max_relative < 0.05
+
+
+def test_examples_are_the_recipes_own() -> None:
+    model = tiny.model(tiny.JOBS["digits"]())
+    examples = example_inputs(model, rows=3)
+    assert (examples.origin, examples.rows, examples.real) == ("validation data", 3, True)
+    image = examples.inputs["logits"]["image"]
+    assert (image.shape, image.dtype) == ((3, 8, 8, 1), np.float32)
+    assert image.max() == 255
+    assert [one["image"].shape[0] for one in examples.calls(model.function(), 1)] == [1, 1, 1]
+    own = example_inputs(tiny.model(tiny.JOBS["own"]()))
+    assert sorted(own.inputs["outputs"]) == ["scale", "x"]  # the outputs do not depend on y
+
+
+def test_files_are_examples(tmp_path: Path) -> None:
+    np.save(tmp_path / "one.npy", np.full((8, 8, 1), 7, np.uint8))
+    model = tiny.model(tiny.JOBS["digits"]())
+    examples = example_inputs(model, files=[tmp_path / "one.npy"])
+    assert (examples.origin, examples.rows) == ("files", 1)
+    assert (examples.inputs["logits"]["image"] == 7).all()
+
+
+def test_a_task_without_outputs_is_refused() -> None:
+    with pytest.raises(OptionError, match="LossOnly names no outputs of the model"):
+        exportable(tiny.own(tiny.LossOnly()), {})
+
+
+def test_differences_are_found(tmp_path: Path) -> None:
+    source = {"a": np.array([[1.0, 2.0], [4.0, 3.0]])}
+    same = difference(source, source)
+    assert (same.max_abs, same.max_relative, same.argmax_agreement) == (0, 0, 1)
+    off = difference(source, {"a": source["a"] + [[0, -1.5], [0, 0]]})
+    assert (off.max_abs, off.max_relative, off.argmax_agreement) == (1.5, 0.375, 0.5)
+    nan = difference(source, {"a": source["a"] * np.nan})
+    for one in (off, nan):
+        with pytest.raises(RunError, match="nothing was kept"):
+            one.check("it", 1e-4)
+    with pytest.raises(RunError, match="output a of the exported program is missing"):
+        difference(source, {})
+
+
+def test_an_operation_of_one_platform_is_one_line() -> None:
+    from jax.experimental import pallas as pl
+
+    model = tiny.model(tiny.JOBS["own"]())
+    (function,) = model.functions.values()
+
+    def kernel(x: Any, out: Any) -> None:
+        out[...] = x[...]
+
+    def call(params: Any, inputs: Any) -> Any:
+        x = inputs["x"]
+        return {"y": pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((4, 3), x.dtype))(x)}
+
+    with pytest.raises(RunError, match="can't be exported for cpu, tpu, cuda"):
+        serialized(replace(function.fixed({"batch": 4}), call=call), model.params)
+
+    def reads(params: Any, inputs: Any) -> Any:
+        return {"y": inputs["x"][: int(inputs["x"].shape[0])]}
+
+    with pytest.raises(OptionError, match=r"with batch free .*; fix them with --batch N"):
+        serialized(replace(function, call=reads), model.params)
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From a run: the line of the comparison, JSON, and mistakes that leave nothing."""
+    assert main(["train", "digits", "--steps", "20", "--run", str(tmp_path / "run"), "--json"]) == 0
+    capsys.readouterr()
+    command = ["export", str(tmp_path / "run"), "--to", "stablehlo"]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 0
+    assert "logits: largest error" in capsys.readouterr().out
+    assert main([*command, "--out", str(tmp_path / "two"), "--batch", "2", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["functions"]["logits"]["max_relative"] < 1e-5
+    assert made["compared_on"] == "validation data"
+    for more, told in (
+        (["--out", str(tmp_path / "out")], "exists; choose another --out"),
+        (["--out", str(tmp_path / "x"), "--to", "hf", "--batch", "2"], "--to hf writes none"),
+        (["--out", str(tmp_path / "x"), "--inputs", str(tmp_path / "gone.npy")], "gone.npy"),
+    ):
+        assert main([*command, *more]) != 0
+        (line,) = [
+            one for one in capsys.readouterr().err.splitlines() if one.startswith("systolic: ")
+        ]
+        assert told in line
+        assert not (tmp_path / "x").exists()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["out", "run", "two"]
