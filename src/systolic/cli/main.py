@@ -54,7 +54,7 @@ VERBS = {
         "writes a model with its matrices in int8, int4, fp8 or nf4, and what that costs",
     ),
     "export": Verb(
-        "export", "writes a trained model as a folder that transformers opens, or as a Bundle"
+        "export", "writes a trained model for transformers, JAX or TensorFlow, or as a Bundle"
     ),
 }
 
