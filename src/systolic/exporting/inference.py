@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,8 +17,6 @@ BATCH, SEQUENCE = "batch", "sequence"
 """Names of free dims: examples of a call, and tokens of a text."""
 PORTABLE = "any"
 """Platform of a program that lowers everywhere: no kernel of one kind of chip is chosen."""
-FREE = 3
-"""Stands for a free dim where only the others are asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +27,7 @@ class InferenceArray:
     """Sizes; a free dim has a name, such as :data:`BATCH`."""
     dtype: str
 
-    def sized(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    def sized(self, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
         """The shape with sizes for its free dims; raises KeyError where one lacks its own."""
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.shape)
 
@@ -92,31 +90,31 @@ class Inference:
         }
         return replace(self, inputs=inputs)
 
-    def abstract(self, sizes: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
+    def abstract(self, sizes: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """The inputs for sizes of the free dims, for tracing."""
         return {
             name: jax.ShapeDtypeStruct(one.sized(sizes), jnp.dtype(one.dtype))
             for name, one in self.inputs.items()
         }
 
+    def symbolic(self) -> dict[str, int | Any]:
+        """Sizes of the free dims as symbols of JAX, below the limits."""
+        if not self.free:
+            return {}
+        limits = [f"{dim} <= {most}" for dim, most in self.limits.items() if dim in self.free]
+        dims = jax.export.symbolic_shape(", ".join(self.free), constraints=limits)
+        return dict(zip(self.free, dims, strict=True))
+
     def outputs(self, params: Mapping[str, Any]) -> dict[str, InferenceArray]:
-        """The outputs by name, their free dims found by tracing with several sizes."""
+        """The outputs by name, with their free dims; traces the function."""
         shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in params.items()}
-
-        def traced(sizes: Mapping[str, int]) -> dict[str, Any]:
-            return jax.eval_shape(self.call, shapes, self.abstract(sizes))
-
-        plain = dict.fromkeys(self.free, FREE)
-        first = traced(plain)
-        dims: dict[str, list[int | str]] = {name: list(a.shape) for name, a in first.items()}
-        for free in self.free:
-            for name, array in traced({**plain, free: FREE + 1}).items():
-                for axis, size in enumerate(array.shape):
-                    if size != first[name].shape[axis]:
-                        dims[name][axis] = free
+        made = jax.eval_shape(self.call, shapes, self.abstract(self.symbolic()))
         return {
-            name: InferenceArray(shape=tuple(dims[name]), dtype=str(array.dtype))
-            for name, array in first.items()
+            name: InferenceArray(
+                shape=tuple(dim if isinstance(dim, int) else str(dim) for dim in array.shape),
+                dtype=str(array.dtype),
+            )
+            for name, array in made.items()
         }
 
 
@@ -137,16 +135,26 @@ class ExportableModel:
     """Numpy name of the dtype that it computes in."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Sizes of dims that are not left free."""
+    _made: dict[str, dict[str, Inference]] = field(default_factory=dict, repr=False)
+    _outputs: dict[str, dict[str, InferenceArray]] = field(default_factory=dict, repr=False)
 
-    @cached_property
-    def functions(self) -> dict[str, Inference]:
+    @property
+    def functions(self) -> Mapping[str, Inference]:
         """The functions to export, by name, for any platform; the first is the one that is used alone."""
         return self.functions_on(PORTABLE)
 
-    def functions_on(self, platform: str) -> dict[str, Inference]:
+    def functions_on(self, platform: str) -> Mapping[str, Inference]:
         """The functions traced for a platform (``tpu``, ``gpu``, ``cpu``), with what is fast there."""
-        made = self.make(self.job, platform, self.dtype)
-        return {one.name: one.fixed(self.sizes) for one in made}
+        if platform not in self._made:
+            made = self.make(self.job, platform, self.dtype)
+            self._made[platform] = {one.name: one.fixed(self.sizes) for one in made}
+        return self._made[platform]
+
+    def outputs(self, name: str) -> Mapping[str, InferenceArray]:
+        """The outputs of a function by name, with their free dims."""
+        if name not in self._outputs:
+            self._outputs[name] = self.functions[name].outputs(self.params)
+        return self._outputs[name]
 
     def function(self, name: str | None = None) -> Inference:
         """A function by name, the first one without.

@@ -153,7 +153,7 @@ def _readme(model: ExportableModel, out: Path) -> str:
     ]
     for name, function in model.functions.items():
         given = ", ".join(f"{key}: {one}" for key, one in function.inputs.items())
-        back = ", ".join(f"{key}: {one}" for key, one in function.outputs(model.params).items())
+        back = ", ".join(f"{key}: {one}" for key, one in model.outputs(name).items())
         parts += [name, f"  takes   {given}", f"  returns {back}"]
         parts += [f"  {dim} is at most {most}" for dim, most in function.limits.items()]
     first = model.function()
@@ -165,7 +165,7 @@ def _readme(model: ExportableModel, out: Path) -> str:
         "import tensorflow as tf",
         "",
         f'served = tf.saved_model.load("{out.name}/{VERSION}").signatures["serving_default"]',
-        f"outputs = served({inputs})  # {', '.join(first.outputs(model.params))}",
+        f"outputs = served({inputs})  # {', '.join(model.outputs(first.name))}",
         "",
         "TensorFlow Serving takes the folder above this version:",
         f"tensorflow_model_server --rest_api_port=8501 --model_name={out.name} --model_base_path=/PATH/TO/{out.name}",

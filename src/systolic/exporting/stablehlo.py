@@ -77,14 +77,9 @@ def serialized(
     """
     shapes = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in params.items()}
     free = function.free
-    limits = [f"{dim} <= {most}" for dim, most in function.limits.items() if dim in free]
-    dims: Mapping[str, Any] = {}
-    if free:
-        sizes = jax.export.symbolic_shape(", ".join(free), constraints=limits)
-        dims = dict(zip(free, sizes, strict=True))
     try:
         made = jax.export.export(jax.jit(function.call), platforms=platforms)(
-            shapes, function.abstract(dims)
+            shapes, function.abstract(function.symbolic())
         )
     except (jax.errors.ConcretizationTypeError, jax.errors.InconclusiveDimensionOperation) as error:
         raise OptionError(
@@ -149,9 +144,7 @@ def _manifest(
             name: {
                 "program": f"{name}{SUFFIX}",
                 "inputs": {key: asdict(one) for key, one in function.inputs.items()},
-                "outputs": {
-                    key: asdict(one) for key, one in function.outputs(model.params).items()
-                },
+                "outputs": {key: asdict(one) for key, one in model.outputs(name).items()},
                 "limits": dict(function.limits),
                 "compared": differences[name].to_json(),
             }
@@ -186,12 +179,12 @@ def _readme(model: ExportableModel) -> str:
     ]
     for name, function in model.functions.items():
         given = ", ".join(f"{key}: {one}" for key, one in function.inputs.items())
-        back = ", ".join(f"{key}: {one}" for key, one in function.outputs(model.params).items())
+        back = ", ".join(f"{key}: {one}" for key, one in model.outputs(name).items())
         parts += [f"{name}{SUFFIX}", f"  takes   {given}", f"  returns {back}"]
         parts += [f"  {dim} is at most {most}" for dim, most in function.limits.items()]
     first = model.function()
     inputs = ", ".join(f'"{key}": ...' for key in first.inputs)
-    outputs = ", ".join(first.outputs(model.params))
+    outputs = ", ".join(model.outputs(first.name))
     code = LOADING.format(program=f"{first.name}{SUFFIX}", inputs=inputs, outputs=outputs)
     parts += ["", "Reload it in this folder with jax and safetensors alone:", "", code]
     parts += ["manifest.json says the same, and how far the outputs were from the source's.", ""]
