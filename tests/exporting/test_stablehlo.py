@@ -90,7 +90,7 @@ def here(name: str, model: Any, inputs: Any, other: Any) -> np.ndarray:
     job = tiny.JOBS[name]()
     steps, weights = tiny.local(job), tiny.weights(job)
     given = dict(inputs)
-    if name in ("decoder", "windows", "learned", "mixture"):
+    if name in ("decoder", "windows", "learned"):
         return outputs_of(steps, weights, given)
     if name == "masked":
         return outputs_of(steps, weights, {"tokens": given["tokens"]})
@@ -209,7 +209,7 @@ def test_bfloat16_is_near(tmp_path: Path) -> None:
 def test_examples_are_the_recipes_own() -> None:
     model = tiny.model(tiny.JOBS["digits"]())
     examples = example_inputs(model, rows=3)
-    assert (examples.origin, examples.rows, examples.real) == ("validation data", 3, True)
+    assert (examples.origin, examples.rows) == ("validation data", 3)
     image = examples.inputs["logits"]["image"]
     assert (image.shape, image.dtype) == ((3, 8, 8, 1), np.float32)
     assert image.max() == 255
@@ -266,6 +266,15 @@ def test_an_operation_of_one_platform_is_one_line() -> None:
 
     with pytest.raises(OptionError, match=r"with batch free .*; fix them with --batch N"):
         serialized(replace(function, call=reads), model.params)
+
+
+@pytest.mark.slow
+def test_a_mixture_with_slots_needs_fixed_sizes(tmp_path: Path) -> None:
+    """The number of its slots is made of the number of tokens."""
+    made = tiny.decoder(replace(tiny.MODEL, experts=4))
+    with pytest.raises(OptionError, match="fix them with --batch N --sequence N"):
+        serialized(tiny.model(made).function(), tiny.model(made).params)
+    assert serialized((fixed := tiny.model(made, batch=2, sequence=8)).function(), fixed.params)
 
 
 @pytest.mark.slow

@@ -96,7 +96,6 @@ JOBS: Mapping[str, Any] = {
     "decoder": decoder,
     "windows": lambda: decoder(WINDOWED),
     "learned": lambda: decoder(replace(tiny.MODEL, learned_positions=32)),
-    "mixture": lambda: decoder(replace(tiny.MODEL, experts=4)),
     "embeddings": embeddings,
     "masked": encoders.job,
     "whisper": whisper,

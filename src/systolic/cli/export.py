@@ -101,10 +101,10 @@ def _exported(options: ExportOptions, say: Callable[[str], None]) -> Any:
     shared = {"checkpoint": options.checkpoint, "trust": options.trust, "say": say}
     if programs:
         if image != ImageOptions():
-            raise OptionError(f"--for and --mount are for --to docker, not {options.to}; leave them out")
-        return export_program(
-            options.run, options.out, to=options.to, settings=settings, **shared
-        )
+            raise OptionError(
+                f"--for and --mount are for --to docker, not {options.to}; leave them out"
+            )
+        return export_program(options.run, options.out, to=options.to, settings=settings, **shared)
     if given := settings.given():
         raise OptionError(
             f"--{next(iter(given))} is for programs, and --to {options.to} writes none; leave it out"
@@ -120,5 +120,7 @@ def _computed(precision: str) -> Precision:
         OptionError: they compute in no such precision.
     """
     if precision not in ("auto", "f32", "bf16"):
-        raise OptionError(f"--precision is {precision}, which is for gguf files; programs compute in f32 or bf16")
+        raise OptionError(
+            f"--precision is {precision}, which is for gguf files; programs compute in f32 or bf16"
+        )
     return Precision.bf16 if precision == "bf16" else Precision.f32

@@ -38,11 +38,6 @@ class ExampleInputs:
     origin: str
     """What they are: ``validation data``, ``files``, ``a passage of text``, ``random pictures`` …"""
 
-    @property
-    def real(self) -> bool:
-        """Whether they can stand for what the model will see, as a calibration needs."""
-        return not self.origin.startswith("random")
-
     def calls(
         self, function: Inference, size: int | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
@@ -114,7 +109,8 @@ def _own(job: Job, rows: int, length: int) -> tuple[dict[str, np.ndarray], str]:
             if data.size(split) != 0:
                 return _read(job, split, rows), f"{split.value} data"
     if isinstance(data, TextData):
-        return {TOKENS: _passage(job, data.get_tokenizer(), rows, length)}, "a passage of text"
+        tokens = _passage(job, data.get_tokenizer(), rows, length)
+        return {TOKENS: tokens, SEGMENTS: np.ones_like(tokens)}, "a passage of text"
     if isinstance(data, Sentences):
         return _sentences(data, rows), "sentences"
     random = np.random.default_rng(0)
