@@ -69,7 +69,11 @@ def start(model: str, cache: Path) -> dict[str, Any]:
     finally:
         server.terminate()
         server.communicate()
-    phases = dict(re.findall(r'startup_seconds\{model_name="\w+",phase="(\w+)"\} (\S+)', metrics))
+    phases = dict(
+        re.findall(
+            r'startup_seconds\{model_name="\w+",phase="(\w+)",version="\d*"\} (\S+)', metrics
+        )
+    )
     counts = {
         name: float(found[1])
         if (found := re.search(rf"{name}_total\{{.*\}} (\S+)", metrics))

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import soundfile
@@ -13,17 +14,22 @@ from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
 import systolic
 from systolic.core.errors import DataError, OptionError
-from systolic.data.audio.recordings import Recordings
+from systolic.data.audio.recordings import Recordings, Writing
 from systolic.data.audio.sound import cut, log_mel, read_sound
 from systolic.interop.jobs import job_of
 from systolic.interop.source import Source, open_source
-from systolic.interop.speech import writing_of
+from systolic.interop.speech import speech_job, writing_of
 from systolic.job import Batch, Optimizer
+from systolic.predicting.predictor import Predictor
+from systolic.predicting.readers import SpeechReader
+from systolic.predicting.rows import Bucket
+from systolic.session.trained import set_up_here
 from tests.models import speech
 from tests.speech import needs_recordings, needs_weights, recording, tiny_en
 
 PROMPT, END = [100, 98], 99
 SUPPRESSED, SUPPRESSED_FIRST = [3, 5, 8], [99, 40]
+KEY = jax.random.key(0)
 
 
 @pytest.fixture
@@ -284,3 +290,44 @@ def silent_after(folder: Path) -> Path:
         folder / "long.wav", np.concatenate([phrase, hum, np.zeros(70 * 16_000)]), 16_000
     )
     return folder / "long.wav"
+
+
+def test_each_recording_is_written_in_the_language_that_is_asked_for(folder: Path) -> None:
+    job = speech_job(many(folder), texts=True)
+    job = replace(job, model=replace(speech.MODEL, vocab=105))
+    ways = {
+        code: replace(
+            job, data=replace(job.data, writing=Writing(prompt=(100, index, 104, 98), end=99))
+        )
+        for code, index in (("en", 101), ("de", 102))
+    }
+    wave = np.random.default_rng(0).normal(scale=0.1, size=9_000).astype(np.float32)
+    rng, params, alone = np.random.default_rng(1), None, {}
+    for code, one in ways.items():
+        steps = set_up_here(one).steps
+        if params is None:  # Wider than at the start of training, so that texts differ.
+            shapes = jax.eval_shape(steps.network.init, KEY)
+            params = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), shapes)
+        reader = SpeechReader(steps)
+        run = Predictor(reader.form, *params)
+        (row,) = reader.read(wave).rows
+        (output,) = run([row], Bucket(rows=2))
+        alone[code] = output["tokens"].tolist()
+        assert reader.language(reader.read(wave)) == {"en": "english", "de": "german"}[code]
+        if code == "en":
+            asked = [reader.read(wave, reader.prompt(name)) for name in ("german", "EN")]
+            together = run([one.rows[0] for one in asked], Bucket(rows=2))
+            assert [reader.language(one) for one in asked] == ["german", "english"]
+            for name in ("klingon", "french", "transcribe", "<|transcribe|>"):
+                with pytest.raises(OptionError, match=r"language is .* does not know it"):
+                    reader.prompt(name)
+    assert [one["tokens"].tolist() for one in together] == [alone["de"], alone["en"]]
+    assert alone["en"] != alone["de"]
+
+
+def test_a_model_of_one_language_takes_no_other(folder: Path) -> None:
+    reader = SpeechReader(systolic.open(folder).setup.steps)
+    assert reader.prompt("en").tolist() == reader.prompt("").tolist() == PROMPT
+    assert reader.language(reader.read(np.zeros(800, np.float32))) == "english"
+    with pytest.raises(OptionError, match="language is 'de', and the model writes English alone"):
+        reader.prompt("de")

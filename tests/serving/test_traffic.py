@@ -203,7 +203,7 @@ def test_padding_is_what_was_expected_of_the_traffic(tmp_path: Path) -> None:
     for stream in streams:
         assert list(stream)[-1].finish == "length"
     assert engine.drain(20)
-    at = {"model_name": "m", "engine": "0"}
+    at = {"model_name": "m", "version": "1", "engine": "0"}
     useful, padding = (
         metrics.registry.get_sample_value(f"systolic:{name}_tokens_total", at) or 0.0
         for name in ("useful", "padding")

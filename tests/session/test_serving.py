@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -183,7 +184,10 @@ def test_a_language_model_and_vectors(tmp_path: Path) -> None:
             assert one.embedding == pytest.approx(other["embedding"], abs=1e-5)
         text = httpx.get(f"{url}/metrics").text
         for name in ("tiny", "vec"):
-            assert f'recompile_after_ready_total{{engine="0",model_name="{name}"}} 0.0' in text
+            assert (
+                f'recompile_after_ready_total{{engine="0",model_name="{name}",version="1"}} 0.0'
+                in text
+            )
         # It ends when its requests have, and says that all is well.
         texts: list[str] = []
 
@@ -241,6 +245,10 @@ def test_versions_are_swapped_while_requests_run(tmp_path: Path) -> None:
         def versions() -> list[str]:
             return httpx.get(f"{url}/v2/models/tiny").json()["versions"]
 
+        def measured() -> set[str]:
+            page = httpx.get(f"{url}/metrics").text
+            return set(re.findall(r'hbm_limit_bytes.*version="(\d+)"', page))
+
         asking = [threading.Thread(target=ask) for _ in range(3)]
         for thread in asking:
             thread.start()
@@ -250,9 +258,10 @@ def test_versions_are_swapped_while_requests_run(tmp_path: Path) -> None:
             while versions() != ["1", "2"]:
                 assert process.poll() is None
                 time.sleep(0.1)
+            assert measured() == {"1", "2"}
             (root / "1").rename(away)
             process.send_signal(signal.SIGHUP)
-            while versions() != ["2"]:
+            while versions() != ["2"] or measured() != {"2"}:
                 time.sleep(0.02)
             before = len(answers)
             while len(answers) < before + 6 and not problems:

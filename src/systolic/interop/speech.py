@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from systolic.core.errors import DataError, OptionError
+from systolic.data.audio.languages import token_of
 from systolic.data.audio.recordings import Recordings, Writing, checked_prompt
-from systolic.interop.languages import token_of
 from systolic.interop.source import Source
 from systolic.interop.tokens import tokenizer_of
 from systolic.job import Batch, Job

@@ -22,6 +22,8 @@ NO_LABEL = {"label": -1, "targets": -1}
 """Values other than 0 of arrays that a row lacks."""
 FEATURES = "features"
 """A recording's spectrogram."""
+PROMPT = "prompt"
+"""Ids that a recording's text starts with."""
 TOKENS = "tokens"
 
 
@@ -46,6 +48,11 @@ class Form(ABC):
         """Rows of a batch are a multiple of this."""
         return self.steps.job.layout.batch_ways
 
+    @property
+    def shardings(self) -> dict[str, jax.sharding.NamedSharding]:
+        """Of the arrays of a batch."""
+        return self.steps.batch_shardings
+
     @abstractmethod
     def function(self) -> Callable[[Arrays, Arrays, Arrays], dict[str, jax.Array]]:
         """(params, model_state, batch) to outputs [rows, ...] by name."""
@@ -69,7 +76,7 @@ class Form(ABC):
     def abstract(self, bucket: Bucket) -> dict[str, jax.ShapeDtypeStruct]:
         """A batch as ShapeDtypeStructs with shardings."""
         shapes = {**self.shapes(bucket), MASK: ((bucket.rows,), "float32")}
-        where = self.steps.batch_shardings
+        where = self.shardings
         return {
             name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=where[name])
             for name, (shape, dtype) in shapes.items()
@@ -121,7 +128,7 @@ class TextForm(FixedForm):
 
 
 class SpeechForm(Form):
-    """Transcription of windows: ``features`` f32[frames, mels] of a row to ``tokens`` int32[positions].
+    """Transcription of windows: ``features`` f32[frames, mels] and ``prompt`` int32[n] of a row to ``tokens`` int32[positions].
 
     Raises:
         OptionError: the job is not about speech, or its tokens are not the model's.
@@ -136,17 +143,26 @@ class SpeechForm(Form):
             raise OptionError(f"{steps.job.name} does not write down speech; use systolic eval")
         checked_prompt(data.writing, model.vocab)
         self._transcribe = Transcribe(steps, data.writing, model.positions)
-        self._field = data.fields()[FEATURES]
+        self._field, self._prompt = data.fields()[FEATURES], len(data.writing.prompt)
+
+    @property
+    def shardings(self) -> dict[str, jax.sharding.NamedSharding]:
+        """See :class:`Form`."""
+        known = self.steps.batch_shardings
+        return {**known, PROMPT: known[MASK]}
 
     def function(self) -> Callable[[Arrays, Arrays, Arrays], dict[str, jax.Array]]:
         """See :class:`Form`."""
 
         def write(params: Arrays, model_state: Arrays, batch: Arrays) -> dict[str, jax.Array]:
-            live = batch[MASK] > 0
-            return {TOKENS: self._transcribe(params, model_state, batch[FEATURES], live)}
+            heard = batch[FEATURES], batch[PROMPT], batch[MASK] > 0
+            return {TOKENS: self._transcribe(params, model_state, *heard)}
 
         return write
 
     def shapes(self, bucket: Bucket) -> dict[str, tuple[tuple[int, ...], str]]:
         """See :class:`Form`."""
-        return {FEATURES: ((bucket.rows, *self._field.shape), self._field.dtype)}
+        return {
+            FEATURES: ((bucket.rows, *self._field.shape), self._field.dtype),
+            PROMPT: ((bucket.rows, self._prompt), "int32"),
+        }

@@ -135,7 +135,7 @@ class Predictor:
     def __call__(self, rows: Sequence[Row], bucket: Bucket) -> list[dict[str, np.ndarray]]:
         """Outputs of each row by name; compiles the bucket's program if that was not done before."""
         self.compile(bucket)
-        where = self.form.steps.batch_shardings
+        where = self.form.shardings
         batch = {
             name: jax.device_put(array, where[name])
             for name, array in self.form.batch(rows, bucket).items()

@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from systolic.core.errors import OptionError
+from systolic.data.audio.languages import language_of, name_of, token_of
 from systolic.data.audio.recordings import Recordings
 from systolic.data.text.sentences import Sentences
-from systolic.predicting.forms import FEATURES, TOKENS, SpeechForm, TextForm
+from systolic.predicting.forms import FEATURES, PROMPT, TOKENS, SpeechForm, TextForm
 from systolic.predicting.rows import Row
 from systolic.steps.steps import StepFunctions
 
@@ -74,12 +76,41 @@ class SpeechReader:
         data = steps.job.data
         assert isinstance(data, Recordings)
         self._data, self._tokenizer = data, data.get_tokenizer()
+        self._tongues = [language_of(self._tokenizer.token(i)) for i in data.writing.prompt]
 
-    def read(self, wave: np.ndarray) -> Example:
-        """The windows of a wave f32[samples] of 16 kHz."""
+    def language(self, example: Example) -> str:
+        """Name of the language that an example is written in, such as ``german``; "" where that is not known."""
+        if not any(self._tongues):
+            return name_of("en") if self._data.writing.prompt and self._data.tokenizer else ""
+        ids = example.rows[0].arrays[PROMPT]
+        found = (language_of(self._tokenizer.token(int(i))) for i in ids)
+        return name_of(next(filter(None, found), ""))
+
+    def prompt(self, language: str) -> np.ndarray:
+        """Ids int32[n] that a text in a language starts with; "" is the model's own.
+
+        Raises:
+            OptionError: the model does not write it.
+        """
+        ids = np.array(self._data.writing.prompt, np.int32)
+        if not language:
+            return ids
+        index = self._tokenizer.find(token_of(language))
+        if any(self._tongues) and index is not None and language_of(token_of(language)):
+            return np.where([bool(one) for one in self._tongues], np.int32(index), ids)
+        if not any(self._tongues) and token_of(language) == token_of("en"):
+            return ids
+        knows = "does not know it" if any(self._tongues) else "writes English alone"
+        raise OptionError(
+            f"language is {language[:40]!r}, and the model {knows}; leave it out, or give a code such as en"
+        )
+
+    def read(self, wave: np.ndarray, prompt: np.ndarray | None = None) -> Example:
+        """The windows of a wave f32[samples] of 16 kHz, and the ids int32[n] that each text starts with."""
         windows = self._data.windows(wave)
+        start = self.prompt("") if prompt is None else prompt
         return Example(
-            rows=[Row(arrays={FEATURES: window.features}) for window in windows],
+            rows=[Row(arrays={FEATURES: window.features, PROMPT: start}) for window in windows],
             spans=[(window.start_seconds, window.end_seconds) for window in windows],
         )
 

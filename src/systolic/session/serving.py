@@ -246,7 +246,7 @@ def open_served(
     model = opened(target, settings, placing, 0, log.warn)
     settings = expecting(settings, target.name, model.setup.job)
     if not writes(model.setup.job):
-        return _open_batch(target, settings, model, batches.of(target.name), log)
+        return _open_batch(target, settings, model, batches.of(target.name, target.version), log)
     from systolic.serving.text.replicas import Replicas
 
     data = model.setup.job.data
@@ -295,7 +295,7 @@ def _engine(
     from systolic.serving.text.opening import engine_of, plan_engine
     from systolic.serving.traffic import RecordedEngine
 
-    meter, store = texts.of(target.name, str(number)), _store(model, log)
+    meter, store = texts.of(target.name, target.version, number), _store(model, log)
 
     def arrays() -> dict[str, Any]:
         begin = time.perf_counter()

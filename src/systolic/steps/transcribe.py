@@ -36,7 +36,7 @@ class Transcribe:
 
     Args:
         steps: Programs of the job.
-        writing: Prompt, end and suppressed tokens.
+        writing: End and suppressed tokens.
         positions: Most tokens of a text, the prompt included.
     """
 
@@ -44,7 +44,12 @@ class Transcribe:
         self.steps, self.writing, self.positions = steps, writing, positions
 
     def __call__(
-        self, params: Arrays, model_state: Arrays, features: jax.Array, live: jax.Array
+        self,
+        params: Arrays,
+        model_state: Arrays,
+        features: jax.Array,
+        prompt: jax.Array,
+        live: jax.Array,
     ) -> jax.Array:
         """int32[batch, positions - prompt]: tokens of each text, then those of its end; only these where nothing is said.
 
@@ -55,15 +60,13 @@ class Transcribe:
             params: Weights.
             model_state: Other variables.
             features: f32[batch, frames, mels].
+            prompt: int32[batch, prompt]: what each text starts with, of the job's length.
             live: bool[batch]: False for rows of padding, which are not waited for.
         """
         network, writing = self.steps.network, self.writing
         module: Any = network.module(network.cast(params), model_state, train=False)
         encoded = module.encode(features)
-        batch, room = features.shape[0], self.positions - len(writing.prompt)
-        prompt = jnp.broadcast_to(
-            jnp.asarray(writing.prompt, jnp.int32), (batch, len(writing.prompt))
-        )
+        batch, room = features.shape[0], self.positions - prompt.shape[1]
         logits, cache, silence = self._heard(module, prompt, encoded)
         vocab = logits.shape[-1]
         usual = _barred(vocab, writing.suppressed)
@@ -110,7 +113,7 @@ class Transcribe:
         silence = jnp.zeros(len(prompt), bool)
         if writing.silence is not None:
             silence = jax.nn.softmax(logits)[:, writing.silence] > writing.no_speech
-        for place in range(1, len(writing.prompt)):
+        for place in range(1, prompt.shape[1]):
             logits, cache = module.extend(prompt[:, place], cache)
         return logits, cache, silence
 

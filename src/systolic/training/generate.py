@@ -134,7 +134,7 @@ class Generator:
             jax.random.key(seed),
             capacity=size + _bucket(tokens),
         )
-        text, ends = self.tokenizer.stream(), self.data.ends
+        text, ends = self.tokenizer.stream(ids), self.data.ends
         left = tokens
         while left > 0:
             state, found = self._programs.step(self.params, self.model_state, state, count=CHUNK)

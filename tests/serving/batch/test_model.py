@@ -253,7 +253,7 @@ def test_a_worker_that_dies_is_replaced(twice: Twice, made: Any) -> None:
 
 
 def counted(metrics: Metrics, name: str) -> float:
-    at = {"model_name": "m", "engine": "0"}
+    at = {"model_name": "m", "version": "1", "engine": "0"}
     found = metrics.registry.get_sample_value(f"systolic:{name}", at)
     assert found is not None, name
     return found

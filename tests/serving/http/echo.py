@@ -258,7 +258,10 @@ class ToyModel:
                 ArraySpec(name="count", dtype="int32", shape=at, optional=True),
             ],
             ModelKind.embedding: [ArraySpec(name="text", dtype=BYTES, shape=at)],
-            ModelKind.transcription: [ArraySpec(name="audio", dtype=BYTES, shape=at)],
+            ModelKind.transcription: [
+                ArraySpec(name="audio", dtype=BYTES, shape=at),
+                ArraySpec(name="language", dtype=BYTES, shape=at, optional=True),
+            ],
             ModelKind.image: [ArraySpec(name="image", dtype=BYTES, shape=at)],
         }[kind]
         self.outputs: Sequence[ArraySpec] = [ArraySpec(name="y", dtype="float32", shape=(-1, 2))]
@@ -313,6 +316,7 @@ class ToyModel:
                 texts[0], segments[0] = b"Hello world.", json.dumps(parts).encode()
                 return {
                     "text": texts,
+                    "language": inputs.get("language", np.array([b"english"], object)),
                     "seconds": np.array([62.25], np.float32),
                     "segments": segments,
                 }

@@ -12,6 +12,8 @@ from tritonclient.utils import InferenceServerException
 
 from systolic.core.errors import NotFoundError
 from systolic.serving.batch.request import ModelKind
+from systolic.serving.http.problems import ProblemError
+from systolic.serving.http.tensors import DTYPES, datatype, named, to_bytes, to_json
 from tests.serving.http.running import Running, running, toy_model
 
 X = np.array([[1, 2], [3, 4.5]], np.float32)
@@ -209,3 +211,22 @@ def test_models_out_and_in_again() -> None:
                 change(name)
         with pytest.raises(InferenceServerException, match="config is not taken"):
             client.load_model("toy", config="{}")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [("float8_e4m3fn", "FP32"), ("float8_e5m2", "FP32"), ("int4", "INT8"), ("uint4", "UINT8"), ("bfloat16", "BF16"), ("float16", "FP16"), ("int64", "INT64")],
+)  # fmt: skip
+def test_outputs_without_a_name_in_the_protocol_are_widened(dtype: str, name: str) -> None:
+    values = np.array([0, 1, 2, 3, 6]).astype(dtype)
+    sent = named(values)
+    assert datatype(dtype) == name
+    assert sent.astype(np.float32).tolist() == [0, 1, 2, 3, 6]
+    assert len(to_bytes(sent)) == 5 * DTYPES[name].itemsize
+    assert to_json(sent) == [0, 1, 2, 3, 6]
+
+
+def test_an_output_that_has_no_wider_dtype_is_refused() -> None:
+    with pytest.raises(ProblemError) as found:
+        named(np.zeros(2, np.complex64))
+    assert "complex64, which the protocol has no name for" in found.value.message

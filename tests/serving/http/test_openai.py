@@ -350,7 +350,9 @@ def test_transcriptions(client: openai.OpenAI) -> None:
     vtt = ask(model="transcription", file=sound, response_format="vtt")
     assert vtt.startswith("WEBVTT\n\n00:00:00.000 --> 00:00:01.500\nHello\n")
     found = ask(model="transcription", file=sound, response_format="verbose_json")
-    assert (found.duration, found.text) == (62.25, "Hello world.")
+    assert (found.duration, found.text, found.language) == (62.25, "Hello world.", "english")
+    found = ask(model="transcription", file=sound, response_format="verbose_json", language="de")
+    assert found.language == "de"
     assert found.segments is not None
     assert [one.text for one in found.segments] == [" Hello", " world."]
     events = list(ask(model="transcription", file=sound, stream=True))

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -366,7 +367,7 @@ def test_metrics() -> None:
         http.post("/v1/completions", json=ASKED)
         http.get("/v1/nothing")
         text = http.get("/metrics").text
-    at = '{engine="0",model_name="echo"}'
+    at = '{engine="0",model_name="echo",version="1"}'
     for line in (
         f"systolic:num_requests_running{at} 0.0",
         f"systolic:num_requests_waiting{at} 0.0",
@@ -377,8 +378,8 @@ def test_metrics() -> None:
         f"systolic:useful_tokens_total{at} 5.0",
         f"systolic:recompile_after_ready_total{at} 0.0",
         f"systolic:time_to_first_token_seconds_count{at} 1.0",
-        'systolic:bucket_selected_total{bucket="echo",engine="0",model_name="echo"} 5.0',
-        'systolic:request_success_total{engine="0",finished_reason="length",model_name="echo"} 1.0',
+        'systolic:bucket_selected_total{bucket="echo",engine="0",model_name="echo",version="1"} 5.0',
+        'systolic:request_success_total{engine="0",finished_reason="length",model_name="echo",version="1"} 1.0',
         'systolic:http_requests_total{route="/v1/completions",status="200"} 1.0',
         'systolic:http_requests_total{route="unknown",status="404"} 1.0',
         "systolic:ready 1.0",
@@ -386,11 +387,18 @@ def test_metrics() -> None:
         assert line in text, line
 
 
-def test_spans_of_requests(server: Running) -> None:
-    spans = InMemorySpanExporter()
-    provider = TracerProvider()
+@pytest.fixture
+def spans() -> Iterator[InMemorySpanExporter]:
+    """Spans of this test. The provider stays the process's: what is not stopped keeps the spans of later tests."""
+    spans, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(spans))
     trace.set_tracer_provider(provider)
+    yield spans
+    spans.shutdown()
+    spans.clear()
+
+
+def test_spans_of_requests(server: Running, spans: InMemorySpanExporter) -> None:
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     with server.client(headers={"traceparent": parent}) as http:
         http.post("/v1/completions", json={**ASKED, "n": 2})

@@ -3,6 +3,7 @@
 import base64
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -141,10 +142,18 @@ def test_versions_are_swapped_without_a_dropped_request() -> None:
 def test_folders_are_read_again_on_demand() -> None:
     first, second = toy_model(ModelKind.tensors, "toy", 1), toy_model(ModelKind.tensors, "toy", 2)
     with running([first]) as one, one.client() as http:
+
+        def started() -> list[str]:
+            return re.findall(
+                r'startup_seconds.*phase="total",version="(\d+)"', http.get("/metrics").text
+            )
+
+        assert started() == ["1"]
         one.process._renewal = lambda _: ([lambda: second], [("toy", 1)])
         one.process.renew()
         wait(lambda: one.log("retired"))
         assert one.log("retired")[0]["whole"]
+        wait(lambda: started() == ["2"])
         states = http.get("/v1/models/toy").json()["model_version_status"]
         assert [state["version"] for state in states] == ["2"]
 

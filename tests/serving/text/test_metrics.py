@@ -51,7 +51,7 @@ def test_requests_steps_and_padding(small: Small) -> None:
     engine = opened(small, metrics)
 
     def value(name: str, **labels: str) -> float:
-        at = {"model_name": "m", "engine": "0", **labels}
+        at = {"model_name": "m", "version": "1", "engine": "0", **labels}
         found = metrics.registry.get_sample_value(f"systolic:{name}", at)
         assert found is not None, name
         return found
@@ -106,7 +106,7 @@ def test_a_text_that_loses_its_pages(small: Small) -> None:
     try:
         for stream in streams:
             list(stream)
-        at = {"model_name": "m", "engine": "0"}
+        at = {"model_name": "m", "version": "1", "engine": "0"}
         read = metrics.registry.get_sample_value
         assert read("systolic:num_preemptions_total", at) == 1
         assert read("systolic:generation_tokens_total", at) == 40
@@ -134,7 +134,7 @@ def test_waiting_texts_that_are_cancelled_are_counted_no_more(
         stream.cancel()
     for stream in streams:
         list(stream)
-    at = {"model_name": "m", "engine": "0"}
+    at = {"model_name": "m", "version": "1", "engine": "0"}
     assert metrics.registry.get_sample_value("systolic:num_requests_waiting", at) == 0
 
 

@@ -207,6 +207,10 @@ class Tokenizer:
             seed = []  # The stream begins within a character.
         return _TokenStream(tokenizer=self, ids=seed, given=len(seed))
 
+    def find(self, token: str) -> int | None:
+        """The id of a token as :meth:`token` writes it; None where there is none."""
+        return None if self.path is None else _load(self).backend.token_to_id(token)
+
     def token(self, index: int) -> str:
         """One id in readable form, for display."""
         if self.path is None:

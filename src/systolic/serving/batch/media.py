@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,7 @@ class TextIntake(Intake):
 
         def read() -> list[Example]:
             texts = {
-                i: _text(value, i)
+                i: _text(value, "text", i)
                 for i, value in enumerate(values)
                 if isinstance(value, str | bytes)
             }
@@ -158,15 +159,25 @@ class SpeechIntake(Intake):
     def __init__(self, reader: SpeechReader, limits: InputLimits) -> None:
         super().__init__(limits)
         self.form, self._reader = reader.form, reader
-        self.inputs = (ArraySpec(name="audio", dtype=BYTES, shape=(ANY,)),)
+        self.inputs = (
+            ArraySpec(name="audio", dtype=BYTES, shape=(ANY,)),
+            ArraySpec(name="language", dtype=BYTES, shape=(ANY,), optional=True),
+        )
 
     def count(self, inputs: Inputs) -> int:
         """See :class:`Intake`."""
         from systolic.data.audio.sound import RATE
 
         array = inputs["audio"]
+        if (languages := inputs.get("language")) is not None:
+            if languages.dtype != object or languages.shape != array.shape[:1]:
+                raise OptionError(
+                    f"language is {form_of(languages)}; give a text for each of {len(array)} recordings"
+                )
+            for index, value in enumerate(languages):
+                self._reader.prompt(_text(value, "language", index))
         if array.dtype == object:
-            count = super().count(inputs)
+            count = super().count({"audio": array})
             for value in array:
                 self.content("audio", value)
             return count
@@ -189,23 +200,24 @@ class SpeechIntake(Intake):
 
         array = inputs["audio"]
 
-        def read(value: Any, name: str) -> Sequence[Example]:
+        def read(value: Any, name: str, language: str) -> Sequence[Example]:
+            prompt = self._reader.prompt(language)
             if isinstance(value, np.ndarray):
-                return [self._reader.read(value)]
+                return [self._reader.read(value, prompt)]
             content = self.content(name, value)
-            return [self._reader.read(read_sound(content, name, self.limits.seconds))]
+            return [self._reader.read(read_sound(content, name, self.limits.seconds), prompt)]
 
         names = names_of("audio", len(array))
-        return [
-            lambda value=value, name=name: read(value, name)
-            for value, name in zip(array, names, strict=True)
-        ]
+        given = inputs.get("language", [""] * len(array))
+        languages = [_text(value, "language", index) for index, value in enumerate(given)]
+        return [partial(read, *one) for one in zip(array, names, languages, strict=True)]
 
     def outputs(self, of: Mapping[str, Any]) -> Sequence[ArraySpec]:
         """See :class:`Intake`."""
         del of
         return (
             ArraySpec(name="text", dtype=BYTES, shape=(ANY,)),
+            ArraySpec(name="language", dtype=BYTES, shape=(ANY,)),
             ArraySpec(name="seconds", dtype="float32", shape=(ANY,)),
             ArraySpec(name="segments", dtype=BYTES, shape=(ANY,)),
         )
@@ -219,15 +231,16 @@ class SpeechIntake(Intake):
         ]
         return {
             "text": joined(spoken).encode(),
+            "language": self._reader.language(example).encode(),
             "seconds": np.float32(spoken[-1].end_seconds),
             "segments": json.dumps(segments).encode(),
         }
 
 
-def _text(value: str | bytes, index: int) -> str:
+def _text(value: str | bytes, name: str, index: int) -> str:
     if isinstance(value, str):
         return value
     try:
         return value.decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"text {index} is not UTF-8 ({error.reason}); give a text") from error
+        raise DataError(f"{name} {index} is not UTF-8 ({error.reason}); give a text") from error

@@ -54,9 +54,9 @@ class BatchModel(Protocol):
                    uint8[n, side, side, channels] as they are             ``name`` bytes[n, k] of the labels
     embedding      ``text``: bytes[n]; an element may be an int array of  ``embedding`` float32[n, d_model],
                    token ids instead                                      ``tokens`` int32[n]
-    transcription  ``audio``: bytes[n], files (WAV, FLAC, ...); or        ``text`` bytes[n], ``seconds``
-                   float32[n, samples] of 16 kHz                          float32[n], ``segments`` bytes[n]:
-                                                                          JSON [{"start", "end", "text"}]
+    transcription  ``audio``: bytes[n], files (WAV, FLAC, ...); or        ``text`` and ``language`` bytes[n],
+                   float32[n, samples] of 16 kHz; ``language``: bytes[n]  ``seconds`` float32[n], ``segments``
+                   of codes or names, which may be left out               bytes[n]: JSON [{"start", "end", "text"}]
     tensors        the program's inputs                                   the program's outputs
     ============== ====================================================== ===================================
     """

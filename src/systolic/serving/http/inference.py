@@ -20,6 +20,7 @@ from systolic.serving.http.tensors import (
     WireTensor,
     datatype,
     described,
+    named,
     read_tensors,
     to_bytes,
     to_json,
@@ -185,7 +186,7 @@ def _response(fields: InferFields, served: Served, found: Mapping[str, np.ndarra
             raise bad(f"there is no output {one.name[:80]!r}; the model's are {', '.join(found)}")
         if "classification" in one.parameters:
             raise bad("classification is not supported; read the outputs themselves")
-        array = found[one.name]
+        array = named(found[one.name])
         kind = BYTES if array.dtype == object else str(array.dtype)
         entry: dict[str, Any] = {
             "name": one.name,

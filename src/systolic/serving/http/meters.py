@@ -8,21 +8,19 @@ from systolic.serving.compiles import CompileFacts
 from systolic.serving.http.metrics import EACH, LONG, MODEL, SHORT, SIZES, Metrics
 from systolic.serving.text.facts import RequestFacts, StepFacts
 
-ENGINE = "0"
-"""Value of the label ``engine`` where a model has one; replicas count on."""
 PHASES = ("weights", "trace", "compile", "keep", "load")
 """Of a model's start; those of programs are summed over the threads that make them ready."""
 
 
-def begin_counts(metrics: Metrics, at: tuple[str, str]) -> None:
+def begin_counts(metrics: Metrics, at: tuple[str, str, str]) -> None:
     """Counters at 0 that would else be absent until they first count."""
     for one in (metrics.late_compiles, metrics.cache_hits, metrics.cache_misses):
         one.labels(*at)
     for phase in PHASES:
-        metrics.startup.labels(at[0], phase).set(0.0)
+        metrics.startup.labels(*at[:2], phase).set(0.0)
 
 
-def count_compile(metrics: Metrics, at: tuple[str, str], facts: CompileFacts) -> None:
+def count_compile(metrics: Metrics, at: tuple[str, str, str], facts: CompileFacts) -> None:
     """Counts a program of a model."""
     metrics.compile_seconds.labels(*at).inc(facts.seconds)
     (metrics.cache_hits if facts.cached else metrics.cache_misses).labels(*at).inc()
@@ -30,7 +28,7 @@ def count_compile(metrics: Metrics, at: tuple[str, str], facts: CompileFacts) ->
     metrics.compiles.labels(*at, facts.bucket, cause).inc()
     if not facts.after_ready:
         for phase, seconds in facts.phases.items():
-            metrics.startup.labels(at[0], phase).inc(seconds)
+            metrics.startup.labels(*at[:2], phase).inc(seconds)
     if facts.after_ready:
         metrics.late_compiles.labels(*at).inc()
 
@@ -70,16 +68,16 @@ class TextMetrics:
             "request_decode_time_seconds", "From then to the last", LONG, *MODEL
         )
 
-    def of(self, model: str, engine: str = ENGINE) -> "TextMeter":
+    def of(self, model: str, version: int = 1, engine: int = 0) -> "TextMeter":
         """The watcher of an engine of a model."""
-        return TextMeter(self, model, engine)
+        return TextMeter(self, (model, str(version), str(engine)))
 
 
 class TextMeter:
     """Counts what one language model does; a :class:`~systolic.serving.text.facts.EngineWatcher`."""
 
-    def __init__(self, metrics: TextMetrics, model: str, engine: str) -> None:
-        self._all, self._at = metrics, (model, engine)
+    def __init__(self, metrics: TextMetrics, at: tuple[str, str, str]) -> None:
+        self._all, self._at = metrics, at
         self._pages, self._loading = 1, 0.0
         begin_counts(metrics.all, self._at)
         self._loads(0, 0, 0)
@@ -104,7 +102,7 @@ class TextMeter:
         """After reading weights, and after laying them out."""
         self._loading += seconds
         self._all.all.weights_seconds.labels(*self._at).set(self._loading)
-        self._all.all.startup.labels(self._at[0], "weights").set(self._loading)
+        self._all.all.startup.labels(*self._at[:2], "weights").set(self._loading)
 
     def _loads(self, running: int, waiting: int, pages_in_use: int) -> None:
         every, at = self._all, self._at
@@ -176,22 +174,22 @@ class BatchMetrics:
         self.decoding = histogram("batch_decode_seconds", "Reading of files", SHORT, *MODEL)
         self.total = histogram("batch_request_seconds", "From submit to answer", SHORT, *MODEL)
 
-    def of(self, model: str) -> "BatchMeter":
+    def of(self, model: str, version: int = 1) -> "BatchMeter":
         """The watcher of a model."""
-        return BatchMeter(self, model)
+        return BatchMeter(self, (model, str(version), "0"))
 
 
 class BatchMeter:
     """Counts what one batch model does; a :class:`~systolic.serving.batch.facts.BatchWatcher`."""
 
-    def __init__(self, metrics: BatchMetrics, model: str) -> None:
-        self._all, self._at = metrics, (model, ENGINE)
+    def __init__(self, metrics: BatchMetrics, at: tuple[str, str, str]) -> None:
+        self._all, self._at = metrics, at
         begin_counts(metrics.all, self._at)
 
     def read(self, seconds: float) -> None:
         """After the weights were read."""
         self._all.all.weights_seconds.labels(*self._at).set(seconds)
-        self._all.all.startup.labels(self._at[0], "weights").set(seconds)
+        self._all.all.startup.labels(*self._at[:2], "weights").set(seconds)
 
     def compiled(self, facts: CompileFacts) -> None:
         """After each program."""

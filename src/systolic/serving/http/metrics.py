@@ -16,7 +16,7 @@ from prometheus_client import (
 )
 
 PREFIX = "systolic:"
-MODEL = ("model_name", "engine")
+MODEL = ("model_name", "version", "engine")
 SHORT = (
     0.001,
     0.005,
@@ -74,6 +74,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._gauges: list[Gauge] = []
         ProcessCollector(registry=self.registry)
         self.http_requests = self.counter(
             "http_requests", "Answers by route and status", "route", "status"
@@ -87,7 +88,11 @@ class Metrics:
         )
         self.ready = self.gauge("ready", "1 while every model answers")
         self.startup = self.gauge(
-            "startup_seconds", "Seconds of each phase of the start", "model_name", "phase"
+            "startup_seconds",
+            "Seconds of each phase of the start",
+            "model_name",
+            "version",
+            "phase",
         )
         self.compiles = self.counter(
             "compile", "Programs that were made ready", *MODEL, "bucket", "cause"
@@ -127,7 +132,15 @@ class Metrics:
 
     def gauge(self, name: str, text: str, *labels: str) -> Gauge:
         """A gauge of this registry."""
-        return Gauge(f"{PREFIX}{name}", text, labels, registry=self.registry)
+        made = Gauge(f"{PREFIX}{name}", text, labels, registry=self.registry)
+        if set(MODEL[:2]) <= set(labels):
+            self._gauges.append(made)
+        return made
+
+    def forget(self, model: str, version: int) -> None:
+        """Takes out the gauges of a model that is no longer there; what was counted of it stays."""
+        for one in self._gauges:
+            one.remove_by_labels({"model_name": model, "version": str(version)})
 
     def histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
         """A histogram of this registry."""

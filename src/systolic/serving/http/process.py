@@ -135,7 +135,7 @@ class Process(uvicorn.Server):
             own.disabled = False
         port = self.servers[0].sockets[0].getsockname()[1]
         imported = time.time() - psutil.Process().create_time()
-        self.desk.metrics.startup.labels("all", "import").set(imported)
+        self.desk.metrics.startup.labels("all", "", "import").set(imported)
         self.log.write(
             "listening",
             host=self.address.host,
@@ -165,7 +165,7 @@ class Process(uvicorn.Server):
             self.end()
             return
         total = time.monotonic() - begun
-        self.desk.metrics.startup.labels("all", "total").set(total)
+        self.desk.metrics.startup.labels("all", "", "total").set(total)
         self.desk.opened = True
         self.log.write(
             "ready",
@@ -188,7 +188,7 @@ class Process(uvicorn.Server):
             self.log.write("failed", error=reason)
             return reason
         seconds = time.monotonic() - at
-        self.desk.metrics.startup.labels(served.name, "total").set(seconds)
+        self.desk.metrics.startup.labels(served.name, str(served.version), "total").set(seconds)
         self.log.write("warm", model=served.name, version=served.version, seconds=round(seconds, 3))
         return None
 
@@ -217,6 +217,7 @@ class Process(uvicorn.Server):
                 raise RunError(reason)
         for name, version in gone:
             whole = self.desk.shelf.retire(name, version, self.address.grace_seconds)
+            self.desk.metrics.forget(name, version)
             self.log.write("retired", model=name, version=version, whole=whole)
 
     def load(self, name: str) -> None:

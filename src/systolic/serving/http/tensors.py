@@ -37,10 +37,24 @@ class WireTensor(Struct, kw_only=True):
 
 
 def datatype(dtype: str) -> str:
-    """The protocol's name of a dtype of an :class:`~systolic.serving.batch.request.ArraySpec`."""
+    """The protocol's name of a dtype of an :class:`~systolic.serving.batch.request.ArraySpec`, as :func:`named` writes it."""
     if dtype == BYTES:
         return "BYTES"
-    return next((name for name, one in DTYPES.items() if one == np.dtype(dtype)), "FP32")
+    sent = named(np.zeros(0, np.dtype(dtype))).dtype
+    return next(name for name, one in DTYPES.items() if one == sent)
+
+
+def named(array: np.ndarray) -> np.ndarray:
+    """An array in a dtype that the protocol has a name for: the next wider one where it has none for its own, such as float8."""
+    if array.dtype == object or array.dtype in DTYPES.values():
+        return array
+    for wider in (np.uint8, np.int8, np.float32):
+        if np.can_cast(array.dtype, wider):
+            return array.astype(wider)
+    raise ProblemError(
+        status=400,
+        message=f"an output is of the dtype {array.dtype}, which the protocol has no name for; leave it out of outputs",
+    )
 
 
 def described(spec: ArraySpec) -> dict[str, Any]:

@@ -30,7 +30,7 @@ async def transcriptions(request: Request, desk: Desk) -> Response:
     except (HTTPException, AssertionError) as error:
         raise bad(f"the body is no multipart form ({error})") from error
     try:
-        name, shape, stream = _fields(form)
+        name, shape, stream, language = _fields(form)
         file = form.get("file")
         if not isinstance(file, UploadFile):
             raise bad("file is missing; send a recording as a multipart form", "file")
@@ -43,26 +43,26 @@ async def transcriptions(request: Request, desk: Desk) -> Response:
             f"{served.name} is a model of kind {served.model.kind.value} and writes down no speech",
             "model",
         )
-    found = await answered(request, served, {"audio": objects([sound])})
+    given = {"audio": objects([sound])}
+    if language:
+        given["language"] = objects([language.encode()])
+    found = await answered(request, served, given)
     text = _text(found["text"][0])
     seconds = float(found["seconds"][0])
     segments = json.loads(_text(found["segments"][0]))
     if stream:
         return await streamed(request, _events(text, segments))
-    return _response(shape, text, seconds, segments)
+    return _response(shape, text, seconds, segments, _text(found["language"][0]))
 
 
-def _fields(form: FormData) -> tuple[str | None, str, bool]:
-    """Model, format and whether to stream."""
+def _fields(form: FormData) -> tuple[str | None, str, bool, str]:
+    """Model, format, whether to stream, and the language or ""."""
     fields = {name: value for name, value in form.multi_items() if isinstance(value, str)}
     shape = fields.get("response_format") or "json"
     if shape not in FORMATS:
         raise bad(
             f"response_format is {shape[:40]!r}; it takes {', '.join(FORMATS)}", "response_format"
         )
-    # The model's prompt, language and way to write are fixed when it is imported.
-    if fields.get("language") not in (None, "", "en", "english"):
-        raise bad("language other than en is not supported; leave it out", "language")
     for name, without in (("prompt", ""), ("temperature", "0")):
         value = fields.get(name, without)
         if value not in (without, "0.0", ""):
@@ -73,11 +73,12 @@ def _fields(form: FormData) -> tuple[str | None, str, bool]:
             "timestamp_granularities other than segment are not supported; leave them out",
             "timestamp_granularities[]",
         )
-    return fields.get("model") or None, shape, fields.get("stream", "").lower() in ("true", "1")
+    stream = fields.get("stream", "").lower() in ("true", "1")
+    return fields.get("model") or None, shape, stream, fields.get("language", "")
 
 
 def _response(
-    shape: str, text: str, seconds: float, segments: Sequence[dict[str, Any]]
+    shape: str, text: str, seconds: float, segments: Sequence[dict[str, Any]], language: str
 ) -> Response:
     usage = {"type": "duration", "seconds": math.ceil(seconds)}
     match shape:
@@ -102,7 +103,7 @@ def _response(
             ]
             answer = {
                 "task": "transcribe",
-                "language": "english",
+                "language": language,
                 "duration": seconds,
                 "text": text,
                 "segments": listed,

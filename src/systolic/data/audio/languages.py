@@ -26,3 +26,14 @@ def token_of(language: str) -> str:
     if given.startswith("<|"):
         return given
     return f"<|{CODES.get(given, given)}|>"
+
+
+def language_of(token: str) -> str:
+    """The code of a language's token: ``de`` for ``<|de|>``; "" for any other token."""
+    code = token.removeprefix("<|").removesuffix("|>")
+    return code if token == f"<|{code}|>" and code in CODES.values() else ""
+
+
+def name_of(code: str) -> str:
+    """The first name of a language by its code: ``german``; "" for ""."""
+    return next((name for name, one in CODES.items() if one == code), "")
