@@ -214,7 +214,10 @@ def _speech(steps: StepFunctions) -> tuple[Inference, ...]:
         own = {path: params[path] for path in steps.network.params}
         rest = {path: params[path] for path in steps.network.model_state}
         sound = given[FEATURES]
-        return {TOKENS: writes(own, rest, sound, jnp.ones(sound.shape[0], bool))}
+        rows = sound.shape[0]
+        start = jnp.asarray(data.writing.prompt, jnp.int32)
+        prompt = jnp.broadcast_to(start, (rows, len(data.writing.prompt)))
+        return {TOKENS: writes(own, rest, sound, prompt, jnp.ones(rows, bool))}
 
     return Inference(name="transcribe", inputs=features, call=transcribe), encode, decode
 
