@@ -15,6 +15,8 @@ HEAVY = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax", "grain", "rich", "t
 def test_public_names() -> None:
     assert systolic.__all__ == [
         "Chip",
+        "Comparison",
+        "ComparisonOptions",
         "Exported",
         "Forecast",
         "Imported",
@@ -24,9 +26,11 @@ def test_public_names() -> None:
         "SystolicError",
         "TrainResult",
         "TrainedModel",
+        "Verified",
         "__version__",
         "chip",
         "chips",
+        "compare_models",
         "explain",
         "export_model",
         "forecast",
@@ -37,6 +41,7 @@ def test_public_names() -> None:
         "resume",
         "slice",
         "train",
+        "verify_bundle",
     ]
     for name in systolic.__all__:
         assert getattr(systolic, name) is not None

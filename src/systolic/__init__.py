@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from systolic.chips import Chip, Slice, chip, chips, slice
     from systolic.core.errors import SystolicError
     from systolic.forecasting import Forecast, Spread
+    from systolic.session.comparing import Comparison, ComparisonOptions, compare_models
     from systolic.session.explaining import explain
     from systolic.session.exporting import Exported, export_model
     from systolic.session.forecast import forecast
@@ -20,11 +21,14 @@ if TYPE_CHECKING:
     from systolic.session.trained import TrainedModel
     from systolic.session.trained import open_model as open
     from systolic.session.training import TrainResult
+    from systolic.session.verifying import Verified, verify_bundle
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Chip": "systolic.chips",
+    "Comparison": "systolic.session.comparing",
+    "ComparisonOptions": "systolic.session.comparing",
     "Exported": "systolic.session.exporting",
     "Forecast": "systolic.forecasting",
     "Imported": "systolic.session.importing",
@@ -34,8 +38,10 @@ _HOME = {
     "SystolicError": "systolic.core.errors",
     "TrainResult": "systolic.session.training",
     "TrainedModel": "systolic.session.trained",
+    "Verified": "systolic.session.verifying",
     "chip": "systolic.chips",
     "chips": "systolic.chips",
+    "compare_models": "systolic.session.comparing",
     "explain": "systolic.session.explaining",
     "export_model": "systolic.session.exporting",
     "forecast": "systolic.session.forecast",
@@ -46,6 +52,7 @@ _HOME = {
     "resume": "systolic.session.public",
     "slice": "systolic.chips",
     "train": "systolic.session.public",
+    "verify_bundle": "systolic.session.verifying",
 }
 
 _NAMES = {"open": "open_model"}
@@ -53,6 +60,8 @@ _NAMES = {"open": "open_model"}
 
 __all__ = [
     "Chip",
+    "Comparison",
+    "ComparisonOptions",
     "Exported",
     "Forecast",
     "Imported",
@@ -62,9 +71,11 @@ __all__ = [
     "SystolicError",
     "TrainResult",
     "TrainedModel",
+    "Verified",
     "__version__",
     "chip",
     "chips",
+    "compare_models",
     "explain",
     "export_model",
     "forecast",
@@ -75,6 +86,7 @@ __all__ = [
     "resume",
     "slice",
     "train",
+    "verify_bundle",
 ]
 
 

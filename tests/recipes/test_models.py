@@ -75,8 +75,11 @@ def test_a_bundle_is_found_by_its_record(tmp_path: Path) -> None:
 
 
 def test_another_class_of_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / BUNDLE).write_text(json.dumps({"model": {"type": "Mystery"}}))
+    with pytest.raises(OptionError, match="a model of the class Mystery, and only CNN, Decoder"):
+        recipes.find(str(tmp_path))
     (tmp_path / BUNDLE).write_text(json.dumps({"model": {"type": "CNN"}}))
-    with pytest.raises(OptionError, match="a model of the class CNN, and only Decoder"):
+    with pytest.raises(OptionError, match="of the class CNN, which is not forecast by its conf"):
         recipes.find(str(tmp_path))
     (tmp_path / BUNDLE).unlink()
     (tmp_path / CONFIG).write_text(json.dumps({"model_type": "mystery"}))

@@ -17,6 +17,7 @@ import systolic
 from systolic import recipes
 from systolic.artifact import Run
 from systolic.artifact.chosen import read
+from systolic.artifact.saved_job import job_from_json, types_of
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError, RunError, TakenError
 from systolic.core.files import write_json
@@ -26,7 +27,6 @@ from systolic.job.optimizer import Shortened
 from systolic.recipes.digits import MODELS, DigitsModel
 from systolic.session.job_source import source_of, with_plan
 from systolic.session.planned import candidate_of
-from systolic.session.saved_job import job_from_json, types_of
 from systolic.session.training import Audience
 from systolic.training.setup import set_up
 from tests.interop.outlines import outline

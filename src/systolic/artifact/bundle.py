@@ -24,9 +24,17 @@ import msgspec
 import numpy as np
 
 from systolic.artifact import failure
+from systolic.artifact.bundle_record import (
+    FORMAT,
+    KIND,
+    PLAIN_FORMAT,
+    BundleRecord,
+    FileRecord,
+    sealed,
+    versions,
+)
 from systolic.artifact.packed import (
     AnyTensor,
-    QuantizedRecord,
     StoredTensor,
     quantization_of,
     views,
@@ -38,17 +46,14 @@ from systolic.job import Model, Quantization
 
 MANIFEST = "bundle.json"
 """Written last: a folder without it is no Bundle."""
-KIND = "systolic-bundle"
-FORMAT = 2
-"""Raised when the files change in a way that older versions misread; 2 has quantized matrices."""
-PLAIN_FORMAT = 1
-"""Of a Bundle without such matrices, which older versions read."""
 SHARD_BYTES = 4 * 10**9
 """Size of a weights file; a larger tensor has a file of its own."""
 WEIGHTS = "weights"
 """Stem of the names of its weights files."""
 FORMATS = {WEIGHTS: "systolic", "model": "pt"}
 """``format`` in the metadata of weights files by their stem; transformers opens ``pt`` only."""
+RECORDED = "recorded/"
+"""Folder of recorded inputs and outputs, which are no weights."""
 ORIGIN = "source/config.json"
 """The config.json that the model came with."""
 DRAFT = ".draft-"
@@ -57,6 +62,7 @@ HASHED_BYTES = 1 << 22
 """Bytes that are hashed at a time."""
 
 MODELS = {
+    "CNN": "systolic.models.vision.cnn.config",
     "Decoder": "systolic.models.decoder.config",
     "Encoder": "systolic.models.encoder.config",
     "MobileNetV2": "systolic.models.vision.mobilenet.config",
@@ -66,43 +72,6 @@ MODELS = {
     "Whisper": "systolic.models.whisper.config",
 }
 """Types of models to their modules; a Bundle names one of them."""
-
-
-class FileRecord(msgspec.Struct, frozen=True):
-    """A file of a Bundle."""
-
-    bytes: int
-    sha256: str
-
-
-class ImportedFrom(msgspec.Struct, frozen=True, omit_defaults=False):
-    """What a Bundle was made from."""
-
-    kind: str
-    """``hugging-face``, ``gguf``, ``run`` …"""
-    name: str
-    digest: str
-    """Fingerprint of its files."""
-    licence: str | None = None
-
-
-class BundleRecord(msgspec.Struct, frozen=True):
-    """Content of bundle.json."""
-
-    kind: str
-    format: int
-    systolic: str
-    """Version that wrote it."""
-    model: dict[str, Any]
-    """``type`` and fields."""
-    source: ImportedFrom
-    dtype: str
-    """Numpy name of the dtype of most weights."""
-    files: dict[str, FileRecord]
-    parity: dict[str, Any] | None = None
-    """Largest and mean differences from the source framework's outputs; ``None`` where none were computed."""
-    quantization: dict[str, QuantizedRecord] = {}
-    """Matrices that are stored as codes and scales, by the paths of their parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +140,7 @@ def open_bundle(folder: Path) -> Bundle:
         raise NotFoundError(
             f"{folder} is no Bundle: {MANIFEST} can't be read ({error.strerror}); make one with systolic import"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is damaged ({error}); import the model again") from error
     if not isinstance(plain, dict) or plain.get("kind") != KIND:
         raise DataError(f"{file} was not written by systolic import; import the model again")
@@ -187,7 +156,7 @@ def open_bundle(folder: Path) -> Bundle:
     model = _model(record, file)
     tensors: dict[str, MappedTensor] = {}
     for name in record.files:
-        if name.endswith(SUFFIX):
+        if name.endswith(SUFFIX) and not name.startswith(RECORDED):
             tensors |= read_header(folder / name)[0]
     plain, parts = views(tensors, record.quantization, file)
     return Bundle(folder=folder, record=record, model=model, tensors=plain, parts=parts)
@@ -310,7 +279,7 @@ class BundleDraft:
         """Writes bundle.json and gives the folder its name.
 
         Args:
-            about: Fields of :class:`BundleRecord`, but for kind, format and files.
+            about: Fields of :class:`BundleRecord`, but for kind, format, files, versions and digest.
         """
         self.describe(**about)
         os.replace(self.folder, self.final)
@@ -318,9 +287,16 @@ class BundleDraft:
 
     def describe(self, **about: Any) -> Bundle:
         """Writes bundle.json and opens the draft, still under its temporary name."""
-        made = FORMAT if about.get("quantization") else PLAIN_FORMAT
-        record = BundleRecord(kind=KIND, format=made, files=self._files, **about)
-        write_json(self.folder / MANIFEST, msgspec.to_builtins(record))
+        # Only a reader that knows the job prepares inputs as the run did, and codes are no weights.
+        own = about.get("job") is not None or about.get("quantization")
+        record = BundleRecord(
+            kind=KIND,
+            format=FORMAT if own else PLAIN_FORMAT,
+            files=self._files,
+            versions=versions(),
+            **about,
+        )
+        write_json(self.folder / MANIFEST, sealed(msgspec.to_builtins(record)))
         return open_bundle(self.folder)
 
 

@@ -29,7 +29,7 @@ class ExportOptions:
     Args:
         run: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
         out: The new folder, or of gguf the new file.
-        to: hf is a folder that transformers opens: config.json, safetensors, tokenizer; bundle is a Bundle of a run's language model; gguf is a file that llama.cpp opens, of a language model; docker is the build folder of an image that serves a Bundle; stablehlo are programs that plain JAX reloads on cpu, tpu and cuda; savedmodel are programs for TensorFlow and TensorFlow Serving.
+        to: hf is a folder that transformers opens: config.json, safetensors, tokenizer; bundle is a Bundle of a run, which needs the run no more; gguf is a file that llama.cpp opens, of a language model; docker is the build folder of an image that serves a Bundle; stablehlo are programs that plain JAX reloads on cpu, tpu and cuda; savedmodel are programs for TensorFlow and TensorFlow Serving.
         precision: Of the matrices of a gguf file, where auto keeps that of the weights; of what programs compute, f32 or bf16, where auto is f32.
         for_: Of docker: what the image runs on.
         mount: Of docker: leave the Bundle out of the image; the container mounts it at /srv/model.

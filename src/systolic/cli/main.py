@@ -56,6 +56,12 @@ VERBS = {
     "export": Verb(
         "export", "writes a trained model for transformers, JAX or TensorFlow, or as a Bundle"
     ),
+    "compare": Verb(
+        "compare", "two models side by side: size, quality, answers, latency, forecast"
+    ),
+    "verify": Verb(
+        "verify", "checks that a Bundle is whole, and that it computes here what it computed"
+    ),
 }
 
 

@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from systolic.artifact.bundle import ORIGIN, Bundle, arrays, open_bundle
+from systolic.artifact.bundle import MANIFEST, ORIGIN, Bundle, arrays, open_bundle
+from systolic.artifact.bundle_job import read_job
 from systolic.artifact.packed import RestoredTensor
 from systolic.core.digest import digest
+from systolic.data.audio.recordings import Recordings
+from systolic.data.text.sentences import Sentences
+from systolic.data.text.text_data import TextData
 from systolic.interop.program.model import ExportedProgram
 from systolic.interop.source import Source
-from systolic.job import Quantization
+from systolic.job import Data, Job, Quantization
 
 if TYPE_CHECKING:
     import jax
@@ -71,9 +75,23 @@ class BundleSource(Source):
         """See :class:`Source`."""
         self.bundle.verify()
 
+    def trained_job(self) -> Job | None:
+        """See :class:`Source`."""
+        job = read_job(self.bundle.record, self.model, self.path / MANIFEST)
+        if job is None or self.tokenizer is None:
+            return job
+        return replace(job, data=_with_tokenizer(job.data, self.path))
+
     def fingerprint(self) -> str:
         """See :class:`Source`."""
         return digest({name: about.sha256 for name, about in self.bundle.record.files.items()})
+
+
+def _with_tokenizer(data: Data, folder: Path) -> Data:
+    """Data that reads texts with the tokenizer in a folder; unchanged if it reads none."""
+    if isinstance(data, TextData | Recordings):
+        return data.with_tokenizer(folder)
+    return replace(data, tokenizer=folder) if isinstance(data, Sentences) else data
 
 
 def open_bundled(folder: Path) -> BundleSource:

@@ -31,7 +31,7 @@ POSITIONS = ("max_position_embeddings", "n_positions")
 
 
 def job_of(source: Source, *, texts: bool = True) -> Job:
-    """The job that evaluates, generates and predicts with a source's weights; it has no training data.
+    """The job that evaluates, generates and predicts with a source's weights: that of the run which it was, else one without training data.
 
     Args:
         source: The model in files.
@@ -42,12 +42,19 @@ def job_of(source: Source, *, texts: bool = True) -> Job:
         DataError: a file is damaged.
     """
     kind = type(source.model)
+    if (trained := source.trained_job()) is not None:
+        return replace(trained, dtypes=dtypes_of(source), quantization=source.quantization)
     if kind not in MAKERS:
         raise OptionError(
             f"{source.path} is a {kind.__name__}, which is imported and can't be used on its own; used are {', '.join(one.__name__ for one in MAKERS)}"
         )
     made = MAKERS[kind](source, texts)
     return replace(made, quantization=source.quantization) if source.quantization else made
+
+
+def notes_of(source: Source, job: Job) -> tuple[str, ...]:
+    """Warnings about a model in files and its job; the data of a run may be gone, and was warned of in training."""
+    return source.notes if source.trained_job() else (*source.notes, *job.data.notes())
 
 
 def _decoder(source: Source, texts: bool) -> Job:

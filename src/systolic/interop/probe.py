@@ -10,6 +10,7 @@ from systolic.interop.jobs import job_of
 from systolic.interop.source import Source
 from systolic.models.decoder.config import Decoder
 from systolic.models.encoder.config import Encoder
+from systolic.models.vision.cnn.config import CNN
 from systolic.models.vision.mobilenet.config import MobileNetV2
 from systolic.models.vision.pixels import Pixels
 from systolic.models.vision.resnet.config import ResNet
@@ -129,6 +130,7 @@ def _rows(source: Source, vocab: int, tokens: int) -> np.ndarray:
 
 
 PROBES: Mapping[type, Callable[[Source], ParityInputs]] = {
+    CNN: _pictures,
     Decoder: _decoder,
     Encoder: _encoder,
     MobileNetV2: _pictures,

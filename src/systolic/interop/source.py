@@ -15,7 +15,7 @@ from systolic.artifact.bundle import MANIFEST
 from systolic.artifact.tensors import TensorSpec
 from systolic.core.errors import DataError, NotFoundError, OptionError
 from systolic.data.fingerprint import of_files
-from systolic.job import Dtypes, Model, Quantization, Stored
+from systolic.job import Dtypes, Job, Model, Quantization, Stored
 from systolic.models.families import CONFIG, GENERATION, Config
 from systolic.models.mapping import Conversion, Tensor, Tensors
 
@@ -139,6 +139,14 @@ class Source(ABC):
     def tokenizer(self) -> Path | None:
         """The tokenizer.json; ``None`` where there is none."""
         return self.files().get("tokenizer.json")
+
+    def trained_job(self) -> Job | None:
+        """The job that it was trained under here; ``None`` for a model of another library.
+
+        Raises:
+            DataError: it does not read in this version.
+        """
+        return None
 
     def describe(self) -> str:
         """What it is on one line: ``Decoder (llama), weights in bfloat16, hugging-face DIR``."""

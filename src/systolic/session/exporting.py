@@ -8,21 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from systolic.artifact.bundle import ORIGIN, ImportedFrom, check_free, draft, model_record
-from systolic.artifact.run import JOB
+from systolic.artifact.bundle import check_free, draft
 from systolic.artifact.tensors import TensorSpec
-from systolic.core.digest import digest
 from systolic.core.errors import OptionError
 from systolic.core.units import si
-from systolic.data.text.text_data import TextData
-from systolic.interop.exporting import Outgoing, config_of, with_text
-from systolic.interop.source import TEXT_FILES, most_common
-from systolic.models.decoder.config import Decoder
+from systolic.interop.exporting import Outgoing
+from systolic.interop.source import most_common
 from systolic.models.families import CONFIG
 from systolic.session.docker.folder import ExportedImage, ImageOptions, export_docker
 from systolic.session.exporting_gguf import ExportedGguf, GgufOptions, export_gguf
 from systolic.session.outgoing import in_files, leaving, origin_of, text_files
-from systolic.session.trained import TrainedModel, open_model
+from systolic.session.trained import open_model
 
 DTYPES = ("dtype", "torch_dtype")
 """Names of the weights' dtype in a config.json, of transformers 5 and before."""
@@ -74,7 +70,7 @@ def export_model(
         path: The run's directory, or the model.
         out: The new folder, or for ``gguf`` the new file.
         to: ``hf``, what transformers opens: config.json, safetensors, tokenizer; ``bundle``, which this
-            library opens without the run: of a run that trained a language model; ``gguf``, what llama.cpp
+            library opens without the run; ``gguf``, what llama.cpp
             opens: of a language model; or ``docker``, the build folder of an image that serves a Bundle.
         gguf: For ``gguf``: the precision of the matrices.
         image: For ``docker``: what the image runs on, and whether the Bundle is in it.
@@ -84,7 +80,7 @@ def export_model(
 
     Raises:
         OptionError: no family of transformers computes what the model does; names the field. For a Bundle:
-            the path is a model in files already, or no language model with a tokenizer.json. For ``gguf``:
+            the path is a model in files already, or a part of the run is code of its recipe. For ``gguf``:
             no architecture of llama.cpp computes it, or there is no tokenizer that GGUF has. For ``docker``: the
             path is no Bundle.
         TakenError: there is something at ``out``.
@@ -106,7 +102,11 @@ def export_model(
                 f"{path} is a model in files already; write it as a Bundle with systolic import {path} --out {out}"
             )
         model = open_model(path, checkpoint, trust=trust)
-        return _write_bundle(model, text_files(model.job.data), out, say)
+        from systolic.session.exporting_bundle import write_bundle
+
+        files = text_files(model.job.data)
+        specs = write_bundle(model, files, origin_of(model), out, say)
+        return _exported(out, BUNDLE, specs)
     found = leaving(path, checkpoint, trust=trust)
     return _write(found.made, found.files, out, say)
 
@@ -135,53 +135,12 @@ def _write(
         folder.add(CONFIG, json.dumps(config, indent=2).encode())
         for name, content in files.items():
             folder.add(name, content)
-        folder.weights(made.specs, made.pieces, _progress(made.specs, say), stem="model")
+        folder.weights(made.specs, made.pieces, progress_of(made.specs, say), stem="model")
         folder.rename()
     return _exported(out, made.config["model_type"], made.specs)
 
 
-def _write_bundle(
-    model: TrainedModel, files: dict[str, bytes], out: Path, say: Callable[[str], None]
-) -> Exported:
-    """Writes a run's language model as a Bundle.
-
-    Raises:
-        OptionError: it is no such model, or has no tokenizer.json.
-    """
-    from systolic import __version__
-
-    job = model.job
-    text = isinstance(job.data, TextData) and TEXT_FILES[0] in files
-    if not isinstance(job.model, Decoder) or not text:
-        raise OptionError(
-            f"{model.path} is no language model with a tokenizer.json, which a Bundle of a run needs; use the run itself, or give --to hf"
-        )
-    weights = model.plain_weights
-    specs = [TensorSpec(name=p, shape=a.shape, dtype=a.dtype) for p, a in weights.items()]
-    begun = json.loads((model.path / JOB).read_bytes())
-    config = config_of(job.model, origin_of(model))
-    if config:
-        config, files = with_text(config, files, job.data)
-    with draft(out) as folder:
-        for name, content in files.items():
-            folder.add(name, content)
-        if config:
-            folder.add(ORIGIN, json.dumps(dict(config), indent=2).encode())
-        folder.weights(specs, lambda p: iter([np.asarray(weights[p])]), _progress(specs, say))
-        folder.finish(
-            systolic=__version__,
-            model=model_record(job.model),
-            source=ImportedFrom(
-                kind="run",
-                name=model.path.resolve().name,
-                digest=digest({"job": begun, "step": model.step}),
-            ),
-            dtype=most_common(specs),
-        )
-    return _exported(out, BUNDLE, specs)
-
-
-def _progress(specs: list[TensorSpec], say: Callable[[str], None]) -> Callable[[int], None]:
+def progress_of(specs: list[TensorSpec], say: Callable[[str], None]) -> Callable[[int], None]:
     """What is called with the bytes of each tensor that was written."""
     size = sum(spec.nbytes for spec in specs)
     done = 0

@@ -10,15 +10,16 @@ import numpy as np
 
 from systolic.artifact.bundle import (
     ORIGIN,
-    Bundle,
     BundleDraft,
-    ImportedFrom,
     check_free,
     draft,
     model_record,
 )
+from systolic.artifact.bundle_record import ImportedFrom, carried
 from systolic.core.errors import OptionError, RunError
 from systolic.core.units import si
+from systolic.interop import recorded
+from systolic.interop.bundled import BundleSource
 from systolic.interop.importing import planned, write_weights
 from systolic.interop.jobs import job_of
 from systolic.interop.parity import Parity, check, impossible
@@ -30,8 +31,8 @@ from systolic.interop.program.convert import (
     kind_of,
 )
 from systolic.interop.source import Source, most_common, open_source
-from systolic.job import Precision
 from systolic.session.importing_program import check_passed, import_program
+from systolic.session.replaying import answers, record_answers
 
 if TYPE_CHECKING:
     from systolic.artifact.tensors import TensorSpec
@@ -43,6 +44,7 @@ DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 AUTO = "auto"
 PICTURE = "predict {} picture.jpg"
 USES = {
+    "CNN": PICTURE,
     "Decoder": 'generate {} "…"',
     "Encoder": 'predict {} "…"',
     "ExportedProgram": "predict {} inputs.npz",
@@ -132,11 +134,9 @@ def import_model(
         _fill(opened, made, tensors, size, say)
         about = _about(opened, tensors)
         unchecked = impossible(opened) if parity else "not asked for"
-        found = None
-        if unchecked is None:
-            say("parity")
-            found = _compared(opened, made.describe(**about), rounded)
-        bundle = made.finish(**about, parity=None if found is None else found.to_json())
+        found = None if unchecked else _compared(opened, made, about, rounded, say)
+        _keep(opened, made, about, rounded)
+        bundle = made.finish(**about)
     return Imported(
         path=bundle.folder,
         parameters=sum(int(np.prod(tensor.shape)) for tensor in tensors),
@@ -193,15 +193,44 @@ def _program(
     )
 
 
-def _compared(source: Source, written: Bundle, rounded: str | None) -> Parity:
-    """Parity of a Bundle with its source.
+def _compared(
+    source: Source,
+    made: BundleDraft,
+    about: dict[str, Any],
+    rounded: str | None,
+    say: Callable[[str], None],
+) -> Parity:
+    """Parity of a Bundle with its source; notes it in ``about``, with what the Bundle answered.
 
     Raises:
         RunError: it computes something else.
     """
-    found = check(source, lambda probe: _outputs(written, probe), rounded=rounded)
+    say("parity")
+    made.describe(**about)
+    held: list[tuple[ParityInputs, np.ndarray, str]] = []
+
+    def ours(probe: ParityInputs) -> np.ndarray:
+        # As a user opens it.
+        outputs, platform = answers(open_source(made.folder), probe.ours)
+        held.append((probe, outputs, platform))
+        return outputs
+
+    found = check(source, ours, rounded=rounded)
     check_passed(found)
+    probe, outputs, platform = held[0]
+    inputs, outputs = recorded.few(probe.ours), recorded.few_outputs(outputs)
+    kept = recorded.record(made, inputs, outputs, platform)
+    about |= {"parity": found.to_json(), "recorded": kept}
     return found
+
+
+def _keep(source: Source, made: BundleDraft, about: dict[str, Any], rounded: str | None) -> None:
+    """Notes in ``about`` what a copy of a Bundle keeps: its job and origin, and its evaluations where the weights are the same."""
+    if isinstance(source, BundleSource):
+        own = source.bundle.record
+        about |= carried(own) | {"evaluations": own.evaluations if rounded is None else []}
+        if own.recorded is not None:
+            about["recorded"] = record_answers(made, about)
 
 
 def _fill(
@@ -266,12 +295,3 @@ def _check_room(opened: Source, final: Path, size: int) -> None:
         raise RunError(
             f"{final} takes {si(size, 'B')} and {parent} has {si(free, 'B')} free; free some space, choose another --out, or give --dtype bf16"
         )
-
-
-def _outputs(bundle: Bundle, probe: ParityInputs) -> np.ndarray:
-    """Our outputs in float32, from a Bundle as a user opens it."""
-    from systolic.interop.outputs import outputs_of
-    from systolic.session.trained import from_source
-
-    model = from_source(open_source(bundle.folder), Precision.f32, texts=False)
-    return outputs_of(model.setup.steps, model.weights, probe.ours)

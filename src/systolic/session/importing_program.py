@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from systolic.artifact.bundle import BundleDraft, ImportedFrom, draft, model_record
+from systolic.artifact.bundle import BundleDraft, draft, model_record
+from systolic.artifact.bundle_record import ImportedFrom, Recorded
 from systolic.artifact.tensors import TensorSpec, read_header
 from systolic.core.digest import digest
 from systolic.core.errors import RunError
 from systolic.interop.parity import Parity
 from systolic.interop.program.convert import ProgramParity, ProgramRequest, compare, convert
-from systolic.interop.program.description import PROGRAM, WEIGHTS
+from systolic.interop.program.description import PROGRAM, SAMPLE, TOLERANCE, WEIGHTS
 from systolic.interop.program.model import ExportedProgram
+from systolic.interop.recorded import FILE, MOST_BYTES, PRECISION
 
 
 def import_program(
@@ -66,8 +68,17 @@ def import_program(
             made.describe(**record)
             found = compare(made.folder, scratch)
             check_passed(found)
+            record["recorded"] = _recorded(made, scratch / SAMPLE)
         made.finish(**record, parity=None if found is None else found.to_json())
     return replace(model, folder=final), size, found
+
+
+def _recorded(made: BundleDraft, sample: Path) -> Recorded | None:
+    """The framework's outputs for its example inputs as recorded ones; ``None`` where they are large."""
+    if sample.stat().st_size > MOST_BYTES:
+        return None
+    made.add(FILE, sample.read_bytes())
+    return Recorded(file=FILE, precision=PRECISION, tolerance=TOLERANCE, platform="cpu")
 
 
 def check_passed(found: Parity | ProgramParity) -> None:

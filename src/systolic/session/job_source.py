@@ -8,11 +8,11 @@ from typing import Any
 from systolic import recipes
 from systolic.artifact import paths
 from systolic.artifact.chosen import Chosen
+from systolic.artifact.saved_job import types_of
 from systolic.core.errors import OptionError
 from systolic.job import Job, Layout
 from systolic.recipes import Recipe
 from systolic.session.planned import kept_choice, planned_options, under_plan
-from systolic.session.saved_job import types_of
 
 
 @dataclass(frozen=True, kw_only=True)

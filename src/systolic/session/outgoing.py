@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from systolic.artifact.run import JOB, TOKENIZER
+from systolic.data.audio.recordings import Recordings
 from systolic.data.text.text_data import TextData
 from systolic.data.text.tokenizer import Around
 from systolic.interop.exporting import Outgoing, outgoing, outgoing_model, with_text
@@ -69,7 +70,7 @@ def origin_of(model: TrainedModel) -> Config:
 
 def text_files(data: Any) -> dict[str, bytes]:
     """Files of a job's tokenizer, chat template and preprocessing; a tokenizer of bytes has none."""
-    if not isinstance(data, TextData) or (file := data.get_tokenizer().file()) is None:
+    if not isinstance(data, TextData | Recordings) or (file := data.get_tokenizer().file()) is None:
         return {}
     beside = {name: file.parent / name for name in (*TEXT_FILES, *OTHER_FILES)}
     found = {name: path.read_bytes() for name, path in beside.items() if path.is_file()}

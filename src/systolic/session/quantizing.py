@@ -12,14 +12,15 @@ from systolic.artifact.bundle import (
     ORIGIN,
     Bundle,
     BundleDraft,
-    ImportedFrom,
     check_free,
     draft,
     model_record,
 )
+from systolic.artifact.bundle_record import ImportedFrom, carried
 from systolic.artifact.run import JOB
 from systolic.core.errors import OptionError
 from systolic.core.units import si
+from systolic.interop.bundled import BundleSource
 from systolic.interop.jobs import job_of
 from systolic.interop.parity import Parity, compare
 from systolic.interop.probe import PROBES, probe_of
@@ -285,6 +286,7 @@ def _write(
         ),
         dtype=source.dtype,
         quantization=records,
+        **(carried(source.bundle.record) if isinstance(source, BundleSource) else {}),
     )
 
 

@@ -12,6 +12,7 @@ from systolic.artifact import paths
 from systolic.artifact.access import Access
 from systolic.artifact.job_record import JobRecord, RunFlags
 from systolic.artifact.run import Run
+from systolic.artifact.saved_job import types_of
 from systolic.chips import Slice
 from systolic.chips.flags import resolved
 from systolic.core.errors import NotFoundError, RunError
@@ -23,7 +24,6 @@ from systolic.session.job_source import JobSource
 from systolic.session.planned import check_slice, expected, resumed
 from systolic.session.resume_checks import agreed, check_resume, flat
 from systolic.session.run_flags import kept_flags
-from systolic.session.saved_job import types_of
 from systolic.session.starting import with_start
 from systolic.session.training import (
     Audience,

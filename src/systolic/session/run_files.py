@@ -11,6 +11,7 @@ from systolic.artifact import paths, trust
 from systolic.artifact.job_record import JobRecord
 from systolic.artifact.revision import check_revision
 from systolic.artifact.run import MODULES, RECIPE, TOKENIZER, Run
+from systolic.artifact.saved_job import job_from_json
 from systolic.core.errors import NotFoundError, OptionError, RunError
 from systolic.data.text.chat import KEPT, TEMPLATE
 from systolic.data.text.instructions import Instructions
@@ -21,7 +22,6 @@ from systolic.models.families import CONFIG
 from systolic.recipes import Recipe
 from systolic.session.job_source import JobSource, recipe_of
 from systolic.session.planned import under_plan
-from systolic.session.saved_job import job_from_json
 
 
 class Rebuilt(NamedTuple):

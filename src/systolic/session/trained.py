@@ -93,14 +93,14 @@ def prepare_model(
 ) -> PreparedModel:
     """A model in files or a run, on this machine's devices, in its job's precision where none is given; else as :func:`open_model`."""
     if in_files(path):
-        from systolic.interop.jobs import job_of
+        from systolic.interop.jobs import job_of, notes_of
         from systolic.interop.loading import weights_of
         from systolic.interop.source import open_source
 
         _refuse_choice(path, None, checkpoint)
         source = open_source(path)
         made = set_up_here(_in_precision(job_of(source), precision), place=place)
-        for line in (*source.notes, *made.job.data.notes()):
+        for line in notes_of(source, made.job):
             warn(line)
         return PreparedModel(setup=made, read=lambda: weights_of(source, made.steps))
     with Run.open(path) as run:
@@ -166,14 +166,14 @@ def from_source(
 
     Raises: as :func:`open_model`.
     """
-    from systolic.interop.jobs import job_of
+    from systolic.interop.jobs import job_of, notes_of
     from systolic.interop.loading import weights_of
 
     keep_programs()
     job = _in_precision(job_of(source, texts=texts), precision)
     setup = set_up_here(job, place=place)
     model = TrainedModel(source.path, setup, weights_of(source, setup.steps), warn)
-    for line in (*source.notes, *job.data.notes()):
+    for line in notes_of(source, job):
         model.warn(line)
     return model
 

@@ -26,6 +26,19 @@ def measure(folder: Path, sample_file: Path) -> dict[str, Any]:
     Raises:
         RunError: a framework is loaded, or an output is missing.
     """
+    made = replayed(folder, sample_file)
+    loaded = [name for name in FRAMEWORKS if name in sys.modules]
+    if loaded:
+        raise RunError(f"the comparison loaded {', '.join(loaded)}; report this as a defect")
+    return {**made, "tolerance": TOLERANCE}
+
+
+def replayed(folder: Path, sample_file: Path) -> dict[str, Any]:
+    """Differences of a program's outputs from those of a sample, with the framework and the number of rows.
+
+    Raises:
+        RunError: an output has another shape.
+    """
     known = ExportedProgram.of(folder).about
     function = exported_function(folder, known)
     arrays = {name: one.read() for name, one in read_header(sample_file)[0].items()}
@@ -42,15 +55,8 @@ def measure(folder: Path, sample_file: Path) -> dict[str, Any]:
     )
     made = jax.device_get(run(dict(function.trained), dict(function.state), inputs))
     made = {name: one if known.outputs[name].batched else one[0] for name, one in made.items()}
-    loaded = [name for name in FRAMEWORKS if name in sys.modules]
-    if loaded:
-        raise RunError(f"the comparison loaded {', '.join(loaded)}; report this as a defect")
-    return {
-        "framework": known.framework,
-        "rows": count,
-        **differences(made, wanted, known.framework),
-        "tolerance": TOLERANCE,
-    }
+    found = differences(made, wanted, known.framework)
+    return {"framework": known.framework, "rows": count, **found}
 
 
 def differences(made: Named, wanted: Named, framework: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A Job made again from job.json, for runs that no recipe made: of this package's own types only."""
+"""A Job made again from JSON, for runs that no recipe made and for Bundles: of this package's own types only."""
 
 import typing
 from collections.abc import Iterator, Mapping

@@ -1,0 +1,180 @@
+"""Outputs of two models on the same inputs, compared."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from systolic.data.audio.recordings import Recordings
+from systolic.data.input_files import InputFiles
+from systolic.data.text.sentences import Sentences
+from systolic.data.text.text_data import TextData
+from systolic.data.text.tokenizer import Tokenizer
+from systolic.interop.probe import PASSAGE, ROWS, TOKENS
+from systolic.job import Job
+from systolic.models.decoder.config import Decoder
+from systolic.models.encoder.config import Encoder
+from systolic.models.whisper.config import Whisper
+
+if TYPE_CHECKING:
+    from systolic.session.trained import TrainedModel
+
+Named = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """Differences of the second model's outputs from the first one's."""
+
+    rows: int
+    positions: int
+    """Vectors of outputs: positions of texts, pictures …"""
+    max_abs: float
+    mean_abs: float
+    max_relative: float
+    """Largest difference over the largest magnitude of the first one's outputs."""
+    same_best: float
+    """Share of positions at which the same output is the largest."""
+    best: str
+    """What the largest output is: ``greedy token``, ``class`` …"""
+    inputs: str
+    """What both read."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def agreement(a: "TrainedModel", b: "TrainedModel") -> Agreement | str:
+    """How far two models answer the same to the same inputs; a reason, on one line, where there is no such thing."""
+    found = shared_inputs(a.job, b.job)
+    if isinstance(found, str):
+        return found
+    inputs, told = found
+    ours, theirs = (_outputs(model, inputs) for model in (b, a))
+    if _is_text(a.job):
+        # Rows of padding at the end of a vocabulary belong to no token.
+        size = min(ours["outputs"].shape[-1], theirs["outputs"].shape[-1])
+        ours, theirs = ({"outputs": one["outputs"][..., :size]} for one in (ours, theirs))
+    shapes = [{name: one.shape for name, one in side.items()} for side in (theirs, ours)]
+    if shapes[0] != shapes[1]:
+        return f"their outputs have the shapes {_told(shapes[0])} and {_told(shapes[1])}"
+    return _compared(ours, theirs, "greedy token" if _is_text(a.job) else "class", told)
+
+
+def shared_inputs(a: Job, b: Job) -> tuple[dict[str, np.ndarray], str] | str:
+    """Inputs for both models and what they are; a reason where they read different things."""
+    fields = [job.data.fields() for job in (a, b)]
+    if _is_text(a) and _is_text(b):
+        return _texts(a, b)
+    if isinstance(a.model, Whisper) and isinstance(b.model, Whisper):
+        return _speech(a.model, b.model)
+    if isinstance(a.data, InputFiles) and isinstance(b.data, InputFiles):
+        return _arrays(a.data, b.data)
+    if all("image" in one for one in fields):
+        shapes = [tuple(one["image"].shape) for one in fields]
+        if shapes[0] != shapes[1]:
+            return f"they read pictures of different sizes, {list(shapes[0])} and {list(shapes[1])}"
+        made = np.random.default_rng(0).integers(0, 256, (ROWS, *shapes[0])).astype(np.uint8)
+        return {"image": made}, f"{ROWS} pictures of random bytes"
+    return f"no inputs are known that a {type(a.model).__name__} and a {type(b.model).__name__} of these tasks both read"
+
+
+def _is_text(job: Job) -> bool:
+    return isinstance(job.model, Decoder | Encoder)
+
+
+def _texts(a: Job, b: Job) -> tuple[dict[str, np.ndarray], str] | str:
+    tokenizers = [_tokenizer(job) for job in (a, b)]
+    if None not in tokenizers and len({one.digest() for one in tokenizers if one}) > 1:
+        return "they have different tokenizers, so that their outputs belong to different tokens"
+    models: list[Any] = [a.model, b.model]
+    vocab = min(model.vocab for model in models)
+    tokens = min(TOKENS, *(_positions(model) for model in models))
+    first = tokenizers[0]
+    ids = np.asarray(() if first is None or first.file() is None else first.encode(PASSAGE))
+    told = f"{ROWS} rows of {tokens} tokens of text"
+    if not ids.size or ids.max() >= vocab:
+        ids = np.random.default_rng(0).integers(0, vocab, ROWS * tokens)
+        told = f"{ROWS} rows of {tokens} random tokens"
+    return {"tokens": np.resize(ids, (ROWS, tokens)).astype(np.int32)}, told
+
+
+def _positions(model: Any) -> int:
+    if isinstance(model, Encoder):
+        return model.positions
+    return model.learned_positions or TOKENS
+
+
+def _tokenizer(job: Job) -> Tokenizer | None:
+    if isinstance(job.data, TextData | Recordings):
+        return job.data.get_tokenizer()
+    return Tokenizer(path=job.data.tokenizer) if isinstance(job.data, Sentences) else None
+
+
+def _speech(a: Whisper, b: Whisper) -> tuple[dict[str, np.ndarray], str] | str:
+    if (a.frames, a.mels, a.vocab) != (b.frames, b.mels, b.vocab):
+        return "they read spectrograms of different sizes, or write different tokens"
+    random = np.random.default_rng(0)
+    tokens = min(TOKENS, a.positions, b.positions)
+    return {
+        "features": random.normal(size=(ROWS, 2 * a.frames, a.mels)).astype(np.float32),
+        "tokens": random.integers(0, a.vocab, (ROWS, tokens)).astype(np.int32),
+    }, f"{ROWS} random spectrograms with {tokens} random tokens"
+
+
+def _arrays(a: InputFiles, b: InputFiles) -> tuple[dict[str, np.ndarray], str] | str:
+    if (a.inputs, a.repeated) != (b.inputs, b.repeated):
+        return "they take different arrays"
+    rows = int(np.lcm(a.together, b.together))
+    rows *= -(-ROWS // rows)
+    random = np.random.default_rng(0)
+    made = {}
+    for name, field in a.inputs.items():
+        shape = field.shape if name in a.repeated else (rows, *field.shape)
+        kind = np.dtype(field.dtype).kind
+        drawn = random.normal(size=shape) if kind == "f" else random.integers(0, 2, shape)
+        made[name] = drawn.astype(field.dtype)
+    return made, f"{rows} examples of random arrays"
+
+
+def _outputs(model: "TrainedModel", inputs: Named) -> dict[str, np.ndarray]:
+    """Outputs float32[rows, ..., n] by name."""
+    steps, weights, data = model.setup.steps, model.weights, model.job.data
+    if not isinstance(data, InputFiles):
+        from systolic.interop.outputs import outputs_of
+
+        return {"outputs": outputs_of(steps, weights, inputs)}
+    from systolic.predicting.files import Runner
+
+    rows = next(len(one) for name, one in inputs.items() if name not in data.repeated)
+    examples = (
+        {name: one if name in data.repeated else one[row] for name, one in inputs.items()}
+        for row in range(rows)
+    )
+    each = list(Runner(steps, weights, rows, data.together)(examples))
+    return {name: np.stack([np.atleast_1d(one[name]) for one in each]) for name in each[0]}
+
+
+def _compared(ours: Named, theirs: Named, best: str, told: str) -> Agreement:
+    away = {name: np.abs(ours[name] - one).astype(np.float32) for name, one in theirs.items()}
+    same = [ours[name].argmax(-1) == one.argmax(-1) for name, one in theirs.items()]
+    count = sum(one.size for one in away.values())
+    return Agreement(
+        rows=len(next(iter(theirs.values()))),
+        positions=sum(one.size for one in same),
+        max_abs=max(float(one.max()) for one in away.values()),
+        mean_abs=sum(float(one.sum(dtype=np.float64)) for one in away.values()) / count,
+        max_relative=max(
+            float(one.max()) / max(float(np.abs(theirs[name]).max()), 1e-30)
+            for name, one in away.items()
+        ),
+        same_best=sum(int(one.sum()) for one in same) / sum(one.size for one in same),
+        best=best,
+        inputs=told,
+    )
+
+
+def _told(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return ", ".join(str(list(shape)) for shape in shapes.values())

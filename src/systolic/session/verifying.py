@@ -1,0 +1,115 @@
+"""``systolic.verify_bundle``: whether a Bundle's files are those that were written, and compute what they computed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from systolic.artifact.bundle import Bundle
+from systolic.artifact.bundle_check import checked_bundle
+from systolic.core.errors import DataError, RunError
+from systolic.interop.bundled import open_bundled
+from systolic.interop.program.model import ExportedProgram
+from systolic.interop.recorded import Replay, compare, inputs_of
+from systolic.session.replaying import answers
+
+UNRECORDED = "the Bundle holds no recorded inputs: only digests were checked"
+UNASKED = "no replay was asked for: only digests were checked"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """A Bundle whose files are intact."""
+
+    path: Path
+    files: int
+    bytes: int
+    """Of the files that bundle.json lists."""
+    replay: Replay | None
+    unreplayed: str | None
+    """Why there is no replay; ``None`` where there is one."""
+    about: dict[str, Any]
+    """``source``, ``versions``, ``recipe``, ``data``, ``evaluations`` and ``licence`` as bundle.json has them."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "bundle": str(self.path),
+            "files": self.files,
+            "bytes": self.bytes,
+            "replay": None if self.replay is None else self.replay.to_json(),
+            "unreplayed": self.unreplayed,
+            **self.about,
+        }
+
+
+def verify_bundle(
+    path: Path | str, *, replay: bool = True, say: Callable[[str], None] = lambda _: None
+) -> Verified:
+    """Compares all files of a Bundle with their digests, and replays its recorded inputs.
+
+    Args:
+        path: The Bundle's folder.
+        replay: Compute the recorded inputs here and compare; without, only files are read.
+        say: Called with each stage.
+
+    Raises:
+        NotFoundError: the folder is no Bundle, or lacks a file.
+        DataError: a file was changed, cut or added, is a link out of the folder, or a pickle.
+        RunError: a newer version wrote it, or its outputs here differ by more than the recorded tolerance.
+    """
+    bundle = checked_bundle(Path(path))
+    unreplayed = UNASKED
+    if replay:
+        unreplayed = UNRECORDED if bundle.record.recorded is None else None
+    found = None
+    if unreplayed is None:
+        say("replay")
+        found = _replayed(bundle)
+        if not found.passed:
+            raise RunError(
+                f"{path} computes something else here: {found.line()}; its files are intact, so compare versions ({_versions(bundle)}) and report it, or export the model again"
+            )
+    return Verified(
+        path=Path(path),
+        files=len(bundle.record.files),
+        bytes=sum(one.bytes for one in bundle.record.files.values()),
+        replay=found,
+        unreplayed=unreplayed,
+        about=_about(bundle),
+    )
+
+
+def _replayed(bundle: Bundle) -> Replay:
+    about = bundle.record.recorded
+    assert about is not None
+    if isinstance(bundle.model, ExportedProgram):
+        from systolic.interop.program.parity import replayed
+
+        made = replayed(bundle.folder, bundle.folder / about.file)
+        return Replay(
+            rows=made["rows"],
+            positions=made["rows"],
+            max_abs=made["max_abs"],
+            max_relative=made["max_relative"],
+            same_largest=None,
+            tolerance=about.tolerance,
+            precision=about.precision,
+            platform=about.platform,
+        )
+    inputs = inputs_of(bundle)
+    if not inputs:
+        raise DataError(f"{bundle.folder / about.file} holds no inputs; export the model again")
+    return compare(bundle, answers(open_bundled(bundle.folder), inputs)[0])
+
+
+def _versions(bundle: Bundle) -> str:
+    return ", ".join(f"{name} {version}" for name, version in bundle.record.versions.items())
+
+
+def _about(bundle: Bundle) -> dict[str, Any]:
+    import msgspec
+
+    plain = msgspec.to_builtins(bundle.record)
+    names = ("source", "versions", "recipe", "data", "evaluations")
+    return {**{name: plain[name] for name in names}, "licence": bundle.record.source.licence}

@@ -1,0 +1,161 @@
+"""Two models side by side."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import systolic
+from systolic.artifact.weights import sizes_of
+from systolic.cli.compare_view import lines
+from systolic.cli.main import main
+from systolic.core.errors import OptionError
+from systolic.predicting.latency import TimedCall, medians
+from systolic.session.agreement import shared_inputs
+from systolic.session.comparing import ComparisonOptions
+from tests.session import bundled
+
+
+@pytest.fixture(scope="module")
+def language(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run of a small language model and its Bundle."""
+    folder = tmp_path_factory.mktemp("language")
+    run = bundled.run("lm", folder)
+    systolic.export_model(run, folder / "bundle", to="bundle")
+    return run, folder / "bundle"
+
+
+def test_a_run_and_its_bundle_are_the_same_model(
+    language: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, bundle = language
+    text = run.parent / "text"
+    words = ["--data", str(text), "--prompt-tokens", "20", "--output-tokens", "4"]
+    sizes = ["--repeats", "2", "--rows", "2"]
+    assert main(["compare", str(run), str(bundle), *words, *sizes, "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    one, other = made["a"], made["b"]
+    assert one["parameters"] == other["parameters"] == bundled.DECODER_PARAMETERS
+    assert one["bytes_by_dtype"] == other["bytes_by_dtype"]
+    assert one["bytes_by_dtype"] == {"float32": 4 * one["parameters"]}
+    weights = bundle / "weights.safetensors"
+    assert (one["file_bytes"], other["file_bytes"]) == (None, weights.stat().st_size)
+    assert one["evaluations"] == other["evaluations"]
+    assert [each["on"] for each in one["evaluations"]] == ["validation"]
+    assert main(["eval", str(bundle), "--path", str(text), "--json"]) == 0
+    evaluated = json.loads(capsys.readouterr().out)["metrics"][str(text)]
+    for side in (one, other):
+        assert side["measured"] == pytest.approx(evaluated, rel=1e-6)
+        assert set(side["seconds"]) == {"prefill", "decode"}
+        assert min(side["seconds"].values()) > 0
+    assert made["agreement"]["same_best"] == 1.0
+    assert made["agreement"]["max_abs"] == pytest.approx(0, abs=1e-6)
+    assert made["timed"] == {"rows": 2, "prompt_tokens": 20, "output_tokens": 4, "repeats": 2}
+
+
+def test_another_task_is_refused_in_one_line(
+    language: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = bundled.run("cnn", tmp_path)
+    assert main(["compare", str(language[1]), str(other), "--json"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.strip().splitlines()
+    assert "is a Decoder for LanguageModel" in line
+    assert "is a CNN for Classification; compare two models of one task" in line
+
+
+@pytest.mark.slow
+def test_two_networks_for_the_same_pictures(tmp_path: Path) -> None:
+    for kind in ("cnn", "vit"):
+        (tmp_path / kind).mkdir()
+        bundled.run(kind, tmp_path / kind)
+    asked = ComparisonOptions(repeats=1, rows=4, on="cpu", quick=True)
+    made = systolic.compare_models(tmp_path / "cnn/run", tmp_path / "vit/run", asked)
+    assert made.agreement is not None
+    assert made.agreement.positions == 4
+    assert made.agreement.max_abs > 0
+    assert set(made.a.seconds) == {"call"}
+    assert made.timed == {"rows": 4, "repeats": 1}
+    for side in (made.a, made.b):
+        assert side.forecast is not None
+        assert side.forecast["step_seconds"] > 0
+    shown = "\n".join(lines(made))
+    assert "CNN, f32 here" in shown
+    assert "step on cpu" in shown
+    assert "validation accuracy on record" in shown
+
+
+@pytest.mark.slow
+def test_a_server_is_forecast_for_language_models(language: tuple[Path, Path]) -> None:
+    asked = ComparisonOptions(repeats=0, prompt_tokens=16, output_tokens=8, on="cpu", quick=True)
+    made = systolic.compare_models(*language, asked)
+    for side in (made.a, made.b):
+        assert side.forecast is not None
+        (point,) = side.forecast["points"]
+        assert point["concurrency"] == 1
+        assert side.forecast["weights_bytes"] == side.bytes
+    assert "new tokens/s on cpu" in "\n".join(lines(made))
+
+
+class Turns(TimedCall):
+    """Notes whose turn it is; takes the next of its times."""
+
+    def __init__(self, name: str, times: list[float], now: list[float], seen: list[str]) -> None:
+        self.name, self.times, self.now, self.seen = name, times, now, seen
+
+    def seconds(self, clock: Callable[[], float]) -> dict[str, float]:
+        start = clock()
+        self.seen.append(self.name)
+        self.now[0] += self.times.pop(0)
+        return {"call": clock() - start}
+
+    def sizes(self) -> dict[str, int]:
+        return {"rows": 1}
+
+
+def test_calls_take_turns_and_the_first_of_each_does_not_count() -> None:
+    now, seen = [0.0], list[str]()
+    a = Turns("a", [90.0, 1.0, 5.0, 2.0], now, seen)
+    b = Turns("b", [80.0, 7.0, 3.0, 4.0], now, seen)
+    assert medians([a, b], 3, lambda: now[0]) == [{"call": 2.0}, {"call": 4.0}]
+    assert seen == ["a", "b", "a", "b", "b", "a", "a", "b"]
+
+
+def test_sizes_count_bits_and_leave_scales_out() -> None:
+    import jax.numpy as jnp
+
+    arrays = {
+        "up/codes": jnp.zeros((4, 6), jnp.int4),
+        "up/scales": jnp.zeros((1, 6), jnp.bfloat16),
+        "norm": jnp.zeros(3, jnp.float32),
+    }
+    found = sizes_of(arrays)
+    assert found.elements == 24 + 3
+    assert found.bytes_by_dtype == {"int4": 12, "bfloat16": 12, "float32": 12}
+
+
+def test_models_that_read_different_things_are_not_compared(tmp_path: Path) -> None:
+    one = bundled.job("cnn", tmp_path)
+    pixels = replace(bundled.PIXELS, size=16)
+    from systolic.data.image.outside import OutsidePictures
+    from systolic.data.image.preparation import Preparation
+
+    data = OutsidePictures(preparation=Preparation(side=16), channels=1)
+    model: Any = one.model
+    other = replace(one, model=replace(model, pixels=pixels), data=data)
+    assert "pictures of different sizes, [8, 8, 1] and [16, 16, 1]" in shared_inputs(one, other)
+    found = shared_inputs(one, one)
+    assert not isinstance(found, str)
+    assert found[0]["image"].shape == (4, 8, 8, 1)
+    assert found[0]["image"].dtype == np.uint8
+
+
+@pytest.mark.parametrize("field", ["rows", "prompt_tokens", "output_tokens"])
+def test_a_count_that_is_none(field: str) -> None:
+    with pytest.raises(OptionError, match="0"):
+        ComparisonOptions(**{field: 0})
