@@ -110,7 +110,7 @@ class Transcribe:
         writing = self.writing
         # The first token alone: what follows it tells whether there is speech.
         logits, cache = module.prefill(prompt[:, :1], encoded, self.positions)
-        silence = jnp.zeros(len(prompt), bool)
+        silence = jnp.zeros(prompt.shape[0], bool)
         if writing.silence is not None:
             silence = jax.nn.softmax(logits)[:, writing.silence] > writing.no_speech
         for place in range(1, prompt.shape[1]):
