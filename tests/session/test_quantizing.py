@@ -69,7 +69,8 @@ def test_it_computes_what_transformers_does_with_the_restored_weights(
     assert held.dtype.name == wanted.dtype
     tokens = np.arange(24).reshape(2, 12).astype(np.int32)
     ours = outputs_of(model.setup.steps, model.weights, {"tokens": tokens})
-    systolic.export_model(tmp_path / "bundle", tmp_path / "home")
+    written = systolic.export_model(tmp_path / "bundle", tmp_path / "home")
+    assert written.lines()[0].startswith(f"{len(made.matrices) - 1} quantized matrices are written")
     theirs = folders.logits(tmp_path / "home", tokens.tolist())
     np.testing.assert_allclose(ours[..., : theirs.shape[-1]], theirs, atol=2e-4)
     plain = folders.logits(source, tokens.tolist())

@@ -2,7 +2,7 @@
 
 Memory holds, and each step reads, the codes. Where an output channel has one scale the product is made of the codes,
 which the compiler widens on their way to the matrix unit, and its result is scaled; matrices with a scale for each group
-of inputs are restored one at a time. Codes are made by Qwix.
+of inputs are restored one at a time. Codes are made by Qwix; reading them needs no other package.
 """
 
 import math
@@ -25,6 +25,14 @@ FORMATS = {
     "uint4": WeightFormat.nf4,
 }
 """Dtype of codes to their format."""
+
+NF4_VALUES = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""What the codes of nf4 stand for (Dettmers et al. 2023, appendix E): who reads a quantized model needs no Qwix."""
 
 
 @jax.tree_util.register_dataclass
@@ -67,9 +75,7 @@ class Quantized:
         """The matrix in a dtype, by default that of its scales."""
         dtype = jnp.dtype(self.scales.dtype if dtype is None else dtype)
         if FORMATS[self.codes.dtype.name] is WeightFormat.nf4:
-            numerics, _ = _qwix()
-            # Qwix looks codes up in a flat array, which a partitioner would gather first.
-            values = numerics.get_nf4_buckets().astype(dtype)[self.codes.astype(jnp.int32)]
+            values = jnp.array(NF4_VALUES, dtype)[self.codes.astype(jnp.int32)]
         else:
             values = self.codes.astype(dtype)
         scales = self.scales.astype(dtype)
@@ -121,7 +127,7 @@ def quantized(
     Raises:
         MissingExtraError: Qwix is not installed.
     """
-    _, qarray = _qwix()
+    qarray = _qwix()
     shape = scales_shape(value.shape, inputs, how)
     pairs = list(enumerate(zip(value.shape, shape, strict=True)))
     way = qarray.HowToQuantize(
@@ -170,7 +176,7 @@ def _spread(scales: jax.Array, letters: str, into: str) -> jax.Array:
 
 def _qwix():
     try:
-        from qwix._src.core import numerics, qarray
+        from qwix._src.core import qarray
     except ImportError as error:
         raise MissingExtraError("quantized weights", "quant") from error
-    return numerics, qarray
+    return qarray

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ class Exported:
     """Elements of all tensors."""
     bytes: int
     """Of the tensors."""
+    restored: int = 0
+    """Matrices that were quantized, now floats."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -46,11 +48,16 @@ class Exported:
             "model_type": self.kind,
             "parameters": self.parameters,
             "bytes": self.bytes,
+            "restored": self.restored,
         }
 
     def lines(self) -> list[str]:
-        """Nothing: a model's files are not compared."""
-        return []
+        """What became of quantized matrices; a model's files are not compared."""
+        if not self.restored:
+            return []
+        return [
+            f"{self.restored} quantized matrices are written as the floats that their codes stand for"
+        ]
 
 
 def export_model(
@@ -108,7 +115,7 @@ def export_model(
         specs = write_bundle(model, files, origin_of(model), out, say)
         return _exported(out, BUNDLE, specs)
     found = leaving(path, checkpoint, trust=trust)
-    return _write(found.made, found.files, out, say)
+    return replace(_write(found.made, found.files, out, say), restored=found.restored)
 
 
 def _check_used(to: str, gguf: GgufOptions, image: ImageOptions) -> None:

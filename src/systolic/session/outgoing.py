@@ -24,6 +24,8 @@ class Leaving:
     starts: bool | None = None
     """Whether a prompt begins with the token that begins a text; ``None`` leaves it to the tokenizer's post-processor."""
     licence: str | None = None
+    restored: int = 0
+    """Matrices that its files hold quantized; they leave as floats."""
 
 
 def leaving(path: Path, checkpoint: str | int, *, trust: bool) -> Leaving:
@@ -41,7 +43,12 @@ def leaving(path: Path, checkpoint: str | int, *, trust: bool) -> Leaving:
     source = open_source(path)
     source.verify()
     files = {name: file.read_bytes() for name, file in source.files().items()}
-    return Leaving(made=outgoing(source), files=files, licence=source.licence)
+    return Leaving(
+        made=outgoing(source),
+        files=files,
+        licence=source.licence,
+        restored=len(source.quantization.matrices),
+    )
 
 
 def in_files(path: Path) -> bool:
