@@ -1,5 +1,7 @@
 """Programs that a server's forecast compiles: the engine's own wherever it runs the model, by sizes counted by hand."""
 
+import json
+
 import pytest
 
 from systolic.aot import PagedProgram, ServingProgram
@@ -7,7 +9,13 @@ from systolic.chips import slice
 from systolic.forecasting.serving import Load
 from systolic.job import ExpertAxis, Layout, Served, ServedCache, ServedWeights
 from systolic.session.job_source import source_of
-from systolic.session.server_steps import BatchSteps, EngineSteps, ServerSteps, server_steps
+from systolic.session.server_steps import (
+    BatchSteps,
+    EngineSteps,
+    ServerSteps,
+    server_steps,
+    with_formats,
+)
 
 LOAD = Load(prompt_tokens=1000, output_tokens=256, chunk=256)
 
@@ -58,6 +66,18 @@ def test_what_the_engine_has_not_is_forecast_by_a_batch(served: Served) -> None:
     steps = steps_of("qwen3-30b-a3b", "v6e-8", served, expert=8)
     assert isinstance(steps, BatchSteps)
     assert isinstance(steps.program((4, 1)), ServingProgram)
+
+
+def test_formats_of_weights_are_programs_of_their_own() -> None:
+    """A forecast of one is not answered by what was compiled for another."""
+    job = source_of("llama-3.1-8b", {"layout": Layout(data=1, fsdp=1, tensor=8)}).job
+    keys = set()
+    for weights in ServedWeights:
+        made = with_formats(job, "llama-3.1-8b", weights)
+        steps = server_steps(made, slice("v6e-8"), LOAD, 64, None)
+        assert isinstance(steps, EngineSteps)
+        keys.add(json.dumps(steps.program((16, 1)).key(), sort_keys=True))
+    assert len(keys) == len(ServedWeights)
 
 
 def test_other_axes_and_experts_alone() -> None:

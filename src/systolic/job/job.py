@@ -267,6 +267,8 @@ class Job:
         }
         for part in ("model", "task", "data"):
             plain[part] = {"type": type(getattr(self, part)).__name__, **plain[part]}
+        if self.quantization:
+            plain["quantization"] = msgspec.to_builtins(self.quantization, enc_hook=_plain)
         return plain
 
 
