@@ -19,8 +19,10 @@ import systolic
 from systolic.artifact.bundle import open_bundle
 from systolic.cli.main import main
 from systolic.core.errors import DataError, OptionError, SystolicError, TakenError
+from systolic.job import MatrixFormat, WeightFormat
 from systolic.serving.http.app import PATHS
 from systolic.session.docker.folder import GRACE_SECONDS, PLATFORMS, STOP_SECONDS, ImageOptions
+from systolic.session.quantizing import quantize_model
 from tests.interop import folders
 
 
@@ -118,6 +120,18 @@ def test_chips_have_their_packages(bundle: Path, tmp_path: Path) -> None:
     assert loose.startswith("jax-cuda12-plugin[with-cuda]<=")
     assert "--constraint requirements.txt" in (cuda / "Dockerfile").read_text()
     assert "--gpus all" in (cuda / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_a_quantized_model_leaves_as_well(bundle: Path, tmp_path: Path) -> None:
+    how = MatrixFormat(format=WeightFormat.int8)
+    quantize_model(bundle, tmp_path / "int8", to=how)
+    out = made(tmp_path / "int8", tmp_path / "image")
+    # The server restores its matrices.
+    assert "\nqwix==" in (out / "requirements.txt").read_text()
+    assert "qwix" not in (made(bundle, tmp_path / "plain") / "requirements.txt").read_text()
+    written = systolic.export_model(tmp_path / "int8", tmp_path / "int8.gguf", to="gguf")
+    assert (written.precision, written.parity.passed) == ("f32", True)
 
 
 def test_the_wheel_is_what_runs_here(bundle: Path, tmp_path: Path) -> None:

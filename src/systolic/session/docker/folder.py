@@ -132,7 +132,8 @@ def export_docker(
     say("digests")
     bundle.verify()
     kind = type(bundle.model).__name__
-    packages = lock(("serve", *EXTRAS[image.platform]), PACKAGES[kind])
+    quantized = ("qwix",) if bundle.record.quantization else ()
+    packages = lock(("serve", *EXTRAS[image.platform]), (*PACKAGES[kind], *quantized))
     texts = _texts(path, packages, image)
     with draft(out) as made:
         for name, text in texts.items():
