@@ -16,7 +16,7 @@ from systolic.job import Layout
 from systolic.report.forecast.serving import lines
 from systolic.session.capacity import floor_seconds, forecast_serving, ladder
 from systolic.session.job_source import source_of
-from systolic.session.server_layout import engine_layout, serving_layout
+from systolic.session.server_layout import engine_layout, layout_of_requests, serving_layout
 
 WORDS = "--model.layers=2 --model.d-model=64 --model.d-ff=128 --model.heads=4 --model.kv-heads=2 --model.head-dim=16 --model.vocab=512"
 PARAMETERS = 512 * 64 + 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
@@ -50,6 +50,27 @@ def test_a_server_on_this_machine(capsys) -> None:
     one, steps = made["points"][0], made["steps"]
     assert one["time_to_first_token_seconds"] == pytest.approx(2 * steps[2]["seconds"])
     assert one["time_per_output_token_seconds"] == pytest.approx(steps[0]["seconds"])
+
+
+def test_requests_whose_step_does_not_fit_are_refused(capsys) -> None:
+    # The logits of 60,000 texts alone are 58.6 GiB; their pages would fit.
+    words = ["--model.vocab=262144", "--on=cpu", "--prompt-tokens=16", "--output-tokens=16"]
+    asked = ["lm", *WORDS.split()[:-1], *words, "--page-size=32", "--concurrency", "1", "60000"]
+    assert main(["forecast", "--serve", *asked, "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert [one["concurrency"] for one in made["points"]] == [1]
+    assert made["refused"] == [60_000]
+    logits, capacity = 262_144 * 4, made["memory"]["capacity_bytes"]
+    assert capacity / logits / 12 < made["concurrency"] < capacity / logits
+    assert any("a step of" in note and "needs more memory" in note for note in made["notes"])
+
+
+def test_the_layout_of_requests_that_several_engines_hold() -> None:
+    job, load = source_of("llama-3.1-8b", {}).job, Load(prompt_tokens=1024, output_tokens=256)
+    # Eight engines of 16 texts; more texts than these have room for on one device each are split.
+    for requests in (16, 64, 128):
+        assert layout_of_requests(job, slice("v6e-8"), load, requests).data == 8
+    assert layout_of_requests(job, slice("v6e-8"), load, 2048).tensor > 1
 
 
 def test_the_layout_that_a_server_chooses() -> None:

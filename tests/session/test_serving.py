@@ -154,6 +154,22 @@ def served(*words: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
 
 
 @pytest.mark.slow
+def test_a_server_that_is_told_to_end_while_it_compiles(tmp_path: Path) -> None:
+    path = folders.folder(tmp_path / "tiny")
+    line = [sys.executable, "-m", "systolic", "serve", str(path), "--port", "0", "--log", "json"]
+    environment = {**os.environ, "SYSTOLIC_CACHE": str(tmp_path / "cache")}
+    with subprocess.Popen(line, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        for told in process.stderr:
+            if json.loads(told)["event"] == "compiled":
+                break
+        process.terminate()
+        events = [json.loads(told)["event"] for told in process.stderr]
+    assert process.returncode == 0
+    assert events[-1] == "ended"
+
+
+@pytest.mark.slow
 def test_a_language_model_and_vectors(tmp_path: Path) -> None:
     path = folders.folder(tmp_path / "tiny")
     encoder = tmp_path / "vectors"

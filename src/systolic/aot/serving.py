@@ -81,12 +81,21 @@ def trace_paged(program: PagedCall, on: Slice, devices: Sequence[Any]) -> Traced
             "attention": paged.kernel,
             "weight_bytes": sum(_one(a, a.sharding) * share for a, share in read),
             "stored_bytes": float(sum(_one(a, a.sharding) for a in jax.tree.leaves(weights))),
-            "cache_bytes": float(page * program.pages * shape.texts),
+            "cache_bytes": page * program.pages * shape.texts * _read_share(job.model, program),
             "page_bytes": page,
             "replicas": replicas,
             "notes": list(target.notes),
         },
     )
+
+
+def _read_share(model: Any, program: PagedCall) -> float:
+    """Share of the texts' positions that the layers have to read: of those with a window no more than it."""
+    positions, windows = program.pages * program.page_size, model.windows
+    tokens = max(program.chunk, 1)
+    each = [min(positions, window + tokens - 1) if window else positions for window in windows]
+    layers = [each[layer % len(each)] for layer in range(model.layers)]
+    return sum(layers) / (positions * model.layers)
 
 
 def _served(job: Job, on: Slice) -> Job:

@@ -56,7 +56,7 @@ def forecast_server(args: Sequence[str]) -> int:
     from systolic.chips.flags import resolved
     from systolic.report.progress import ProgressLine
     from systolic.session.capacity import Load, forecast_serving
-    from systolic.session.server_layout import ROWS, engine_layout
+    from systolic.session.server_layout import ROWS, layout_of_requests
     from systolic.session.server_steps import with_formats
 
     target, rest = first(args, f"forecast {SERVE}", "a model or a recipe")
@@ -71,9 +71,8 @@ def forecast_server(args: Sequence[str]) -> int:
     )
     job = with_formats(job, target, options.weights)
     if not any(word.startswith("--layout.") for word in asked.typed):
-        job = replace(
-            job, layout=engine_layout(job, on, load, max(options.concurrency, default=ROWS))
-        )
+        most = max(options.concurrency, default=ROWS)
+        job = replace(job, layout=layout_of_requests(job, on, load, most))
     compiler = Compiler(flags=resolved(options.flags, on.chip))
     with ProgressLine(sys.stderr, f"{job.name} for {on.name}") as progress:
         made = forecast_serving(

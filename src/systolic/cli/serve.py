@@ -1,5 +1,7 @@
 """``systolic serve RUN|BUNDLE|DIR...``: a web server of trained models."""
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,7 +135,11 @@ def run(args: Sequence[str]) -> int:
         else:
             print(f"{url}  ready when {url}/health answers 200; Ctrl+C ends it", flush=True)
 
-    serve(options.models, settings(options), listening)
+    if not serve(options.models, settings(options), listening):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Python would end under the compiler's threads, which aborts the process.
+        os._exit(0)
     return 0
 
 

@@ -35,6 +35,8 @@ class ServingMemory:
     """Pages that a server has allocated; None takes all that fit."""
     replicas: int = 1
     """Groups of devices that each have pages of their own."""
+    most_rows: int | None = None
+    """Most texts of a replica whose step fits, of those that were compiled; None where none was refused."""
     origin: Origin = Origin.compiled
 
     @property
@@ -74,7 +76,8 @@ class ServingMemory:
 
     def concurrency(self, tokens: int) -> int:
         """Texts of so many tokens that all replicas hold at once, each at its full length."""
-        return self.text_pages // self.pages_of(tokens) * self.replicas
+        held = self.text_pages // self.pages_of(tokens)
+        return (held if self.most_rows is None else min(held, self.most_rows)) * self.replicas
 
     def rows(self) -> list[MemoryRow]:
         """The table; the bytes sum to the capacity."""

@@ -28,6 +28,8 @@ from systolic.session.server_steps import BatchSteps, Key, ServerSteps, facts, s
 
 PAGE_SIZE = 64
 """Positions of a page, as ``systolic serve`` has them by default."""
+NEAR = 4
+"""Ratio of steps that do not fit and that do, between which no other is compiled."""
 FACTOR = 4
 """Of each concurrency to the one before, where none are given."""
 
@@ -96,6 +98,8 @@ class _Server:
     watch: Callable[[str], None]
     made: dict[Key, Forecast] = field(default_factory=dict)
     refusal: Forecast | None = None
+    beyond: int | None = None
+    """Fewest texts of a replica whose step does not fit, of those that were compiled."""
 
     def forecast(self, wanted: Sequence[int]) -> ServingForecast:
         ways = self.steps.replicas
@@ -109,6 +113,7 @@ class _Server:
         kept = [count for count in asked if count <= most]
         for count in kept:
             self.step(-(-count // ways), 1)
+        self.narrow()
         memory = self.memory()
         most = memory.concurrency(self.load.tokens)
         points = [self.point(count) for count in kept if count <= most]
@@ -127,10 +132,28 @@ class _Server:
             compiler=self.compiler,
             say=lambda stage: self.watch(f"{what}: {stage}"),
         )
-        if made.fits and made.step_seconds is not None:
+        if made.fits and made.step_seconds is not None and self.chooses((rows, tokens), made):
             self.made[rows, tokens] = made
         elif rows == 1:
             self.refusal = made
+        else:
+            self.beyond = min(rows, self.beyond or rows)
+
+    def chooses(self, key: Key, made: Forecast) -> bool:
+        """Whether what a step leaves on the device has room beside the weights, the choice of its tokens included."""
+        if key[0] == 1:
+            return True
+        beside = self.steps.temporary_bytes(key, made) + self.steps.page_bytes(made)
+        return self.steps.weights_bytes(made) + beside <= made.capacity_bytes
+
+    def fitting(self) -> int:
+        """Most texts of a replica whose step was compiled and fits."""
+        return max(rows for rows, tokens in self.made if tokens == 1)
+
+    def narrow(self) -> None:
+        """Compiles steps between the largest that fits and the least that does not, until these are near."""
+        while self.beyond is not None and self.beyond > NEAR * self.fitting():
+            self.step(math.isqrt(self.beyond * self.fitting()), 1)
 
     def memory(self) -> ServingMemory:
         """The table, of the programs that were compiled."""
@@ -148,6 +171,7 @@ class _Server:
             page_bytes=page,
             page_size=self.page_size,
             replicas=self.steps.replicas,
+            most_rows=None if self.beyond is None else self.fitting(),
             origin=decode.memory_origin,
         )
 
@@ -185,6 +209,11 @@ class _Server:
         steps = [self.described(key) for key in sorted(self.made, key=lambda key: (key[1], key[0]))]
         first = next(iter(self.made.values()))
         notes = self.steps.notes()
+        if self.beyond is not None:
+            many, most = self.beyond * self.steps.replicas, self.fitting() * self.steps.replicas
+            notes.append(
+                f"a step of {many:,} texts needs more memory than a device has, with their logits and activations alone; {most:,} fit"
+            )
         for made in self.made.values():
             notes += [note for note in (*made.warnings, *made.notes) if note not in notes]
         return ServingForecast(

@@ -46,6 +46,20 @@ def engine_layout(job: Job, on: Slice, load: Load, rows: int = ROWS) -> Layout:
     return Layout(data=shares.engines, fsdp=1, tensor=shares.tensor)
 
 
+def layout_of_requests(job: Job, on: Slice, load: Load, requests: int) -> Layout:
+    """Layout of engines that hold so many requests together, each as many as ``systolic serve`` gives it, or more where it must.
+
+    Raises: as :func:`serving_layout`.
+    """
+    rows = ROWS
+    while True:
+        layout = engine_layout(job, on, load, rows)
+        each = -(-requests // layout.data)
+        if each <= rows:
+            return layout
+        rows = each
+
+
 def _weights(model: Decoder, tensor: int) -> float:
     """Weights of a device, with the copies of key-value heads."""
     return replace(model, kv_heads=served_kv_heads(model, tensor)).num_parameters / tensor

@@ -28,6 +28,8 @@ from systolic.serving.layout import LEAST_ROWS
 ENGINE_AXES = (Axis.data, Axis.expert, Axis.tensor)
 """Mesh axes of ``systolic serve``."""
 LOGIT_BYTES = 4
+CHOICE_LOGITS = 5
+"""Arrays of the size of the logits that the choice by all settings needs beside them, as XLA compiles it for a CPU."""
 PAGED = "step over pages, as systolic serve runs it"
 BATCH = "decode step and one-pass prefill of a batch; systolic serve has no such split or format"
 CACHE = "the cache of the compiled steps is one array per text; a paged kernel reads the same bytes in pages"
@@ -211,12 +213,12 @@ class EngineSteps:
         return facts(decode)["page_bytes"]
 
     def temporary_bytes(self, key: Key, made: Forecast) -> int:
-        """As the server counts them: of the step, and the logits that the choice of tokens gathers."""
+        """As the server counts them: of the step or of the choice by all settings, and the logits that it begins with."""
         assert made.memory is not None
         asked, known = self.program(key), facts(made)
         kept = known["stored_bytes"] + asked.num_pages * known["page_bytes"]
         logits = (asked.rows or 1) * _vocab(self.job) * LOGIT_BYTES
-        return max(0, made.memory.peak_bytes - int(kept)) + logits
+        return max(made.memory.peak_bytes - int(kept), CHOICE_LOGITS * logits) + logits
 
     def chunk_seconds(self, found: Mapping[Key, float]) -> float:
         """Of the step that reads a chunk and no more."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,13 +140,21 @@ class ServeSettings:
     checkpoint: str = "best"
     trust: bool = False
 
+    @property
+    def readable(self) -> bool:
+        """Whether the log is written for people."""
+        return sys.stderr.isatty() if self.log is LogForm.auto else self.log is LogForm.text
+
 
 def serve(
     words: Sequence[str],
     settings: ServeSettings,
     listening: Callable[[int], None] | None = None,
-) -> None:
+) -> bool:
     """Serves models until the process is told to end; returns when every request has been answered.
+
+    Returns:
+        False where a model was still being opened: the process must end without its compiler's threads (:func:`os._exit`).
 
     SIGHUP reads the folders again: versions that are new are added when they are ready, those that are gone are
     taken out when their requests have ended.
@@ -172,8 +181,7 @@ def serve(
 
     metrics = Metrics()
     texts, batches = TextMetrics(metrics), BatchMetrics(metrics)
-    readable = sys.stderr.isatty() if settings.log is LogForm.auto else settings.log is LogForm.text
-    log = ConsoleLog() if readable else EventLog()
+    log = ConsoleLog() if settings.readable else EventLog()
     desk = Desk(
         shelf=Shelf(), limits=settings.limits, metrics=metrics, log_prompts=settings.log_prompts
     )
@@ -181,12 +189,10 @@ def serve(
     def opener(target: ServeTarget) -> "Callable[[], Served]":
         return lambda: open_served(target, settings, texts, batches, log)
 
-    def renewal(name: str | None) -> "Renewal":
-        return _changes(words, desk, opener, name)
-
     found = checked_targets(words)
     desk.starting = list(dict.fromkeys(one.name for one in found))
     openers = [opener(one) for one in found]
+    renewal = partial(_changes, words, desk, opener)
     process = Process(desk, openers, settings.address, log, settings.keys, renewal, listening)
     if settings.model_control:
         desk.control = process
@@ -199,6 +205,7 @@ def serve(
         raise RunError(
             f"{settings.address.host}:{settings.address.port} can't be listened on: {process.refused}; choose another --port, or 0 for a free one"
         )
+    return not process.opening
 
 
 def _changes(

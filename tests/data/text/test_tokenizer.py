@@ -120,3 +120,22 @@ def test_the_files_of_a_tokenizer_make_the_same_one_elsewhere(tokenizer_file, tm
     kept = Tokenizer(path=tmp_path)
     assert (kept.start, kept.end, kept.digest()) == (chosen.start, chosen.end, chosen.digest())
     assert Tokenizer().files() == {}
+
+
+def test_a_file_that_was_replaced_is_another_tokenizer(tmp_path):
+    def write(*words):
+        vocab = {word: index for index, word in enumerate(["<unk>", *words])}
+        made = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+        made.pre_tokenizer = pre_tokenizers.Whitespace()
+        made.save(str(tmp_path / "new.json"))
+        (tmp_path / "new.json").replace(tmp_path / "tokenizer.json")
+
+    write("sea", "ship")
+    first, late = Tokenizer(path=tmp_path), Tokenizer(path=tmp_path, eos="ship")
+    assert first.encode("ship sea") == [2, 1]
+    write("ship", "sea")
+    assert Tokenizer(path=tmp_path).encode("ship sea") == [1, 2]
+    # Who holds the old one goes on with it; who has not read it yet gets no other.
+    assert first.encode("ship sea") == [2, 1]
+    with pytest.raises(DataError, match="has changed since it was opened"):
+        late.encode("ship")

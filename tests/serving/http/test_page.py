@@ -3,12 +3,13 @@
 import struct
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
-from tests.serving.http.running import Running
+from tests.serving.http.running import Running, echo_model, running
 
 CHROMIUM = Path("/usr/bin/chromium")
 pytestmark = [
@@ -121,3 +122,35 @@ def red() -> bytes:
         + part(b"IDAT", zlib.compress(b"\0\xff\0\0"))
         + part(b"IEND", b"")
     )
+
+
+def test_a_text_of_a_model_that_knows_no_chat() -> None:
+    with (
+        running([replace(echo_model("plain"), template=None)]) as server,
+        sync_playwright() as played,
+    ):
+        browser = played.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.goto(server.url)
+        page.click("#settings summary")
+        page.fill("#tokens", "4")
+        page.fill("#text", "hello")
+        page.press("#text", "Enter")
+        expect(page.locator("#speed")).to_contain_text("4 tokens")
+        assert page.locator("#log .turn").all_inner_texts() == ["hello", "hell"]
+        browser.close()
+
+
+def test_a_model_that_is_ready_later_is_listed() -> None:
+    with running([echo_model("first")]) as server, sync_playwright() as played:
+        browser = played.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.goto(server.url)
+        expect(page.locator("#model option")).to_have_text(["first"])
+        page.fill("#text", "half a questi")
+        second = echo_model("second")
+        second.start()
+        server.desk.shelf.put(second)
+        expect(page.locator("#model option")).to_have_text(["first", "second"], timeout=20_000)
+        expect(page.locator("#text")).to_have_value("half a questi")
+        browser.close()

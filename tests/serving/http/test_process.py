@@ -16,6 +16,8 @@ import httpx
 import openai
 import pytest
 
+from systolic.core.errors import OptionError
+from systolic.serving.http.process import Address
 from tests.serving.http.running import wait
 
 ASKED: dict[str, Any] = {"model": "echo", "prompt": "hello", "max_tokens": 100}
@@ -112,3 +114,24 @@ def test_a_second_signal_ends_at_once(first: signal.Signals) -> None:
             # It says so to whoever still reads.
             last = [line for line in b"".join(parts).decode().split("\n\n") if line][-1]
             assert json.loads(last.removeprefix("data: "))["error"]["code"] == "cancelled"
+
+
+def test_certificates_that_can_not_be_used_are_one_line(
+    certificate: tuple[Path, Path], tmp_path: Path
+) -> None:
+    cert, key = certificate
+    text, other, locked = (tmp_path / name for name in ("text.pem", "other.pem", "locked.pem"))
+    text.write_text("no certificate")
+    made = "openssl genpkey -algorithm ec -pkeyopt ec_paramgen_curve:prime256v1 -out"
+    subprocess.run([*made.split(), other], check=True, capture_output=True)
+    encrypt = "openssl pkey -aes256 -passout pass:secret -in"
+    subprocess.run([*encrypt.split(), key, "-out", locked], check=True, capture_output=True)
+    Address(port=0, grace_seconds=0, tls_cert=cert, tls_key=key)
+    for one, two, told in (
+        (text, key, "give a certificate chain and its private key, both PEM"),
+        (key, cert, "give a certificate chain and its private key, both PEM"),
+        (cert, other, "the key belongs to another certificate"),
+        (cert, locked, "is encrypted, and a server has nobody to ask"),
+    ):
+        with pytest.raises(OptionError, match=told):
+            Address(port=0, grace_seconds=0, tls_cert=one, tls_key=two)

@@ -159,6 +159,20 @@ def test_a_text_that_overflows_ends_and_no_other_sees_it(overflowing, scarce):
     assert scarce.ready
 
 
+def test_pages_of_a_text_that_overflows_are_found_by_none(overflowing, scarce):
+    # In the second of two chunks, and in the first: the step after it was on its way before its own result was known.
+    for prompt in (
+        [*range(40), OVERFLOWS, 3, 4],
+        [*range(60, 90), OVERFLOWS, 1],
+        [OVERFLOWS, *range(60)],
+    ):
+        for more in ([], [], [5], [6, 7]):
+            last = ask(scarce, [*prompt, *more], 4)[-1]
+            assert last.finish is Finish.error, (prompt, more, last.usage)
+            read = prompt.index(OVERFLOWS)
+            assert last.usage.cached_tokens <= read
+
+
 def test_settings_that_do_not_fit_end_one_text_alone(small, engine):
     stream = engine.submit(TextRequest(tokens=[9, 8], max_tokens=20, choice=GREEDY))
     last = ask(engine, [1, 2], 3, TokenChoice(logit_bias={1 << 40: 1.0}))[-1]

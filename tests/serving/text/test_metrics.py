@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from systolic.serving.compiles import CompileFacts
 from systolic.serving.http.desk import Desk
 from systolic.serving.http.limits import HttpLimits
 from systolic.serving.http.meters import TextMetrics
@@ -125,6 +126,19 @@ def alone(small: Small) -> Iterator[tuple[Engine, Metrics]]:
     engine.stop()
 
 
+def test_seconds_of_a_start_are_those_of_all_engines() -> None:
+    metrics = Metrics()
+    texts = TextMetrics(metrics)
+    for number, seconds in enumerate((30.0, 1.0)):
+        meter = texts.of("m", 1, number)
+        meter.placed(2 * seconds)
+        phases = {"compile": seconds}
+        meter.compiled(CompileFacts(bucket="b", seconds=seconds, cached=False, phases=phases))
+    for phase, seconds in (("compile", 31.0), ("weights", 62.0), ("load", 0.0)):
+        at = {"model_name": "m", "version": "1", "phase": phase}
+        assert metrics.registry.get_sample_value("systolic:startup_seconds", at) == seconds
+
+
 def test_waiting_texts_that_are_cancelled_are_counted_no_more(
     alone: tuple[Engine, Metrics],
 ) -> None:
@@ -136,6 +150,11 @@ def test_waiting_texts_that_are_cancelled_are_counted_no_more(
         list(stream)
     at = {"model_name": "m", "version": "1", "engine": "0"}
     assert metrics.registry.get_sample_value("systolic:num_requests_waiting", at) == 0
+    # Two prompts were never read, and a scored one is never looked up.
+    scored = replace(request(103, 8, 1), prompt_logprobs=True, logprobs=0)
+    list(engine.submit(scored))
+    for name, count in (("prompt_tokens", 16), ("prefix_cache_queries", 8)):
+        assert metrics.registry.get_sample_value(f"systolic:{name}_total", at) == count
 
 
 def test_a_step_that_hangs_is_not_ready_and_comes_back(

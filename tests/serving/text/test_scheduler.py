@@ -95,13 +95,13 @@ def test_every_text_ends_as_it_would_alone(
             if text.left == 0:
                 text.tokens.append(PENDING)
                 flight.append(text)
-            scheduler.publish(text)
+            scheduler.publish(text, text.read)
         # What the step before chose becomes known only now.
         for text in before if ahead else flight:
             if text.number not in cancelled:
                 place = text.tokens.index(PENDING)
                 text.tokens[place] = device.known[text.number][place]
-                scheduler.publish(text)
+                scheduler.publish(text, text.read)
                 if PENDING not in text.tokens and text.full:
                     scheduler.remove(text)
                     ended.add(text.number)
@@ -123,7 +123,7 @@ def test_a_prompt_that_begins_the_same_reads_the_rest_only() -> None:
     ((_, count),) = scheduler.next().prefill
     assert count == 10
     first.read += 10
-    scheduler.publish(first)
+    scheduler.publish(first, first.read)
     second = Text(number=1, tokens=[*range(8), 99, 98], prompt=10, most=12)
     scheduler.add(second)
     work = scheduler.next()

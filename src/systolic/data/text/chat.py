@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import date, datetime
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -89,7 +90,12 @@ class ChatTemplate:
         return "tools" in jinja2.meta.find_undeclared_variables(_environment().parse(self.text))
 
     def render(
-        self, messages: Messages, *, answer: bool, tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Messages,
+        *,
+        answer: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+        names: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """The text of a conversation, special tokens included.
 
@@ -97,9 +103,10 @@ class ChatTemplate:
             messages: From the first to the last.
             answer: Whether the text ends where the model's next answer begins.
             tools: Descriptions of functions that the model may call, for a template that takes them.
+            names: What else the template may ask for, such as ``enable_thinking``.
         """
-        names = {"tools": list(tools)} if tools else {}
-        return _unmarked(self._marked(messages, answer=answer, **names))[0]
+        given = {**names, "tools": list(tools)} if tools else dict(names)
+        return _unmarked(self._marked(messages, answer=answer, **given))[0]
 
     def conversation(self, messages: Messages) -> Rendered:
         """A whole conversation for training, and where its answers are: the template's generation blocks, else what each answer adds to the text before it.

@@ -54,18 +54,28 @@ class Sentences(Data):
             f"a model of embeddings brings no {read.split.value} text; give texts to systolic predict"
         )
 
-    def encode(self, texts: Sequence[str]) -> "list[np.ndarray]":
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the texts."""
+        return Tokenizer(path=self.tokenizer, around=Around.own)
+
+    def encode(
+        self, texts: Sequence[str], tokenizer: Tokenizer | None = None
+    ) -> "list[np.ndarray]":
         """Ids int32[tokens] of each text, with the tokens around it that the tokenizer adds, at most ``sequence``."""
-        return self._encoded(texts, self.sequence)
+        return self._encoded(texts, tokenizer, self.sequence)
 
-    def encode_whole(self, texts: Sequence[str]) -> "list[np.ndarray]":
+    def encode_whole(
+        self, texts: Sequence[str], tokenizer: Tokenizer | None = None
+    ) -> "list[np.ndarray]":
         """Ids as those of :meth:`encode`, of texts of any length."""
-        return self._encoded(texts, None)
+        return self._encoded(texts, tokenizer, None)
 
-    def _encoded(self, texts: Sequence[str], most: int | None) -> "list[np.ndarray]":
+    def _encoded(
+        self, texts: Sequence[str], tokenizer: Tokenizer | None, most: int | None
+    ) -> "list[np.ndarray]":
         import numpy as np
 
-        tokenizer = Tokenizer(path=self.tokenizer, around=Around.own)
+        tokenizer = tokenizer or self.get_tokenizer()
         before, after = _around(tokenizer)
         texts = [self.before + text for text in texts]
         if self.lower:

@@ -56,11 +56,11 @@ class Around(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tokenizer:
-    """A tokenizer; its file is read at first use and cached.
+    """A tokenizer; its file is read at first use and cached, and is then another tokenizer once the file has changed.
 
     Raises (from any method that needs the file):
         NotFoundError: no such file.
-        DataError: the file is not a ``tokenizer.json``, or has no such special token.
+        DataError: the file is not a ``tokenizer.json``, has no such special token, or has changed since this was made.
         MissingExtraError: the ``tokenizers`` package is not installed.
     """
 
@@ -72,9 +72,13 @@ class Tokenizer:
     """The token after each document; None as for ``bos``."""
     around: Around = Around.document
     """Tokens around a text."""
+    stamp: tuple[Any, ...] = field(init=False, repr=False, default=())
+    """When its files were written, and their sizes: a model that was loaded anew must not get what another one read."""
 
     def __post_init__(self) -> None:
         as_paths(self, "path")
+        if self.path is not None:
+            object.__setattr__(self, "stamp", _stamp(self.path))
 
     @property
     def vocab_size(self) -> int:
@@ -289,10 +293,29 @@ def _file(path: Path) -> Path:
     return file
 
 
-@lru_cache(maxsize=8)
+def _stamp(path: Path) -> tuple[Any, ...]:
+    """What tells a tokenizer's files from others under their names."""
+    folder = path if path.is_dir() else path.parent
+    found = []
+    for file in (
+        folder / "tokenizer.json" if path.is_dir() else path,
+        folder / CONFIG,
+        folder / TOKENS_MAP,
+    ):
+        try:
+            about = file.stat()
+        except OSError:
+            continue
+        found.append((file.name, about.st_mtime_ns, about.st_size, about.st_ino))
+    return tuple(found)
+
+
+@lru_cache(maxsize=32)
 def _load(tokenizer: Tokenizer) -> _Loaded:
     assert tokenizer.path is not None
     file = _file(tokenizer.path)
+    if tokenizer.stamp != _stamp(tokenizer.path):
+        raise DataError(f"{file} has changed since it was opened; open the model again")
     raw = file.read_bytes()
     try:
         described = json.loads(raw)

@@ -42,6 +42,7 @@ FORM = {
             "properties": {
                 "file": {"type": "string", "format": "binary"},
                 "model": {"type": "string"},
+                "language": {"type": "string"},
                 "response_format": {"type": "string", "enum": list(FORMATS)},
                 "stream": {"type": "string", "enum": ["true", "false"]},
             },

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from systolic.serving.http.bodies import encode, read
 from systolic.serving.http.desk import Desk, Ticket, new_id
 from systolic.serving.http.events import DONE, attended, event, streamed
-from systolic.serving.http.fields import Count, TextFields, Top, room
+from systolic.serving.http.fields import Count, TextFields, Top, refuse, room
 from systolic.serving.http.messages import checked_messages, rendered
 from systolic.serving.http.problems import bad
 from systolic.serving.http.texts import Tally, Whole, merged, off_loop, submit, token_ids, whole
@@ -34,6 +34,8 @@ class ChatFields(TextFields, kw_only=True):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     modalities: list[str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """More names for the template, as vLLM has them, such as ``enable_thinking``."""
     # Known and not carried out.
     audio: Any = None
     prediction: Any = None
@@ -42,6 +44,9 @@ class ChatFields(TextFields, kw_only=True):
     function_call: Any = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
+    chat_template: str | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
     @property
     def most(self) -> int | None:
@@ -160,7 +165,10 @@ async def _understood(request: Request, desk: Desk, fields: ChatFields) -> _Aske
     tools = fields.used_tools(served)
     messages = checked_messages(fields.messages)
     size = sum(len(one["content"]) for one in messages)
-    text = await off_loop(size, lambda: rendered(served, messages, tools))
+    if fields.add_generation_prompt is False:
+        refuse("add_generation_prompt", False)
+    names = fields.chat_template_kwargs or {}
+    text = await off_loop(size, lambda: rendered(served, messages, tools, names))
     marked = served.template is not None and OPEN in served.template.text
     forced = fields.forced(tools, marked=marked)
     text += "" if forced is None else forced.begin

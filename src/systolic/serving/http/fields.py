@@ -62,6 +62,13 @@ class TextFields(Struct, kw_only=True):
     structured_outputs: Any = None
     truncate_prompt_tokens: int | None = None
     prompt_embeds: Any = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    use_beam_search: bool | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    logits_processors: Any = None
 
     def check(self) -> None:
         """Refuses what is not carried out.
@@ -78,6 +85,8 @@ class TextFields(Struct, kw_only=True):
         for name in UNSUPPORTED:
             if name in self.__struct_fields__ and (value := getattr(self, name)):
                 refuse(name, value)
+        if self.skip_special_tokens is False:
+            refuse("skip_special_tokens", False)
         if self.stream_options is not None and not self.stream:
             raise bad("stream_options go with stream: true", "stream_options")
 
@@ -162,6 +171,14 @@ UNSUPPORTED = (
     "structured_outputs",
     "truncate_prompt_tokens",
     "prompt_embeds",
+    "allowed_token_ids",
+    "bad_words",
+    "use_beam_search",
+    "prompt_logprobs",
+    "include_stop_str_in_output",
+    "logits_processors",
+    "chat_template",
+    "continue_final_message",
     "audio",
     "prediction",
     "web_search_options",

@@ -33,7 +33,7 @@ def described(served: Served) -> dict[str, Any]:
         "parent": None,
     }
     if isinstance(served, ServedText):
-        return {**found, "kind": "text", "max_model_len": served.engine.context}
+        return {**found, "kind": served.kind, "max_model_len": served.engine.context}
     return {**found, "kind": served.model.kind.value}
 
 
@@ -97,7 +97,7 @@ async def tokenize(request: Request, desk: Desk) -> Response:
     if fields.prompt is not None:
         text, special = fields.prompt, fields.add_special_tokens
     else:
-        text, special = rendered(served, checked_messages(fields.messages or []), []), False
+        text, special = rendered(served, checked_messages(fields.messages or []), [], {}), False
     ids = await token_ids(served.tokenizer, text, special=special)
     answer: dict[str, Any] = {
         "count": len(ids),

@@ -91,7 +91,10 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def rendered(
-    served: ServedText, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+    served: ServedText,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]],
+    names: Mapping[str, Any],
 ) -> str:
     """The text of a chat up to where the model answers.
 
@@ -100,8 +103,14 @@ def rendered(
     """
     if served.template is None:
         raise bad(f"{served.name} has no chat template; ask /v1/completions", "model")
+    for own in ("messages", "tools", "documents", "add_generation_prompt"):
+        if own in names:
+            raise bad(
+                f"chat_template_kwargs has {own}, which the request itself says; leave it out",
+                "chat_template_kwargs",
+            )
     try:
-        return served.template.render(messages, answer=True, tools=tools)
+        return served.template.render(messages, answer=True, tools=tools, names=names)
     except SystolicError as error:
         raise bad(str(error), "messages") from error
     except Exception as error:  # Templates are programs of others, run on anyone's messages.

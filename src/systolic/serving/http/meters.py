@@ -17,7 +17,7 @@ def begin_counts(metrics: Metrics, at: tuple[str, str, str]) -> None:
     for one in (metrics.late_compiles, metrics.cache_hits, metrics.cache_misses):
         one.labels(*at)
     for phase in PHASES:
-        metrics.startup.labels(*at[:2], phase).set(0.0)
+        metrics.startup.labels(*at[:2], phase)  # Other engines of the model may have added to it.
 
 
 def count_compile(metrics: Metrics, at: tuple[str, str, str], facts: CompileFacts) -> None:
@@ -102,7 +102,7 @@ class TextMeter:
         """After reading weights, and after laying them out."""
         self._loading += seconds
         self._all.all.weights_seconds.labels(*self._at).set(self._loading)
-        self._all.all.startup.labels(*self._at[:2], "weights").set(self._loading)
+        self._all.all.startup.labels(*self._at[:2], "weights").inc(seconds)
 
     def _loads(self, running: int, waiting: int, pages_in_use: int) -> None:
         every, at = self._all, self._at
@@ -136,9 +136,9 @@ class TextMeter:
         # No step comes after the last request, which would say so.
         self._loads(facts.running, facts.waiting, facts.pages_in_use)
         every.successes.labels(*at, facts.finish.value).inc()
-        every.prompt.labels(*at).inc(facts.prompt_tokens)
+        every.prompt.labels(*at).inc(facts.prompt_tokens if facts.begun else 0)
         every.generated.labels(*at).inc(facts.completion_tokens)
-        every.queries.labels(*at).inc(facts.prompt_tokens)
+        every.queries.labels(*at).inc(facts.queried_tokens)
         every.hits.labels(*at).inc(facts.cached_tokens)
         every.queue.labels(*at).observe(facts.queue_seconds)
         every.total.labels(*at).observe(facts.seconds)

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -62,6 +63,34 @@ class Address:
         for file in (self.tls_cert, self.tls_key):
             if file is not None and not file.is_file():
                 raise NotFoundError(f"{file} is not a file; check the path")
+        if self.tls_cert is not None and self.tls_key is not None:
+            _check_certificate(self.tls_cert, self.tls_key)
+
+
+def _check_certificate(cert: Path, key: Path) -> None:
+    """Refuses what TLS can't begin with.
+
+    Raises:
+        OptionError: no PEM files, a key of another certificate, or one behind a password.
+    """
+
+    def no_password() -> bytes:
+        raise OptionError(
+            f"{key} is encrypted, and a server has nobody to ask; decrypt it: openssl pkey -in {key} -out FILE"
+        )
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, no_password)
+    except OSError as error:  # of which SSLError is one
+        known = isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH"
+        reason = (
+            "the key belongs to another certificate"
+            if known
+            else "give a certificate chain and its private key, both PEM"
+        )
+        raise OptionError(
+            f"--tls-cert {cert} with --tls-key {key} can't be used: {reason}"
+        ) from error
 
 
 class Process(uvicorn.Server):
@@ -115,6 +144,7 @@ class Process(uvicorn.Server):
         self._renewing = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
+        self._starting: threading.Thread | None = None
         self.refused = ""
         """Why the port can't be listened on."""
 
@@ -147,7 +177,15 @@ class Process(uvicorn.Server):
             self._listening(port)
         if self._renewal is not None and threading.current_thread() is threading.main_thread():
             self._loop.add_signal_handler(signal.SIGHUP, self.renew)
-        threading.Thread(target=self._start_models, name="systolic-start", daemon=True).start()
+        self._starting = threading.Thread(
+            target=self._start_models, name="systolic-start", daemon=True
+        )
+        self._starting.start()
+
+    @property
+    def opening(self) -> bool:
+        """Whether a model is being opened, in threads that nothing can end."""
+        return self._starting is not None and self._starting.is_alive()
 
     @property
     def url(self) -> str:

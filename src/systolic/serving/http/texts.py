@@ -44,12 +44,12 @@ def submit(
         RefusedError: as the engine's.
     """
     streams = []
-    # Choices share their prompt, which counts once.
-    ticket.spend(sum(map(len, {id(one.tokens): one.tokens for one in requests}.values())))
     for request in requests:
         stream = engine.submit(request)
         ticket.at_end(stream.cancel)
         streams.append(stream)
+    # Choices share their prompt, which counts once; a request that is refused costs none.
+    ticket.spend(sum(map(len, {id(one.tokens): one.tokens for one in requests}.values())))
     return streams
 
 

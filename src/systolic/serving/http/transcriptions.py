@@ -115,8 +115,9 @@ def _response(
 
 
 async def _events(text: str, segments: Sequence[dict[str, Any]]) -> AsyncIterator[bytes]:
-    for number, one in enumerate(segments):
-        delta = one["text"].strip() if number == 0 else f" {one['text'].strip()}"
+    said = [words for one in segments if (words := one["text"].strip())]
+    for number, words in enumerate(said):
+        delta = f" {words}" if number else words
         yield event({"type": "transcript.text.delta", "delta": delta})
     yield event({"type": "transcript.text.done", "text": text})
 

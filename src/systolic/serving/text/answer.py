@@ -27,6 +27,8 @@ class Made(NamedTuple):
     """Tokens of the prompt that were scored."""
     first: int = 0
     """Position of the first of these."""
+    read: int = 0
+    """Tokens of the text that its step had read: of those that later steps read nothing is known yet."""
     chosen: bool = True
     """Whether a token was chosen; a part of a prompt that is not the last has scores alone."""
 
@@ -92,6 +94,11 @@ class Answer:
         """Monotonic seconds at which it ends."""
         given = self.request.deadline_seconds
         return None if given is None else self.submitted + given
+
+    @property
+    def queried_tokens(self) -> int:
+        """Tokens of its prompt that were looked up among the kept pages."""
+        return self.text.prompt if self.text.shares and self.begun is not None else 0
 
     @property
     def queue_seconds(self) -> float:

@@ -277,7 +277,7 @@ class Engine:
             except Exception as error:  # A text's own fault, such as its decoder's, ends no other.
                 self._end(answer, Finish.error, reason(error))
                 continue
-            self.scheduler.publish(answer.text)
+            self.scheduler.publish(answer.text, token.read)
             if finish is not None:
                 self._end(answer, finish)
 
@@ -295,10 +295,12 @@ class Engine:
                     prompt_tokens=answer.text.prompt,
                     completion_tokens=answer.made,
                     cached_tokens=answer.text.reused,
+                    queried_tokens=answer.queried_tokens,
                     finish=finish,
                     queue_seconds=answer.queue_seconds,
                     first_token_seconds=answer.first_token_seconds,
                     seconds=time.monotonic() - answer.submitted,
+                    begun=answer.begun is not None,
                     running=len(self.scheduler.running),
                     waiting=len(self.scheduler.waiting),
                     pages_in_use=self.scheduler.pool.in_use,

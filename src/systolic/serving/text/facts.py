@@ -39,6 +39,8 @@ class RequestFacts:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    queried_tokens: int
+    """Of its prompt, that were looked up in the cache: none where it waited until it ended, or its prompt was scored."""
     finish: Finish
     queue_seconds: float
     """Until its first token was read."""
@@ -46,6 +48,8 @@ class RequestFacts:
     """Until its first new token was known; None where there was none."""
     seconds: float
     """Until it ended."""
+    begun: bool
+    """Whether a token of it was read."""
     running: int
     """Other texts in the step."""
     waiting: int

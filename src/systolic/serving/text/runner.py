@@ -35,6 +35,8 @@ class ProgramCall:
     """On the device."""
     scored: tuple[Answer, ChosenTokens, int, list[int]] | None = None
     """Log-probabilities of a prompt's tokens, the position of the first and these."""
+    read: dict[int, int] = field(default_factory=dict)
+    """Tokens of each text, by its number, that were read when this was."""
     unfinished: list[tuple[int, Answer]] = field(default_factory=list)
     """Place among the program's texts, and whose prompt it has not read to its end."""
     broken: list[tuple[Answer, Exception]] = field(default_factory=list)
@@ -103,10 +105,11 @@ class StepRunner:
                 if top is not None and top_logprob is not None and answer.request.logprobs:
                     pairs = zip(top[place].tolist(), top_logprob[place].tolist(), strict=True)
                     best = tuple(pairs)
-                made = Made(int(tokens[place]), float(logprobs[place]), best, *prompt)
-                found.append((answer, made))
+                logprob, read = float(logprobs[place]), call.read[answer.text.number]
+                found.append((answer, Made(int(tokens[place]), logprob, best, *prompt, read)))
             for place, answer in call.unfinished:
-                found.append((answer, Made(PENDING, float(logprobs[place]), (), *prompt, False)))
+                logprob, read = float(logprobs[place]), call.read[answer.text.number]
+                found.append((answer, Made(PENDING, logprob, (), *prompt, read, False)))
         return found
 
     def _mixed(
@@ -164,6 +167,7 @@ class StepRunner:
             answers=ended,
             chosen=chosen,
             scored=scored,
+            read={text.number: text.read for _, text in places},
             unfinished=[(place, live[text.number]) for place, text in places if text.left > 0],
             broken=broken,
         )

@@ -131,10 +131,15 @@ class Scheduler:
                     prefill.append((text, count))
         return StepWork(decode=decode, prefill=prefill, preempted=preempted)
 
-    def publish(self, text: Text) -> None:
-        """Names a text's pages that are full of known tokens, so that others can begin with them."""
+    def publish(self, text: Text, read: int) -> None:
+        """Names a text's pages that are full of known tokens, so that others can begin with them.
+
+        Args:
+            text: Running; one that lost its pages has none to name.
+            read: Tokens that were read by steps whose results are known to be finite.
+        """
         size = self.pool.page_size
-        known = min(text.read, text.known)
+        known = min(read, text.read, text.known)
         while text.pages and (text.published + 1) * size <= known:
             start = text.published * size
             page, tokens = text.pages[text.published], text.tokens[start : start + size]
