@@ -50,12 +50,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "llama with biases": ("Llama", {**HEADS, "attention_bias": True, "mlp_bias": True}),
     "llama 3.1": ("Llama", {"rope_scaling": LLAMA3, "rope_theta": 500_000.0}),
-    "llama linear": ("Llama", {"rope_scaling": LINEAR}),
+    "llama linear": ("Llama", {"rope_scaling": dict(LINEAR)}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {"rope_theta": 1e6}),
     "qwen3": ("Qwen3", {**HEADS, "tie_word_embeddings": True}),
     "gemma2": ("Gemma2", WINDOWED),
-    "gemma3": ("Gemma3", {**WINDOWED, "rope_scaling": LINEAR}),
+    "gemma3": ("Gemma3", {**WINDOWED, "rope_scaling": dict(LINEAR)}),
     "gemma3 without windows": ("Gemma3", {**WINDOWED, "layer_types": ["full_attention"] * 6}),
 }
 NOISE = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8}

@@ -1,5 +1,6 @@
 """Gemma 3 in GGUF: what llama.cpp's converter writes of its rotary embeddings and attention, and what its code says instead."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ def gemma(**changes: Any) -> Any:
         "max_position_embeddings": 256,
     }
     torch.manual_seed(0)
-    config = transformers.Gemma3TextConfig(**{**sizes, **changes})
+    # Configurations of transformers write into the dicts that they are given.
+    config = transformers.Gemma3TextConfig(**copy.deepcopy({**sizes, **changes}))
     made = transformers.Gemma3ForCausalLM(config).eval()
     for name, value in made.named_parameters():
         torch.nn.init.normal_(value, 0.0, 0.1 if "norm" in name else 0.3)

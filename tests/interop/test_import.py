@@ -15,13 +15,13 @@ import torch
 import transformers
 
 import systolic
-from systolic.artifact.bundle import Bundle, index_of, open_bundle, shards_of
+from systolic.artifact.bundle import index_of, open_bundle, shards_of
+from systolic.artifact.bundle_record import FORMAT
 from systolic.artifact.tensors import TensorSpec
 from systolic.cli.main import main
 from systolic.core.errors import RunError, SystolicError, TakenError
 from systolic.interop import parity
-from systolic.interop.probe import ParityInputs
-from systolic.interop.source import open_source
+from systolic.interop.source import Source, open_source
 from systolic.job import Sampling
 from systolic.session import importing
 from tests.interop import folders
@@ -106,8 +106,13 @@ def test_rounding_is_asked_for_and_compared(tmp_path: Path) -> None:
 def test_another_model_is_refused(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours: Callable[[Bundle, ParityInputs], np.ndarray] = importing._outputs
-    monkeypatch.setattr(importing, "_outputs", lambda bundle, probe: ours(bundle, probe) * 1.01)
+    ours = importing.answers
+
+    def others(source: Source, inputs: Any) -> tuple[np.ndarray, str]:
+        outputs, platform = ours(source, inputs)
+        return outputs * 1.01, platform
+
+    monkeypatch.setattr(importing, "answers", others)
     for dtype in ("auto", "f32"):
         with pytest.raises(RunError, match="no Bundle was written"):
             systolic.import_model(folder, tmp_path / "out", dtype=dtype)
@@ -195,8 +200,8 @@ def gone(bundle: Path, record: dict) -> str:
 
 
 def newer(bundle: Path, record: dict) -> str:
-    record["format"] = 2
-    return "reads up to 1; upgrade"
+    record["format"] = FORMAT + 1
+    return f"reads up to {FORMAT}; upgrade"
 
 
 def foreign(bundle: Path, record: dict) -> str:
@@ -206,7 +211,7 @@ def foreign(bundle: Path, record: dict) -> str:
 
 def planted(bundle: Path, record: dict) -> str:
     record["model"]["type"] = "os.system"
-    return "holds a os.system, known are Decoder"
+    return "holds a os.system, known are CNN, Decoder"
 
 
 def outside(bundle: Path, record: dict) -> str:

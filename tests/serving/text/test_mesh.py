@@ -48,7 +48,7 @@ def test_heads_over_two_devices() -> None:
     assert 2 * one["pages_bytes"] == one["alone"]["pages_bytes"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_families_over_two_and_four_devices(name: str) -> None:
     for one in on_four_devices(f"{name}:2:1", f"{name}:4:1"):
@@ -88,7 +88,7 @@ def test_texts_that_lose_their_pages_or_are_cancelled_on_a_mesh() -> None:
     assert (one["in_use"], one["available"]) == (0, 13)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_smollm2_over_three_devices() -> None:
     (one,) = on_four_devices("smollm2")
     assert one["text"].startswith(" Paris")

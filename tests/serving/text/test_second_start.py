@@ -74,7 +74,7 @@ def test_a_damaged_entry_and_one_cut_short_are_compiled_anew(cache, tmp_path):
     assert start(copy)["compiles"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_first_starts_at_once_share_a_cache(tmp_path):
     from concurrent.futures import ThreadPoolExecutor
 
@@ -85,7 +85,7 @@ def test_two_first_starts_at_once_share_a_cache(tmp_path):
     assert start(tmp_path)["compiles"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_jax_s_own_cache_had_is_not_kept_again(cache, tmp_path):
     """Such a program loads and then lacks its functions (jaxlib 0.10.2 on a CPU)."""
     _, first = cache

@@ -52,6 +52,6 @@ def test_a_storm_leaves_nothing() -> None:
     storm(360, 8)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_storm_of_ten_thousand_leaves_nothing() -> None:
     storm(10_000, 12)
