@@ -25,6 +25,7 @@ from systolic.interop.outputs import outputs_of
 from systolic.job import Precision
 from systolic.job.data import MASK
 from tests.exporting import tiny
+from tests.steps.tiny import MODEL
 
 DEFAULT = ("digits", "windows", "embeddings", "own")
 """Kinds of models that the default tests export; the others are slow."""
@@ -271,7 +272,7 @@ def test_an_operation_of_one_platform_is_one_line() -> None:
 @pytest.mark.slow
 def test_a_mixture_with_slots_needs_fixed_sizes(tmp_path: Path) -> None:
     """The number of its slots is made of the number of tokens."""
-    made = tiny.decoder(replace(tiny.MODEL, experts=4))
+    made = tiny.decoder(replace(MODEL, experts=4))
     with pytest.raises(OptionError, match="fix them with --batch N --sequence N"):
         serialized(tiny.model(made).function(), tiny.model(made).params)
     assert serialized((fixed := tiny.model(made, batch=2, sequence=8)).function(), fixed.params)

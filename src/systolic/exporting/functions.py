@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from systolic.core.errors import OptionError
 from systolic.data.audio.recordings import Recordings
@@ -142,7 +143,11 @@ def _language(steps: StepFunctions) -> tuple[Inference, ...]:
 
     def read(module: Any, given: dict[str, Any]) -> Mapping[str, jax.Array]:
         tokens = given[TOKENS]
-        return {LOGITS: module(tokens, jnp.ones_like(tokens), _places(tokens))}
+        # A mixture sows the losses of its routing, which a reader has no use for.
+        logits, _ = nnx.capture(module, nnx.Intermediate)(
+            tokens, jnp.ones_like(tokens), _places(tokens)
+        )
+        return {LOGITS: logits}
 
     return (_inference(steps, LOGITS, {TOKENS: TEXT}, read, limits=_limit(steps.job.model)),)
 
