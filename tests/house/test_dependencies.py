@@ -10,6 +10,7 @@ from importlib.metadata import packages_distributions
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from systolic.exporting.packages import SETS
 from tests.house.budget import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -29,7 +30,16 @@ HOW_JAX_FINDS_DEVICES = ("tpu", "cuda")
 APART = {"tensorflow": "tensorflow", "tf2jax": "tf2jax"}
 """Modules and distributions of the extra ``tf``, whose environment is its own."""
 
-NAMED = {**APART, "opentelemetry": "opentelemetry-api"}
+CACHED = {
+    "ai_edge_litert": "ai-edge-litert",
+    "ai_edge_quantizer": "ai-edge-quantizer",
+    "jax2onnx": "jax2onnx",
+    "litert_converter": "litert-converter",
+    "onnxruntime": "onnxruntime",
+}
+"""Modules and distributions of the folders in the cache, whose requirements contradict ours."""
+
+NAMED = {**APART, **CACHED, "opentelemetry": "opentelemetry-api"}
 """Modules whose distribution the environment does not tell: not installed, or several under one name."""
 
 THROUGH_JAX = {"flatbuffers"}
@@ -71,10 +81,17 @@ def optional() -> set[str]:
 
 
 def test_the_package_imports_what_it_declares() -> None:
-    assert (
-        imported("src") | THROUGH_JAX | THROUGH_STARLETTE
-        == names(PROJECT["dependencies"]) | optional()
-    )
+    own = imported("src") - set(CACHED.values())
+    assert own | THROUGH_JAX | THROUGH_STARLETTE == names(PROJECT["dependencies"]) | optional()
+
+
+def test_what_is_imported_from_the_cache_is_pinned_and_documented() -> None:
+    pinned = {Requirement(text) for texts in SETS.values() for text in texts}
+    assert all(str(one.specifier).startswith("==") for one in pinned)
+    pinned_names = {one.name for one in pinned}
+    assert set(CACHED.values()) == imported("src") & pinned_names
+    text = (ROOT / "docs" / "dependencies.md").read_text()
+    assert all(f"`{name}`" in text for name in pinned_names)
 
 
 def test_the_tests_import_what_dev_declares() -> None:

@@ -14,9 +14,12 @@ from systolic.cli.parse import parse
 from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
 from systolic.core.units import duration, si
-from systolic.exporting.settings import ROWS, ExportSettings
+from systolic.exporting.settings import ROWS, ExportSettings, LiteQuantization
 from systolic.job import Precision
 from systolic.report.progress import ProgressLine
+
+TFLITE = ".tflite"
+QUANTIZED = (LiteQuantization.dynamic.value, LiteQuantization.int8.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,26 +30,30 @@ class ExportOptions:
     again and compared with their source on the same inputs before they get their name.
 
     Args:
-        run: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
-        out: The new folder, or of gguf the new file.
-        to: hf is a folder that transformers opens: config.json, safetensors, tokenizer; bundle is a Bundle of a run, which needs the run no more; gguf is a file that llama.cpp opens, of a language model; docker is the build folder of an image that serves a Bundle; stablehlo are programs that plain JAX reloads on cpu, tpu and cuda; savedmodel are programs for TensorFlow and TensorFlow Serving.
-        precision: Of the matrices of a gguf file, where auto keeps that of the weights; of what programs compute, f32 or bf16, where auto is f32.
+        run: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file. With --edge-tpu also a .tflite file to check.
+        out: The new folder; of gguf, litert and onnx the new file. Not needed to check a .tflite file.
+        to: hf is a folder that transformers opens: config.json, safetensors, tokenizer; bundle is a Bundle of a run, which needs the run no more; gguf is a file that llama.cpp opens, of a language model; docker is the build folder of an image that serves a Bundle; stablehlo are programs that plain JAX reloads on cpu, tpu and cuda; savedmodel are programs for TensorFlow and TensorFlow Serving; litert is a .tflite file for phones and small devices; onnx is a file for ONNX Runtime.
+        precision: Of the matrices of a gguf file, where auto keeps that of the weights; of what programs compute, f32 or bf16, where auto is f32; of litert f32, dynamic (weights in int8) or int8 (all numbers).
         for_: Of docker: what the image runs on.
         mount: Of docker: leave the Bundle out of the image; the container mounts it at /srv/model.
         checkpoint: Of a run: best, last or the number of a step.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
-        batch: Of programs: examples of a call; 0 leaves them free.
-        sequence: Of programs: tokens of a text; 0 leaves them free.
+        batch: Of programs: examples of a call; 0 leaves them free, in litert it is 1.
+        sequence: Of programs: tokens of a text; 0 leaves them free, in litert it is at most 128.
         inputs: Of programs: files to compare on, as predict takes them; by default rows of the recipe's own evaluation data.
         examples: Of programs: rows of that data.
+        data: Of litert: a folder of files, or of folders of classes, to calibrate int8 and to measure on; by default the recipe's training and test data.
+        edge_tpu: Of litert, or of a .tflite file: what the Edge TPU takes of it, operation by operation.
         python: Of savedmodel: Python of an environment with tensorflow and jax; by default this one.
         json: Print one JSON object.
     """
 
     run: Annotated[Path, tyro.conf.Positional]
-    out: Path
-    to: Literal["hf", "bundle", "gguf", "docker", "savedmodel", "stablehlo"] = "hf"
-    precision: Literal["auto", "f32", "f16", "bf16", "q8_0"] = "auto"
+    out: Path | None = None
+    to: Literal["hf", "bundle", "gguf", "docker", "savedmodel", "stablehlo", "litert", "onnx"] = (
+        "hf"
+    )
+    precision: Literal["auto", "f32", "f16", "bf16", "q8_0", "dynamic", "int8"] = "auto"
     for_: Annotated[Literal["cpu", "tpu", "cuda"], tyro.conf.arg(name="for")] = "cpu"
     mount: bool = False
     checkpoint: str = "best"
@@ -55,6 +62,8 @@ class ExportOptions:
     sequence: Annotated[int, NOT_NEGATIVE] = 0
     inputs: tuple[Path, ...] = ()
     examples: Annotated[int, COUNT] = ROWS
+    data: Path | None = None
+    edge_tpu: bool = False
     python: Path | None = None
     json: bool = False
 
@@ -62,9 +71,15 @@ class ExportOptions:
 def run(args: Sequence[str]) -> int:
     """The verb."""
     options = parse(ExportOptions, args, "systolic export")
+    if options.run.suffix == TFLITE and options.edge_tpu:
+        return _check_edge_tpu(options)
+    if options.out is None:
+        raise OptionError(
+            "--out is missing; give the new folder, or with gguf, litert and onnx the new file"
+        )
     begun = time.perf_counter()
     with ProgressLine(sys.stderr, f"export {options.run.name}") as progress:
-        made = _exported(options, progress.say)
+        made = _exported(options, options.out, progress.say)
     seconds = time.perf_counter() - begun
     if options.json:
         print_json({**made.to_json(), "seconds": seconds})
@@ -77,7 +92,7 @@ def run(args: Sequence[str]) -> int:
     return 0
 
 
-def _exported(options: ExportOptions, say: Callable[[str], None]) -> Any:
+def _exported(options: ExportOptions, out: Path, say: Callable[[str], None]) -> Any:
     """What was written: programs, or a model's files.
 
     Raises:
@@ -92,6 +107,9 @@ def _exported(options: ExportOptions, say: Callable[[str], None]) -> Any:
     programs = options.to in WRITERS
     settings = ExportSettings(
         precision=_computed(options.precision) if programs else Precision.f32,
+        quantization=_quantization(options.precision) if programs else LiteQuantization.none,
+        data=options.data,
+        edge_tpu=options.edge_tpu,
         batch=options.batch,
         sequence=options.sequence,
         inputs=options.inputs,
@@ -104,13 +122,32 @@ def _exported(options: ExportOptions, say: Callable[[str], None]) -> Any:
             raise OptionError(
                 f"--for and --mount are for --to docker, not {options.to}; leave them out"
             )
-        return export_program(options.run, options.out, to=options.to, settings=settings, **shared)
+        return export_program(options.run, out, to=options.to, settings=settings, **shared)
     if given := settings.given():
         raise OptionError(
-            f"--{next(iter(given))} is for programs, and --to {options.to} writes none; leave it out"
+            f"--{next(iter(given)).replace('_', '-')} is for programs, and --to {options.to} writes none; leave it out"
         )
     gguf = GgufOptions(precision=options.precision)
-    return export_model(options.run, options.out, to=options.to, gguf=gguf, image=image, **shared)
+    return export_model(options.run, out, to=options.to, gguf=gguf, image=image, **shared)
+
+
+def _quantization(precision: str) -> LiteQuantization:
+    """How LiteRT stores numbers."""
+    return LiteQuantization(precision) if precision in QUANTIZED else LiteQuantization.none
+
+
+def _check_edge_tpu(options: ExportOptions) -> int:
+    """Prints what the Edge TPU takes of a file that is there."""
+    from systolic.exporting.litert.edge_tpu import edge_tpu_report
+    from systolic.exporting.litert.graph import read_graph
+
+    report = edge_tpu_report(read_graph(options.run))
+    if options.json:
+        print_json(report.to_json())
+        return 0
+    for line in report.lines(str(options.run)):
+        print(line)
+    return 0
 
 
 def _computed(precision: str) -> Precision:
@@ -119,6 +156,8 @@ def _computed(precision: str) -> Precision:
     Raises:
         OptionError: they compute in no such precision.
     """
+    if _quantization(precision) is not LiteQuantization.none:
+        return Precision.f32
     if precision not in ("auto", "f32", "bf16"):
         raise OptionError(
             f"--precision is {precision}, which is for gguf files; programs compute in f32 or bf16"

@@ -78,20 +78,26 @@ def example_inputs(
         batch = {name: np.resize(array, (count, *array.shape[1:])) for name, array in batch.items()}
     made: dict[str, dict[str, np.ndarray]] = {}
     for name, function in model.functions.items():
-        given: dict[str, np.ndarray] = {}
-        for own, spec in function.inputs.items():
-            if own == ENCODED:
-                encode = model.functions_on("cpu")["encode"].call
-                given[own] = run(encode, model.params, made["encode"])[ENCODED]
-                continue
-            array = batch[function.given.get(own, own)]
-            if own in function.whole:
-                array = array[0]
-            if own in (TOKENS, MASK):
-                array = _columns(array, function.limits.get(SEQUENCE), model.sizes.get(SEQUENCE))
-            given[own] = (array > 0 if own == MASK else array).astype(spec.dtype)
-        made[name] = given
+        if ENCODED in function.inputs:
+            encode = model.functions_on("cpu")["encode"].call
+            batch = {**batch, ENCODED: run(encode, model.params, made["encode"])[ENCODED]}
+        made[name] = function_inputs(function, batch, model.sizes)
     return ExampleInputs(inputs=made, rows=count, origin=origin)
+
+
+def function_inputs(
+    function: Inference, batch: Mapping[str, np.ndarray], sizes: Mapping[str, int]
+) -> dict[str, np.ndarray]:
+    """Inputs of a function out of examples as the job's data has them, name to [examples, ...]."""
+    given: dict[str, np.ndarray] = {}
+    for own, spec in function.inputs.items():
+        array = batch[function.given.get(own, own)]
+        if own in function.whole:
+            array = array[0]
+        if own in (TOKENS, MASK):
+            array = _columns(array, function.limits.get(SEQUENCE), sizes.get(SEQUENCE))
+        given[own] = (array > 0 if own == MASK else array).astype(spec.dtype)
+    return given
 
 
 def _columns(array: np.ndarray, most: int | None, exact: int | None) -> np.ndarray:

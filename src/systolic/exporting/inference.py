@@ -135,8 +135,10 @@ class ExportableModel:
     """Numpy name of the dtype that it computes in."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Sizes of dims that are not left free."""
-    _made: dict[str, dict[str, Inference]] = field(default_factory=dict, repr=False)
-    _outputs: dict[str, dict[str, InferenceArray]] = field(default_factory=dict, repr=False)
+    _made: dict[str, dict[str, Inference]] = field(default_factory=dict, repr=False, init=False)
+    _outputs: dict[str, dict[str, InferenceArray]] = field(
+        default_factory=dict, repr=False, init=False
+    )
 
     @property
     def functions(self) -> Mapping[str, Inference]:

@@ -1,5 +1,6 @@
 """Settings of an export as programs; imports without jax."""
 
+import enum
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,8 +9,20 @@ from systolic.core.errors import OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check
 from systolic.job import Precision
 
+LITERT = "litert"
+"""Format for small devices."""
 ROWS = 4
 """Examples of a comparison by default."""
+
+
+class LiteQuantization(enum.Enum):
+    """How a format for small devices stores and computes numbers."""
+
+    none = "none"
+    dynamic = "dynamic"
+    """Weights in int8; activations are rounded while the model runs."""
+    int8 = "int8"
+    """Weights, activations, inputs and outputs in int8, by representative data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +45,12 @@ class ExportSettings:
     """Examples of the recipe's own data to compare on."""
     python: Path | None = None
     """Python of an environment that has the format's framework; by default this one."""
+    quantization: LiteQuantization = LiteQuantization.none
+    """Of LiteRT."""
+    data: Path | None = None
+    """Files, or folders of classes, that stand for what the model will see: for LiteRT's quantization and its measurement."""
+    edge_tpu: bool = False
+    """Whether to say what the Edge TPU takes of a LiteRT file."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -49,3 +68,17 @@ class ExportSettings:
         """Settings that are not the default ones."""
         plain = vars(ExportSettings())
         return {name: value for name, value in vars(self).items() if value != plain[name]}
+
+    def check_devices(self, to: str) -> None:
+        """Refuses settings of LiteRT for another format.
+
+        Raises:
+            OptionError: one is given.
+        """
+        for name, value in self.given().items():
+            if to != LITERT and name in ("quantization", "data", "edge_tpu"):
+                told = value.value if isinstance(value, enum.Enum) else value
+                option = "precision" if name == "quantization" else name.replace("_", "-")
+                raise OptionError(
+                    f"--{option} is {told}, which only --to {LITERT} has; leave it out"
+                )

@@ -11,9 +11,9 @@ import numpy as np
 
 from systolic.aot.program_store import ProgramSpec, ProgramStore, ReadyProgram, made_ready
 from systolic.core.digest import digest
-from systolic.predicting.folding import FoldedProgram
 from systolic.predicting.forms import Arrays, Form
 from systolic.predicting.rows import Bucket, Row
+from systolic.steps.folding import FoldedProgram
 
 
 class Predictor:

@@ -9,12 +9,13 @@ import numpy as np
 
 from systolic.artifact.bundle import check_free
 from systolic.core.errors import OptionError
-from systolic.exporting.settings import ExportSettings
+from systolic.exporting.settings import LITERT, ExportSettings
 from systolic.interop.source import open_source
 from systolic.job import Precision
 from systolic.session.trained import from_source, in_files, open_model
 
 if TYPE_CHECKING:
+    from systolic.exporting.litert.export import LiteExport
     from systolic.exporting.result import ModelExport
 
 
@@ -26,9 +27,15 @@ class ProgramFormat(NamedTuple):
     """Function of (model, example inputs, out, settings, say) to a ModelExport."""
     check: str = ""
     """Function of the settings that refuses an environment without its packages, before a model is opened."""
+    suffix: str = ""
+    """Of the one file that it writes; "" for a folder."""
 
 
 WRITERS = {
+    LITERT: ProgramFormat(
+        "systolic.exporting.litert.export", "export_litert", "check_litert", ".tflite"
+    ),
+    "onnx": ProgramFormat("systolic.exporting.onnx.export", "export_onnx", "check_onnx", ".onnx"),
     "savedmodel": ProgramFormat(
         "systolic.exporting.saved_model", "export_saved_model", "check_tensorflow"
     ),
@@ -46,12 +53,12 @@ def export_program(
     checkpoint: str | int = "best",
     trust: bool = False,
     say: Callable[[str], None] = lambda _: None,
-) -> "ModelExport":
+) -> "ModelExport | LiteExport":
     """Writes a run, a Bundle or another model in files as programs, compared with the source; adapters are merged.
 
     Args:
         path: The run's directory, or the model.
-        out: The new folder.
+        out: The new folder, or for litert and onnx the new file.
         to: One of :data:`WRITERS`.
         settings: How.
         checkpoint: Of a run: ``best``, ``last`` or the number of a step.
@@ -73,6 +80,11 @@ def export_program(
     path, out = Path(path), Path(out)
     check_free(out)
     form = WRITERS[to]
+    if form.suffix and out.suffix != form.suffix:
+        raise OptionError(
+            f"--out is {out}, and --to {to} writes one file; give a name that ends in {form.suffix}, such as {out}{form.suffix}"
+        )
+    settings.check_devices(to)
     functions = vars(import_module(form.module))
     if form.check:
         functions[form.check](settings)

@@ -19,8 +19,11 @@ _ENVIRONMENT = {
 """Conversion runs on the CPU, beside whatever uses the machine's accelerator."""
 
 
-def run_module(python: str, module: str, args: Sequence[str], log: Path) -> int:
-    """Exit code of a module's process; negative for a signal. What it prints goes into ``log``.
+def run_module(
+    python: str, module: str, args: Sequence[str], log: Path, path: Sequence[Path] = ()
+) -> int:
+    """Exit code of a module's process; negative for a signal. What it prints goes into ``log``, and it
+    imports from the folders of ``path`` before the environment's own.
 
     Raises:
         OptionError: there is no such interpreter.
@@ -28,7 +31,8 @@ def run_module(python: str, module: str, args: Sequence[str], log: Path) -> int:
     root = Path(__file__).resolve().parents[3]
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | _ENVIRONMENT
     # Of this environment only the package itself: another interpreter has its own libraries.
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
+    folders = [str(root), *map(str, path), os.environ.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     try:
         with log.open("wb") as out:
             return subprocess.run(

@@ -1,0 +1,67 @@
+"""Converts, quantizes and runs, in a process of its own: ``python -m systolic.exporting.litert.child FOLDER``.
+
+The converter is a C++ library with its own messages on stderr, and can end the process that it is in.
+"""
+
+import json
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from systolic.core.errors import SystolicError
+from systolic.exporting.litert.convert import dynamic_range, flatbuffer, full_integer
+from systolic.exporting.litert.run import LiteProgram
+
+PROGRAM, REQUEST, OUTCOME = "program.bin", "request.json", "outcome.json"
+CALIBRATION, INPUTS, OUTPUTS = "calibration.npz", "inputs.npz", "outputs.npz"
+MODEL = "model.tflite"
+
+
+def main() -> int:
+    """Does what a folder's request asks for; a mistake is told in its outcome."""
+    folder = Path(sys.argv[1])
+    try:
+        outcome = _work(folder, json.loads((folder / REQUEST).read_bytes()))
+    except SystolicError as error:
+        outcome = {"error": type(error).__name__, "told": str(error)}
+    except Exception as error:
+        traceback.print_exc()
+        told = " ".join(str(error).split())[:300]
+        outcome = {
+            "error": "RunError",
+            "told": f"the export to LiteRT failed: {type(error).__name__}: {told}",
+        }
+    (folder / OUTCOME).write_text(json.dumps(outcome))
+    return 0
+
+
+def _work(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
+    content = flatbuffer((folder / PROGRAM).read_bytes(), request["inputs"], request["outputs"])
+    sizes = {"float_bytes": len(content)}
+    if request["quantization"] == "dynamic":
+        content = dynamic_range(content)
+    elif request["quantization"] == "int8":
+        content = full_integer(content, _calls(folder, request["batch"]), request["ranges"])
+    (folder / MODEL).write_bytes(content)
+    with np.load(folder / INPUTS) as inputs:
+        made = LiteProgram(content, request["threads"]).rows(dict(inputs))
+    outputs: dict[str, Any] = dict(made)
+    np.savez(folder / OUTPUTS, **outputs)
+    return sizes
+
+
+def _calls(folder: Path, batch: int) -> Iterator[dict[str, np.ndarray]]:
+    """Whole calls of the representative rows."""
+    with np.load(folder / CALIBRATION) as found:
+        rows = dict(found)
+    count = min(map(len, rows.values()))
+    for start in range(0, count - batch + 1, batch):
+        yield {name: one[start : start + batch] for name, one in rows.items()}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

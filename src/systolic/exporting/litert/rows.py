@@ -1,0 +1,154 @@
+"""Rows that calibrate a quantization and rows that a file is measured on, as inputs of one function."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from systolic.core.errors import DataError, NotFoundError, OptionError
+from systolic.exporting.examples import ExampleInputs, example_inputs, function_inputs
+from systolic.exporting.inference import ExportableModel, Inference
+from systolic.exporting.settings import ExportSettings
+from systolic.job import Data, Job, Read, Split
+from systolic.job.data import MASK
+from systolic.steps.tasks.arrays import ArrayClassification
+from systolic.steps.tasks.classification import Classification
+
+CALIBRATION_ROWS = 128
+"""Most representative rows of a quantization."""
+READ = 64
+"""Rows that are read at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionRows:
+    """Inputs of a function, with what is known of them."""
+
+    inputs: Mapping[str, np.ndarray] = field(repr=False)
+    """Name to [rows, ...]."""
+    origin: str
+    """``test data``, ``files`` …"""
+    labels: np.ndarray | None = field(default=None, repr=False)
+    """Class of each row, int[rows]; None where none are known."""
+    real: bool = True
+    """Whether they can stand for what the model will see."""
+
+    @property
+    def count(self) -> int:
+        """Rows."""
+        return len(next(iter(self.inputs.values())))
+
+
+def calibration_rows(
+    model: ExportableModel, function: Inference, path: Path | None
+) -> FunctionRows:
+    """Representative rows: of the recipe's training data, of files, or the sentences that stand for a text.
+
+    Raises:
+        OptionError: there are none but random numbers.
+        DataError: a file can't be read.
+        NotFoundError: nothing is at the path.
+    """
+    if path is not None:
+        found = _at(model, function, path, CALIBRATION_ROWS)
+    elif model.job.data.size(Split.train) != 0:
+        found = _of_split(model, function, model.job.data, Split.train, CALIBRATION_ROWS)
+    else:
+        found = _standing(model, function, CALIBRATION_ROWS)
+    if not found.real:
+        raise OptionError(
+            f"int8 needs rows that stand for what the model will see, and {model.job.name} brings no data of its own; give a folder of them with --data"
+        )
+    return found
+
+
+def evaluation_rows(
+    model: ExportableModel, function: Inference, settings: ExportSettings, examples: ExampleInputs
+) -> FunctionRows:
+    """Rows to measure on: files that were given, the whole test split, else that of validation, else the examples of any export.
+
+    Raises: as :func:`calibration_rows`.
+    """
+    if settings.data is not None and not settings.inputs:
+        return _at(model, function, settings.data, None)
+    if label_of(model.job) is not None and not settings.inputs:
+        for split in (Split.test, Split.validation):
+            if model.job.data.size(split) != 0:
+                return _of_split(model, function, model.job.data, split, None)
+    return _standing(model, function, examples.rows, settings.inputs)
+
+
+def label_of(job: Job) -> str | None:
+    """Name of the array with the class of an example; None for a task without classes."""
+    task = job.task
+    if isinstance(task, Classification):
+        return "label"
+    return task.label if isinstance(task, ArrayClassification) else None
+
+
+def _standing(
+    model: ExportableModel, function: Inference, rows: int, files: Sequence[Path] = ()
+) -> FunctionRows:
+    found = example_inputs(model, rows, files)
+    return FunctionRows(
+        inputs=found.inputs[function.name],
+        origin=found.origin,
+        real=not found.origin.startswith("random"),
+    )
+
+
+def _at(model: ExportableModel, function: Inference, path: Path, most: int | None) -> FunctionRows:
+    """Rows of a file, of the files of a folder, or of its folders of classes, which label them."""
+    if not path.exists():
+        raise NotFoundError(f"--data is {path}, which does not exist; check the path")
+    entries = sorted(path.iterdir()) if path.is_dir() else [path]
+    if any(one.is_dir() for one in entries) and label_of(model.job) is not None:
+        data = model.job.data.at(path.absolute())
+        return _of_split(model, function, data, Split.validation, most, f"pictures of {path.name}")
+    files = [one for one in entries if one.is_file() and not one.name.startswith(".")]
+    if not files:
+        raise DataError(f"--data is {path}, which holds no files; give representative files")
+    found = example_inputs(model, files=files[:most])
+    return FunctionRows(inputs=found.inputs[function.name], origin=f"files of {path.name}")
+
+
+def _of_split(
+    model: ExportableModel,
+    function: Inference,
+    data: Data,
+    split: Split,
+    most: int | None,
+    origin: str = "",
+) -> FunctionRows:
+    """Rows of a split, from anywhere in it where not all are asked for."""
+    batches = data.open(Read(split=split, batch=READ, shuffle=most is not None, epochs=1))
+    try:
+        read = _gathered(batches, most)
+    finally:
+        batches.close()
+    label = label_of(model.job)
+    return FunctionRows(
+        inputs=function_inputs(function, read, model.sizes),
+        labels=None if label is None else read[label],
+        origin=origin or f"{split.value} data",
+    )
+
+
+def _gathered(
+    batches: Iterable[Mapping[str, np.ndarray]], most: int | None
+) -> dict[str, np.ndarray]:
+    """Examples of batches, without padding."""
+    parts: dict[str, list[np.ndarray]] = {}
+    count = 0
+    for batch in batches:
+        kept = batch[MASK] > 0
+        count += int(kept.sum())
+        for name, array in batch.items():
+            if name != MASK:
+                parts.setdefault(name, []).append(array[kept])
+        if most is not None and count >= most:
+            break
+    if not count:
+        raise DataError("the data holds no example; give other data")
+    return {name: np.concatenate(arrays)[:most] for name, arrays in parts.items()}

