@@ -26,6 +26,8 @@ INLINED = (
     "remat2",
 )
 """Primitives that call a function once."""
+MOST_TURNS = 128
+"""Turns of a loop that are written one after another."""
 MOST_TAPS = 64
 """Largest window that is pooled by slices."""
 
@@ -106,9 +108,10 @@ def _computed(jaxpr: Any, consts: Any, args: Any) -> list[Any]:
 
     for equation in jaxpr.eqns:
         given, name = [read(atom) for atom in equation.invars], equation.primitive.name
-        inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
-        if name in INLINED and inner is not None:
-            made = _computed(inner.jaxpr, inner.consts, given)
+        if name in INLINED:
+            made = _called(equation.params, given)
+        elif name == "scan" and equation.params["length"] <= MOST_TURNS:
+            made = _unrolled(equation.params, given)
         elif name == "select_n" and len(given) == 3 and equation.outvars[0].aval.dtype == bool:
             which, no, yes = given
             made = [(which & yes) | (jnp.logical_not(which) & no)]
@@ -120,6 +123,33 @@ def _computed(jaxpr: Any, consts: Any, args: Any) -> list[Any]:
             made = out if equation.primitive.multiple_results else [out]
         known.update(zip(equation.outvars, made, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _called(params: Any, given: list[Any]) -> list[Any]:
+    """Outputs of a function that is called once."""
+    import jax.extend.core
+
+    inner = params.get("jaxpr") or params["call_jaxpr"]
+    if isinstance(inner, jax.extend.core.ClosedJaxpr):
+        return _computed(inner.jaxpr, inner.consts, given)
+    return _computed(inner, (), given)
+
+
+def _unrolled(params: Any, given: list[Any]) -> list[Any]:
+    """Outputs of a loop over layers, one turn after another."""
+    import jax.numpy as jnp
+
+    fixed, carried, length = params["num_consts"], params["num_carry"], params["length"]
+    consts, carry = given[:fixed], given[fixed : fixed + carried]
+    rows = given[fixed + carried :]
+    body, turns = params["jaxpr"], range(length)
+    made: list[list[Any]] = []
+    for turn in reversed(turns) if params["reverse"] else turns:
+        outputs = _computed(body.jaxpr, body.consts, [*consts, *carry, *(r[turn] for r in rows)])
+        carry = outputs[:carried]
+        made.append(outputs[carried:])
+    made = made[::-1] if params["reverse"] else made
+    return [*carry, *(jnp.stack(parts) for parts in zip(*made, strict=True))]
 
 
 def _taps(params: Any) -> int:
