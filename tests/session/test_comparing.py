@@ -79,11 +79,10 @@ def test_two_networks_for_the_same_pictures(tmp_path: Path) -> None:
     assert made.agreement is not None
     assert made.agreement.positions == 4
     assert made.agreement.max_abs > 0
-    assert set(made.a.seconds) == {"call"}
+    assert set(made.a.speeds.seconds) == {"call"}
     assert made.timed == {"rows": 4, "repeats": 1}
     for side in (made.a, made.b):
-        assert side.forecast is not None
-        assert side.forecast["step_seconds"] > 0
+        assert side.speeds.forecasts["cpu"]["step_seconds"] > 0
     shown = "\n".join(lines(made))
     assert "CNN, f32 here" in shown
     assert "step on cpu" in shown
@@ -92,14 +91,19 @@ def test_two_networks_for_the_same_pictures(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server_is_forecast_for_language_models(language: tuple[Path, Path]) -> None:
-    asked = ComparisonOptions(repeats=0, prompt_tokens=16, output_tokens=8, on="cpu", quick=True)
+    asked = ComparisonOptions(
+        repeats=0, prompt_tokens=16, output_tokens=8, on="cpu, v5e-1", quick=True
+    )
     made = systolic.compare_models(*language, asked)
     for side in (made.a, made.b):
-        assert side.forecast is not None
-        (point,) = side.forecast["points"]
+        assert list(side.speeds.forecasts) == ["cpu", "v5e-1"]
+        forecast = side.speeds.forecasts["cpu"]
+        (point,) = forecast["points"]
         assert point["concurrency"] == 1
-        assert side.forecast["weights_bytes"] == side.bytes
-    assert "new tokens/s on cpu" in "\n".join(lines(made))
+        assert forecast["weights_bytes"] == side.bytes
+    shown = "\n".join(lines(made))
+    assert "new tokens/s on cpu" in shown
+    assert "per token on v5e-1" in shown
 
 
 class Turns(TimedCall):

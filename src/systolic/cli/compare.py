@@ -27,7 +27,7 @@ class CompareOptions:
         prompt_tokens: Tokens of each timed prompt.
         output_tokens: New tokens of each timed prompt.
         repeats: Timed calls of each model, in turn; 0 times none.
-        on: A slice for a forecast of both, such as v6e-1: of a server for language models, of the eval step for others.
+        on: Slices for forecasts of both, such as v5e-8,v6e-1: of a server for language models, of the eval step for others.
         quick: Stop the forecasts at the compiler's schedule, after seconds.
         trust: Execute the runs' recipes although they are not yours, now and later: their digests are remembered.
         json: Print one JSON object.

@@ -1,9 +1,10 @@
 """Two models as a table of three columns."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from systolic.core.units import duration, si
+from systolic.cli.speed_rows import speed_rows
+from systolic.core.units import si
 from systolic.session.comparing import ComparedModel, Comparison
 
 NONE = "-"
@@ -13,7 +14,7 @@ Cell = Callable[[ComparedModel], str]
 def lines(made: Comparison) -> list[str]:
     """The table, then what both answered and what was run."""
     sides = (made.a, made.b)
-    rows: list[tuple[str, str, str]] = [("", str(made.a.path), str(made.b.path))]
+    rows: list[Sequence[str]] = [("", str(made.a.path), str(made.b.path))]
 
     def add(name: str, cell: Cell) -> None:
         rows.append((name, cell(made.a), cell(made.b)))
@@ -27,10 +28,7 @@ def lines(made: Comparison) -> list[str]:
     _add_recorded(add, sides)
     for metric in _names(side.measured or {} for side in sides):
         add(f"{metric} measured", lambda side, m=metric: _number((side.measured or {}).get(m)))
-    for stage in _names(side.seconds for side in sides):
-        add(f"{stage} here", lambda side, s=stage: _seconds(side.seconds.get(s)))
-    if made.on is not None:
-        _add_forecast(add, made.on, sides)
+    rows += speed_rows([side.speeds for side in sides])
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     table = [
         "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -51,8 +49,8 @@ def _told(made: Comparison) -> list[str]:
     if made.timed:
         ran = ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in made.timed.items())
         found.append(f"here: {made.device}, medians of calls in turn, {ran}")
-    if made.a.forecast is not None:
-        found.append(f"forecast: {made.a.forecast['program']} on {made.on}")
+    for name, forecast in made.a.speeds.forecasts.items():
+        found.append(f"forecast: {forecast['program']} on {name}")
     return found
 
 
@@ -71,28 +69,6 @@ def _add_recorded(add: Callable[[str, Cell], None], sides: tuple[ComparedModel, 
         )
 
 
-def _add_forecast(
-    add: Callable[[str, Cell], None], on: str, sides: tuple[ComparedModel, ...]
-) -> None:
-    if all("points" in (side.forecast or {}) for side in sides):
-        named: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
-            ("first token", "time_to_first_token_seconds", _seconds),
-            ("per token", "time_per_output_token_seconds", _seconds),
-            ("new tokens/s", "output_tokens_per_second", lambda value: f"{value:,.0f}"),
-        )
-        for name, key, shown in named:
-            add(f"{name} on {on}", lambda side, k=key, s=shown: _point(side, k, s))
-        add(f"weights on {on}", lambda side: _bytes((side.forecast or {}).get("weights_bytes")))
-        return
-    add(f"step on {on}", lambda side: _seconds((side.forecast or {}).get("step_seconds")))
-    add(f"memory on {on}", lambda side: _bytes((side.forecast or {}).get("peak_bytes")))
-
-
-def _point(side: ComparedModel, key: str, shown: Callable[[Any], str]) -> str:
-    points = (side.forecast or {}).get("points") or ()
-    return shown(points[0][key]) if points else "does not fit"
-
-
 def _names(each: Any) -> list[Any]:
     """Keys of several mappings, each once, in order."""
     found: dict[Any, None] = {}
@@ -104,10 +80,6 @@ def _names(each: Any) -> list[Any]:
 
 def _bytes(value: float | None) -> str:
     return NONE if value is None else si(value, "B")
-
-
-def _seconds(value: float | None) -> str:
-    return NONE if value is None else duration(value)
 
 
 def _number(value: float | None) -> str:

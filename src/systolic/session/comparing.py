@@ -1,61 +1,36 @@
 """``systolic.compare_models``: two models side by side, in size, quality, answers, latency here and forecast."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from systolic.aot import Compiler, StepKind
 from systolic.artifact.bundle import MANIFEST, RECORDED, open_bundle
 from systolic.artifact.tensors import SUFFIX
-from systolic.chips import Slice, slice
-from systolic.chips.flags import resolved
 from systolic.core.errors import OptionError
-from systolic.core.ranges import COUNT, NOT_NEGATIVE, check
-from systolic.data.text.text_data import TextData
-from systolic.forecasting import forecast_job
-from systolic.forecasting.serving import Load
-from systolic.job import Batch, Job, Layout, Remat
-from systolic.models.decoder.config import Decoder
+from systolic.core.ranges import NOT_NEGATIVE
+from systolic.job import Job
 from systolic.session.agreement import Agreement, agreement
-from systolic.session.capacity import forecast_serving
-from systolic.session.server_layout import engine_layout
+from systolic.session.speeds import ModelSpeeds, SpeedOptions, speeds_of
 from systolic.session.trained import TrainedModel, in_files, keep_programs, prepare_model
 
 Say = Callable[[str], None]
-CHUNK = 256
-"""Prompt tokens that a step of the forecast server reads."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ComparisonOptions:
-    """What is measured.
+@dataclass(frozen=True, kw_only=True)
+class ComparisonOptions(SpeedOptions):
+    """What is measured, speeds and quality.
 
     Raises:
-        OptionError: a number outside its range.
+        OptionError: a number outside its range, or an unknown slice.
     """
 
     data: Path | None = None
     """Data for both, read as ``systolic eval --path`` reads it; None measures no quality."""
     batches: Annotated[int, NOT_NEGATIVE] = 0
     """Batches of it; 0 is all."""
-    rows: Annotated[int, COUNT] = 1
-    """Texts, pictures or recordings of a timed call."""
-    prompt_tokens: Annotated[int, COUNT] = 128
-    """Tokens of a timed prompt."""
-    output_tokens: Annotated[int, COUNT] = 16
-    """New tokens of a timed prompt."""
-    repeats: Annotated[int, NOT_NEGATIVE] = 5
-    """Timed calls of each model, in turn; 0 times none."""
-    on: str | None = None
-    """A slice for a forecast of both; None forecasts nothing."""
-    quick: bool = False
-    """Stop the forecasts at the compiler's schedule."""
-
-    def __post_init__(self) -> None:
-        check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +53,7 @@ class ComparedModel:
     """Evaluations that its run measured."""
     measured: Mapping[str, float] | None = None
     """Metrics on the data that both were given."""
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """Median seconds of each stage of a call here."""
-    forecast: Mapping[str, Any] | None = None
+    speeds: ModelSpeeds = field(default_factory=ModelSpeeds)
 
     @property
     def bytes(self) -> int:
@@ -100,8 +73,7 @@ class ComparedModel:
             "file_bytes": self.file_bytes,
             "evaluations": self.recorded,
             "measured": None if self.measured is None else dict(self.measured),
-            "seconds": dict(self.seconds),
-            "forecast": None if self.forecast is None else dict(self.forecast),
+            **self.speeds.to_json(),
         }
 
 
@@ -120,8 +92,8 @@ class Comparison:
     """Rows, tokens and repeats of the timed calls; {} without."""
     data: str | None
     """Data of the measured quality."""
-    on: str | None
-    """Slice of the forecasts."""
+    on: Sequence[str]
+    """Slices of the forecasts."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -133,7 +105,7 @@ class Comparison:
             "device": self.device,
             "timed": dict(self.timed),
             "data": self.data,
-            "on": self.on,
+            "on": list(self.on),
         }
 
 
@@ -162,7 +134,6 @@ def compare_models(
         SystolicError: a model can't be opened; as :func:`systolic.open`.
     """
     keep_programs()
-    on = None if options.on is None else slice(options.on)
     paths = [Path(a), Path(b)]
     prepared = [prepare_model(path, trust=trust, warn=warn) for path in paths]
     _refuse_other_tasks(paths, [one.setup.job for one in prepared])
@@ -177,12 +148,8 @@ def compare_models(
     sides = [
         _measured(side, model, options, say) for side, model in zip(sides, models, strict=True)
     ]
-    sides, timed = _timed(sides, models, options, say)
-    if on is not None:
-        sides = [
-            replace(side, forecast=_forecast(model.job, on, options, say))
-            for side, model in zip(sides, models, strict=True)
-        ]
+    speeds, timed = speeds_of(models, options, say)
+    sides = [replace(side, speeds=one) for side, one in zip(sides, speeds, strict=True)]
     return Comparison(
         a=sides[0],
         b=sides[1],
@@ -191,7 +158,7 @@ def compare_models(
         device=models[0].setup.machine.name,
         timed=timed,
         data=None if options.data is None else str(options.data),
-        on=options.on,
+        on=options.slices,
     )
 
 
@@ -265,56 +232,3 @@ def _measured(
     say(f"{side.path.name} on {options.data}")
     (metrics,) = model.evaluate(path=options.data, batches=options.batches).values()
     return replace(side, measured=metrics)
-
-
-def _timed(
-    sides: list[ComparedModel], models: list[TrainedModel], options: ComparisonOptions, say: Say
-) -> tuple[list[ComparedModel], dict[str, int]]:
-    if not options.repeats:
-        return sides, {}
-    from systolic.predicting.latency import CallSizes, medians, timed_call
-
-    say("latency")
-    sizes = CallSizes(
-        rows=options.rows,
-        prompt_tokens=options.prompt_tokens,
-        output_tokens=options.output_tokens,
-    )
-    calls = [timed_call(model.setup.steps, model.weights, sizes) for model in models]
-    found = medians(calls, options.repeats)
-    ran = {**calls[0].sizes(), "repeats": options.repeats}
-    return [replace(s, seconds=one) for s, one in zip(sides, found, strict=True)], ran
-
-
-def _forecast(job: Job, on: Slice, options: ComparisonOptions, say: Say) -> dict[str, Any]:
-    """Forecast of a server of a decoder, of the eval step of any other model."""
-    compiler = Compiler(flags=resolved("", on.chip))
-    compiler = compiler.quick() if options.quick else compiler
-    if isinstance(job.model, Decoder) and isinstance(job.data, TextData):
-        load = Load(
-            prompt_tokens=options.prompt_tokens, output_tokens=options.output_tokens, chunk=CHUNK
-        )
-        job = replace(job, layout=engine_layout(job, on, load, options.rows))
-        made = forecast_serving(
-            job, on, load, concurrency=(options.rows,), compiler=compiler, watch=say
-        )
-        weights = made.memory.weights_bytes
-        points = [point.to_json() for point in made.points]
-        return {
-            "program": made.program,
-            "fits": made.fits,
-            "weights_bytes": weights,
-            "points": points,
-        }
-    layout = Layout(data=1, fsdp=-1, remat=Remat.none)
-    rows = -(-options.rows // on.num_devices) * on.num_devices
-    job = replace(job, layout=layout, batch=Batch(total=rows))
-    step = forecast_job(job, on, verb=StepKind.eval, compiler=compiler, say=say)
-    return {
-        "program": "eval step",
-        "rows": rows,
-        "fits": step.fits,
-        "step_seconds": step.step_seconds,
-        "peak_bytes": None if step.memory is None else step.memory.peak_bytes,
-        "bound_by": step.bound_by,
-    }

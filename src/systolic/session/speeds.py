@@ -1,0 +1,139 @@
+"""How fast a model is: medians of its calls here, forecasts on slices."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+from systolic.aot import Compiler, StepKind
+from systolic.chips import Slice, slice
+from systolic.chips.flags import resolved
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, check
+from systolic.data.text.text_data import TextData
+from systolic.forecasting import forecast_job
+from systolic.forecasting.serving import Load
+from systolic.job import Batch, Job, Layout, Remat
+from systolic.models.decoder.config import Decoder
+from systolic.session.capacity import forecast_serving
+from systolic.session.server_layout import engine_layout
+from systolic.session.trained import TrainedModel
+
+Say = Callable[[str], None]
+CHUNK = 256
+"""Prompt tokens that a step of the forecast server reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeedOptions:
+    """What is timed here and forecast elsewhere.
+
+    Raises:
+        OptionError: a number outside its range, or an unknown slice.
+    """
+
+    rows: Annotated[int, COUNT] = 1
+    """Texts, pictures or recordings of a timed call."""
+    prompt_tokens: Annotated[int, COUNT] = 128
+    """Tokens of a timed prompt."""
+    output_tokens: Annotated[int, COUNT] = 16
+    """New tokens of a timed prompt."""
+    repeats: Annotated[int, NOT_NEGATIVE] = 5
+    """Timed calls of each model; 0 times none."""
+    on: str | None = None
+    """Slices for forecasts, with commas between them; None forecasts nothing."""
+    quick: bool = False
+    """Stop the forecasts at the compiler's schedule."""
+
+    def __post_init__(self) -> None:
+        check(self)
+        for name in self.slices:
+            slice(name)
+
+    @property
+    def slices(self) -> Sequence[str]:
+        """Names of the slices, each once."""
+        given = [] if self.on is None else [one.strip() for one in self.on.split(",")]
+        return tuple(dict.fromkeys(given))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpeeds:
+    """Of one model."""
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Median seconds of each stage of a call here."""
+    forecasts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By slice: of a server for decoders, of the eval step for others."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        each = {name: dict(one) for name, one in self.forecasts.items()}
+        return {"seconds": dict(self.seconds), "forecasts": each}
+
+
+def speeds_of(
+    models: Sequence[TrainedModel], options: SpeedOptions, say: Say
+) -> tuple[list[ModelSpeeds], Mapping[str, int]]:
+    """ModelSpeeds of models whose calls are timed in turn; and what a call computed."""
+    seconds, timed = _timed_in_turn(models, options, say)
+    found = [
+        ModelSpeeds(seconds=one, forecasts=_forecasts(model.job, options, say))
+        for model, one in zip(models, seconds, strict=True)
+    ]
+    return found, timed
+
+
+def _timed_in_turn(
+    models: Sequence[TrainedModel], options: SpeedOptions, say: Say
+) -> tuple[list[Mapping[str, float]], Mapping[str, int]]:
+    """Median seconds of each stage of each model's calls, made in turn; and what a call computed."""
+    if not options.repeats:
+        return [{} for _ in models], {}
+    from systolic.predicting.latency import CallSizes, medians, timed_call
+
+    say("latency")
+    sizes = CallSizes(
+        rows=options.rows,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+    )
+    calls = [timed_call(model.setup.steps, model.weights, sizes) for model in models]
+    found = medians(calls, options.repeats)
+    return list(found), {**calls[0].sizes(), "repeats": options.repeats}
+
+
+def _forecasts(job: Job, options: SpeedOptions, say: Say) -> Mapping[str, Mapping[str, Any]]:
+    """By slice, a forecast of a server of a decoder, of the eval step of any other model."""
+    return {name: _forecast(job, slice(name), options, say) for name in options.slices}
+
+
+def _forecast(job: Job, on: Slice, options: SpeedOptions, say: Say) -> dict[str, Any]:
+    compiler = Compiler(flags=resolved("", on.chip))
+    compiler = compiler.quick() if options.quick else compiler
+    if isinstance(job.model, Decoder) and isinstance(job.data, TextData):
+        load = Load(
+            prompt_tokens=options.prompt_tokens, output_tokens=options.output_tokens, chunk=CHUNK
+        )
+        job = replace(job, layout=engine_layout(job, on, load, options.rows))
+        made = forecast_serving(
+            job, on, load, concurrency=(options.rows,), compiler=compiler, watch=say
+        )
+        weights = made.memory.weights_bytes
+        points = [point.to_json() for point in made.points]
+        return {
+            "program": made.program,
+            "fits": made.fits,
+            "weights_bytes": weights,
+            "points": points,
+        }
+    layout = Layout(data=1, fsdp=-1, remat=Remat.none)
+    rows = -(-options.rows // on.num_devices) * on.num_devices
+    job = replace(job, layout=layout, batch=Batch(total=rows))
+    step = forecast_job(job, on, verb=StepKind.eval, compiler=compiler, say=say)
+    return {
+        "program": "eval step",
+        "rows": rows,
+        "fits": step.fits,
+        "step_seconds": step.step_seconds,
+        "peak_bytes": None if step.memory is None else step.memory.peak_bytes,
+        "bound_by": step.bound_by,
+    }
