@@ -1,0 +1,339 @@
+"""One model in several runtimes, on the same inputs and in turn: this package's compiled program, LiteRT, ONNX Runtime, llama.cpp.
+
+    python benchmarks/runtimes.py MODEL… --work DIR [--batches 1 8] [--sequence 128] [--rounds 7] [--llama-server PATH] [--out FILE.md]
+
+A model is a run, a Bundle, a Hugging Face folder or a GGUF file; its files are made by ``systolic export`` in ``--work`` and
+kept there. Each runtime is a process of its own with all cores, alive to the end, and calls are made one after the other, in
+an order that turns with each round; the median of a runtime's calls is quoted. ``call`` is a whole text, picture or batch of
+them, from numpy to numpy. Language models are also generated with: ``prefill`` is a prompt of ``--sequence`` tokens with
+its keys and values kept, ``decode`` one token of the 16 after it; the files of LiteRT and ONNX keep no keys and have neither.
+LiteRT's int8 file is calibrated on the recipe's training data, or on ``--data``; without both it is left out.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+NEW_TOKENS = 16
+Call = Callable[[], Mapping[str, float]]
+"""Seconds of each stage of one call."""
+
+
+class Program(NamedTuple):
+    """A file that a runtime reads."""
+
+    runtime: str
+    path: Path
+    words: tuple[str, ...] = ()
+    """Of the export that makes it."""
+
+
+# Workers
+
+
+def inputs_for(folder: Path, batch: int, sequence: int) -> dict[str, np.ndarray]:
+    """Random inputs of a model's first function, as the manifest of its StableHLO folder names them."""
+    (function, *_) = json.loads((folder / "manifest.json").read_text())["functions"].values()
+    random = np.random.default_rng(0)
+    made = {}
+    for name, one in function["inputs"].items():
+        sizes = {"batch": batch, "sequence": sequence}
+        shape = [sizes.get(dim, dim) for dim in one["shape"]]
+        if name == "mask":
+            made[name] = np.ones(shape, one["dtype"])
+        elif np.dtype(one["dtype"]).kind == "i":
+            made[name] = random.integers(0, 1000, shape).astype(one["dtype"])
+        else:
+            made[name] = random.uniform(0, 255, shape).astype(one["dtype"])
+    return made
+
+
+def timed(call: Callable[[], Any]) -> Mapping[str, float]:
+    """Seconds of a call that ends with numpy arrays."""
+    start = time.perf_counter()
+    call()
+    return {"call": time.perf_counter() - start}
+
+
+def stablehlo(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
+    """The program that the exported folder holds, compiled by XLA here."""
+    del sequence
+    import jax
+    import jax.export
+    from safetensors.flax import load_file
+
+    params: dict[str, Any] = {}
+    for file in sorted(path.glob("weights*.safetensors")):
+        params |= load_file(file)
+    (name, *_) = json.loads((path / "manifest.json").read_text())["functions"]
+    program = jax.export.deserialize(bytearray((path / f"{name}.bin").read_bytes()))
+    step = jax.jit(program.call)
+    return lambda: timed(lambda: jax.device_get(step(params, inputs)))
+
+
+def litert(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
+    """The interpreter with XNNPACK."""
+    del sequence
+    from systolic.exporting.litert.run import LiteProgram
+
+    program = LiteProgram(path.read_bytes(), threads=cores())
+    return lambda: timed(lambda: program.call(inputs))
+
+
+def onnx(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
+    """ONNX Runtime's CPU provider."""
+    del sequence
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    names = {one.name for one in session.get_inputs()}
+    given = {name: array for name, array in inputs.items() if name in names}
+    return lambda: timed(lambda: session.run(None, given))
+
+
+def generate(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
+    """The programs of ``systolic generate``."""
+    from systolic.predicting.latency import CallSizes, timed_call
+    from systolic.session.trained import keep_programs, prepare_model
+
+    keep_programs()
+    prepared = prepare_model(path)
+    rows = len(next(iter(inputs.values())))
+    sizes = CallSizes(rows=rows, prompt_tokens=sequence, output_tokens=NEW_TOKENS)
+    call = timed_call(prepared.setup.steps, prepared.read(), sizes)
+    return lambda: call.seconds(time.perf_counter)
+
+
+def gguf(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
+    """llama.cpp's server, by its own times; the file's name has the server's path before it."""
+    import socket
+
+    server, _, file = str(path).partition("::")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [
+        "--ctx-size",
+        "1024",
+        "--parallel",
+        "1",
+        "--threads",
+        str(cores()),
+        "--port",
+        str(port),
+    ]
+    quiet = subprocess.DEVNULL
+    child = subprocess.Popen([server, "--model", file, *words], stdout=quiet, stderr=quiet)
+    url = f"http://127.0.0.1:{port}"
+    for _ in range(600):
+        try:
+            urllib.request.urlopen(f"{url}/health").close()
+            break
+        except OSError:
+            if child.poll() is not None:
+                raise SystemExit(f"{server} ended with exit code {child.returncode}") from None
+            time.sleep(0.1)
+    (tokens,) = next(iter(inputs.values()))[:1, :sequence].tolist()
+    asked = {"prompt": tokens, "n_predict": NEW_TOKENS, "cache_prompt": False, "ignore_eos": True}
+
+    def call() -> Mapping[str, float]:
+        body = json.dumps(asked | {"temperature": 0}).encode()
+        request = urllib.request.Request(
+            f"{url}/completion", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as answer:
+            found = json.load(answer)["timings"]
+        return {
+            "prefill": found["prompt_ms"] / 1000,
+            "decode": found["predicted_ms"] / 1000 / found["predicted_n"],
+        }
+
+    return call
+
+
+RUNTIMES = {one.__name__: one for one in (stablehlo, litert, onnx, generate, gguf)}
+SHOWN = {
+    "stablehlo": "systolic (XLA)",
+    "litert": "LiteRT",
+    "onnx": "ONNX Runtime",
+    "generate": "systolic generate",
+    "gguf": "llama.cpp",
+}
+PACKAGES = {"litert": "litert", "onnx": "onnx"}
+"""Of the cache, for runtimes whose packages are there."""
+
+
+def cores() -> int:
+    """Of this process."""
+    import os
+
+    return len(os.sched_getaffinity(0))
+
+
+def work(runtime: str, path: str, folder: str, batch: int, sequence: int) -> None:
+    """Calls once for each line of stdin and prints the seconds as one line."""
+    call = RUNTIMES[runtime](Path(path), inputs_for(Path(folder), batch, sequence), sequence)
+    call()
+    print("{}", flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(dict(call())), flush=True)
+
+
+# The benchmark
+
+
+def exported(model: Path, made: Program) -> str:
+    """Writes the file unless it is there; what refused it, or ""."""
+    if made.path.exists() or made.runtime == "generate":
+        return ""
+    to = {"stablehlo": "stablehlo", "litert": "litert", "onnx": "onnx", "gguf": "gguf"}
+    line = [sys.executable, "-m", "systolic", "export", str(model), "--out", str(made.path)]
+    asked = [*line, "--to", to[made.runtime], *made.words]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return done.stderr.strip().splitlines()[-1] if done.returncode else ""
+
+
+class Worker:
+    """A runtime's process."""
+
+    def __init__(self, made: Program, folder: Path, batch: int, sequence: int) -> None:
+        import os
+
+        from systolic.exporting.packages import package_folder
+
+        env = dict(os.environ)
+        if made.runtime in PACKAGES:
+            env["PYTHONPATH"] = (
+                f"{package_folder(PACKAGES[made.runtime])}:{env.get('PYTHONPATH', '')}"
+            )
+        words = [made.runtime, str(made.path), str(folder), str(batch), str(sequence)]
+        pipe = subprocess.PIPE
+        self.child = subprocess.Popen(
+            [sys.executable, __file__, "--worker", *words],
+            stdin=pipe,
+            stdout=pipe,
+            text=True,
+            env=env,
+        )
+        self.seconds: list[Mapping[str, float]] = []
+        self._answer()
+
+    def _answer(self) -> dict[str, float]:
+        assert self.child.stdout is not None
+        line = self.child.stdout.readline()
+        if not line:
+            raise RuntimeError(f"exit code {self.child.wait()}")
+        return json.loads(line)
+
+    def call(self) -> None:
+        """One more."""
+        assert self.child.stdin is not None
+        self.child.stdin.write("\n")
+        self.child.stdin.flush()
+        self.seconds.append(self._answer())
+
+    def medians(self) -> dict[str, float]:
+        """Of each stage."""
+        return {k: statistics.median(one[k] for one in self.seconds) for k in self.seconds[0]}
+
+
+def programs(model: Path, batch: int, args: argparse.Namespace) -> list[Program]:
+    """Files of a model for a batch, the first that of StableHLO, whose manifest names the inputs."""
+    folder = args.work / model.stem
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = ("--batch", str(batch), "--sequence", str(args.sequence))
+    lite = f"{batch}x{args.sequence}"
+    data = () if args.data is None else ("--data", str(args.data))
+    found = [
+        Program("stablehlo", folder / "stablehlo"),
+        Program("litert", folder / f"{lite}-f32.tflite", sizes),
+        Program("litert", folder / f"{lite}-dynamic.tflite", (*sizes, "--precision", "dynamic")),
+        Program("litert", folder / f"{lite}-int8.tflite", (*sizes, "--precision", "int8", *data)),
+        Program("onnx", folder / "model.onnx"),
+    ]
+    if args.llama_server is not None and batch == 1:
+        found.append(Program("generate", model))
+        found += [
+            Program("gguf", folder / f"{name}.gguf", ("--precision", name))
+            for name in ("f32", "q8_0")
+        ]
+    return found
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of a folder's."""
+    files = [path] if path.is_file() else path.rglob("*")
+    return sum(one.stat().st_size for one in files if one.is_file())
+
+
+def measured(model: Path, batch: int, args: argparse.Namespace) -> list[str]:
+    """Rows of the table."""
+    refused, running = [], []
+    folder = args.work / model.stem / "stablehlo"
+    for made in programs(model, batch, args):
+        why = exported(model, made)
+        if why:
+            refused.append(
+                f"| {model.stem} | {batch} | {SHOWN[made.runtime]} | {made.path.name} | | {why} | | |"
+            )
+            continue
+        started = made
+        if made.runtime == "gguf":
+            started = made._replace(path=Path(f"{args.llama_server}::{made.path}"))
+        print(f"{model.stem}, batch {batch}: {made.runtime} {made.path.name}", file=sys.stderr)
+        running.append((made, Worker(started, folder, batch, args.sequence)))
+    for number in range(args.rounds):
+        for _, worker in running if number % 2 == 0 else reversed(running):
+            worker.call()
+    rows, ours = [], {}
+    for made, worker in running:
+        for stage, seconds in worker.medians().items():
+            ours.setdefault(stage, seconds)
+            each = seconds / (1 if stage == "decode" else batch)
+            rows.append(
+                f"| {model.stem} | {batch} | {SHOWN[made.runtime]} | {made.path.name} | {size_of(made.path) / 1e6:.1f} | {stage} {seconds * 1000:.2f} | {1 / each:.1f} | {ours[stage] / seconds:.2f} |"
+            )
+        worker.child.kill()
+    return [*rows, *refused]
+
+
+def main(words: Sequence[str]) -> None:
+    """Measures and writes the table."""
+    if words[:1] == ["--worker"]:
+        runtime, path, folder, batch, sequence = words[1:]
+        work(runtime, path, folder, int(batch), int(sequence))
+        return
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("models", nargs="+", type=Path)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--llama-server", type=Path)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(words)
+    table = [
+        "| model | rows | runtime | file | MB | ms | rows/s, or tokens/s of decode | systolic / this |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for model in args.models:
+        for batch in args.batches:
+            table += measured(model, batch, args)
+            text = "\n".join(table) + "\n"
+            if args.out is not None:
+                args.out.write_text(text)
+    print("\n".join(table))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
