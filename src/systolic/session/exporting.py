@@ -11,7 +11,6 @@ import numpy as np
 from systolic.artifact.bundle import check_free, draft
 from systolic.artifact.tensors import TensorSpec
 from systolic.core.errors import OptionError
-from systolic.core.units import si
 from systolic.interop.exporting import Outgoing
 from systolic.interop.source import most_common
 from systolic.models.families import CONFIG
@@ -19,6 +18,7 @@ from systolic.session.docker.folder import ExportedImage, ImageOptions, export_d
 from systolic.session.exporting_gguf import ExportedGguf, GgufOptions, export_gguf
 from systolic.session.outgoing import in_files, leaving, origin_of, text_files
 from systolic.session.trained import open_model
+from systolic.session.written import written
 
 DTYPES = ("dtype", "torch_dtype")
 """Names of the weights' dtype in a config.json, of transformers 5 and before."""
@@ -142,22 +142,10 @@ def _write(
         folder.add(CONFIG, json.dumps(config, indent=2).encode())
         for name, content in files.items():
             folder.add(name, content)
-        folder.weights(made.specs, made.pieces, progress_of(made.specs, say), stem="model")
+        size = sum(spec.nbytes for spec in made.specs)
+        folder.weights(made.specs, made.pieces, written(size, say), stem="model")
         folder.rename()
     return _exported(out, made.config["model_type"], made.specs)
-
-
-def progress_of(specs: list[TensorSpec], say: Callable[[str], None]) -> Callable[[int], None]:
-    """What is called with the bytes of each tensor that was written."""
-    size = sum(spec.nbytes for spec in specs)
-    done = 0
-
-    def progress(written: int) -> None:
-        nonlocal done
-        done += written
-        say(f"weights {done * 10 // size * 10} % of {si(size, 'B')}")
-
-    return progress
 
 
 def _exported(out: Path, kind: str, specs: list[TensorSpec]) -> Exported:

@@ -22,9 +22,9 @@ from systolic.interop.exporting import config_of, with_text
 from systolic.interop.source import known_source, most_common, open_source
 from systolic.models.decoder.config import Decoder
 from systolic.models.families import Config
-from systolic.session.exporting import progress_of
 from systolic.session.replaying import record_answers
 from systolic.session.trained import TrainedModel
+from systolic.session.written import written
 
 
 def write_bundle(
@@ -56,7 +56,8 @@ def write_bundle(
             made.add(name, content)
         if config:
             made.add(ORIGIN, json.dumps(dict(config), indent=2).encode())
-        made.weights(specs, lambda p: iter([np.asarray(weights[p])]), progress_of(specs, say))
+        progress = written(sum(spec.nbytes for spec in specs), say)
+        made.weights(specs, lambda p: iter([np.asarray(weights[p])]), progress)
         about["dtype"] = most_common(specs)
         say("recorded inputs")
         made.finish(**about, recorded=record_answers(made, about))

@@ -21,6 +21,7 @@ from systolic.interop.source import most_common, open_source
 from systolic.job import Precision
 from systolic.session.outgoing import Leaving, leaving
 from systolic.session.trained import prepare_model
+from systolic.session.written import written
 
 AUTO = "auto"
 TOLERANCES = {"f32": 1e-4, "f16": 0.02, "bf16": 0.1, "q8_0": 0.2}
@@ -166,7 +167,8 @@ def _write(
         source=str(path),
     )
     fields = {**_general(path, found, precision), **words.fields}
-    write_gguf(file, described, fields, tensors, found.made.pieces, _progress(tensors, say))
+    progress = written(sum(one.nbytes for one in tensors), say)
+    write_gguf(file, described, fields, tensors, found.made.pieces, progress)
     return words
 
 
@@ -180,18 +182,6 @@ def _general(path: Path, found: Leaving, precision: str) -> dict[str, Any]:
         "general.quantization_version": 2,
     }
     return {name: value for name, value in made.items() if value is not None}
-
-
-def _progress(tensors: list[GgufSpec], say: Callable[[str], None]) -> Callable[[int], None]:
-    size = sum(one.nbytes for one in tensors)
-    done = 0
-
-    def progress(written: int) -> None:
-        nonlocal done
-        done += written
-        say(f"weights {done * 10 // size * 10} % of {si(size, 'B')}")
-
-    return progress
 
 
 def _notes(

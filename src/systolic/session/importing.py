@@ -33,6 +33,7 @@ from systolic.interop.program.convert import (
 from systolic.interop.source import Source, most_common, open_source
 from systolic.session.importing_program import check_passed, import_program
 from systolic.session.replaying import answers, record_answers
+from systolic.session.written import written
 
 if TYPE_CHECKING:
     from systolic.artifact.tensors import TensorSpec
@@ -241,15 +242,7 @@ def _fill(
     say: Callable[[str], None],
 ) -> None:
     """Writes weights and other files."""
-    done = 0
-
-    def progress(written: int) -> None:
-        nonlocal done
-        done += written
-        # Tenths, so that a log has ten lines and no more.
-        say(f"weights {done * 10 // size * 10} % of {si(size, 'B')}")
-
-    write_weights(source, made, tensors, progress)
+    write_weights(source, made, tensors, written(size, say))
     for name, file in source.files().items():
         made.add(name, file.read_bytes())
     if source.config:
