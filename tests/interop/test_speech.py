@@ -325,6 +325,24 @@ def test_each_recording_is_written_in_the_language_that_is_asked_for(folder: Pat
     assert alone["en"] != alone["de"]
 
 
+def test_tokens_that_the_model_lacks_are_refused(folder: Path) -> None:
+    job = speech_job(many(folder), texts=True)
+    said = Writing(prompt=(100, 101, 98), end=99)
+    few = replace(job, model=replace(speech.MODEL, vocab=102), data=replace(job.data, writing=said))
+    reader = SpeechReader(set_up_here(few).steps)
+    assert reader.prompt("en").tolist() == [100, 101, 98]
+    told = "language is 'de', whose token has the id 102, and the model has 0 to 101; leave it out"
+    with pytest.raises(OptionError, match=told):
+        reader.prompt("de")
+    for wrong in (replace(said, prompt=(100, -1, 98)), replace(said, suppressed=(102,))):
+        with pytest.raises(OptionError, match=r"use ids .*, and the model has 102; give the"):
+            SpeechReader(set_up_here(replace(few, data=replace(few.data, writing=wrong))).steps)
+    file, model = folder / "generation_config.json", replace(speech.TINY, vocab=51_865)
+    file.write_text(json.dumps({"forced_decoder_ids": [[1, "en"], [2, 103]]}))
+    with pytest.raises(DataError, match="is not the tokenizer of a Whisper"):
+        writing_of(open_source(folder), folder / "tokenizer.json", model)
+
+
 def test_a_model_of_one_language_takes_no_other(folder: Path) -> None:
     reader = SpeechReader(systolic.open(folder).setup.steps)
     assert reader.prompt("en").tolist() == reader.prompt("").tolist() == PROMPT

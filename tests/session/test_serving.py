@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from systolic.cli.main import main
 from systolic.cli.parse import parse
 from systolic.cli.serve import ServeOptions, settings
 from systolic.core.errors import NotFoundError, OptionError
+from systolic.data import fingerprint
 from systolic.data.text.text_data import TextData
+from systolic.interop.source import open_source
 from systolic.job import Precision
 from systolic.serving.batch.request import ModelKind
 from systolic.serving.http.desk import Desk
@@ -32,8 +35,10 @@ from systolic.serving.http.limits import HttpLimits
 from systolic.serving.http.logs import EventLog
 from systolic.serving.http.meters import BatchMetrics, TextMetrics
 from systolic.serving.http.metrics import Metrics
-from systolic.serving.served import Shelf
+from systolic.serving.served import Pending, Shelf
 from systolic.serving.text.opening import EngineSizes, context_of
+from systolic.session import contents
+from systolic.session.contents import contents_of, weight_bytes
 from systolic.session.serving import _changes, open_served, serve, targets
 from systolic.session.trained import open_model, prepare_model
 from tests.interop import folders
@@ -70,14 +75,70 @@ def test_something_else_among_versions_retires_none(tmp_path: Path, stray: str) 
     desk = Desk(shelf=Shelf(models), limits=HttpLimits(), metrics=Metrics())
 
     def changes() -> Any:
-        return _changes(
-            [str(tmp_path / "m")], desk, lambda target: lambda: pytest.fail(str(target)), None
+        found = _changes(
+            [str(tmp_path / "m")], desk, lambda target: pytest.fail(str(target)), str, None
         )
+        return found.added, found.gone
 
     assert changes() == ([], [])
     path = tmp_path / "m" / stray
     path.mkdir() if stray.endswith("/") else path.write_text("")
     assert changes() == ([], [])
+
+
+def test_names_that_paths_can_not_have(tmp_path: Path) -> None:
+    (one,) = targets([f"org/model={tmp_path}"])
+    assert one.name == "org/model"
+    for name in ("/a", "a/", "a//b", "a/../b", "a/.b", "a:b", "a" * 129):
+        with pytest.raises(OptionError, match="is no name for a model"):
+            targets([f"{name}={tmp_path}"])
+    with pytest.raises(OptionError, match="'org/ready' has the part 'ready', which follows"):
+        targets([f"org/ready={tmp_path}"])
+
+
+def test_a_folder_with_other_contents_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, model = tmp_path / "m", folders.llama(num_hidden_layers=1)
+    folders.folder(path, model)
+    weights = path / "model.safetensors"
+    served = replace(toy_model(ModelKind.tensors, "m"), contents=contents_of(path, "best"))
+    desk = Desk(shelf=Shelf([served]), limits=HttpLimits(), metrics=Metrics())
+
+    def changed() -> bool:
+        found = _changes(
+            [str(path)],
+            desk,
+            lambda target: Pending(key=(target.name, target.version), open=lambda: served),
+            lambda target: contents_of(target.path, "best"),
+            "m",
+        )
+        assert [*found.unchanged, *(one.key for one in found.added)] == [("m", 1)]
+        assert not found.gone
+        return bool(found.added)
+
+    before = {file: file.read_bytes() for file in path.iterdir()}
+    assert not changed()
+    os.utime(weights)
+    assert not changed()
+    for file, other in (
+        (weights, before[weights][:-1] + b"\1"),
+        (weights, before[weights][:100]),  # it is being copied
+        (path / "tokenizer_config.json", b"{}"),
+    ):
+        file.write_bytes(other)
+        assert changed()
+        file.write_bytes(before[file])
+        assert not changed()
+    # Where only a sample is read, the time of a large file counts.
+    monkeypatch.setattr(fingerprint, "SAMPLE_BYTES", fingerprint.BLOCK_BYTES)
+    monkeypatch.setattr(contents, "LARGE_BYTES", 1 << 16)
+    object.__setattr__(served, "contents", contents_of(path, "best"))
+    assert not changed()
+    sampled = open_source(path).fingerprint()
+    weights.write_bytes(before[weights][:-1] + b"\1")
+    assert open_source(path).fingerprint() == sampled
+    assert changed()
 
 
 def test_files_in_bfloat16_are_served_in_the_precision_that_is_asked_for(tmp_path: Path) -> None:
@@ -177,8 +238,11 @@ def test_a_language_model_and_vectors(tmp_path: Path) -> None:
     prompts = ["the capital of", "a question", "yes or no, " * 9]
     model = open_model(path)
     expected = model.generate(prompts, tokens=16, sampling=greedy())
-    with served(str(path), f"vec={encoder}", *SMALL) as (url, process):
+    assert weight_bytes(path) > weight_bytes(encoder)
+    with served(str(path), f"org/vec={encoder}", *SMALL) as (url, process):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        # The smaller one was ready first.
+        assert [one.id for one in client.models.list()] == ["org/vec", "tiny"]
         ask: Any = {"model": "tiny", "max_tokens": 16, "temperature": 0}
         # All in one request, and so in one batch.
         made = client.completions.create(prompt=prompts, **ask)
@@ -194,12 +258,12 @@ def test_a_language_model_and_vectors(tmp_path: Path) -> None:
         assert scored.choices[0].logprobs is not None
         assert scored.choices[0].logprobs.tokens is not None
         assert scored.choices[0].logprobs.tokens[:3] == ["the", " capital", " of"]
-        vectors = client.embeddings.create(model="vec", input=["yes or no", "Rome"])
+        vectors = client.embeddings.create(model="org/vec", input=["yes or no", "Rome"])
         alone = open_model(encoder).predict(["yes or no", "Rome"])
         for one, other in zip(vectors.data, alone, strict=True):
             assert one.embedding == pytest.approx(other["embedding"], abs=1e-5)
         text = httpx.get(f"{url}/metrics").text
-        for name in ("tiny", "vec"):
+        for name in ("tiny", "org/vec"):
             assert (
                 f'recompile_after_ready_total{{engine="0",model_name="{name}",version="1"}} 0.0'
                 in text
@@ -244,7 +308,8 @@ def test_versions_are_swapped_while_requests_run(tmp_path: Path) -> None:
     root, away = tmp_path / "tiny", tmp_path / "away"
     folders.folder(root / "1")
     folders.folder(tmp_path / "next")
-    with served(str(root), "--rows", "2", "--context", "64", "--chunk", "64") as (url, process):
+    small = ("--rows", "2", "--context", "64", "--chunk", "64", "--model-control")
+    with served(str(root), *small) as (url, process):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         done, problems, answers = threading.Event(), [], []
 
@@ -279,6 +344,24 @@ def test_versions_are_swapped_while_requests_run(tmp_path: Path) -> None:
             process.send_signal(signal.SIGHUP)
             while versions() != ["2"] or measured() != {"2"}:
                 time.sleep(0.02)
+            # Other weights under the same version; what is served as before is left.
+            load, greedily = f"{url}/v2/repository/models/tiny/load", {"temperature": 0, "seed": 1}
+            asked: Any = {"model": "tiny", "prompt": "a question", "max_tokens": 12, **greedily}
+            said = client.completions.create(**asked).choices[0].text
+            assert httpx.post(load).json()["unchanged"] == ["2"]
+            other = folders.llama()
+            torch.nn.init.normal_(other.lm_head.weight)
+            folders.folder(tmp_path / "other", other)
+            file = "model.safetensors"
+            (tmp_path / "other" / file).rename(root / "2" / file)
+            assert httpx.post(load, timeout=200).json()["loaded"] == ["2"]
+            assert client.completions.create(**asked).choices[0].text != said
+            assert versions() == ["2"]
+            os.truncate(root / "2" / file, 100)
+            assert httpx.post(load, timeout=200).status_code == 500
+            (state,) = httpx.post(f"{url}/v2/repository/index").json()
+            assert (state["state"], "model.safetensors" in state["reason"]) == ("READY", True)
+            assert measured() == {"2"}
             before = len(answers)
             while len(answers) < before + 6 and not problems:
                 time.sleep(0.02)

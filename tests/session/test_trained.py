@@ -11,6 +11,7 @@ import pytest
 import systolic
 from systolic.cli.main import main
 from systolic.core.errors import NotFoundError, OptionError
+from systolic.session.contents import contents_of, weight_bytes
 
 SIZES = "--model.layers 1 --model.d-model 16 --model.d-ff 16 --model.heads 2 --model.kv-heads 2"
 JOB = f"{SIZES} --model.head-dim 8 --sequence 32 --batch 4 --steps 3 --checkpoints.every 2"
@@ -136,6 +137,24 @@ def test_a_damaged_checkpoint_is_a_warning(home: Path, tmp_path: Path) -> None:
     assert line.endswith("using step 2")
     assert model.warnings == []
     assert systolic.open(run, 2).step == 2
+
+
+def test_contents_are_those_of_the_checkpoint_that_is_read(home: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(home / "run", run)
+    last = run / "checkpoints" / "3"
+    last.rename(tmp_path / "3")
+    before = contents_of(run, "best"), contents_of(run, "2")
+    assert before[0] == contents_of(run, "last")
+    (tmp_path / "3").rename(last)
+    assert contents_of(run, "last") not in before
+    assert contents_of(run, "2") == before[1]
+    # Of the weights alone, whose optimizer has twice as much beside them.
+    elements = sum(p.size for p in systolic.open(run).weights.params.values())
+    assert weight_bytes(run) == 4 * elements
+    (last / "manifest.json").write_text("{")
+    assert weight_bytes(run, "3") == 0
+    assert weight_bytes(tmp_path / "nothing") == 0
 
 
 def test_mistakes_are_errors_of_one_line(home: Path) -> None:

@@ -1,6 +1,7 @@
 """The weights of a run, without its optimizer."""
 
 import contextlib
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import Any
 from systolic.artifact import manifest as manifests
 from systolic.artifact.access import Access
 from systolic.artifact.checkpoint import CheckpointStore
-from systolic.artifact.manifest import DamagedError, Leaf
+from systolic.artifact.manifest import DamagedError, Leaf, Manifest
 from systolic.artifact.revision import check_revision
 from systolic.artifact.run import JOB, Run
 from systolic.core.digest import digest
@@ -111,6 +112,33 @@ def fingerprint(path: Path, which: str = "best") -> str:
 
     Raises: as :func:`load`.
     """
+    job, step, manifest = _described(path, which)
+    # Reading the weights says that they are damaged, and what is read in their place.
+    files = {} if manifest is None else dict(manifest.files)
+    return digest({"model": job.get("model"), "step": step, "files": files})
+
+
+def weight_bytes(path: Path, which: str = "best") -> int:
+    """Bytes of the parameters that :func:`load` would read; 0 where the checkpoint is damaged.
+
+    Raises: as :func:`load`.
+    """
+    import ml_dtypes  # noqa: F401 (names dtypes for NumPy)
+    import numpy as np
+
+    _, _, manifest = _described(path, which)
+    leaves = {} if manifest is None else manifest.leaves
+    name = "ema" if any(leaf[0] == "ema" for leaf in leaves) else "params"
+    sizes = [
+        np.dtype(leaf.dtype).itemsize * math.prod(leaf.shape)
+        for at, leaf in leaves.items()
+        if at[0] == name
+    ]
+    return sum(sizes)
+
+
+def _described(path: Path, which: str) -> tuple[Mapping[str, Any], int, Manifest | None]:
+    """The job in a run's job.json, the step that ``which`` names, and its manifest unless that is damaged; errors as :func:`load`."""
     with Run.open(path) as run:
         job = run.read_job().get("job", {})
         rule = job.get("evaluation", {})
@@ -123,10 +151,9 @@ def fingerprint(path: Path, which: str = "best") -> str:
                 step = store.latest_step() if step is None else store.best_step()
             assert step is not None
             try:
-                files = manifests.read(store.path(step)).files
+                return job, step, manifests.read(store.path(step))
             except DamagedError:
-                files = {}  # Reading the weights says so, and what is read in their place.
-            return digest({"model": job.get("model"), "step": step, "files": dict(files)})
+                return job, step, None
 
 
 def begin_with(path: Path, steps: StepFunctions) -> Weights:

@@ -75,7 +75,7 @@ def writing_of(source: Source, tokenizer: Path, model: Whisper) -> Writing:
             prompt += [language, task]
         prompt.append(ids[NO_TIMES])
         return Writing(
-            prompt=tuple(prompt),
+            prompt=tuple(map(int, prompt)),
             end=ids[END],
             suppressed=tuple(fields.get("suppress_tokens") or ()),
             suppressed_first=tuple(fields.get("begin_suppress_tokens") or ()),

@@ -10,6 +10,7 @@ from systolic.core.errors import OptionError
 from systolic.data.audio.languages import language_of, name_of, token_of
 from systolic.data.audio.recordings import Recordings
 from systolic.data.text.sentences import Sentences
+from systolic.models.whisper.config import Whisper
 from systolic.predicting.forms import FEATURES, PROMPT, TOKENS, SpeechForm, TextForm
 from systolic.predicting.rows import Row
 from systolic.steps.steps import StepFunctions
@@ -78,6 +79,8 @@ class SpeechReader:
         data = steps.job.data
         assert isinstance(data, Recordings)
         self._data, self._tokenizer = data, data.get_tokenizer()
+        assert isinstance(steps.job.model, Whisper)
+        self._vocab = steps.job.model.vocab
         self._tongues = [language_of(self._tokenizer.token(i)) for i in data.writing.prompt]
 
     def language(self, example: Example) -> str:
@@ -98,6 +101,10 @@ class SpeechReader:
         if not language:
             return ids
         index = self._tokenizer.find(token_of(language))
+        if index is not None and not 0 <= index < self._vocab:
+            raise OptionError(
+                f"language is {language[:40]!r}, whose token has the id {index}, and the model has 0 to {self._vocab - 1}; leave it out, or give the model the tokenizer that belongs to it"
+            )
         if any(self._tongues) and index is not None and language_of(token_of(language)):
             return np.where([bool(one) for one in self._tongues], np.int32(index), ids)
         if not any(self._tongues) and token_of(language) == token_of("en"):

@@ -75,7 +75,13 @@ class ConsoleLog(EventLog):
             case "worker_died":
                 text = f"warning: {fields['model']} replaced a worker that died ({fields['error']})"
             case "failed":
-                text = f"error: {fields['error']}"
+                text = f"error: {_failed(fields)}"
+            case "replaced" | "unchanged":
+                told = {
+                    "replaced": "the new one has taken its place",
+                    "unchanged": "it is unchanged",
+                }
+                text = f"{fields['model']} version {fields['version']}: {told[event]}"
             case "warning":
                 text = f"warning: {fields['message']}"
             case _:
@@ -116,6 +122,12 @@ class OpeningLog(ConsoleLog):
             self._warn(told)
         elif event != "request":
             super().write(event, **fields)
+
+
+def _failed(fields: dict[str, Any]) -> str:
+    if "model" not in fields:
+        return fields["error"]
+    return f"{fields['model']} version {fields['version']} can't be opened: {fields['error']}"
 
 
 def _layout(fields: dict[str, Any]) -> str:

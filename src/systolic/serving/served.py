@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,6 +12,9 @@ from systolic.data.text.chat import ChatTemplate
 from systolic.data.text.tokenizer import Tokenizer
 from systolic.serving.batch.request import BatchModel
 from systolic.serving.text.request import TextEngine
+
+Key = tuple[str, int]
+"""Name and version of a model."""
 
 
 class LiveEngine(TextEngine, Protocol):
@@ -52,6 +55,13 @@ class ServedText:
     """None for a model that knows no chat."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix seconds."""
+    contents: str = ""
+    """Fingerprint of the files that it was opened from; empty where it is not known."""
+
+    @property
+    def key(self) -> Key:
+        """Its name and version."""
+        return self.name, self.version
 
     @property
     def kind(self) -> str:
@@ -88,6 +98,13 @@ class ServedBatch:
     model: BatchModel
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix seconds."""
+    contents: str = ""
+    """Fingerprint of the files that it was opened from; empty where it is not known."""
+
+    @property
+    def key(self) -> Key:
+        """Its name and version."""
+        return self.name, self.version
 
     @property
     def kind(self) -> str:
@@ -118,13 +135,31 @@ class ServedBatch:
 Served = ServedText | ServedBatch
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pending:
+    """A version of a model that is to be opened."""
+
+    key: Key
+    open: Callable[[], Served]
+    """Opens it, not started."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Renewal:
+    """What has to change so that a server holds what its folders do."""
+
+    added: Sequence[Pending] = ()
+    """Versions that are new, or have other contents."""
+    gone: Sequence[Key] = ()
+    unchanged: Sequence[Key] = ()
+
+
 @dataclass(kw_only=True, eq=False)
 class _Place:
     """A model and the requests that use it."""
 
     served: Served
     users: int = 0
-    retired: bool = False
 
 
 class Shelf:
@@ -159,13 +194,30 @@ class Shelf:
         Raises:
             NotFoundError: there is no such model.
         """
-        end = time.monotonic() + seconds
         with self._changed:
             place = self._place(name, version)
-            place.retired = True
             del self._places[name][version]
             if not self._places[name]:
                 del self._places[name]
+        return self._end(place, seconds)
+
+    def swap(self, served: Served, seconds: float) -> bool:
+        """Puts a started model in the place of the one of its name and version: new requests go to it at once.
+
+        Returns:
+            Whether every request of the other one has ended within ``seconds``.
+
+        Raises:
+            NotFoundError: there is no such model.
+        """
+        with self._changed:
+            place = self._place(served.name, served.version)
+            self._places[served.name][served.version] = _Place(served=served)
+        return self._end(place, seconds)
+
+    def _end(self, place: _Place, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        with self._changed:
             idle = self._changed.wait_for(lambda: not place.users, timeout=seconds)
         return place.served.drain(max(end - time.monotonic(), 0.0)) and idle
 

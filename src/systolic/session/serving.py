@@ -10,9 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from systolic.core.errors import MissingExtraError, NotFoundError, OptionError, RunError
+from systolic.core.errors import (
+    MissingExtraError,
+    NotFoundError,
+    OptionError,
+    RunError,
+    SystolicError,
+)
 from systolic.data.text.text_data import TextData
 from systolic.job import Job, Precision
+from systolic.serving.names import ENDS
 from systolic.session.trained import PreparedModel, is_model, keep_programs, prepare_model
 
 if TYPE_CHECKING:
@@ -23,9 +30,9 @@ if TYPE_CHECKING:
     from systolic.serving.http.limits import HttpLimits
     from systolic.serving.http.logs import EventLog
     from systolic.serving.http.meters import BatchMeter, BatchMetrics, TextMetrics
-    from systolic.serving.http.process import Address, Renewal
+    from systolic.serving.http.process import Address
     from systolic.serving.layout import ServingLayout
-    from systolic.serving.served import Served
+    from systolic.serving.served import Key, Pending, Renewal, Served
     from systolic.serving.text.engine import Engine
     from systolic.serving.text.opening import EngineSizes
     from systolic.serving.text.placing import Placing
@@ -33,7 +40,7 @@ if TYPE_CHECKING:
 
 SHOWN = 3
 """Models inside a folder that a message names."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+_NAME = re.compile(r"(?=.{1,128}$)[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +73,11 @@ def targets(words: Sequence[str]) -> list[ServeTarget]:
         name = given if mark else path.resolve().name
         if _NAME.fullmatch(name) is None:
             raise OptionError(
-                f"{name!r} is no name for a model; write NAME={path} with letters, digits, '.', '_', '-'"
+                f"{name!r} is no name for a model; write NAME={path} with letters, digits, '.', '_', '-', and '/' between them"
+            )
+        if taken := set(name.split("/")[1:]) & set(ENDS):
+            raise OptionError(
+                f"{name!r} has the part {taken.pop()!r}, which follows the model's name in the server's paths; write NAME={path} with another name"
             )
         if any(one.name == name for one in found):
             raise OptionError(f"two models are called {name}; write NAME={path} with another name")
@@ -156,8 +167,8 @@ def serve(
     Returns:
         False where a model was still being opened: the process must end without its compiler's threads (:func:`os._exit`).
 
-    SIGHUP reads the folders again: versions that are new are added when they are ready, those that are gone are
-    taken out when their requests have ended.
+    SIGHUP reads the folders again: versions that are new or have other contents are added when they are ready, those
+    that are gone are taken out when their requests have ended. Models are opened in the order of their weights' sizes.
 
     Args:
         words: The models, as for :func:`targets`.
@@ -177,7 +188,8 @@ def serve(
         from systolic.serving.http.process import Process
     except ImportError as error:
         raise MissingExtraError("systolic serve", "serve") from error
-    from systolic.serving.served import Shelf
+    from systolic.serving.served import Pending, Shelf
+    from systolic.session.contents import contents_of, weight_bytes
 
     metrics = Metrics()
     texts, batches = TextMetrics(metrics), BatchMetrics(metrics)
@@ -186,14 +198,23 @@ def serve(
         shelf=Shelf(), limits=settings.limits, metrics=metrics, log_prompts=settings.log_prompts
     )
 
-    def opener(target: ServeTarget) -> "Callable[[], Served]":
-        return lambda: open_served(target, settings, texts, batches, log)
+    def contents(target: ServeTarget) -> str:
+        return contents_of(target.path, settings.checkpoint)
+
+    def pending(target: ServeTarget) -> Pending:
+        def opened() -> "Served":
+            found = contents(target)
+            return replace(open_served(target, settings, texts, batches, log), contents=found)
+
+        return Pending(key=(target.name, target.version), open=opened)
 
     found = checked_targets(words)
-    desk.starting = list(dict.fromkeys(one.name for one in found))
-    openers = [opener(one) for one in found]
-    renewal = partial(_changes, words, desk, opener)
-    process = Process(desk, openers, settings.address, log, settings.keys, renewal, listening)
+    # Small models answer while large ones are opened.
+    found.sort(key=lambda one: weight_bytes(one.path, settings.checkpoint))
+    renewal = partial(_changes, words, desk, pending, contents)
+    process = Process(
+        desk, list(map(pending, found)), settings.address, log, settings.keys, renewal, listening
+    )
     if settings.model_control:
         desk.control = process
     process.run()
@@ -211,10 +232,11 @@ def serve(
 def _changes(
     words: Sequence[str],
     desk: "Desk",
-    opener: "Callable[[ServeTarget], Callable[[], Served]]",
+    pending: "Callable[[ServeTarget], Pending]",
+    contents: Callable[[ServeTarget], str],
     name: str | None,
 ) -> "Renewal":
-    """What the folders have now and the desk has not, and the other way round; of all models, or those of a name.
+    """What the folders have now and the desk has not or with other contents, and the other way round; of all models, or those of a name.
 
     Raises: as :func:`targets`, and
         NotFoundError: no model has that name.
@@ -224,12 +246,26 @@ def _changes(
     if not wanted:
         known = ", ".join(dict.fromkeys(one.name for one in given))
         raise NotFoundError(f"the server was not given a model {name}; it has {known}")
+    from systolic.serving.served import Renewal
+
     # What a client took out stays out until one asks for it.
     out = desk.unloaded if name is None else ()
     now = {(one.name, one.version): one for one in wanted if one.name not in out}
-    held = [(one.name, one.version) for one in desk.shelf.everything() if name in (None, one.name)]
-    added = [opener(one) for key, one in now.items() if key not in held]
-    return added, [key for key in held if key not in now]
+    held = {one.key: one.contents for one in desk.shelf.everything() if name in (None, one.name)}
+
+    def same(key: "Key", target: ServeTarget) -> bool:
+        try:
+            return held[key] in ("", contents(target))
+        except SystolicError:
+            return False  # Opening it says what is wrong with it.
+
+    unchanged = [key for key, one in now.items() if key in held and same(key, one)]
+    failed = [key for key in desk.failures if name in (None, key[0])]
+    return Renewal(
+        added=[pending(one) for key, one in now.items() if key not in unchanged],
+        gone=[key for key in dict.fromkeys([*held, *failed]) if key not in now],
+        unchanged=unchanged,
+    )
 
 
 def open_served(

@@ -9,7 +9,7 @@ from systolic.serving.http.logs import EventLog
 from systolic.serving.http.metrics import Metrics
 from systolic.serving.http.process import Address, Process
 from systolic.serving.served import Shelf
-from tests.serving.http.running import echo_model
+from tests.serving.http.running import echo_model, pending
 
 if __name__ == "__main__":
     step, grace, *files = sys.argv[1:]
@@ -17,7 +17,7 @@ if __name__ == "__main__":
     desk = Desk(shelf=Shelf(), limits=HttpLimits(), metrics=Metrics())
     Process(
         desk,
-        [lambda: echo_model(step_seconds=float(step))],
+        [pending(echo_model(step_seconds=float(step)))],
         Address(port=0, grace_seconds=float(grace), tls_cert=cert, tls_key=key),
         EventLog(),
         listening=lambda port: print(port, flush=True),

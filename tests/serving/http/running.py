@@ -22,7 +22,7 @@ from systolic.serving.http.logs import EventLog
 from systolic.serving.http.meters import BatchMetrics, TextMetrics
 from systolic.serving.http.metrics import Metrics
 from systolic.serving.http.process import Address, Process
-from systolic.serving.served import Served, ServedBatch, ServedText, Shelf
+from systolic.serving.served import Pending, Served, ServedBatch, ServedText, Shelf
 from tests.serving.http.echo import EchoEngine, ToyModel
 
 CHAT = (
@@ -73,6 +73,10 @@ def everything() -> list[Served]:
     return [echo_model(), *metrics]
 
 
+def pending(served: Served) -> Pending:
+    return Pending(key=served.key, open=lambda: served)
+
+
 @contextmanager
 def running(
     models: Sequence[Served],
@@ -98,7 +102,7 @@ def running(
     found: list[int] = []
     process = Process(
         desk,
-        [lambda one=one: one for one in models],
+        [pending(one) for one in models],
         Address(port=0, grace_seconds=grace_seconds),
         EventLog(lines),
         keys,

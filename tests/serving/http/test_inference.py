@@ -14,7 +14,8 @@ from systolic.core.errors import NotFoundError
 from systolic.serving.batch.request import ModelKind
 from systolic.serving.http.problems import ProblemError
 from systolic.serving.http.tensors import DTYPES, datatype, named, to_bytes, to_json
-from tests.serving.http.running import Running, running, toy_model
+from systolic.serving.served import Renewal
+from tests.serving.http.running import Running, pending, running, toy_model
 
 X = np.array([[1, 2], [3, 4.5]], np.float32)
 
@@ -93,8 +94,30 @@ def test_errors_have_the_protocols_form(client: triton.InferenceServerClient) ->
         client.infer("tensors", [given("z", X, "FP32", binary=True)])
     with pytest.raises(InferenceServerException, match="no output 'z'"):
         client.infer("tensors", [given("x", X, "FP32", binary=True)], outputs=[triton.InferRequestedOutput("z")])  # fmt: skip
-    with pytest.raises(InferenceServerException, match="language model"):
+    with pytest.raises(InferenceServerException, match="language model and takes text_input"):
         client.infer("echo", [given("x", X, "FP32", binary=True)])
+
+
+def test_a_language_model_takes_what_its_metadata_lists(
+    client: triton.InferenceServerClient,
+) -> None:
+    about = client.get_model_metadata("echo")
+    (asked,), (told,) = about["inputs"], about["outputs"]
+    texts = np.array(["hello", "you"], object)
+    for binary in (True, False):
+        for shape in ((2,), (2, 1)):
+            sent = given(
+                asked["name"], texts.reshape(shape), datatype=asked["datatype"], binary=binary
+            )
+            found = client.infer("echo", [sent], model_version="1", parameters={"max_tokens": 4})
+            # The first of a prompt's tokens, which the echo says again, has no text.
+            assert found.as_numpy(told["name"]).tolist() == [b"hel", b"you"]
+    for name, value in (("n", 2), ("stream", True), ("max_tokens", 5000), ("top_p", 7)):
+        with pytest.raises(InferenceServerException, match=name):
+            client.infer("echo", [sent], parameters={name: value})
+    wrong = given("text_input", np.array([b"\xff"], object), "BYTES", binary=True)
+    with pytest.raises(InferenceServerException, match="not UTF-8"):
+        client.infer("echo", [wrong])
 
 
 def body(**changed: Any) -> dict[str, Any]:
@@ -183,11 +206,8 @@ def test_models_out_and_in_again() -> None:
             raise NotFoundError(f"the server was not given a model {name}")
         held = {it.version for it in one.desk.shelf.everything() if it.name == name}
         made.extend(version for version in (1, 2) if version not in held)
-        return [
-            lambda version=version: toy_model(ModelKind.tensors, "toy", version)
-            for version in (1, 2)
-            if version not in held
-        ], []
+        toys = [toy_model(ModelKind.tensors, "toy", version) for version in (1, 2)]
+        return Renewal(added=[pending(toy) for toy in toys if toy.version not in held])
 
     first = [toy_model(ModelKind.tensors, "toy"), toy_model(ModelKind.embedding, "other")]
     with running(first) as one:
@@ -199,18 +219,33 @@ def test_models_out_and_in_again() -> None:
         assert {"name": "toy", "version": "", "state": "UNAVAILABLE", "reason": "unloaded"} in (
             client.get_model_repository_index()
         )
-        with pytest.raises(InferenceServerException, match="no model 'toy'"):
+        told = "toy is unloaded; load with POST /v2/repository/models/toy/load"
+        with pytest.raises(InferenceServerException, match=told):
             client.infer("toy", [given("x", X, "FP32", binary=True)])
+        with pytest.raises(InferenceServerException, match=told):
+            client.get_model_metadata("toy")
+        client.unload_model("other")
+        with one.client() as http:
+            for path, body in (("embeddings", {"input": "x"}), ("completions", {"prompt": "x"})):
+                found = http.post(f"/v1/{path}", json=body)
+                assert found.json()["error"]["message"] == (
+                    "no model is loaded; other, toy are unloaded; load with POST /v2/repository/models/NAME/load"
+                )
+                assert found.status_code == 404
         client.load_model("toy")
         assert made == [1, 2]
         found = client.infer("toy", [given("x", X, "FP32", binary=True)])
         assert found.get_response()["model_version"] == "2"
-        assert all(state["state"] == "READY" for state in client.get_model_repository_index())
+        states = {one["version"]: one["state"] for one in client.get_model_repository_index()}
+        assert states == {"1": "READY", "2": "READY", "": "UNAVAILABLE"}
         for change, name in ((client.unload_model, "nothing"), (client.load_model, "nothing")):
             with pytest.raises(InferenceServerException, match="nothing"):
                 change(name)
         with pytest.raises(InferenceServerException, match="config is not taken"):
             client.load_model("toy", config="{}")
+        assert {"name": "other", "version": "", "state": "UNAVAILABLE", "reason": "unloaded"} in (
+            client.get_model_repository_index()
+        )
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,47 @@ def test_ready_only_while_the_loop_turns() -> None:
             assert http.get(path).status_code == 200
         served.engine.hung = True
         wait(lambda: http.get("/health").status_code == 503)
-        assert http.get("/v2/health/ready").json() == {"ready": False}
+        assert not http.get("/v2/health/ready").json()["ready"]
         wait(lambda: http.get("/livez").status_code == 503)
         served.engine.hung = False
         wait(lambda: http.get("/health").status_code == 200)
+
+
+def test_head_is_answered_as_get_without_a_body(server: Running) -> None:
+    with server.client() as http:
+        for path in ("/", "/health", "/readyz", "/livez", "/v2/health/ready", "/metrics", "/v1/models/echo"):  # fmt: skip
+            found, whole = http.head(path), http.get(path)
+            assert (found.status_code, found.content) == (200, b""), path
+            assert found.headers.get("content-type") == whole.headers.get("content-type")
+        assert http.head("/v1/nothing").status_code == 404
+        found = http.head("/v1/completions")
+        assert (found.status_code, found.headers["allow"]) == (405, "POST")
+        paths = http.get("/openapi.json").json()["paths"]
+    assert all("head" not in one for one in paths.values())
+
+
+def test_routes_of_requests_that_are_refused_at_the_door() -> None:
+    with running([echo_model(), toy_model(ModelKind.tensors, "toy")]) as one, one.client() as http:
+        http.get("/openapi.json")
+        http.post("/v1/completions", content=b"x", headers={"content-encoding": "gzip"})
+        late = {"X-Request-Timeout": "never"}
+        http.post("/v1/models/toy/versions/1:predict", json={}, headers=late)
+        http.post("/v2/models/toy/versions/1/infer", json={}, headers=late)
+        http.get("/v2/models/toy:surprise/infer")
+        http.get("/nothing", headers=late)
+        page = http.get("/metrics").text
+        routes = [line["route"] for line in one.log("request")]
+    expected = [
+        ("/openapi.json", 200),
+        ("/v1/completions", 415),
+        ("/v1/models/{name}:predict", 400),
+        ("/v2/models/{name}/versions/{version}/infer", 400),
+        ("/v2/models/{name}/infer", 405),
+        ("unknown", 400),
+    ]
+    assert routes == [route for route, _ in expected]
+    for route, status in expected:
+        assert f'http_requests_total{{route="{route}",status="{status}"}} 1.0' in page
 
 
 def test_not_ready_before_it_is_warm() -> None:
@@ -60,11 +97,20 @@ def test_a_model_that_is_ready_answers_while_others_are_not() -> None:
     warm, start = threading.Event(), second.model.start
     second.model.start = lambda: (warm.wait(10), start())
     with running([first, second], ready=False) as one, one.client() as http:
-        one.desk.starting = ["echo", "embedding"]
         wait(lambda: http.get("/v2/models/echo/ready").status_code == 200)
         assert http.post("/v1/completions", json=ASKED).status_code == 200
         assert http.get("/health").status_code == 503
         assert http.get("/v2/models/embedding/ready").status_code == 503
+        states = {"echo": True, "embedding": False}
+        told = http.get("/v2/health/ready").json()
+        assert (told["ready"], {it["name"]: it["ready"] for it in told["models"]}) == (
+            False,
+            states,
+        )
+        listed = http.get("/v1/models").json()["data"]
+        assert {it["id"]: it["ready"] for it in listed} == states
+        index = http.post("/v2/repository/index").json()
+        assert [it["state"] for it in index] == ["READY", "LOADING"]
         assert http.get("/v1/models/embedding").status_code == 503
         # What can be judged without the model is.
         for body, status, code in (

@@ -4,14 +4,18 @@ import base64
 import json
 import math
 import re
+import threading
 from typing import Any
 
+import numpy as np
+import openai
 import pytest
+import tritonclient.http
 
 from systolic.core.errors import DataError
 from systolic.serving.batch.request import ModelKind
-from systolic.serving.served import Served
-from tests.serving.http.running import Running, running, toy_model, wait
+from systolic.serving.served import Pending, Renewal, Served
+from tests.serving.http.running import Running, echo_model, pending, running, toy_model, wait
 
 
 def ask(server: Running, path: str, body: Any) -> Any:
@@ -121,8 +125,6 @@ def test_versions_are_swapped_without_a_dropped_request() -> None:
         second = toy_model(ModelKind.tensors, "toy", 2)
         second.start()
         first.model.delay_seconds = 0.3
-        import threading
-
         answers: list[Any] = []
         slow = threading.Thread(
             target=lambda: answers.append(ask(one, "toy", {"instances": [[1, 2]]}))
@@ -149,7 +151,7 @@ def test_folders_are_read_again_on_demand() -> None:
             )
 
         assert started() == ["1"]
-        one.process._renewal = lambda _: ([lambda: second], [("toy", 1)])
+        one.process._renewal = lambda _: Renewal(added=[pending(second)], gone=[("toy", 1)])
         one.process.renew()
         wait(lambda: one.log("retired"))
         assert one.log("retired")[0]["whole"]
@@ -158,9 +160,89 @@ def test_folders_are_read_again_on_demand() -> None:
         assert [state["version"] for state in states] == ["2"]
 
         def damaged() -> Served:
-            raise DataError("version 3 is damaged")
+            gauges = one.desk.metrics.gauges("toy", version)
+            gauges.add(one.desk.metrics.startup, ("toy", str(version), "weights"), 7.0)
+            raise DataError(f"version {version} is damaged")
 
-        one.process._renewal = lambda _: ([damaged], [("toy", 2)])
+        def status(path: str) -> Any:
+            return http.get(f"/v1/models/toy/versions/{path}").json()["model_version_status"]
+
+        for version, phases in ((3, {"total"}), (2, {"total"})):
+            # Neither a new version nor new contents of the one that is served.
+            asked = Pending(key=("toy", version), open=damaged)
+            one.process._renewal = lambda _, asked=asked: Renewal(added=[asked], gone=[("toy", 2)])
+            one.process.renew()
+            wait(lambda version=version: one.log("failed")[-1:] and one.log("failed")[-1]["version"] == version)  # fmt: skip
+            (line,) = [line for line in one.log("failed") if line["version"] == version]
+            assert (line["model"], line["error"]) == ("toy", f"version {version} is damaged")
+            page = http.get("/metrics").text
+            found = re.findall(r'startup_seconds\{.*phase="(\w+)",version="(\d)"\}', page)
+            assert {phase for phase, number in found if number == "2"} >= phases
+            assert {number for _, number in found} == {"2"}
+            assert "7.0" not in re.findall(r"startup_seconds\{.* (\S+)", page)
+            assert ask(one, "toy", {"instances": [[1, 2]]}) == {"predictions": [[2, 4]]}
+        index = {it["version"]: it for it in http.post("/v2/repository/index").json()}
+        assert (index["2"]["state"], index["2"]["reason"]) == ("READY", "version 2 is damaged")
+        assert index["3"]["state"] == "UNAVAILABLE"
+        assert index["3"]["reason"] == "version 3 is damaged"
+        failed = {"error_code": "INTERNAL", "error_message": "version 3 is damaged"}
+        assert status("3") == [{"version": "3", "state": "END", "status": failed}]
+        assert [it["state"] for it in status("2")] == ["AVAILABLE"]
+        # Its folder is gone.
+        one.process._renewal = lambda _: Renewal(gone=[("toy", 3)])
         one.process.renew()
-        wait(lambda: one.log("failed"))
-        assert ask(one, "toy", {"instances": [[1, 2]]}) == {"predictions": [[2, 4]]}
+        wait(lambda: http.get("/v1/models/toy/versions/3").status_code == 404)
+
+
+def test_new_contents_of_a_version_take_its_place_without_a_dropped_request() -> None:
+    first, second = toy_model(ModelKind.tensors, "toy"), toy_model(ModelKind.tensors, "toy")
+    with running([first]) as one, one.client() as http:
+        first.model.delay_seconds = 0.5
+        one.desk.control = one.process
+        answers: list[Any] = []
+        slow = threading.Thread(
+            target=lambda: answers.append(ask(one, "toy", {"instances": [[1, 2]]}))
+        )
+        slow.start()
+        wait(lambda: one.desk.in_flight)
+        one.process._renewal = lambda _: Renewal(added=[pending(second)])
+        told = http.post("/v2/repository/models/toy/load")
+        assert told.json() == {"name": "toy", "loaded": ["1"], "unchanged": [], "unloaded": []}
+        slow.join()
+        assert answers == [{"predictions": [[2, 4]]}]
+        assert one.log("replaced")[0]["whole"]
+        assert (first.ready, one.desk.shelf.versions("toy")) == (False, [second])
+        one.process._renewal = lambda _: Renewal(unchanged=[("toy", 1)])
+        told = http.post("/v2/repository/models/toy/load")
+        assert told.json() == {"name": "toy", "loaded": [], "unchanged": ["1"], "unloaded": []}
+        assert [it["model"] for it in one.log("unchanged")] == ["toy"]
+
+
+def test_names_of_several_parts() -> None:
+    names = ["org/toy", "org", "ready"]
+    with running([toy_model(ModelKind.tensors, name) for name in names]) as one:
+        triton = tritonclient.http.InferenceServerClient(one.url.removeprefix("http://"))
+        client = openai.OpenAI(base_url=f"{one.url}/v1", api_key="none", max_retries=0)
+        assert [it.id for it in client.models.list()] == names
+        for name in names:
+            assert client.models.retrieve(name).id == name
+            assert triton.is_model_ready(name)
+            assert triton.is_model_ready(name, "1")
+            assert triton.get_model_metadata(name, "1")["name"] == name
+            x = tritonclient.http.InferInput("x", [1, 2], "FP32")
+            x.set_data_from_numpy(np.array([[1, 2]], np.float32))
+            for version in ("", "1"):
+                assert triton.infer(name, [x], version).as_numpy("y").tolist() == [[2, 4]]
+            for path in (name, f"{name}/versions/1"):
+                assert ask(one, path, {"inputs": [[1, 2]]}) == {"outputs": [[2, 4]]}
+        with one.client() as http:
+            # As clients that quote the whole name write it.
+            quoted = "org%2Ftoy"
+            assert http.get(f"/v2/models/{quoted}").json()["name"] == "org/toy"
+            assert http.get(f"/v1/models/{quoted}/metadata").status_code == 200
+            assert http.get("/v2/models/org/other").status_code == 404
+            assert http.get("/v2/models/org/toy/infer").status_code == 405
+    with running([echo_model("org/chat")]) as one:
+        client = openai.OpenAI(base_url=f"{one.url}/v1", api_key="none", max_retries=0)
+        made = client.completions.create(model="org/chat", prompt="hello", max_tokens=6)
+        assert (made.model, made.choices[0].text) == ("org/chat", "hello")

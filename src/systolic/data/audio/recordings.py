@@ -234,7 +234,7 @@ def checked_prompt(writing: Writing, vocab: int) -> None:
     silence = () if writing.silence is None else (writing.silence,)
     others = (*writing.suppressed, *writing.suppressed_first, *silence)
     used = (*writing.prompt, writing.end, *others)
-    if not writing.prompt or max(used) >= vocab:
+    if not writing.prompt or max(used) >= vocab or min(used) < 0:
         raise OptionError(
-            f"texts start with the tokens {writing.prompt} and use ids up to {max(used)}, and the model has {vocab}; give the tokenizer that belongs to it"
+            f"texts start with the tokens {writing.prompt} and use ids {min(used)} to {max(used)}, and the model has {vocab}; give the tokenizer that belongs to it"
         )

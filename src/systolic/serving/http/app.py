@@ -6,9 +6,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import FastAPI
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from systolic.core.errors import SystolicError
 from systolic.serving.http import inference, listing, page, tensorflow
@@ -19,6 +22,7 @@ from systolic.serving.http.desk import Desk
 from systolic.serving.http.embeddings import EmbeddingFields, embeddings
 from systolic.serving.http.problems import Dialect, ProblemError, problem_of
 from systolic.serving.http.transcriptions import FORMATS, transcriptions
+from systolic.serving.names import NAME_IN_PATH
 
 Handler = Callable[[Request, Desk], Awaitable[Response]]
 
@@ -61,9 +65,26 @@ PREDICT = {
         }
     }
 }
-MODEL = "/v2/models/{name}"
+
+
+class NameConvertor(Convertor[str]):
+    """Names of models in paths, which may have several parts: ``org/model``."""
+
+    regex = NAME_IN_PATH
+
+    def convert(self, value: str) -> str:
+        """The name."""
+        return value
+
+    def to_string(self, value: str) -> str:
+        """The name."""
+        return value
+
+
+register_url_convertor("model", NameConvertor())
+MODEL = "/v2/models/{name:model}"
 VERSION = f"{MODEL}/versions/{{version}}"
-REPOSITORY = "/v2/repository/models/{name}"
+REPOSITORY = "/v2/repository/models/{name:model}"
 PATHS: Sequence[Path] = (
     Path("GET", "/", page.page, "A page for trying the models"),
     Path("GET", "/health", listing.health, "200 where every model answers"),
@@ -117,15 +138,18 @@ def application(desk: Desk) -> FastAPI:
         bodies, ref_template="#/components/schemas/{name}"
     )
     for path in PATHS:
+        endpoint = _endpoint(path.handler, desk)
         app.add_api_route(
             path.path,
-            _endpoint(path.handler, desk),
+            endpoint,
             methods=[path.method],
             summary=path.summary,
             operation_id=f"{path.method.lower()}{path.path.translate(_SIGNS)}",
             response_class=Response,
             openapi_extra=_described(path),
         )
+        if path.method == "GET":  # The web server leaves the body of the answer out.
+            app.add_api_route(path.path, endpoint, methods=["HEAD"], include_in_schema=False)
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -140,6 +164,15 @@ def application(desk: Desk) -> FastAPI:
 
 
 _SIGNS = str.maketrans("/{}:", "____")
+
+
+def label(app: FastAPI, scope: Scope) -> str:
+    """What metrics and the log call the path of a request, answered or refused before; ``unknown`` for one that is not there."""
+    for route in app.routes:
+        if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE:
+            own = route.path_format.startswith(tensorflow.ROUTES)
+            return tensorflow.label(scope["path"]) if own else route.path_format
+    return "unknown"
 
 
 def _endpoint(handler: Handler, desk: Desk) -> Callable[[Request], Awaitable[Response]]:

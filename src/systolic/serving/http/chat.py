@@ -17,7 +17,7 @@ from systolic.serving.http.messages import checked_messages, rendered
 from systolic.serving.http.problems import bad
 from systolic.serving.http.texts import Tally, Whole, merged, off_loop, submit, token_ids, whole
 from systolic.serving.http.tools import CLOSE, OPEN, CallReader, ForcedCall
-from systolic.serving.http.vocabulary import Vocabulary, vocabulary_of
+from systolic.serving.http.vocabulary import vocabulary_of
 from systolic.serving.served import ServedText
 from systolic.serving.text.request import AnswerStream, TextRequest, Token
 
@@ -177,12 +177,14 @@ async def _understood(request: Request, desk: Desk, fields: ChatFields) -> _Aske
     if desk.log_prompts:
         ticket.prompt = text
     tokens = await token_ids(served.tokenizer, text, special=False)
+    field = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
+    most = room(len(tokens), fields.most, served.engine.context, "messages", field)
     requests = [
         fields.text_request(
             tokens,
             number=number,
             vocab_size=served.tokenizer.vocab_size,
-            max_tokens=room(len(tokens), fields.most, served.engine.context, "messages"),
+            max_tokens=most,
             logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
             deadline_seconds=ticket.deadline_seconds,
         )
@@ -281,12 +283,13 @@ class _ChatWriter:
 
 def _logprobs(tokens: Sequence[Token], asked: _AskedChat) -> dict[str, Any]:
     words = vocabulary_of(asked.served.tokenizer)
+    write = asked.fields.written(words)
+
+    def written(index: int, value: float | None) -> dict[str, Any]:
+        return {"token": write(index), "logprob": value, "bytes": words.raw(index)}
+
     found = []
     for one in tokens:
-        tops = [_one_logprob(words, index, value) for index, value in one.top]
-        found.append({**_one_logprob(words, one.id, one.logprob), "top_logprobs": tops})
+        tops = [written(index, value) for index, value in one.top]
+        found.append({**written(one.id, one.logprob), "top_logprobs": tops})
     return {"content": found, "refusal": None}
-
-
-def _one_logprob(words: Vocabulary, index: int, value: float | None) -> dict[str, Any]:
-    return {"token": words.text(index), "logprob": value, "bytes": words.raw(index)}

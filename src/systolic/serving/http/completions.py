@@ -67,7 +67,7 @@ async def completions(request: Request, desk: Desk) -> Response:
     """Answers a request; errors as the parts that it calls."""
     fields = await read(request, CompletionFields)
     fields.check()
-    asked = await _understood(request, desk, fields)
+    asked = await _understood(request, desk, desk.text(request, fields.model), fields)
     streams = submit(asked.served.engine, asked.requests, asked.ticket)
     if fields.stream:
         return await streamed(request, _events(asked, streams))
@@ -82,31 +82,57 @@ async def completions(request: Request, desk: Desk) -> Response:
     return Response(encode(answer), media_type="application/json")
 
 
-async def _understood(request: Request, desk: Desk, fields: CompletionFields) -> _AskedTexts:
-    served, ticket = desk.text(request, fields.model), Ticket.of(request)
+async def continued(
+    request: Request, desk: Desk, served: ServedText, fields: CompletionFields
+) -> list[str]:
+    """The texts that continue the prompts of a request of another protocol; errors as the parts that it calls."""
+    fields.check()
+    asked = await _understood(request, desk, served, fields)
+    streams = submit(served.engine, asked.requests, asked.ticket)
+    texts = await attended(request, whole(streams, asked.ticket))
+    bill = Tally(choices=asked.choices)
+    for number, text in enumerate(texts):
+        bill.add(number, text.usage)
+    bill.close(asked.ticket)
+    asked.ticket.finish = ",".join(sorted({one.finish.value for one in texts}))
+    return [one.text for one in texts]
+
+
+async def _understood(
+    request: Request, desk: Desk, served: ServedText, fields: CompletionFields
+) -> _AskedTexts:
+    ticket = Ticket.of(request)
     prompts = await _prompts(fields.prompt, served)
-    count = len(prompts) * (fields.n or 1)
-    if count > desk.limits.prompts:
+    count, most = len(prompts) * (fields.n or 1), desk.limits.prompts
+    if count > most:
+        if len(prompts) > most:
+            raise bad(
+                f"prompt has {len(prompts)} texts; at most {most} are taken at once", "prompt"
+            )
         raise bad(
-            f"the request asks for {count} texts; at most {desk.limits.prompts} are written at once",
+            f"the request asks for {count} texts; at most {most} are written at once, ask for n {most // len(prompts)} or less",
             "n",
         )
     if desk.log_prompts:
         ticket.prompt = str(fields.prompt)
-    asked = DEFAULT_TOKENS if fields.max_tokens is None else fields.max_tokens
-    if asked == 0 and not fields.echo:
+    context = served.engine.context
+    if fields.max_tokens == 0 and not fields.echo:
         raise bad(
             "max_tokens is 0, which goes with echo: true only; ask for 1 or more", "max_tokens"
         )
     requests = []
     for tokens in prompts:
-        most = room(len(tokens), max(asked, 1), served.engine.context, "prompt")
+        # Without a number there are OpenAI's, or as many as are left.
+        asked = min(DEFAULT_TOKENS, max(context - len(tokens), 1))
+        if fields.max_tokens is not None:
+            asked = max(fields.max_tokens, 1)
+        new = room(len(tokens), asked, context, "prompt", "max_tokens")
         for number in range(fields.n or 1):
             made = fields.text_request(
                 tokens,
                 number=number,
                 vocab_size=served.tokenizer.vocab_size,
-                max_tokens=most,
+                max_tokens=new,
                 logprobs=fields.logprobs,
                 deadline_seconds=ticket.deadline_seconds,
             )
@@ -198,17 +224,20 @@ class _ChoiceWriter:
         return {"text": written, "index": self._index, "logprobs": logprobs, "finish_reason": None}
 
     def _logprobs(self, tokens: Sequence[Token], words: Vocabulary) -> dict[str, Any]:
-        texts = [words.text(one.id) for one in tokens]
+        write = self._asked.fields.written(words)
         offsets = []
-        for text in texts:
+        for one in tokens:
             offsets.append(self._offset)
-            self._offset += len(text)
-        tops = [
-            {words.text(index): value for index, value in one.top} if one.top else None
-            for one in tokens
-        ]
+            self._offset += len(words.text(one.id))
+        tops = []
+        for one in tokens:
+            top: dict[str, float] = {}
+            # Of tokens with the same text the most probable one stays.
+            for index, value in sorted(one.top, key=lambda pair: -pair[1]):
+                top.setdefault(write(index), value)
+            tops.append(top or None)
         return {
-            "tokens": texts,
+            "tokens": [write(one.id) for one in tokens],
             "token_logprobs": [one.logprob for one in tokens],
             "top_logprobs": tops if self._asked.fields.logprobs else None,
             "text_offset": offsets,

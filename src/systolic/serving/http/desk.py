@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
 from starlette.requests import Request
@@ -13,7 +14,7 @@ from systolic.core.errors import NotFoundError
 from systolic.serving.http.limits import HttpLimits, TokenBucket
 from systolic.serving.http.metrics import Metrics
 from systolic.serving.http.problems import ProblemError, bad
-from systolic.serving.served import Served, ServedBatch, ServedText, Shelf
+from systolic.serving.served import Key, Renewal, Served, ServedBatch, ServedText, Shelf
 from systolic.serving.text.request import TextTimes, Usage
 
 TICKET = "systolic.ticket"
@@ -31,8 +32,6 @@ class Ticket:
     begun: float = field(default_factory=time.monotonic)
     key: str | None = None
     """Name of the API key."""
-    route: str = ""
-    """What metrics and the log call its path, where one path of the application has several."""
     model: str | None = None
     usage: Usage | None = None
     examples: int = 1
@@ -71,8 +70,8 @@ class Ticket:
 class ModelControl(Protocol):
     """Whatever loads and unloads models of a running server; from any thread."""
 
-    def load(self, name: str) -> None:
-        """Makes the versions of a model ready that its folder has now; returns when they are.
+    def load(self, name: str) -> Renewal:
+        """Makes the versions of a model ready that its folder has now and that are not served, or from other contents; returns when they are.
 
         Raises:
             NotFoundError: the server was not given such a model.
@@ -89,6 +88,33 @@ class ModelControl(Protocol):
         ...
 
 
+class Phase(Enum):
+    """Where a version of a model is, in Triton's words for it."""
+
+    ready = "READY"
+    loading = "LOADING"
+    stopped = "UNAVAILABLE"
+    """It was ready and is not."""
+    failed = "FAILED"
+    """It could not be opened."""
+
+    @property
+    def triton(self) -> str:
+        """Triton's word for it."""
+        return "UNAVAILABLE" if self is Phase.failed else self.value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VersionState:
+    """A version of a model and where it is."""
+
+    name: str
+    version: int
+    phase: Phase
+    reason: str = ""
+    """Why it could not be opened; of one that is ready, why its newer contents could not."""
+
+
 @dataclass(kw_only=True, eq=False)
 class Desk:
     """The models of a server and its state."""
@@ -100,8 +126,10 @@ class Desk:
     draining: bool = False
     opened: bool = False
     """Whether every model was opened and has started."""
-    starting: Sequence[str] = ()
-    """Names of the models that are opened in turn, until :attr:`opened`."""
+    opening: Sequence[Key] = ()
+    """Versions that are opened, in this order."""
+    failures: dict[Key, str] = field(default_factory=dict)
+    """Why versions could not be opened."""
     failed: str | None = None
     """Why the models can't start."""
     in_flight: int = 0
@@ -142,37 +170,70 @@ class Desk:
             names = self._names()
             if not self.opened and not names:
                 raise self.not_ready("the server")
+            if not names:
+                raise NotFoundError(f"no model is loaded; {self._out(sorted(self.unloaded))}")
             if len(names) != 1:
                 raise bad(f"model is missing; served are: {', '.join(names)}", "model")
             name = names[0]
-        if not self.opened:
-            self.check_started(name, version)
+        self._check(name, version)
         served = ticket.held.enter_context(self.shelf.use(name, version))
         ticket.model = served.name
         if not served.ready:
             raise self.not_ready(name)
         return served
 
-    def check_started(self, name: str, version: int | None = None) -> None:
-        """Refuses a model that is not on the shelf while models are opened.
+    def versions(self, name: str, version: int | None = None) -> list[Served]:
+        """Versions of a model, oldest first, or the one of a number; errors as :meth:`use`."""
+        self._check(name, version)
+        found = self.shelf.versions(name)
+        made = [one for one in found if version in (None, one.version)]
+        if not made:
+            known = ", ".join(str(one.version) for one in found)
+            raise NotFoundError(f"{name} has no version {version}; served are: {known}")
+        return made
+
+    def states(self) -> list[VersionState]:
+        """Versions that are served, opened or could not be opened."""
+        found: dict[Key, tuple[Phase, str]] = {}
+        for one in self.shelf.everything():
+            phase = Phase.ready if one.ready else Phase.stopped
+            found[one.key] = phase, self.failures.get(one.key, "")
+        for key in self.opening:
+            found.setdefault(key, (Phase.loading, ""))
+        for key, reason in self.failures.copy().items():
+            found.setdefault(key, (Phase.failed, reason))
+        return [
+            VersionState(name=name, version=version, phase=phase, reason=reason)
+            for (name, version), (phase, reason) in found.items()
+        ]
+
+    def _check(self, name: str, version: int | None) -> None:
+        """Refuses a model that is not on the shelf because it is opened, or was taken out.
 
         Raises:
             ProblemError: it is not ready yet.
-            NotFoundError: it is none of those that are opened.
+            NotFoundError: a client took it out.
         """
-        on_shelf = [one for one in self.shelf.everything() if one.name == name]
-        if any(version in (None, one.version) for one in on_shelf):
+        held = [one.version for one in self.shelf.everything() if one.name == name]
+        if version in held or (held and version is None):
             return
-        if self.starting and name not in self.starting:
-            raise NotFoundError(
-                f"there is no model {name!r}; served are: {', '.join(self._names())}"
-            )
-        raise self.not_ready(name)
+        if any(name == one and version in (None, number) for one, number in self.opening):
+            raise self.not_ready(name)
+        if not held and name in self.unloaded:
+            raise NotFoundError(self._out([name]))
+
+    def _out(self, names: Sequence[str]) -> str:
+        """What to do about models that a client took out."""
+        several = len(names) > 1
+        told = f"{', '.join(names)} {'are' if several else 'is'} unloaded"
+        return (
+            f"{told}; load with POST /v2/repository/models/{'NAME' if several else names[0]}/load"
+        )
 
     def _names(self) -> list[str]:
         """Names of the models, those that are still opened included."""
         opened = [one.name for one in self.shelf.newest()]
-        return list(dict.fromkeys([*opened, *(() if self.opened else self.starting)]))
+        return list(dict.fromkeys([*opened, *(name for name, _ in self.opening)]))
 
     def text(self, request: Request, name: str | None) -> ServedText:
         """The language model of a request; errors as :meth:`use`.

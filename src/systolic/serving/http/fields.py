@@ -1,11 +1,13 @@
 """Fields of requests for text, as OpenAI names them, and the requests of an engine that they make."""
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
 from systolic.serving.http.problems import bad
+from systolic.serving.http.vocabulary import Vocabulary
 from systolic.serving.text.request import TextRequest, TokenChoice
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -51,6 +53,8 @@ class TextFields(Struct, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
     stop_token_ids: list[Whole] | None = None
     ignore_eos: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Whether ``logprobs`` name tokens by their ids, which no two of them share."""
     # Known and not carried out.
     response_format: dict[str, Any] | None = None
     min_tokens: int | None = None
@@ -105,6 +109,10 @@ class TextFields(Struct, kw_only=True):
                 f"stop has a string that is empty or longer than {LONGEST_STOP} characters", "stop"
             )
         return several
+
+    def written(self, words: Vocabulary) -> Callable[[int], str]:
+        """How ``logprobs`` name a token: by its text, or as vLLM writes ids."""
+        return "token_id:{}".format if self.return_tokens_as_token_ids else words.text
 
     def choice(self, number: int, vocab_size: int) -> TokenChoice:
         """How the tokens of the choice of a number are picked.
@@ -202,7 +210,7 @@ def refuse(name: str, value: object) -> None:
     )
 
 
-def room(prompt: int, asked: int | None, context: int, param: str) -> int:
+def room(prompt: int, asked: int | None, context: int, param: str, field: str) -> int:
     """New tokens that a request may have.
 
     Args:
@@ -210,6 +218,7 @@ def room(prompt: int, asked: int | None, context: int, param: str) -> int:
         asked: Most new tokens; None takes what is left.
         context: Tokens of prompt and answer together.
         param: Field of the prompt.
+        field: Field of the number of new tokens.
 
     Raises:
         ProblemError: they do not fit.
@@ -217,6 +226,12 @@ def room(prompt: int, asked: int | None, context: int, param: str) -> int:
     if prompt == 0:
         raise bad(f"{param} has no tokens; send some text", param)
     wanted = 1 if asked is None else asked
+    if wanted >= context > prompt:
+        raise bad(
+            f"{field} is {wanted} and the model's context is {context} tokens, of which {param} takes {prompt}; ask for {context - prompt} or fewer",
+            field,
+            "context_length_exceeded",
+        )
     if prompt + wanted > context:
         told = f"{prompt} tokens" + (f" and up to {asked} new ones" if asked else "")
         raise bad(

@@ -8,9 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from fastapi import FastAPI
+from starlette.types import Message, Receive, Scope, Send
 
 from systolic.core.errors import SystolicError
+from systolic.serving.http.app import label
 from systolic.serving.http.bodies import encode
 from systolic.serving.http.desk import TICKET, Desk, Ticket, new_id
 from systolic.serving.http.keys import Keys
@@ -25,12 +27,12 @@ _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @dataclass(kw_only=True, eq=False)
 class Gate:
-    """An ASGI application around another one.
+    """An ASGI application around that of the routes.
 
     Every request gets one answer in its protocol's form, whatever is raised inside.
     """
 
-    app: ASGIApp
+    app: FastAPI
     desk: Desk
     log: EventLog
     traces: Traces
@@ -138,7 +140,7 @@ class Gate:
 
     def _note(self, scope: Scope, answer: "_Exchange") -> None:
         ticket, metrics = answer.ticket, self.desk.metrics
-        route = ticket.route or (scope["route"].path if "route" in scope else "unknown")
+        route = label(self.app, scope)
         seconds = time.monotonic() - ticket.begun
         status = "499" if ticket.gone else str(answer.status)
         metrics.http_requests.labels(route, status).inc()

@@ -1,7 +1,7 @@
 """The Open Inference Protocol (KServe v2) over REST, with Triton's binary extension."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version as installed
 from typing import Any
 
@@ -10,10 +10,11 @@ from msgspec import Struct, field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from systolic.serving.batch.request import BYTES
-from systolic.serving.http.batches import answered
+from systolic.serving.batch.request import ANY, BYTES, ArraySpec
+from systolic.serving.http.batches import answered, objects
 from systolic.serving.http.bodies import decode, encode
-from systolic.serving.http.desk import Desk, ModelControl
+from systolic.serving.http.completions import CompletionFields, continued
+from systolic.serving.http.desk import Desk, ModelControl, Phase
 from systolic.serving.http.listing import json_response
 from systolic.serving.http.problems import ProblemError, bad
 from systolic.serving.http.tensors import (
@@ -28,11 +29,12 @@ from systolic.serving.http.tensors import (
 from systolic.serving.served import Served, ServedText
 
 HEADER = "inference-header-content-length"
-TEXT = {
-    "inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1]}],
-    "outputs": [{"name": "text_output", "datatype": "BYTES", "shape": [1]}],
-}
-"""What a language model takes and gives; it is asked through OpenAI's routes."""
+TEXT_INPUT, TEXT_OUTPUT = (
+    ArraySpec(name=name, dtype=BYTES, shape=(ANY,)) for name in ("text_input", "text_output")
+)
+"""What a language model takes and gives, as Triton's backends of such models name it."""
+NOT_HERE = ("stream", "stream_options", "n", "echo", "logprobs", "model", "prompt")
+"""Fields of completions that this protocol has no place for in its answers, or elsewhere in its requests."""
 
 
 class WireOutput(Struct, kw_only=True):
@@ -72,7 +74,12 @@ async def live(request: Request, desk: Desk) -> Response:
 async def ready(request: Request, desk: Desk) -> Response:
     """``GET /v2/health/ready``."""
     del request
-    return json_response({"ready": desk.ready}, 200 if desk.ready else 503)
+    up = desk.ready
+    models = [
+        {"name": one.name, "version": str(one.version), "ready": one.phase is Phase.ready}
+        for one in desk.states()
+    ]
+    return json_response({"ready": up, "models": models}, 200 if up else 503)
 
 
 async def server(request: Request, desk: Desk) -> Response:
@@ -95,11 +102,11 @@ async def index(request: Request, desk: Desk) -> Response:
         {
             "name": one.name,
             "version": str(one.version),
-            "state": "READY" if one.ready else "UNAVAILABLE",
-            "reason": "",
+            "state": one.phase.triton,
+            "reason": one.reason,
         }
-        for one in desk.shelf.everything()
-        if one.ready or not only_ready
+        for one in desk.states()
+        if one.phase is Phase.ready or not only_ready
     ]
     if not only_ready:
         found += [
@@ -115,8 +122,16 @@ async def load(request: Request, desk: Desk) -> Response:
     given = decode(raw, ControlFields).parameters if raw else {}
     if given:
         raise bad(f"{next(iter(given))} is not taken; models are loaded as their folders have them")
-    await asyncio.to_thread(_control(desk).load, request.path_params["name"])
-    return Response()
+    name = request.path_params["name"]
+    done = await asyncio.to_thread(_control(desk).load, name)
+    return json_response(
+        {
+            "name": name,
+            "loaded": [str(one.key[1]) for one in done.added],
+            "unchanged": [str(version) for _, version in done.unchanged],
+            "unloaded": [str(version) for _, version in done.gone],
+        }
+    )
 
 
 async def unload(request: Request, desk: Desk) -> Response:
@@ -152,10 +167,20 @@ async def metadata(request: Request, desk: Desk) -> Response:
         "versions": [str(one.version) for one in desk.shelf.versions(served.name)],
         "platform": "systolic_jax",
     }
+    inputs, outputs = _specs(served)
+    return json_response(
+        {
+            **found,
+            "inputs": [described(one) for one in inputs],
+            "outputs": [described(one) for one in outputs],
+        }
+    )
+
+
+def _specs(served: Served) -> tuple[Sequence[ArraySpec], Sequence[ArraySpec]]:
     if isinstance(served, ServedText):
-        return json_response({**found, **TEXT})
-    inputs, outputs = map(described, served.model.inputs), map(described, served.model.outputs)
-    return json_response({**found, "inputs": list(inputs), "outputs": list(outputs)})
+        return [TEXT_INPUT], [TEXT_OUTPUT]
+    return served.model.inputs, served.model.outputs
 
 
 async def infer(request: Request, desk: Desk) -> Response:
@@ -166,15 +191,43 @@ async def infer(request: Request, desk: Desk) -> Response:
         raise bad(f"{HEADER} is {size[:40]!r} and the body has {len(raw)} bytes")
     end = len(raw) if size is None else int(size)
     fields = decode(raw[:end], InferFields)
-    served = desk.batch(request, request.path_params["name"], version_in(request))
+    served = desk.use(request, request.path_params["name"], version_in(request))
     inputs = read_tensors(fields.inputs, raw[end:])
     # A scalar per example may come as [n, 1], as Triton's clients send texts and files.
-    for spec in served.model.inputs:
+    for spec in _specs(served)[0]:
         given = inputs.get(spec.name)
         if spec.dtype == BYTES and given is not None and given.dtype == object and given.ndim == 2:
             inputs[spec.name] = given[:, 0] if given.shape[1] == 1 else given
-    found = await answered(request, served, inputs)
+    if isinstance(served, ServedText):
+        found = await _texts(request, desk, served, fields, inputs)
+    else:
+        found = await answered(request, served, inputs)
     return _response(fields, served, found)
+
+
+async def _texts(
+    request: Request,
+    desk: Desk,
+    served: ServedText,
+    fields: InferFields,
+    inputs: Mapping[str, np.ndarray],
+) -> Mapping[str, np.ndarray]:
+    """The texts that a language model continues ``text_input`` with; the request's parameters are fields of completions."""
+    given = inputs.get(TEXT_INPUT.name)
+    if given is None or len(inputs) > 1 or given.dtype != object or given.ndim != 1:
+        raise bad(
+            f"{served.name} is a language model and takes {TEXT_INPUT.name}, BYTES [texts]; send that, or ask /v1/completions"
+        )
+    try:
+        prompts = [bytes(one).decode() for one in given]
+    except UnicodeDecodeError as error:
+        raise bad(f"{TEXT_INPUT.name} is not UTF-8 ({error.reason}); send texts") from error
+    for name in NOT_HERE:
+        if fields.parameters.get(name):
+            raise bad(f"parameters.{name} is not taken here; leave it out, or ask /v1/completions")
+    body = encode({**fields.parameters, "model": served.name, "prompt": prompts})
+    texts = await continued(request, desk, served, decode(body, CompletionFields))
+    return {TEXT_OUTPUT.name: objects([one.encode() for one in texts])}
 
 
 def _response(fields: InferFields, served: Served, found: Mapping[str, np.ndarray]) -> Response:
@@ -213,18 +266,7 @@ def _response(fields: InferFields, served: Served, found: Mapping[str, np.ndarra
 
 
 def _find(request: Request, desk: Desk) -> Served:
-    version = version_in(request)
-    if not desk.opened:
-        desk.check_started(request.path_params["name"], version)
-    versions = desk.shelf.versions(request.path_params["name"])
-    return next((one for one in reversed(versions) if version in (None, one.version)), None) or _no(
-        request
-    )
-
-
-def _no(request: Request) -> Served:
-    name = request.path_params["name"]
-    raise ProblemError(status=404, message=f"{name} has no such version")
+    return desk.versions(request.path_params["name"], version_in(request))[-1]
 
 
 def version_in(request: Request) -> int | None:

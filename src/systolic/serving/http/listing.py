@@ -24,25 +24,32 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 def described(served: Served) -> dict[str, Any]:
     """A model as OpenAI lists it, with its context as vLLM adds it."""
-    found: dict[str, Any] = {
-        "id": served.name,
-        "object": "model",
-        "created": served.created,
-        "owned_by": "systolic",
-        "root": served.name,
-        "parent": None,
-    }
+    found = {**entry(served.name, served.created), "ready": served.ready}
     if isinstance(served, ServedText):
         return {**found, "kind": served.kind, "max_model_len": served.engine.context}
     return {**found, "kind": served.model.kind.value}
 
 
+def entry(name: str, created: int = 0) -> dict[str, Any]:
+    """The fields that OpenAI lists of a model; one that is not ready has no more."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "systolic",
+        "root": name,
+        "parent": None,
+        "ready": False,
+    }
+
+
 async def models(request: Request, desk: Desk) -> Response:
-    """``GET /v1/models``."""
+    """``GET /v1/models``: those that answer, then those that are opened."""
     del request
-    return json_response(
-        {"object": "list", "data": [described(one) for one in desk.shelf.newest()]}
-    )
+    found = [described(one) for one in desk.shelf.newest()]
+    names = [one["id"] for one in found]
+    opening = dict.fromkeys(name for name, _ in desk.opening if name not in names)
+    return json_response({"object": "list", "data": [*found, *map(entry, opening)]})
 
 
 async def health(request: Request, desk: Desk) -> Response:

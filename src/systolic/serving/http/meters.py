@@ -5,22 +5,24 @@ from collections.abc import Callable
 from systolic.forecasting.serving_memory import ServingMemory
 from systolic.serving.batch.facts import AnswerFacts, BatchFacts
 from systolic.serving.compiles import CompileFacts
-from systolic.serving.http.metrics import EACH, LONG, MODEL, SHORT, SIZES, Metrics
+from systolic.serving.http.metrics import EACH, LONG, MODEL, SHORT, SIZES, Gauges, Metrics
 from systolic.serving.text.facts import RequestFacts, StepFacts
 
 PHASES = ("weights", "trace", "compile", "keep", "load")
 """Of a model's start; those of programs are summed over the threads that make them ready."""
 
 
-def begin_counts(metrics: Metrics, at: tuple[str, str, str]) -> None:
+def begin_counts(metrics: Metrics, gauges: Gauges, at: tuple[str, str, str]) -> None:
     """Counters at 0 that would else be absent until they first count."""
     for one in (metrics.late_compiles, metrics.cache_hits, metrics.cache_misses):
         one.labels(*at)
-    for phase in PHASES:
-        metrics.startup.labels(*at[:2], phase)  # Other engines of the model may have added to it.
+    for phase in PHASES:  # Other engines of the model may have added to it.
+        gauges.add(metrics.startup, (*at[:2], phase), 0.0)
 
 
-def count_compile(metrics: Metrics, at: tuple[str, str, str], facts: CompileFacts) -> None:
+def count_compile(
+    metrics: Metrics, gauges: Gauges, at: tuple[str, str, str], facts: CompileFacts
+) -> None:
     """Counts a program of a model."""
     metrics.compile_seconds.labels(*at).inc(facts.seconds)
     (metrics.cache_hits if facts.cached else metrics.cache_misses).labels(*at).inc()
@@ -28,7 +30,7 @@ def count_compile(metrics: Metrics, at: tuple[str, str, str], facts: CompileFact
     metrics.compiles.labels(*at, facts.bucket, cause).inc()
     if not facts.after_ready:
         for phase, seconds in facts.phases.items():
-            metrics.startup.labels(*at[:2], phase).inc(seconds)
+            gauges.add(metrics.startup, (*at[:2], phase), seconds)
     if facts.after_ready:
         metrics.late_compiles.labels(*at).inc()
 
@@ -70,21 +72,22 @@ class TextMetrics:
 
     def of(self, model: str, version: int = 1, engine: int = 0) -> "TextMeter":
         """The watcher of an engine of a model."""
-        return TextMeter(self, (model, str(version), str(engine)))
+        gauges = self.all.gauges(model, version)
+        return TextMeter(self, gauges, (model, str(version), str(engine)))
 
 
 class TextMeter:
     """Counts what one language model does; a :class:`~systolic.serving.text.facts.EngineWatcher`."""
 
-    def __init__(self, metrics: TextMetrics, at: tuple[str, str, str]) -> None:
-        self._all, self._at = metrics, at
-        self._pages, self._loading = 1, 0.0
-        begin_counts(metrics.all, self._at)
+    def __init__(self, metrics: TextMetrics, gauges: Gauges, at: tuple[str, str, str]) -> None:
+        self._all, self._gauges, self._at = metrics, gauges, at
+        self._pages = 1
+        begin_counts(metrics.all, gauges, self._at)
         self._loads(0, 0, 0)
 
     def compiled(self, facts: CompileFacts) -> None:
         """After each program that is made ready before the first step."""
-        count_compile(self._all.all, self._at, facts)
+        count_compile(self._all.all, self._gauges, self._at, facts)
 
     def measured(self, memory: ServingMemory) -> None:
         """When the memory is known."""
@@ -95,21 +98,20 @@ class TextMeter:
             "free": memory.left_bytes,
         }
         for kind, size in kinds.items():
-            self._all.all.memory.labels(*self._at, kind).set(size)
-        self._all.all.memory_limit.labels(*self._at).set(memory.capacity_bytes)
+            self._gauges.set(self._all.all.memory, (*self._at, kind), size)
+        self._gauges.set(self._all.all.memory_limit, self._at, memory.capacity_bytes)
 
     def placed(self, seconds: float) -> None:
         """After reading weights, and after laying them out."""
-        self._loading += seconds
-        self._all.all.weights_seconds.labels(*self._at).set(self._loading)
-        self._all.all.startup.labels(*self._at[:2], "weights").inc(seconds)
+        self._gauges.add(self._all.all.weights_seconds, self._at, seconds)
+        self._gauges.add(self._all.all.startup, (*self._at[:2], "weights"), seconds)
 
     def _loads(self, running: int, waiting: int, pages_in_use: int) -> None:
-        every, at = self._all, self._at
-        every.running.labels(*at).set(running)
-        every.waiting.labels(*at).set(waiting)
-        every.pages_in_use.labels(*at).set(pages_in_use)
-        every.cache_usage.labels(*at).set(pages_in_use / self._pages)
+        every, at, put = self._all, self._at, self._gauges.set
+        put(every.running, at, running)
+        put(every.waiting, at, waiting)
+        put(every.pages_in_use, at, pages_in_use)
+        put(every.cache_usage, at, pages_in_use / self._pages)
 
     def stepped(self, facts: StepFacts) -> None:
         """After each step."""
@@ -117,7 +119,7 @@ class TextMeter:
         tokens = facts.decode_rows + facts.prefill_tokens
         self._pages = max(facts.pages_total, 1)
         self._loads(facts.running, facts.waiting, facts.pages_in_use)
-        every.pages.labels(*at).set(facts.pages_total)
+        self._gauges.set(every.pages, at, facts.pages_total)
         every.preemptions.labels(*at).inc(facts.preempted)
         every.step_tokens.labels(*at).observe(tokens)
         every.step_seconds.labels(*at).observe(facts.seconds)
@@ -176,28 +178,28 @@ class BatchMetrics:
 
     def of(self, model: str, version: int = 1) -> "BatchMeter":
         """The watcher of a model."""
-        return BatchMeter(self, (model, str(version), "0"))
+        return BatchMeter(self, self.all.gauges(model, version), (model, str(version), "0"))
 
 
 class BatchMeter:
     """Counts what one batch model does; a :class:`~systolic.serving.batch.facts.BatchWatcher`."""
 
-    def __init__(self, metrics: BatchMetrics, at: tuple[str, str, str]) -> None:
-        self._all, self._at = metrics, at
-        begin_counts(metrics.all, self._at)
+    def __init__(self, metrics: BatchMetrics, gauges: Gauges, at: tuple[str, str, str]) -> None:
+        self._all, self._gauges, self._at = metrics, gauges, at
+        begin_counts(metrics.all, gauges, self._at)
 
     def read(self, seconds: float) -> None:
         """After the weights were read."""
-        self._all.all.weights_seconds.labels(*self._at).set(seconds)
-        self._all.all.startup.labels(*self._at[:2], "weights").set(seconds)
+        self._gauges.set(self._all.all.weights_seconds, self._at, seconds)
+        self._gauges.set(self._all.all.startup, (*self._at[:2], "weights"), seconds)
 
     def compiled(self, facts: CompileFacts) -> None:
         """After each program."""
-        count_compile(self._all.all, self._at, facts)
+        count_compile(self._all.all, self._gauges, self._at, facts)
 
     def opened(self, waiting: Callable[[], int]) -> None:
         """Before anything else."""
-        self._all.waiting.labels(*self._at).set_function(waiting)
+        self._gauges.set(self._all.waiting, self._at, waiting)
 
     def died(self, reason: str) -> None:
         """After a worker died."""

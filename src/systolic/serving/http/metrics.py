@@ -4,7 +4,8 @@ The Kubernetes Gateway API Inference Extension maps names by configuration: ``sy
 ``systolic:num_requests_running`` and ``systolic:kv_cache_usage_perc`` are the three gauges that it asks for.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -14,6 +15,8 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
+
+from systolic.serving.served import Key
 
 PREFIX = "systolic:"
 MODEL = ("model_name", "version", "engine")
@@ -69,12 +72,63 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 3
 """Tokens."""
 
 
+class Gauges:
+    """Gauges of one opening of a version of a model, from any thread: kept until they are shown, and on the page from then on.
+
+    Args:
+        shown: Whether they are from the start.
+    """
+
+    def __init__(self, *, shown: bool = False) -> None:
+        self._values: dict[tuple[Gauge, tuple[str, ...]], float | Callable[[], float]] = {}
+        self._shown, self._lock = shown, threading.Lock()
+
+    def set(
+        self, gauge: Gauge, labels: tuple[str, ...], value: float | Callable[[], float]
+    ) -> None:
+        """Sets a gauge to a value, or to what a function gives."""
+        with self._lock:
+            self._set(gauge, labels, value)
+
+    def add(self, gauge: Gauge, labels: tuple[str, ...], more: float) -> None:
+        """Adds to a gauge that begins at 0."""
+        with self._lock:
+            before = self._values.get((gauge, labels), 0.0)
+            assert isinstance(before, int | float)
+            self._set(gauge, labels, before + more)
+
+    def show(self) -> None:
+        """Puts them on the page."""
+        with self._lock:
+            self._shown = True
+            for (gauge, labels), value in self._values.items():
+                self._set(gauge, labels, value)
+
+    def hide(self) -> None:
+        """Writes no more; what is on the page is taken out by its owner."""
+        with self._lock:
+            self._shown = False
+
+    def _set(
+        self, gauge: Gauge, labels: tuple[str, ...], value: float | Callable[[], float]
+    ) -> None:
+        self._values[gauge, labels] = value
+        if self._shown:
+            child = gauge.labels(*labels)
+            if isinstance(value, int | float):
+                child.set(value)
+            else:
+                child.set_function(value)
+
+
 class Metrics:
     """All metrics of a server."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._gauges: list[Gauge] = []
+        self._opening: dict[Key, Gauges] = {}
+        self._served: dict[Key, Gauges] = {}
         ProcessCollector(registry=self.registry)
         self.http_requests = self.counter(
             "http_requests", "Answers by route and status", "route", "status"
@@ -137,8 +191,32 @@ class Metrics:
             self._gauges.append(made)
         return made
 
+    def gauges(self, model: str, version: int) -> "Gauges":
+        """Those of a version that is opened: hidden while one of the same label is served."""
+        key = model, version
+        return self._opening.setdefault(key, Gauges(shown=key not in self._served))
+
+    def opened(self, model: str, version: int, seconds: float) -> None:
+        """Shows the gauges of a version that is ready after so many seconds, in place of those of another one of its label."""
+        found = self.gauges(model, version)
+        found.set(self.startup, (model, str(version), "total"), seconds)
+        if (model, version) in self._served:
+            self.forget(model, version)
+        self._served[model, version] = self._opening.pop((model, version))
+        found.show()
+
+    def failed(self, model: str, version: int) -> None:
+        """Takes out the gauges of a version that could not be opened; those of one of its label that is served stay."""
+        self._opening.pop((model, version), Gauges()).hide()
+        if (model, version) not in self._served:
+            self._remove(model, version)
+
     def forget(self, model: str, version: int) -> None:
-        """Takes out the gauges of a model that is no longer there; what was counted of it stays."""
+        """Takes out the gauges of a version that is no longer there; what was counted of it stays."""
+        self._served.pop((model, version), Gauges()).hide()
+        self._remove(model, version)
+
+    def _remove(self, model: str, version: int) -> None:
         for one in self._gauges:
             one.remove_by_labels({"model_name": model, "version": str(version)})
 

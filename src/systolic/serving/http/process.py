@@ -28,9 +28,8 @@ from systolic.serving.http.keys import Keys
 from systolic.serving.http.logs import EventLog
 from systolic.serving.http.patience import PatientProtocol
 from systolic.serving.http.traces import find_traces
-from systolic.serving.served import Served
+from systolic.serving.served import Pending, Renewal, Served
 
-Renewal = tuple[Sequence[Callable[[], Served]], Sequence[tuple[str, int]]]
 TICK_SECONDS = 0.05
 LAST_SECONDS = 2.0
 """For answers that end with an error after the grace time."""
@@ -101,18 +100,18 @@ class Process(uvicorn.Server):
 
     Args:
         desk: The models.
-        openers: Open the models, in the background and in this order; each is started and put into the desk.
+        pending: The models, opened in the background and in this order; each is started and put into the desk.
         address: Where to listen.
         log: What happens.
         keys: API keys; None lets everyone in.
-        renewal: What changes of all models at a SIGHUP, or of the one of a name: openers of those that are new, names and versions to retire.
+        renewal: What changes of all models at a SIGHUP, or of the one of a name.
         listening: Called with the port when the socket is open.
     """
 
     def __init__(
         self,
         desk: Desk,
-        openers: Sequence[Callable[[], Served]],
+        pending: Sequence[Pending],
         address: Address,
         log: EventLog,
         keys: Keys | None = None,
@@ -139,7 +138,8 @@ class Process(uvicorn.Server):
             )
         )
         self.desk, self.address, self.log = desk, address, log
-        self._openers, self._keys = openers, keys
+        self._pending, self._keys = pending, keys
+        desk.opening = [one.key for one in pending]
         self._listening, self._renewal = listening, renewal
         self._renewing = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -198,7 +198,7 @@ class Process(uvicorn.Server):
     def _start_models(self) -> None:
         begun = time.monotonic()
         with self._renewing:
-            self.desk.failed = next(filter(None, map(self._start, self._openers)), None)
+            self.desk.failed = next(filter(None, map(self._start, self._pending)), None)
         if self.desk.failed is not None:
             self.end()
             return
@@ -213,22 +213,36 @@ class Process(uvicorn.Server):
             keys=self._keys is not None or None,
         )
 
-    def _start(self, opener: Callable[[], Served]) -> str | None:
-        """Opens a model, makes it ready and adds it; the reason where that fails."""
-        at = time.monotonic()
+    def _start(self, pending: Pending) -> str | None:
+        """Opens a model, makes it ready and adds it, in the place of one of its name and version; the reason where that fails."""
+        at, desk, (name, version) = time.monotonic(), self.desk, pending.key
         try:
-            served = opener()
+            served = pending.open()
             served.start()
-            self.desk.shelf.put(served)
+            seconds = time.monotonic() - at
+            desk.failures.pop(pending.key, None)
+            desk.metrics.opened(name, version, seconds)
+            self._add(served)
         except Exception as error:
             own = isinstance(error, SystolicError)
             reason = str(error) if own else f"{type(error).__name__}: {error}"
-            self.log.write("failed", error=reason)
+            desk.metrics.failed(name, version)
+            desk.failures[pending.key] = reason
+            self.log.write("failed", model=name, version=version, error=reason)
             return reason
-        seconds = time.monotonic() - at
-        self.desk.metrics.startup.labels(served.name, str(served.version), "total").set(seconds)
-        self.log.write("warm", model=served.name, version=served.version, seconds=round(seconds, 3))
+        finally:
+            desk.opening = [one for one in desk.opening if one != pending.key]
+        self.log.write("warm", model=name, version=version, seconds=round(seconds, 3))
         return None
+
+    def _add(self, served: Served) -> None:
+        """Hands requests to a model; one of its name and version ends when its own have ended."""
+        shelf = self.desk.shelf
+        if all(one.key != served.key for one in shelf.everything()):
+            shelf.put(served)
+            return
+        whole = shelf.swap(served, self.address.grace_seconds)
+        self.log.write("replaced", model=served.name, version=served.version, whole=whole)
 
     def renew(self) -> None:
         """Adds new models and retires those that are gone, in the background; no request is dropped."""
@@ -238,39 +252,52 @@ class Process(uvicorn.Server):
     def _renew(self, renewal: Callable[[str | None], Renewal]) -> None:
         with self._renewing:
             try:
-                self._change(*renewal(None))
+                self._change(renewal(None))
             except SystolicError as error:
                 self.log.write("failed", error=str(error))
 
-    def _change(
-        self, openers: Sequence[Callable[[], Served]], gone: Sequence[tuple[str, int]]
-    ) -> None:
+    def _change(self, renewal: Renewal) -> str | None:
         """Adds models, then retires others; what is served stays until its successor works.
 
-        Raises:
-            RunError: one can't be made ready.
+        Returns:
+            Why the first of those that failed did.
         """
-        for reason in map(self._start, openers):
-            if reason is not None:
-                raise RunError(reason)
-        for name, version in gone:
-            whole = self.desk.shelf.retire(name, version, self.address.grace_seconds)
-            self.desk.metrics.forget(name, version)
+        desk = self.desk
+        desk.opening = [one.key for one in renewal.added]
+        reasons = {one.key[0]: reason for one in renewal.added if (reason := self._start(one))}
+        for name, version in renewal.unchanged:
+            self.log.write("unchanged", model=name, version=version)
+        held = [one.key for one in desk.shelf.everything()]
+        for name, version in renewal.gone:
+            if name in reasons:
+                continue
+            desk.failures.pop((name, version), None)
+            if (name, version) not in held:
+                continue
+            whole = desk.shelf.retire(name, version, self.address.grace_seconds)
+            desk.metrics.forget(name, version)
             self.log.write("retired", model=name, version=version, whole=whole)
+        return next(iter(reasons.values()), None)
 
-    def load(self, name: str) -> None:
+    def load(self, name: str) -> Renewal:
         """See :class:`~systolic.serving.http.desk.ModelControl`."""
         assert self._renewal is not None
         with self._renewing:
-            self._change(*self._renewal(name))
-            self.desk.unloaded.discard(name)
+            renewal = self._renewal(name)
+            reason = self._change(renewal)
+            if any(one.name == name for one in self.desk.shelf.everything()):
+                self.desk.unloaded.discard(name)
+        if reason is not None:
+            raise RunError(reason)
+        return renewal
 
     def unload(self, name: str) -> None:
         """See :class:`~systolic.serving.http.desk.ModelControl`."""
         with self._renewing:
             versions = self.desk.shelf.versions(name)
+            failed = [key for key in self.desk.failures if key[0] == name]
             self.desk.unloaded.add(name)
-            self._change([], [(name, one.version) for one in versions])
+            self._change(Renewal(gone=[*(one.key for one in versions), *failed]))
 
     def end(self) -> None:
         """Begins to end; from any thread."""

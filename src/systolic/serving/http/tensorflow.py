@@ -5,7 +5,7 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ from systolic.core.errors import OptionError
 from systolic.serving.batch.dtypes import check_range, kind_of
 from systolic.serving.batch.request import BYTES, ArraySpec, ModelKind
 from systolic.serving.http.batches import answered, objects
-from systolic.serving.http.desk import Desk, Ticket
-from systolic.serving.http.listing import described, json_response
+from systolic.serving.http.desk import Desk, Phase, VersionState
+from systolic.serving.http.listing import described, entry, json_response
 from systolic.serving.http.problems import ProblemError, bad
 from systolic.serving.served import Served, ServedBatch, ServedText
 
@@ -25,8 +25,8 @@ _GET = re.compile(r"(?P<name>.+?)(?:/versions/(?P<version>[0-9]{1,15}))?(?P<meta
 _POST = re.compile(
     r"(?P<name>[^:]+?)(?:/versions/(?P<version>[0-9]{1,15})|/labels/(?P<label>[^/:]+))?:(?P<verb>[a-z]+)"
 )
-ROUTE = "/v1/models/{name}"
-"""What metrics and the log call the paths here, with what follows the name."""
+ROUTES = "/v1/models/"
+"""Begin of the paths here."""
 SIGNATURE = "serving_default"
 SMALL = 1 << 16
 """Bytes of JSON that are read in the event loop."""
@@ -40,8 +40,20 @@ TYPES: Mapping[str, str] = {
     **{f"int{bits}": f"DT_INT{bits}" for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": f"DT_UINT{bits}" for bits in (8, 16, 32, 64)},
 }
+STATES: Mapping[Phase, str] = {
+    Phase.ready: "AVAILABLE",
+    Phase.loading: "LOADING",
+    Phase.stopped: "UNLOADING",
+    Phase.failed: "END",
+}
 PLAIN: Mapping[ModelKind, str] = {ModelKind.image: "uint8", ModelKind.transcription: "float32"}
 """Kind to the dtype of numbers that stand for an encoded input."""
+
+
+def label(path: str) -> str:
+    """What metrics and the log call a path: any other word than these would be a label of the client's making."""
+    ends = (one for one in (":predict", "/metadata") if path.endswith(one))
+    return f"{ROUTES}{{name}}{next(ends, '')}"
 
 
 async def model(request: Request, desk: Desk) -> Response:
@@ -49,30 +61,25 @@ async def model(request: Request, desk: Desk) -> Response:
     found = _GET.fullmatch(request.path_params["rest"])
     if found is None:
         raise ProblemError(status=404, message="there is no such path")
-    Ticket.of(request).route = f"{ROUTE}{found['metadata'] or ''}"
-    served = _versions(desk, found["name"], found["version"])
+    name, version = found["name"], None if found["version"] is None else int(found["version"])
     if found["metadata"]:
-        return json_response(_metadata(served[-1]))
-    states = [
-        {
-            "version": str(one.version),
-            "state": "AVAILABLE" if one.ready else "LOADING",
-            "status": {"error_code": "OK", "error_message": ""},
-        }
-        for one in reversed(served)
-    ]
-    return json_response({**described(served[-1]), "model_version_status": states})
+        return json_response(_metadata(desk.versions(name, version)[-1]))
+    states = [one for one in desk.states() if one.name == name and version in (None, one.version)]
+    if all(one.phase is Phase.loading for one in states):
+        desk.versions(name, version)
+    newest = next((one for one in desk.shelf.newest() if one.name == name), None)
+    about = entry(name) if newest is None else described(newest)
+    told = [_state(one) for one in sorted(states, key=lambda one: one.version, reverse=True)]
+    return json_response({**about, "model_version_status": told})
 
 
-def _versions(desk: Desk, name: str, version: str | None) -> Sequence[Served]:
-    if not desk.opened:
-        desk.check_started(name, None if version is None else int(version))
-    versions = desk.shelf.versions(name)
-    if version is not None:
-        versions = [one for one in versions if one.version == int(version)]
-    if not versions:
-        raise ProblemError(status=404, message=f"{name} has no version {version}")
-    return versions
+def _state(one: VersionState) -> dict[str, Any]:
+    failed = one.phase is Phase.failed
+    status = {
+        "error_code": "INTERNAL" if failed else "OK",
+        "error_message": one.reason if failed else "",
+    }
+    return {"version": str(one.version), "state": STATES[one.phase], "status": status}
 
 
 def _metadata(served: Served) -> dict[str, Any]:
@@ -103,8 +110,6 @@ async def predict(request: Request, desk: Desk) -> Response:
     found = _POST.fullmatch(request.path_params["rest"])
     if found is None:
         raise ProblemError(status=404, message="there is no such path; ask /v1/models/NAME:predict")
-    if found["verb"] == "predict":  # Any other word would be a label of the client's making.
-        Ticket.of(request).route = f"{ROUTE}:predict"
     if found["label"]:
         raise ProblemError(status=404, message=f"{found['name']} has no label {found['label']}")
     if found["verb"] != "predict":
