@@ -344,23 +344,7 @@ def test_versions_are_swapped_while_requests_run(tmp_path: Path) -> None:
             process.send_signal(signal.SIGHUP)
             while versions() != ["2"] or measured() != {"2"}:
                 time.sleep(0.02)
-            # Other weights under the same version; what is served as before is left.
-            load, greedily = f"{url}/v2/repository/models/tiny/load", {"temperature": 0, "seed": 1}
-            asked: Any = {"model": "tiny", "prompt": "a question", "max_tokens": 12, **greedily}
-            said = client.completions.create(**asked).choices[0].text
-            assert httpx.post(load).json()["unchanged"] == ["2"]
-            other = folders.llama()
-            torch.nn.init.normal_(other.lm_head.weight)
-            folders.folder(tmp_path / "other", other)
-            file = "model.safetensors"
-            (tmp_path / "other" / file).rename(root / "2" / file)
-            assert httpx.post(load, timeout=200).json()["loaded"] == ["2"]
-            assert client.completions.create(**asked).choices[0].text != said
-            assert versions() == ["2"]
-            os.truncate(root / "2" / file, 100)
-            assert httpx.post(load, timeout=200).status_code == 500
-            (state,) = httpx.post(f"{url}/v2/repository/index").json()
-            assert (state["state"], "model.safetensors" in state["reason"]) == ("READY", True)
+            reloaded(url, root / "2", client)
             assert measured() == {"2"}
             before = len(answers)
             while len(answers) < before + 6 and not problems:
@@ -371,6 +355,26 @@ def test_versions_are_swapped_while_requests_run(tmp_path: Path) -> None:
                 thread.join()
         assert problems == []
         assert set(answers) <= {"length", "stop"}
+
+
+def reloaded(url: str, folder: Path, client: openai.OpenAI) -> None:
+    """Loads a version as it was, with other weights, and with damaged ones."""
+    load, file = f"{url}/v2/repository/models/tiny/load", folder / "model.safetensors"
+    asked: Any = {"model": "tiny", "prompt": "a question", "max_tokens": 12, "temperature": 0}
+    said = client.completions.create(**asked).choices[0].text
+    assert httpx.post(load).json()["unchanged"] == [folder.name]
+    before, other = file.read_bytes(), folders.llama()
+    torch.nn.init.normal_(other.lm_head.weight)
+    folders.folder(folder, other)
+    assert httpx.post(load, timeout=200).json()["loaded"] == [folder.name]
+    assert client.completions.create(**asked).choices[0].text != said
+    file.write_bytes(before)
+    assert httpx.post(load, timeout=200).json()["loaded"] == [folder.name]
+    os.truncate(file, 100)
+    assert client.completions.create(**asked).choices[0].text == said
+    assert httpx.post(load, timeout=200).status_code == 500
+    (state,) = httpx.post(f"{url}/v2/repository/index").json()
+    assert (state["state"], "model.safetensors" in state["reason"]) == ("READY", True)
 
 
 @pytest.mark.slow

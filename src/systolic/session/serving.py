@@ -188,8 +188,7 @@ def serve(
         from systolic.serving.http.process import Process
     except ImportError as error:
         raise MissingExtraError("systolic serve", "serve") from error
-    from systolic.serving.served import Pending, Shelf
-    from systolic.session.contents import contents_of, weight_bytes
+    from systolic.serving.served import Shelf
 
     metrics = Metrics()
     texts, batches = TextMetrics(metrics), BatchMetrics(metrics)
@@ -198,23 +197,10 @@ def serve(
         shelf=Shelf(), limits=settings.limits, metrics=metrics, log_prompts=settings.log_prompts
     )
 
-    def contents(target: ServeTarget) -> str:
-        return contents_of(target.path, settings.checkpoint)
-
-    def pending(target: ServeTarget) -> Pending:
-        def opened() -> "Served":
-            found = contents(target)
-            return replace(open_served(target, settings, texts, batches, log), contents=found)
-
-        return Pending(key=(target.name, target.version), open=opened)
-
-    found = checked_targets(words)
-    # Small models answer while large ones are opened.
-    found.sort(key=lambda one: weight_bytes(one.path, settings.checkpoint))
-    renewal = partial(_changes, words, desk, pending, contents)
-    process = Process(
-        desk, list(map(pending, found)), settings.address, log, settings.keys, renewal, listening
-    )
+    pending = partial(_pending, settings, texts, batches, log)
+    renewal = partial(_changes, words, desk, pending, partial(_contents, settings))
+    first = list(map(pending, _smallest_first(checked_targets(words), settings)))
+    process = Process(desk, first, settings.address, log, settings.keys, renewal, listening)
     if settings.model_control:
         desk.control = process
     process.run()
@@ -227,6 +213,36 @@ def serve(
             f"{settings.address.host}:{settings.address.port} can't be listened on: {process.refused}; choose another --port, or 0 for a free one"
         )
     return not process.opening
+
+
+def _pending(
+    settings: ServeSettings,
+    texts: "TextMetrics",
+    batches: "BatchMetrics",
+    log: "EventLog",
+    target: ServeTarget,
+) -> "Pending":
+    """A model that is to be opened."""
+    from systolic.serving.served import Pending
+
+    def opened() -> "Served":
+        contents = _contents(settings, target)  # before its weights are read, which may be newer
+        return replace(open_served(target, settings, texts, batches, log), contents=contents)
+
+    return Pending(key=(target.name, target.version), open=opened)
+
+
+def _contents(settings: ServeSettings, target: ServeTarget) -> str:
+    from systolic.session.contents import contents_of
+
+    return contents_of(target.path, settings.checkpoint)
+
+
+def _smallest_first(found: Sequence[ServeTarget], settings: ServeSettings) -> Sequence[ServeTarget]:
+    """By the size of their weights: small models answer while large ones are opened."""
+    from systolic.session.contents import weight_bytes
+
+    return sorted(found, key=lambda one: weight_bytes(one.path, settings.checkpoint))
 
 
 def _changes(

@@ -10,10 +10,8 @@ import httpx
 import numpy as np
 import openai
 import pytest
-import tokenizers
 
 from systolic.data.text.chat import ChatTemplate
-from systolic.data.text.tokenizer import Tokenizer
 from tests.serving.http.echo import EchoEngine
 from tests.serving.http.running import CHAT, Running, echo_model, running
 
@@ -143,46 +141,6 @@ def test_log_probabilities_of_a_completion(client: openai.OpenAI) -> None:
     assert scored.choices[0].text == "hi"
     assert scored.choices[0].logprobs is not None
     assert scored.choices[0].logprobs.tokens == ["<document>", "h", "i"]
-
-
-def test_tokens_with_the_same_text_in_log_probabilities(tmp_path: Path) -> None:
-    # As SentencePiece has it, a byte and a piece are both "A".
-    pieces = [("<unk>", 0.0), ("<0x41>", -9.0), ("A", -1.0), ("B", -1.0)]
-    made = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, 0, byte_fallback=True))
-    made.decoder = tokenizers.decoders.Sequence(
-        [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
-    )
-    made.save(str(tmp_path / "tokenizer.json"))
-    plain = echo_model()
-    tokenizer = Tokenizer(path=tmp_path)
-    model = replace(plain, engine=EchoEngine(tokenizer), tokenizer=tokenizer)
-    with running([model]) as one, openai.OpenAI(base_url=f"{one.url}/v1", api_key="x") as http:
-        asked: dict[str, Any] = {"model": "echo", "prompt": [1], "max_tokens": 1, "logprobs": 2}
-        found = http.completions.create(**asked).choices[0].logprobs
-        assert found is not None
-        # The echo gives id 1 -1/2 and the next one -2.
-        assert (found.tokens, found.top_logprobs) == (["A"], [{"A": -0.5}])
-        ids = {"return_tokens_as_token_ids": True}
-        found = http.completions.create(**asked, extra_body=ids).choices[0].logprobs
-        assert found is not None
-        assert found.tokens == ["token_id:1"]
-        assert found.top_logprobs == [{"token_id:1": -0.5, "token_id:2": -2.0}]
-        said = http.chat.completions.create(
-            model="echo", messages=[{"role": "user", "content": "A"}],
-            max_tokens=1, logprobs=True, top_logprobs=1, extra_body=ids,
-        ).choices[0].logprobs  # fmt: skip
-        assert said is not None
-        assert said.content is not None
-        assert said.content[0].top_logprobs[0].token.startswith("token_id:")
-
-
-def test_new_tokens_are_by_default_as_many_as_fit() -> None:
-    with running([echo_model(context=8)]) as one, one.client() as http:
-        asked = {"model": "echo", "prompt": "hello"}
-        assert http.post("/v1/completions", json=asked).json()["usage"]["total_tokens"] == 8
-        found = http.post("/v1/completions", json={**asked, "max_tokens": 8}).json()["error"]
-    told = "max_tokens is 8 and the model's context is 8 tokens, of which prompt takes 6; ask for 2 or fewer"
-    assert (found["message"], found["code"]) == (told, "context_length_exceeded")
 
 
 def test_a_chat(client: openai.OpenAI) -> None:
