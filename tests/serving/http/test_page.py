@@ -5,11 +5,13 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from playwright.sync_api import Page, expect, sync_playwright
 
-from tests.serving.http.running import Running, echo_model, running
+from systolic.serving.batch.request import ModelKind
+from tests.serving.http.running import Running, echo_model, running, toy_model
 
 CHROMIUM = Path("/usr/bin/chromium")
 pytestmark = [
@@ -104,6 +106,87 @@ def test_a_refusal_is_shown_and_the_text_kept(server: Running) -> None:
             page.select_option("#model", name)
             expect(page.locator(".turn").first).to_be_visible()
             assert page.evaluate("document.documentElement.scrollWidth") == 390
+        browser.close()
+
+
+SHOWN = """() => {
+  const parts = color => color.match(/[\\d.]+/g).map(Number);
+  const light = color => {
+    const [r, g, b] = parts(color).map(x => x / 255).map(x => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = element => {
+    for (; element; element = element.parentElement) {
+      const color = getComputedStyle(element).backgroundColor;
+      if (parts(color).length === 3) return color;
+    }
+  };
+  const found = [];
+  const note = (element, text, color) => {
+    const [low, high] = [light(color), light(behind(element))].sort((one, other) => one - other);
+    found.push([text.trim().slice(0, 30), (high + 0.05) / (low + 0.05)]);
+  };
+  for (const element of document.body.querySelectorAll("*:not(script, option)")) {
+    if (!element.checkVisibility()) continue;
+    const text = [...element.childNodes].filter(one => one.nodeType === 3).map(one => one.data).join("");
+    if (text.trim()) note(element, text, getComputedStyle(element).color);
+    if (element.placeholder) note(element, element.placeholder, getComputedStyle(element, "::placeholder").color);
+    if (element.matches("select, input:not([type=file])")) note(element, element.id, getComputedStyle(element).color);
+  }
+  return found;
+}"""
+"""What can be read on the page, each with the contrast to what is behind it (WCAG 2.2, 1.4.3)."""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_narrow_screen_in_both_schemes(scheme: Literal["light", "dark"], tmp_path: Path) -> None:
+    long, word = "organisation-of-a-long-name/model-of-a-long-name-1.7B-instruct", "x" * 300
+    models = [echo_model(long), *(toy_model(kind, kind.value) for kind in ModelKind)]
+    sound, picture = tmp_path / f"{'recording' * 9}.wav", tmp_path / f"{'picture' * 9}.png"
+    sound.write_bytes(b"RIFF....")
+    picture.write_bytes(red())
+    with running(models) as server, sync_playwright() as played:
+        browser = played.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 375, "height": 667}, color_scheme=scheme)
+
+        def fits(*told: str) -> None:
+            assert page.evaluate("document.documentElement.scrollWidth") == 375
+            log = page.locator("#log").evaluate("log => [log.scrollWidth, log.clientWidth]")
+            assert log[0] == log[1]
+            found = page.evaluate(SHOWN)
+            assert {text for text, _ in found} >= set(told)
+            assert [one for one in found if one[1] < 4.5] == []
+
+        page.goto(server.url)
+        dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (dark != "rgb(255, 255, 255)") == (scheme == "dark")
+        fits("Clear", "Settings", "Ask something", "Send")
+        page.click("#settings summary")
+        fits("Temperature", "Most tokens", "API key")
+        page.fill("#tokens", "700")
+        page.fill("#text", word)
+        page.press("#text", "Enter")
+        expect(page.locator("#speed")).to_contain_text("700 tokens")
+        page.fill("#tokens", "99999")
+        page.fill("#text", word)
+        page.press("#text", "Enter")
+        expect(page.locator(".error")).to_be_visible()
+        fits(word[:30])
+        for kind, file in (("image", picture), ("transcription", sound)):
+            page.select_option("#model", kind)
+            fits("choose a file")
+            page.set_input_files("#file", file)
+            expect(page.locator(".assistant")).to_be_visible()
+            fits(file.name[:30])
+        page.select_option("#model", "embedding")
+        for text in (word, "short"):
+            page.fill("#text", text)
+            page.press("#text", "Enter")
+        expect(page.locator(".classes")).to_be_visible()
+        fits(word[:30], "short")
+        page.select_option("#model", "tensors")
+        expect(page.locator("table")).to_be_visible()
+        fits("FP32")
         browser.close()
 
 
