@@ -35,7 +35,7 @@ from systolic.serving.http.limits import HttpLimits
 from systolic.serving.http.logs import EventLog
 from systolic.serving.http.meters import BatchMetrics, TextMetrics
 from systolic.serving.http.metrics import Metrics
-from systolic.serving.served import Pending, Shelf
+from systolic.serving.served import Arrival, Shelf
 from systolic.serving.text.opening import EngineSizes, context_of
 from systolic.session import contents
 from systolic.session.contents import contents_of, weight_bytes
@@ -109,7 +109,7 @@ def test_a_folder_with_other_contents_is_opened_again(
         found = _changes(
             [str(path)],
             desk,
-            lambda target: Pending(key=(target.name, target.version), open=lambda: served),
+            lambda target: Arrival(key=(target.name, target.version), open=lambda: served),
             lambda target: contents_of(target.path, "best"),
             "m",
         )

@@ -136,7 +136,7 @@ Served = ServedText | ServedBatch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Pending:
+class Arrival:
     """A version of a model that is to be opened."""
 
     key: Key
@@ -148,7 +148,7 @@ class Pending:
 class Renewal:
     """What has to change so that a server holds what its folders do."""
 
-    added: Sequence[Pending] = ()
+    added: Sequence[Arrival] = ()
     """Versions that are new, or have other contents."""
     gone: Sequence[Key] = ()
     unchanged: Sequence[Key] = ()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from systolic.serving.http.meters import BatchMeter, BatchMetrics, TextMetrics
     from systolic.serving.http.process import Address
     from systolic.serving.layout import ServingLayout
-    from systolic.serving.served import Key, Pending, Renewal, Served
+    from systolic.serving.served import Arrival, Key, Renewal, Served
     from systolic.serving.text.engine import Engine
     from systolic.serving.text.opening import EngineSizes
     from systolic.serving.text.placing import Placing
@@ -221,15 +221,15 @@ def _pending(
     batches: "BatchMetrics",
     log: "EventLog",
     target: ServeTarget,
-) -> "Pending":
+) -> "Arrival":
     """A model that is to be opened."""
-    from systolic.serving.served import Pending
+    from systolic.serving.served import Arrival
 
     def opened() -> "Served":
         contents = _contents(settings, target)  # before its weights are read, which may be newer
         return replace(open_served(target, settings, texts, batches, log), contents=contents)
 
-    return Pending(key=(target.name, target.version), open=opened)
+    return Arrival(key=(target.name, target.version), open=opened)
 
 
 def _contents(settings: ServeSettings, target: ServeTarget) -> str:
@@ -248,7 +248,7 @@ def _smallest_first(found: Sequence[ServeTarget], settings: ServeSettings) -> Se
 def _changes(
     words: Sequence[str],
     desk: "Desk",
-    pending: "Callable[[ServeTarget], Pending]",
+    pending: "Callable[[ServeTarget], Arrival]",
     contents: Callable[[ServeTarget], str],
     name: str | None,
 ) -> "Renewal":

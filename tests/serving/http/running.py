@@ -22,7 +22,7 @@ from systolic.serving.http.logs import EventLog
 from systolic.serving.http.meters import BatchMetrics, TextMetrics
 from systolic.serving.http.metrics import Metrics
 from systolic.serving.http.process import Address, Process
-from systolic.serving.served import Pending, Served, ServedBatch, ServedText, Shelf
+from systolic.serving.served import Arrival, Served, ServedBatch, ServedText, Shelf
 from tests.serving.http.echo import EchoEngine, ToyModel
 
 CHAT = (
@@ -73,8 +73,8 @@ def everything() -> list[Served]:
     return [echo_model(), *metrics]
 
 
-def pending(served: Served) -> Pending:
-    return Pending(key=served.key, open=lambda: served)
+def pending(served: Served) -> Arrival:
+    return Arrival(key=served.key, open=lambda: served)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import tritonclient.http
 
 from systolic.core.errors import DataError
 from systolic.serving.batch.request import ModelKind
-from systolic.serving.served import Pending, Renewal, Served
+from systolic.serving.served import Arrival, Renewal, Served
 from tests.serving.http.running import Running, echo_model, pending, running, toy_model, wait
 
 
@@ -169,7 +169,7 @@ def test_folders_are_read_again_on_demand() -> None:
 
         for version, phases in ((3, {"total"}), (2, {"total"})):
             # Neither a new version nor new contents of the one that is served.
-            asked = Pending(key=("toy", version), open=damaged)
+            asked = Arrival(key=("toy", version), open=damaged)
             one.process._renewal = lambda _, asked=asked: Renewal(added=[asked], gone=[("toy", 2)])
             one.process.renew()
             wait(lambda version=version: one.log("failed")[-1:] and one.log("failed")[-1]["version"] == version)  # fmt: skip

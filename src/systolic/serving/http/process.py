@@ -28,7 +28,7 @@ from systolic.serving.http.keys import Keys
 from systolic.serving.http.logs import EventLog
 from systolic.serving.http.patience import PatientProtocol
 from systolic.serving.http.traces import find_traces
-from systolic.serving.served import Pending, Renewal, Served
+from systolic.serving.served import Arrival, Renewal, Served
 
 TICK_SECONDS = 0.05
 LAST_SECONDS = 2.0
@@ -111,7 +111,7 @@ class Process(uvicorn.Server):
     def __init__(
         self,
         desk: Desk,
-        pending: Sequence[Pending],
+        pending: Sequence[Arrival],
         address: Address,
         log: EventLog,
         keys: Keys | None = None,
@@ -213,7 +213,7 @@ class Process(uvicorn.Server):
             keys=self._keys is not None or None,
         )
 
-    def _start(self, pending: Pending) -> str | None:
+    def _start(self, pending: Arrival) -> str | None:
         """Opens a model, makes it ready and adds it, in the place of one of its name and version; the reason where that fails."""
         at, desk, (name, version) = time.monotonic(), self.desk, pending.key
         try:
