@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from systolic.chips import Chip, Slice, chip, chips, slice
     from systolic.core.errors import SystolicError
+    from systolic.exporting.settings import ExportSettings, LiteQuantization
     from systolic.forecasting import Forecast, Spread
     from systolic.session.comparing import Comparison, ComparisonOptions, compare_models
     from systolic.session.explaining import explain
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from systolic.session.forecast import forecast
     from systolic.session.importing import Imported, import_model
     from systolic.session.planning import plan
+    from systolic.session.program_exports import export_program
     from systolic.session.public import resume, train
     from systolic.session.quantizing import QuantizedModel, quantize_model
     from systolic.session.trained import TrainedModel
@@ -29,9 +31,11 @@ _HOME = {
     "Chip": "systolic.chips",
     "Comparison": "systolic.session.comparing",
     "ComparisonOptions": "systolic.session.comparing",
+    "ExportSettings": "systolic.exporting.settings",
     "Exported": "systolic.session.exporting",
     "Forecast": "systolic.forecasting",
     "Imported": "systolic.session.importing",
+    "LiteQuantization": "systolic.exporting.settings",
     "Slice": "systolic.chips",
     "Spread": "systolic.forecasting",
     "QuantizedModel": "systolic.session.quantizing",
@@ -44,6 +48,7 @@ _HOME = {
     "compare_models": "systolic.session.comparing",
     "explain": "systolic.session.explaining",
     "export_model": "systolic.session.exporting",
+    "export_program": "systolic.session.program_exports",
     "forecast": "systolic.session.forecast",
     "import_model": "systolic.session.importing",
     "open": "systolic.session.trained",
@@ -62,9 +67,11 @@ __all__ = [
     "Chip",
     "Comparison",
     "ComparisonOptions",
+    "ExportSettings",
     "Exported",
     "Forecast",
     "Imported",
+    "LiteQuantization",
     "QuantizedModel",
     "Slice",
     "Spread",
@@ -78,6 +85,7 @@ __all__ = [
     "compare_models",
     "explain",
     "export_model",
+    "export_program",
     "forecast",
     "import_model",
     "open",

@@ -1,5 +1,6 @@
 """What the Edge TPU takes: each published rule on an operation that breaks it, and on one that keeps it."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from systolic.exporting.litert.edge_tpu import (
     COMPILED,
+    FIXES,
     RULES,
     edge_tpu_report,
     obstacle,
@@ -87,6 +89,16 @@ LEFT = {
         "computed",
         "constants",
     ),
+    "a scale for each output": (
+        op(
+            "FULLY_CONNECTED",
+            tensor(1, 64),
+            replace(constant(10, 64), scales=10),
+            out=tensor(1, 10),
+        ),
+        "10 scales",
+        "--edge-tpu",
+    ),
     "a long softmax": (op("SOFTMAX", tensor(1, 16_001)), "16001", "leave the softmax out"),
     "rows of a softmax": (op("SOFTMAX", tensor(1, 4, 8)), "one row", "leave the softmax out"),
     "a mean of 3 channels": (op("MEAN", tensor(1, 8, 8, 3), axes(3)), "multiple of 4", "channels"),
@@ -126,6 +138,52 @@ def test_an_operation_outside_the_rules_is_left_with_the_change_that_mends_it(na
     assert fix in found.fix
 
 
+ROW = tensor(1, 64)
+MENDED = {
+    "float numbers": [op("ADD")],
+    "int16 activations": [op("ADD")],
+    "float weights": [op("CONV_2D", X, constant(16, 3, 3, 16), BIAS)],
+    "float to int8": [op("QUANTIZE", X)],
+    "a batch of two": [op("RELU")],
+    "dilations": [op("CONV_2D", X, options={"dilation_w_factor": 2, "dilation_h_factor": 2})],
+    "a fused activation": [op("MAX_POOL_2D"), op("RELU6")],
+    "rows of a dense layer": [op("CONV_2D", tensor(1, 1, 7, 64), constant(10, 1, 1, 64))],
+    "computed weights": [op("FULLY_CONNECTED", ROW, constant(10, 64), out=tensor(1, 10))],
+    "a scale for each output": [
+        op("FULLY_CONNECTED", ROW, replace(constant(10, 64), scales=1), out=tensor(1, 10))
+    ],
+    "a mean of 3 channels": [op("MEAN", tensor(1, 8, 8, 4), axes(3), out=tensor(1, 8, 8))],
+    "a sum of the batch": [op("SUM", X, axes(1), out=tensor(1, 8, 16))],
+    "a padded batch": [op("PAD", X, axes(0, 0, 1, 1, 0, 0, 0, 0))],
+    "ones beside it": [op("PAD", X, axes(0, 0, 0, 0, 0, 0, 0, 4))],
+    "strides of 2": [op("MAX_POOL_2D")],
+    "a split batch": [op("SPLIT", axes(3), X)],
+    "a packed batch": [op("PACK", ROW, ROW, options={"axis": 1}, out=tensor(1, 2, 64))],
+    "slopes by place": [op("PRELU", X, constant(1, 1, 16))],
+    "CAST": [op("QUANTIZE")],
+    "DIV": [op("MUL")],
+    "ELU": [op("RELU")],
+    "GELU": [op("RELU")],
+    "HARD_SWISH": [op("RELU6")],
+    "LEAKY_RELU": [op("RELU"), op("PRELU", X, constant(1, 1, 16))],
+    "PADV2": [op("PAD", X, axes(0, 0, 1, 1, 0, 0, 0, 0))],
+    "POW": [op("MUL", X, X)],
+    "SQRT": [op("RSQRT"), op("MUL", X, X)],
+}
+"""Case of :data:`LEFT`, or operation, to the operations after its fix."""
+REMOVED = {
+    *("TOPK_V2", "a custom operation", "a long softmax", "rows of a softmax"),
+    *("BATCH_MATMUL", "DEQUANTIZE", "GATHER", "EMBEDDING_LOOKUP", "WHILE"),
+}
+"""Those whose fix takes the operation out of the model."""
+
+
+def test_every_fix_mends() -> None:
+    assert {*LEFT, *FIXES} == {*MENDED, *REMOVED}
+    for name, ops in MENDED.items():
+        assert [obstacle(one) for one in ops] == [None] * len(ops), name
+
+
 def test_what_comes_after_an_unsupported_operation_stays_on_the_cpu() -> None:
     report = edge_tpu_report(graph(op("RELU"), op("GELU"), op("ADD"), op("MUL")))
     assert [one.on_edge_tpu for one in report.placements] == [True, False, False, False]
@@ -148,6 +206,7 @@ def test_what_comes_after_an_unsupported_operation_stays_on_the_cpu() -> None:
         (graph(op("RELU", tensor(*IMAGE, dynamic=True))), "--batch 1"),
         (graph(op("RELU", tensor(4, 8, 8, 16))), "a batch of 4"),
         (graph(op("RELU"), graphs=3), "3 graphs"),
+        (graph(op("CONV_2D", version=6)), "CONV_2D is of version 6, and compiler 16 reads"),
     ],
 )
 def test_a_model_that_is_refused_as_a_whole_runs_on_the_cpu(found: LiteGraph, why: str) -> None:

@@ -17,6 +17,7 @@ from systolic.data.image.outside import OutsidePictures
 from systolic.data.image.preparation import Preparation
 from systolic.exporting.examples import example_inputs
 from systolic.exporting.inference import ExportableModel
+from systolic.exporting.litert.edge_tpu import edge_tpu_report
 from systolic.exporting.litert.export import LiteExport, export_litert
 from systolic.exporting.litert.graph import read_graph
 from systolic.exporting.packages import installed
@@ -111,6 +112,11 @@ def test_an_int8_file_computes_in_whole_numbers_and_the_edge_tpu_takes_it(
 ) -> None:
     settings = ExportSettings(quantization=LiteQuantization.int8, edge_tpu=True)
     made = written(model, tmp_path / "m.tflite", settings)
+    # Without --edge-tpu, dense layers have a scale for each output; the report names what mends it.
+    plain = written(model, tmp_path / "plain.tflite", replace(settings, edge_tpu=False))
+    report = edge_tpu_report(read_graph(plain.path))
+    assert [one.kind for one in report.placements if not one.on_edge_tpu] == ["FULLY_CONNECTED"]
+    assert "--precision int8 --edge-tpu" in report.placements[-1].fix
     assert not made.floating
     assert made.bytes < 0.3 * made.float_bytes
     assert made.calibrated_on == "128 rows of train data"
@@ -123,6 +129,30 @@ def test_an_int8_file_computes_in_whole_numbers_and_the_edge_tpu_takes_it(
     source = model.source_outputs("logits", {"image": rows})["logits"]
     apart = np.abs(alone(tmp_path / "m.tflite", rows, tmp_path) - source)
     assert apart.max() < 0.1 * np.abs(source).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [("windows", ""), ("whisper", "encode"), ("whisper", "decode"), ("vit-token", "")],
+)
+def test_functions_of_every_kind_have_the_outputs_of_their_source(
+    name: str, function: str, tmp_path: Path
+) -> None:
+    """Loops over layers are written out: the converter has no form of them."""
+    other = tiny.model(tiny.JOBS[name]())
+    made = written(other, tmp_path / "m.tflite", ExportSettings(function=function))
+    assert made.function == (function or other.function().name)
+    assert made.difference.max_relative < 1e-4
+
+
+def test_a_loop_is_refused_before_it_is_converted(tmp_path: Path) -> None:
+    other = tiny.model(tiny.JOBS["whisper"]())
+    with pytest.raises(OptionError, match=r"transcribe has a loop.*--function encode or decode"):
+        written(other, tmp_path / "m.tflite", ExportSettings())
+    with pytest.raises(OptionError, match=r"no function 'encod'.*encode"):
+        written(other, tmp_path / "m.tflite", ExportSettings(function="encod"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_bad_requests_are_one_line_and_leave_nothing(

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from systolic.cli.main import main
+from systolic.core.errors import RunError
 from systolic.exporting.examples import example_inputs
 from systolic.exporting.onnx.export import export_onnx
 from systolic.exporting.packages import installed
+from systolic.exporting.settings import ExportSettings
 from tests.exporting import tiny
 from tests.weights import package
 
@@ -57,6 +59,18 @@ def test_a_file_has_the_outputs_of_its_source_for_any_batch(tmp_path: Path) -> N
     shapes, found = alone(tmp_path / "m.onnx", {"image": rows}, tmp_path)
     assert shapes == [["batch", 8, 8, 1]]
     np.testing.assert_allclose(found, source, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["encode", "decode"])
+def test_functions_of_speech_are_files_of_their_own(function: str, tmp_path: Path) -> None:
+    model = tiny.model(tiny.JOBS["whisper"]())
+    settings = ExportSettings(function=function)
+    made = export_onnx(model, example_inputs(model), tmp_path / "m.onnx", settings)
+    assert made.differences[function].max_relative < 1e-4
+    with pytest.raises(RunError, match="--function encode or decode, or export") as error:
+        export_onnx(model, example_inputs(model), tmp_path / "all.onnx")
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.slow

@@ -42,6 +42,7 @@ class ExportOptions:
         sequence: Of programs: tokens of a text; 0 leaves them free, in litert it is at most 128.
         inputs: Of programs: files to compare on, as predict takes them; by default rows of the recipe's own evaluation data.
         examples: Of programs: rows of that data.
+        function: Of litert and onnx, whose files have one function: which one; by default the model's first.
         data: Of litert: a folder of files, or of folders of classes, to calibrate int8 and to measure on; by default the recipe's training and test data.
         edge_tpu: Of litert, or of a .tflite file: what the Edge TPU takes of it, operation by operation.
         python: Of savedmodel: Python of an environment with tensorflow and jax; by default this one.
@@ -62,6 +63,7 @@ class ExportOptions:
     sequence: Annotated[int, NOT_NEGATIVE] = 0
     inputs: tuple[Path, ...] = ()
     examples: Annotated[int, COUNT] = ROWS
+    function: str = ""
     data: Path | None = None
     edge_tpu: bool = False
     python: Path | None = None
@@ -108,6 +110,7 @@ def _exported(options: ExportOptions, out: Path, say: Callable[[str], None]) -> 
     settings = ExportSettings(
         precision=_computed(options.precision) if programs else Precision.f32,
         quantization=_quantization(options.precision) if programs else LiteQuantization.none,
+        function=options.function,
         data=options.data,
         edge_tpu=options.edge_tpu,
         batch=options.batch,

@@ -27,6 +27,8 @@ class ModelExport:
     """By function."""
     compared_on: str
     """Origin of the inputs of the comparison."""
+    notes: tuple[str, ...] = ()
+    """What became of quantized matrices."""
 
     @classmethod
     def of(
@@ -49,8 +51,9 @@ class ModelExport:
         )
 
     def lines(self) -> list[str]:
-        """The comparison, a line for each function."""
-        return [f"{name}: {one} ({self.compared_on})" for name, one in self.differences.items()]
+        """The comparison, a line for each function, and notes."""
+        made = [f"{name}: {one} ({self.compared_on})" for name, one in self.differences.items()]
+        return [*made, *self.notes]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -61,4 +64,5 @@ class ModelExport:
             "bytes": self.bytes,
             "compared_on": self.compared_on,
             "functions": {name: one.to_json() for name, one in self.differences.items()},
+            "notes": list(self.notes),
         }

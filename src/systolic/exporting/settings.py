@@ -11,6 +11,8 @@ from systolic.job import Precision
 
 LITERT = "litert"
 """Format for small devices."""
+ONE_FUNCTION = (LITERT, "onnx")
+"""Formats whose file has one function of a model."""
 ROWS = 4
 """Examples of a comparison by default."""
 
@@ -43,6 +45,8 @@ class ExportSettings:
     """Files to compare on, as ``predict`` takes them; by default rows of the recipe's own evaluation data."""
     examples: Annotated[int, COUNT] = ROWS
     """Examples of the recipe's own data to compare on."""
+    function: str = ""
+    """Function of the model that a file of one function has; the first one by default."""
     python: Path | None = None
     """Python of an environment that has the format's framework; by default this one."""
     quantization: LiteQuantization = LiteQuantization.none
@@ -69,12 +73,16 @@ class ExportSettings:
         plain = vars(ExportSettings())
         return {name: value for name, value in vars(self).items() if value != plain[name]}
 
-    def check_devices(self, to: str) -> None:
-        """Refuses settings of LiteRT for another format.
+    def check_format(self, to: str) -> None:
+        """Refuses settings that a format does not have.
 
         Raises:
             OptionError: one is given.
         """
+        if self.function and to not in ONE_FUNCTION:
+            raise OptionError(
+                f"--function is {self.function}, and --to {to} has all functions of a model; leave it out"
+            )
         for name, value in self.given().items():
             if to != LITERT and name in ("quantization", "data", "edge_tpu"):
                 told = value.value if isinstance(value, enum.Enum) else value

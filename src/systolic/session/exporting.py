@@ -16,7 +16,7 @@ from systolic.interop.source import most_common
 from systolic.models.families import CONFIG
 from systolic.session.docker.folder import ExportedImage, ImageOptions, export_docker
 from systolic.session.exporting_gguf import ExportedGguf, GgufOptions, export_gguf
-from systolic.session.outgoing import in_files, leaving, origin_of, text_files
+from systolic.session.outgoing import floats_line, in_files, leaving, origin_of, text_files
 from systolic.session.trained import open_model
 from systolic.session.written import written
 
@@ -53,11 +53,7 @@ class Exported:
 
     def lines(self) -> list[str]:
         """What became of quantized matrices; a model's files are not compared."""
-        if not self.restored:
-            return []
-        return [
-            f"{self.restored} quantized matrices are written as the floats that their codes stand for"
-        ]
+        return floats_line(self.restored)
 
 
 def export_model(

@@ -19,7 +19,7 @@ from systolic.interop.probe import ParityInputs, probe_of
 from systolic.interop.source import GGUF as SUFFIX
 from systolic.interop.source import most_common, open_source
 from systolic.job import Precision
-from systolic.session.outgoing import Leaving, leaving
+from systolic.session.outgoing import Leaving, floats_line, leaving
 from systolic.session.trained import prepare_model
 from systolic.session.written import written
 
@@ -126,6 +126,7 @@ def export_gguf(
     with draft(out) as made:
         file = made.folder / out.name
         words = _write(made, file, path, found, described, tensors, precision, say)
+        restored = floats_line(found.restored)
         del found
         if unchecked is None:
             say("comparing")
@@ -141,7 +142,7 @@ def export_gguf(
         parameters=sum(int(np.prod(one.source.shape)) for one in tensors),
         bytes=size,
         parity=parity,
-        notes=_notes(words, tensors, precision, unchecked),
+        notes=(*_notes(words, tensors, precision, unchecked), *restored),
     )
 
 

@@ -28,6 +28,13 @@ class Leaving:
     """Matrices that its files hold quantized; they leave as floats."""
 
 
+def floats_line(restored: int) -> list[str]:
+    """The line about matrices that a model's files hold quantized; none where it has none."""
+    if not restored:
+        return []
+    return [f"{restored} quantized matrices are written as the floats that their codes stand for"]
+
+
 def leaving(path: Path, checkpoint: str | int, *, trust: bool) -> Leaving:
     """A run's model, or one in files.
 

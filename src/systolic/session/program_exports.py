@@ -1,6 +1,7 @@
 """Exports of a model as programs: opened, made pure functions, written in a format and compared with the source."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,6 +30,8 @@ class ProgramFormat(NamedTuple):
     """Function of the settings that refuses an environment without its packages, before a model is opened."""
     suffix: str = ""
     """Of the one file that it writes; "" for a folder."""
+    codes: bool = False
+    """Whether quantized matrices stay in codes of 8 bits."""
 
 
 WRITERS = {
@@ -37,9 +40,9 @@ WRITERS = {
     ),
     "onnx": ProgramFormat("systolic.exporting.onnx.export", "export_onnx", "check_onnx", ".onnx"),
     "savedmodel": ProgramFormat(
-        "systolic.exporting.saved_model", "export_saved_model", "check_tensorflow"
+        "systolic.exporting.saved_model", "export_saved_model", "check_tensorflow", codes=True
     ),
-    "stablehlo": ProgramFormat("systolic.exporting.stablehlo", "export_stablehlo"),
+    "stablehlo": ProgramFormat("systolic.exporting.stablehlo", "export_stablehlo", codes=True),
 }
 """Formats of programs."""
 
@@ -72,6 +75,7 @@ def export_program(
         RunError: the run can't be opened, a program can't be written or differs from its source, or the disk is
             full; nothing is left at ``out``.
     """
+    from systolic.exporting.codes import with_codes
     from systolic.exporting.examples import example_inputs
     from systolic.exporting.functions import exportable
 
@@ -84,7 +88,7 @@ def export_program(
         raise OptionError(
             f"--out is {out}, and --to {to} writes one file; give a name that ends in {form.suffix}, such as {out}{form.suffix}"
         )
-    settings.check_devices(to)
+    settings.check_format(to)
     functions = vars(import_module(form.module))
     if form.check:
         functions[form.check](settings)
@@ -96,5 +100,6 @@ def export_program(
         model = open_model(path, checkpoint, trust=trust)
     weights = {name: np.asarray(array) for name, array in model.plain_weights.items()}
     leaving = exportable(model.job, weights, settings.precision, settings.sizes)
+    leaving, notes = with_codes(leaving, kept=form.codes)
     examples = example_inputs(leaving, settings.examples, settings.inputs)
-    return functions[form.write](leaving, examples, out, settings, say)
+    return replace(functions[form.write](leaving, examples, out, settings, say), notes=notes)

@@ -45,7 +45,8 @@ def _work(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     if request["quantization"] == "dynamic":
         content = dynamic_range(content)
     elif request["quantization"] == "int8":
-        content = full_integer(content, _calls(folder, request["batch"]), request["ranges"])
+        rows = _calls(folder, request["batch"])
+        content = full_integer(content, rows, request["ranges"], one_scale=request["one_scale"])
     (folder / MODEL).write_bytes(content)
     with np.load(folder / INPUTS) as inputs:
         made = LiteProgram(content, request["threads"]).rows(dict(inputs))

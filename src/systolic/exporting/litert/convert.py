@@ -9,7 +9,7 @@ from systolic.core.errors import OptionError
 
 SIGNATURE = "serving_default"
 """Name of the one signature of a file."""
-UNCONVERTED = r"\b((?:stablehlo|chlo|mhlo)\.\w+)"
+UNCONVERTED = r"= \"?((?:stablehlo|chlo|mhlo)\.\w+)"
 """Names of operations that the converter left as they were."""
 TOLD = 300
 """Most characters of a converter's message."""
@@ -83,6 +83,8 @@ def full_integer(
     model: bytes,
     rows: Iterable[Mapping[str, np.ndarray]],
     ranges: Mapping[str, tuple[float, float]],
+    *,
+    one_scale: bool = False,
 ) -> bytes:
     """Weights and activations as int8, with inputs and outputs as int8 too.
 
@@ -90,21 +92,31 @@ def full_integer(
         model: A float file.
         rows: Representative inputs by name, one call each.
         ranges: Smallest and largest number of inputs whose range is known, whatever the rows have.
+        one_scale: One scale for the matrix of a dense layer, in place of one for each output.
 
     Raises:
         OptionError: it refuses the model.
     """
     from ai_edge_quantizer import (  # ty: ignore[import-not-found]
         calibrator,
+        qtyping,
         quantizer,
         recipe,
         recipe_manager,
     )
     from ai_edge_quantizer.utils import qsv_utils  # ty: ignore[import-not-found]
 
-    plan = recipe.static_wi8_ai8()
     manager = recipe_manager.RecipeManager()
-    manager.load_quantization_recipe(plan)
+    manager.load_quantization_recipe(recipe.static_wi8_ai8())
+    if one_scale:
+        manager.add_static_config(
+            ".*",
+            qtyping.TFLOperationName.FULLY_CONNECTED,
+            activation_num_bits=8,
+            weight_num_bits=8,
+            weight_granularity=qtyping.QuantGranularity.TENSORWISE,
+        )
+    plan = manager.get_quantization_recipe()
     try:
         # The extremes of all rows: a moving average, the default, forgets the first ones.
         seen = calibrator.Calibrator(

@@ -1,8 +1,10 @@
 """What the Edge TPU takes of a .tflite file: each operation against the vendor's published rules, with what mends it.
 
 Sources: the model requirements and the table of supported operations (https://coral.ai/docs/edgetpu/models-intro/, for the
-newest compiler, 16, and runtime 14), and how the compiler divides a model (https://coral.ai/docs/edgetpu/compiler/). The compiler
-itself is closed and has limits of its own that are not published, such as the size of activations: its log is the last word.
+newest compiler, 16, and runtime 14; Axis publishes the same table for its cameras with an Edge TPU,
+https://developer.axis.com/computer-vision/on-device/system-on-chip/artpec-7/supported-ops/), and how the compiler divides a model
+(https://coral.ai/docs/edgetpu/compiler/). Compiler 16 is of 2021 and refuses what the format had later (:data:`VERSIONS`). It is
+closed and has limits of its own that are not published, such as the size of activations: its log is the last word.
 """
 
 from collections import Counter
@@ -23,6 +25,8 @@ INNER_DIMS = 3
 """Innermost dims that may be larger than 1."""
 SOFTMAX_MOST = 16_000
 """Most elements of a softmax."""
+VERSIONS: Mapping[str, int] = {"CONV_2D": 5, "QUANTIZE": 2, "TRANSPOSE_CONV": 3}
+"""Newest versions that compiler 16 reads, as its users report: google-coral/edgetpu issues 631, 879 and 845."""
 COMPILED = "edgetpu-custom-op"
 """What the compiler puts in place of the operations that it took."""
 
@@ -151,6 +155,10 @@ def _of_model(graph: LiteGraph) -> Iterator[str]:
     for tensor in graph.inputs:
         if tensor.shape[:1] and tensor.shape[0] > 1 and len(tensor.shape) > INNER_DIMS:
             yield f"input {tensor.name} is {tensor}: a batch of {tensor.shape[0]}, and the Edge TPU takes one example a call; export with --batch 1"
+    for op in graph.ops:
+        if op.version > VERSIONS.get(op.kind, op.version):
+            yield f"{op.kind} is of version {op.version}, and compiler 16 reads files up to its version {VERSIONS[op.kind]}; export the model with systolic export --to litert --precision int8 --edge-tpu"
+            break
     if graph.graphs > 1:
         yield f"the file has {graph.graphs} graphs, as a loop or a branch makes them, and the compiler takes one; export a model without loops"
 
@@ -258,6 +266,12 @@ def _dense(op: LiteOp) -> Obstacle | None:
         )
     if len(op.inputs) > 1 and not op.inputs[1].constant:
         return Obstacle("its weights are computed", "use weights that are constants")
+    if len(op.inputs) > 1 and op.inputs[1].scales > 1:
+        # Converters write such layers since 2024 (tensorflow/tflite-micro pull request 2602).
+        return Obstacle(
+            f"its weights have {op.inputs[1].scales} scales, one for each output, which is newer than the compiler",
+            "export with --precision int8 --edge-tpu, which gives them one scale",
+        )
     return None
 
 

@@ -5,6 +5,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from systolic.exporting.litert.rows import FunctionRows, calibration_rows, evalu
 from systolic.exporting.packages import package_folder
 from systolic.exporting.plain import plain_platform
 from systolic.exporting.settings import LITERT, ExportSettings, LiteQuantization
+from systolic.exporting.unrolling import loops, unrolled
 from systolic.interop.program.process import ended, last_line, run_module
 from systolic.job import Precision
 from systolic.steps.folding import FoldedProgram
@@ -62,6 +64,8 @@ class LiteExport:
     """Rows of the quantization of activations."""
     graph: LiteGraph = field(repr=False)
     edge_tpu: EdgeTpuReport | None = None
+    notes: tuple[str, ...] = ()
+    """What became of quantized matrices."""
 
     @property
     def kind(self) -> str:
@@ -113,7 +117,7 @@ class LiteExport:
         shapes = [
             ", ".join(f"{k} {v}" for k, v in of.items()) for of in (self.inputs, self.outputs)
         ]
-        made.append(f"takes {shapes[0]}; returns {shapes[1]}")
+        made += [f"takes {shapes[0]}; returns {shapes[1]}", *self.notes]
         return made if self.edge_tpu is None else [*made, *self.edge_tpu.lines(str(self.path))]
 
     def to_json(self) -> dict[str, Any]:
@@ -135,6 +139,7 @@ class LiteExport:
             "floating_operations": self.floating,
             "inputs": self.inputs,
             "outputs": self.outputs,
+            "notes": list(self.notes),
             "edge_tpu": None if self.edge_tpu is None else self.edge_tpu.to_json(),
         }
 
@@ -158,13 +163,13 @@ def export_litert(
     settings: ExportSettings = ExportSettings(),  # noqa: B008
     say: Callable[[str], None] = lambda _: None,
 ) -> LiteExport:
-    """Writes a model's first function as a .tflite file of static shapes, measured beside its source.
+    """Writes one function of a model as a .tflite file of static shapes, measured beside its source.
 
     Args:
         model: The model; a batch that is free becomes 1.
         examples: Inputs of the comparison where there are no labels and no ``data``.
         out: The new file.
-        settings: Sizes, quantization, representative data.
+        settings: The function, quantization, representative data.
         say: Called with each stage.
 
     Raises:
@@ -177,13 +182,14 @@ def export_litert(
     check_free(out)
     check_writable(out)
     packages = package_folder(LITERT, say)
-    model, function = _fixed(model)
+    model, function = _fixed(model, settings.function)
     say("reading data")
     rows = evaluation_rows(model, function, settings, examples)
     seen = None
     if settings.quantization is LiteQuantization.int8:
         seen = calibration_rows(model, function, settings.data)
     say(f"lowering {function.name}")
+    check_loops(model, function)
     program, names = lowered(function, model.params, model.sizes)
     say("converting")
     request = _request(names, model, function, settings)
@@ -211,16 +217,32 @@ def export_litert(
     )
 
 
-def _fixed(model: ExportableModel) -> tuple[ExportableModel, Inference]:
-    """The model with sizes for all dims, and its function on the platform that suits it."""
-    limits = model.function().limits
-    tokens = min(TOKENS, limits.get(SEQUENCE, TOKENS))
+def _fixed(model: ExportableModel, name: str = "") -> tuple[ExportableModel, Inference]:
+    """The model with sizes for all dims, and a function, the first by default, on the platform that suits it."""
+    chosen = model.function(name or None)
+    limits = [one.limits.get(SEQUENCE, TOKENS) for one in model.functions.values()]
+    tokens = min(TOKENS, *limits)
     model = replace(model, sizes={BATCH: 1, SEQUENCE: tokens, **model.sizes})
-    if whole := model.function().whole:
+    if whole := chosen.whole:
         raise OptionError(
             f"{model.job.name} takes {', '.join(whole)} once for a whole call, which an export to LiteRT does not have; export it to stablehlo"
         )
-    return model, model.functions_on(plain_platform(model))[model.function().name]
+    return model, model.functions_on(plain_platform(model))[chosen.name]
+
+
+def check_loops(model: ExportableModel, function: Inference) -> None:
+    """Refuses a function whose loop ends when its data say so: the converter has no form of it.
+
+    Raises:
+        OptionError: it has such a loop.
+    """
+    given = function.abstract(model.sizes)
+    program = jax.make_jaxpr(partial(unrolled, function.call))(dict(model.params), given)
+    if not loops(program.jaxpr):
+        return
+    others = [name for name in model.functions if name != function.name]
+    way = f"give --function {' or '.join(others)}" if others else "export it to stablehlo"
+    raise OptionError(f"{function.name} has a loop, which LiteRT's converter has no form of; {way}")
 
 
 def lowered(
@@ -230,7 +252,7 @@ def lowered(
     given = function.abstract(sizes)
     own = {path: np.asarray(array) for path, array in params.items()}
     # What weights alone decide is computed here: a converter would keep it in the graph.
-    folded = FoldedProgram(lambda weights, batch: function.call(weights, batch), (own,), given)
+    folded = FoldedProgram(partial(unrolled, function.call), (own,), given)
     constants: Any = [np.asarray(one) for one in folded.constants((own,))]
     program: Any = jax.jit(lambda batch: folded(constants, batch))
     made = jax.export.export(program, platforms=["cpu"])(given)
@@ -253,6 +275,7 @@ def _request(
         "quantization": settings.quantization.value,
         "batch": model.sizes[BATCH],
         "threads": 1,
+        "one_scale": settings.edge_tpu,
         "ranges": {IMAGE: IMAGE_RANGE} if IMAGE in function.inputs else {},
     }
 

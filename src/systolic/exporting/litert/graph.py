@@ -45,6 +45,8 @@ class LiteTensor:
     """Whether a dim has no size before the model runs."""
     bytes: int = 0
     """Of a constant's values; 0 for what is computed."""
+    scales: int = 0
+    """Scales of its whole numbers: one, or one for each channel; 0 for other numbers."""
     values: np.ndarray | None = field(default=None, repr=False, compare=False)
     """Of a small constant of whole numbers."""
 
@@ -70,6 +72,8 @@ class LiteOp:
     activation: str | None = None
     """Name of the activation that is fused into it."""
     custom: bool = False
+    version: int = 1
+    """Of the operation: newer ones take more types, and older runtimes refuse them."""
 
     @property
     def precision(self) -> str:
@@ -246,12 +250,15 @@ class _Reader:
         number = tensor.number("buffer", number_types.Uint32Flags)
         dtype = TENSOR_TYPES[tensor.number("type", number_types.Int8Flags)]
         shape = tuple(tensor.numbers("shape").tolist())
+        quantized = tensor.table("quantization", "QuantizationParameters")
+        scales = () if quantized is None else quantized.numbers("scale", number_types.Float32Flags)
         return LiteTensor(
             name=tensor.text("name"),
             shape=shape,
             dtype=dtype,
             dynamic=-1 in tensor.numbers("shape_signature") or -1 in shape,
             bytes=self._sizes[number],
+            scales=len(scales),
             values=self._values(number, dtype),
         )
 
@@ -271,6 +278,7 @@ class _Reader:
             outputs=pick(op.numbers("outputs")),
             options=options,
             activation=ACTIVATIONS[fused] if fused else None,
+            version=code.number("version", default=1),
         )
 
 

@@ -50,9 +50,22 @@ CUSTOM = OPERATORS.index("CUSTOM")
 
 FIELDS: Mapping[str, Mapping[str, int]] = {
     "Model": {"operator_codes": 1, "subgraphs": 2, "buffers": 4, "signature_defs": 7},
-    "OperatorCode": {"deprecated_builtin_code": 0, "custom_code": 1, "builtin_code": 3},
+    "OperatorCode": {
+        "deprecated_builtin_code": 0,
+        "custom_code": 1,
+        "version": 2,
+        "builtin_code": 3,
+    },
     "SubGraph": {"tensors": 0, "inputs": 1, "outputs": 2, "operators": 3},
-    "Tensor": {"shape": 0, "type": 1, "buffer": 2, "name": 3, "shape_signature": 7},
+    "Tensor": {
+        "shape": 0,
+        "type": 1,
+        "buffer": 2,
+        "name": 3,
+        "quantization": 4,
+        "shape_signature": 7,
+    },
+    "QuantizationParameters": {"scale": 2},
     "Buffer": {"data": 0, "offset": 1, "size": 2},
     "Operator": {"opcode_index": 0, "inputs": 1, "outputs": 2, "builtin_options": 4},
     "SignatureDef": {"inputs": 0, "outputs": 1},

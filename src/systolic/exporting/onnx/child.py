@@ -11,23 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from systolic.exporting.unrolling import computed
+
 MODEL, REQUEST, OUTCOME = "request.pkl", "request.json", "outcome.json"
 PARAMS, PROGRAM = "params.npz", "model.onnx"
 OPSET = 21
 """Of ONNX 1.16 (2024): newer operations are not needed, and older runtimes read it."""
 
-INLINED = (
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "remat2",
-)
-"""Primitives that call a function once."""
-MOST_TURNS = 128
-"""Turns of a loop that are written one after another."""
 MOST_TAPS = 64
 """Largest window that is pooled by slices."""
 
@@ -42,7 +32,7 @@ def main() -> int:
         outcome = _work(folder, request)
     except Exception as error:
         traceback.print_exc()
-        told = " ".join(str(error).split("\n\n")[0].split())[:300]
+        told = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:300]
         outcome = {"told": f"{type(error).__name__}: {told}"}
     (folder / OUTCOME).write_text(json.dumps(outcome))
     return 0
@@ -83,7 +73,7 @@ def convert(folder: Path, request: dict[str, Any]) -> None:
     # Traced before the converter, which puts functions of its own into jax.numpy and Flax while it traces.
     traced = jax.make_jaxpr(call)(*shapes)
     to_onnx(
-        lambda *args: tuple(_computed(traced.jaxpr, traced.consts, args)),
+        lambda *args: tuple(computed(traced.jaxpr, traced.consts, args, _replaced)),
         inputs=shapes,
         input_names=names,
         output_names=outputs,
@@ -95,61 +85,17 @@ def convert(folder: Path, request: dict[str, Any]) -> None:
     )
 
 
-def _computed(jaxpr: Any, consts: Any, args: Any) -> list[Any]:
-    """Outputs of a jaxpr, its functions inlined; what ONNX Runtime lacks (choices among booleans, pooling with the channels last) by other operations."""
-    import jax
-    import jax.extend.core
+def _replaced(equation: Any, given: list[Any]) -> list[Any] | None:
+    """What ONNX Runtime lacks, choices among booleans and pooling with the channels last, by other operations."""
     import jax.numpy as jnp
 
-    known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, jax.extend.core.Literal) else known[atom]
-
-    for equation in jaxpr.eqns:
-        given, name = [read(atom) for atom in equation.invars], equation.primitive.name
-        if name in INLINED:
-            made = _called(equation.params, given)
-        elif name == "scan" and equation.params["length"] <= MOST_TURNS:
-            made = _unrolled(equation.params, given)
-        elif name == "select_n" and len(given) == 3 and equation.outvars[0].aval.dtype == bool:
-            which, no, yes = given
-            made = [(which & yes) | (jnp.logical_not(which) & no)]
-        elif name == "reduce_window_max" and _taps(equation.params) <= MOST_TAPS:
-            made = [_pooled(given[0], equation.params)]
-        else:
-            params = equation.primitive.get_bind_params(equation.params)
-            out = equation.primitive.bind(*given, **params)
-            made = out if equation.primitive.multiple_results else [out]
-        known.update(zip(equation.outvars, made, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _called(params: Any, given: list[Any]) -> list[Any]:
-    """Outputs of a function that is called once."""
-    import jax.extend.core
-
-    inner = params.get("jaxpr") or params["call_jaxpr"]
-    if isinstance(inner, jax.extend.core.ClosedJaxpr):
-        return _computed(inner.jaxpr, inner.consts, given)
-    return _computed(inner, (), given)
-
-
-def _unrolled(params: Any, given: list[Any]) -> list[Any]:
-    """Outputs of a loop over layers, one turn after another."""
-    import jax.numpy as jnp
-
-    fixed, carried, length = params["num_consts"], params["num_carry"], params["length"]
-    consts, carry = given[:fixed], given[fixed : fixed + carried]
-    rows = given[fixed + carried :]
-    body, turns = params["jaxpr"], range(length)
-    made: list[list[Any]] = []
-    for turn in reversed(turns) if params["reverse"] else turns:
-        outputs = _computed(body.jaxpr, body.consts, [*consts, *carry, *(r[turn] for r in rows)])
-        carry = outputs[:carried]
-        made.append(outputs[carried:])
-    made = made[::-1] if params["reverse"] else made
-    return [*carry, *(jnp.stack(parts) for parts in zip(*made, strict=True))]
+    name = equation.primitive.name
+    if name == "select_n" and len(given) == 3 and equation.outvars[0].aval.dtype == bool:
+        which, no, yes = given
+        return [(which & yes) | (jnp.logical_not(which) & no)]
+    if name == "reduce_window_max" and _taps(equation.params) <= MOST_TAPS:
+        return [_pooled(given[0], equation.params)]
+    return None
 
 
 def _taps(params: Any) -> int:

@@ -48,13 +48,13 @@ def export_onnx(
     settings: ExportSettings = ExportSettings(),  # noqa: B008
     say: Callable[[str], None] = lambda _: None,
 ) -> ModelExport:
-    """Writes a model's first function as an .onnx file, run by ONNX Runtime and compared with its source.
+    """Writes one function of a model as an .onnx file, run by ONNX Runtime and compared with its source.
 
     Args:
         model: The model; dims without a size are free in the file.
         examples: Inputs of the comparison.
         out: The new file.
-        settings: Its precision is f32.
+        settings: The function; its precision is f32.
         say: Called with each stage.
 
     Raises:
@@ -71,13 +71,13 @@ def export_onnx(
             f"{model.job.name} has {size} bytes of weights, and an ONNX file takes up to {MOST_BYTES}; export it to stablehlo"
         )
     packages = package_folder("onnx", say)
-    function = model.function()
+    function = model.function(settings.function or None)
     say(f"converting {function.name}")
     try:
         with tempfile.TemporaryDirectory(prefix="systolic-onnx-") as name:
             work = Path(name)
             calls = _write_request(model, function, examples, work)
-            _run(work, packages)
+            _run(work, packages, [name for name in model.functions if name != function.name])
             say("comparing")
             apart = joined(
                 [
@@ -133,8 +133,8 @@ def _write_request(
     return calls
 
 
-def _run(work: Path, packages: Path) -> None:
-    """Runs the child.
+def _run(work: Path, packages: Path, others: list[str]) -> None:
+    """Runs the child; the model's other functions are another way out.
 
     Raises:
         RunError: it refuses the model, or died.
@@ -145,9 +145,10 @@ def _run(work: Path, packages: Path) -> None:
         raise RunError(f"the conversion to ONNX {ended(code)}; {last_line(log)}")
     outcome: Mapping[str, Any] = json.loads(answer.read_bytes())
     if "told" in outcome:
-        raise RunError(
-            f"jax2onnx can't convert the model: {outcome['told']}; export it to stablehlo or litert"
-        )
+        way = "export it to stablehlo or litert"
+        if others:
+            way = f"give --function {' or '.join(others)}, or export it to stablehlo"
+        raise RunError(f"jax2onnx can't convert the model: {outcome['told']}; {way}")
 
 
 def _outputs(work: Path, number: int) -> dict[str, np.ndarray]:

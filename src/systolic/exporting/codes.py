@@ -1,0 +1,41 @@
+"""Quantized matrices on their way into programs: as codes, or as the floats that these stand for."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from systolic.exporting.inference import ExportableModel
+from systolic.job import Quantization, WeightFormat
+from systolic.models.adapters import CODES, SCALES
+from systolic.models.quantized import Quantized
+
+HELD = (WeightFormat.int8, WeightFormat.fp8)
+"""Formats whose codes files of tensors hold; those of 4 bits are not a dtype of theirs."""
+
+
+def with_codes(model: ExportableModel, *, kept: bool) -> tuple[ExportableModel, tuple[str, ...]]:
+    """A model as a format holds it, and what became of its quantized matrices, in words.
+
+    Args:
+        model: The model.
+        kept: Whether the format holds codes of 8 bits.
+    """
+    formats = model.job.quantization.by_path()
+    stay = {path: how for path, how in formats.items() if kept and how.format in HELD}
+    floats = [path for path in formats if path not in stay]
+    params: dict[str, Any] = dict(model.params)
+    for path in floats:
+        codes, scales = (jnp.asarray(params.pop(f"{path}/{part}")) for part in (CODES, SCALES))
+        wide = Quantized(codes=codes, scales=scales).restored(jnp.float32)
+        params[path] = np.asarray(wide)
+    notes = []
+    if stay:
+        notes.append(f"{len(stay)} quantized matrices stay in codes, which the program widens")
+    if floats:
+        notes.append(
+            f"{len(floats)} quantized matrices are written as the floats that their codes stand for"
+        )
+    job = replace(model.job, quantization=Quantization.of(stay))
+    return replace(model, job=job, params=params), tuple(notes)

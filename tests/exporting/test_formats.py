@@ -1,0 +1,185 @@
+"""Every format on one small model. Bad requests are one line that names the next step, and nothing under the name that was asked for."""
+
+import json
+import os
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from safetensors import safe_open
+
+import systolic
+from systolic.cli.main import main
+from systolic.core.errors import SystolicError
+from systolic.exporting.examples import example_inputs
+from systolic.exporting.litert.export import export_litert
+from systolic.exporting.onnx.export import export_onnx
+from systolic.exporting.packages import installed
+from systolic.job import MatrixFormat, WeightFormat
+from systolic.session.quantizing import quantize_model
+from tests.exporting import tiny
+from tests.exporting.test_saved_model import PYTHON
+from tests.house.budget import ROOT
+from tests.interop import folders
+
+SUFFIXES = {"gguf": ".gguf", "litert": ".tflite", "onnx": ".onnx"}
+FORMATS = ("hf", "gguf", "docker", "stablehlo", "savedmodel", "litert", "onnx")
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small language model, which every format takes."""
+    folder = tmp_path_factory.mktemp("model")
+    source = folders.folder(folder / "source")
+    systolic.import_model(source, folder / "bundle", parity=False)
+    return folder / "bundle"
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """No file grows beyond ``size`` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """The one line of a command that fails."""
+    capsys.readouterr()
+    assert main(["export", *args]) != 0
+    told = [one for one in capsys.readouterr().err.splitlines() if one.startswith("systolic: ")]
+    assert len(told) == 1
+    return told[0]
+
+
+def test_the_documentations_lines_export(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page's Python, on a small model in the place of its run."""
+    page = (ROOT / "docs" / "exporting.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (block,) = [one for one in blocks if "systolic.export_program" in one]
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "first").symlink_to(bundle)
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    exec(block, found)
+    assert found["made"].differences["logits"].max_relative < 1e-5
+    about = json.loads((tmp_path / "exported" / "first" / "manifest.json").read_bytes())
+    assert about["functions"]["logits"]["inputs"]["tokens"]["shape"] == [8, "sequence"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "dtype", "told"),
+    [(WeightFormat.int8, "I8", "stay in codes"), (WeightFormat.int4, "F32", "are written as")],
+)
+def test_quantized_matrices_are_codes_or_floats_and_the_export_says_which(
+    how: WeightFormat, dtype: str, told: str, bundle: Path, tmp_path: Path
+) -> None:
+    quantize_model(bundle, tmp_path / "small", to=MatrixFormat(format=how, group=how.group))
+    made = systolic.export_program(tmp_path / "small", tmp_path / "out", to="stablehlo")
+    assert made.differences["logits"].max_relative < 1e-5
+    (line,) = made.notes
+    assert told in line
+    (file,) = (tmp_path / "out").glob("weights*.safetensors")
+    with safe_open(file, "np") as weights:
+        names = {one for one in weights.keys() if one.startswith("blocks/query")}  # noqa: SIM118
+        assert {weights.get_slice(one).get_dtype() for one in names} >= {dtype}
+        assert ("blocks/query" in names) == (dtype == "F32")
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    to: str, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if to in ("litert", "onnx") and installed(to) is None:
+        pytest.skip("needs the format's packages: python -m systolic.exporting.packages")
+    if to == "savedmodel" and PYTHON is None:
+        pytest.skip("needs TensorFlow: SYSTOLIC_TENSORFLOW_PYTHON")
+    out = tmp_path / f"made{SUFFIXES.get(to, '')}"
+    more = ["--python", str(PYTHON)] if to == "savedmodel" else []
+    with full_disk(4000):
+        told = refused(capsys, str(bundle), "--to", to, "--out", str(out), *more)
+    assert "File too large" in told
+    assert "free some space" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("to", ["litert", "onnx"])
+def test_packages_that_cannot_be_installed_are_one_line(
+    to: str,
+    bundle: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SYSTOLIC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    out = tmp_path / f"made{SUFFIXES[to]}"
+    told = refused(capsys, str(bundle), "--to", to, "--out", str(out))
+    assert "pip could not install" in told
+    assert "PIP_INDEX_URL" in told
+    assert os.listdir(tmp_path) == ["cache"]
+
+
+@pytest.mark.parametrize(
+    ("to", "more", "told"),
+    [
+        ("litert", ("--precision", "int8", "--data", "EMPTY"), "holds no files"),
+        ("litert", ("--precision", "int8", "--data", "BINARY"), "is not UTF-8 text"),
+        ("litert", ("--precision", "int8", "--data", "GONE"), "does not exist"),
+        ("litert", ("--precision", "bf16"), "f32, dynamic and int8"),
+        ("onnx", ("--precision", "bf16"), "leave it out"),
+        ("stablehlo", ("--precision", "q8_0"), "is for gguf files"),
+        ("gguf", ("--batch", "2"), "--to gguf writes none"),
+        ("hf", ("--data", "EMPTY"), "--data is for programs"),
+        ("onnx", ("--edge-tpu",), "only --to litert has"),
+        ("stablehlo", ("--sequence", "-1"), "sequence"),
+        ("docker", ("--sequence", "8"), "--to docker writes none"),
+    ],
+)
+def test_a_wrong_option_is_one_line(
+    to: str,
+    more: tuple[str, ...],
+    told: str,
+    bundle: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if to in ("litert", "onnx") and installed(to) is None:
+        pytest.skip("needs the format's packages: python -m systolic.exporting.packages")
+    empty, binary = tmp_path / "EMPTY", tmp_path / "BINARY"
+    empty.mkdir()
+    binary.write_bytes(bytes(range(256)))
+    given = [str(tmp_path / one) if one.isupper() else one for one in more]
+    out = tmp_path / f"made{SUFFIXES.get(to, '')}"
+    assert told in refused(capsys, str(bundle), "--to", to, "--out", str(out), *given)
+    assert sorted(os.listdir(tmp_path)) == ["BINARY", "EMPTY"]
+
+
+class Spectral(tiny.Scores):
+    """Names eigenvalues, which a library computes."""
+
+    def outputs(self, model: Any, batch: Any) -> Any:
+        return {"score": jnp.linalg.eigvalsh(model(batch["x"])[:, :, None] * jnp.ones(2))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("to", "write"), [("litert", export_litert), ("onnx", export_onnx)])
+def test_an_operation_that_a_format_lacks_is_one_line(to: str, write: Any, tmp_path: Path) -> None:
+    if installed(to) is None:
+        pytest.skip("needs the format's packages: python -m systolic.exporting.packages")
+    model = tiny.model(tiny.own(Spectral()))
+    with pytest.raises(SystolicError, match=r"export it to .*stablehlo") as error:
+        write(model, example_inputs(model), tmp_path / f"made{SUFFIXES[to]}")
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
