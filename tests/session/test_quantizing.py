@@ -1,6 +1,7 @@
 """Quantized Bundles: they compute what their restored weights compute elsewhere, and are opened as any other."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -259,11 +260,31 @@ def test_the_command_prints_a_table(
 ) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     given = ["--to", "int4", "--data", str(tmp_path / "text.txt"), "--auto", "--budget", "50%"]
+    given += ["--repeats", "1"]
     assert main(["quantize", str(source), "--out", str(tmp_path / "a"), *given]) == 0
     said = capsys.readouterr().out
     assert f"{tmp_path / 'a'}: int4 in groups of 64, in " in said
     for part in ("weights", "perplexity", "largest difference", "blocks/mlp/down", "alone"):
         assert part in said
+    assert "prompt tokens 128, output tokens 16, repeats 1" in said
+    for row in ("prefill here", "decode here"):
+        (line,) = [one for one in said.splitlines() if row in one]
+        assert len(re.findall(r"[0-9.]+ (?:µs|ms|s)", line)) == 2
+
+
+@pytest.mark.slow
+def test_both_are_forecast_on_slices(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the bytes of the weights that the compiled program takes."""
+    given = ["--to", "int8", "--repeats", "0", "--on", "v5e-1,v6e-1", "--quick", "--json"]
+    assert main(["quantize", str(source), "--out", str(tmp_path / "a"), *given]) == 0
+    before, after = json.loads(capsys.readouterr().out)["speeds"]
+    assert list(before["forecasts"]) == list(after["forecasts"]) == ["v5e-1", "v6e-1"]
+    for name in before["forecasts"]:
+        wide, narrow = before["forecasts"][name], after["forecasts"][name]
+        assert narrow["weights_bytes"] < wide["weights_bytes"]
+        assert wide["points"][0]["time_per_output_token_seconds"] > 0
 
 
 @pytest.mark.slow

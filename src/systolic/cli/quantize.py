@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +20,7 @@ from systolic.report.progress import ProgressLine
 
 if TYPE_CHECKING:
     from systolic.session.quantizing import QuantizedModel
+    from systolic.session.speeds import ModelSpeeds
 
 BUDGET = 0.005
 """Of ``--auto`` where no other is given."""
@@ -41,6 +42,9 @@ class QuantizeOptions:
         batches: Only the first so many batches; 0 is all.
         auto: Measure what each matrix costs alone; the worst go to int8 or stay in their dtype until the budget is met.
         budget: Largest loss with --auto: of perplexity relative, of accuracy in points; 0.5% by default.
+        on: Slices for forecasts before and after, such as v5e-8,v6e-1: of a server for language models, of the eval step for others.
+        quick: Stop the forecasts at the compiler's schedule, after seconds.
+        repeats: Timed calls here before and after; 0 times none.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
         json: Print one JSON object.
     """
@@ -54,6 +58,9 @@ class QuantizeOptions:
     batches: Annotated[int, NOT_NEGATIVE] = 0
     auto: bool = False
     budget: str | None = None
+    on: str | None = None
+    quick: bool = False
+    repeats: Annotated[int, NOT_NEGATIVE] = 5
     trust: bool = False
     json: bool = False
 
@@ -66,6 +73,9 @@ def run(args: Sequence[str]) -> int:
     )
     budget = _budget(options)
     from systolic.session.quantizing import Evaluated, quantize_model
+    from systolic.session.speeds import SpeedOptions, speeds_alone
+
+    speed = SpeedOptions(on=options.on, quick=options.quick, repeats=options.repeats)
 
     begun = time.perf_counter()
     with ProgressLine(sys.stderr, f"quantize {options.run.name}") as progress:
@@ -79,12 +89,16 @@ def run(args: Sequence[str]) -> int:
             trust=options.trust,
             say=progress.say,
         )
+        speeds, timed = speeds_alone(
+            (options.run, made.path), speed, trust=options.trust, say=progress.say
+        )
     seconds = time.perf_counter() - begun
     if options.json:
-        print_json({**made.to_json(), "seconds": seconds})
+        each = [one.to_json() for one in speeds]
+        print_json({**made.to_json(), "seconds": seconds, "speeds": each, "timed": timed})
         return 0
     print(f"{made.path}: {how}, in {duration(seconds)}")
-    print("\n".join(_lines(made)))
+    print("\n".join(_lines(made, speeds, timed)))
     return 0
 
 
@@ -108,17 +122,28 @@ def _budget(options: QuantizeOptions) -> float | None:
     return share
 
 
-def _lines(made: "QuantizedModel") -> list[str]:
-    """The table: sizes, quality, outputs, and the matrices."""
+def _lines(
+    made: "QuantizedModel", speeds: "Sequence[ModelSpeeds]", timed: Mapping[str, int]
+) -> list[str]:
+    """The table: sizes, quality, speeds, outputs, and the matrices."""
+    from systolic.cli.speed_rows import speed_rows
+
     ratio = made.bytes_after / made.bytes_before
     sizes = si(made.bytes_before, "B"), si(made.bytes_after, "B")
-    rows = [("", "before", "after", ""), ("weights", *sizes, f"x {ratio:.3f}")]
+    rows: list[tuple[str, ...]] = [
+        ("", "before", "after", ""),
+        ("weights", *sizes, f"x {ratio:.3f}"),
+    ]
     if made.before is not None and made.after is not None:
         lost = made.after.lost(made.before)
         share = f"{-100 * lost:+.2f} points" if made.before.name == "accuracy" else f"{lost:+.2%}"
         values = f"{made.before.value:.4f}", f"{made.after.value:.4f}"
         rows.append((made.before.name, *values, share))
+    rows += [(*row, "") for row in speed_rows(speeds)]
     lines = _aligned(rows)
+    if timed:
+        ran = ", ".join(f"{name.replace('_', ' ')} {n}" for name, n in timed.items())
+        lines.append(f"  here: medians of calls, one model after the other, {ran}")
     if (found := made.outputs) is not None:
         lines.append(
             f"  outputs of a probe over {found.tokens} {found.unit}: largest difference {found.max_abs:.3g} ({found.max_relative:.2%} of the largest output), mean {found.mean_abs:.3g}, same {found.best} at {found.argmax_agreement:.1%}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from systolic.aot import Compiler, StepKind
@@ -15,7 +16,7 @@ from systolic.job import Batch, Job, Layout, Remat
 from systolic.models.decoder.config import Decoder
 from systolic.session.capacity import forecast_serving
 from systolic.session.server_layout import engine_layout
-from systolic.session.trained import TrainedModel
+from systolic.session.trained import TrainedModel, keep_programs, prepare_model
 
 Say = Callable[[str], None]
 CHUNK = 256
@@ -73,12 +74,37 @@ class ModelSpeeds:
 def speeds_of(
     models: Sequence[TrainedModel], options: SpeedOptions, say: Say
 ) -> tuple[list[ModelSpeeds], Mapping[str, int]]:
-    """ModelSpeeds of models whose calls are timed in turn; and what a call computed."""
+    """Speeds of models whose calls are timed in turn; and what a call computed."""
     seconds, timed = _timed_in_turn(models, options, say)
     found = [
         ModelSpeeds(seconds=one, forecasts=_forecasts(model.job, options, say))
         for model, one in zip(models, seconds, strict=True)
     ]
+    return found, timed
+
+
+def speeds_alone(
+    paths: Sequence[Path], options: SpeedOptions, *, trust: bool, say: Say
+) -> tuple[list[ModelSpeeds], Mapping[str, int]]:
+    """Speeds of models in files or runs, one opened and timed after the other; and what a call computed.
+
+    Raises:
+        SystolicError: a model can't be opened; as :func:`systolic.open`.
+    """
+    keep_programs()
+    each = [_speeds_alone(path, options, trust, say) for path in paths]
+    return [one for one, _ in each], each[0][1]
+
+
+def _speeds_alone(
+    path: Path, options: SpeedOptions, trust: bool, say: Say
+) -> tuple[ModelSpeeds, Mapping[str, int]]:
+    prepared = prepare_model(path, trust=trust)
+    model = TrainedModel(path, prepared.setup, prepared.read(), None)
+    if isinstance(model.job.model, Decoder) and (most := model.job.model.learned_positions):
+        room = max(1, most - options.output_tokens)
+        options = replace(options, prompt_tokens=min(options.prompt_tokens, room))
+    (found,), timed = speeds_of([model], options, lambda stage: say(f"{path.name}: {stage}"))
     return found, timed
 
 
