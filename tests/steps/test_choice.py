@@ -7,8 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from systolic.steps.choice import Cuts, Draw, choose, choose_by_all, score
+from systolic.steps import choice
+from systolic.steps.choice import Cuts, Draw
 
+# As a server runs them, and in one compile a shape.
+choose, choose_by_all = jax.jit(choice.choose), jax.jit(choice.choose_by_all)
+penalised, score = jax.jit(choice._penalised), jax.jit(choice.score)
 VOCAB = 700
 CUTS = {
     "top_k": 0,
@@ -66,9 +70,7 @@ def test_only_what_the_cuts_leave_is_drawn(seed, k, p, least, temperature):
     rows = 64
     many = jnp.broadcast_to(jnp.asarray(logits), (rows, VOCAB))
     given = cuts(rows, top_k=k, top_p=p, min_p=least)
-    made = jax.jit(choose_by_all)(
-        many, jnp.zeros((rows,), jnp.int32), draw(rows, temperature), given
-    )
+    made = choose_by_all(many, jnp.zeros((rows,), jnp.int32), draw(rows, temperature), given)
     allowed = kept(logits / temperature, k, p, least)
     assert set(np.asarray(made[0].tokens)) <= set(allowed)
     np.testing.assert_array_equal(made[1], made[0].tokens)
@@ -79,7 +81,7 @@ def test_draws_have_the_probabilities_of_the_softmax(temperature):
     logits = np.array([0.0, 1.0, 2.0, -1.0, 3.0, *[-np.inf] * 400, 2.5], np.float32)
     rows = 20_000
     many = jnp.broadcast_to(jnp.asarray(logits), (rows, len(logits)))
-    made = jax.jit(choose)(many, jnp.zeros((rows,), jnp.int32), draw(rows, temperature))[0]
+    made = choose(many, jnp.zeros((rows,), jnp.int32), draw(rows, temperature))[0]
     wanted = np.exp(logits / temperature)
     wanted /= wanted.sum()
     found = np.bincount(np.asarray(made.tokens), minlength=len(logits)) / rows
@@ -124,9 +126,7 @@ def test_penalties_and_biases_are_those_of_the_definitions():
         wanted[token] = wanted[token] / 1.5 if wanted[token] > 0 else wanted[token] * 1.5
     for token, times in {5: 1, 9: 3}.items():
         wanted[token] -= 0.2 * times + 0.3
-    from systolic.steps.choice import _penalised
-
-    np.testing.assert_allclose(_penalised(jnp.asarray(logits), given)[0], wanted, rtol=1e-6)
+    np.testing.assert_allclose(penalised(jnp.asarray(logits), given)[0], wanted, rtol=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-38, 1.0])
