@@ -31,19 +31,22 @@ LAYOUTS = {
 }
 """Model, layout and rows."""
 HEADS, WIDE = ExpertAxis.heads, ("heads over experts",)
-PROMPT, CAPACITY, TOKENS = 6, 12, 5
+ROWS, PROMPT, CAPACITY, TOKENS = 8, 6, 12, 5
 _GATHERED = re.compile(r"= \w+\[([\d,]*)\]\S* all-gather")
 
 
 def write(
     steps: StepFunctions, rows: int, served: Served
 ) -> tuple[list[list[int]], list[float], str]:
-    """New tokens of each row, the sum of the keys of each, and the compiled decode step."""
+    """New tokens of each row, the sum of the keys of each, and the compiled decode step.
+
+    The first rows are the same, and the weights too, however many rows there are.
+    """
     decode = Decode(steps, Sampling(temperature=0.0), served)
     rng = np.random.default_rng(0)
-    tokens = jnp.asarray(rng.integers(0, 64, (rows, PROMPT)), jnp.int32)
+    tokens = jnp.asarray(rng.integers(0, 64, (ROWS, PROMPT))[:rows], jnp.int32)
     # The longest prompt's last tokens don't fit any more: they are dropped, not written over others.
-    count = jnp.asarray(rng.integers(2, PROMPT + 1, rows), jnp.int32).at[0].set(PROMPT)
+    count = jnp.asarray(rng.integers(2, PROMPT + 1, ROWS)[:rows], jnp.int32).at[0].set(PROMPT)
     params = {
         path: rng.normal(size=shape.shape).astype(np.float32) / 4
         for path, shape in steps.network.params.items()
