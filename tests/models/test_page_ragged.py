@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu import ragged_paged_attention as kernel
 
-from systolic.job import Layout
+from systolic.job import Layout, ServedCache
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.page_arrays import PageArrays, PageRows
 from systolic.models.decoder.page_ragged import HeadRows, RaggedArrays
@@ -38,10 +38,10 @@ def target(platform: str) -> MeshTarget:
     return MeshTarget(platform=platform, layout=layout, dtype="float32", mesh=mesh)
 
 
-def arrays_of(config: Decoder, platform: str) -> Any:
+def arrays_of(config: Decoder, platform: str, cache: ServedCache = ServedCache.plain) -> Any:
     """What :func:`page_arrays` chooses for a model's sizes, and its target."""
     made: Any = SimpleNamespace(config=config, target=target(platform))
-    return page_arrays(made, SIZE), made.target
+    return page_arrays(made, SIZE, cache), made.target
 
 
 def reference(*given: jax.Array, **settings: Any) -> jax.Array:
@@ -53,25 +53,29 @@ def reference(*given: jax.Array, **settings: Any) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    ("name", "window"),
+    ("name", "window", "cache"),
     [
-        ("heads side by side", 0),
-        ("wide heads", 3),
-        pytest.param("heads side by side", 3, marks=pytest.mark.slow),
-        pytest.param("three heads, filled up", 0, marks=pytest.mark.slow),
-        pytest.param("three heads, filled up", 3, marks=pytest.mark.slow),
-        pytest.param("wide heads", 0, marks=pytest.mark.slow),
+        ("heads side by side", 0, ServedCache.plain),
+        ("wide heads", 3, ServedCache.plain),
+        ("heads side by side", 0, ServedCache.int8),
+        pytest.param("heads side by side", 3, ServedCache.plain, marks=pytest.mark.slow),
+        pytest.param("three heads, filled up", 0, ServedCache.plain, marks=pytest.mark.slow),
+        pytest.param("three heads, filled up", 3, ServedCache.plain, marks=pytest.mark.slow),
+        pytest.param("wide heads", 0, ServedCache.plain, marks=pytest.mark.slow),
+        pytest.param("wide heads", 3, ServedCache.int8, marks=pytest.mark.slow),
+        pytest.param("three heads, filled up", 0, ServedCache.int8, marks=pytest.mark.slow),
+        pytest.param("three heads, filled up", 3, ServedCache.fp8, marks=pytest.mark.slow),
     ],
 )
 def test_ragged_pages_have_the_results_of_xla(
-    name: str, window: int, monkeypatch: pytest.MonkeyPatch
+    name: str, window: int, cache: ServedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = CONFIGS[name]
     monkeypatch.setattr(kernel, "ragged_paged_attention", reference)
     # On one device the whole is the part; the reference needs the lengths as numbers, so nothing is traced.
     monkeypatch.setattr(jax, "shard_map", lambda function, **_: function)
     draw = np.random.default_rng(0)
-    pages = {on: arrays_of(config, on)[0].empty(17, jnp.dtype("float32")) for on in KINDS}
+    pages = {on: arrays_of(config, on, cache)[0].empty(17, jnp.dtype("float32")) for on in KINDS}
     table = draw.permutation(np.arange(1, 17)).reshape(4, PAGES)
     logits = Logits(scale=0.3, cap=2.0)
     sizes = (config.heads, config.kv_heads, config.kv_heads)
@@ -91,7 +95,7 @@ def test_ragged_pages_have_the_results_of_xla(
         ]
         found = {}
         for on, kind in KINDS.items():
-            arrays, _ = arrays_of(config, on)
+            arrays, _ = arrays_of(config, on, cache)
             assert isinstance(arrays, kind)
             asked = ((query,), (key, value))
             attend = partial(arrays.attend, window=window, logits=logits)

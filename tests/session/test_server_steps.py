@@ -6,6 +6,7 @@ import pytest
 
 from systolic.aot import PagedProgram, ServingProgram
 from systolic.chips import slice
+from systolic.core.errors import OptionError
 from systolic.forecasting.serving import Load
 from systolic.job import ExpertAxis, Layout, Served, ServedCache, ServedWeights
 from systolic.session.job_source import source_of
@@ -66,6 +67,21 @@ def test_what_the_engine_has_not_is_forecast_by_a_batch(served: Served) -> None:
     steps = steps_of("qwen3-30b-a3b", "v6e-8", served, expert=8)
     assert isinstance(steps, BatchSteps)
     assert isinstance(steps.program((4, 1)), ServingProgram)
+
+
+@pytest.mark.parametrize("cache", ServedCache)
+def test_pages_in_a_format_are_the_engines(cache: ServedCache) -> None:
+    steps = steps_of("llama-3.1-8b", "v6e-8", Served(cache=cache), tensor=8)
+    assert isinstance(steps, EngineSteps)
+    program = steps.program((16, 1))
+    assert isinstance(program, PagedProgram)
+    assert program.cache is cache
+    assert program.key()["paged"]["cache"] == cache.value
+
+
+def test_a_batch_has_no_cache_in_fp8() -> None:
+    with pytest.raises(OptionError, match=r"--kv-dtype is fp8, .* take plain or int8"):
+        steps_of("llama-3.1-8b", "v6e-8", Served(cache=ServedCache.fp8), fsdp=8)
 
 
 def test_formats_of_weights_are_programs_of_their_own() -> None:

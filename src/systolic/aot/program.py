@@ -95,7 +95,7 @@ class PagedProgram(PagedCall):
         if not _known(self.job):
             return None
         sizes = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "job"}
-        return {"job": self.job.to_json(), "paged": sizes}
+        return {"job": self.job.to_json(), "paged": sizes | {"cache": self.cache.value}}
 
     def trace(self, on: Slice, devices: Sequence[Any]) -> Traced:
         """See :class:`Program`.

@@ -50,7 +50,7 @@ def trace_paged(program: PagedCall, on: Slice, devices: Sequence[Any]) -> Traced
     """The step of an engine on a mesh of ``devices``: logits of the token after the last of each text."""
     job = _served(program.job, on)
     target = MeshTarget.of(job, on.platform, devices)
-    paged = PagedSteps(StepFunctions(job, target, trains=False), program.page_size)
+    paged = PagedSteps(StepFunctions(job, target, trains=False), program.page_size, program.cache)
     shape = StepShape(program.rows, int(program.chunk > 0), program.chunk, program.pages)
 
     def ints(size: int) -> Any:

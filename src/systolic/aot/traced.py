@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from systolic.job import Job, Served
+from systolic.job import Job, Served, ServedCache
 
 
 class StepKind(enum.Enum):
@@ -79,6 +79,8 @@ class PagedCall:
     """Positions of a page."""
     chunk: int = 0
     """Prompt tokens that one more text reads; 0 for none."""
+    cache: ServedCache = ServedCache.plain
+    """Format of the pages."""
 
     @property
     def context(self) -> int:

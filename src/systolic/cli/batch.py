@@ -12,6 +12,7 @@ from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse
 from systolic.core.errors import MissingExtraError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE
+from systolic.job import ServedCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class BatchVerbOptions:
         chunk: Most tokens of a prompt that a step reads.
         page_size: Positions of a page of the cache.
         pages: Pages of the cache; 0 holds all texts at their longest.
+        kv_dtype: Format of keys and values: plain is the compute dtype; int8 has a scale for each position and head; fp8 (e4m3) has none.
         precision: Of the computation; auto takes a run's own, and for models in files bf16 on TPUs and GPUs and f32 on CPUs.
         checkpoint: Of a run: best, last or the number of a step.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
@@ -46,6 +48,7 @@ class BatchVerbOptions:
     chunk: Annotated[int, COUNT] = 256
     page_size: Annotated[int, COUNT] = 64
     pages: Annotated[int, NOT_NEGATIVE] = 0
+    kv_dtype: ServedCache = ServedCache.plain
     precision: Literal["auto", "bf16", "f32"] = "auto"
     checkpoint: str = "best"
     trust: bool = False
@@ -67,6 +70,7 @@ def run(args: Sequence[str]) -> int:
             "chunk",
             "page_size",
             "pages",
+            "kv_dtype",
             "precision",
             "checkpoint",
             "trust",

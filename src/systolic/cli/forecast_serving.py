@@ -27,7 +27,7 @@ class ServingOptions:
         chunk: Prompt tokens that a step reads.
         host_ms: Milliseconds of the host's work for each step, an assumption: shown behind the step and after it.
         weights: Format of a decoder's matrices: plain, or quantized as systolic quantize does; a quantized Bundle has its own.
-        cache: Format of keys and values: plain, or int8 with a scale for each position and head.
+        kv_dtype: Format of keys and values: plain, int8 with a scale for each position and head, or fp8 (e4m3) without scales.
         expert_axis: What the expert axis splits beside experts: rows (texts), or heads (as the tensor axis does); by default neither, as systolic serve has it.
         flags: Compiler flags on top of the set that all jobs on the chip share; none leaves that set out.
         quick: Stop at the compiler's schedule, after seconds: memory is exact, the time of ops estimated.
@@ -42,7 +42,7 @@ class ServingOptions:
     chunk: Annotated[int, COUNT] = 256
     host_ms: Annotated[float, NOT_NEGATIVE] = 0.0
     weights: ServedWeights = ServedWeights.plain
-    cache: ServedCache = ServedCache.plain
+    kv_dtype: ServedCache = ServedCache.plain
     expert_axis: ExpertAxis | None = None
     flags: str = ""
     quick: bool = False
@@ -72,7 +72,7 @@ def forecast_server(args: Sequence[str]) -> int:
     job = with_formats(job, target, options.weights)
     if not any(word.startswith("--layout.") for word in asked.typed):
         most = max(options.concurrency, default=ROWS)
-        job = replace(job, layout=layout_of_requests(job, on, load, most))
+        job = replace(job, layout=layout_of_requests(job, on, load, most, options.kv_dtype))
     compiler = Compiler(flags=resolved(options.flags, on.chip))
     with ProgressLine(sys.stderr, f"{job.name} for {on.name}") as progress:
         made = forecast_serving(
@@ -97,6 +97,6 @@ def forecast_server(args: Sequence[str]) -> int:
 def _served(options: ServingOptions) -> Served | None:
     """Format of the cache and split that were asked for; None where they are those of ``systolic serve``."""
     axis = options.expert_axis
-    if options.cache is ServedCache.plain and axis is None:
+    if options.kv_dtype is ServedCache.plain and axis is None:
         return None
-    return Served(cache=options.cache, expert_axis=axis or ExpertAxis.rows)
+    return Served(cache=options.kv_dtype, expert_axis=axis or ExpertAxis.rows)

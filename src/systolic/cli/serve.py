@@ -13,6 +13,7 @@ from systolic.cli.output import print_json
 from systolic.cli.parse import parse
 from systolic.core.errors import MissingExtraError, OptionError
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range
+from systolic.job import ServedCache
 from systolic.serving.layout import ServingLayout
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class ServeOptions:
         chunk: Most tokens of a prompt that a step reads.
         page_size: Positions of a page of the cache.
         pages: Pages of the cache; 0 holds all texts at their longest.
+        kv_dtype: Format of keys and values: plain is the compute dtype; int8 has a scale for each position and head; fp8 (e4m3) has none.
         layout: Devices of each language model.
         precision: Of the computation; auto takes a run's own, and for models in files bf16 on TPUs and GPUs and f32 on CPUs.
         delay_ms: Longest wait of a request for others to share its batch, for models that write no text.
@@ -81,6 +83,7 @@ class ServeOptions:
     chunk: Annotated[int, COUNT] = 256
     page_size: Annotated[int, COUNT] = 64
     pages: Annotated[int, NOT_NEGATIVE] = 0
+    kv_dtype: ServedCache = ServedCache.plain
     layout: ServingLayout = ServingLayout()  # noqa: RUF009 (frozen)
     precision: Literal["auto", "bf16", "f32"] = "auto"
     delay_ms: Annotated[float, NOT_NEGATIVE] = 2.0
@@ -180,6 +183,7 @@ def settings(options: ServeOptions) -> "ServeSettings":
             chunk=options.chunk,
             page_size=options.page_size,
             pages=options.pages,
+            cache=options.kv_dtype,
             queued=options.queued,
             strict=options.strict,
         ),

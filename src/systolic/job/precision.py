@@ -110,6 +110,13 @@ class ServedCache(enum.Enum):
     """The compute dtype."""
     int8 = "int8"
     """int8, with a scale for each position and head (decoders)."""
+    fp8 = "fp8"
+    """float8 (e4m3) without scales, as TPU kernels read it (decoders); larger values than it has become its largest."""
+
+    @property
+    def item_bytes(self) -> float | None:
+        """Bytes of an element; None for those of the compute dtype."""
+        return None if self is ServedCache.plain else 1.0
 
 
 class ExpertAxis(enum.Enum):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from systolic.chips import Slice
 from systolic.core.errors import LayoutError
 from systolic.forecasting.serving import Load
-from systolic.job import ExpertAxis, Job, Layout, Served
+from systolic.job import ExpertAxis, Job, Layout, Served, ServedCache
 from systolic.models.decoder.checks import served_kv_heads
 from systolic.models.decoder.config import Decoder
 from systolic.serving.layout import EngineNeed, ServingLayout, share
@@ -14,7 +14,9 @@ ROWS = 16
 """Texts at once that a layout makes room for, as ``systolic serve`` has them by default."""
 
 
-def engine_layout(job: Job, on: Slice, load: Load, rows: int = ROWS) -> Layout:
+def engine_layout(
+    job: Job, on: Slice, load: Load, rows: int = ROWS, cache: ServedCache = ServedCache.plain
+) -> Layout:
     """Layout that ``systolic serve`` chooses: the smallest tensor axis that holds weights and pages, then engines; :func:`serving_layout` where it leaves devices idle or the model is no decoder.
 
     Args:
@@ -22,6 +24,7 @@ def engine_layout(job: Job, on: Slice, load: Load, rows: int = ROWS) -> Layout:
         on: The slice, taken as one machine.
         load: The requests.
         rows: Texts at once, of an engine.
+        cache: Format of keys and values.
 
     Raises: as :func:`serving_layout`.
     """
@@ -36,9 +39,9 @@ def engine_layout(job: Job, on: Slice, load: Load, rows: int = ROWS) -> Layout:
         saved = saved_bytes(job, item)
 
     def need(tensor: int) -> EngineNeed:
-        held = _weights(model, tensor) + rows * load.tokens * _position(model, tensor)
-        less = saved / tensor
-        return EngineNeed(bytes=int(held * item - less), capacity_bytes=on.program_bytes)
+        positions = rows * load.tokens * _position(model, tensor) * (cache.item_bytes or item)
+        held = _weights(model, tensor) * item - saved / tensor + positions
+        return EngineNeed(bytes=int(held), capacity_bytes=on.program_bytes)
 
     shares = share(ServingLayout(), on.num_devices, model, need)
     if shares.idle:
@@ -46,14 +49,16 @@ def engine_layout(job: Job, on: Slice, load: Load, rows: int = ROWS) -> Layout:
     return Layout(data=shares.engines, fsdp=1, tensor=shares.tensor)
 
 
-def layout_of_requests(job: Job, on: Slice, load: Load, requests: int) -> Layout:
+def layout_of_requests(
+    job: Job, on: Slice, load: Load, requests: int, cache: ServedCache = ServedCache.plain
+) -> Layout:
     """Layout of engines that hold so many requests together, each as many as ``systolic serve`` gives it, or more where it must.
 
     Raises: as :func:`serving_layout`.
     """
     rows = ROWS
     while True:
-        layout = engine_layout(job, on, load, rows)
+        layout = engine_layout(job, on, load, rows, cache)
         each = -(-requests // layout.data)
         if each <= rows:
             return layout

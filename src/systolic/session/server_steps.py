@@ -122,12 +122,17 @@ def server_steps(
         OptionError: weights in a format that the programs of a batch lack.
     """
     if _serves(job, served):
-        return EngineSteps(job=job, on=on, load=load, page_size=page_size)
+        cache = ServedCache.plain if served is None else served.cache
+        return EngineSteps(job=job, on=on, load=load, page_size=page_size, cache=cache)
+    if served is not None and served.cache is ServedCache.fp8:
+        raise OptionError(
+            "--kv-dtype is fp8, and the programs of a batch, which this layout needs, take plain or int8; use a layout that systolic serve has"
+        )
     if job.quantization:
         kinds = {how.format.value for _, how in job.quantization.matrices}
         if kinds != {ServedWeights.int8.value}:
             raise OptionError(
-                f"weights are in {' and '.join(sorted(kinds))}, and the programs of a batch, which this layout or cache needs, take plain or int8; leave --cache and --expert-axis out, or use a layout that systolic serve has"
+                f"weights are in {' and '.join(sorted(kinds))}, and the programs of a batch, which this layout needs, take plain or int8; leave --expert-axis out, or use a layout that systolic serve has"
             )
         job = replace(job, quantization=Quantization())
         served = replace(served or Served(), weights=ServedWeights.int8)
@@ -142,10 +147,8 @@ def _serves(job: Job, served: Served | None) -> bool:
     others = [axis for axis in Axis if axis not in ENGINE_AXES]
     if any(layout.size(axis) > 1 for axis in others):
         return False
-    if served is not None:
-        plain = served.weights is ServedWeights.plain and served.cache is ServedCache.plain
-        if not plain or layout.expert > 1:
-            return False
+    if served is not None and (served.weights is not ServedWeights.plain or layout.expert > 1):
+        return False
     try:
         check_served(model, layout)
     except LayoutError:
@@ -161,6 +164,7 @@ class EngineSteps:
     on: Slice
     load: Load
     page_size: int
+    cache: ServedCache = ServedCache.plain
 
     @property
     def name(self) -> str:
@@ -202,6 +206,7 @@ class EngineSteps:
             pages=pages,
             num_pages=(rows or 1) * pages + 1,
             page_size=self.page_size,
+            cache=self.cache,
         )
 
     def weights_bytes(self, decode: Forecast) -> int:

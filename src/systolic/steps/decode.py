@@ -72,7 +72,7 @@ class Decode:
         if served.cache is ServedCache.int8:
             if not isinstance(steps.job.model, Decoder):
                 raise OptionError(
-                    f"{steps.job.name} has no cache in int8, decoders do; leave --cache out"
+                    f"{steps.job.name} has no cache in int8, decoders do; leave --kv-dtype out"
                 )
             self.cache_dtype = jnp.dtype(jnp.int8)
         module = jax.eval_shape(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from systolic.core.errors import RunError
+from systolic.job import ServedCache
 from systolic.models.decoder.module import DecoderModule
 from systolic.models.decoder.page_arrays import PageArrays
 from systolic.models.decoder.page_ragged import RaggedArrays
@@ -102,6 +103,7 @@ class PagedSteps:
     Args:
         steps: Of the model's job on the devices that serve it.
         page_size: Positions of a page.
+        cache: Format of keys and values.
 
     Attributes:
         steps: Under the sharding rules of serving, with key-value heads that the mesh divides: see
@@ -112,7 +114,10 @@ class PagedSteps:
         LayoutError: the mesh does not divide it.
     """
 
-    def __init__(self, steps: StepFunctions, page_size: int) -> None:
+    def __init__(
+        self, steps: StepFunctions, page_size: int, cache: ServedCache = ServedCache.plain
+    ) -> None:
+        self.cache = cache
         self._model, target = steps.job.model, paged_sharding.paged_target(steps.target)
         job = paged_sharding.served_job(steps.job, target.layout)
         self.steps, self.page_size = StepFunctions(job, target, trains=False), page_size
@@ -122,7 +127,7 @@ class PagedSteps:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of weights and pages."""
+        """Of weights, and of pages in no other format."""
         return jnp.dtype(self.steps.target.dtype)
 
     @property
@@ -161,7 +166,7 @@ class PagedSteps:
     @property
     def arrays(self) -> PageArrays | RaggedArrays:
         """How the pages of a layer lie."""
-        return page_arrays(self._ends(self.abstract_weights), self.page_size)
+        return page_arrays(self._ends(self.abstract_weights), self.page_size, self.cache)
 
     @property
     def kernel(self) -> str:
@@ -211,10 +216,10 @@ class PagedSteps:
 
     def placed_pages(self, count: int) -> list[Any]:
         """Abstract pages with their shardings."""
-        target, axes = self.steps.target, self.arrays.axes()
+        target, axes = self.steps.target, self.arrays.axes
         pages = jax.eval_shape(lambda: self.empty_pages(count))
         return jax.tree.map(
-            lambda a: _with(a, paged_sharding.sharding(target, a.shape, *axes)), pages
+            lambda a: _with(a, paged_sharding.sharding(target, a.shape, *axes(a.ndim))), pages
         )
 
     def placed_logits(self, texts: int) -> jax.ShapeDtypeStruct:
@@ -292,7 +297,7 @@ class PagedSteps:
         tokens = jnp.concatenate([kept, asked.tokens[rows:]])
         reading = Reading(tokens, asked.recent, asked.start, asked.count, asked.table)
         layers = list(zip(self._layers, weights.layers, strict=True))
-        return read(self._ends(weights), layers, reading, pages, chunk)
+        return read(self._ends(weights), layers, reading, pages, chunk, self.cache)
 
 
 def _with(array: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
+from systolic.job import ServedCache
 from systolic.serving.refused import RefusedError
 from systolic.serving.text.request import Finish, TextRequest, TokenChoice
-from tests.serving.text.engine import SMALL, Small
+from tests.serving.text.engine import SIZES, SMALL, Small
 
 GREEDY = TokenChoice(temperature=0.0)
 
@@ -97,6 +98,33 @@ def test_a_prompt_seen_before_is_not_read_again(small, engine):
     assert ids(first) == ids(again) == small.greedy(prompt, 5)[0]
     # 49 of 50 tokens can be found, in whole pages of 8.
     assert again[-1].usage.cached_tokens == 48
+
+
+def test_over_pages_in_int8_a_text_is_the_same_alone_and_beside_others_cached_and_preempted(small):
+    """Pages for one long text and a half, so that texts wait, are read again, and find pages of others."""
+    draw, begin = random.Random(2), list(range(100, 120))
+    prompts = [begin + [draw.randrange(256) for _ in range(12)] for _ in range(5)]
+    lost = []
+    watcher = SimpleNamespace(
+        stepped=lambda facts: lost.append(facts.preempted), ended=lambda facts: None
+    )
+    sizes = replace(SIZES, cache=ServedCache.int8, pages=16, programs=(1, 1, 1), mixed=True)
+    engine = small.opened(sizes, watcher)
+    engine.start()
+    try:
+        alone = [ids(ask(engine, prompt, 40)) for prompt in prompts]
+        streams = [
+            engine.submit(
+                TextRequest(tokens=prompt, max_tokens=40, choice=GREEDY, ignore_ends=True)
+            )
+            for prompt in prompts
+        ]
+        together = [list(stream) for stream in streams]
+        assert [ids(pieces) for pieces in together] == alone
+        assert any(pieces[-1].usage.cached_tokens for pieces in together)
+        assert sum(lost) > 0
+    finally:
+        engine.stop()
 
 
 OVERFLOWS = 263

@@ -6,9 +6,13 @@ import jax
 import psutil
 import pytest
 
+from systolic.aot import PagedProgram
+from systolic.chips import slice
 from systolic.core.errors import RunError
 from systolic.forecasting.serving_memory import ServingMemory
+from systolic.job import ServedCache
 from systolic.serving.text import memory
+from systolic.serving.text.memory import held_bytes
 from systolic.serving.text.opening import open_engine, plan_engine
 from tests.serving.text.engine import SIZES, Small
 
@@ -62,6 +66,22 @@ def test_weights_and_pages_are_those_on_the_device(small):
         assert f"{len(engine.runner.programs.read)} programs of steps" in text
     finally:
         engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("cache", "page_bytes"),
+    # Keys and values of 2 layers, 1 head of 16 elements, 8 positions, and a scale in float32 of each position.
+    [(ServedCache.int8, 2 * 2 * 8 * (16 + 4)), (ServedCache.fp8, 2 * 2 * 8 * 16)],
+)
+def test_pages_in_8_bits_as_the_table_and_a_forecast_have_them(small, cache, page_bytes):
+    plan = plan_engine(small.steps, replace(SIZES, cache=cache))
+    empty = plan.paged.empty_pages(3)
+    assert held(empty) == 3 * page_bytes == held_bytes(plan.paged.placed_pages(3))
+    program = PagedProgram(
+        job=small.steps.job, rows=1, pages=1, num_pages=2, page_size=8, cache=cache
+    )
+    on = slice("cpu")
+    assert program.trace(on, jax.devices()[:1]).facts["page_bytes"] == page_bytes
 
 
 def test_a_context_beyond_that_of_training_is_warned_of(small):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from systolic.job import Target
 from systolic.models.masking import Logits, soft_cap
@@ -32,12 +33,13 @@ class Coded(NamedTuple):
 Rows = jax.Array | Coded
 
 
-def coded(rows: jax.Array) -> Coded:
-    """Rows [..., size] in int8, each scaled by its largest element."""
+def coded(rows: jax.Array, scale_dtype: DTypeLike | None = None) -> Coded:
+    """Rows [..., size] in int8, each scaled by its largest element; scales in the rows' dtype or another."""
     wide = rows.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
     scales = jnp.where(largest > 0, largest, 1.0) / LARGEST_CODE
-    return Coded(jnp.round(wide / scales).astype(jnp.int8), scales[..., 0].astype(rows.dtype))
+    codes = jnp.round(wide / scales).astype(jnp.int8)
+    return Coded(codes, scales[..., 0].astype(scale_dtype or rows.dtype))
 
 
 def no_rows(shape: tuple[int, ...], dtype: jnp.dtype) -> Rows:

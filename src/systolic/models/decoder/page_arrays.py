@@ -11,7 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from systolic.job import Target
+from systolic.job import ServedCache, Target
+from systolic.models.decoder.cache import coded
 from systolic.models.decoder.page_kernels import (
     LayerPages,
     attend_by_cudnn,
@@ -42,6 +43,7 @@ class PageArrays:
         sizes: Elements of a key and of a value of one head.
         page_size: Positions of a page.
         unsuited: Why the platform's kernel does not take the model, where that is known beforehand.
+        cache: Format of keys and values.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class PageArrays:
         sizes: tuple[int, int],
         page_size: int,
         unsuited: str = "",
+        cache: ServedCache = ServedCache.plain,
     ) -> None:
+        self.cache = cache
         self.target, self.kv_heads, self.sizes, self.page_size = target, kv_heads, sizes, page_size
         self._unsuited = unsuited
 
@@ -73,20 +77,31 @@ class PageArrays:
         inner = (key, self.page_size) if self.turned else (self.page_size, key)
         return (self.kv_heads, pages, *inner), (self.kv_heads, pages, self.page_size, value)
 
-    def axes(self) -> tuple[str | None, ...]:
-        """Logical names of the dims of both."""
-        return ("kv_heads", None, None, None)
+    def axes(self, dims: int = 4) -> tuple[str | None, ...]:
+        """Logical names of the dims of both, or of their 3 of scales."""
+        return ("kv_heads", *[None] * (dims - 1))
 
     def empty(self, pages: int, dtype: jnp.dtype) -> LayerPages:
         """Pages of zeros."""
         key, value = self.shapes(pages)
         kept = self.kept(dtype)
-        return LayerPages(jnp.zeros(key, kept), jnp.zeros(value, kept))
+        scales = None
+        if self.cache is ServedCache.int8:
+            scales = (jnp.zeros(value[:3], jnp.float32), jnp.zeros(value[:3], jnp.float32))
+        return LayerPages(jnp.zeros(key, kept), jnp.zeros(value, kept), scales)
 
     def kept(self, dtype: jnp.dtype) -> jnp.dtype:
-        """Dtype of the arrays: bits of 16-bit floats on a CPU, where XLA converts all pages to float32 and back to write one."""
-        bits = self.target.platform == "cpu" and jnp.dtype(dtype).itemsize == 2
-        return jnp.dtype(jnp.uint16 if bits else dtype)
+        """Dtype of the arrays: bits of narrow floats on a CPU, where XLA converts all pages to float32 and back to write one."""
+        if self.cache is ServedCache.int8:
+            return jnp.dtype(jnp.int8)
+        kept = self._floats(dtype)
+        if self.target.platform != "cpu" or kept.itemsize > 2:
+            return kept
+        return jnp.dtype(f"uint{8 * kept.itemsize}")
+
+    def _floats(self, dtype: jnp.dtype) -> jnp.dtype:
+        """What the pages hold where that is no int8."""
+        return jnp.dtype(jnp.float8_e4m3fn if self.cache is ServedCache.fp8 else dtype)
 
     def attend(
         self,
@@ -127,21 +142,31 @@ class PageArrays:
     ) -> LayerPages:
         """Pages with the keys and values of new tokens, [rows, n, kv_heads, size] each."""
         write = self._write_one if rows.positions.shape[1] == 1 else self._write_chunk
-        key, value = (self._as_kept(each, pages.key.dtype) for each in new)
+        scales = None
+        if pages.scales is None:
+            key, value = (self._as_kept(each, pages.key.dtype) for each in new)
+        else:
+            (key, *of_key), (value, *of_value) = (coded(each, jnp.float32) for each in new)
+            both = zip(pages.scales, (*of_key, *of_value), strict=True)
+            scales = tuple(
+                self._split(write(old[..., None], rows, each[..., None], False))[..., 0]
+                for old, each in both
+            )
         return LayerPages(
             self._split(write(pages.key, rows, key, self.turned)),
             self._split(write(pages.value, rows, value, False)),
+            scales,
         )
 
     def _as_kept(self, new: jax.Array, kept: jnp.dtype) -> jax.Array:
-        if kept != jnp.uint16:
-            return new.astype(kept)
-        return jax.lax.bitcast_convert_type(new.astype(self.target.dtype), jnp.uint16)
+        floats = self._floats(jnp.dtype(self.target.dtype) if kept.kind == "u" else kept)
+        new = narrowed(new, floats)
+        return new if floats == kept else jax.lax.bitcast_convert_type(new, kept)
 
     def _as_floats(self, part: jax.Array) -> jax.Array:
-        if part.dtype != jnp.uint16:
+        if part.dtype.kind != "u":
             return part
-        return jax.lax.bitcast_convert_type(part, jnp.dtype(self.target.dtype))
+        return jax.lax.bitcast_convert_type(part, self._floats(jnp.dtype(self.target.dtype)))
 
     def _split(self, part: jax.Array) -> jax.Array:
         return self.target.constrain(part, *self.axes())
@@ -184,16 +209,23 @@ class PageArrays:
             logits: Scale, soft cap and sinks.
         """
         count, length, heads, size = queries[0].shape
-        if gpu_kernel_takes(self.target, (length, size), window, logits) and len(queries) == 1:
+        kernel = gpu_kernel_takes(self.target, (length, size), window, logits)
+        if kernel and len(queries) == 1 and self.cache is not ServedCache.fp8:
             return attend_on_gpu(queries[0][:, 0], pages, rows.table, rows.positions[:, 0], logits)[
                 :, None
             ]
         dtype, group = queries[0].dtype, heads // self.kv_heads
-        key, value = jax.lax.optimization_barrier(
-            (pages.key[:, rows.table], pages.value[:, rows.table])
+        key, value, scales = jax.lax.optimization_barrier(
+            jax.tree.map(lambda part: part[:, rows.table], tuple(pages))
         )
         key, value = self._as_floats(key), self._as_floats(value)
         value = value.reshape(self.kv_heads, count, -1, value.shape[-1]).astype(dtype)
+        # f32[kv_heads, rows, 1, positions]: products with codes are scaled, no codes are.
+        of_key, of_value = (
+            (1.0, 1.0)
+            if scales is None
+            else (each.reshape(self.kv_heads, count, 1, -1) for each in scales)
+        )
 
         places, own = jnp.arange(value.shape[2]), rows.positions[:, :, None]
         seen = places <= own
@@ -201,6 +233,11 @@ class PageArrays:
             seen &= own - places < window
         if len(queries) == 1 and cudnn_takes(self.target, jnp.dtype(dtype), size, logits):
             key = key.reshape(value.shape).astype(dtype)
+            if scales is not None:
+                key, value = (
+                    (codes * each.swapaxes(2, 3)).astype(dtype)
+                    for codes, each in ((key, of_key), (value, of_value))
+                )
             return attend_by_cudnn(queries[0], key, value, seen, logits)
 
         def by_head(query: jax.Array) -> jax.Array:
@@ -209,15 +246,17 @@ class PageArrays:
             return split.transpose(2, 0, 3, 1, 4).reshape(self.kv_heads, count, group * length, -1)
 
         asked = [by_head(query) for query in queries]
-        total = self._products(asked[0], key.astype(dtype))
+        total = self._products(asked[0], key.astype(dtype)) * of_key
         if len(asked) == 2:
-            total = total + jnp.einsum(
+            latent = jnp.einsum(
                 "krme,krse->krms", asked[1], value, preferred_element_type=jnp.float32
             )
+            total = total + latent * of_value
         assert logits.scale is not None
         total = soft_cap(total * logits.scale, logits.cap)
         total = jnp.where(jnp.tile(seen, (1, group, 1)), total, jnp.finfo(jnp.float32).min)
-        shares = _softmax(total, _sinks(logits, self.kv_heads, length)).astype(dtype)
+        shares = _softmax(total, _sinks(logits, self.kv_heads, length))
+        shares = (shares * of_value).astype(dtype)
         # XLA's CPU kernels of 16-bit operands make float32; other results would convert all values first.
         wide = jnp.float32 if self.target.platform == "cpu" else None
         found = jnp.einsum("krms,krse->krme", shares, value, preferred_element_type=wide)
@@ -235,6 +274,14 @@ class PageArrays:
         wide = jnp.broadcast_to(query[:, :, None], (heads, count, key.shape[2], many, size))
         made = jnp.einsum("krwme,krwes->krwms", wide, key, preferred_element_type=jnp.float32)
         return made.swapaxes(2, 3).reshape(heads, count, many, -1)
+
+
+def narrowed(new: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """New keys or values in another float dtype; float8, which has no infinity, is given its largest number for what is larger."""
+    if dtype.itemsize > 1 or dtype == new.dtype:
+        return new.astype(dtype)
+    most = float(jnp.finfo(dtype).max)
+    return jnp.clip(new, -most, most).astype(dtype)
 
 
 def pages_at(table: jax.Array, place: jax.Array) -> jax.Array:

@@ -24,6 +24,8 @@ class LayerPages(NamedTuple):
     With latent attention the rotated key of all heads."""
     value: jax.Array
     """[kv_heads, pages, page_size, head_dim]; with latent attention the latents."""
+    scales: tuple[jax.Array, jax.Array] | None = None
+    """Of keys and of values in int8, f32[kv_heads, pages, page_size] each."""
 
     @property
     def page_size(self) -> int:
@@ -66,13 +68,15 @@ def attend_on_gpu(
     # Pages beyond a text's length are not read; the kernel wants whole parts of whole blocks.
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % (splits * together))))
     assert logits.scale is not None
-    scaled = (query * logits.scale).astype(pages.key.dtype)
+    scales = pages.scales or (None, None)
     return paged_attention(
-        scaled,
+        (query * logits.scale).astype(query.dtype),
         pages.key,
         pages.value,
         table,
         positions + 1,
+        k_scales_pages=scales[0],
+        v_scales_pages=scales[1],
         pages_per_compute_block=together,
         k_splits=splits,
         attn_logits_soft_cap=logits.cap or None,

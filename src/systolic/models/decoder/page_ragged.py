@@ -4,6 +4,9 @@ A page is [page_size, 2 x rows, width] with a row of keys and a row of values in
 128 lanes. Heads of 64 or fewer elements lie side by side in a row, since lanes that no head uses would be stored and
 read all the same: a query then has its elements in the lanes of its own head and zeros in the others. A head of
 another size is filled up with zeros.
+
+The kernel has one scale for all positions. Pages in int8, with a scale for each position and head, are restored for the
+texts of a step, one layer at a time, and the kernel reads what was restored.
 """
 
 import math
@@ -16,8 +19,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from systolic.chips import usual
-from systolic.job import Target
-from systolic.models.decoder.page_arrays import PageRows, pages_at
+from systolic.job import ServedCache, Target
+from systolic.models.decoder.cache import coded
+from systolic.models.decoder.page_arrays import PageRows, narrowed, pages_at
 from systolic.models.masking import Logits
 
 if TYPE_CHECKING:
@@ -43,6 +47,8 @@ class RaggedPages(NamedTuple):
 
     both: jax.Array
     """[pages, page_size, 2 x rows, width]."""
+    scales: jax.Array | None = None
+    """Of pages in int8: f32[pages, rows of lanes, lanes], those of a page's heads position by position."""
 
     @property
     def page_size(self) -> int:
@@ -88,6 +94,33 @@ class HeadRows:
         """Keys or values [tokens, kv_heads, head_dim] as [tokens, rows, width]."""
         new = jnp.pad(new, ((0, 0), (0, self.rows * self.beside - self.kv_heads), (0, 0)))
         return self._filled(new.reshape(-1, self.rows, self.beside * self.head_dim))
+
+    @property
+    def num_scales(self) -> int:
+        """Scales of a position in int8: of each place of a head in a row."""
+        return 2 * self.rows * self.beside
+
+    def coded(self, new: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+        """Keys and values [tokens, 2, kv_heads, head_dim] as [tokens, 2 x rows, width] and their scales f32[tokens, num_scales]."""
+        scales = jnp.ones((len(new), self.num_scales), jnp.float32)
+        if dtype == jnp.int8:
+            new, of_heads = coded(new, jnp.float32)
+            free = self.rows * self.beside - self.kv_heads
+            of_heads = jnp.pad(of_heads, ((0, 0), (0, 0), (0, free)))
+            by_row = of_heads.reshape(-1, 2, self.rows, self.beside).swapaxes(1, 2)
+            scales = by_row.reshape(scales.shape)
+        both = jnp.stack([self.pack(new[:, 0]), self.pack(new[:, 1])], axis=2)
+        return narrowed(both.reshape(len(new), -1, self.width), dtype), scales
+
+    def restored(self, codes: jax.Array, scales: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Pages [n, page_size, 2 x rows, width] of codes int8 and scales f32[n, page_size x num_scales]."""
+        count, size = codes.shape[:2]
+        wide = scales.reshape(count, size, 2 * self.rows, self.beside)
+        wide = jnp.repeat(wide, self.head_dim, axis=-1) if self.beside > 1 else wide
+        if self.beside > 1:
+            free = self.width - wide.shape[-1]
+            wide = jnp.pad(wide, ((0, 0), (0, 0), (0, 0), (0, free)))
+        return (codes.astype(jnp.float32) * wide).astype(dtype)
 
     def ask(self, query: jax.Array) -> jax.Array:
         """Queries [tokens, heads, head_dim] as [tokens, rows x beside x group, width]."""
@@ -150,16 +183,26 @@ class RaggedArrays:
         target: The platform; its mesh splits the heads.
         config: A model that :func:`unsuited` has no word against.
         page_size: Positions of a page.
+        cache: Format of keys and values.
     """
 
-    def __init__(self, target: Target, config: "Decoder", page_size: int) -> None:
+    def __init__(
+        self,
+        target: Target,
+        config: "Decoder",
+        page_size: int,
+        cache: ServedCache = ServedCache.plain,
+    ) -> None:
         self.target, self.page_size = target, page_size
         self.ways = _ways(target)
+        self.cache = cache
+        narrow = {ServedCache.int8: jnp.int8, ServedCache.fp8: jnp.float8_e4m3fn}
+        self.dtype = jnp.dtype(narrow.get(cache, target.dtype))
         self.lying = HeadRows(
             heads=config.heads // self.ways,
             kv_heads=config.kv_heads // self.ways,
             head_dim=config.head_dim,
-            packing=4 // jnp.dtype(target.dtype).itemsize,
+            packing=4 // self.dtype.itemsize,
         )
 
     @property
@@ -172,14 +215,19 @@ class RaggedArrays:
             return f"ragged paged attention, heads of {lying.head_dim} elements filled up to {lying.width}"
         return "ragged paged attention"
 
-    def axes(self) -> tuple[str | None, ...]:
-        """Logical names of the dims."""
-        return (None, None, "kv_heads", None)
+    def axes(self, dims: int = 4) -> tuple[str | None, ...]:
+        """Logical names of the dims of the pages, or of their 3 of scales."""
+        return (*[None] * (dims - 2), "kv_heads", None)
 
     def empty(self, pages: int, dtype: jnp.dtype) -> RaggedPages:
         """Pages of zeros."""
         rows = 2 * self.lying.rows * self.ways
-        return RaggedPages(jnp.zeros((pages, self.page_size, rows, self.lying.width), dtype))
+        kept = dtype if self.cache is ServedCache.plain else self.dtype
+        both = jnp.zeros((pages, self.page_size, rows, self.lying.width), kept)
+        if self.cache is not ServedCache.int8:
+            return RaggedPages(both)
+        lines = self.ways * -(-self.page_size * self.lying.num_scales // LANES)
+        return RaggedPages(both, jnp.zeros((pages, lines, LANES), jnp.float32))
 
     def attend(
         self,
@@ -193,34 +241,34 @@ class RaggedArrays:
         ((query,), (key, value)) = asked
         (heads,) = self.target.spec("kv_heads")
         whole, split = PartitionSpec(), PartitionSpec(None, heads)
-        both = PartitionSpec(None, None, heads)
+        of_pages = jax.tree.map(lambda part: PartitionSpec(*[None] * (part.ndim - 2), heads), pages)
 
         def local(
-            pages: jax.Array,
+            pages: RaggedPages,
             groups: Sequence[PageRows],
             query: jax.Array,
             key: jax.Array,
             value: jax.Array,
-        ) -> tuple[jax.Array, jax.Array]:
+        ) -> tuple[RaggedPages, jax.Array]:
             lying = self.lying
-            new = jnp.stack([lying.pack(key), lying.pack(value)], axis=2)
-            new = new.reshape(new.shape[0], -1, lying.width).astype(pages.dtype)
-            pages = write(pages, groups, new)
+            new, scales = lying.coded(jnp.stack([key, value], axis=1), pages.both.dtype)
+            kept = None if pages.scales is None else write_scales(pages, groups, scales)
+            pages = RaggedPages(write(pages.both, groups, new), kept)
             queries, found, first = lying.ask(query), [], 0
             for group in groups:
                 some = slice(first, first := first + group.positions.size)
-                found.append(attend(queries[some], pages, group, window, logits))
+                found.append(attend(queries[some], pages, group, (window, lying), logits))
             return pages, lying.answer(jnp.concatenate(found))
 
         # The partitioner can't split a kernel: each device has its own heads.
         written, found = jax.shard_map(
             local,
             mesh=self.target.mesh,
-            in_specs=(both, whole, split, split, split),
-            out_specs=(both, split),
+            in_specs=(of_pages, whole, split, split, split),
+            out_specs=(of_pages, split),
             check_vma=False,
-        )(pages.both, list(groups), query, key, value)
-        return RaggedPages(written), found
+        )(pages, list(groups), query, key, value)
+        return written, found
 
 
 def write(pages: jax.Array, groups: Sequence[PageRows], new: jax.Array) -> jax.Array:
@@ -244,6 +292,36 @@ def write(pages: jax.Array, groups: Sequence[PageRows], new: jax.Array) -> jax.A
     return pages
 
 
+def write_scales(pages: RaggedPages, groups: Sequence[PageRows], new: jax.Array) -> jax.Array:
+    """Scales of pages with those of new tokens f32[tokens, num_scales]."""
+    assert pages.scales is not None
+    scales, size, first = pages.scales, pages.page_size, 0
+    kept, each = scales.shape[1:], new.shape[1]
+    lanes = jnp.arange(math.prod(kept)) // each
+    for group in groups:
+        count, length = group.positions.shape
+        own = new[first : first + count * length]
+        first += count * length
+        if length == 1:
+            place, offset = jnp.divmod(group.positions[:, 0], size)
+            page = pages_at(group.table, place[:, None])[:, 0]
+            wide = jnp.tile(own, (1, -(-lanes.size // each)))[:, : lanes.size]
+            mine = (lanes == offset[:, None]).reshape(count, *kept)
+            block = jnp.where(mine, wide.reshape(count, *kept), scales[page])
+            scales = scales.at[page].set(block)
+            continue
+        number = -(-length // size)
+        own = jnp.pad(
+            own.reshape(count, length, each), ((0, 0), (0, number * size - length), (0, 0))
+        )
+        own = own.reshape(count * number, size * each)
+        own = jnp.pad(own, ((0, 0), (0, lanes.size - size * each)))
+        place = group.positions[:, :1] // size + jnp.arange(number)
+        page = pages_at(group.table, place).reshape(-1)
+        scales = _write_whole(scales, page, own.reshape(-1, *kept))
+    return scales
+
+
 def _write_whole(pages: jax.Array, page: jax.Array, new: jax.Array) -> jax.Array:
     """Pages with whole ones ``new`` [n, page_size, 2 x rows, width] at int32[n].
 
@@ -257,21 +335,26 @@ def _write_whole(pages: jax.Array, page: jax.Array, new: jax.Array) -> jax.Array
 
 
 def attend(
-    query: jax.Array, pages: jax.Array, rows: PageRows, window: int, logits: Logits
+    query: jax.Array,
+    pages: RaggedPages,
+    rows: PageRows,
+    sight: tuple[int, HeadRows],
+    logits: Logits,
 ) -> jax.Array:
     """Attention [tokens, heads, width] over pages that hold the tokens themselves; zeros for padding.
 
     Args:
         query: [tokens, heads, width].
-        pages: [pages, page_size, 2 x rows, width].
+        pages: Of the layer.
         rows: Of the tokens, in order.
-        window: Number of latest positions that are visible; 0 for all.
+        sight: Number of latest positions that are visible, 0 for all; and how heads lie in rows.
         logits: Scale and soft cap.
     """
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     count, length = rows.positions.shape
-    start, table, size = rows.positions[:, 0], rows.table, pages.shape[1]
+    start, table, size = rows.positions[:, 0], rows.table, pages.page_size
+    window, lying = sight
     if window:
         # Pages before the window are not read. The kernel counts from the first page that it is given.
         before = jnp.maximum(start - window + 1, 0) // size
@@ -283,16 +366,25 @@ def attend(
 
     def some(query: jax.Array, start: jax.Array, table: jax.Array) -> jax.Array:
         """Of as many texts as the tables of one call hold."""
-        texts = table.shape[0]
-        blocks = block_sizes(query.shape, pages, length, table.shape[1])
+        texts, narrow, both = table.shape[0], pages.both.dtype.itemsize == 1, pages.both
+        if pages.scales is not None:
+            read = table.reshape(-1)
+            scales = pages.scales[read].reshape(read.size, -1)
+            scales = scales[:, : size * lying.num_scales]
+            both = lying.restored(both[read], scales, query.dtype)
+            table, narrow = jnp.arange(read.size).reshape(table.shape), False
+        blocks = block_sizes(query.shape, both, length, table.shape[1])
         return ragged_paged_attention(
             query,
-            pages,
+            both,
             (start + length).astype(jnp.int32),
             table.astype(jnp.int32),
             (jnp.arange(texts + 1) * length).astype(jnp.int32),
             jnp.array([texts], jnp.int32),
             sm_scale=float(scale),
+            # The kernel makes floats of the queries' dtype of what it has scales for.
+            k_scale=1.0 if narrow else None,
+            v_scale=1.0 if narrow else None,
             sliding_window=window or None,
             soft_cap=logits.cap or None,
             num_kv_pages_per_block=blocks[0],

@@ -15,6 +15,7 @@ from jax.experimental.layout import Format
 from jax.experimental.layout import Layout as Order
 from jax.sharding import NamedSharding, PartitionSpec
 
+from systolic.job import ServedCache
 from systolic.models.decoder.page_arrays import PageArrays, PageRows
 from systolic.models.decoder.page_kernels import LayerPages
 from systolic.models.decoder.page_ragged import RaggedArrays, RaggedPages, unsuited
@@ -76,19 +77,21 @@ def layers_of(module: "DecoderModule") -> tuple[list[Layer], list[nnx.State]]:
     return layers, states
 
 
-def page_arrays(module: "DecoderModule", page_size: int) -> PageArrays | RaggedArrays:
+def page_arrays(
+    module: "DecoderModule", page_size: int, cache: ServedCache = ServedCache.plain
+) -> PageArrays | RaggedArrays:
     """How the pages of one layer lie: by the platform's kernel where it takes the model."""
     config, latent, target = module.config, module.config.latent, module.target
     reason = ""
     if target.platform == "tpu":
         if not (reason := unsuited(target, config)):
-            return RaggedArrays(target, config, page_size)
+            return RaggedArrays(target, config, page_size, cache)
         target.note(f"pages are read by XLA, not by ragged paged attention: {reason}")
     if latent:
         sizes = (latent.qk_rope_head_dim, latent.kv_lora_rank)
-        return PageArrays(target, 1, sizes, page_size, reason)
+        return PageArrays(target, 1, sizes, page_size, reason, cache)
     sizes = (config.head_dim, config.value_dim)
-    return PageArrays(target, config.kv_heads, sizes, page_size, reason)
+    return PageArrays(target, config.kv_heads, sizes, page_size, reason, cache)
 
 
 def read(
@@ -97,6 +100,7 @@ def read(
     reading: Reading,
     pages: Sequence[AnyPages],
     chunk: tuple[int, int],
+    cache: ServedCache = ServedCache.plain,
 ) -> tuple[jax.Array, list[Any]]:
     """Runs tokens over the pages of their rows, with theirs in them.
 
@@ -106,6 +110,7 @@ def read(
         reading: The tokens.
         pages: Of each layer.
         chunk: How many chunks there are, and tokens of each; (0, 0) for decode rows alone.
+        cache: Format of the pages.
 
     Returns:
         Input of the output matrix, [tokens, d_model], and the pages.
@@ -114,7 +119,7 @@ def read(
     groups = _groups(reading, rows, chunk)
     positions = jnp.concatenate([group.positions.reshape(-1) for group in groups])
     real = _real(reading, rows, chunk)
-    arrays: Any = page_arrays(module, pages[0].page_size)
+    arrays: Any = page_arrays(module, pages[0].page_size, cache)
     x = module.embed(reading.tokens[:, None], positions[:, None], reading.recent)
     written = []
     for (layer, state), own in zip(layers, pages, strict=True):

@@ -11,6 +11,7 @@ from systolic.core.errors import OptionError
 from systolic.data.text.prompts import Prompts
 from systolic.data.text.text_data import TextData
 from systolic.forecasting.serving_memory import ServingMemory
+from systolic.job import ServedCache
 from systolic.models.decoder.rotary import RopeScaling, Stretching
 from systolic.serving.compiles import CompileFacts
 from systolic.serving.layout import LEAST_ROWS
@@ -41,6 +42,8 @@ class EngineSizes:
     """Positions of a page."""
     pages: int = 0
     """Of the cache; 0 holds all texts at their longest."""
+    cache: ServedCache = ServedCache.plain
+    """Format of keys and values."""
     traffic: TextTraffic | None = None
     """What the programs' sizes are chosen for; None assumes."""
     queued: int = 1024
@@ -252,7 +255,7 @@ def plan_engine(
         data=data,
         sizes=sizes,
         context=context,
-        paged=PagedSteps(steps, sizes.page_size),
+        paged=PagedSteps(steps, sizes.page_size, sizes.cache),
         buckets=_buckets(steps, sizes, context),
         store=store,
     )

@@ -68,7 +68,7 @@ class Placing:
         data = job.data
         assert isinstance(data, TextData)
         paged, context = (
-            PagedSteps(steps, self.sizes.page_size),
+            PagedSteps(steps, self.sizes.page_size, self.sizes.cache),
             context_of(steps, data, self.sizes),
         )
         longest = -(-context // self.sizes.page_size)
