@@ -108,6 +108,33 @@ def test_ragged_pages_have_the_results_of_xla(
         np.testing.assert_array_equal(found["tpu"][padding], 0)
 
 
+@pytest.mark.parametrize("cache", [ServedCache.int8, ServedCache.fp8])
+def test_pages_in_8_bits_are_those_of_rounded_keys_and_values(cache: ServedCache) -> None:
+    """Among them values beyond the largest of float8, which become it."""
+
+    def rounded(new: jax.Array) -> jax.Array:
+        if cache is ServedCache.fp8:
+            wide = jnp.clip(new, -448, 448).astype(jnp.float8_e4m3fn)
+            return wide.astype(jnp.float32)
+        scales = jnp.abs(new).max(-1, keepdims=True) / 127
+        return jnp.round(new / scales) * scales
+
+    draw = np.random.default_rng(0)
+    query, key, value = (
+        jnp.asarray(draw.normal(size=(CHUNK, heads, BASE.head_dim)), jnp.float32)
+        for heads in (BASE.heads, BASE.kv_heads, BASE.kv_heads)
+    )
+    value = value.at[3, 0, 1].set(600.0)
+    positions = jnp.arange(CHUNK)[None]
+    rows = PageRows(jnp.asarray([[3, 1]], jnp.int32), positions, jnp.asarray([CHUNK]))
+    found = []
+    for kept, new in ((cache, (key, value)), (ServedCache.plain, (rounded(key), rounded(value)))):
+        arrays, _ = arrays_of(BASE, "cpu", kept)
+        pages = arrays.empty(4, jnp.dtype("float32"))
+        found.append(arrays.attend(pages, [rows], ((query,), new), 0, Logits(scale=0.3))[1])
+    np.testing.assert_allclose(*found, atol=1e-4, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "packing", "stored"),
     [
