@@ -6,7 +6,7 @@ starts at the first position of a page.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -146,12 +146,12 @@ class PageArrays:
         if pages.scales is None:
             key, value = (self._as_kept(each, pages.key.dtype) for each in new)
         else:
-            (key, *of_key), (value, *of_value) = (coded(each, jnp.float32) for each in new)
-            both = zip(pages.scales, (*of_key, *of_value), strict=True)
-            scales = tuple(
-                self._split(write(old[..., None], rows, each[..., None], False))[..., 0]
-                for old, each in both
-            )
+            (key, of_key), (value, of_value) = (coded(each, jnp.float32) for each in new)
+
+            def scaled(old: jax.Array, new: jax.Array) -> jax.Array:
+                return self._split(write(old[..., None], rows, new[..., None], False))[..., 0]
+
+            scales = scaled(pages.scales[0], of_key), scaled(pages.scales[1], of_value)
         return LayerPages(
             self._split(write(pages.key, rows, key, self.turned)),
             self._split(write(pages.value, rows, value, False)),
@@ -215,17 +215,8 @@ class PageArrays:
                 :, None
             ]
         dtype, group = queries[0].dtype, heads // self.kv_heads
-        key, value, scales = jax.lax.optimization_barrier(
-            jax.tree.map(lambda part: part[:, rows.table], tuple(pages))
-        )
-        key, value = self._as_floats(key), self._as_floats(value)
+        key, value, (of_key, of_value) = self._gathered(pages, rows.table)
         value = value.reshape(self.kv_heads, count, -1, value.shape[-1]).astype(dtype)
-        # f32[kv_heads, rows, 1, positions]: products with codes are scaled, no codes are.
-        of_key, of_value = (
-            (1.0, 1.0)
-            if scales is None
-            else (each.reshape(self.kv_heads, count, 1, -1) for each in scales)
-        )
 
         places, own = jnp.arange(value.shape[2]), rows.positions[:, :, None]
         seen = places <= own
@@ -233,11 +224,9 @@ class PageArrays:
             seen &= own - places < window
         if len(queries) == 1 and cudnn_takes(self.target, jnp.dtype(dtype), size, logits):
             key = key.reshape(value.shape).astype(dtype)
-            if scales is not None:
-                key, value = (
-                    (codes * each.swapaxes(2, 3)).astype(dtype)
-                    for codes, each in ((key, of_key), (value, of_value))
-                )
+            if pages.scales is not None:
+                key = (key.astype(jnp.float32) * of_key.swapaxes(2, 3)).astype(dtype)
+                value = (value.astype(jnp.float32) * of_value.swapaxes(2, 3)).astype(dtype)
             return attend_by_cudnn(queries[0], key, value, seen, logits)
 
         def by_head(query: jax.Array) -> jax.Array:
@@ -260,9 +249,21 @@ class PageArrays:
         # XLA's CPU kernels of 16-bit operands make float32; other results would convert all values first.
         wide = jnp.float32 if self.target.platform == "cpu" else None
         found = jnp.einsum("krms,krse->krme", shares, value, preferred_element_type=wide)
-        found = found.astype(dtype)
-        found = found.reshape(self.kv_heads, count, group, length, -1).transpose(1, 3, 0, 2, 4)
-        return found.reshape(count, length, heads, -1)
+        found = found.astype(dtype).reshape(self.kv_heads, count, group, length, -1)
+        return found.transpose(1, 3, 0, 2, 4).reshape(count, length, heads, -1)
+
+    def _gathered(
+        self, pages: LayerPages, table: jax.Array
+    ) -> tuple[jax.Array, jax.Array, tuple[Any, Any]]:
+        """Keys and values of a table's pages, and what their products are scaled by: f32[kv_heads, rows, 1, positions], or 1."""
+        key, value, scales = jax.lax.optimization_barrier(
+            jax.tree.map(lambda part: part[:, table], tuple(pages))
+        )
+        key, value = self._as_floats(key), self._as_floats(value)
+        if scales is None:
+            return key, value, (1.0, 1.0)
+        of_key, of_value = (each.reshape(*each.shape[:2], 1, -1) for each in scales)
+        return key, value, (of_key, of_value)
 
     def _products(self, query: jax.Array, key: jax.Array) -> jax.Array:
         """f32[kv_heads, rows, queries, positions] of keys [kv_heads, rows, pages of a row, ...]."""

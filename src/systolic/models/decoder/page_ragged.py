@@ -353,26 +353,21 @@ def attend(
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
     count, length = rows.positions.shape
-    start, table, size = rows.positions[:, 0], rows.table, pages.page_size
-    window, lying = sight
+    start, table, size, (window, lying) = rows.positions[:, 0], rows.table, pages.page_size, sight
     if window:
         # Pages before the window are not read. The kernel counts from the first page that it is given.
         before = jnp.maximum(start - window + 1, 0) // size
         seen = min(table.shape[1], (window + length - 3) // size + 2)
         table = pages_at(table, before[:, None] + jnp.arange(seen))
         start = start - before * size
-    scale = logits.scale
-    assert scale is not None
+    assert logits.scale is not None
+    scale = float(logits.scale)
 
     def some(query: jax.Array, start: jax.Array, table: jax.Array) -> jax.Array:
         """Of as many texts as the tables of one call hold."""
-        texts, narrow, both = table.shape[0], pages.both.dtype.itemsize == 1, pages.both
-        if pages.scales is not None:
-            read = table.reshape(-1)
-            scales = pages.scales[read].reshape(read.size, -1)
-            scales = scales[:, : size * lying.num_scales]
-            both = lying.restored(both[read], scales, query.dtype)
-            table, narrow = jnp.arange(read.size).reshape(table.shape), False
+        texts, (both, table) = table.shape[0], _readable(pages, table, lying, query.dtype)
+        # The kernel makes floats of the queries' dtype of what it has scales for.
+        unit = 1.0 if both.dtype.itemsize == 1 else None
         blocks = block_sizes(query.shape, both, length, table.shape[1])
         return ragged_paged_attention(
             query,
@@ -381,10 +376,9 @@ def attend(
             table.astype(jnp.int32),
             (jnp.arange(texts + 1) * length).astype(jnp.int32),
             jnp.array([texts], jnp.int32),
-            sm_scale=float(scale),
-            # The kernel makes floats of the queries' dtype of what it has scales for.
-            k_scale=1.0 if narrow else None,
-            v_scale=1.0 if narrow else None,
+            sm_scale=scale,
+            k_scale=unit,
+            v_scale=unit,
             sliding_window=window or None,
             soft_cap=logits.cap or None,
             num_kv_pages_per_block=blocks[0],
@@ -393,15 +387,25 @@ def attend(
 
     most = texts_at_once(table.shape[1])
     parts = [slice(first, min(first + most, count)) for first in range(0, count, most)]
+    queries = query.reshape(count, length, *query.shape[1:])
     found = jnp.concatenate(
-        [
-            some(query[one.start * length : one.stop * length], start[one], table[one])
-            for one in parts
-        ]
+        [some(queries[one].reshape(-1, *query.shape[1:]), start[one], table[one]) for one in parts]
     )
     real = jnp.arange(length) < rows.count[:, None]
     # What padding reads is not defined, and would spread as NaN where tokens are mixed by products.
     return jnp.where(real.reshape(-1, 1, 1), found, 0)
+
+
+def _readable(
+    pages: RaggedPages, table: jax.Array, lying: HeadRows, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """Pages that the kernel reads and the table of them: those in int8 are restored, each text's its own."""
+    if pages.scales is None:
+        return pages.both, table
+    read = table.reshape(-1)
+    scales = pages.scales[read].reshape(read.size, -1)[:, : pages.page_size * lying.num_scales]
+    own = jnp.arange(read.size).reshape(table.shape)
+    return lying.restored(pages.both[read], scales, dtype), own
 
 
 def texts_at_once(pages: int) -> int:
