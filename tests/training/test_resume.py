@@ -17,7 +17,17 @@ from systolic.artifact import CheckpointStore, Run
 from systolic.core.errors import RunError, SystolicError
 from systolic.core.leave import remember_interrupts
 from systolic.data.text.documents import Documents
-from systolic.job import Batch, Checkpoints, Dtypes, Evaluation, Job, Layout, Optimizer, Stored
+from systolic.job import (
+    Batch,
+    Checkpoints,
+    Dtypes,
+    Evaluation,
+    Job,
+    Layout,
+    Optimizer,
+    Precision,
+    Stored,
+)
 from systolic.models.decoder.config import Decoder
 from systolic.steps.tasks.language import LanguageModel, Unit
 from systolic.training.setup import Setup, set_up
@@ -84,7 +94,10 @@ def test_bf16_weights_gradients_and_moments(tmp_path: Path):
     cut_off_and_resume(run_whole(job, tmp_path / "whole"), tmp_path / "cut", (6,))
 
 
-def test_packed_text_with_a_buffer(tmp_path: Path):
+@pytest.mark.parametrize(
+    "precision", [Precision.auto, pytest.param(Precision.qat_int4, marks=pytest.mark.slow)]
+)
+def test_packed_text_with_a_buffer(tmp_path: Path, precision: Precision):
     folder = tmp_path / "text"
     folder.mkdir()
     rng = np.random.default_rng(0)
@@ -98,6 +111,7 @@ def test_packed_text_with_a_buffer(tmp_path: Path):
         data=Documents(path=folder, sequence=48, validation_share=0.2),
         steps=10,
         batch=Batch(total=4),
+        precision=precision,
         optimizer=Optimizer(learning_rate=1e-2),
         evaluation=Evaluation(every=6, batches=2),
         checkpoints=Checkpoints(every=3),

@@ -91,6 +91,7 @@ def surroundings(steps: StepFunctions) -> dict[str, Any]:
         "target": {
             "dtype": target.dtype,
             "matmul_format": str(target.matmul_format),
+            "weight_format": str(target.weight_format),
             "rules": plain(target.rules),
         },
         "device": _device(devices, steps),

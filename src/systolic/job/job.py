@@ -222,8 +222,16 @@ class Job:
             raise LayoutError(f"{on.name} has several slices; a CPU has one")
         made = self.on(on.num_devices, on.num_slices)
         precision = made.precision.resolve(on.platform)
-        made.model.check_precision(precision)
+        made.check_precision(precision)
         return replace(made, precision=precision)
+
+    def check_precision(self, precision: Precision) -> None:
+        """Raises OptionError where the model has no such precision, or an adapter's frozen matrices would be rounded."""
+        self.model.check_precision(precision)
+        if precision.weight_format is not None and self.adapter:
+            raise OptionError(
+                f"precision is {precision.value}, and beside an adapter the matrices do not train; leave the adapter out, or use bf16"
+            )
 
     def check_effects(self) -> None:
         """Whether each field of model and layout that is set has an effect in this job.

@@ -9,6 +9,7 @@ from systolic.core.errors import OptionError
 from systolic.job.data import Field
 from systolic.job.layout import Axis, Layout, Remat
 from systolic.job.precision import Precision
+from systolic.job.quantization import WeightFormat
 
 if TYPE_CHECKING:
     import jax
@@ -37,6 +38,11 @@ class Target(Protocol):
     @property
     def matmul_format(self) -> str | None:
         """Format that weight matmuls round their operands to, ``int8`` or ``fp8``; None leaves them."""
+        ...
+
+    @property
+    def weight_format(self) -> WeightFormat | None:
+        """Format that matrices are rounded to before each use, in quantization-aware training."""
         ...
 
     @property
@@ -117,6 +123,10 @@ class Model(ABC):
             raise OptionError(
                 f"precision is {precision.value}, which {type(self).__name__} has no matmuls for; use bf16 or f32"
             )
+        if precision.weight_format is not None and not self.has_quantizable():
+            raise OptionError(
+                f"precision is {precision.value}, and {type(self).__name__} has no matrices to quantize; use bf16 or f32"
+            )
 
     def check_effects(self, precision: Precision) -> None:
         """Raises OptionError for a field that has no effect, beside the others or at this precision."""
@@ -166,6 +176,10 @@ class Model(ABC):
         Embeddings, norms, biases, routers and a network's first convolution are none.
         """
         return path.rpartition("/")[2] in self.adaptable()
+
+    def has_quantizable(self) -> bool:
+        """Whether any parameter is :meth:`quantizable`."""
+        return bool(self.adaptable()) or type(self).quantizable is not Model.quantizable
 
     def prefill_flops(self, sequence: int) -> float | None:
         """Matmul FLOPs of reading a prompt of ``sequence`` tokens into a cache; ``None``: counted from the program."""

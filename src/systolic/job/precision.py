@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from systolic.core.ranges import NOT_NEGATIVE, check
+from systolic.job.quantization import WeightFormat
 
 
 class Precision(enum.Enum):
@@ -20,6 +21,10 @@ class Precision(enum.Enum):
     """bf16 with int8 operands in the layers' weight matmuls, forward and backward, scaled per channel (decoders)."""
     fp8 = "fp8"
     """bf16 with float8 operands in the same matmuls: e4m3 forward, e5m2 gradients (decoders)."""
+    qat_int8 = "qat-int8"
+    """bf16, computed with matrices rounded as ``systolic quantize --to int8`` rounds them; gradients go to the unrounded ones."""
+    qat_int4 = "qat-int4"
+    """The same for ``--to int4`` in its usual groups."""
 
     def resolve(self, platform: str) -> "Precision":
         """Precision with ``auto`` resolved: bf16 on ``tpu`` and ``gpu``, f32 on ``cpu``."""
@@ -36,6 +41,12 @@ class Precision(enum.Enum):
     def matmul_format(self) -> str | None:
         """``int8`` or ``fp8`` if weight matmuls have narrower operands than the dtype."""
         return self.value if self in (Precision.int8, Precision.fp8) else None
+
+    @property
+    def weight_format(self) -> WeightFormat | None:
+        """Format that matrices are rounded to in quantization-aware training."""
+        formats = {Precision.qat_int8: WeightFormat.int8, Precision.qat_int4: WeightFormat.int4}
+        return formats.get(self)
 
 
 class RoundedBackward(enum.Enum):

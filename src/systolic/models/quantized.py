@@ -142,6 +142,25 @@ def quantized(
     return Quantized(codes=made.qvalue, scales=scales)
 
 
+def fake_quantized(
+    value: jax.Array, inputs: tuple[int, ...], how: MatrixFormat, dtype: Any
+) -> jax.Array:
+    """What the codes of a matrix stand for, in a dtype; its gradient is the matrix's (Bengio et al. 2013, straight-through).
+
+    Args: as :func:`quantized`.
+    """
+
+    @jax.custom_vjp
+    def rounded(value: jax.Array) -> jax.Array:
+        return quantized(value, inputs, how).restored(dtype)
+
+    rounded.defvjp(
+        lambda value: (rounded(value), None),
+        lambda _, gradient: (gradient.astype(value.dtype),),
+    )
+    return rounded(value)
+
+
 def quantized_product(
     spec: str,
     x: jax.Array,

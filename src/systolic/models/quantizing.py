@@ -1,5 +1,6 @@
 """Quantized matrices in a built module, in the places of its parameters."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from systolic.core.errors import OptionError
-from systolic.job import MatrixFormat
-from systolic.models.adapters import CODES, SCALES, Frozen, inputs_of
+from systolic.job import MatrixFormat, Model, WeightFormat
+from systolic.models.adapters import CODES, SCALES, STACKED, Frozen, inputs_of
 from systolic.models.layered import Layered
 from systolic.models.quantized import SCALES_DTYPE, Quantized, scales_shape
 
@@ -65,6 +66,32 @@ def place_quantized(module: nnx.Module, formats: Mapping[str, MatrixFormat]) -> 
             Frozen(jnp.zeros(scales, SCALES_DTYPE), out_sharding=axes),
         )
         setattr(holder, name, weight)
+
+
+def formats_of_all(
+    model: Model,
+    shapes: Mapping[str, tuple[int, ...]],
+    axes: Mapping[str, tuple[str | None, ...] | None],
+    kind: WeightFormat,
+) -> dict[str, tuple[tuple[int, ...], MatrixFormat]]:
+    """The matrices of a model by path: dims that products sum over, and the format with its usual groups.
+
+    Args:
+        model: The model.
+        shapes: Of its parameters, by path.
+        axes: Logical names of their dims.
+        kind: Of the codes.
+    """
+    found = {}
+    for path, names in axes.items():
+        if names is None or not model.quantizable(path):
+            continue
+        inputs, shape = inputs_of(names), shapes[path]
+        if len(shape) - (names[0] in STACKED) < 2:
+            continue
+        group = math.gcd(shape[inputs[-1]], kind.group) if kind.group else 0
+        found[path] = (inputs, MatrixFormat(format=kind, group=group))
+    return found
 
 
 def plain_path(path: str) -> str:

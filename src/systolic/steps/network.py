@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from systolic.job import Adapter, Model, Quantization
+from systolic.job import Adapter, MatrixFormat, Model, Quantization
 from systolic.models.adapters import Frozen, adapt
-from systolic.models.quantizing import place_quantized
+from systolic.models.quantized import fake_quantized
+from systolic.models.quantizing import formats_of_all, place_quantized
 from systolic.steps.target import MeshTarget
 
 Arrays = dict[str, jax.Array]
@@ -50,11 +51,16 @@ class ModelStructure:
 
         found: list[Any] = []
         params, model_state = jax.eval_shape(split)
+        self.rounded: Mapping[str, tuple[tuple[int, ...], MatrixFormat]] = {}
+        """Matrices that are rounded before each use: dims that products sum over, and formats."""
         self._graphs = dict(zip((True, False), found[0], strict=True))
         self._params, self._model_state = _flat(params), _flat(model_state)
         self.params = {path: _shape(variable) for path, variable in self._params.items()}
         self.model_state = {path: _shape(variable) for path, variable in self._model_state.items()}
         self.axes = {path: _axes(variable) for path, variable in self._params.items()}
+        if target.weight_format and not (self.adapter or self.quantization):
+            shapes = {path: one.shape for path, one in self.params.items()}
+            self.rounded = formats_of_all(model, shapes, self.axes, target.weight_format)
         self.frozen = {
             path: _axes(slot)
             for path, slot in self._model_state.items()
@@ -88,12 +94,15 @@ class ModelStructure:
         return _values(model_state)
 
     def cast(self, params: Mapping[str, jax.Array]) -> Arrays:
-        """Float parameters in the target's compute dtype."""
+        """Float parameters in the target's compute dtype, those of :attr:`rounded` as their codes have them."""
         dtype = jnp.dtype(self.target.dtype)
-        return {
-            path: p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p
-            for path, p in params.items()
-        }
+
+        def one(path: str, p: jax.Array) -> jax.Array:
+            if path in self.rounded:
+                return fake_quantized(p, *self.rounded[path], dtype)
+            return p.astype(dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p
+
+        return {path: one(path, p) for path, p in params.items()}
 
     def _module(self, key: jax.Array) -> nnx.Module:
         with nnx.use_eager_sharding(False):

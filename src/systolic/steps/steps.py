@@ -288,7 +288,9 @@ class StepFunctions:
         gradient = jax.value_and_grad(loss, has_aux=True)
         passes, dtype = self.job.layout.accumulate, self.job.dtypes.gradients.dtype
         # Gradients of the working copy come in its dtype, those of float32 weights in float32.
-        at = state.params if dtype == "float32" else self.network.cast(state.params)
+        # Rounded ones are rounded from the weights themselves.
+        as_they_are = dtype == "float32" or self.network.rounded
+        at = state.params if as_they_are else self.network.cast(state.params)
         if passes == 1:
             (_, (sums, moving)), gradients = gradient(at, begun, batch)
             return jax.tree.map(lambda g: g.astype(dtype), gradients), {**moving, **frozen}, sums

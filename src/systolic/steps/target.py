@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from systolic.chips.flags import compile_options
-from systolic.job import Job, Layout, Residual
+from systolic.job import Job, Layout, Residual, WeightFormat
 from systolic.steps.mesh import make_mesh
 
 AnyMesh = Mesh | AbstractMesh
@@ -64,6 +64,8 @@ class MeshTarget:
     dtype: str
     mesh: AnyMesh
     matmul_format: str | None = None
+    weight_format: WeightFormat | None = None
+    """Format that matrices are rounded to before each product, in quantization-aware training."""
     rules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: RULES)
     """Logical name to mesh axes."""
     flags: tuple[str, ...] = ()
@@ -91,6 +93,7 @@ class MeshTarget:
             layout=job.layout,
             dtype=precision.dtype,
             matmul_format=precision.matmul_format,
+            weight_format=precision.weight_format,
             flags=tuple(flags),
             mesh=make_mesh(job.layout, devices),
         )

@@ -192,7 +192,7 @@ def set_up(
     precision = job.precision.resolve(machine.platform)
     if reads:
         job.schedule.check_steps(job.steps)
-        job.model.check_precision(precision)
+        job.check_precision(precision)
     if reads and job.data.size(Split.train) == 0:
         raise DataError(f"the training split of {job.name} is empty; give the recipe other data")
     target = MeshTarget.of(job, machine.platform, machine.devices, own)
@@ -202,6 +202,8 @@ def set_up(
 
 def computed_in(target: Target) -> str:
     """Compute dtypes of a target as text: ``bfloat16, fp8 operands (emulated on a CPU)``."""
+    if target.weight_format is not None:
+        return f"{target.dtype}, matrices rounded to {target.weight_format.value}"
     if target.matmul_format is None:
         return target.dtype
     emulated = " (emulated on a CPU)" if target.platform == "cpu" else ""

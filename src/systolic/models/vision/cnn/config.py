@@ -37,6 +37,10 @@ class CNN(Model):
             raise OptionError("model.channels is empty; give the channels of each stage")
         check(self, "model")
 
+    def quantizable(self, path: str) -> bool:
+        """See :meth:`systolic.job.Model.quantizable`."""
+        return path.endswith("/kernel") and not path.startswith(("convs/0/", "head/"))
+
     def build(self, rngs: "nnx.Rngs", target: Target) -> "nnx.Module":
         """A :class:`~systolic.models.vision.cnn.module.CNNModule` in float32."""
         from systolic.models.vision.cnn.module import CNNModule
