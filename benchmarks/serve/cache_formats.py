@@ -16,7 +16,7 @@ from systolic.serving.text.request import TextRequest, TokenChoice
 from systolic.session.trained import open_model
 
 LENGTH, BEGINNING, NEW = 512, 96, 32
-SIZES = dict(rows=1, context=LENGTH + 64, chunk=256, programs=(1, 1, 1))
+SIZES = {"rows": 1, "context": LENGTH + 64, "chunk": 256, "programs": (1, 1, 1)}
 
 
 def texts(tokenizer, count: int) -> list[list[int]]:
