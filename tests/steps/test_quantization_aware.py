@@ -12,7 +12,15 @@ from systolic.aot import StepKind
 from systolic.aot.steps import trace_job
 from systolic.chips import slice
 from systolic.core.errors import OptionError
-from systolic.job import Adapter, AdapterKind, MatrixFormat, Precision, Quantization, WeightFormat
+from systolic.job import (
+    Adapter,
+    AdapterKind,
+    Batch,
+    MatrixFormat,
+    Precision,
+    Quantization,
+    WeightFormat,
+)
 from systolic.models.quantized import quantized
 from systolic.models.vision.cnn.config import CNN
 from systolic.steps.mesh import make_mesh
@@ -22,7 +30,7 @@ from systolic.training.setup import computed_in
 from tests.steps import tiny
 from tests.training.tiny import Perceptron
 
-JOB = tiny.job(layout=tiny.ONE_DEVICE, model=replace(tiny.MODEL, layers=2))
+JOB = tiny.job(layout=tiny.ONE_DEVICE, model=replace(tiny.MODEL, layers=1), batch=Batch(total=2))
 # As many activations as a matrix has rows, and of its shape: nothing is told apart by shapes.
 SQUARE = replace(JOB, model=replace(JOB.model, d_ff=32), data=tiny.Tokens(sequence=32))
 

@@ -100,6 +100,7 @@ def test_a_prompt_seen_before_is_not_read_again(small, engine):
     assert again[-1].usage.cached_tokens == 48
 
 
+@pytest.mark.slow
 def test_over_pages_in_int8_a_text_is_the_same_alone_and_beside_others_cached_and_preempted(small):
     """Pages for one long text and a half, so that texts wait, are read again, and find pages of others."""
     draw, begin = random.Random(2), list(range(100, 120))
