@@ -101,6 +101,8 @@ def test_a_model_that_is_ready_answers_while_others_are_not() -> None:
         assert http.post("/v1/completions", json=ASKED).status_code == 200
         assert http.get("/health").status_code == 503
         assert http.get("/v2/models/embedding/ready").status_code == 503
+        unknown = http.get("/v2/models/nothing").json()["error"]
+        assert unknown == "there is no model 'nothing'; served are: echo, embedding"
         states = {"echo": True, "embedding": False}
         told = http.get("/v2/health/ready").json()
         assert (told["ready"], {it["name"]: it["ready"] for it in told["models"]}) == (

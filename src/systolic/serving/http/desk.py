@@ -212,7 +212,7 @@ class Desk:
 
         Raises:
             ProblemError: it is not ready yet.
-            NotFoundError: a client took it out.
+            NotFoundError: a client took it out, or it is none of those that are opened.
         """
         held = [one.version for one in self.shelf.everything() if one.name == name]
         if version in held or (held and version is None):
@@ -221,6 +221,9 @@ class Desk:
             raise self.not_ready(name)
         if not held and name in self.unloaded:
             raise NotFoundError(self._out([name]))
+        if not held and self.opening:
+            known = ", ".join(self._names())
+            raise NotFoundError(f"there is no model {name!r}; served are: {known}")
 
     def _out(self, names: Sequence[str]) -> str:
         """What to do about models that a client took out."""
