@@ -179,7 +179,7 @@ MODELS: Mapping[str, Make] = {
     "image mobilenet-v2": trained("image", *IMAGE, "--model", "mobilenet-v2"),
     "image vit-ti": trained("image", *IMAGE, "--model", "vit-ti"),
     "sft lora": trained("sft", "--from", "WORK/lm", "--data", "WORK/conversations.jsonl", *SMALL, "--batch", "2", "--sequence", "64", "--adapter", "lora"),
-    "digits int8": quantized("digits"),
+    "bytes int8": quantized("bytes"),
     "SmolLM2-135M int8": quantized("SmolLM2-135M", "--data", "WORK/passage.txt"),
     "MobileNetV2 int8": quantized("MobileNetV2", "--data", "WORK/classes"),
 }  # fmt: skip

@@ -6,6 +6,7 @@ import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,18 @@ import systolic
 from systolic.cli.main import main
 from systolic.core.errors import SystolicError
 from systolic.exporting.examples import example_inputs
+from systolic.exporting.functions import functions_of
+from systolic.exporting.inference import PORTABLE
 from systolic.exporting.litert.export import export_litert
 from systolic.exporting.onnx.export import export_onnx
 from systolic.exporting.packages import installed
-from systolic.job import MatrixFormat, WeightFormat
+from systolic.job import MatrixFormat, Quantization, WeightFormat
 from systolic.session.quantizing import quantize_model
 from tests.exporting import tiny
 from tests.exporting.test_saved_model import PYTHON
 from tests.house.budget import ROOT
 from tests.interop import folders
+from tests.steps.tiny import MODEL
 
 SUFFIXES = {"gguf": ".gguf", "litert": ".tflite", "onnx": ".onnx"}
 FORMATS = ("hf", "gguf", "docker", "stablehlo", "savedmodel", "litert", "onnx")
@@ -75,6 +79,18 @@ def test_the_documentations_lines_export(
     assert found["made"].differences["logits"].max_relative < 1e-5
     about = json.loads((tmp_path / "exported" / "first" / "manifest.json").read_bytes())
     assert about["functions"]["logits"]["inputs"]["tokens"]["shape"] == [8, "sequence"]
+
+
+def test_the_matrix_of_n_grams_may_be_quantized() -> None:
+    """As ``quantize`` makes it of the recipe ``bytes``."""
+    model = replace(MODEL, ngrams=3, ngram_rows=16, ngram_dim=8)
+    how = Quantization.of({"ngrams/out": MatrixFormat(format=WeightFormat.int8)})
+    job = replace(tiny.decoder(model), layout=tiny.ALONE, quantization=how)
+    network = tiny.local(job).network
+    assert network.model_state["ngrams/out/codes"].dtype == "int8"
+    (function,) = functions_of(job, PORTABLE, "float32")
+    made = function.outputs({**network.params, **network.model_state})
+    assert made["logits"].shape == ("batch", "sequence", MODEL.vocab)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from systolic.job import Target
 from systolic.models.decoder.config import Decoder
 from systolic.models.order import Order
 from systolic.models.parameters import weight
+from systolic.models.product import product
 
 MULTIPLIER = 0x9E3779B1
 """The 32-bit golden ratio prime of multiplicative hashing (Knuth, TAOCP 3, 6.4)."""
@@ -75,4 +76,7 @@ class NGrams(nnx.Module):
             ids = order.arrange(ids)
         tables = self.target.constrain(self.tables[...], None, "vocab", None)
         looked = [tables[longer][ids[:, :, longer]] for longer in range(self.history)]
-        return (jnp.concatenate(looked, axis=-1) * GAIN) @ self.out[...]
+        found, out = jnp.concatenate(looked, axis=-1) * GAIN, self.out[...]
+        if isinstance(out, jax.Array):
+            return found @ out  # in float in every precision of training
+        return product(self.target, "bsn,nd->bsd", found, out)
