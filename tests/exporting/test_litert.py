@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,6 +21,7 @@ from systolic.exporting.inference import ExportableModel
 from systolic.exporting.litert.edge_tpu import edge_tpu_report
 from systolic.exporting.litert.export import LiteExport, export_litert
 from systolic.exporting.litert.graph import read_graph
+from systolic.exporting.litert.schema import FIELDS, OPERATORS, TENSOR_TYPES
 from systolic.exporting.packages import installed
 from systolic.exporting.settings import ExportSettings, LiteQuantization
 from systolic.job import Precision
@@ -171,6 +173,21 @@ def test_bad_requests_are_one_line_and_leave_nothing(
             written(exported, tmp_path / name, settings)
         assert "\n" not in str(error.value)
         assert not list(tmp_path.iterdir())
+
+
+def test_places_in_the_format_are_those_of_its_own_schema() -> None:
+    assert PACKAGES is not None
+    text = (PACKAGES / "ai_edge_litert" / "schema_py_generated.py").read_text()
+    classes = dict(re.findall(r"^class (\w+)\(object\):\n(.*?)(?=^class |\Z)", text, re.M | re.S))
+    for table, fields in FIELDS.items():
+        found = dict(
+            re.findall(r"def (\w+)\(self[^\n]*\n[^\n]*_tab\.Offset\((\d+)\)", classes[table])
+        )
+        for name, place in fields.items():
+            assert int(found[name.title().replace("_", "")]) == 4 + 2 * place, (table, name)
+    for names, table in ((OPERATORS, "BuiltinOperator"), (TENSOR_TYPES, "TensorType")):
+        values = dict(re.findall(r"^    (\w+) = (\d+)$", classes[table], re.M))
+        assert [values[name] for name in names] == [str(at) for at in range(len(names))]
 
 
 def test_a_damaged_file_and_one_of_another_kind_are_refused(tmp_path: Path) -> None:
