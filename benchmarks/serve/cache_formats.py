@@ -1,4 +1,4 @@
-"""Quality of a language model over pages in each format of keys and values: ``python benchmarks/serve/cache_formats.py MODEL [TEXTS]``.
+"""Quality of a language model over pages in each format of keys and values: ``python benchmarks/serve/cache_formats.py MODEL [TEXTS] [FORMAT ...]``.
 
 Texts of :data:`LENGTH` tokens from the language reference that is part of Python are scored in chunks, as the server reads prompts, and
 the beginning of each is continued greedily. ``agrees`` is how many of the new tokens, until the first other one, are those of plain pages.
@@ -56,13 +56,15 @@ def agreement(found: list[int], wanted: list[int]) -> int:
     return next((n for n, (one, other) in enumerate(pairs) if one != other), len(pairs))
 
 
-def main(path: str, count: str = "4") -> None:
-    """Prints a row for each format."""
+def main(path: str, count: str = "4", *asked: str) -> None:
+    """Prints a row for plain pages and for each format."""
     model = open_model(Path(path))
     print("| pages | bytes of a page | pages in the same memory | perplexity | lost | agrees |")
     print("|---|---|---|---|---|---|")
     first = None
     for cache in ServedCache:
+        if asked and cache is not ServedCache.plain and cache.value not in asked:
+            continue
         page, loss, made = figures(model, cache, int(count))
         first = first or (page, loss, made)
         same = sum(agreement(one, other) for one, other in zip(made, first[2], strict=True))
