@@ -60,7 +60,7 @@ class Knobs:
         ({"deadline": -5.0}, "knobs.deadline is -5.0; it must be above 0"),
         ({"decay": 1.0}, "knobs.decay is 1.0; it must be at least 0 and below 1"),
         ({"jump": 0.5}, "knobs.jump is 0.5; it must be 0, or above 1"),
-        ({"widths": (4, 0)}, "knobs.widths is (4, 0); it must be at least 1"),
+        ({"widths": (4, 0)}, "knobs.widths is 0; it must be at least 1"),
     ],
 )
 def test_a_value_outside_its_range_is_one_line(given: dict[str, Any], told: str) -> None:

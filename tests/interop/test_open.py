@@ -1,7 +1,9 @@
 """Models in files, used as a run's are: generate, evaluate, predict."""
 
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,6 +42,48 @@ def test_a_folder_continues_a_prompt_as_transformers_does(folder: Path) -> None:
     opened = systolic.open(folder)
     assert opened.generate("the capital of", tokens=20, sampling=GREEDY) == [expected]
     assert opened.step == 0
+
+
+def theirs(folder: Path, ids: list[int], count: int) -> list[int]:
+    """Tokens with which transformers continues some ids, the likeliest each time."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    asked = {"max_new_tokens": count, "do_sample": False, "eos_token_id": -1}
+    return model.generate(torch.tensor([ids]), **asked)[0, len(ids) :].tolist()
+
+
+def test_a_text_ends_with_the_context_and_an_empty_one_begins_with_the_models_start(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = folders.folder(tmp_path / "short", folders.llama(max_position_embeddings=24))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+
+    def asked(prompt: str, *more: str) -> tuple[dict[str, Any], str]:
+        capfd.readouterr()
+        assert main(["generate", str(path), prompt, "--temperature", "0", "--json", *more]) == 0
+        out, err = capfd.readouterr()
+        return json.loads(out), err
+
+    ids = tokenizer("the capital of")["input_ids"]
+    made, told = asked("the capital of")
+    room = 24 - len(ids)
+    assert made["text"] == tokenizer.decode(theirs(path, ids, room), skip_special_tokens=True)
+    assert made["finish_reason"] == "length"
+    assert told == (
+        f"systolic: the text ended at the 24 tokens that short takes: {len(ids)} of the prompt and {room} of the 200 new ones; give a shorter prompt for a longer answer\n"
+    )
+    # Its post-processor puts nothing before a text, and tokenizer_config.json names its start.
+    made, told = asked("", "--tokens", "6")
+    expected = theirs(path, [tokenizer.bos_token_id], 6)
+    assert made["text"] == tokenizer.decode(expected, skip_special_tokens=True)
+    assert (made["finish_reason"], told) == ("length", "")
+    # Nothing is answered where one of the prompts is too long.
+    capfd.readouterr()
+    assert main(["generate", str(path), "the", "yes or no, " * 9]) == 2
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert (
+        "tokens and short takes texts of 24 with their answer; give a prompt of at most 23" in err
+    )
 
 
 def test_a_text_costs_what_transformers_says(folder: Path, tmp_path: Path) -> None:

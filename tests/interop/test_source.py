@@ -12,6 +12,7 @@ import torch
 from jax.sharding import PartitionSpec
 
 from systolic.artifact.tensors import read_header
+from systolic.cli.main import main
 from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError
 from systolic.interop.jobs import job_of
 from systolic.interop.source import Source, open_source
@@ -173,6 +174,24 @@ def test_what_can_not_be_opened_is_named(
         open_source(path)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_of_gguf_files_names_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a download from a hub leaves it: the files of several precisions, and nothing else."""
+    one, two = tmp_path / "model-f16.gguf", tmp_path / "model q8.gguf"
+    for path, given in (
+        (one, f"holds a GGUF file: give COMMAND{one}"),
+        (two, f"holds GGUF files: give one, COMMAND'{two}' or {one}"),
+    ):
+        path.write_bytes(b"GGUF")
+        for verb in ("import", "generate", "eval", "serve"):
+            assert main([verb, str(tmp_path)]) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            told = given.replace("COMMAND", "systolic import " if verb == "import" else "")
+            assert line.startswith(f"systolic: {tmp_path} is no ")
+            assert line.endswith(f"; it {told}")
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:

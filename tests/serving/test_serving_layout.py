@@ -37,14 +37,23 @@ def test_a_model_that_fits_is_replicated_and_one_that_does_not_is_split() -> Non
     assert shared(ServingLayout(), 1) == (1, 1, 1, 0)
     assert shared(ServingLayout(), 8, weights=90) == (8, 1, 1, 0)
     assert shared(ServingLayout(), 8, weights=91) == (4, 2, 1, 0)
-    # Of 8 devices 3 each, since 12 heads have no part of 5; two are idle.
-    assert shared(ServingLayout(), 8, weights=250) == (2, 3, 1, 2)
+    # 3 devices hold it and would leave two of 8 idle; 4 leave none.
+    assert shared(ServingLayout(), 8, weights=250) == (2, 4, 1, 0)
+    assert shared(ServingLayout(data=2), 8, weights=250) == (2, 3, 1, 2)
+    # SmolLM2's nine heads have no part of 2, 4 or 8.
+    nine = replace(MODEL, heads=9)
+    assert shared(ServingLayout(), 8, weights=250, model=nine) == (2, 3, 1, 2)
     assert shared(ServingLayout(data=1), 8, weights=90) == (1, 1, 1, 7)
     assert shared(ServingLayout(), 8, weights=10_000) == (1, 6, 1, 2)
     found = share(ServingLayout(), 8, MODEL, need(250 << 30, 100 << 30))
     assert found.reason == (
         "weights and pages of 250.00 GiB of 100.00 GiB do not fit on one device, "
-        "weights and pages of 83.33 GiB of 100.00 GiB fit on 3"
+        "weights and pages of 83.33 GiB of 100.00 GiB fit on 3, and 4 leave fewer devices idle"
+    )
+    found = share(ServingLayout(), 8, nine, need(250 << 30, 100 << 30))
+    assert found.told_idle == (
+        "2 of 8 devices are idle: 2 engines of 3 take 6 (weights and pages of 250.00 GiB of 100.00 GiB do not fit on one device, "
+        "weights and pages of 83.33 GiB of 100.00 GiB fit on 3); take a number of devices that 3 divides, or another --layout.tensor that the model's sizes allow"
     )
 
 

@@ -32,6 +32,7 @@ class Files:
     def __init__(self, folder: Path, lines: int) -> None:
         self.model, self.source, self.out = (folder / name for name in ("echo", "in.jsonl", "out"))
         self.model.mkdir()
+        (self.model / "config.json").touch()
         self.lines = lines
         body = {"prompt": "hello", "max_tokens": 20}
         rows = [
@@ -157,11 +158,34 @@ def test_results_of_another_model_are_not_continued(
     assert out.read_bytes() == problem_line(id, problem)
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('systolic: 127.0.0.1 is ready\n{"prompt": 1', 'line 1 is no request (JSON is malformed'),
+        ('\n{"time": "2026", "event": "ready"}\n', "line 2 is no request (there is no url; give a path"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_requests_is_refused_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, told: str
+) -> None:
+    """Before the model is opened: the log of a server, as text and as JSON."""
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text("{}")
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(content)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(["batch", str(tmp_path / "tiny"), str(source), str(out)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"systolic: {source}: {told}")
+    assert 'nor is any other; each line is {"custom_id": "a", "method": "POST", "url": ' in line
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 @pytest.mark.slow
 def test_a_language_model_and_vectors(tmp_path: Path) -> None:
     path, encoder = folders.folder(tmp_path / "tiny"), tmp_path / "vectors"
     encoder_folder(encoder)
-    prompts = ["the capital of", "a question", "yes or no, " * 9]
+    prompts = ["the capital of", "a question", "yes or no, " * 9, ""]
     rows = [{"prompt": text, "max_tokens": 16, "temperature": 0} for text in prompts]
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -175,7 +199,7 @@ def test_a_language_model_and_vectors(tmp_path: Path) -> None:
     from systolic.job import Sampling
 
     expected = open_model(path).generate(prompts, tokens=16, sampling=Sampling(temperature=0.0))
-    assert [found[f"line-{n}"]["choices"][0]["text"] for n in (1, 2, 3)] == expected
+    assert [found[f"line-{n}"]["choices"][0]["text"] for n in (1, 2, 3, 4)] == expected
     source.write_text(json.dumps({"input": ["yes or no", "Rome"]}) + "\n")
     out = tmp_path / "vectors.jsonl"
     subprocess.run([*line[:4], str(encoder), str(source), str(out)], check=True)

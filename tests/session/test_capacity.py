@@ -69,18 +69,45 @@ def test_the_layout_of_requests_that_several_engines_hold() -> None:
     job, load = source_of("llama-3.1-8b", {}).job, Load(prompt_tokens=1024, output_tokens=256)
     # Eight engines of 16 texts; more texts than these have room for on one device each are split.
     for requests in (16, 64, 128):
-        assert layout_of_requests(job, slice("v6e-8"), load, requests).data == 8
-    assert layout_of_requests(job, slice("v6e-8"), load, 2048).tensor > 1
+        assert layout_of_requests(job, slice("v6e-8"), load, requests).layout.data == 8
+    assert layout_of_requests(job, slice("v6e-8"), load, 2048).layout.tensor > 1
 
 
 def test_the_layout_that_a_server_chooses() -> None:
     job = source_of("llama-3.1-8b", {}).job
     short, long = Load(prompt_tokens=1024, output_tokens=256), Load(prompt_tokens=100_000)
+
     # 14.96 GiB of weights and 2.5 GiB of pages for 16 texts of 1,280 tokens fit on a device of 31.25 GiB, not on one of 15.75.
-    assert engine_layout(job, slice("v6e-8"), short) == Layout(data=8, fsdp=1, tensor=1)
-    assert engine_layout(job, slice("v5e-8"), short) == Layout(data=4, fsdp=1, tensor=2)
+    def chosen(on: str, load: Load) -> Layout:
+        found = engine_layout(job, slice(on), load)
+        assert found.idle == ""
+        return found.layout
+
+    assert chosen("v6e-8", short) == Layout(data=8, fsdp=1, tensor=1)
+    assert chosen("v5e-8", short) == Layout(data=4, fsdp=1, tensor=2)
     # 196 GiB of pages.
-    assert engine_layout(job, slice("v6e-8"), long) == Layout(data=1, fsdp=1, tensor=8)
+    assert chosen("v6e-8", long) == Layout(data=1, fsdp=1, tensor=8)
+
+
+NINE = ("--model.heads=9", "--model.kv-heads=3", "--model.head-dim=64", "--model.d-model=576")
+"""Heads of SmolLM2-135M, which 2, 4 and 8 devices do not divide."""
+
+
+@pytest.mark.slow
+def test_devices_that_no_engine_takes_are_named_and_the_server_leaves_the_same(capsys) -> None:
+    """39 GiB of weights: three devices of v5e hold them, and two engines of three leave two idle."""
+    sizes = ("--model.layers=2", "--model.d-ff=6144000", "--model.vocab=512")
+    words = ["lm", *NINE, *sizes, "--on=v5e-8", "--concurrency", "1", "--quick", "--json"]
+    assert main(["forecast", "--serve", *words, "--prompt-tokens=64", "--output-tokens=16"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["layout"] == "data 2, tensor 3"
+    assert made["program"] == "step over pages, as systolic serve runs it"
+    note = made["notes"][0]
+    assert note.startswith("2 of 8 devices are idle: 2 engines of 3 take 6 (weights and pages of ")
+    assert note.endswith(
+        "; take a number of devices that 3 divides, or another --layout.tensor that the model's sizes allow"
+    )
+    assert made["memory"]["replicas"] == 2
 
 
 def test_tensor_first_then_experts_then_replicas() -> None:

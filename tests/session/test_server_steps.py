@@ -1,16 +1,21 @@
 """Programs that a server's forecast compiles: the engine's own wherever it runs the model, by sizes counted by hand."""
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from systolic.aot import PagedProgram, ServingProgram
+from systolic.aot.serving import _read_share
 from systolic.chips import slice
 from systolic.core.errors import OptionError
 from systolic.forecasting.serving import Load
 from systolic.job import ExpertAxis, Layout, Served, ServedCache, ServedWeights
+from systolic.models.decoder.config import Decoder
 from systolic.session.job_source import source_of
 from systolic.session.server_steps import (
+    CHOICE_LOGITS,
     BatchSteps,
     EngineSteps,
     ServerSteps,
@@ -82,6 +87,58 @@ def test_pages_in_a_format_are_the_engines(cache: ServedCache) -> None:
 def test_a_batch_has_no_cache_in_fp8() -> None:
     with pytest.raises(OptionError, match=r"--kv-dtype is fp8, .* take plain or int8"):
         steps_of("llama-3.1-8b", "v6e-8", Served(cache=ServedCache.fp8), fsdp=8)
+
+
+GEMMA = Decoder(
+    layers=6, d_model=64, d_ff=64, heads=4, kv_heads=2, head_dim=16, vocab=264, window=128, global_every=6
+)  # fmt: skip
+"""Five layers with a window of 128 and one without."""
+
+
+@pytest.mark.parametrize(
+    ("model", "pages", "chunk", "share"),
+    [
+        # 640 positions, of which a new token has 128 to read in five layers.
+        (GEMMA, 10, 0, (5 * 128 + 640) / (6 * 640)),
+        # The first of 256 tokens sees 127 positions before itself: 383 in all.
+        (GEMMA, 10, 256, (5 * 383 + 640) / (6 * 640)),
+        # Texts no longer than the window.
+        (GEMMA, 2, 0, 1.0),
+        (GEMMA, 5, 256, 1.0),
+        # A pattern of six over eight layers begins again: seven with a window.
+        (replace(GEMMA, layers=8), 10, 0, (7 * 128 + 640) / (8 * 640)),
+        # Mistral's window is that of all layers; Llama has none.
+        (replace(GEMMA, global_every=0), 10, 0, 128 / 640),
+        (replace(GEMMA, global_every=0, window=0), 10, 0, 1.0),
+    ],
+)
+def test_positions_that_layers_have_to_read(
+    model: Decoder, pages: int, chunk: int, share: float
+) -> None:
+    job = replace(source_of("lm", {}).job, model=model)
+    program = PagedProgram(job=job, rows=4, pages=pages, num_pages=99, page_size=64, chunk=chunk)
+    assert _read_share(model, program) == pytest.approx(share)
+
+
+def test_the_choice_by_all_settings_needs_what_is_counted_for_it() -> None:
+    """By the program that a server compiles on this machine; :data:`CHOICE_LOGITS` says how TPUs' were measured."""
+    import jax
+    import jax.numpy as jnp
+
+    from systolic.steps.choice import Cuts, Draw, choose_by_all
+
+    def some(dtype: Any, *size: int) -> Any:
+        return jax.ShapeDtypeStruct(size, dtype)
+
+    integer, real, texts, vocab = jnp.int32, jnp.float32, 8, 32_000
+    numbers = [some(real, texts) for _ in range(5)]
+    ids, biases = some(integer, texts, 64), (some(integer, texts, 300), some(real, texts, 300))
+    cuts = Cuts(some(integer, texts), *numbers, ids, some(integer, texts), *biases)
+    given = (some(real, texts, vocab), some(integer, 17), some(integer, 4, texts), cuts)
+    jitted = jax.jit(lambda a, b, c, d: choose_by_all(a, b, Draw.unpacked(c), d), donate_argnums=1)
+    found = jitted.lower(*given).compile().memory_analysis()
+    own = found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    assert own == pytest.approx(CHOICE_LOGITS["cpu"] * texts * vocab * 4, rel=0.01)
 
 
 def test_formats_of_weights_are_programs_of_their_own() -> None:

@@ -161,6 +161,7 @@ def test_files_in_bfloat16_are_served_in_the_precision_that_is_asked_for(tmp_pat
     ("words", "told"),
     [
         (["--page-size", "7"], "--chunk is 256 and --page-size 7; give a --chunk that is a multiple of --page-size"),
+        (["--context", "1"], "--context is 1; it must be 0, or at least 2"),
         (["--deadline-seconds", "-5"], "--deadline-seconds is -5.0; it must be above 0"),
         (["--deadline-seconds", "nan"], "--deadline-seconds is nan, not a finite number; it must be above 0"),
     ],
@@ -301,6 +302,32 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     assert done.returncode == 1
     told = f"systolic: 127.0.0.1:{port} can't be listened on: another process listens there; choose another --port, or 0 for a free one"
     assert done.stderr.splitlines() == [told]
+
+
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [
+        ("nowhere.invalid", "is no address and no name that resolves here ("),
+        # Of a net for documentation (RFC 5737), which no machine has.
+        ("192.0.2.1", "is no address of this machine; give 127.0.0.1, 0.0.0.0 for all"),
+    ],
+)
+def test_a_host_that_can_not_be_listened_on_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], host: str, told: str
+) -> None:
+    (tmp_path / "config.json").touch()
+    assert main(["serve", str(tmp_path), "--port", "0", "--host", host]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"systolic: --host {host} {told}")
+
+
+def test_a_model_of_one_token_and_a_context_that_leaves_no_answer(tmp_path: Path) -> None:
+    path = folders.folder(tmp_path / "tiny", folders.llama(max_position_embeddings=1))
+    steps = prepare_model(path).setup.steps
+    data = steps.job.data
+    assert isinstance(data, TextData)
+    with pytest.raises(OptionError, match="the context of tiny is 1, which leaves no token"):
+        context_of(steps, data, EngineSizes())
 
 
 @pytest.mark.slow

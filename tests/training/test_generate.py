@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from systolic.artifact import Run
 from systolic.artifact.weights import begin_with
 from systolic.cli.main import main
-from systolic.data.text.stops import Stops
+from systolic.data.text.stops import Finish, Stops
 from systolic.job import Precision, Sampling
 from systolic.models.decoder.config import Decoder
 from systolic.session.run_files import rebuild
@@ -91,10 +91,17 @@ def test_programs_are_compiled_once_for_prompts_of_a_size(precision: Precision):
     assert texts[0] == texts[2] != ""
     assert generator._programs.prefill._cache_size() == generator._programs.step._cache_size() == 1
     assert generator.context == 32
-    assert generator.beyond("x" * 11, 20) == "", "11 bytes and the document's token and 20"
-    assert "33 tokens of prompt and up to 1 new" in generator.beyond("x" * 32, 1)
-    stopped = "".join(generator.stream("a", tokens=20, stop=[texts[0][3:6]]))
-    assert stopped == texts[0][: texts[0].index(texts[0][3:6])]
+    warned: list[str] = []
+    generator.stream("x" * 11, tokens=20, warn=warned.append)
+    assert warned == [], "11 bytes and the document's token and 20"
+    generator.stream("x" * 32, tokens=1, warn=warned.append)
+    assert "33 tokens of prompt and up to 1 new" in warned[0]
+    stopping = generator.stream("a", tokens=20, stop=[texts[0][3:6]])
+    assert stopping.finish is None
+    assert "".join(stopping) == texts[0][: texts[0].index(texts[0][3:6])]
+    assert stopping.finish is Finish.stop
+    whole = generator.stream("a", tokens=20)
+    assert ("".join(whole), whole.finish) == (texts[0], Finish.length)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -68,23 +69,52 @@ class ReadyProgram:
         return sum(self.seconds.values())
 
 
+class EntryState(StrEnum):
+    """What a start would find of a program on the disk."""
+
+    hit = "hit"
+    absent = "absent"
+    """No program of that name is kept."""
+    differs = "differs"
+    """Programs of that name are kept, made for something else."""
+    damaged = "damaged"
+    refused = "refused"
+    """An entry that others could have written, or programs that are not kept at all."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EntryCheck:
-    """Whether a program is on the disk, and what differs where it is not."""
+    """What a start would find of a program on the disk."""
 
     program: str
-    hit: bool
+    state: EntryState
     differs: Sequence[str] = ()
-    """One line for each part that differs from the most similar entry; empty where there is no entry of that program."""
+    """One line for each part that differs from the most similar entry."""
+    reason: str = ""
+    """Why an entry is refused, or which one is damaged."""
+
+    @property
+    def hit(self) -> bool:
+        """Whether the program is used as it is."""
+        return self.state is EntryState.hit
 
     @property
     def line(self) -> str:
         """For a terminal."""
-        if self.hit:
-            return f"hit   {self.program}"
-        first = self.differs[0] if self.differs else "nothing like it is kept"
+        told = f"{self.state.value:<7}  {self.program}"
         more = f" (and {len(self.differs) - 1} more)" if len(self.differs) > 1 else ""
-        return f"miss  {self.program}: {first}{more}"
+        said = self.reason or (f"{self.differs[0]}{more}" if self.differs else "")
+        return f"{told}: {said}" if said else told
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; ``hit`` beside the state."""
+        return {
+            "program": self.program,
+            "hit": self.hit,
+            "state": self.state.value,
+            "differs": list(self.differs),
+            "reason": self.reason,
+        }
 
 
 class ProgramStore:
@@ -214,26 +244,33 @@ class ProgramStore:
 
     def _find(self, wanted: Mapping[str, Any]) -> Path | None:
         """An intact entry of this fingerprint that nobody else could have written."""
+        folder, state, reason = self._entry(wanted)
+        if state is EntryState.damaged:
+            self._say(f"{reason} is damaged and is made anew")
+        elif state is EntryState.refused:
+            self._say(f"{reason} and is not used")
+        if folder is not None:
+            with suppress(OSError):  # a folder that can be read only
+                os.utime(folder)
+        return folder
+
+    def _entry(self, wanted: Mapping[str, Any]) -> tuple[Path | None, EntryState, str]:
+        """The entry of a fingerprint where it can be used, else why not."""
         name = digest(wanted, 64)
         place = self._store.path(name)
         if not place.is_dir():
-            return None
+            return None, EntryState.absent, ""
         folder = self._store.get(name)
         if folder is None:
-            self._say(f"{place} is damaged and is made anew")
-            return None
+            return None, EntryState.damaged, str(place)
         try:
             if reason := _foreign(folder):
-                self._say(f"{reason}; {folder} is not used")
-                return None
+                return None, EntryState.refused, reason
             if json.loads((folder / FINGERPRINT).read_bytes()) != json.loads(canonical(wanted)):
-                self._say(f"{folder} is of another program and is not used")
-                return None
-            with suppress(OSError):  # a folder that can be read only
-                os.utime(folder)
+                return None, EntryState.refused, f"{folder} is of another program"
         except (OSError, ValueError):  # another process removed it meanwhile
-            return None
-        return folder
+            return None, EntryState.absent, ""
+        return folder, EntryState.hit, ""
 
     def _load(self, spec: ProgramSpec, folder: Path) -> Any:
         content = (folder / EXECUTABLE).read_bytes()
@@ -282,20 +319,18 @@ class ProgramStore:
     def check(self, spec: ProgramSpec) -> EntryCheck:
         """Whether the program is on the disk, or how the most similar entry differs; nothing is compiled."""
         if self._around is None:
-            told = tuple(self._told) or ("programs are not kept",)
-            return EntryCheck(program=spec.name, hit=False, differs=told)
+            told = "; ".join(self._told) or "programs are not kept"
+            return EntryCheck(program=spec.name, state=EntryState.refused, reason=told)
         wanted = self.fingerprint(spec)
-        if self._find(wanted) is not None:
-            return EntryCheck(program=spec.name, hit=True)
-        own = self._store.path(digest(wanted, 64))
-        if own.is_dir():
-            return EntryCheck(program=spec.name, hit=False, differs=(f"{own} is damaged",))
-        flat, best = flattened(wanted), None
-        for other in self._kept(spec.name):
-            lines = differences(flat, flattened(other))
-            if best is None or len(lines) < len(best):
-                best = lines
-        return EntryCheck(program=spec.name, hit=False, differs=tuple(best or ()))
+        _, state, reason = self._entry(wanted)
+        if state is not EntryState.absent:
+            return EntryCheck(program=spec.name, state=state, reason=reason)
+        flat = flattened(wanted)
+        found = [differences(flat, flattened(other)) for other in self._kept(spec.name)]
+        if not found:
+            return EntryCheck(program=spec.name, state=state)
+        best = tuple(min(found, key=len))
+        return EntryCheck(program=spec.name, state=EntryState.differs, differs=best)
 
     def _kept(self, name: str) -> list[dict[str, Any]]:
         """Fingerprints of the entries of programs of that name."""

@@ -49,7 +49,7 @@ def trace_serving(program: ServingCall, on: Slice, devices: Sequence[Any]) -> Tr
 def trace_paged(program: PagedCall, on: Slice, devices: Sequence[Any]) -> Traced:
     """The step of an engine on a mesh of ``devices``: logits of the token after the last of each text."""
     job = _served(program.job, on)
-    target = MeshTarget.of(job, on.platform, devices)
+    target = MeshTarget.of(job, on.platform, devices[: job.layout.num_devices])
     paged = PagedSteps(StepFunctions(job, target, trains=False), program.page_size, program.cache)
     shape = StepShape(program.rows, int(program.chunk > 0), program.chunk, program.pages)
 
@@ -104,7 +104,10 @@ def _served(job: Job, on: Slice) -> Job:
     Raises:
         LayoutError: the layout does not divide the slice.
     """
-    layout = job.layout.on(on.num_devices, on.num_slices)
+    layout = job.layout
+    # Engines may leave devices idle.
+    if not layout.definite or layout.num_devices >= on.num_devices or on.num_slices > 1:
+        layout = layout.on(on.num_devices, on.num_slices)
     layout.check_slices(on.num_slices)
     precision = job.precision.resolve(on.platform)
     job.model.check_precision(precision)
@@ -112,7 +115,7 @@ def _served(job: Job, on: Slice) -> Job:
         job,
         layout=replace(layout, residual=Residual.whole),
         precision=precision,
-        batch=Batch(total=on.num_devices),
+        batch=Batch(total=layout.num_devices),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from systolic.artifact import metrics
 from systolic.artifact.metrics import number
-from systolic.artifact.run import DIAGNOSES, ENVIRONMENT, JOB, METRICS, SUMMARY, renamed
+from systolic.artifact.run import DIAGNOSES, ENVIRONMENT, JOB, METRICS, SUMMARY, job_fields, renamed
 from systolic.core.errors import NotFoundError, RunError
 
 Record = dict[str, Any]
@@ -225,7 +225,7 @@ def load_run(path: Path, *, last_session: bool = False) -> RunRecord:
     summary, lost = _read_summary(path, ledger.end)
     return RunRecord(
         path=path,
-        job=_read_object(path / JOB, json.loads) or {},
+        job=_read_object(path / JOB, job_fields) or {},
         environment=_read_object(path / ENVIRONMENT, json.loads) or {},
         summary=summary,
         began=ledger.began,

@@ -254,7 +254,7 @@ class Run:
         Raises:
             RunError: the file is damaged.
         """
-        return self._read(JOB, json.loads)
+        return self._read(JOB, job_fields)
 
     def write_environment(self, devices: Sequence[str], flags: Sequence[str] = ()) -> None:
         """Writes ``environment.json``. One that an earlier start wrote and that differs is kept, numbered.
@@ -330,6 +330,18 @@ class Run:
             raise RunError(
                 f"{self.path / name} is damaged; restore it, or start again in another folder"
             ) from error
+
+
+def job_fields(content: bytes) -> dict[str, Any]:
+    """The fields of a job.json.
+
+    Raises:
+        ValueError: it describes no job.
+    """
+    found = json.loads(content)
+    if not isinstance(found, dict) or not isinstance(found.get("job", {}), dict):
+        raise ValueError("it describes no job")
+    return found
 
 
 def _fresh(description: Mapping[str, Any], now: datetime.datetime | None) -> Path:

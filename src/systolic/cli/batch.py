@@ -11,7 +11,7 @@ import tyro
 from systolic.cli.output import print_json, warn
 from systolic.cli.parse import parse
 from systolic.core.errors import MissingExtraError
-from systolic.core.ranges import COUNT, NOT_NEGATIVE
+from systolic.core.ranges import CONTEXT, COUNT, NOT_NEGATIVE
 from systolic.job import ServedCache
 
 
@@ -28,7 +28,7 @@ class BatchVerbOptions:
         out: The results (.jsonl); the lines that it has are not asked again.
         in_flight: Lines that are asked at once; 0 takes twice --rows, and 128 for models that write no text.
         rows: Texts that are continued at once.
-        context: Tokens of a text, prompt and answer together; 0 takes the model's own, at most 4,096.
+        context: Tokens of a text, prompt and answer together, at least 2; 0 takes the model's own, at most 4,096.
         chunk: Most tokens of a prompt that a step reads.
         page_size: Positions of a page of the cache.
         pages: Pages of the cache; 0 holds all texts at their longest.
@@ -44,7 +44,7 @@ class BatchVerbOptions:
     out: Annotated[Path, tyro.conf.Positional]
     in_flight: Annotated[int, NOT_NEGATIVE] = 0
     rows: Annotated[int, COUNT] = 16
-    context: Annotated[int, NOT_NEGATIVE] = 0
+    context: Annotated[int, CONTEXT] = 0
     chunk: Annotated[int, COUNT] = 256
     page_size: Annotated[int, COUNT] = 64
     pages: Annotated[int, NOT_NEGATIVE] = 0

@@ -56,7 +56,7 @@ def forecast_server(args: Sequence[str]) -> int:
     from systolic.chips.flags import resolved
     from systolic.report.progress import ProgressLine
     from systolic.session.capacity import Load, forecast_serving
-    from systolic.session.server_layout import ROWS, layout_of_requests
+    from systolic.session.server_layout import ROWS, given_layout, layout_of_requests
     from systolic.session.server_steps import with_formats
 
     target, rest = first(args, f"forecast {SERVE}", "a model or a recipe")
@@ -70,9 +70,12 @@ def forecast_server(args: Sequence[str]) -> int:
         host_seconds=options.host_ms / 1e3,
     )
     job = with_formats(job, target, options.weights)
-    if not any(word.startswith("--layout.") for word in asked.typed):
+    if any(word.startswith("--layout.") for word in asked.typed):
+        chosen = given_layout(job, on)
+    else:
         most = max(options.concurrency, default=ROWS)
-        job = replace(job, layout=layout_of_requests(job, on, load, most, options.kv_dtype))
+        chosen = layout_of_requests(job, on, load, most, options.kv_dtype)
+    job = replace(job, layout=chosen.layout)
     compiler = Compiler(flags=resolved(options.flags, on.chip))
     with ProgressLine(sys.stderr, f"{job.name} for {on.name}") as progress:
         made = forecast_serving(
@@ -85,6 +88,8 @@ def forecast_server(args: Sequence[str]) -> int:
             compiler=compiler.quick() if options.quick else compiler,
             watch=progress.say,
         )
+    if chosen.idle:
+        made = replace(made, notes=[chosen.idle, *made.notes])
     if options.json:
         print_json({**made.to_json(), "target": target, "quick": options.quick})
     else:

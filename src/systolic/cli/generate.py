@@ -25,9 +25,9 @@ class GenerateOptions:
 
     Args:
         run: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
-        prompt: The texts to continue, one after the other; - reads one from standard input.
+        prompt: The texts to continue, one after the other; - reads one from standard input, and "" begins a text.
         file: More prompts: the lines of a file, or the field prompt of a .jsonl; - reads standard input.
-        tokens: At most so many new tokens for each prompt.
+        tokens: At most so many new tokens for each prompt; a text ends before, with a warning, where the model takes no longer one.
         sampling: How tokens are picked.
         stop: A string that ends the text, which leaves it out; may be given several times.
         seed: The same seed gives the same text for a prompt.
@@ -59,11 +59,13 @@ def run(args: Sequence[str]) -> int:
 
     Stops(options.stop)  # refuses an empty string before the run is opened
     model = open_model(options.run, options.checkpoint, trust=options.trust, warn=warn)
+    later: list[str] = []
+    model.warn = later.append  # what is said of a text waits for the end of its line
     answers: list[dict[str, Any]] = []
     begun = time.perf_counter()
-    for number, text in enumerate(asked):
-        start = time.perf_counter()
-        pieces = model.stream(
+    # A prompt that is refused is refused before the first answer.
+    streams = [
+        model.stream(
             text,
             tokens=options.tokens,
             sampling=options.sampling,
@@ -71,10 +73,19 @@ def run(args: Sequence[str]) -> int:
             seed=options.seed,
             chat=options.chat,
         )
+        for text in asked
+    ]
+    for text, pieces in zip(asked, streams, strict=True):
+        start = time.perf_counter()
         shown = f"{text}\n" if options.chat else text
-        answer = "".join(pieces) if options.json else show(shown, pieces, first=number == 0)
+        answer = "".join(pieces) if options.json else show(shown, pieces, first=not answers)
         seconds = time.perf_counter() - start
-        answers.append({"prompt": text, "text": answer, "seconds": seconds})
+        finish = pieces.finish and pieces.finish.value
+        answers.append(
+            {"prompt": text, "text": answer, "finish_reason": finish, "seconds": seconds}
+        )
+        while later:
+            warn(later.pop(0))
     if options.json:
         record: dict[str, Any] = {"run": str(options.run), "step": model.step}
         # One prompt is answered by one text, several by a list.

@@ -12,7 +12,7 @@ import tyro
 from systolic.cli.output import print_json
 from systolic.cli.parse import parse
 from systolic.core.errors import MissingExtraError, OptionError
-from systolic.core.ranges import COUNT, NOT_NEGATIVE, POSITIVE, Range
+from systolic.core.ranges import CONTEXT, COUNT, NOT_NEGATIVE, POSITIVE, Range
 from systolic.job import ServedCache
 from systolic.serving.layout import ServingLayout
 
@@ -44,7 +44,7 @@ class ServeOptions:
         requests: Requests that are answered or wait at once.
         queued: Requests for text that wait for their first step; more are refused with 429.
         rows: Texts that are continued at once.
-        context: Tokens of a text, prompt and answer together; 0 takes the model's own, at most 4,096.
+        context: Tokens of a text, prompt and answer together, at least 2; 0 takes the model's own, at most 4,096.
         chunk: Most tokens of a prompt that a step reads.
         page_size: Positions of a page of the cache.
         pages: Pages of the cache; 0 holds all texts at their longest.
@@ -79,7 +79,7 @@ class ServeOptions:
     requests: Annotated[int, COUNT] = 2048
     queued: Annotated[int, COUNT] = 1024
     rows: Annotated[int, COUNT] = 16
-    context: Annotated[int, NOT_NEGATIVE] = 0
+    context: Annotated[int, CONTEXT] = 0
     chunk: Annotated[int, COUNT] = 256
     page_size: Annotated[int, COUNT] = 64
     pages: Annotated[int, NOT_NEGATIVE] = 0

@@ -12,8 +12,9 @@ class SystolicError(Exception):
     """Base of all errors that a user can cause or fix. ``str(error)`` is one line."""
 
     exit_code = 1
-    """2 for a wrong command line: an option, its value, or a path that is missing, of another kind or taken.
-    1 for a right one: files are damaged or do not match, or the machine, the compiler or the training failed."""
+    """2 for a wrong command line: an option, its value, or a path that is missing, taken or of a kind that the verb does not take,
+    such as a model of an unknown family. 1 for a right one: files are damaged, have other contents or do not match, or the machine,
+    the compiler or the training failed; a verb returns 1 itself where its answer is no (does not fit, differs, lines that failed)."""
 
 
 class OptionError(SystolicError):

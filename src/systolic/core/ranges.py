@@ -63,6 +63,8 @@ COUNT = Range(least=1)
 """Number of things, at least one."""
 NOT_NEGATIVE = Range(least=0)
 POSITIVE = Range(above=0)
+CONTEXT = Range(least=2, only=(0,))
+"""Tokens of a text, one of a prompt and one of its answer at least; 0 takes the model's own."""
 SHARE = Range(least=0, below=1)
 """Part of a whole that is less than all of it, or the decay of a moving average."""
 
@@ -124,17 +126,15 @@ def complaint(name: str, ranged: Ranged, value: Any) -> str | None:
         return None
     for one in value if ranged.several else (value,):
         if isinstance(one, bool) or not isinstance(one, int | float):
-            return (
-                f"{name} is {value!r}; it takes {'a whole number' if ranged.whole else 'a number'}"
-            )
+            return f"{name} is {one!r}; it takes {'a whole number' if ranged.whole else 'a number'}"
         if ranged.whole and not isinstance(one, int):
-            return f"{name} is {value!r}; it takes a whole number"
+            return f"{name} is {one!r}; it takes a whole number"
         if not math.isfinite(one):
-            return f"{name} is {value}, not a finite number; it must be {ranged.range}"
+            return f"{name} is {one}, not a finite number; it must be {ranged.range}"
         if one not in ranged.range:
-            return f"{name} is {value}; it must be {ranged.range}"
+            return f"{name} is {one}; it must be {ranged.range}"
         if ranged.whole and one > LARGEST_INT:
-            return f"{name} is {value}; it must be at most {LARGEST_INT}"
+            return f"{name} is {one}; it must be at most {LARGEST_INT}"
     return None
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ COPIES = ("lm_head.weight", "proj_out.weight", "cls.predictions.decoder.weight")
 """Names of a language model's last matrix, which tied weights leave out or keep as a copy of the embedding."""
 ROWS = 4096
 """Rows of a matrix that are compared at a time."""
+SHOWN_FILES = 3
+"""Files of a folder that a message names."""
 BINARY = "model.bin"
 """Weights of a CTranslate2 folder."""
 BINARY_FORMATS = (4, 5, 6)
@@ -280,9 +283,23 @@ def open_source(path: Path | str) -> Source:
         raise OptionError(
             f"{path} is an ONNX file, and no maintained package turns ONNX into JAX (jaxonnxruntime's last release is of 2023); import what it was exported from: a Hugging Face folder, a PyTorch module or a Keras model"
         )
+    if said := gguf_inside(path, "systolic import "):
+        raise OptionError(f"{path} is no model itself; {said}")
     raise OptionError(
         f"{path} is no model in a format known here; give a Hugging Face folder (with {CONFIG}), a GGUF file, a Bundle (with {MANIFEST}) or a state dict of torchvision ({', '.join(STATE_DICTS)})"
     )
+
+
+def gguf_inside(path: Path, command: str = "") -> str:
+    """What to give in place of a folder whose models are GGUF files, after the words of a command; "" for any other."""
+    files = sorted(path.glob(f"*{GGUF}")) if path.is_dir() else []
+    if not files:
+        return ""
+    names = [shlex.quote(str(one)) for one in files]
+    if len(files) == 1:
+        return f"it holds a GGUF file: give {command}{names[0]}"
+    more = f", ... ({len(files)} in all)" if len(files) > SHOWN_FILES else ""
+    return f"it holds GGUF files: give one, {command}{' or '.join(names[:SHOWN_FILES])}{more}"
 
 
 def is_ctranslate2(path: Path) -> bool:

@@ -314,6 +314,11 @@ class Layout:
         return self.mesh_shape | plain
 
     @property
+    def definite(self) -> bool:
+        """Whether no axis takes the remaining devices."""
+        return not self._free
+
+    @property
     def num_devices(self) -> int:
         """Product of the axes of a definite layout."""
         return math.prod(self.mesh_shape.values())

@@ -81,6 +81,14 @@ class DeviceShares:
         return self.devices - self.engines * self.each
 
     @property
+    def told_idle(self) -> str:
+        """What is idle, why, and what to change; "" where nothing is."""
+        if not self.idle:
+            return ""
+        engines = "1 engine" if self.engines == 1 else f"{self.engines} engines"
+        return f"{self.idle} of {self.devices} devices are idle: {engines} of {self.each} take {self.engines * self.each} ({self.reason}); take a number of devices that {self.each} divides, or another --layout.tensor that the model's sizes allow"
+
+    @property
     def layout(self) -> Layout:
         """Layout of one engine; the stream between blocks is whole on every device, since a step has few tokens."""
         return Layout(
@@ -113,7 +121,7 @@ def share(
     tensor, reason = asked.tensor, "as asked for"
     if tensor == -1:
         room = devices // (max(asked.data, 1) * asked.expert)
-        tensor, reason = _tensor(room, asked.expert, config, need)
+        tensor, reason = _tensor(room, asked, config, need)
     check_served(config, Layout(data=1, fsdp=1, tensor=tensor, expert=asked.expert))
     engines = devices // (tensor * asked.expert) if asked.data == -1 else asked.data
     return DeviceShares(
@@ -126,26 +134,34 @@ def _sizes(asked: ServingLayout) -> list[tuple[str, int]]:
 
 
 def _tensor(
-    room: int, expert: int, config: Decoder, need: Callable[[int], EngineNeed]
+    room: int, asked: ServingLayout, config: Decoder, need: Callable[[int], EngineNeed]
 ) -> tuple[int, str]:
-    """The smallest tensor axis that holds a model, at most ``room``; the largest where none does."""
+    """The tensor axis of those that hold a model, at most ``room``, that leaves the fewest devices idle, and of these the smallest; the largest where none holds it."""
     if room == 1:
         return 1, "one device for each engine"
-    first: EngineNeed | None = None
-    largest = 1
+    needs: dict[int, EngineNeed] = {}
     for ways in range(1, room + 1):
         try:
-            check_served(config, Layout(data=1, fsdp=1, tensor=ways, expert=expert))
+            check_served(config, Layout(data=1, fsdp=1, tensor=ways, expert=asked.expert))
         except LayoutError:
             continue
-        largest, found = ways, need(ways)
-        first = first or found
-        if found.fits:
-            if ways == 1:
-                return 1, f"{_of(found)} fit on one device"
-            return ways, f"{_of(first)} do not fit on one device, {_of(found)} fit on {ways}"
-    assert first is not None
-    return largest, f"{_of(first)} do not fit on one device; {largest} is the most that divides it"
+        needs[ways] = need(ways)
+        if needs[1].fits:
+            return 1, f"{_of(needs[1])} fit on one device"
+    if not needs:
+        return (
+            1,
+            "",
+        )  # The expert axis does not divide the model, which is refused with the sizes that do.
+    holding = [ways for ways, found in needs.items() if found.fits]
+    why = f"{_of(needs[1])} do not fit on one device"
+    if not holding:
+        return max(needs), f"{why}; {max(needs)} is the most that divides it"
+    least = holding[0]
+    # Engines that were counted leave idle what they leave.
+    chosen = min(holding, key=lambda ways: (room % ways if asked.data == -1 else 0, ways))
+    told = f"{why}, {_of(needs[least])} fit on {least}"
+    return chosen, told if chosen == least else f"{told}, and {chosen} leave fewer devices idle"
 
 
 def _of(need: EngineNeed) -> str:

@@ -11,7 +11,7 @@ from systolic.core.errors import MissingExtraError
 from systolic.serving.offline.files import BatchInput, BatchOutput
 from systolic.serving.offline.progress import BatchProgress
 from systolic.session.answerers import answerer_of
-from systolic.session.serving import ServeSettings, ServeTarget, open_served, targets
+from systolic.session.serving import ServeSettings, ServeTarget, checked_targets, open_served
 
 AHEAD = 2
 """Lines in flight for each text that is continued at once: while one runs, another waits for its place."""
@@ -52,12 +52,12 @@ def run_batch(
         shown: Called a few times a second with the progress.
         warn: Called with warnings.
 
-    Raises: as :class:`BatchInput`, :class:`BatchOutput`, :func:`targets` and :func:`open_served`, and
+    Raises: as :class:`BatchInput`, :class:`BatchOutput`, :func:`checked_targets` and :func:`open_served`, and
         MissingExtraError: the packages of the extra ``serve`` are not installed.
         DataError: the output has results of another model or other options.
         RunError: the model stopped, or the disk is full; run again, it continues.
     """
-    target = max(targets([order.model]), key=lambda one: one.version)
+    target = max(checked_targets([order.model]), key=lambda one: one.version)
     output = BatchOutput.open(order.out, BatchInput.read(order.source))
     try:
         if output.answered:

@@ -23,7 +23,8 @@ from systolic.forecasting.serving import (
 )
 from systolic.forecasting.serving_memory import ServingMemory
 from systolic.job import Job, Served
-from systolic.session.server_layout import with_heads_for
+from systolic.models.decoder.config import Decoder
+from systolic.session.server_layout import placed, with_heads_for
 from systolic.session.server_steps import BatchSteps, Key, ServerSteps, facts, server_steps
 
 PAGE_SIZE = 64
@@ -58,7 +59,7 @@ def forecast_serving(
         watch: Called with each stage, a few words.
 
     Raises:
-        OptionError: a count below 1, or the model has no cache.
+        OptionError: a count below 1, a request longer than the model's positions, or the model has no cache.
         LayoutError: the layout does not divide the slice or the model.
         RunError: the model does not generate text, or the compiler failed.
     """
@@ -67,7 +68,11 @@ def forecast_serving(
             if count not in COUNT:
                 raise OptionError(f"{name} is {count}; it takes {COUNT}")
     target = slice(on) if isinstance(on, str) else on
-    layout = job.layout.on(target.num_devices, target.num_slices)
+    if isinstance(job.model, Decoder) and 0 < job.model.learned_positions < load.tokens:
+        raise OptionError(
+            f"--prompt-tokens {load.prompt_tokens} and --output-tokens {load.output_tokens} are {load.tokens} and {job.name} has positions for {job.model.learned_positions}; give fewer"
+        )
+    layout = placed(job.layout, target)
     steps = server_steps(replace(job, layout=layout), target, load, page_size, served)
     if isinstance(steps, BatchSteps):
         steps = replace(steps, job=with_heads_for(job, layout, steps.served))
@@ -280,7 +285,7 @@ class _Server:
             memory=memory,
             bill=bill_of(self.on),
             notes=[
-                f"a step needs {gibibytes(need)} of {gibibytes(made.capacity_bytes)}; split the weights further with --layout.tensor, or take a larger slice"
+                f"a step needs {gibibytes(need)} of {gibibytes(made.capacity_bytes)}; split the weights further with --layout.tensor, or take a larger slice",
             ],
         )
 

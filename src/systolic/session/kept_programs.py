@@ -1,7 +1,7 @@
 """``systolic serve --check-cache``: which programs a server would find on the disk, and why not the others."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,7 @@ class KeptPrograms:
             "version": self.version,
             "folder": str(self.folder),
             "hits": self.hits,
-            "programs": [{**asdict(one), "differs": list(one.differs)} for one in self.programs],
+            "programs": [one.to_json() for one in self.programs],
             "notes": list(self.notes),
         }
 

@@ -10,7 +10,7 @@ from systolic import recipes
 from systolic.artifact import paths, trust
 from systolic.artifact.job_record import JobRecord
 from systolic.artifact.revision import check_revision
-from systolic.artifact.run import MODULES, RECIPE, TOKENIZER, Run
+from systolic.artifact.run import JOB, MODULES, RECIPE, TOKENIZER, Run
 from systolic.artifact.saved_job import job_from_json
 from systolic.core.errors import NotFoundError, OptionError, RunError
 from systolic.data.text.chat import KEPT, TEMPLATE
@@ -175,3 +175,17 @@ def with_tokenizer(run: Run, data: Data) -> Data:
             f"the tokenizer of {type(data).__name__} has changed since {run.path} was trained (it is {now} and was {kept}); restore {run.tokenizer / 'tokenizer.json'} in its place"
         )
     return data
+
+
+def check_folder(path: Path) -> None:
+    """Refuses a folder whose models are single files.
+
+    Raises:
+        NotFoundError: it is no run and holds GGUF files; names them.
+    """
+    if not path.is_dir() or (path / JOB).is_file():
+        return
+    from systolic.interop.source import gguf_inside
+
+    if said := gguf_inside(path):
+        raise NotFoundError(f"{path} is no run and no model itself; {said}")

@@ -1,6 +1,6 @@
 """Layouts of servers on a slice: that of ``systolic serve``, and that of the most devices for each text."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from systolic.chips import Slice
 from systolic.core.errors import LayoutError
@@ -8,16 +8,26 @@ from systolic.forecasting.serving import Load
 from systolic.job import ExpertAxis, Job, Layout, Served, ServedCache
 from systolic.models.decoder.checks import served_kv_heads
 from systolic.models.decoder.config import Decoder
-from systolic.serving.layout import EngineNeed, ServingLayout, share
+from systolic.serving.layout import DeviceShares, EngineNeed, ServingLayout, share
 
 ROWS = 16
 """Texts at once that a layout makes room for, as ``systolic serve`` has them by default."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineLayout:
+    """Layout of the engines on a slice."""
+
+    layout: Layout
+    """Definite; of fewer devices than the slice has where some are idle."""
+    idle: str = ""
+    """What is idle, why, and what to change; "" where nothing is."""
+
+
 def engine_layout(
     job: Job, on: Slice, load: Load, rows: int = ROWS, cache: ServedCache = ServedCache.plain
-) -> Layout:
-    """Layout that ``systolic serve`` chooses: the smallest tensor axis that holds weights and pages, then engines; :func:`serving_layout` where it leaves devices idle or the model is no decoder.
+) -> EngineLayout:
+    """Layout that ``systolic serve`` chooses: the smallest tensor axis that holds weights and pages and leaves the fewest devices idle, then engines; :func:`serving_layout` where the model is no decoder.
 
     Args:
         job: The model.
@@ -30,7 +40,7 @@ def engine_layout(
     """
     model = job.model
     if not isinstance(model, Decoder):
-        return serving_layout(job, on)
+        return EngineLayout(layout=serving_layout(job, on))
     item = 4 if job.precision.resolve(on.platform).dtype == "float32" else 2
     saved = 0
     if job.quantization:
@@ -44,24 +54,23 @@ def engine_layout(
         return EngineNeed(bytes=int(held), capacity_bytes=on.program_bytes)
 
     shares = share(ServingLayout(), on.num_devices, model, need)
-    if shares.idle:
-        return serving_layout(job, on)
-    return Layout(data=shares.engines, fsdp=1, tensor=shares.tensor)
+    layout = Layout(data=shares.engines, fsdp=1, tensor=shares.tensor)
+    return EngineLayout(layout=layout, idle=shares.told_idle)
 
 
 def layout_of_requests(
     job: Job, on: Slice, load: Load, requests: int, cache: ServedCache = ServedCache.plain
-) -> Layout:
+) -> EngineLayout:
     """Layout of engines that hold so many requests together, each as many as ``systolic serve`` gives it, or more where it must.
 
     Raises: as :func:`serving_layout`.
     """
     rows = ROWS
     while True:
-        layout = engine_layout(job, on, load, rows, cache)
-        each = -(-requests // layout.data)
+        found = engine_layout(job, on, load, rows, cache)
+        each = -(-requests // found.layout.data)
         if each <= rows:
-            return layout
+            return found
         rows = each
 
 
@@ -76,6 +85,36 @@ def _position(model: Decoder, tensor: int) -> float:
         return model.layers * (model.latent.kv_lora_rank + model.latent.qk_rope_head_dim)
     heads = served_kv_heads(model, tensor) / tensor
     return model.layers * heads * (model.head_dim + model.value_dim)
+
+
+def placed(layout: Layout, on: Slice) -> Layout:
+    """A layout with definite axes; engines on fewer devices than the slice has stay as they are.
+
+    Raises:
+        LayoutError: as :meth:`Layout.on`.
+    """
+    engines = layout.data * layout.tensor * layout.expert
+    if layout.definite and layout.num_devices == engines < on.num_devices and on.num_slices == 1:
+        return layout
+    return layout.on(on.num_devices, on.num_slices)
+
+
+def given_layout(job: Job, on: Slice) -> EngineLayout:
+    """A job's own layout on a slice.
+
+    Raises: as :func:`placed`.
+    """
+    layout = placed(job.layout, on)
+    if layout.num_devices == on.num_devices:
+        return EngineLayout(layout=layout)
+    shares = DeviceShares(
+        devices=on.num_devices,
+        engines=layout.data,
+        tensor=layout.tensor,
+        expert=layout.expert,
+        reason="as asked for",
+    )
+    return EngineLayout(layout=layout, idle=shares.told_idle)
 
 
 def serving_layout(job: Job, on: Slice) -> Layout:

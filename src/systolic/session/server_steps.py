@@ -28,8 +28,12 @@ from systolic.serving.layout import LEAST_ROWS
 ENGINE_AXES = (Axis.data, Axis.expert, Axis.tensor)
 """Mesh axes of ``systolic serve``."""
 LOGIT_BYTES = 4
-CHOICE_LOGITS = 5
-"""Arrays of the size of the logits that the choice by all settings needs beside them, as XLA compiles it for a CPU."""
+CHOICE_LOGITS = {"cpu": 5.0, "tpu": 4.3}
+"""Arrays of the size of the logits that the choice by all settings needs beside its arguments, by platform; any other counts as a CPU.
+Measured by ``benchmarks/serve/choice_memory.py`` (2026-11-23, jax 0.10.2, libtpu 0.0.42.1): on a CPU 5.00 to 5.01 of 1 to 256 texts with
+vocabularies of 32,000 to 262,144; on v6e 4.26 of 8 and 16 texts, 3.00 of 64."""
+GATHER_LOGITS = 2.0
+"""More of them where a tensor axis splits the logits, which the choice gathers first: on four devices of v5e 5.26 and 6.26 in all."""
 PAGED = "step over pages, as systolic serve runs it"
 BATCH = "decode step and one-pass prefill of a batch; systolic serve has no such split or format"
 CACHE = "the cache of the compiled steps is one array per text; a paged kernel reads the same bytes in pages"
@@ -223,7 +227,10 @@ class EngineSteps:
         asked, known = self.program(key), facts(made)
         kept = known["stored_bytes"] + asked.num_pages * known["page_bytes"]
         logits = (asked.rows or 1) * _vocab(self.job) * LOGIT_BYTES
-        return max(made.memory.peak_bytes - int(kept), CHOICE_LOGITS * logits) + logits
+        choice = CHOICE_LOGITS.get(self.on.platform, CHOICE_LOGITS["cpu"])
+        if self.job.layout.tensor > 1:
+            choice += GATHER_LOGITS
+        return max(made.memory.peak_bytes - int(kept), int(choice * logits)) + logits
 
     def chunk_seconds(self, found: Mapping[Key, float]) -> float:
         """Of the step that reads a chunk and no more."""

@@ -20,6 +20,7 @@ from systolic.core.errors import (
 from systolic.data.text.text_data import TextData
 from systolic.job import Job, Precision
 from systolic.serving.names import ENDS
+from systolic.session.run_files import check_folder
 from systolic.session.trained import PreparedModel, is_model, keep_programs, prepare_model
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ def check_model(path: Path) -> None:
     """
     if is_model(path):
         return
+    check_folder(path)
     inside = sorted(path.iterdir()) if path.is_dir() else []
     models = [str(one) for one in inside if one.is_dir() and is_model(one)]
     more = f", ... ({len(models)} in all)" if len(models) > SHOWN else ""
@@ -177,6 +179,7 @@ def serve(
 
     Raises: as :func:`targets`, and
         MissingExtraError: the packages of the extra ``serve`` are not installed.
+        OptionError: the host is no address of this machine.
         RunError: a model can't be opened, or the port can't be listened on.
     """
     try:
@@ -208,10 +211,8 @@ def serve(
         log.write("traffic", path=str(settings.book.path), models=settings.book.save())
     if desk.failed is not None:
         raise RunError(desk.failed)
-    if not process.started:
-        raise RunError(
-            f"{settings.address.host}:{settings.address.port} can't be listened on: {process.refused}; choose another --port, or 0 for a free one"
-        )
+    if process.refused is not None:
+        raise process.refused
     return not process.opening
 
 

@@ -139,7 +139,7 @@ def _forecast(job: Job, on: Slice, options: SpeedOptions, say: Say) -> dict[str,
         load = Load(
             prompt_tokens=options.prompt_tokens, output_tokens=options.output_tokens, chunk=CHUNK
         )
-        job = replace(job, layout=engine_layout(job, on, load, options.rows))
+        job = replace(job, layout=engine_layout(job, on, load, options.rows).layout)
         made = forecast_serving(
             job, on, load, concurrency=(options.rows,), compiler=compiler, watch=say
         )

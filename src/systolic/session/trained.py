@@ -10,8 +10,9 @@ from systolic.artifact.run import JOB, Run
 from systolic.core.errors import NotFoundError, OptionError, nearest
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, check_arguments
 from systolic.data.text.sentences import Sentences
+from systolic.data.text.stops import Continuation
 from systolic.job import Job, Layout, Precision, Remat, Sampling, Split
-from systolic.session.run_files import rebuild
+from systolic.session.run_files import check_folder, rebuild
 from systolic.session.run_flags import kept_flags
 from systolic.session.starting import with_frozen
 
@@ -59,6 +60,7 @@ def open_model(
 
         _refuse_choice(Path(path), job, checkpoint)
         return from_source(open_source(path), warn=warn, place=place)
+    check_folder(Path(path))
     with Run.open(path) as run:
         from systolic.artifact import weights
 
@@ -103,6 +105,7 @@ def prepare_model(
         for line in notes_of(source, made.job):
             warn(line)
         return PreparedModel(setup=made, read=lambda: weights_of(source, made.steps))
+    check_folder(path)
     with Run.open(path) as run:
         job = _in_precision(rebuild(run, trust_code=trust).job, precision)
         setup = set_up_here(job, run, place)
@@ -334,11 +337,11 @@ class TrainedModel:
         stop: str | Sequence[str] = (),
         seed: int = 0,
         chat: bool = False,
-    ) -> Iterator[str]:
-        """The text that continues a prompt, piece by piece as it is generated.
+    ) -> Continuation:
+        """The text that continues a prompt, piece by piece as it is generated; ``finish`` then says how it ended: with a warning where the model takes no longer text.
 
         Args:
-            prompt: May be empty.
+            prompt: May be empty: the text then begins with the token that starts one.
             tokens: At most so many new tokens.
             sampling: How tokens are picked.
             stop: A string, or several: the text ends before the first of them.
@@ -346,7 +349,7 @@ class TrainedModel:
             chat: The prompt is a user's message, which the model answers by its tokenizer's chat template.
 
         Raises:
-            OptionError: ``chat`` for a tokenizer without a template, the run was not trained on text, ``prompt`` is no text, ``tokens`` is no whole number from 1, or a stop string is empty.
+            OptionError: ``chat`` for a tokenizer without a template, the run was not trained on text, ``prompt`` is no text, is too long or is empty where no token starts a text, ``tokens`` is no whole number from 1, or a stop string is empty.
             RunError: its model does not generate.
         """
         if not isinstance(prompt, str):
@@ -354,9 +357,7 @@ class TrainedModel:
         check_arguments(TrainedModel.stream, {"tokens": tokens}, str)
         generator = self._generator(sampling)
         asked = [{"role": "user", "content": prompt}] if chat else prompt
-        if warning := generator.beyond(asked, tokens):
-            self.warn(warning)
-        return generator.stream(asked, tokens=tokens, seed=seed, stop=stop)
+        return generator.stream(asked, tokens=tokens, seed=seed, stop=stop, warn=self.warn)
 
     def _generator(self, sampling: Sampling) -> "Generator":
         """The compiled programs of a way of sampling, kept for the next prompt."""

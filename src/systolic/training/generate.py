@@ -1,6 +1,6 @@
 """Text generation as a stream: one compiled loop, called for a few tokens at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -9,9 +9,10 @@ import numpy as np
 
 from systolic.core.errors import OptionError
 from systolic.data.text.chat import Messages
-from systolic.data.text.stops import Stops
+from systolic.data.text.stops import Continuation, Finish, Stops
 from systolic.data.text.text_data import TextData
 from systolic.job import Job, Sampling
+from systolic.steps.lengths import longest_text
 from systolic.steps.programs import generation
 from systolic.steps.steps import StepFunctions
 
@@ -71,56 +72,89 @@ class Generator:
         """Tokens of a row in training; the model was not trained on later positions."""
         return self.data.context
 
+    @property
+    def most(self) -> int | None:
+        """Tokens of the longest text, prompt and answer together; ``None`` where there is no limit."""
+        return self._programs.decode.max_positions or longest_text(self.job)
+
     def encode(self, prompt: Prompt) -> list[int]:
-        """Ids of a prompt, at least one: those of a text after the tokens that start one, of a chat as it is."""
+        """Ids of a prompt, at least one: those of a text after the tokens that start one, of a chat as it is.
+
+        Raises:
+            OptionError: it is empty, and the model has no token that starts a text.
+        """
         if isinstance(prompt, str):
-            return self.tokenizer.prompt(prompt) or [0]
-        return self.tokenizer.encode(self.data.chat(prompt)) or [0]
-
-    def room(self, prompt: Prompt) -> int | None:
-        """New tokens that the model has positions for after a prompt; ``None`` where there is no limit."""
-        most = self._programs.decode.max_positions
-        return None if most is None else most - len(self.encode(prompt))
-
-    def beyond(self, prompt: Prompt, tokens: int) -> str:
-        """A warning where a prompt and its new tokens pass the rows of training; else ""."""
-        size = len(self.encode(prompt))
-        if size + tokens <= self.context:
-            return ""
-        return f"{size} tokens of prompt and up to {tokens} new ones exceed the {self.context} tokens of a row in training; text beyond these is worse: give a shorter prompt or fewer --tokens, or train with a longer --sequence"
+            found = self.tokenizer.opening(prompt)
+        else:
+            found = self.tokenizer.encode(self.data.chat(prompt))
+        if not found:
+            raise OptionError(
+                "the prompt is empty and the model has no token that starts a text; give a prompt"
+            )
+        return found
 
     def stream(
-        self, prompt: Prompt, *, tokens: int, seed: int = 0, stop: str | Sequence[str] = ()
-    ) -> Iterator[str]:
-        """Text after ``prompt``, piece by piece, until ``tokens`` were written or the text ends.
+        self,
+        prompt: Prompt,
+        *,
+        tokens: int,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        warn: Callable[[str], None] = lambda _: None,
+    ) -> Continuation:
+        """Text after ``prompt``, piece by piece, until ``tokens`` were written or the text ends, at the latest with the longest text that the model takes.
 
         Args:
             prompt: Text to continue, which may be empty, or the messages of a chat to answer.
             tokens: Most new tokens.
             seed: Seed of the sampling.
             stop: A string, or several, before which the text ends.
+            warn: Called where the model's context ends the text, or where the text may pass the rows of training.
 
         Raises:
-            OptionError: ``tokens`` is below 1 or above the model's remaining positions, or a stop
+            OptionError: ``tokens`` is below 1, the prompt leaves no position for an answer, or a stop
                 string is empty.
         """
         if tokens < 1:
             raise OptionError(f"tokens is {tokens}; ask for 1 or more")
-        if (room := self.room(prompt)) is not None and tokens > room:
+        ids, most = self.encode(prompt), self.most
+        size, ends = len(ids), Stops(stop)
+        if most is not None and size >= most:
             raise OptionError(
-                f"tokens is {tokens} and the model has positions for {max(room, 0)} after this prompt; give a shorter prompt or fewer --tokens"
+                f"the prompt has {size} tokens and {self.job.name} takes texts of {most} with their answer; give a prompt of at most {most - 1}"
             )
-        ends = Stops(stop)
-        for piece in self._pieces(prompt, tokens, seed):
+        if most is None and size + tokens > self.context:
+            warn(
+                f"{size} tokens of prompt and up to {tokens} new ones exceed the {self.context} tokens of a row in training; text beyond these is worse: give a shorter prompt or fewer --tokens, or train with a longer --sequence"
+            )
+        room = tokens if most is None else min(tokens, most - size)
+        found = Continuation()
+        found.pieces = self._ended(found, ids, room, seed, ends)
+        if room < tokens:
+            found.at_length = lambda: warn(
+                f"the text ended at the {most} tokens that {self.job.name} takes: {size} of the prompt and {room} of the {tokens} new ones; give a shorter prompt for a longer answer"
+            )
+        return found
+
+    def _ended(
+        self, text: Continuation, ids: Sequence[int], tokens: int, seed: int, ends: Stops
+    ) -> Iterator[str]:
+        """Pieces before the first stop string, with how the text ended."""
+        for piece in self._pieces(text, ids, tokens, seed):
             if certain := ends.push(piece):
                 yield certain
             if ends.met:
+                text.finish = Finish.stop
                 return
         if rest := ends.flush():
             yield rest
+        if text.finish is None:
+            text.finish = Finish.length
+            text.at_length()
 
-    def _pieces(self, prompt: Prompt, tokens: int, seed: int) -> Iterator[str]:
-        ids = self.encode(prompt)
+    def _pieces(
+        self, answer: Continuation, ids: Sequence[int], tokens: int, seed: int
+    ) -> Iterator[str]:
         size = _bucket(len(ids))
         if (most := self._programs.decode.max_positions) is not None:
             size = min(size, most)
@@ -140,7 +174,7 @@ class Generator:
             state, found = self._programs.step(self.params, self.model_state, state, count=CHUNK)
             for token in np.asarray(found)[0][:left].tolist():
                 if token in ends:
-                    left = 0
+                    answer.finish, left = Finish.stop, 0
                     break
                 if piece := text.push(token):
                     yield piece

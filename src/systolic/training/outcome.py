@@ -65,7 +65,4 @@ def next_command(job: Job, run: Path, *, unfinished: bool) -> str:
 def sample(steps: StepFunctions, params: Any, model_state: Any, prompt: str) -> str:
     """Text that a language model generates after ``prompt``."""
     generator = Generator(steps, params, model_state, Sampling())
-    room = generator.room(prompt)
-    tokens = SAMPLE_TOKENS if room is None else min(room, SAMPLE_TOKENS)
-    pieces = generator.stream(prompt, tokens=tokens, seed=steps.job.seed)
-    return "".join(pieces)
+    return "".join(generator.stream(prompt, tokens=SAMPLE_TOKENS, seed=steps.job.seed))

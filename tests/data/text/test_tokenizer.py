@@ -54,6 +54,20 @@ def test_half_a_character_waits_and_is_marked_at_the_end(tokenizer_file):
         assert set(stream.flush()) == {"\ufffd"}
 
 
+def test_an_empty_text_opens_with_what_starts_one_or_ended_the_last(tokenizer_file, tmp_path):
+    from systolic.data.text.tokenizer import Around
+
+    imported = Tokenizer(path=tokenizer_file, around=Around.own)
+    assert imported.prompt("") == []
+    assert imported.opening("") == [0]
+    assert imported.opening("a") == imported.prompt("a")
+    # Qwen's names no start, and its documents end with <|endoftext|>.
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text('{"bos_token": null, "eos_token": "</s>"}')
+    assert Tokenizer(path=tmp_path, around=Around.own).opening("") == [1]
+
+
 def test_special_tokens_are_found_asked_for_or_configured(tokenizer_file, tmp_path):
     found = Tokenizer(path=tokenizer_file)
     assert (found.start, found.end) == (0, 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from systolic.aot import program_store, surroundings
-from systolic.aot.program_store import EXECUTABLE, FINGERPRINT, ProgramStore
+from systolic.aot.program_store import EXECUTABLE, FINGERPRINT, EntryState, ProgramStore
 from systolic.core.store import SUMS
 from systolic.serving.text.opening import plan_engine
 from tests.serving.text.engine import Small
@@ -104,6 +104,32 @@ def test_every_program_of_this_process_is_on_the_disk(cache, small, monkeypatch)
     folder, _ = cache
     found = checks(small, folder)
     assert all(one.hit for one in found.values()), [one.line for one in found.values()]
+    assert {one.line.split()[0] for one in found.values()} == {"hit"}
+
+
+def test_what_is_absent_and_what_is_damaged_is_said_so_and_nothing_is_made(cache, small, tmp_path):
+    folder, _ = cache
+    assert {(one.state, one.differs) for one in checks(small, tmp_path).values()} == {
+        (EntryState.absent, ())
+    }
+    copy = tmp_path / "cache"
+    subprocess.run(["cp", "-a", folder, copy], check=True)
+    for entry in (copy / program_store.KIND).glob(f"*/*/{EXECUTABLE}"):
+        if json.loads(entry.with_name(FINGERPRINT).read_text())["program"].startswith("decode"):
+            entry.write_bytes(entry.read_bytes()[:100])
+    before = sorted(copy.rglob("*"))
+    lines: list[str] = []
+    store = ProgramStore(small.steps, lines.append, root=copy)
+    found = {one.program: one for one in plan_engine(small.steps, SIZES, store).kept()}
+    states = {name: one.state for name, one in found.items()}
+    damaged = [name for name, state in states.items() if state is EntryState.damaged]
+    assert damaged
+    assert all(name.startswith("decode") for name in damaged)
+    assert set(states.values()) == {EntryState.damaged, EntryState.hit}
+    record = found[damaged[0]].to_json()
+    assert (record["hit"], record["state"], record["differs"]) == (False, "damaged", [])
+    assert str(copy) in record["reason"]
+    assert (lines, sorted(copy.rglob("*"))) == ([], before)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +179,7 @@ def test_whatever_changes_a_program_is_a_miss_that_names_it(cache, small, monkey
         assert [one.hit for one in found] == [one.program.startswith("choice") for one in found]
         return
     assert not any(one.hit for one in found)
+    assert {one.state for one in found} == {EntryState.differs}
     assert all(one.differs[0].startswith(name) for one in found), found[0].line
 
 
@@ -181,7 +208,8 @@ def test_an_entry_that_others_could_have_written_is_not_executed(cache, small, t
     store = ProgramStore(small.steps, lines.append, root=copy)
     missing = [one for one in plan_engine(small.steps, SIZES, store).kept() if not one.hit]
     if not name.startswith(("weights", "parts", "empty")):
-        assert [one.program for one in missing] == [name]
+        assert [(one.program, one.state) for one in missing] == [(name, EntryState.refused)]
+        assert "writable by all" in missing[0].line
     (copy / program_store.KIND).chmod(0o777)
     store = ProgramStore(small.steps, lines.append, root=copy)
     assert not store.used

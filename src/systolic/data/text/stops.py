@@ -1,8 +1,36 @@
-"""Strings at which a generated text ends."""
+"""Where a generated text ends, and why."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from systolic.core.errors import OptionError
+
+
+class Finish(StrEnum):
+    """Why a text ended."""
+
+    stop = "stop"
+    """An end token or a stop string."""
+    length = "length"
+    """Its number of tokens, or the model's context."""
+    cancelled = "cancelled"
+    deadline = "deadline"
+    error = "error"
+
+
+@dataclass(kw_only=True, eq=False)
+class Continuation(Iterator[str]):
+    """Text after a prompt: an iterator of its pieces, and then how it ended."""
+
+    finish: Finish | None = None
+    """``stop`` or ``length``; None while there are more pieces."""
+    pieces: Iterator[str] = field(default_factory=lambda: iter(()), repr=False)
+    at_length: Callable[[], None] = field(default=lambda: None, repr=False)
+    """Called where it ended by its length."""
+
+    def __next__(self) -> str:
+        return next(self.pieces)
 
 
 class Stops:

@@ -150,6 +150,13 @@ class Tokenizer:
         first = next(i for i in range(len(around)) if around[i : i + len(mark)] == mark)
         return around[:first] + ids
 
+    def opening(self, text: str) -> list[int]:
+        """As :meth:`prompt`; an empty text begins with the token that starts one, else with the one that ends the text before it, and is [] where the tokenizer has neither."""
+        if ids := self.prompt(text):
+            return ids
+        first = self.end if self.start is None else self.start
+        return [] if first is None else [first]
+
     def _encoded(self, texts: Sequence[str | bytes], *, special: bool) -> "list[np.ndarray]":
         import numpy as np
 

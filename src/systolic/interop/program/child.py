@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from systolic.core.errors import NotFoundError, OptionError, SystolicError, nearest
+from systolic.core.errors import DataError, NotFoundError, OptionError, SystolicError, nearest
 
 OUTCOME = "outcome.json"
 """What the process says at its end: the description, or an error's class and line."""
@@ -92,7 +92,7 @@ def _torch_export(source: str) -> Any:
         program = torch.export.load(source)
     except Exception as error:
         told = str(error).partition("\n")[0]
-        raise OptionError(
+        raise DataError(
             f"{source} does not load: {told}; save it with torch.export.save"
         ) from error
     args, kwargs = program.example_inputs or ((), {})

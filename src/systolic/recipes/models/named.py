@@ -190,6 +190,8 @@ def _of_bundle(fields: Config, file: Path) -> Model:
 
     record = dict(fields.get("model") or {})
     kind = record.pop("type", None)
+    if not isinstance(kind, str):
+        raise DataError(f"{file} was not written by systolic import; import the model again")
     if kind not in MODELS:
         raise OptionError(
             f"{file} has a model of the class {kind}, and only {', '.join(MODELS)} are forecast by their configuration; forecast a recipe with such a model"

@@ -15,7 +15,7 @@ from systolic.serving.http.desk import Desk, Ticket, new_id
 from systolic.serving.http.events import DONE, attended, event, streamed
 from systolic.serving.http.fields import TextFields, Top, room
 from systolic.serving.http.problems import bad
-from systolic.serving.http.texts import Tally, Whole, merged, submit, token_ids, whole
+from systolic.serving.http.texts import Tally, Whole, merged, opening_ids, submit, whole
 from systolic.serving.http.vocabulary import Vocabulary, vocabulary_of
 from systolic.serving.served import ServedText
 from systolic.serving.text.request import TextRequest, Token
@@ -152,7 +152,7 @@ async def _prompts(given: str | list[Any], served: ServedText) -> list[list[int]
     found = []
     for one in several:
         if isinstance(one, str):
-            found.append(await token_ids(served.tokenizer, one, special=True))
+            found.append(await opening_ids(served.tokenizer, one))
         elif isinstance(one, list):
             found.append(checked_ids(one, served, "prompt"))
         else:

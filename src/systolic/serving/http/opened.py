@@ -127,6 +127,8 @@ def layout_told(model: str, log: EventLog) -> Callable[[DeviceShares], None]:
             idle=shares.idle,
             reason=shares.reason,
         )
+        if shares.idle:
+            log.warn(f"{model}: {shares.told_idle}")
 
     return told
 

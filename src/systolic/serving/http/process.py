@@ -145,8 +145,8 @@ class Process(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task[None] | None = None
         self._starting: threading.Thread | None = None
-        self.refused = ""
-        """Why the port can't be listened on."""
+        self.refused: SystolicError | None = None
+        """Why the address can't be listened on."""
 
     async def startup(self, sockets: object = None) -> None:
         """Opens the socket, then starts the models."""
@@ -159,7 +159,7 @@ class Process(uvicorn.Server):
             await super().startup()
         except SystemExit as stop:
             self.should_exit = True
-            self.refused = _why(stop.__context__)
+            self.refused = _refusal(self.address, stop.__context__)
             return
         finally:
             own.disabled = False
@@ -334,13 +334,22 @@ class Process(uvicorn.Server):
         self.should_exit = True
 
 
-def _why(error: BaseException | None) -> str:
-    """Why an address can't be listened on."""
-    if not isinstance(error, OSError):
-        return "the server did not start"
-    if error.errno == errno.EADDRINUSE:
-        return "another process listens there"
-    if error.errno == errno.EACCES:
-        return "this user is not allowed to"
-    known = isinstance(error, socket.gaierror) or error.errno is None
-    return str(error.strerror) if known else os.strerror(error.errno)
+def _refusal(address: Address, error: BaseException | None) -> SystolicError:
+    """Why an address can't be listened on: its host, or else its port."""
+    if isinstance(error, socket.gaierror):
+        return OptionError(
+            f"--host {address.host} is no address and no name that resolves here ({error.strerror}); give 127.0.0.1, 0.0.0.0 for all addresses, or one of this machine's"
+        )
+    code = error.errno if isinstance(error, OSError) else None
+    if code in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+        return OptionError(
+            f"--host {address.host} is no address of this machine; give 127.0.0.1, 0.0.0.0 for all addresses, or one of its own"
+        )
+    reason = "the server did not start" if code is None else os.strerror(code)
+    reason = {
+        errno.EADDRINUSE: "another process listens there",
+        errno.EACCES: "this user is not allowed to",
+    }.get(code or 0, reason)
+    return RunError(
+        f"{address.host}:{address.port} can't be listened on: {reason}; choose another --port, or 0 for a free one"
+    )

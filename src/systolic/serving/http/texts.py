@@ -35,6 +35,11 @@ async def token_ids(tokenizer: Tokenizer, text: str, *, special: bool) -> list[i
     return await off_loop(len(text), lambda: encode(text))
 
 
+async def opening_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text to continue, which may be empty: see :meth:`Tokenizer.opening`."""
+    return await off_loop(len(text), lambda: tokenizer.opening(text))
+
+
 def submit(
     engine: TextEngine, requests: Sequence[TextRequest], ticket: Ticket
 ) -> list[AnswerStream]:

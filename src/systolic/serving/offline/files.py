@@ -15,7 +15,7 @@ from pathlib import Path
 
 from systolic.core.errors import DataError, NotFoundError, OptionError, RunError
 from systolic.core.files import check_writable
-from systolic.serving.offline.lines import answered_line, custom_id_of
+from systolic.serving.offline.lines import EXPECTED, answered_line, custom_id_of, no_request
 from systolic.serving.offline.progress import BatchProgress
 
 _HEAD = b'{"id":"batch_req_'
@@ -52,19 +52,26 @@ class BatchInput:
 
         Raises:
             NotFoundError: it can't be read.
-            DataError: two lines have the same custom_id.
+            DataError: no line is a request, or two lines have the same custom_id.
         """
         digests, ids = array("Q"), array("Q")
+        problems: tuple[str, ...] | None = ()
         try:
             with path.open("rb") as file:
                 for number, line in enumerate(file, 1):
                     digests.append(digest_of(line))
                     if digests[-1] != BLANK:
                         ids.append(_hash(custom_id_of(number, line).encode()))
+                    if digests[-1] != BLANK and problems is not None:
+                        told = no_request(number, line)
+                        said = f"line {number} is no request ({told}), nor is any other"
+                        problems = None if told is None else (problems or (said,))
         except OSError as error:
             raise NotFoundError(
                 f"{path} cannot be read ({error.strerror}); check the path"
             ) from error
+        if problems:
+            raise DataError(f"{path}: {problems[0]}; {EXPECTED}")
         found = cls(path=path, digests=digests)
         found._check(ids)
         return found

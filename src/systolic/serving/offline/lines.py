@@ -15,6 +15,8 @@ BODIES = {
     "input": "/v1/embeddings",
 }
 """Field of a line that is a body alone, and the route that it is for."""
+EXPECTED = 'each line is {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}, or a body alone with messages, prompt or input'
+"""What a file of requests holds."""
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 ABSENT = Raw()
 _ID = re.compile(r"batch_req_(?P<line>[1-9][0-9]{0,14})_(?P<digest>[0-9a-f]{16})")
@@ -109,7 +111,8 @@ def request_of(number: int, line: bytes) -> LineRequest | LineProblem:
         if len(routes) == 1:
             url, body = routes[0], Raw(line.strip())
     if url is None or not url.startswith("/") or not url.isprintable():
-        told = f"url is {url!r}; give a path such as /v1/chat/completions"
+        known = "there is no url" if url is None else f"url is {url!r}"
+        told = f"{known}; give a path such as /v1/chat/completions"
         return LineProblem(named, "invalid_url", told)
     if not bytes(body):
         return LineProblem(named, "invalid_body", "body is missing; give the fields of the request")
@@ -117,6 +120,14 @@ def request_of(number: int, line: bytes) -> LineRequest | LineProblem:
         told = "stream is true, and a batch has whole answers; leave it out"
         return LineProblem(named, "invalid_body", told)
     return LineRequest(named, url, bytes(body))
+
+
+def no_request(number: int, line: bytes) -> str | None:
+    """Why a line is something else than a request, such as a line of a log; None for a request, though it be a wrong one."""
+    found = request_of(number, line)
+    if isinstance(found, LineRequest) or found.code not in ("invalid_line", "invalid_url"):
+        return None
+    return found.message.removeprefix(f"line {number} is no request: ")
 
 
 def _streams(body: bytes) -> bool:

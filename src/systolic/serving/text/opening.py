@@ -8,11 +8,9 @@ from typing import Any, Protocol
 
 from systolic.aot.program_store import EntryCheck, ProgramStore
 from systolic.core.errors import OptionError
-from systolic.data.text.prompts import Prompts
 from systolic.data.text.text_data import TextData
 from systolic.forecasting.serving_memory import ServingMemory
 from systolic.job import ServedCache
-from systolic.models.decoder.rotary import RopeScaling, Stretching
 from systolic.serving.compiles import CompileFacts
 from systolic.serving.layout import LEAST_ROWS
 from systolic.serving.text.buckets import Buckets, TextTraffic
@@ -24,6 +22,7 @@ from systolic.serving.text.pages import PagePool
 from systolic.serving.text.programs import Programs
 from systolic.serving.text.runner import StepRunner
 from systolic.serving.text.scheduler import Scheduler, StepLimits
+from systolic.steps.lengths import LEAST_TEXT, longest_text
 from systolic.steps.paged import PagedSteps
 from systolic.steps.steps import StepFunctions
 
@@ -227,7 +226,9 @@ class EnginePlan:
         """
         assert self.store is not None
         first = programs = self.programs()
-        largest = [(one, self.store.read(one.spec)) for one in first.largest]
+        # Only those that can be read: reading any other one warns of a compile, and there is none.
+        there = [(one, self.store.check(one.spec).hit) for one in first.largest]
+        largest = [(one, self.store.read(one.spec) if hit else None) for one, hit in there]
         for one, made in largest:
             if made is not None:
                 one.where[one.key] = made.compiled
@@ -284,27 +285,18 @@ def context_of(steps: StepFunctions, data: TextData, sizes: EngineSizes) -> int:
     """Tokens of a text.
 
     Raises:
-        OptionError: more are asked for than the model has positions for, or was trained on.
+        OptionError: more are asked for than the model has positions for, or was made for; or so few that nothing can be answered.
     """
     model: Any = steps.job.model
     most = model.learned_positions
-    if sizes.context:
-        longest = most
-        # A run with rotary embeddings continues texts longer than its rows; a model in files says what it was made for.
-        if not most and isinstance(data, Prompts):
-            longest = _rotary_context(data.context, model.rope_scaling)
-        if longest and sizes.context > longest:
-            told = "has positions for" if most else "was made for texts of"
-            raise OptionError(
-                f"--context is {sizes.context} and the model {told} {longest} tokens; give --context {longest} or less"
-            )
-        return sizes.context
-    return min(data.context, most or data.context, CONTEXT)
-
-
-def _rotary_context(context: int, scaling: RopeScaling) -> int:
-    """Tokens of the longest text by a model's context and by the scaling of its rotary embeddings, whichever covers more."""
-    if not scaling:
-        return context
-    linear = scaling.kind is Stretching.linear
-    return max(context, int(scaling.factor * (context if linear else scaling.original_positions)))
+    found = sizes.context or min(data.context, most or data.context, CONTEXT)
+    if sizes.context and (longest := longest_text(steps.job)) and found > longest:
+        told = "has positions for" if most else "was made for texts of"
+        raise OptionError(
+            f"--context is {found} and the model {told} {longest} tokens; give --context {longest} or less"
+        )
+    if found < LEAST_TEXT:
+        raise OptionError(
+            f"the context of {steps.job.name} is {found}, which leaves no token for an answer; give --context {LEAST_TEXT} or more"
+        )
+    return found

@@ -142,8 +142,12 @@ class Programs:
         """Bytes a device that the compiled programs need beside weights and pages: the most of any, and logits of the most texts."""
         made = [*self.read.values(), *self.score.values(), *self.choose_by_all.values()]
         found = [one.memory_analysis() for one in made]
+        # A TPU's temporaries are no peak, and a CPU's peak has no temporaries.
         own = [
-            one.temp_size_in_bytes + one.output_size_in_bytes - one.alias_size_in_bytes
+            max(
+                one.temp_size_in_bytes + one.output_size_in_bytes - one.alias_size_in_bytes,
+                one.peak_memory_in_bytes - one.argument_size_in_bytes,
+            )
             for one in found
         ]
         texts = max(shape.texts for shape in self.shapes)

@@ -2,10 +2,10 @@
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Annotated, Protocol
 
 from systolic.core.ranges import COUNT, NOT_NEGATIVE, Range, check
+from systolic.data.text.stops import Finish
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,18 +60,6 @@ class TextRequest:
     """Log-probabilities of the prompt's tokens as well, with as many likeliest ones as ``logprobs``."""
     deadline_seconds: float | None = None
     """Ends the text so long after it was submitted."""
-
-
-class Finish(StrEnum):
-    """Why a text ended."""
-
-    stop = "stop"
-    """An end token or a stop string."""
-    length = "length"
-    """``max_tokens``, or the model's context."""
-    cancelled = "cancelled"
-    deadline = "deadline"
-    error = "error"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
