@@ -94,6 +94,20 @@ def test_sizes_and_quality_are_those_of_the_files(int8: Any) -> None:
     assert record["quantization"]["blocks/query"]["format"] == "int8"
 
 
+def test_its_outputs_and_evaluations_are_on_record(
+    int8: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (one,) = json.loads((int8.path / MANIFEST).read_text())["evaluations"]
+    assert (one["on"], one["batches"], one["step"]) == ("text.txt", one["of"], 0)
+    assert np.exp(one["before"]["loss"]) == pytest.approx(int8.before.value)
+    assert np.exp(one["metrics"]["loss"]) == pytest.approx(int8.after.value)
+    assert main(["verify", str(int8.path)]) == 0
+    told = capsys.readouterr().out
+    assert "replayed 2 recorded rows" in told
+    (before,) = [line for line in told.splitlines() if "text.txt before quantization" in line]
+    assert f"loss {one['before']['loss']:.4f}" in before
+
+
 def test_a_server_writes_what_generate_does(int8: Any) -> None:
     model = systolic.open(int8.path)
     (expected,) = model.generate(["the capital of"], tokens=12, sampling=GREEDY)

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import math
 import platform
 from collections.abc import Mapping
 from typing import Any
@@ -52,7 +53,7 @@ class EvaluationRecord(msgspec.Struct, frozen=True):
     """Metrics of the weights of a Bundle, measured before they were written."""
 
     on: str
-    """Split of the run's data."""
+    """Split of the run's data, or the name of other data."""
     metrics: dict[str, float | None]
     """Means by name; ``None`` for what is no number."""
     step: int
@@ -63,6 +64,13 @@ class EvaluationRecord(msgspec.Struct, frozen=True):
     """Batches of the split; ``None`` where that is unknown."""
     data: str | None = None
     """Digest of the split's data, see ``data``; ``None`` where the split comes out of the training split's files."""
+    before: dict[str, float | None] | None = None
+    """Metrics of the weights before quantization on the same batches; ``None`` for weights that are not quantized."""
+
+
+def finite_metrics(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Metrics as a record has them: ``None`` for what is no number."""
+    return {name: one if math.isfinite(one) else None for name, one in metrics.items()}
 
 
 class Recorded(msgspec.Struct, frozen=True):

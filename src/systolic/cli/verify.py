@@ -55,10 +55,15 @@ def _lines(about: dict[str, Any]) -> list[str]:
         told = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
         lines.append(f"written by {told}")
     for one in about["evaluations"]:
-        told = "  ".join(
-            f"{name} {'no number' if value is None else f'{value:.4f}'}"
-            for name, value in sorted(one["metrics"].items())
-        )
-        lines.append(f"{one['on']} at step {one['step']}: {told}")
+        lines.append(f"{one['on']} at step {one['step']}: {_told(one['metrics'])}")
+        if one["before"] is not None:
+            lines.append(f"{one['on']} before quantization: {_told(one['before'])}")
     lines.append(f"licence {about['licence'] or 'not recorded'}")
     return lines
+
+
+def _told(metrics: dict[str, float | None]) -> str:
+    return "  ".join(
+        f"{name} {'no number' if value is None else f'{value:.4f}'}"
+        for name, value in sorted(metrics.items())
+    )

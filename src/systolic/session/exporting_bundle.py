@@ -1,7 +1,6 @@
 """A run written as a Bundle: weights, the job they are used under, where they come from and what they answered."""
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,12 @@ import numpy as np
 
 from systolic.artifact.bundle import ORIGIN, draft, model_record
 from systolic.artifact.bundle_job import write_job
-from systolic.artifact.bundle_record import EvaluationRecord, ImportedFrom, RecipeRecord
+from systolic.artifact.bundle_record import (
+    EvaluationRecord,
+    ImportedFrom,
+    RecipeRecord,
+    finite_metrics,
+)
 from systolic.artifact.job_record import JobRecord
 from systolic.artifact.run import Run
 from systolic.artifact.tensors import TensorSpec
@@ -124,7 +128,7 @@ def evaluations_of(path: Path, step: int) -> list[EvaluationRecord]:
         split, data = str(one["split"]), record.data.get(str(one["split"]))
         made = EvaluationRecord(
             on=split,
-            metrics={n: v if math.isfinite(v) else None for n, v in one["metrics"].items()},
+            metrics=finite_metrics(one["metrics"]),
             step=step,
             batches=one.get("batches"),
             of=one.get("of"),

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from systolic.artifact.bundle import (
     ORIGIN,
-    Bundle,
     BundleDraft,
     check_free,
     draft,
     model_record,
 )
-from systolic.artifact.bundle_record import ImportedFrom, carried
+from systolic.artifact.bundle_record import ImportedFrom, Recorded, carried
 from systolic.artifact.run import JOB
 from systolic.core.errors import OptionError
 from systolic.core.units import si
@@ -24,11 +23,19 @@ from systolic.interop.bundled import BundleSource
 from systolic.interop.jobs import job_of
 from systolic.interop.parity import Parity, compare
 from systolic.interop.probe import PROBES, probe_of
+from systolic.interop.recorded import few, few_outputs, record
 from systolic.interop.source import Source, open_source
 from systolic.job import Adapter, Job, MatrixFormat
 from systolic.session.exporting import BUNDLE, export_model
+from systolic.session.replaying import record_answers
 from systolic.session.sensitivity import Choice, Measure, Quality, choose
-from systolic.session.trained import TrainedModel, keep_programs, prepare_model, set_up_here
+from systolic.session.trained import (
+    Metrics,
+    TrainedModel,
+    keep_programs,
+    prepare_model,
+    set_up_here,
+)
 
 if TYPE_CHECKING:
     from systolic.interop.quantizing import Matrix
@@ -163,13 +170,37 @@ def _written(
     """Writes the Bundle and opens it as a user does, before it has its name; its figures."""
     job, before, on = known
     with draft(out) as made:
-        bundle = _write(source, made, chosen, say)
+        about = _write(source, made, chosen, say)
         say("quality after")
-        model = _opened(open_source(bundle.folder), job)
-        measure = None if before.quality is None else Measure(model, on.data, on.batches)
+        model = _opened(open_source(made.describe(**about).folder), job)
+        measure = None if before.metrics is None else Measure(model, on.data, on.batches)
         after = _Figures.of(model, source, measure)
-        made.rename()
+        if measure is not None and before.metrics is not None:
+            about["evaluations"] = [measure.record(before.metrics, _step(source))]
+        if after.outputs is not None:
+            about["recorded"] = _recorded(source, made, about, (model, after.outputs))
+        made.finish(**about)
     return after
+
+
+def _step(source: Source) -> int:
+    """Training step of a source's weights, where it has an evaluation of them on record; else 0."""
+    known = source.bundle.record.evaluations if isinstance(source, BundleSource) else []
+    return max((one.step for one in known), default=0)
+
+
+def _recorded(
+    source: Source,
+    made: BundleDraft,
+    about: Mapping[str, Any],
+    known: tuple[TrainedModel, Any],
+) -> Recorded | None:
+    """Records what the Bundle answers to the first inputs of its probe: outputs that are known, where they were made in float32."""
+    model, outputs = known
+    if model.setup.steps.target.dtype != "float32":
+        return record_answers(made, about)
+    inputs = few(probe_of(source).ours)
+    return record(made, inputs, few_outputs(outputs), model.setup.machine.platform)
 
 
 def _result(
@@ -220,6 +251,8 @@ class _Figures:
     """Quality and outputs of a model."""
 
     quality: Quality | None
+    metrics: Metrics | None
+    """All of the evaluation; ``None`` where there is no data."""
     outputs: Any
     """float32[rows, ..., n] for the probe of its kind; ``None`` where there is none."""
 
@@ -230,7 +263,9 @@ class _Figures:
         outputs = None
         if type(source.model) in PROBES:
             outputs = outputs_of(model.setup.steps, model.weights, probe_of(source).ours)
-        return cls(quality=None if measure is None else measure.before, outputs=outputs)
+        if measure is None:
+            return cls(quality=None, metrics=None, outputs=outputs)
+        return cls(quality=measure.before, metrics=measure.metrics, outputs=outputs)
 
     def beside(self, before: "_Figures", source: Source) -> Parity | None:
         """Differences from the outputs before."""
@@ -256,8 +291,8 @@ def _write(
     made: BundleDraft,
     chosen: Formats,
     say: Callable[[str], None],
-) -> Bundle:
-    """Writes weights, other files and bundle.json of a draft."""
+) -> dict[str, Any]:
+    """Writes weights and other files of a draft; what its bundle.json says."""
     from systolic import __version__
     from systolic.interop.quantizing import planned_tensors, write_quantized
 
@@ -275,19 +310,19 @@ def _write(
         made.add(name, file.read_bytes())
     if source.config:
         made.add(ORIGIN, source.config_bytes())
-    return made.describe(
-        systolic=__version__,
-        model=model_record(source.model),
-        source=ImportedFrom(
+    return {
+        "systolic": __version__,
+        "model": model_record(source.model),
+        "source": ImportedFrom(
             kind=source.kind,
             name=source.path.resolve().name,
             digest=source.fingerprint(),
             licence=source.licence,
         ),
-        dtype=source.dtype,
-        quantization=records,
+        "dtype": source.dtype,
+        "quantization": records,
         **(carried(source.bundle.record) if isinstance(source, BundleSource) else {}),
-    )
+    }
 
 
 def _described(one: "Matrix", how: MatrixFormat | None) -> QuantizedMatrix:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from systolic.artifact.bundle_record import EvaluationRecord, finite_metrics
 from systolic.core.errors import OptionError
 from systolic.job import Job, MatrixFormat, WeightFormat
 from systolic.session.trained import Metrics, TrainedModel, splits
@@ -82,27 +83,47 @@ class Measure:
     def __init__(self, model: TrainedModel, data: Path | None, batches: int) -> None:
         from systolic.steps.programs import jit_evaluate
 
-        self.model, self.batches = model, batches
+        self.model, self.data, self.batches = model, data, batches
         self.job = model.job_on(data)
         self.split = splits(self.job, None)[0]
         self.program = jit_evaluate(model.setup.steps)
-        self.before = self.quality(model.weights)
+        self.metrics = self.of(model.weights)
 
-    def quality(self, weights: Any) -> Quality:
-        """Of weights."""
+    @property
+    def before(self) -> Quality:
+        """Of the model's own weights."""
+        return quality_of(self.job, self.metrics)
+
+    def record(self, before: Metrics, step: int) -> EvaluationRecord:
+        """The metrics as bundle.json has them, beside those of the same model before quantization."""
+        from systolic.training.evaluate import num_batches
+
+        steps, contents = self.model.setup.steps, self.job.data.contents(self.split)
+        whole = num_batches(self.job, steps, self.split)
+        return EvaluationRecord(
+            on=self.split.value if self.data is None else self.data.name,
+            metrics=finite_metrics(self.metrics),
+            step=step,
+            batches=num_batches(self.job, steps, self.split, self.batches),
+            of=whole,
+            data=None if contents is None else contents.digest,
+            before=finite_metrics(before),
+        )
+
+    def of(self, weights: Any) -> Metrics:
+        """Metrics of weights."""
         from systolic.training.evaluate import evaluate
 
         steps = self.model.setup.steps
         params, rest = weights.params, weights.model_state
-        found = evaluate(self.job, steps, self.program, params, rest, self.split, self.batches)
-        return quality_of(self.job, found)
+        return evaluate(self.job, steps, self.program, params, rest, self.split, self.batches)
 
     def lost(self, matrices: "Mapping[str, Matrix]", formats: Mapping[str, MatrixFormat]) -> float:
         """Share of the quality that these formats cost."""
         from systolic.interop.quantizing import rounded_weights
 
         rounded = rounded_weights(self.model.weights, matrices, formats)
-        return self.quality(rounded).lost(self.before)
+        return quality_of(self.job, self.of(rounded)).lost(self.before)
 
 
 def choose(
