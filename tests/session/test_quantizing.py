@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,16 +21,18 @@ from systolic.core.errors import OptionError
 from systolic.interop.importing import structure_of
 from systolic.interop.outputs import outputs_of
 from systolic.interop.probe import probe_of
-from systolic.interop.quantizing import Matrix, formats_of
+from systolic.interop.quantizing import Matrix, Rounder, formats_of, matrices_in, whole
 from systolic.interop.source import open_source
-from systolic.job import AdapterKind, MatrixFormat, Sampling, WeightFormat
+from systolic.job import AdapterKind, MatrixFormat, Sampling, Split, WeightFormat
 from systolic.models.decoder.config import Decoder
 from systolic.serving.text.opening import open_engine
 from systolic.serving.text.request import TextRequest, TokenChoice
 from systolic.session.quantizing import Evaluated, quantize_model
-from systolic.session.sensitivity import Measure, choose
+from systolic.session.sensitivity import Measure, choose, moments_of
+from systolic.session.trained import splits
 from systolic.steps.paged import PagedSteps
 from systolic.steps.paged_sharding import with_copied_heads
+from systolic.training.feed import evaluation
 from tests.interop import folders
 from tests.interop.test_sentences import folder as encoder_folder
 from tests.serving.text.engine import SIZES
@@ -170,12 +173,63 @@ def test_an_encoder_and_a_network_of_convolutions(tmp_path: Path) -> None:
 
 
 def test_the_stem_and_the_head_of_a_network_stay() -> None:
+    from systolic.models.vision.cnn.config import CNN
     from systolic.models.vision.mobilenet.config import MobileNetV2
 
-    model = MobileNetV2(multiplier=0.25, num_classes=4)
-    names = [path for path in structure_of(model).params if model.quantizable(path)]
-    assert "blocks/0/depthwise/kernel" in names
-    assert not [path for path in names if path.startswith(("stem/", "head/"))]
+    for model, first, some in (
+        (MobileNetV2(multiplier=0.25, num_classes=4), "stem/", "blocks/0/depthwise/kernel"),
+        (CNN(num_classes=4), "convs/0/", "convs/1/kernel"),
+    ):
+        names = [path for path in structure_of(model).params if model.quantizable(path)]
+        assert some in names
+        assert not [path for path in names if path.startswith((first, "head/"))]
+
+
+def test_what_has_too_few_inputs_beside_each_other_is_int8() -> None:
+    """A depthwise convolution sums over its taps alone: in 4 bits each weight would have a scale of its own."""
+    from systolic.models.vision.mobilenet.config import MobileNetV2
+
+    formats = whole(MobileNetV2(multiplier=0.25, num_classes=4), WeightFormat.int4).by_path()
+    assert formats["blocks/0/depthwise/kernel"] == INT8
+    assert formats["blocks/9/expand/kernel"] == MatrixFormat(format=WeightFormat.int4, group=16)
+
+
+def test_codes_of_4_bits_are_fitted_to_the_inputs_that_transformers_sees(
+    source: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "new.txt").write_text("the capital of Spain is Madrid, yes or no\n" * 8)
+    (tmp_path / "text.txt").write_text(TEXT)
+    model = systolic.open(source)
+    known = matrices_in(open_source(source))
+    formats = formats_of(known, INT4, [])
+    found = moments_of(model, known, formats, tmp_path / "new.txt", lambda _: None)
+    job = model.job_on(tmp_path / "new.txt")
+    feed = evaluation(job, model.setup.steps, splits(job, None)[0])
+    tokens = np.concatenate([np.asarray(batch["tokens"]) for batch in feed])
+    feed.close()
+    other = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    layer, seen = other.model.layers[1], {}
+    for path, linear in {
+        "blocks/key": layer.self_attn.k_proj,
+        "blocks/out": layer.self_attn.o_proj,
+        "blocks/mlp/down": layer.mlp.down_proj,
+    }.items():
+        linear.register_forward_pre_hook(lambda _, x, path=path: seen.update({path: x[0]}))
+    with torch.no_grad():
+        other(torch.tensor(tokens))
+    for path, x in seen.items():
+        flat = x.reshape(-1, x.shape[-1]).numpy()
+        np.testing.assert_allclose(found[path][1], flat.T @ flat, rtol=1e-3, atol=1e-3)
+    on = Evaluated(data=tmp_path / "text.txt", calibration=tmp_path / "new.txt")
+    fitted = quantize_model(source, tmp_path / "fitted", to=INT4, on=on)
+    plain = quantize_model(source, tmp_path / "plain", to=INT4)
+    assert fitted.outputs is not None
+    assert plain.outputs is not None
+    assert fitted.outputs.mean_abs < plain.outputs.mean_abs
+    with pytest.raises(OptionError, match="--calibrate and --data are both"):
+        quantize_model(source, tmp_path / "same", to=INT4, on=replace(on, data=on.calibration))
+    with pytest.raises(OptionError, match="--calibrate has an effect on int4 and nf4 only"):
+        quantize_model(source, tmp_path / "int8", to=INT8, on=on)
 
 
 def test_a_quantized_model_is_quantized_once(int8: Any, tmp_path: Path) -> None:
@@ -200,7 +254,12 @@ def matrices(**sizes: int) -> dict[str, Matrix]:
     """Matrices of some names and sizes."""
     return {
         name: Matrix(
-            path=name, shape=(size, size), stacked=False, inputs=(0,), dtype=np.dtype("float32")
+            path=name,
+            shape=(size, size),
+            stacked=False,
+            inputs=(0,),
+            dtype=np.dtype("float32"),
+            watched=True,
         )
         for name, size in sizes.items()
     }
@@ -212,7 +271,10 @@ class Given(Measure):
     def __init__(self, costs: Mapping[str, float]) -> None:
         self.costs, self.asked = costs, 0
 
-    def lost(self, matrices: Any, formats: Mapping[str, MatrixFormat]) -> float:
+    def fewer(self, batches: int) -> "Given":
+        return self
+
+    def lost(self, rounder: Any, formats: Mapping[str, MatrixFormat]) -> float:
         self.asked += 1
         share = {WeightFormat.int4: 1.0, WeightFormat.int8: 0.01}
         return sum(self.costs[path] * share[how.format] for path, how in formats.items())
@@ -221,7 +283,7 @@ class Given(Measure):
 def test_a_budget_gives_the_worst_more_bits() -> None:
     known, measure = matrices(a=64, b=64, c=64), Given({"a": 0.001, "b": 0.02, "c": 0.004})
     asked = formats_of(known, INT4, ())
-    made = choose(measure, known, asked, 0.006, lambda _: None)
+    made = choose(measure, Rounder(known), asked, 0.006, lambda _: None)
     assert made.formats == {"a": INT4, "b": INT8, "c": INT4}
     assert made.lost == pytest.approx(0.0052)
     assert [(one.path, one.lost, one.chosen) for one in made.sensitivities] == [
@@ -230,11 +292,43 @@ def test_a_budget_gives_the_worst_more_bits() -> None:
         ("a", 0.001, "int4 in groups of 32"),
     ]
     assert measure.asked == 3 + 2
-    none = choose(Given({"a": 0.0, "b": 1.0, "c": 0.0}), known, asked, 0.005, lambda _: None)
+    none = choose(
+        Given({"a": 0.0, "b": 1.0, "c": 0.0}), Rounder(known), asked, 0.005, lambda _: None
+    )
     assert set(none.formats) == {"a", "c"}
     assert none.sensitivities[0].chosen == "float32"
     with pytest.raises(OptionError, match="no matrix can be quantized within --budget 0"):
-        choose(Given({"a": 1.0, "b": 1.0, "c": 1.0}), known, asked, 0.0, lambda _: None)
+        choose(Given({"a": 1.0, "b": 1.0, "c": 1.0}), Rounder(known), asked, 0.0, lambda _: None)
+
+
+class Counted(Measure):
+    """Accuracy of a model that is not there, and how often it was measured."""
+
+    def __init__(self, digest: str) -> None:
+        contents = SimpleNamespace(digest=digest)
+        self.job = SimpleNamespace(task=None, data=SimpleNamespace(contents=lambda split: contents))  # ty: ignore[invalid-assignment]
+        self.model = SimpleNamespace(weights=None)  # ty: ignore[invalid-assignment]
+        self.split, self.batches, self.known, self.file = Split.validation, 2, {}, None
+        self.metrics, self.asked = {"accuracy": 0.9}, 0
+        self.keep("weights")
+
+    def of(self, weights: Any) -> dict[str, float]:
+        self.asked += 1
+        return {"accuracy": 0.8}
+
+
+def test_a_search_that_was_cut_off_measures_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SYSTOLIC_CACHE", str(tmp_path))
+    rounder: Any = SimpleNamespace(rounded=lambda weights, formats: None)
+    for digest, asked in (("a", 2), ("a", 0), ("b", 2)):
+        measure = Counted(digest)
+        for how in (INT8, INT4):
+            assert measure.lost(rounder, {"blocks/out": how}) == pytest.approx(0.1)
+        assert measure.asked == asked
+    next((tmp_path / "sensitivity").iterdir()).write_text("{")
+    assert {Counted(name).known == {} for name in "ab"} == {True, False}
 
 
 def test_patterns_of_matrices_that_stay() -> None:
@@ -278,6 +372,7 @@ def test_the_command_prints_a_table(
     assert main(["quantize", str(source), "--out", str(tmp_path / "a"), *given]) == 0
     said = capsys.readouterr().out
     assert f"{tmp_path / 'a'}: int4 in groups of 64, in " in said
+    assert "  left as they are, 78.7 kB: embedding, unembedding, blocks/" in said
     for part in ("weights", "perplexity", "largest difference", "blocks/mlp/down", "alone"):
         assert part in said
     assert "prompt tokens 128, output tokens 16, repeats 1" in said

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from systolic.session.quantizing import QuantizedModel
     from systolic.session.speeds import ModelSpeeds
 
+SHOWN = 4
+"""Paths that a line names."""
 BUDGET = 0.005
 """Of ``--auto`` where no other is given."""
 
@@ -40,6 +42,7 @@ class QuantizeOptions:
         group: Inputs that share a scale: 32, 64 (of int4 and nf4 by default), 128; 0 is all of a channel (int8, fp8).
         data: Other data than the run's own to measure quality on, as systolic eval --path takes it.
         batches: Only the first so many batches; 0 is all.
+        calibrate: Other data than that of quality: codes of 4 bits are fitted to the inputs that it gives each matrix.
         auto: Measure what each matrix costs alone; the worst go to int8 or stay in their dtype until the budget is met.
         budget: Largest loss with --auto: of perplexity relative, of accuracy in points; 0.5% by default.
         on: Slices for forecasts before and after, such as v5e-8,v6e-1: of a server for language models, of the eval step for others.
@@ -56,6 +59,7 @@ class QuantizeOptions:
     group: Annotated[int | None, NOT_NEGATIVE] = None
     data: Path | None = None
     batches: Annotated[int, NOT_NEGATIVE] = 0
+    calibrate: Path | None = None
     auto: bool = False
     budget: str | None = None
     on: str | None = None
@@ -84,7 +88,7 @@ def run(args: Sequence[str]) -> int:
             options.out,
             to=how,
             keep=options.keep,
-            on=Evaluated(data=options.data, batches=options.batches),
+            on=Evaluated(data=options.data, batches=options.batches, calibration=options.calibrate),
             budget=budget,
             trust=options.trust,
             say=progress.say,
@@ -98,7 +102,8 @@ def run(args: Sequence[str]) -> int:
         print_json({**made.to_json(), "seconds": seconds, "speeds": each, "timed": timed})
         return 0
     print(f"{made.path}: {how}, in {duration(seconds)}")
-    print("\n".join(_lines(made, speeds, timed)))
+    print("
+".join([*_lines(made, speeds, timed), *_exceptions(made, how)]))
     return 0
 
 
@@ -161,6 +166,28 @@ def _lines(
         size = f"{si(one.bytes_before, 'B')} -> {si(one.bytes_after, 'B')}"
         table.append((one.path, one.format, size, alone.get(one.path, "")))
     return [*lines, "", *_aligned(table)]
+
+
+def _exceptions(made: "QuantizedModel", how: MatrixFormat) -> list[str]:
+    """What is not in the format that was asked for, a line for each reason."""
+    lines, asked = [], {one.path: one.format for one in made.matrices}
+    if made.choice is not None:
+        asked = {one.path: one.asked for one in made.choice.sensitivities}
+    narrow = [path for path, name in asked.items() if name == WeightFormat.int8.value]
+    if how.format.bits == 4 and narrow:
+        lines.append(
+            f"  int8, since fewer than 16 of their inputs could share a scale: {_few(narrow)}"
+        )
+    if made.left:
+        size = si(sum(one.bytes_before for one in made.left), "B")
+        lines.append(f"  left as they are, {size}: {_few([one.path for one in made.left])}")
+    return lines
+
+
+def _few(paths: Sequence[str]) -> str:
+    """The first paths, and how many more."""
+    more = len(paths) - SHOWN
+    return ", ".join(paths[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -20,9 +20,14 @@ from systolic.interop.importing import structure_of
 from systolic.interop.source import Source
 from systolic.interop.starting import matrices_of
 from systolic.job import Job, MatrixFormat, Model, Quantization, WeightFormat
-from systolic.models.adapters import CODES, SCALES, STACKED, inputs_of
+from systolic.models.adapters import CODES, CONVOLVED, EXPERTS, SCALES, STACKED, inputs_of
 from systolic.models.quantized import SCALES_DTYPE, Quantized, quantized, scales_shape
+from systolic.models.rounding import compensated, least_error
+from systolic.steps.network import ModelStructure
 
+INT8 = MatrixFormat(format=WeightFormat.int8)
+LEAST_GROUP = 16
+"""Inputs that share a scale at least in 4 bits: with fewer, scales take a bit and more of each weight."""
 SCALE_BYTES = jnp.dtype(SCALES_DTYPE).itemsize
 
 
@@ -39,11 +44,23 @@ class Matrix:
     dtype: np.dtype
     """In the source."""
 
+    watched: bool
+    """Whether :func:`systolic.training.moments.input_moments` sees its inputs: not those of convolutions and experts."""
+
     def how(self, asked: MatrixFormat) -> MatrixFormat:
-        """The format with a group that divides the matrix's last input dim."""
+        """The format with a group that divides the matrix's last input dim; int8 where groups would be under :data:`LEAST_GROUP`."""
         if not asked.group:
             return asked
-        return replace(asked, group=math.gcd(self.shape[self.inputs[-1]], asked.group))
+        group = math.gcd(self.shape[self.inputs[-1]], asked.group)
+        if asked.format.bits == 4 and group < min(LEAST_GROUP, asked.group):
+            return INT8
+        return replace(asked, group=group)
+
+    @property
+    def moments_shape(self) -> tuple[int, ...]:
+        """[inputs, inputs], after the number of layers of a stack."""
+        count = math.prod(self.shape[dim] for dim in self.inputs)
+        return (*self.shape[: int(self.stacked)], count, count)
 
     def bytes(self, how: MatrixFormat | None) -> int:
         """Bytes of codes and scales in a format, or of the matrix as it is."""
@@ -65,10 +82,23 @@ def matrices_in(source: Source) -> dict[str, Matrix]:
         raise OptionError(
             f"{source.path} is quantized already ({path} in {how}); quantize the model that it was made from"
         )
-    made, dtypes = structure_of(source.model), source.dtypes()
+    dtypes = source.dtypes()
+    known = _matrices(source.model, structure_of(source.model), dtypes)
+    found = {path: one for path, one in known.items() if path in dtypes}
+    if not found:
+        raise OptionError(
+            f"{source.path} is a {type(source.model).__name__}, which has no matrices to quantize here"
+        )
+    return found
+
+
+def _matrices(
+    model: Model, made: ModelStructure, dtypes: Mapping[str, np.dtype]
+) -> dict[str, Matrix]:
+    """The parameters of a model that may be quantized, float32 where nothing else is known."""
     found: dict[str, Matrix] = {}
     for path, axes in made.axes.items():
-        if axes is None or path not in dtypes or not source.model.quantizable(path):
+        if axes is None or not model.quantizable(path):
             continue
         shape, stacked = made.params[path].shape, axes[0] in STACKED
         if len(shape) - stacked < 2:
@@ -78,20 +108,17 @@ def matrices_in(source: Source) -> dict[str, Matrix]:
             shape=shape,
             stacked=stacked,
             inputs=inputs_of(axes),
-            dtype=dtypes[path],
-        )
-    if not found:
-        raise OptionError(
-            f"{source.path} is a {type(source.model).__name__}, which has no matrices to quantize here"
+            dtype=dtypes.get(path, np.dtype(np.float32)),
+            watched=EXPERTS not in axes and axes[-1] != CONVOLVED,
         )
     return found
 
 
 def whole(model: Model, kind: WeightFormat) -> Quantization:
     """All matrices of a model in a format, with its usual groups."""
-    made, how = structure_of(model), MatrixFormat(format=kind, group=kind.group)
-    found = [path for path in made.axes if model.quantizable(path)]
-    return Quantization.of(dict.fromkeys(found, how))
+    how = MatrixFormat(format=kind, group=kind.group)
+    found = _matrices(model, structure_of(model), {})
+    return Quantization.of({path: one.how(how) for path, one in found.items()})
 
 
 def saved_bytes(job: Job, item: int) -> int:
@@ -156,10 +183,57 @@ def planned_tensors(
     return specs
 
 
+class Rounder:
+    """Makes codes of a model's matrices.
+
+    Those of 4 bits are fitted to the inputs of their products where these are known, which takes a while, so that they are
+    kept: by :data:`Asked`.
+    """
+
+    def __init__(
+        self, matrices: Mapping[str, Matrix], moments: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        self.matrices, self.moments = matrices, {} if moments is None else moments
+        self._kept: dict[Asked, list[Quantized]] = {}
+
+    def codes(
+        self, path: str, how: MatrixFormat, pieces: Iterable[np.ndarray | jax.Array]
+    ) -> Iterator[Quantized]:
+        """Codes and scales of each matrix of a stack, or of the only one."""
+        one, asked = self.matrices[path], (path, how)
+        inputs = tuple(dim - int(one.stacked) for dim in one.inputs)
+        if path not in self.moments or how.format.bits != 4:
+            yield from (_program(inputs, how)(jnp.asarray(piece)) for piece in pieces)
+            return
+        if asked not in self._kept:
+            moments = self.moments[path].reshape(-1, *one.moments_shape[-2:])
+            self._kept[asked] = [
+                jax.device_get(compensated(jnp.asarray(piece), own, inputs, how))
+                for piece, own in zip(pieces, moments, strict=True)
+            ]
+        yield from self._kept[asked]
+
+    def rounded(self, weights: Weights, formats: Mapping[str, MatrixFormat]) -> Weights:
+        """Weights with some matrices rounded to what their codes would stand for, in the dtype that they have."""
+        params = dict(weights.params)
+        for path, how in formats.items():
+            value, stacked = params[path], self.matrices[path].stacked
+            made = [
+                one.restored(value.dtype)
+                for one in self.codes(path, how, value if stacked else [value])
+            ]
+            params[path] = jax.device_put(jnp.stack(made) if stacked else made[0], value.sharding)
+        return replace(weights, params=params)
+
+
+Asked = tuple[str, MatrixFormat]
+"""Path of a matrix, and a format."""
+
+
 def write_quantized(
     source: Source,
     out: BundleDraft,
-    matrices: Mapping[str, Matrix],
+    rounder: Rounder,
     formats: Mapping[str, MatrixFormat],
     progress: Callable[[int], None],
 ) -> dict[str, QuantizedRecord]:
@@ -168,6 +242,7 @@ def write_quantized(
     Returns:
         What bundle.json says of the quantized ones.
     """
+    matrices = rounder.matrices
     specs = planned_tensors(source, matrices, formats)
     held: dict[str, list[np.ndarray]] = {}
 
@@ -181,8 +256,8 @@ def write_quantized(
             return
         one = matrices[path]
         scales = held.setdefault(path, [])
-        for matrix in matrices_of(source, path, one.shape, int(one.stacked)):
-            made = _quantized(one, formats[path], jnp.asarray(matrix))
+        given = matrices_of(source, path, one.shape, int(one.stacked))
+        for made in rounder.codes(path, formats[path], given):
             scales.append(np.asarray(made.scales))
             yield packed(np.asarray(made.codes))
 
@@ -193,27 +268,8 @@ def write_quantized(
     }
 
 
-def _quantized(one: Matrix, how: MatrixFormat, value: jax.Array) -> Quantized:
-    """One matrix of a stack, or the only one, by a program that is compiled once a shape."""
-    less = len(one.shape) - value.ndim
-    return _program(tuple(dim - less for dim in one.inputs), how)(value)
-
-
 @lru_cache
 def _program(inputs: tuple[int, ...], how: MatrixFormat) -> Any:
-    return jax.jit(partial(quantized, inputs=inputs, how=how))
-
-
-def rounded_weights(
-    weights: Weights, matrices: Mapping[str, Matrix], formats: Mapping[str, MatrixFormat]
-) -> Weights:
-    """Weights with some matrices rounded to what their codes would stand for, in the dtype that they have."""
-    params = dict(weights.params)
-    for path, how in formats.items():
-        params[path] = _rounder(matrices[path].inputs, how)(params[path])
-    return replace(weights, params=params)
-
-
-@lru_cache
-def _rounder(inputs: tuple[int, ...], how: MatrixFormat) -> Any:
-    return jax.jit(lambda value: quantized(value, inputs, how).restored(value.dtype))
+    """Codes of one matrix, compiled once a shape."""
+    make = least_error if how.format.bits == 4 else quantized
+    return jax.jit(partial(make, inputs=inputs, how=how))

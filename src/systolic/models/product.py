@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from systolic.core.errors import MissingExtraError
 from systolic.job import Rounding, Target
 from systolic.models.quantized import Quantized, quantized_product
+from systolic.models.watching import Watched, watched_input
 
 PER_CHANNEL = Rounding()
 FEW = 512
@@ -40,7 +41,7 @@ def product(
     target: Target,
     spec: str,
     x: jax.Array,
-    weights: jax.Array | LowRank | Quantized,
+    weights: jax.Array | LowRank | Quantized | Watched,
     rounding: Rounding = PER_CHANNEL,
     *,
     heads: bool = False,
@@ -62,6 +63,8 @@ def product(
     Raises:
         MissingExtraError: Qwix is not installed.
     """
+    if isinstance(weights, Watched):
+        x, weights = watched_input(spec, x, weights), weights.value
     if isinstance(weights, LowRank):
         base = _with_frozen(target, spec, x, weights.base, rounding, heads=heads)
         return base + _narrow(spec, x, weights)

@@ -17,8 +17,9 @@ from systolic.artifact.bundle import (
 )
 from systolic.artifact.bundle_record import ImportedFrom, Recorded, carried
 from systolic.artifact.run import JOB
-from systolic.core.errors import OptionError
+from systolic.core.errors import NotFoundError, OptionError
 from systolic.core.units import si
+from systolic.data.fingerprint import contents_of
 from systolic.interop.bundled import BundleSource
 from systolic.interop.jobs import job_of
 from systolic.interop.parity import Parity, compare
@@ -28,7 +29,7 @@ from systolic.interop.source import Source, open_source
 from systolic.job import Adapter, Job, MatrixFormat
 from systolic.session.exporting import BUNDLE, export_model
 from systolic.session.replaying import record_answers
-from systolic.session.sensitivity import Choice, Measure, Quality, choose
+from systolic.session.sensitivity import Choice, Measure, Quality, choose, moments_of
 from systolic.session.trained import (
     Metrics,
     TrainedModel,
@@ -38,7 +39,7 @@ from systolic.session.trained import (
 )
 
 if TYPE_CHECKING:
-    from systolic.interop.quantizing import Matrix
+    from systolic.interop.quantizing import Matrix, Rounder
 
 PLAIN = "weights before quantization"
 """What a quantized model's outputs are compared with."""
@@ -64,6 +65,8 @@ class QuantizedModel:
     """Of all weights."""
     bytes_after: int
     matrices: Sequence[QuantizedMatrix]
+    left: Sequence[QuantizedMatrix]
+    """Parameters that are no matrices to quantize, the largest first."""
     before: Quality | None
     """``None`` where there was no data."""
     after: Quality | None
@@ -79,6 +82,7 @@ class QuantizedModel:
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             "matrices": [asdict(one) for one in self.matrices],
+            "left": [asdict(one) for one in self.left],
             "before": None if self.before is None else asdict(self.before),
             "after": None if self.after is None else asdict(self.after),
             "outputs": None if self.outputs is None else self.outputs.to_json(),
@@ -94,6 +98,8 @@ class Evaluated:
     """Other data than a run's own."""
     batches: int = 0
     """The first so many; 0 for all."""
+    calibration: Path | None = None
+    """Other data, to whose inputs of the matrices codes of 4 bits are fitted; ``None`` fits them to the weights alone."""
 
 
 def quantize_model(
@@ -114,13 +120,13 @@ def quantize_model(
         out: The new Bundle's folder.
         to: Format of the matrices that the model names; embeddings, norms, biases and routers stay as they are.
         keep: Paths of matrices that stay too, parts of paths, or patterns as in a shell.
-        on: Data to measure quality on: a run's own held-out data, or other.
+        on: Data to measure quality on: a run's own held-out data, or other; and data to fit codes of 4 bits to.
         budget: Largest loss of quality, such as 0.005: matrices that cost most go to int8 or stay until it is met.
         trust: Execute the run's recipe although it is not yours, now and later.
         say: Called with each stage.
 
     Raises:
-        OptionError: nothing of the model can be quantized, a pattern fits nothing, or there is no data for a budget.
+        OptionError: nothing of the model can be quantized, a pattern fits nothing, there is no data for a budget, or calibration has no effect or is the data that quality is measured on.
         NotFoundError: there is no such model or data.
         RunError: the disk is full, or a run can't be written as a Bundle; nothing is left at ``out``.
         TakenError: there is something at ``out``.
@@ -128,7 +134,8 @@ def quantize_model(
     path, out = Path(path), Path(out)
     check_free(out)
     is_run = (path / JOB).is_file()
-    if budget is not None and not is_run and on.data is None:
+    measured = is_run or on.data is not None
+    if budget is not None and not measured:
         raise OptionError(
             f"a budget needs data to measure the loss on, and {path} brings none; give the text or pictures with --data"
         )
@@ -138,32 +145,79 @@ def quantize_model(
         source.verify()
         matrices = matrices_in(source)
         formats = formats_of(matrices, to, keep)
+        _check_calibration(on, formats)
         say("quality before")
-        job = (
-            prepare_model(path, trust=trust).setup.job
-            if is_run
-            else job_of(source, texts=on.data is not None)
-        )
+        job = _job_of(path, source, on, trust)
         model = _opened(source, job)
-        measure = Measure(model, on.data, on.batches) if is_run or on.data is not None else None
+        measure = Measure(model, on.data, on.batches) if measured else None
+        rounder = _rounder(model, matrices, formats, on.calibration, say)
         choice = None
         if budget is not None and measure is not None:
-            choice = choose(measure, matrices, formats, budget, say)
+            measure.keep(source.fingerprint(), *_contents(model, on.calibration))
+            choice = choose(measure, rounder, formats, budget, say)
             formats = dict(choice.formats)
         before = _Figures.of(model, source, measure)
         del model, measure  # before the other is opened
-        after = _written(source, out, (matrices, formats), (job, before, on), say)
-        return _result(out, source, (matrices, formats), (before, after), choice)
+        after = _written(source, out, (rounder, formats), (job, before, on), say)
+        return _result(out, source, (rounder, formats), (before, after), choice)
 
 
-Formats = tuple["Mapping[str, Matrix]", Mapping[str, MatrixFormat]]
-"""All matrices of a source that may be quantized, and the formats of those that are."""
+Chosen = tuple["Rounder", Mapping[str, MatrixFormat]]
+"""What makes the codes of a source's matrices, and the formats of those that are quantized."""
+
+
+def _job_of(path: Path, source: Source, on: Evaluated, trust: bool) -> Job:
+    """A run's own job, or the one that a model in files is used under."""
+    if (path / JOB).is_file():
+        return prepare_model(path, trust=trust).setup.job
+    return job_of(source, texts=on.data is not None or on.calibration is not None)
+
+
+def _rounder(
+    model: TrainedModel,
+    matrices: "Mapping[str, Matrix]",
+    formats: Mapping[str, MatrixFormat],
+    calibration: Path | None,
+    say: Callable[[str], None],
+) -> "Rounder":
+    """What makes the codes, fitted to the inputs that calibration data gives the matrices."""
+    from systolic.interop.quantizing import Rounder
+
+    if calibration is None:
+        return Rounder(matrices)
+    return Rounder(matrices, moments_of(model, matrices, formats, calibration, say))
+
+
+def _contents(model: TrainedModel, data: Path | None) -> list[str]:
+    """Fingerprints of the splits of other data."""
+    if data is None:
+        return []
+    return [one.digest for one in contents_of(model.job_on(data).data).values()]
+
+
+def _check_calibration(on: Evaluated, formats: Mapping[str, MatrixFormat]) -> None:
+    """Refuses calibration that would have no effect, or make quality look better than it is.
+
+    Raises:
+        OptionError: so.
+        NotFoundError: the data does not exist.
+    """
+    if on.calibration is None:
+        return
+    if not on.calibration.exists():
+        raise NotFoundError(f"{on.calibration} does not exist; check the path of --calibrate")
+    if on.data is not None and on.data.exists() and on.data.samefile(on.calibration):
+        raise OptionError(
+            f"--calibrate and --data are both {on.data}: quality on data that codes were fitted to looks better than it is; give other data"
+        )
+    if all(how.format.bits != 4 for how in formats.values()):
+        raise OptionError("--calibrate has an effect on int4 and nf4 only; leave it out")
 
 
 def _written(
     source: Source,
     out: Path,
-    chosen: Formats,
+    chosen: Chosen,
     known: "tuple[Job, _Figures, Evaluated]",
     say: Callable[[str], None],
 ) -> "_Figures":
@@ -206,20 +260,30 @@ def _recorded(
 def _result(
     out: Path,
     source: Source,
-    chosen: Formats,
+    chosen: Chosen,
     figures: "tuple[_Figures, _Figures]",
     choice: Choice | None,
 ) -> QuantizedModel:
     from systolic.interop.quantizing import planned_tensors
 
-    (matrices, formats), (before, after) = chosen, figures
-    sizes = [
-        sum(spec.nbytes for spec in planned_tensors(source, matrices, one)) for one in ({}, formats)
-    ]
+    (rounder, formats), (before, after) = chosen, figures
+    matrices = rounder.matrices
+    plain = planned_tensors(source, matrices, {})
+    left = sorted((one for one in plain if one.name not in matrices), key=lambda one: -one.nbytes)
+    after_bytes = sum(spec.nbytes for spec in planned_tensors(source, matrices, formats))
     return QuantizedModel(
         path=out,
-        bytes_before=sizes[0],
-        bytes_after=sizes[1],
+        bytes_before=sum(spec.nbytes for spec in plain),
+        bytes_after=after_bytes,
+        left=[
+            QuantizedMatrix(
+                path=one.name,
+                format=one.dtype.name,
+                bytes_before=one.nbytes,
+                bytes_after=one.nbytes,
+            )
+            for one in left
+        ],
         matrices=[_described(one, formats.get(one.path)) for one in matrices.values()],
         before=before.quality,
         after=after.quality,
@@ -289,14 +353,15 @@ def _opened(source: Source, job: Job) -> TrainedModel:
 def _write(
     source: Source,
     made: BundleDraft,
-    chosen: Formats,
+    chosen: Chosen,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Writes weights and other files of a draft; what its bundle.json says."""
     from systolic import __version__
     from systolic.interop.quantizing import planned_tensors, write_quantized
 
-    size = sum(spec.nbytes for spec in planned_tensors(source, *chosen))
+    rounder, formats = chosen
+    size = sum(spec.nbytes for spec in planned_tensors(source, rounder.matrices, formats))
     done = 0
 
     def progress(written: int) -> None:
@@ -305,7 +370,7 @@ def _write(
         # Tenths, so that a log has ten lines and no more.
         say(f"weights {done * 10 // size * 10} % of {si(size, 'B')}")
 
-    records = write_quantized(source, made, *chosen, progress)
+    records = write_quantized(source, made, rounder, formats, progress)
     for name, file in source.files().items():
         made.add(name, file.read_bytes())
     if source.config:

@@ -1,21 +1,38 @@
 """Formats of a model's matrices under a budget: each matrix's own cost is measured, and the worst get more bits."""
 
+import contextlib
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from systolic.artifact.bundle_record import EvaluationRecord, finite_metrics
+from systolic.core.digest import digest
 from systolic.core.errors import OptionError
-from systolic.job import Job, MatrixFormat, WeightFormat
+from systolic.core.files import write_json
+from systolic.core.store import cache_home
+from systolic.core.units import si
+from systolic.job import Job, MatrixFormat, Quantization, WeightFormat
 from systolic.session.trained import Metrics, TrainedModel, splits
 from systolic.steps.tasks.language import LanguageModel
 
 if TYPE_CHECKING:
-    from systolic.interop.quantizing import Matrix
+    import numpy as np
+
+    from systolic.interop.quantizing import Matrix, Rounder
 
 INT8 = MatrixFormat(format=WeightFormat.int8)
+SEARCH_BATCHES = 8
+"""Batches that say what a matrix alone costs, at most."""
+KEPT = "sensitivity"
+"""Folder of the cache with what was measured."""
+CALIBRATION_BATCHES = 8
+"""Batches of calibration data: the second moments of thousands of tokens change little with more."""
+MOST_MOMENTS = 16_000_000_000
+"""Bytes of moments that are held in memory."""
 LEFT = 0.01
 """Share of its cost that a matrix is taken to keep after going from 4 bits to 8: the step is 16 times finer, the error's square 256."""
 
@@ -87,6 +104,8 @@ class Measure:
         self.job = model.job_on(data)
         self.split = splits(self.job, None)[0]
         self.program = jit_evaluate(model.setup.steps)
+        self.known: dict[str, float] = {}
+        self.file: Path | None = None
         self.metrics = self.of(model.weights)
 
     @property
@@ -118,40 +137,69 @@ class Measure:
         params, rest = weights.params, weights.model_state
         return evaluate(self.job, steps, self.program, params, rest, self.split, self.batches)
 
-    def lost(self, matrices: "Mapping[str, Matrix]", formats: Mapping[str, MatrixFormat]) -> float:
-        """Share of the quality that these formats cost."""
-        from systolic.interop.quantizing import rounded_weights
+    def fewer(self, batches: int) -> "Measure":
+        """The same over the first so many batches, if it reads more."""
+        if 0 < self.batches <= batches:
+            return self
+        made = copy(self)
+        made.batches = batches
+        made.metrics = made.of(self.model.weights)
+        return made
 
-        rounded = rounded_weights(self.model.weights, matrices, formats)
-        return quality_of(self.job, self.of(rounded)).lost(self.before)
+    def lost(self, rounder: "Rounder", formats: Mapping[str, MatrixFormat]) -> float:
+        """Share of the quality that these formats cost; one that an earlier search measured is not measured again."""
+        name = f"{self.batches} batches: {Quantization.of(formats)}"
+        if name not in self.known:
+            rounded = rounder.rounded(self.model.weights, formats)
+            self.known[name] = quality_of(self.job, self.of(rounded)).lost(self.before)
+            if self.file is not None:
+                write_json(self.file, self.known)
+        return self.known[name]
+
+    def keep(self, *about: Any) -> None:
+        """Keeps what is measured on disk, for a search that was cut off.
+
+        ``about``: what the losses depend on, beside the data: weights, calibration.
+        """
+        from systolic import __version__
+
+        contents = self.job.data.contents(self.split)
+        if contents is None:
+            return
+        name = digest([__version__, contents.digest, *about])
+        self.file = cache_home() / KEPT / f"{name}.json"
+        if self.file.is_file():
+            with contextlib.suppress(ValueError, OSError):
+                self.known |= json.loads(self.file.read_bytes())
 
 
 def choose(
     measure: Measure,
-    matrices: "Mapping[str, Matrix]",
+    rounder: "Rounder",
     formats: Mapping[str, MatrixFormat],
     budget: float,
     say: Callable[[str], None],
 ) -> Choice:
     """Formats that keep the loss of quality within a budget.
 
-    The cost of each matrix alone says which is the worst; it goes to int8, from there to its own dtype, and all
-    together are measured, until the loss is met.
+    The cost of each matrix alone, over :data:`SEARCH_BATCHES`, and the bytes that more bits take say which is the worst;
+    it goes to int8, from there to its own dtype, and all together are measured, until the loss is met.
 
     Raises:
         OptionError: no formats meet it.
     """
     alone: dict[str, float] = {}
+    few = measure.fewer(SEARCH_BATCHES)
     for number, (path, how) in enumerate(formats.items()):
         say(f"sensitivity {number + 1} of {len(formats)}: {path}")
-        alone[path] = measure.lost(matrices, {path: how})
+        alone[path] = few.lost(rounder, {path: how})
     current, cost = dict(formats), {path: max(lost, 0.0) for path, lost in alone.items()}
     say("all together")
-    lost = measure.lost(matrices, current)
+    lost = measure.lost(rounder, current)
     while lost > budget:
         expected, known = lost, sum(cost[path] for path in current)
         while expected > budget and current:
-            path = max(current, key=lambda one: cost[one])
+            path = max(current, key=lambda one: cost[one] / _more_bytes(rounder, one, current[one]))
             own = lost * cost[path] / known if known else lost
             if current[path].format.bits == 4:
                 current[path], cost[path] = INT8, LEFT * cost[path]
@@ -164,14 +212,55 @@ def choose(
                 f"no matrix can be quantized within --budget {budget:.3g}; give a larger budget, more batches to measure on, or a wider format"
             )
         say(f"{len(formats) - len(current)} left, measured again")
-        lost = measure.lost(matrices, current)
+        lost = measure.lost(rounder, current)
     rows = [
         Sensitivity(
             path=path,
             asked=str(formats[path]),
             lost=alone[path],
-            chosen=str(current.get(path, matrices[path].dtype.name)),
+            chosen=str(current.get(path, rounder.matrices[path].dtype.name)),
         )
         for path in sorted(formats, key=lambda one: -alone[one])
     ]
     return Choice(formats=current, sensitivities=rows, lost=lost, budget=budget)
+
+
+def _more_bytes(rounder: "Rounder", path: str, how: MatrixFormat) -> int:
+    """Bytes that a matrix takes more with more bits."""
+    wider = INT8 if how.format.bits == 4 else None
+    matrix = rounder.matrices[path]
+    return max(matrix.bytes(wider) - matrix.bytes(how), 1)
+
+
+def moments_of(
+    model: TrainedModel,
+    matrices: "Mapping[str, Matrix]",
+    formats: Mapping[str, MatrixFormat],
+    data: Path,
+    say: Callable[[str], None],
+) -> "dict[str, np.ndarray]":
+    """Second moments of the inputs of the matrices that go to 4 bits, over the first batches of calibration data.
+
+    Raises:
+        OptionError: they would take more than :data:`MOST_MOMENTS`, or none of the matrices has inputs that are seen.
+    """
+    from systolic.training.moments import input_moments
+
+    shapes = {
+        path: matrices[path].moments_shape
+        for path, how in formats.items()
+        if how.format.bits == 4 and matrices[path].watched
+    }
+    if not shapes:
+        raise OptionError(
+            "--calibrate has no effect: convolutions and experts are fitted to their weights alone; leave it out"
+        )
+    size = sum(4 * math.prod(shape) for shape in shapes.values())
+    if size > MOST_MOMENTS:
+        raise OptionError(
+            f"--calibrate holds {si(size, 'B')} of moments, and the limit is {si(MOST_MOMENTS, 'B')}; leave it out, or keep the widest matrices with --keep"
+        )
+    say(f"inputs of {len(shapes)} matrices over {CALIBRATION_BATCHES} batches")
+    job = model.job_on(data)
+    steps, weights = model.setup.steps, model.weights
+    return input_moments(job, steps, weights, shapes, splits(job, None)[0], CALIBRATION_BATCHES)
