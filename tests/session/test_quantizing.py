@@ -62,6 +62,8 @@ def int8(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_it_computes_what_transformers_does_with_the_restored_weights(
     kind: str, source: Path, tmp_path: Path
 ) -> None:
+    if kind == "nf4":  # also with an embedding that is the output matrix
+        source = folders.folder(tmp_path / "tied", folders.llama(tie_word_embeddings=True))
     wanted = WeightFormat(kind)
     how = MatrixFormat(format=wanted, group=16 if wanted.bits == 4 else 0)
     made = quantize_model(source, tmp_path / "bundle", to=how, keep=["blocks/value"])
@@ -71,6 +73,8 @@ def test_it_computes_what_transformers_does_with_the_restored_weights(
     model = systolic.open(tmp_path / "bundle")
     held = model.weights.model_state["blocks/query/codes"]
     assert held.dtype.name == wanted.dtype
+    vocabulary = model.weights.model_state["embedding/codes"]
+    assert vocabulary.dtype.name == ("float8_e4m3fn" if kind == "fp8" else "int8")
     tokens = np.arange(24).reshape(2, 12).astype(np.int32)
     ours = outputs_of(model.setup.steps, model.weights, {"tokens": tokens})
     written = systolic.export_model(tmp_path / "bundle", tmp_path / "home")
@@ -321,7 +325,7 @@ def test_a_search_that_was_cut_off_measures_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SYSTOLIC_CACHE", str(tmp_path))
-    rounder: Any = SimpleNamespace(rounded=lambda weights, formats: None)
+    rounder: Any = SimpleNamespace(rounded=lambda weights, formats: None, moments={})
     for digest, asked in (("a", 2), ("a", 0), ("b", 2)):
         measure = Counted(digest)
         for how in (INT8, INT4):
@@ -372,7 +376,9 @@ def test_the_command_prints_a_table(
     assert main(["quantize", str(source), "--out", str(tmp_path / "a"), *given]) == 0
     said = capsys.readouterr().out
     assert f"{tmp_path / 'a'}: int4 in groups of 64, in " in said
-    assert "  left as they are, 78.7 kB: embedding, unembedding, blocks/" in said
+    assert "as matrices of the vocabulary or with" in said
+    assert "to share a scale: embedding, unembedding" in said
+    assert "  left as they are, 896 B: " in said
     for part in ("weights", "perplexity", "largest difference", "blocks/mlp/down", "alone"):
         assert part in said
     assert "prompt tokens 128, output tokens 16, repeats 1" in said

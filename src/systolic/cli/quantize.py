@@ -32,7 +32,8 @@ BUDGET = 0.005
 class QuantizeOptions:
     """Writes a model as a Bundle with its matrices in fewer bits, and measures what that costs.
 
-    Weights only: activations stay in the compute dtype. Embeddings, norms, biases, routers and first convolutions stay as they are.
+    Weights only: activations stay in the compute dtype. Norms, biases, routers and first convolutions stay as they are; the matrices
+    of a language model's vocabulary have 8 bits at least.
 
     Args:
         run: The run's directory, or a model: a Bundle, a Hugging Face folder or a GGUF file.
@@ -102,8 +103,7 @@ def run(args: Sequence[str]) -> int:
         print_json({**made.to_json(), "seconds": seconds, "speeds": each, "timed": timed})
         return 0
     print(f"{made.path}: {how}, in {duration(seconds)}")
-    print("
-".join([*_lines(made, speeds, timed), *_exceptions(made, how)]))
+    print("\n".join([*_lines(made, speeds, timed), *_exceptions(made, how)]))
     return 0
 
 
@@ -176,7 +176,7 @@ def _exceptions(made: "QuantizedModel", how: MatrixFormat) -> list[str]:
     narrow = [path for path, name in asked.items() if name == WeightFormat.int8.value]
     if how.format.bits == 4 and narrow:
         lines.append(
-            f"  int8, since fewer than 16 of their inputs could share a scale: {_few(narrow)}"
+            f"  int8, as matrices of the vocabulary or with fewer than 16 inputs to share a scale: {_few(narrow)}"
         )
     if made.left:
         size = si(sum(one.bytes_before for one in made.left), "B")

@@ -44,15 +44,18 @@ class Matrix:
     dtype: np.dtype
     """In the source."""
 
+    fewest_bits: int = 4
+    """Of its codes."""
     watched: bool
     """Whether :func:`systolic.training.moments.input_moments` sees its inputs: not those of convolutions and experts."""
 
     def how(self, asked: MatrixFormat) -> MatrixFormat:
-        """The format with a group that divides the matrix's last input dim; int8 where groups would be under :data:`LEAST_GROUP`."""
+        """The format with a group that divides the matrix's last input dim; int8 where 4 bits are too few, or groups would be under :data:`LEAST_GROUP`."""
         if not asked.group:
             return asked
         group = math.gcd(self.shape[self.inputs[-1]], asked.group)
-        if asked.format.bits == 4 and group < min(LEAST_GROUP, asked.group):
+        narrow = group < min(LEAST_GROUP, asked.group)
+        if asked.format.bits == 4 and (narrow or self.fewest_bits > 4):
             return INT8
         return replace(asked, group=group)
 
@@ -109,6 +112,7 @@ def _matrices(
             stacked=stacked,
             inputs=inputs_of(axes),
             dtype=dtypes.get(path, np.dtype(np.float32)),
+            fewest_bits=model.fewest_bits(path),
             watched=EXPERTS not in axes and axes[-1] != CONVOLVED,
         )
     return found

@@ -173,13 +173,18 @@ class Model(ABC):
     def quantizable(self, path: str) -> bool:
         """Whether the parameter at a path is a matrix that may be stored in fewer bits.
 
-        Embeddings, norms, biases, routers and a network's first convolution are none.
+        Norms, biases, routers and a network's first convolution are none.
         """
         return path.rpartition("/")[2] in self.adaptable()
 
     def has_quantizable(self) -> bool:
         """Whether any parameter is :meth:`quantizable`."""
         return bool(self.adaptable()) or type(self).quantizable is not Model.quantizable
+
+    def fewest_bits(self, path: str) -> int:
+        """Bits that the codes of a quantizable matrix have at least: 8 where 4 cost too much."""
+        del path
+        return 4
 
     def prefill_flops(self, sequence: int) -> float | None:
         """Matmul FLOPs of reading a prompt of ``sequence`` tokens into a cache; ``None``: counted from the program."""

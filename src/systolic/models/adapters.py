@@ -16,6 +16,8 @@ STACKED = ("layers",)
 """Leading dims that stack copies of a matrix."""
 CONVOLVED = "conv_out"
 """Last dim of the kernels of convolutions, which sum over all others."""
+TABLE = ("vocab", "embed")
+"""Dims of an embedding: as an output matrix it sums over the last, and a row that is looked up has one scale."""
 EXPERTS = "experts"
 """Dim of matrices that stay frozen without an adapter: those of a mixture's experts."""
 
@@ -131,6 +133,8 @@ def inputs_of(axes: tuple[str | None, ...]) -> tuple[int, ...]:
         return (len(axes) - 2,)
     if axes[-1] == CONVOLVED:
         return tuple(range(len(axes) - 1))
+    if axes == TABLE:
+        return (1,)
     outer = len([name for name in axes if name in STACKED])
     return tuple(range(outer, outer + num_inputs(axes[outer:])))
 

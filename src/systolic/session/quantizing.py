@@ -118,7 +118,7 @@ def quantize_model(
     Args:
         path: The run's directory, or a Bundle, a Hugging Face folder or a GGUF file.
         out: The new Bundle's folder.
-        to: Format of the matrices that the model names; embeddings, norms, biases and routers stay as they are.
+        to: Format of the matrices that the model names; norms, biases and routers stay as they are.
         keep: Paths of matrices that stay too, parts of paths, or patterns as in a shell.
         on: Data to measure quality on: a run's own held-out data, or other; and data to fit codes of 4 bits to.
         budget: Largest loss of quality, such as 0.005: matrices that cost most go to int8 or stay until it is met.

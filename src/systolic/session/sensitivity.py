@@ -148,7 +148,8 @@ class Measure:
 
     def lost(self, rounder: "Rounder", formats: Mapping[str, MatrixFormat]) -> float:
         """Share of the quality that these formats cost; one that an earlier search measured is not measured again."""
-        name = f"{self.batches} batches: {Quantization.of(formats)}"
+        fitted = "fitted, " if rounder.moments else ""
+        name = f"{fitted}{self.batches} batches: {Quantization.of(formats)}"
         if name not in self.known:
             rounded = rounder.rounded(self.model.weights, formats)
             self.known[name] = quality_of(self.job, self.of(rounded)).lost(self.before)

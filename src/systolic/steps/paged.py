@@ -178,8 +178,9 @@ class PagedSteps:
         config: Any = self.steps.job.model
         placed = self.placed_weights
         found: list[tuple[Any, float]] = []
+        untied = any(path.startswith("unembedding") for path in placed.ends)
         for path, array in placed.ends.items():
-            looked_up = path == "embedding" and "unembedding" in placed.ends
+            looked_up = untied and path.startswith("embedding")
             found.append((array, 0.0 if looked_up else 1.0))
         chosen = 1 - (1 - config.experts_per_token / max(config.experts, 1)) ** tokens
         for state in placed.layers:

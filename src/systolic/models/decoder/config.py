@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from flax import nnx
 
 
+VOCABULARY = ("embedding", "unembedding")
+"""Paths of the matrices of the vocabulary."""
 MOST_PARAMETERS = 10**14
 """Limit of parameters, far above any published model; larger sizes are typing errors that the compiler would take hours over."""
 BEST, PLAIN, PER_CHANNEL, UNSCALED = Router(), Latent(), Rounding(), RopeScaling()
@@ -400,9 +402,14 @@ class Decoder(Model):
         return count.adapters(self)
 
     def quantizable(self, path: str) -> bool:
-        """The matrices of :meth:`adaptable`, and those of experts."""
+        """The matrices of :meth:`adaptable`, those of experts, the embedding and the output matrix."""
         *_, home, name = ("", *path.split("/"))
-        return name in self.adaptable() or (home == "mlp" and name in ("gate", "up", "down"))
+        expert = home == "mlp" and name in ("gate", "up", "down")
+        return name in self.adaptable() or expert or path in VOCABULARY
+
+    def fewest_bits(self, path: str) -> int:
+        """8 of the embedding and the output matrix."""
+        return 8 if path in VOCABULARY else 4
 
     def prefill_flops(self, sequence: int) -> float:
         """Matmul FLOPs of reading a prompt of so many tokens: logits of the last one only."""

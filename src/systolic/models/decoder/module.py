@@ -23,7 +23,8 @@ from systolic.models.decoder.stretch import Step, Stretch
 from systolic.models.masking import Masking, soft_cap
 from systolic.models.order import Order, balanced
 from systolic.models.parameters import weight
-from systolic.models.product import plain_product, served_on_cpu
+from systolic.models.product import plain_product, product, served_on_cpu
+from systolic.models.quantized import Quantized
 from systolic.models.remat import rematerialise
 from systolic.models.residual import STREAM, gathered
 
@@ -90,12 +91,9 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
 
         tokens and positions int32[batch, n]; recent int32[batch, history] are the tokens before them.
         """
-        # Whole rows on every device: a lookup in split rows would make the partitioner replicate its result.
         with jax.named_scope("embed"):
-            # First split as it is stored: its gradient is summed into shards, not into whole copies.
-            table = self.target.constrain(self.embedding[...], "vocab", "embed")
-            table = self.target.constrain(table, "vocab", None)
-            x = table[tokens if order is None else order.arrange(tokens)]
+            table: jax.Array | Quantized = self.embedding[...]
+            x = self._looked_up(table, tokens if order is None else order.arrange(tokens))
             if self.config.embedding_factor != 1:
                 x = x * self.config.embedding_factor
             if self.config.learned_positions:
@@ -103,6 +101,19 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
             if self.ngrams is not None:
                 x = x + self.ngrams(jnp.concatenate([recent, tokens], axis=1), positions, order)
             return self.target.constrain(x, *STREAM)
+
+    def _looked_up(self, table: jax.Array | Quantized, tokens: jax.Array) -> jax.Array:
+        """Rows of the embedding."""
+        if isinstance(table, Quantized):
+            dtype = jnp.dtype(self.target.dtype)
+            codes, scales = (
+                self._looked_up(part, tokens).astype(dtype) for part in (table.codes, table.scales)
+            )
+            return codes * scales
+        # First split as it is stored: its gradient is summed into shards, not into whole copies. Then whole rows on every
+        # device: a lookup in split rows would make the partitioner replicate its result.
+        table = self.target.constrain(table, "vocab", "embed")
+        return self.target.constrain(table, "vocab", None)[tokens]
 
     def _position(self, positions: jax.Array, order: Order | None) -> jax.Array:
         """Learned embeddings [batch, n, d_model] of int32[batch, n], in ``order``."""
@@ -134,8 +145,10 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
             tied = self.config.tie_embeddings
             matrix = (self.embedding if tied else self.unembedding)[...]
             hidden = gathered(self.target, hidden)
-            if served_on_cpu(self.target, hidden.size // hidden.shape[-1]):
-                spec = "bsd,vd->bsv" if tied else "bsd,dv->bsv"
+            spec = "bsd,vd->bsv" if tied else "bsd,dv->bsv"
+            if isinstance(matrix, Quantized):
+                made = product(self.target, spec, hidden, matrix)
+            elif served_on_cpu(self.target, hidden.size // hidden.shape[-1]):
                 made = plain_product(self.target, spec, hidden, matrix)
             else:
                 made = hidden @ (matrix.T if tied else matrix)
@@ -163,6 +176,8 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
                 matrix, axes = self.embedding[...], ("vocab", "embed")
             else:
                 matrix, axes = self.unembedding[...], ("embed", "vocab")
+            if isinstance(matrix, Quantized):
+                matrix = matrix.restored(self.target.dtype)
             cap = self.config.logit_cap
             scores = score_chunks(
                 lambda logits, targets: read(soft_cap(logits, cap), targets),

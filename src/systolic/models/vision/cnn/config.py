@@ -59,10 +59,6 @@ class CNN(Model):
             size = strided(size, 2)
         return size[0] * size[1] * self.channels[-1]
 
-    def quantizable(self, path: str) -> bool:
-        """See :meth:`systolic.job.Model.quantizable`."""
-        return path.endswith("/kernel") and not path.startswith(("convs/0/", "head/"))
-
     def flops(self, fields: Mapping[str, Field]) -> float:
         """FLOPs of the convolutions and the linear layer for one image."""
         size, conv_in, total = image_size(fields, self.pixels), self.pixels.channels, 0
