@@ -30,15 +30,17 @@ def test_the_even_place_is_the_low_half() -> None:
     assert packed(np.array([[1, -1]], ml_dtypes.int4)).tolist() == [[0xF1]]
 
 
-def stored(path: Path, shape: tuple[int, ...] = (3, 4, 5)) -> tuple[np.ndarray, QuantizedRecord]:
-    """A file with a stack of matrices in int4, and what they restore to."""
+def stored(
+    path: Path, shape: tuple[int, ...] = (3, 4, 5), how: MatrixFormat = INT4
+) -> tuple[np.ndarray, QuantizedRecord]:
+    """A file with a stack of matrices, and what they restore to."""
     value = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    made = quantized(jnp.asarray(value), (1,), INT4)
+    made = quantized(jnp.asarray(value), (1,), how)
     tensors = {"m/codes": packed(np.asarray(made.codes)), "m/scales": np.asarray(made.scales)}
     specs = [TensorSpec(name=n, shape=a.shape, dtype=a.dtype) for n, a in tensors.items()]
     with path.open("wb") as out:
         write(out, specs, list(tensors.values()), {})
-    record = QuantizedRecord.of(INT4, shape, np.dtype(np.float32))
+    record = QuantizedRecord.of(how, shape, np.dtype(np.float32))
     return np.asarray(made.restored(jnp.float32)), record
 
 
@@ -54,6 +56,18 @@ def test_a_matrix_is_read_in_codes_and_restored(tmp_path: Path) -> None:
     np.testing.assert_array_equal(restored.part(cut, np.dtype(np.float32)), wanted[cut])
     whole = codes.read()
     np.testing.assert_array_equal(codes.part(cut, np.dtype(ml_dtypes.int4)), whole[cut])
+
+
+def test_an_embedding_with_a_scale_for_each_row_is_one_piece(tmp_path: Path) -> None:
+    int8 = MatrixFormat(format=WeightFormat.int8)
+    wanted, record = stored(tmp_path / "w.safetensors", (6, 4), int8)
+    plain, _ = views(read_header(tmp_path / "w.safetensors")[0], {"m": record}, "bundle.json")
+    restored = plain["m"]
+    assert isinstance(restored, RestoredTensor)
+    (piece,) = restored.pieces()
+    np.testing.assert_array_equal(piece, wanted)
+    cut = (slice(1, 3), slice(0, 2))
+    np.testing.assert_array_equal(restored.part(cut, np.dtype(np.float32)), wanted[cut])
 
 
 def test_a_record_that_does_not_fit_is_refused(tmp_path: Path) -> None:

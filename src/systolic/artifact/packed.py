@@ -107,13 +107,18 @@ class RestoredTensor:
         """Bytes of its codes and scales in the file."""
         return self.codes.nbytes + self.scales.nbytes
 
+    @property
+    def stacked(self) -> bool:
+        """Whether the first dim is of matrices that have scales of their own; that of an embedding is of rows."""
+        return len(self.shape) > 2 and self.scales.shape[0] == self.shape[0]
+
     def read(self) -> np.ndarray:
         """The whole matrix."""
         return self._restored(self.codes.read(), self.scales.read())
 
     def pieces(self) -> Iterator[np.ndarray]:
         """Consecutive pieces of the first dim: rows of a stack, each of whose matrices has its own scales."""
-        if self.scales.shape[0] != self.shape[0]:
+        if not self.stacked:
             yield self.read()
             return
         for row in range(self.shape[0]):
@@ -124,7 +129,7 @@ class RestoredTensor:
     def part(self, index: tuple[slice, ...] | None, dtype: np.dtype) -> np.ndarray:
         """See :meth:`MappedTensor.part`."""
         out = np.empty(self.shape, dtype)
-        if self.scales.shape[0] == self.shape[0]:
+        if self.stacked:
             for row, piece in enumerate(self.pieces()):
                 out[row] = piece
         else:
