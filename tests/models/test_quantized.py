@@ -8,7 +8,13 @@ import pytest
 from systolic.core.errors import OptionError
 from systolic.job import MatrixFormat, WeightFormat
 from systolic.models.adapters import inputs_of
-from systolic.models.quantized import Quantized, quantized, quantized_product, stored_bytes
+from systolic.models.quantized import (
+    Quantized,
+    held_dtype,
+    quantized,
+    quantized_product,
+    stored_bytes,
+)
 
 INT8 = MatrixFormat(format=WeightFormat.int8)
 INT4 = MatrixFormat(format=WeightFormat.int4, group=2)
@@ -77,6 +83,16 @@ def test_four_bits_lie_two_to_a_byte() -> None:
     assert stored_bytes((3, 5), jnp.uint4) == 8
     assert stored_bytes((3, 5), jnp.int8) == 15
     assert stored_bytes((3, 5), jnp.bfloat16) == 30
+
+
+def test_a_cpu_holds_codes_of_four_bits_in_bytes() -> None:
+    for how, dtype in ((INT4, "int8"), (NF4, "uint8")):
+        assert held_dtype(how, "cpu") == dtype
+        assert held_dtype(how, "tpu") == how.format.dtype
+        made = quantized(jax.random.normal(jax.random.key(0), (4, 3)), (0,), how)
+        held = Quantized(codes=made.codes.astype(dtype), scales=made.scales)
+        np.testing.assert_array_equal(held.restored(), made.restored())
+        assert held.scaled_after == made.scaled_after
 
 
 def test_four_bits_need_groups() -> None:

@@ -18,13 +18,10 @@ from systolic.job import MatrixFormat, WeightFormat
 
 SCALES_DTYPE = "bfloat16"
 """Dtype of scales: codes are computed with the rounded scale, so that it costs no accuracy beside its 2 bytes."""
-FORMATS = {
-    "int8": WeightFormat.int8,
-    "int4": WeightFormat.int4,
-    "float8_e4m3fn": WeightFormat.fp8,
-    "uint4": WeightFormat.nf4,
-}
-"""Dtype of codes to their format."""
+NARROW_DTYPES = "int4", "uint4"
+"""Dtypes whose elements lie two to a byte."""
+QUANTILES = "uint4", "uint8"
+"""Dtypes of the codes of nf4; those of all other formats are numbers."""
 
 NF4_VALUES = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -41,7 +38,7 @@ class Quantized:
     """A matrix in fewer bits, or a stack of them, in the place of a parameter's array."""
 
     codes: jax.Array
-    """int8, int4, float8 (e4m3) or uint4 (nf4), of the matrix's shape."""
+    """int8, int4, float8 (e4m3) or uint4 (nf4), of the matrix's shape; on a CPU int8 and uint8 in place of 4 bits."""
     scales: jax.Array
     """Of the same rank; dims that share a scale have size 1, or are shorter where groups of neighbours share one."""
 
@@ -64,7 +61,7 @@ class Quantized:
     @property
     def scaled_after(self) -> bool:
         """Whether a product of the codes can be scaled: codes are numbers, and no dim has groups."""
-        return FORMATS[self.codes.dtype.name] is not WeightFormat.nf4 and not self.grouped
+        return self.codes.dtype.name not in QUANTILES and not self.grouped
 
     def __getitem__(self, key: Any) -> "Quantized":
         """The matrix, as a parameter is read: takes ``...`` alone."""
@@ -74,7 +71,7 @@ class Quantized:
     def restored(self, dtype: Any = None) -> jax.Array:
         """The matrix in a dtype, by default that of its scales."""
         dtype = jnp.dtype(self.scales.dtype if dtype is None else dtype)
-        if FORMATS[self.codes.dtype.name] is WeightFormat.nf4:
+        if self.codes.dtype.name in QUANTILES:
             values = jnp.array(NF4_VALUES, dtype)[self.codes.astype(jnp.int32)]
         else:
             values = self.codes.astype(dtype)
@@ -89,10 +86,19 @@ class Quantized:
         return (values.reshape(split) * scales.reshape(spread)).reshape(self.codes.shape)
 
 
+def held_dtype(how: MatrixFormat, platform: str) -> str:
+    """Dtype of codes in memory: of 4 bits a byte on a CPU, where XLA has no packed ones.
+
+    There JAX 0.10 refuses arrays of int4 as arguments of programs that were compiled ahead of time, as those of servers are.
+    """
+    wide = {"int4": "int8", "uint4": "uint8"} if platform == "cpu" else {}
+    return wide.get(how.format.dtype, how.format.dtype)
+
+
 def stored_bytes(shape: Sequence[int], dtype: Any) -> int:
     """Bytes of an array in memory; codes of 4 bits lie two to a byte."""
     wide = jnp.dtype(dtype)
-    bits = FORMATS[wide.name].bits if wide.name in FORMATS else 8 * wide.itemsize
+    bits = 4 if wide.name in NARROW_DTYPES else 8 * wide.itemsize
     return -(-math.prod(shape) * bits // 8)
 
 

@@ -11,7 +11,7 @@ from systolic.core.errors import OptionError
 from systolic.job import MatrixFormat, Model, WeightFormat
 from systolic.models.adapters import CODES, SCALES, STACKED, Frozen, inputs_of
 from systolic.models.layered import Layered
-from systolic.models.quantized import SCALES_DTYPE, Quantized, scales_shape
+from systolic.models.quantized import SCALES_DTYPE, Quantized, held_dtype, scales_shape
 
 
 class QuantizedWeight(nnx.Module):
@@ -38,12 +38,13 @@ class QuantizedWeight(nnx.Module):
         return Quantized(codes=codes, scales=scales)
 
 
-def place_quantized(module: nnx.Module, formats: Mapping[str, MatrixFormat]) -> None:
+def place_quantized(module: nnx.Module, formats: Mapping[str, MatrixFormat], platform: str) -> None:
     """Puts quantized matrices of zeros in the places of parameters; their codes and scales are read from files.
 
     Args:
         module: As its model built it; changed.
         formats: By path of the parameter.
+        platform: Of the devices that hold them.
 
     Raises:
         OptionError: the module has no such parameter.
@@ -62,7 +63,7 @@ def place_quantized(module: nnx.Module, formats: Mapping[str, MatrixFormat]) -> 
         shape = parameter.get_value().shape
         scales = scales_shape(shape, inputs_of(axes), how)
         weight = QuantizedWeight(
-            Frozen(jnp.zeros(shape, jnp.dtype(how.format.dtype)), out_sharding=axes),
+            Frozen(jnp.zeros(shape, jnp.dtype(held_dtype(how, platform))), out_sharding=axes),
             Frozen(jnp.zeros(scales, SCALES_DTYPE), out_sharding=axes),
         )
         setattr(holder, name, weight)

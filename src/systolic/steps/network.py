@@ -111,7 +111,7 @@ class ModelStructure:
             if self.adapter:
                 names = frozenset(self.model.adaptable())
                 adapt(module, self.adapter, names, rngs, jnp.dtype(self.target.dtype))
-            place_quantized(module, self.quantization.by_path())
+            place_quantized(module, self.quantization.by_path(), self.target.platform)
             return module
 
 
