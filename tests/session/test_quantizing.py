@@ -40,6 +40,8 @@ from tests.serving.text.engine import SIZES
 
 INT8 = MatrixFormat(format=WeightFormat.int8)
 INT4 = MatrixFormat(format=WeightFormat.int4, group=32)
+NARROW = MatrixFormat(format=WeightFormat.int4, group=8)
+"""Of heads of 8 too."""
 TEXT = "the capital of France is Paris\n" * 40
 GREEDY = Sampling(temperature=0)
 
@@ -221,17 +223,18 @@ def test_what_has_too_few_inputs_beside_each_other_is_int8() -> None:
 
 
 def test_codes_of_4_bits_are_fitted_to_the_inputs_that_transformers_sees(
-    source: Path, tmp_path: Path
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "new.txt").write_text("the capital of Spain is Madrid, yes or no\n" * 8)
-    (tmp_path / "text.txt").write_text(TEXT)
+    # One document that fills rows: transformers sees no ends of others in them.
+    (tmp_path / "new.txt").write_text("the capital of Spain is Madrid, yes or no " * 80)
+    monkeypatch.setattr("systolic.session.sensitivity.CALIBRATION_BATCHES", 1)
     model = systolic.open(source)
     known = matrices_in(open_source(source))
-    formats = formats_of(known, INT4, [])
+    formats = formats_of(known, NARROW, [])
     found = moments_of(model, known, formats, tmp_path / "new.txt", lambda _: None)
     job = model.job_on(tmp_path / "new.txt")
     feed = evaluation(job, model.setup.steps, splits(job, None)[0])
-    tokens = np.concatenate([np.asarray(batch["tokens"]) for batch in feed])
+    tokens = np.asarray(next(iter(feed))["tokens"])
     feed.close()
     other = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     layer, seen = other.model.layers[1], {}
@@ -246,14 +249,16 @@ def test_codes_of_4_bits_are_fitted_to_the_inputs_that_transformers_sees(
     for path, x in seen.items():
         flat = x.reshape(-1, x.shape[-1]).numpy()
         np.testing.assert_allclose(found[path][1], flat.T @ flat, rtol=1e-3, atol=1e-3)
-    on = Evaluated(data=tmp_path / "text.txt", calibration=tmp_path / "new.txt")
-    fitted = quantize_model(source, tmp_path / "fitted", to=INT4, on=on)
-    plain = quantize_model(source, tmp_path / "plain", to=INT4)
-    assert fitted.outputs is not None
-    assert plain.outputs is not None
-    assert fitted.outputs.mean_abs < plain.outputs.mean_abs
+    on = Evaluated(calibration=tmp_path / "new.txt")
+    quantize_model(source, tmp_path / "fitted", to=NARROW, on=on)
+    quantize_model(source, tmp_path / "plain", to=NARROW)
+    before, fitted, plain = (
+        outputs_of(one.setup.steps, one.weights, {"tokens": tokens})
+        for one in (model, *(systolic.open(tmp_path / name) for name in ("fitted", "plain")))
+    )
+    assert np.abs(fitted - before).mean() < 0.8 * np.abs(plain - before).mean()
     with pytest.raises(OptionError, match="--calibrate and --data are both"):
-        quantize_model(source, tmp_path / "same", to=INT4, on=replace(on, data=on.calibration))
+        quantize_model(source, tmp_path / "same", to=NARROW, on=replace(on, data=on.calibration))
     with pytest.raises(OptionError, match="--calibrate has an effect on int4 and nf4 only"):
         quantize_model(source, tmp_path / "int8", to=INT8, on=on)
 
@@ -399,7 +404,7 @@ def test_the_command_prints_a_table(
     said = capsys.readouterr().out
     assert f"{tmp_path / 'a'}: int4 in groups of 64, in " in said
     assert "as matrices of the vocabulary or with" in said
-    assert "to share a scale: embedding, unembedding" in said
+    assert "unembedding, embedding\n" in said
     assert "  left as they are, 896 B: " in said
     for part in ("weights", "perplexity", "largest difference", "blocks/mlp/down", "alone"):
         assert part in said
