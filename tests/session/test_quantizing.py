@@ -118,7 +118,7 @@ def test_its_outputs_and_evaluations_are_on_record(
     assert f"loss {one['before']['loss']:.4f}" in before
 
 
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize("kind", ["int8", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_a_server_writes_what_generate_does(
     kind: str, int8: Any, source: Path, tmp_path: Path
 ) -> None:
