@@ -31,7 +31,7 @@ KEPT = "sensitivity"
 """Folder of the cache with what was measured."""
 CALIBRATION_BATCHES = 8
 """Batches of calibration data: the second moments of thousands of tokens change little with more."""
-MOST_MOMENTS = 16_000_000_000
+MOST_MOMENTS = 16 * 10**9
 """Bytes of moments that are held in memory."""
 LEFT = 0.01
 """Share of its cost that a matrix is taken to keep after going from 4 bits to 8: the step is 16 times finer, the error's square 256."""
