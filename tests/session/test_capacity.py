@@ -95,8 +95,8 @@ NINE = ("--model.heads=9", "--model.kv-heads=3", "--model.head-dim=64", "--model
 
 @pytest.mark.slow
 def test_devices_that_no_engine_takes_are_named_and_the_server_leaves_the_same(capsys) -> None:
-    """39 GiB of weights: three devices of v5e hold them, and two engines of three leave two idle."""
-    sizes = ("--model.layers=2", "--model.d-ff=6144000", "--model.vocab=512")
+    """40.5 GiB of weights: three devices of v5e hold them, and two engines of three leave two idle."""
+    sizes = ("--model.layers=3", "--model.d-ff=4194048", "--model.vocab=512")
     words = ["lm", *NINE, *sizes, "--on=v5e-8", "--concurrency", "1", "--quick", "--json"]
     assert main(["forecast", "--serve", *words, "--prompt-tokens=64", "--output-tokens=16"]) == 0
     made = json.loads(capsys.readouterr().out)
