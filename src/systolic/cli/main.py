@@ -36,6 +36,14 @@ VERBS = {
     "train": Verb(
         "train", "trains a recipe; resumes with --resume RUN; rehearses with --rehearse SLICE"
     ),
+    "launch": Verb(
+        "launch",
+        "trains a recipe on machines elsewhere: files, bill and commands of their platform",
+    ),
+    "runs": Verb("runs", "lists what was launched where"),
+    "status": Verb("status", "what a launch is doing"),
+    "logs": Verb("logs", "prints what a launch has printed; -f keeps printing"),
+    "stop": Verb("stop", "ends a launch, after its training was asked to save"),
     "import": Verb(
         "import_model",
         "writes a Hugging Face model as a Bundle, and checks that it computes the same",

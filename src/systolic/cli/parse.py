@@ -266,11 +266,11 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     """
 
     def typed(p: inspect.Parameter) -> inspect.Parameter:
-        if p.annotation is bool and p.default is False:
-            return p.replace(annotation=Annotated[bool, tyro.conf.FlagCreatePairsOff])
         if p.name.endswith("_"):
             named = tyro.conf.arg(name=dashed(p.name))
-            return p.replace(annotation=Annotated[p.annotation, named])
+            p = p.replace(annotation=Annotated[p.annotation, named])
+        if p.default is False and bool in (p.annotation, *typing.get_args(p.annotation)[:1]):
+            return p.replace(annotation=Annotated[p.annotation, tyro.conf.FlagCreatePairsOff])
         return p
 
     signature = inspect.signature(function, eval_str=True)

@@ -3,8 +3,9 @@
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from systolic.cli.parse import (
     asks_help,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 Options = TypeVar("Options")
 """A verb's own options, a dataclass."""
+PlanOptions = TypeVar("PlanOptions", bound="UnderPlan")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +142,52 @@ def request_for(
     values, unknown = known(function, rest, prog)
     refuse_unknown(unknown, names, prog, takes)
     return Request(recipe=found, options=values, verb=own, typed=tuple(rest))
+
+
+class UnderPlan(Protocol):
+    """A verb's options that may name a plan."""
+
+    @property
+    def plan(self) -> Path | None:
+        """The plan's file."""
+
+    @property
+    def candidate(self) -> int:
+        """Rank of the plan's candidate."""
+
+
+def planned_request(
+    target: str,
+    args: Sequence[str],
+    verb: str,
+    options: type[PlanOptions],
+    warn: Callable[[str], None],
+) -> Request[PlanOptions]:
+    """A recipe's options and the verb's; under a plan, the options that were planned where they are not given.
+
+    Raises: as :func:`request`, and what :func:`systolic.artifact.chosen.read` and
+        :func:`systolic.session.planned.kept_choice` raise of the plan.
+    """
+    from systolic.artifact.chosen import read
+    from systolic.session.planned import kept_choice, planned_options
+
+    chosen: Chosen | None = None
+    planned: Mapping[str, Any] = {}
+
+    def saved(recipe: "Recipe", own: PlanOptions | None) -> Mapping[str, Any]:
+        nonlocal chosen, planned
+        if own is not None and own.plan is not None:
+            chosen = read(own.plan, own.candidate)
+            planned = planned_options(recipe, chosen)
+        return planned
+
+    asked = request_for(target, args, verb, options, saved)
+    if chosen is None:
+        asked.job.check_effects()
+        return asked
+    before, now = asked.recipe(planned), asked.job
+    kept = kept_choice(chosen, before, now, steps_given=asked.gives("steps"), warn=warn)
+    return replace(asked, chosen=kept)
 
 
 def renamed(args: Sequence[str], *, typed: bool = True) -> list[str]:

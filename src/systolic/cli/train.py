@@ -4,20 +4,18 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from systolic.cli.output import print_json
 from systolic.cli.parse import known, parse, print_verb_help
-from systolic.cli.target import Request, first, request_for
+from systolic.cli.target import Request, first, planned_request, request_for
 from systolic.core.errors import OptionError
-from systolic.core.ranges import COUNT, NOT_NEGATIVE
+from systolic.core.ranges import COUNT, NOT_NEGATIVE, dashed
 
 if TYPE_CHECKING:
-    from systolic.artifact.chosen import Chosen
-    from systolic.recipes import Recipe
     from systolic.session.job_source import JobSource
     from systolic.session.training import Audience, SessionOptions, TrainResult
     from systolic.training.ledger import Ledger
@@ -44,6 +42,7 @@ class TrainOptions:
 
     Args:
         run: The run's directory; by default runs/NAME-TIME.
+        continue_: Continue the run of --run where it has begun, from its newest checkpoint; start it otherwise. For machines that start the same command again.
         rehearse: Run a few real steps on virtual CPU devices with this slice's mesh, then stop.
         plan: What systolic plan wrote: trains its best candidate with the options that were planned, and shows the forecast beside what is measured.
         candidate: Which of the plan's candidates, by rank.
@@ -58,6 +57,7 @@ class TrainOptions:
     """
 
     run: Path | None = None
+    continue_: bool = False
     rehearse: str | None = None
     plan: Path | None = None
     candidate: Annotated[int, COUNT] = 1
@@ -134,36 +134,12 @@ def run(args: Sequence[str]) -> int:
         raise OptionError(
             "--resume takes a run and no recipe: systolic train --resume RUN; the run knows its recipe and options"
         )
-    asked = requested(target, rest)
+    asked = planned_request(target, rest, "train", TrainOptions, tell)
     if asked.verb.rehearse is not None:
         from systolic.cli.rehearse import rehearse
 
         return rehearse(source_of(asked), asked.verb)
     return train(asked, ledger)
-
-
-def requested(target: str, args: Sequence[str]) -> Request[TrainOptions]:
-    """A recipe's options and the verb's; under a plan, the options that were planned where they are not given."""
-    from systolic.artifact.chosen import read
-    from systolic.session.planned import kept_choice, planned_options
-
-    chosen: Chosen | None = None
-    planned: Mapping[str, Any] = {}
-
-    def saved(recipe: "Recipe", own: TrainOptions | None) -> Mapping[str, Any]:
-        nonlocal chosen, planned
-        if own is not None and own.plan is not None:
-            chosen = read(own.plan, own.candidate)
-            planned = planned_options(recipe, chosen)
-        return planned
-
-    asked = request_for(target, args, "train", TrainOptions, saved)
-    if chosen is None:
-        asked.job.check_effects()
-        return asked
-    before, now = asked.recipe(planned), asked.job
-    kept = kept_choice(chosen, before, now, steps_given=asked.gives("steps"), warn=tell)
-    return replace(asked, chosen=kept)
 
 
 def train(asked: Request[TrainOptions], ledger: "Ledger") -> int:
@@ -172,6 +148,8 @@ def train(asked: Request[TrainOptions], ledger: "Ledger") -> int:
 
     options = asked.verb
     join(json=options.json)
+    if options.continue_ and begun(options.run):
+        return again(asked, ledger)
     return show(
         start(
             source_of(asked),
@@ -183,6 +161,33 @@ def train(asked: Request[TrainOptions], ledger: "Ledger") -> int:
         ),
         json=options.json,
     )
+
+
+def begun(run: Path | None) -> bool:
+    """Whether the run of ``--continue`` has begun, as the first process of the job sees it.
+
+    Raises:
+        OptionError: no run is given.
+    """
+    from systolic.artifact.run import JOB
+    from systolic.training import hosts
+
+    if run is None:
+        raise OptionError("--continue needs the run; add --run DIR, the same at every start")
+    if not hosts.joined():
+        return (run / JOB).is_file()
+    return bool(hosts.share("begun" if hosts.is_first() and (run / JOB).is_file() else ""))
+
+
+def again(asked: Request[TrainOptions], ledger: "Ledger") -> int:
+    """Continues the run with the options that are given; returns the exit code."""
+    options = asked.verb
+    args = ["--resume", str(options.run), *asked.typed]
+    for name in ("workers", "diagnose", "profile", "log_every"):
+        value = vars(options)[name]
+        if value is not None:
+            args += [f"--{dashed(name)}", str(value)]
+    return resume([*args, *(["--json"] if options.json else [])], ledger)
 
 
 def resume(args: Sequence[str], ledger: "Ledger") -> int:

@@ -1,0 +1,260 @@
+"""``systolic launch RECIPE --on SLICE --via PLATFORM``: the files, the bill and the commands of a training elsewhere."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from systolic.cli.output import print_json, warn
+from systolic.cli.parse import Required, print_verb_help
+from systolic.cli.target import Request, first, planned_request
+from systolic.core.errors import OptionError
+from systolic.core.ranges import COUNT, NOT_NEGATIVE
+
+if TYPE_CHECKING:
+    from systolic.launching import Launch, LaunchBill, Prepared, Purchase
+    from systolic.session.launched import Launched
+    from systolic.session.launching import LaunchRequest
+
+FORMS = """usage: systolic launch RECIPE --on SLICE --via PLATFORM [options]
+       systolic launch RECIPE --plan plan.json --via PLATFORM [options]
+
+Writes what the platform needs and shows it with the bill; --submit runs the platform's own client.
+RECIPE is a name that systolic recipes lists, or path/to/file.py:function, whose file goes along.
+PLATFORM is one of:
+  tpu-vm    machines of Cloud TPU: a queued resource, the training on all of its machines, deletion at the end
+  gke       Google Kubernetes Engine: a JobSet with a job per slice
+  local     the slice's hosts as processes on this machine, with virtual CPU devices
+The same command on every host starts the run or continues it, so that a lost machine costs what was trained since
+the last checkpoint. systolic runs lists launches; systolic status, logs and stop take their name.
+systolic launch RECIPE --help shows the recipe's options."""
+VIA = Required("a platform; add --via tpu-vm, gke or local")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """Options of a launch.
+
+    Args:
+        on: The slice: v5e-16, v5p-128, 2xv5e-256; by default that of the plan.
+        via: The platform: tpu-vm, gke or local.
+        submit: Run the platform's client now; otherwise the files are written and shown.
+        plan: What systolic plan wrote: slice, layout, batch, steps and compiler flags of its best candidate, and the time for the bill.
+        candidate: Which of the plan's candidates, by rank.
+        quick: Forecast the step for the bill as systolic forecast --quick does, where there is no plan; refuses what does not fit.
+        spot: Take chips that are cheaper and can be taken back at any time.
+        reserved: Take chips of a reservation.
+        reservation: Of gke: its name.
+        name: Of the launch; by default the recipe and the slice.
+        out: Folder for the files; by default launches/NAME.
+        run: The run's folder: gs://BUCKET/FOLDER, which the machines mount; of gke also a path on the volume of --claim; of local a folder here, by default runs/NAME.
+        restarts: Restarts after a failure or a lost machine; by default 10, with --spot 100.
+        train: More options of systolic train, as one word: --train="--workers 4 --profile 10".
+        image: Of gke: the container image with Systolic.
+        project: Google Cloud's project; by default the client's.
+        zone: Google Cloud's zone; tpu-vm needs it.
+        network: Of tpu-vm: Google Cloud's network.
+        service_account: That the machines or pods act as.
+        namespace: Of gke: Kubernetes' namespace.
+        queue: Of gke: Kueue's local queue.
+        claim: Of gke: the PersistentVolumeClaim that is mounted at /runs.
+        processes: Of local: how many; by default the slice's hosts.
+        keep: Of tpu-vm: leave the machines when the training has ended.
+        json: Print one JSON object.
+    """
+
+    on: str = ""
+    via: Annotated[str, VIA]
+    submit: bool = False
+    plan: Path | None = None
+    candidate: Annotated[int, COUNT] = 1
+    quick: bool = False
+    spot: bool = False
+    reserved: bool = False
+    reservation: str = ""
+    name: str = ""
+    out: Path | None = None
+    run: str = ""
+    restarts: Annotated[int | None, NOT_NEGATIVE] = None
+    train: str = ""
+    image: str = ""
+    project: str = ""
+    zone: str = ""
+    network: str = ""
+    service_account: str = ""
+    namespace: str = ""
+    queue: str = ""
+    claim: str = ""
+    processes: Annotated[int | None, COUNT] = None
+    keep: bool = False
+    json: bool = False
+
+    @property
+    def purchase(self) -> "Purchase":
+        """How the chips are paid for.
+
+        Raises:
+            OptionError: spot and reserved are both asked for.
+        """
+        from systolic.launching import Purchase
+
+        reserved = self.reserved or bool(self.reservation)
+        if self.spot and reserved:
+            raise OptionError("--spot and --reserved exclude each other; leave one of them out")
+        if reserved:
+            return Purchase.reserved
+        return Purchase.spot if self.spot else Purchase.on_demand
+
+
+def run(args: Sequence[str]) -> int:
+    """The verb."""
+    if not args or args[0] in ("-h", "--help"):
+        return print_verb_help(FORMS, LaunchOptions)
+    target, rest = first(args, "launch", "a recipe")
+    return launch(planned_request(target, rest, "launch", LaunchOptions, warn), args)
+
+
+def launch(asked: Request[LaunchOptions], args: Sequence[str]) -> int:
+    """Writes, shows and with ``--submit`` starts a launch; returns the exit code."""
+    from systolic.launching import prepare
+    from systolic.session import launched, launching
+
+    options = asked.verb
+    request = request_of(asked, args)
+    made = launching.describe(request)
+    prepared = prepare(options.via, made)
+    bill = bill_of(asked, request)
+    folder = options.out or Path("launches") / made.name
+    launched.check_free(made.name, folder)
+    files = launching.write(made, prepared, folder)
+    record = launched.record(options.via, made, prepared, bill, folder)
+    notes = [*prepared.notes, *launching.notes(request)]
+    if not options.json:
+        show(made, prepared, bill, files, notes)
+    if options.submit:
+        record = launched.submit(record)
+    if options.json:
+        print_json({**record.to_json(), "notes": notes, "files": [str(path) for path in files]})
+    else:
+        print("\n".join(following(record, args)))
+    return 0
+
+
+def request_of(asked: Request[LaunchOptions], args: Sequence[str]) -> "LaunchRequest":
+    """What is launched.
+
+    Raises:
+        OptionError: there is neither a slice nor a plan, or ``--train`` does not parse.
+        NotFoundError: there is no such slice.
+    """
+    from systolic.chips import slice
+    from systolic.launching import Site
+    from systolic.session.launching import LaunchRequest
+
+    options = asked.verb
+    on = options.on or (asked.chosen.slice if asked.chosen is not None else "")
+    if not on:
+        raise OptionError(
+            "systolic launch needs a slice; add --on v5e-16, systolic chips lists them"
+        )
+    try:
+        train = shlex.split(options.train)
+    except ValueError as error:
+        raise OptionError(
+            f"train is {options.train!r}, which a shell does not read: {error}"
+        ) from error
+    return LaunchRequest(
+        recipe=asked.recipe,
+        options=asked.options,
+        on=slice(on),
+        via=options.via,
+        made_by=("systolic", "launch", *(word for word in args if word != "--submit")),
+        chosen=asked.chosen,
+        train=train,
+        name=options.name,
+        run=options.run,
+        image=options.image,
+        purchase=options.purchase,
+        site=Site(
+            project=options.project,
+            zone=options.zone,
+            namespace=options.namespace,
+            service_account=options.service_account,
+            queue=options.queue,
+            network=options.network,
+            claim=options.claim,
+            reservation=options.reservation,
+        ),
+        restarts=options.restarts,
+        processes=options.processes,
+        keep=options.keep,
+    )
+
+
+def bill_of(asked: Request[LaunchOptions], request: "LaunchRequest") -> "LaunchBill":
+    """The bill before the launch; forecasts the step where ``--quick`` asks for it."""
+    from systolic.report.progress import ProgressLine
+    from systolic.session import launching
+
+    seconds = None
+    if asked.verb.quick and asked.chosen is None:
+        with ProgressLine(sys.stderr, "forecasting") as progress:
+            seconds = launching.quick_step_seconds(
+                asked.job, request.on, lambda stage: progress.told("", sys.stderr, stage)
+            )
+    return launching.bill(request, asked.job.steps, seconds)
+
+
+def show(
+    made: "Launch",
+    prepared: "Prepared",
+    bill: "LaunchBill",
+    files: Sequence[Path],
+    notes: Sequence[str],
+) -> None:
+    """Prints the files, then what is launched and its bill."""
+    texts = {path.name: path for path in files if path.name in prepared.files}
+    for name, path in texts.items():
+        print(f"── {path}\n{prepared.files[name].rstrip()}\n")
+    others = [str(path) for path in files if path.name not in prepared.files]
+    on = made.on
+    chips = f"{on.num_chips} chips" if on.platform == "tpu" else f"{on.num_devices} devices"
+    rows = [
+        ("launch", f"{made.name} on {on.name}: {chips}, {prepared.hosts} hosts"),
+        ("command", shlex.join(made.command())),
+        ("run", made.run),
+        ("bill", bill.text()),
+        *(("also", other) for other in others),
+        *(("note", note) for note in notes),
+    ]
+    for title, text in rows:
+        print(f"{title:<8} {text}")
+
+
+def following(record: "Launched", args: Sequence[str]) -> list[str]:
+    """The next step, as a command."""
+    if record.submitted is None:
+        words = [shlex.join(words) for words in record.commands["submit"]]
+        by_hand = " && ".join([f"cd {shlex.quote(record.folder)}", *words])
+        again = shlex.join(["systolic", "launch", *args, "--submit"])
+        return [f"submit   {again}", f"         or: {by_hand}"]
+    return [
+        f"submitted; systolic status {record.name}, systolic logs -f {record.name}, systolic stop {record.name}"
+    ]
+
+
+def rows(found: "Sequence[Launched]") -> list[tuple[str, ...]]:
+    """A table of launches."""
+    from systolic.session.launched import phase
+
+    head = ("NAME", "VIA", "SLICE", "STATE", "SUBMITTED", "USD", "RUN")
+    return [head, *((*_row(one, phase(one)),) for one in found)]
+
+
+def _row(one: "Launched", now: dict[str, Any]) -> tuple[str, ...]:
+    usd = one.bill["usd"]
+    money = "-" if usd is None else f"{usd:,.2f}"
+    when = (one.submitted or "-").replace("+00:00", "")
+    return (one.name, one.via, one.slice, now["phase"], when, money, one.run)

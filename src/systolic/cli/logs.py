@@ -1,0 +1,46 @@
+"""``systolic logs NAME [-f]``: what a launch has printed."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from systolic.cli.parse import parse
+from systolic.core.ranges import COUNT, NOT_NEGATIVE
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogsOptions:
+    """Prints what a launch has printed: of the first host, of tpu-vm of all.
+
+    Args:
+        name: The launch, as systolic runs lists it, or its folder.
+        follow: Keep printing until the training ends; -f is short for it.
+        lines: How many of the last lines.
+        process: Of local: the process, from 0.
+    """
+
+    name: Annotated[str, tyro.conf.Positional]
+    follow: bool = False
+    lines: Annotated[int, COUNT] = 50
+    process: Annotated[int, NOT_NEGATIVE] = 0
+
+
+def run(args: Sequence[str]) -> int:
+    """The verb."""
+    from systolic.session import launched
+
+    words = ["--follow" if word == "-f" else word for word in args]
+    options = parse(LogsOptions, words, "systolic logs")
+    found = launched.find(options.name)
+    path = launched.log_of(found, options.process)
+    if path is None:
+        launched.show_logs(found, follow=options.follow)
+        return 0
+    alive = found.alive if options.follow else None
+    for text in launched.lines(path, options.lines, alive):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    return 0

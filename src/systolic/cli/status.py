@@ -1,0 +1,46 @@
+"""``systolic status NAME``: what a launch is doing."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from systolic.cli.output import print_json
+from systolic.cli.parse import parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusOptions:
+    """Says what a launch is doing; asks the platform's own client where the training is not on this machine.
+
+    Args:
+        name: The launch, as systolic runs lists it, or its folder.
+        json: Print one JSON object, with what this machine knows.
+    """
+
+    name: Annotated[str, tyro.conf.Positional]
+    json: bool = False
+
+
+def run(args: Sequence[str]) -> int:
+    """The verb."""
+    from systolic.session import launched
+
+    options = parse(StatusOptions, args, "systolic status")
+    found = launched.find(options.name)
+    now = launched.phase(found)
+    if options.json:
+        print_json({**found.to_json(), **now})
+        return 0
+    restarts = f", restart {now['attempt']}" if now.get("attempt") else ""
+    print(f"{found.name} on {found.slice} via {found.via}: {now['phase']}{restarts}")
+    print(f"run      {found.run}")
+    if (path := launched.log_of(found)) is not None:
+        last = [line.strip() for line in launched.lines(path, 1, None)]
+        print(f"log      {path}" + (f": {last[-1]}" if last else ""))
+    if now["phase"] in ("lost", "failed", "stopped"):
+        print(f"next     {' '.join(found.made_by)} --submit continues it")
+    if words := found.commands["status"]:
+        launched.call(found, words)
+    return 0

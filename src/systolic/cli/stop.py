@@ -1,0 +1,37 @@
+"""``systolic stop NAME``: ends a launch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from systolic.cli.output import print_json
+from systolic.cli.parse import parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopOptions:
+    """Ends a launch: its training is asked to save, then its machines are given back.
+
+    Args:
+        name: The launch, as systolic runs lists it, or its folder.
+        json: Print one JSON object.
+    """
+
+    name: Annotated[str, tyro.conf.Positional]
+    json: bool = False
+
+
+def run(args: Sequence[str]) -> int:
+    """The verb."""
+    from systolic.session import launched
+
+    options = parse(StopOptions, args, "systolic stop")
+    found = launched.find(options.name)
+    result = launched.stop(found)
+    if options.json:
+        print_json({"name": found.name, "result": result})
+    else:
+        print(f"{found.name}: {result}")
+    return 0

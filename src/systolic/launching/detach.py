@@ -1,0 +1,20 @@
+"""``python -m systolic.launching.detach OUTPUT WORDS…``: starts a command that outlives its caller and prints its process number."""
+
+import os
+import subprocess
+import sys
+
+
+def main(output: str, words: list[str]) -> None:
+    """Starts ``words`` in a session of its own, with its output in a file."""
+    with open(output, "wb") as out:
+        started = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
+    print(started.pid, flush=True)
+    # Without waiting for it, which the interpreter would warn of.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

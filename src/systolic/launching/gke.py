@@ -1,0 +1,304 @@
+"""``--via gke``: a JobSet with a job per slice, for a cluster of Google Kubernetes Engine that has TPU node pools.
+
+GKE gives each pod the addresses of its slice (``TPU_WORKER_HOSTNAMES``, ``TPU_WORKER_ID``) and JobSets with several
+slices their coordinator (``MEGASCALE_…``), which ``systolic train`` reads. Selectors, taints and resource names:
+https://docs.cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus and …/how-to/tpus, …/how-to/tpu-multislice;
+the JobSet: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2.
+"""
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from systolic.core.errors import OptionError
+from systolic.launching.launch import Launch, Prepared, Purchase, Site
+from systolic.launching.names import (
+    check_image,
+    check_label,
+    check_name,
+    check_shared,
+    check_word,
+    in_bucket,
+    is_bucket,
+)
+
+FILE = "jobset.yaml"
+JOB = "slice"
+"""Name of the replicated job: one job of it is one slice."""
+LONGEST_POD = 63
+POD_SUFFIX = 6
+"""A dash and the five characters that Kubernetes appends to a pod's name."""
+CODE = "/srv/recipe"
+RUNS = "/runs"
+MOUNTS = "/gcs"
+FUSE_OPTIONS = "implicit-dirs,rename-dir-limit=200000"
+"""Of Cloud Storage FUSE: a checkpoint is complete when its folder gets its name."""
+LARGEST_CODE = 900_000
+"""Bytes of the recipe's files: Kubernetes takes 1 MiB in a ConfigMap."""
+GRACE_SECONDS = 120
+"""Time to save after SIGTERM; nodes that are taken back allow less, and then the last checkpoint counts."""
+TPU_PORT, COORDINATOR_PORT, SLICES_PORT = 8471, 8476, 8080
+"""Of libtpu among the hosts of a slice, of jax.distributed, and of libtpu among slices."""
+AMBIGUOUS = ((2, 4),)
+"""Topologies that are a node of eight chips, too: there the machine type is a selector."""
+
+
+def prepare(launch: Launch) -> Prepared:
+    """A JobSet, with the recipe's files in a ConfigMap.
+
+    Raises:
+        OptionError: GKE lacks the slice, the image is missing, the run's folder is not shared, or a name is against the rules.
+    """
+    on, site = launch.on, launch.site
+    check_slice(launch)
+    pods = f"-{JOB}-{on.num_slices - 1}-{launch.hosts_per_slice - 1}"
+    longest = LONGEST_POD - len(pods) - POD_SUFFIX
+    check_name(launch.name, longest, "a JobSet, whose pods have longer names,")
+    _check_site(site)
+    if not launch.image:
+        raise OptionError(
+            "gke runs a container image and --image is not given; build one with systolic launch … --via docker, push it, and give its name"
+        )
+    check_image(launch.image)
+    check_shared(launch.run, on.num_hosts, mounted=bool(site.claim))
+    size = sum(len(text.encode()) for text in launch.code.values())
+    if size > LARGEST_CODE:
+        raise OptionError(
+            f"the recipe's files have {size} bytes and a ConfigMap holds {LARGEST_CODE}; put them into the image and give their path there"
+        )
+    documents = [*([_code(launch)] if launch.code else []), _jobset(launch)]
+    text = "---\n".join(yaml.safe_dump(one, sort_keys=False, width=1000) for one in documents)
+    scope = ("--namespace", site.namespace) if site.namespace else ()
+    first = (
+        f"jobset.sigs.k8s.io/jobset-name={launch.name},jobset.sigs.k8s.io/job-index=0,"
+        "batch.kubernetes.io/job-completion-index=0"
+    )
+    logs = ("kubectl", "logs", *scope, "--selector", first, "--tail", "200")
+    whole = ("jobset", launch.name, *(("configmap", launch.name) if launch.code else ()))
+    return Prepared(
+        files={FILE: launch.header() + text},
+        submit=(("kubectl", "apply", *scope, "--filename", FILE),),
+        status=("kubectl", "get", "jobset,job,pod", *scope, "--selector", _selector(launch)),
+        logs=logs,
+        follow=(*logs, "--follow"),
+        stop=tuple(
+            ("kubectl", "delete", *scope, *whole[at : at + 2], "--ignore-not-found")
+            for at in range(0, len(whole), 2)
+        ),
+        notes=_notes(launch),
+        hosts=on.num_hosts,
+    )
+
+
+def check_slice(launch: Launch) -> None:
+    """Checks that GKE has node pools of the slice.
+
+    Raises:
+        OptionError: it has none.
+    """
+    on = launch.on
+    if on.platform != "tpu" or on.chip.gke_accelerator is None:
+        raise OptionError(
+            f"{on.name} is not in the TPU node pools of gke, which have v4, v5e, v5p, v6e and tpu7x; give one of those to --on"
+        )
+
+
+def selectors(launch: Launch) -> dict[str, str]:
+    """Labels of the nodes that the pods run on."""
+    on, site = launch.on, launch.site
+    assert on.chip.gke_accelerator is not None
+    found = {
+        "cloud.google.com/gke-tpu-accelerator": on.chip.gke_accelerator,
+        "cloud.google.com/gke-tpu-topology": topology(launch),
+    }
+    if on.topology in AMBIGUOUS:
+        found["node.kubernetes.io/instance-type"] = machine_type(launch)
+    if launch.purchase is Purchase.spot:
+        found["cloud.google.com/gke-spot"] = "true"
+    if site.reservation:
+        found["cloud.google.com/reservation-name"] = site.reservation
+    return found
+
+
+def topology(launch: Launch) -> str:
+    """Topology of one slice as GKE writes it: ``4x4``, ``2x2x1``."""
+    return "x".join(map(str, launch.on.topology))
+
+
+def machine_type(launch: Launch) -> str:
+    """Machine of the slice's hosts: the catalogue's of four chips, or that of one."""
+    kind = launch.on.chip.machine_type or ""
+    return kind if launch.chips_per_host != 1 else kind.removesuffix("-4t") + "-1t"
+
+
+def _check_site(site: Site) -> None:
+    check_label(site.namespace, "namespace")
+    check_label(site.service_account, "service-account")
+    check_label(site.claim, "claim")
+    check_label(site.queue, "queue")
+    check_word(site.reservation, "reservation")
+
+
+def _selector(launch: Launch) -> str:
+    return f"jobset.sigs.k8s.io/jobset-name={launch.name}"
+
+
+def _code(launch: Launch) -> dict[str, Any]:
+    """The recipe's files; a key may hold no slash, so that the volume gives the paths back."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(launch),
+        "data": {f"file-{n}": text for n, text in enumerate(launch.code.values())},
+    }
+
+
+def _metadata(launch: Launch) -> dict[str, Any]:
+    space = {"namespace": launch.site.namespace} if launch.site.namespace else {}
+    labels = {"app.kubernetes.io/name": launch.name, "app.kubernetes.io/managed-by": "systolic"}
+    return {"name": launch.name, **space, "labels": labels}
+
+
+def _jobset(launch: Launch) -> dict[str, Any]:
+    on, site = launch.on, launch.site
+    metadata = _metadata(launch)
+    # A job's pods are kept on the nodes of one slice.
+    metadata["annotations"] = {
+        "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
+    }
+    suspend = {}
+    if site.queue:
+        # Kueue lets it start when the quota allows.
+        metadata["labels"] = {**metadata["labels"], "kueue.x-k8s.io/queue-name": site.queue}
+        suspend = {"suspend": True}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            **suspend,
+            "failurePolicy": {
+                "maxRestarts": launch.restarts,
+                "rules": [
+                    {
+                        "name": "nodeLost",
+                        "action": "RestartJobSetAndIgnoreMaxRestarts",
+                        "onJobFailureReasons": ["PodFailurePolicy"],
+                    }
+                ],
+            },
+            "replicatedJobs": [
+                {"name": JOB, "replicas": on.num_slices, "template": {"spec": job(launch)}}
+            ],
+        },
+    }
+
+
+def job(launch: Launch) -> dict[str, Any]:
+    """The Job of one slice: a pod per host, none of which restarts alone, since all train one model."""
+    hosts = launch.hosts_per_slice
+    return {
+        "parallelism": hosts,
+        "completions": hosts,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {
+            "rules": [
+                {
+                    "action": "FailJob",
+                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                }
+            ]
+        },
+        "template": {**_mounting(launch), "spec": _pod(launch)},
+    }
+
+
+def _mounting(launch: Launch) -> dict[str, Any]:
+    """Lets GKE mount buckets in the pods."""
+    found = {"metadata": {"annotations": {"gke-gcsfuse/volumes": "true"}}}
+    return found if is_bucket(launch.run) else {}
+
+
+def _pod(launch: Launch) -> dict[str, Any]:
+    on, site = launch.on, launch.site
+    pod: dict[str, Any] = {"restartPolicy": "Never", "terminationGracePeriodSeconds": GRACE_SECONDS}
+    if site.service_account:
+        pod["serviceAccountName"] = site.service_account
+    if on.num_slices > 1 and not is_bucket(launch.run):
+        # The mount of a bucket has no part in the hosts' network. Traffic between slices goes over the hosts' network cards, without the pods' overlay.
+        pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    pod["nodeSelector"] = selectors(launch)
+    if launch.purchase is Purchase.spot:
+        taint = {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true"}
+        pod["tolerations"] = [{**taint, "effect": "NoSchedule"}]
+    chips: Mapping[str, int] = {"google.com/tpu": launch.chips_per_host}
+    volumes, mounts = _volumes(launch)
+    ports = (TPU_PORT, COORDINATOR_PORT, *((SLICES_PORT,) if on.num_slices > 1 else ()))
+    container: dict[str, Any] = {
+        "name": "train",
+        "image": launch.image,
+        "command": list(launch.command(code=CODE, run=_run(launch))),
+        # Without chips the training ends with an error, instead of going on with the CPU.
+        "env": [{"name": "JAX_PLATFORMS", "value": "tpu,cpu"}],
+        "ports": [{"containerPort": port} for port in ports],
+        "resources": {"requests": dict(chips), "limits": dict(chips)},
+    }
+    if volumes:
+        container["volumeMounts"] = mounts
+        pod["volumes"] = volumes
+    pod["containers"] = [container]
+    return pod
+
+
+def _run(launch: Launch) -> str:
+    """The run's folder in a pod."""
+    if not is_bucket(launch.run):
+        return launch.run
+    bucket, folder = in_bucket(launch.run)
+    return f"{MOUNTS}/{bucket}/{folder}"
+
+
+def _volumes(launch: Launch) -> tuple[list[Any], list[Any]]:
+    """Volumes of the recipe's files, of the claim and of the bucket, and where they are mounted."""
+    volumes: list[Any] = []
+    mounts: list[Any] = []
+    if launch.code:
+        items = [{"key": f"file-{n}", "path": path} for n, path in enumerate(launch.code)]
+        volumes.append({"name": "code", "configMap": {"name": launch.name, "items": items}})
+        mounts.append({"name": "code", "mountPath": CODE, "readOnly": True})
+    if launch.site.claim:
+        claim = {"claimName": launch.site.claim}
+        volumes.append({"name": "runs", "persistentVolumeClaim": claim})
+        mounts.append({"name": "runs", "mountPath": RUNS})
+    if is_bucket(launch.run):
+        bucket, _ = in_bucket(launch.run)
+        attributes = {"bucketName": bucket, "mountOptions": FUSE_OPTIONS}
+        driver = {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": attributes}
+        volumes.append({"name": "bucket", "csi": driver})
+        mounts.append({"name": "bucket", "mountPath": f"{MOUNTS}/{bucket}"})
+    return volumes, mounts
+
+
+def _notes(launch: Launch) -> tuple[str, ...]:
+    on = launch.on
+    words = ["gcloud", "container", "node-pools", "create", "POOL", "--cluster=CLUSTER"]
+    words += [f"--machine-type={machine_type(launch)}", f"--num-nodes={launch.hosts_per_slice}"]
+    if launch.hosts_per_slice > 1:
+        words.append(f"--tpu-topology={topology(launch)}")
+    if launch.purchase is Purchase.spot:
+        words.append("--spot")
+    if launch.site.zone:
+        words.append(f"--node-locations={launch.site.zone}")
+    pools = "a node pool" if on.num_slices == 1 else f"{on.num_slices} node pools"
+    notes = [
+        f"the cluster needs the JobSet controller, and {pools} like this: {shlex.join(words)}",
+    ]
+    if is_bucket(launch.run):
+        who = launch.site.service_account or "default"
+        notes.append(
+            f"the pods' service account ({who}) needs access to {launch.run}; take a bucket with a hierarchical namespace, in which folders get their names in one step"
+        )
+    return tuple(notes)

@@ -1,0 +1,199 @@
+"""The description of a launch, its bill, and what a platform makes of it."""
+
+import enum
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from systolic.chips import Slice
+from systolic.core.units import duration
+
+HOUR = 3600.0
+
+
+class Purchase(enum.Enum):
+    """How the chips are paid for."""
+
+    on_demand = "on-demand"
+    spot = "spot"
+    """Cheaper, and taken back at any time."""
+    reserved = "reserved"
+    """A reservation of the user's: its price is in a contract, not in the catalogue."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """Where on a platform; empty fields leave the choice to the platform's client."""
+
+    project: str = ""
+    """Google Cloud's."""
+    zone: str = ""
+    namespace: str = ""
+    """Kubernetes'."""
+    service_account: str = ""
+    queue: str = ""
+    """Kueue's local queue, or Slurm's partition."""
+    account: str = ""
+    """Slurm's, whose budget is charged."""
+    network: str = ""
+    """Google Cloud's."""
+    claim: str = ""
+    """Kubernetes' PersistentVolumeClaim with the run's folder, mounted at ``/runs``."""
+    reservation: str = ""
+    """Google Cloud's; empty takes any that matches."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchBill:
+    """Cost of a launch before it starts."""
+
+    purchase: Purchase
+    usd_per_hour: float | None
+    """Of all chips; None where the catalogue has no such price."""
+    as_of: str = ""
+    """Date of the price."""
+    seconds: float | None = None
+    """Of all steps; None without a plan or a forecast."""
+    seconds_low: float | None = None
+    seconds_high: float | None = None
+    source: str = ""
+    """What the time is from."""
+    here: bool = False
+    """Whether it runs on this machine, whatever the slice would cost."""
+
+    def usd(self, seconds: float | None) -> float | None:
+        """Dollars for so many seconds."""
+        if seconds is None or self.usd_per_hour is None:
+            return None
+        return self.usd_per_hour * seconds / HOUR
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "purchase": self.purchase.value,
+            "usd_per_hour": self.usd_per_hour,
+            "price_as_of": self.as_of,
+            "hours": None if self.seconds is None else self.seconds / HOUR,
+            "usd": self.usd(self.seconds),
+            "usd_low": self.usd(self.seconds_low),
+            "usd_high": self.usd(self.seconds_high),
+            "source": self.source,
+        }
+
+    def text(self) -> str:
+        """One line: the price, then the time and the total where they are known."""
+        if self.here:
+            return "nothing: it runs on this machine"
+        if self.purchase is Purchase.reserved:
+            price = "price as your reservation has it"
+        elif self.usd_per_hour is None:
+            price = f"no {self.purchase.value} price in the catalogue"
+        else:
+            price = f"${self.usd_per_hour:,.2f} an hour {self.purchase.value}"
+            price += f" (prices of {self.as_of})" if self.as_of else ""
+        if self.seconds is None:
+            return f"{price}; the time is not known: give --plan plan.json or --quick"
+        total = self.usd(self.seconds)
+        between = [self.usd(self.seconds_low), self.usd(self.seconds_high)]
+        text = f"{price}, {duration(self.seconds)} of steps by {self.source}"
+        if total is None:
+            return text
+        text += f": ${total:,.2f}"
+        if None not in between:
+            text += f" (${between[0]:,.2f} to ${between[1]:,.2f})"
+        return f"{text}, start-up, evaluations and lost work not counted"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """One training command on the hosts of a slice."""
+
+    name: str
+    on: Slice
+    target: str
+    """What is trained: a recipe's name, or ``FILE.py:function`` with FILE in ``code``."""
+    options: tuple[str, ...]
+    """Words of ``systolic train`` after it: the recipe's options, and those of the verb."""
+    made_by: tuple[str, ...]
+    """The command that asked for the launch; every file names it."""
+    run: str
+    """The run's folder: a path on the hosts, or ``gs://BUCKET/FOLDER``, which they mount."""
+    purchase: Purchase = Purchase.on_demand
+    image: str = ""
+    """Container image with Systolic and the recipe."""
+    site: Site = field(default_factory=Site)
+    restarts: int = 10
+    """Restarts after a failure or a lost machine."""
+    processes: int | None = None
+    """Of ``local``: processes on this machine; by default the slice's hosts."""
+    keep: bool = False
+    """Of ``tpu-vm``: leave the machines when the training has ended."""
+    version: str = ""
+    """Of Systolic."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """The user's recipe and the modules beside it: path to content; empty for a shipped recipe."""
+    directory: str = ""
+    """Folder that ``local`` works in and finds the recipe in."""
+
+    @property
+    def hosts_per_slice(self) -> int:
+        """Hosts of one of the slices."""
+        return self.on.num_hosts // self.on.num_slices
+
+    @property
+    def chips_per_host(self) -> int:
+        """Chips of each host."""
+        return self.on.num_chips // self.on.num_hosts
+
+    def command(self, *, code: str = "", run: str = "") -> tuple[str, ...]:
+        """What runs on every host: it starts the run, or continues it where it has begun.
+
+        Args:
+            code: Folder of the recipe's files on the host.
+            run: The run's folder there, where that is a mount.
+        """
+        target = f"{code}/{self.target}" if self.code and code else self.target
+        return ("systolic", "train", target, *self.options, "--run", run or self.run, "--continue")
+
+    def header(self) -> str:
+        """Comment at the top of every file."""
+        return (
+            f"# Made by: {shlex.join(self.made_by)}\n# (systolic {self.version}; {self.on.name})\n"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """What a platform needs: files by name, and its client's commands, all run in the files' folder."""
+
+    files: Mapping[str, str]
+    submit: tuple[tuple[str, ...], ...]
+    """Commands that start the launch, one after another."""
+    status: tuple[str, ...]
+    logs: tuple[str, ...]
+    follow: tuple[str, ...]
+    """Prints the logs as they are written."""
+    stop: tuple[tuple[str, ...], ...]
+    detached: bool = False
+    """Whether the last command of ``submit`` lasts as long as the training, so that it runs in the background."""
+    notes: tuple[str, ...] = ()
+    """What the user should know before submitting, a line each."""
+    hosts: int = 1
+    """Machines that the platform gives, or processes of ``local``."""
+    ships: bool = False
+    """Whether this package goes along: a wheel, requirements.txt and the recipe's files in ``code/``."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, without the files' contents."""
+        return {
+            "files": sorted(self.files),
+            "submit": [list(words) for words in self.submit],
+            "status": list(self.status),
+            "logs": list(self.logs),
+            "follow": list(self.follow),
+            "stop": [list(words) for words in self.stop],
+            "detached": self.detached,
+            "notes": list(self.notes),
+            "hosts": self.hosts,
+        }

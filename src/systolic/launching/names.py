@@ -1,0 +1,183 @@
+"""Rules of the platforms for names, checked before anything is sent, and secrets, which no file may hold."""
+
+import re
+from collections.abc import Iterable
+
+from systolic.core.errors import OptionError
+
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_PROJECT = re.compile(r"([a-z0-9.-]+:)?[a-z][-a-z0-9]{4,28}[a-z0-9]")
+_ZONE = re.compile(r"[a-z]+-[a-z]+[0-9]+-[a-z]")
+_REGION = re.compile(r"[a-z]+-[a-z]+[0-9]+")
+_BUCKET = re.compile(r"gs://([a-z0-9][-_.a-z0-9]{1,220}[a-z0-9])/([A-Za-z0-9_][-\w./=+@]*)")
+_IMAGE = re.compile(
+    r"([a-z0-9]([-.a-z0-9]*[a-z0-9])?(:[0-9]+)?/)?"
+    r"[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*"
+    r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@sha256:[0-9a-f]{64})?"
+)
+_ACCOUNT = re.compile(r"[a-z0-9-]+@[a-z0-9.:-]+")
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_SECRETS = re.compile(
+    r"AKIA[0-9A-Z]{16}|ASIA[0-9A-Z]{16}|AIza[0-9A-Za-z_-]{35}|ya29\.[0-9A-Za-z_-]{20,}"
+    r"|hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{36,}|sk-[A-Za-z0-9_-]{20,}|xox[abp]-[0-9A-Za-z-]{10,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----|://[^/\s:@]+:[^/\s@]+@"
+)
+"""Forms of keys and tokens that their issuers document, private keys, and passwords in addresses."""
+
+
+def check_name(name: str, longest: int, why: str) -> None:
+    """Checks the name of a launch.
+
+    Args:
+        name: The name.
+        longest: Its most characters.
+        why: The platform, and what its limit is for.
+
+    Raises:
+        OptionError: it is too long or has other characters than lower-case letters, digits and dashes.
+    """
+    if not _NAME.fullmatch(name):
+        raise OptionError(
+            f"name is {name!r}; it takes lower-case letters, digits and dashes, begins with a letter and ends with none of the dashes: --name {fitting(name, longest)}"
+        )
+    if len(name) > longest:
+        raise OptionError(
+            f"name {name} has {len(name)} characters; {why} takes {longest} at most: --name {fitting(name, longest)}"
+        )
+
+
+def fitting(name: str, longest: int = 40) -> str:
+    """A name that the platforms take, made of any text."""
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    if not plain or not plain[0].isalpha():
+        plain = f"job-{plain}".strip("-")
+    return plain[:longest].strip("-")
+
+
+def check_project(project: str) -> None:
+    """Checks a project ID of Google Cloud.
+
+    Raises:
+        OptionError: it is none.
+    """
+    if project and not _PROJECT.fullmatch(project):
+        raise OptionError(
+            f"project is {project!r}; a project ID has 6 to 30 lower-case letters, digits and dashes: gcloud projects list shows yours"
+        )
+
+
+def check_zone(zone: str) -> None:
+    """Checks the form of a zone of Google Cloud.
+
+    Raises:
+        OptionError: it is none; a region is named as such.
+    """
+    if _REGION.fullmatch(zone):
+        raise OptionError(f"zone is {zone}, which is a region; name a zone of it: --zone {zone}-a")
+    if not _ZONE.fullmatch(zone):
+        raise OptionError(
+            f"zone is {zone!r}; it takes one like us-east5-b: gcloud compute tpus locations list shows them"
+        )
+
+
+def check_label(label: str, what: str) -> None:
+    """Checks a name inside Kubernetes: a namespace, a service account, a claim, a queue.
+
+    Raises:
+        OptionError: it is none.
+    """
+    if label and (not _LABEL.fullmatch(label) or len(label) > 63):
+        raise OptionError(
+            f"{what} is {label!r}; Kubernetes takes up to 63 lower-case letters, digits and dashes"
+        )
+
+
+def check_word(word: str, what: str) -> None:
+    """Checks a name that becomes one word of a script.
+
+    Raises:
+        OptionError: it has other characters than letters, digits, dots, dashes and underscores.
+    """
+    if word and not _WORD.fullmatch(word):
+        raise OptionError(
+            f"{what} is {word!r}; it takes letters, digits, dots, dashes and underscores"
+        )
+
+
+def check_service_account(account: str) -> None:
+    """Checks the address of a service account of Google Cloud.
+
+    Raises:
+        OptionError: it is none.
+    """
+    if account and not _ACCOUNT.fullmatch(account):
+        raise OptionError(
+            f"service-account is {account!r}; it takes NAME@PROJECT.iam.gserviceaccount.com"
+        )
+
+
+def check_image(image: str) -> None:
+    """Checks the name of a container image.
+
+    Raises:
+        OptionError: it is none.
+    """
+    if not _IMAGE.fullmatch(image):
+        raise OptionError(
+            f"image is {image!r}; it takes REGISTRY/NAME:TAG in lower case: --image us-docker.pkg.dev/PROJECT/REPOSITORY/NAME:1"
+        )
+
+
+def is_bucket(run: str) -> bool:
+    """Whether a run's folder is in a bucket."""
+    return "://" in run
+
+
+def in_bucket(run: str) -> tuple[str, str]:
+    """The bucket of a run's folder, and the folder in it.
+
+    Raises:
+        OptionError: it is not of the form ``gs://BUCKET/FOLDER``.
+    """
+    found = _BUCKET.fullmatch(run)
+    if found is None:
+        raise OptionError(f"run is {run!r}; a folder in a bucket is given as gs://BUCKET/FOLDER")
+    return found[1], found[2]
+
+
+def check_shared(run: str, hosts: int, *, mounted: bool = False) -> None:
+    """Checks that a run's folder outlives its machines and is one for all of them.
+
+    Args:
+        run: The folder.
+        hosts: Machines.
+        mounted: Whether a path is on a volume that all of them mount.
+
+    Raises:
+        OptionError: it is not.
+    """
+    if is_bucket(run):
+        in_bucket(run)
+        return
+    if not mounted:
+        machines = "the machine" if hosts == 1 else f"{hosts} machines"
+        raise OptionError(
+            f"run is {run}, which is lost with {machines} it is on; give a folder in a bucket: --run gs://BUCKET/FOLDER"
+        )
+    if not run.startswith("/"):
+        raise OptionError(f"run is {run}; on a volume it is an absolute path: --run /runs/FOLDER")
+
+
+def refuse_secrets(words: Iterable[str]) -> None:
+    """Refuses words that would write a key or a password into a file.
+
+    Raises:
+        OptionError: one looks like a secret; it is not repeated.
+    """
+    for number, word in enumerate(words, 1):
+        if _SECRETS.search(word):
+            before = word.partition("=")[0] if word.startswith("--") else f"argument {number}"
+            raise OptionError(
+                f"{before} holds what looks like a key, a token or a password, and a launch writes its options into files; let the machines read it from their own environment or secret store"
+            )

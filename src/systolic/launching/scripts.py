@@ -1,0 +1,25 @@
+"""Scripts from templates: ``files/NAME.jinja`` with the values of a launch."""
+
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+import jinja2
+
+
+def rendered(name: str, header: str, fields: Mapping[str, Any]) -> str:
+    """A script; its template's first line names the interpreter and the header follows.
+
+    Args:
+        name: Of the script.
+        header: Comments that say which command made it.
+        fields: Values of the template, as a shell reads them.
+    """
+    environment = jinja2.Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    template = (resources.files("systolic.launching") / "files" / f"{name}.jinja").read_text()
+    return environment.from_string(template).render({**fields, "header": header.rstrip("\n")})

@@ -1,0 +1,193 @@
+"""``python -m systolic.launching.supervisor FOLDER``: runs the processes of ``--via local`` and starts them again.
+
+A process that dies leaves the others waiting for it in a collective, so all are ended and started again; the run
+continues from its last checkpoint. ``FOLDER/state.json`` says at any time what goes on, ``FOLDER/logs/`` has the
+output of each process.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+import psutil
+
+from systolic.core.files import write_atomically
+from systolic.launching.local import SETTINGS
+
+STATE = "state.json"
+LOGS = "logs"
+POLL_SECONDS = 0.1
+LEFT_SECONDS = 5.0
+"""For the other processes to end by themselves, after one has failed."""
+SAVE_SECONDS = 120.0
+"""For all processes to save and end, after a stop."""
+WRONG = 2
+"""Exit code of a wrong command, which a restart would repeat."""
+
+
+@dataclass(kw_only=True)
+class Supervisor:
+    """Processes of one launch.
+
+    Args:
+        folder: The launch's.
+        command: What every process runs.
+        directory: Working directory.
+        processes: How many.
+        devices: Virtual CPU devices of each.
+        restarts: Starts after the first, at most.
+    """
+
+    folder: Path
+    command: Sequence[str]
+    directory: str
+    processes: int
+    devices: int
+    restarts: int
+    _stopped: bool = field(default=False, init=False)
+    _state: dict[str, Any] = field(default_factory=dict, init=False)
+
+    def run(self) -> int:
+        """Runs until the training has ended, was stopped, or failed for good; returns an exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        self._end_leftovers()
+        codes: list[int] = []
+        for attempt in range(self.restarts + 1):
+            codes = self._attempt(attempt)
+            if self._stopped:
+                return self._end("stopped", codes, 0)
+            if not any(codes):
+                return self._end("done", codes, 0)
+            if WRONG in codes:
+                break
+        return self._end("failed", codes, 1)
+
+    def _attempt(self, attempt: int) -> list[int]:
+        """Exit codes of the processes, all started and all ended."""
+        (self.folder / LOGS).mkdir(exist_ok=True)
+        port = _free_port()
+        running: list[subprocess.Popen[bytes]] = []
+        for number in range(self.processes):
+            with (self.folder / LOGS / f"{number}.log").open("ab") as log:
+                if attempt:
+                    log.write(f"systolic: restart {attempt} of {self.restarts}\n".encode())
+                    log.flush()
+                running.append(self._start(number, port, log))
+        self._write(phase="running", attempt=attempt, running=[identity(p.pid) for p in running])
+        try:
+            self._watch(running)
+        finally:
+            _kill(running)
+        return [each.returncode for each in running]
+
+    def _start(self, number: int, port: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        environ = dict(os.environ) | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={self.devices}",
+            "PYTHONUNBUFFERED": "1",
+        }
+        if self.processes > 1:
+            environ |= {
+                "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+                "JAX_NUM_PROCESSES": str(self.processes),
+                "JAX_PROCESS_ID": str(number),
+                "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+            }
+        return subprocess.Popen(
+            _here(self.command), cwd=self.directory, env=environ, stdout=log, stderr=log
+        )
+
+    def _watch(self, running: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Returns when all have ended, or no longer than it takes after a failure or a stop."""
+        deadline, told = None, False
+        while None in [each.poll() for each in running]:
+            if self._stopped and not told:
+                told, deadline = True, time.monotonic() + SAVE_SECONDS
+                for each in running:
+                    each.terminate()
+            failed = any(each.returncode not in (None, 0) for each in running)
+            if failed and deadline is None:
+                deadline = time.monotonic() + LEFT_SECONDS
+            if deadline is not None and time.monotonic() > deadline:
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _end_leftovers(self) -> None:
+        """Ends processes of a supervisor that was killed: they would go on writing the run."""
+        path = self.folder / STATE
+        before = json.loads(path.read_text()) if path.exists() else {}
+        for one in before.get("running", []):
+            if lives(one):
+                os.kill(one["pid"], signal.SIGKILL)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._stopped = True
+
+    def _end(self, phase: str, codes: Sequence[int], code: int) -> int:
+        self._write(phase=phase, codes=list(codes), running=[])
+        return code
+
+    def _write(self, **changed: Any) -> None:
+        self._state |= {**identity(os.getpid()), "processes": self.processes, **changed}
+        write_atomically(self.folder / STATE, json.dumps(self._state) + "\n")
+
+
+def identity(pid: int) -> dict[str, Any]:
+    """A process by its number and its start, since numbers are given again."""
+    try:
+        return {"pid": pid, "started": psutil.Process(pid).create_time()}
+    except psutil.NoSuchProcess:
+        return {"pid": pid, "started": 0.0}
+
+
+def lives(state: Mapping[str, Any]) -> bool:
+    """Whether the process that :func:`identity` described is still there."""
+    try:
+        now = psutil.Process(state["pid"])
+        same = abs(now.create_time() - state["started"]) < 1
+        return same and now.status() != psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, KeyError):
+        return False
+
+
+def _here(command: Sequence[str]) -> list[str]:
+    """The command in this Python, so that no other installation is taken."""
+    if command[0] == "systolic":
+        return [sys.executable, "-m", "systolic", *command[1:]]
+    return list(command)
+
+
+def _kill(running: Sequence[subprocess.Popen[bytes]]) -> None:
+    for each in running:
+        if each.poll() is None:
+            each.kill()
+    for each in running:
+        each.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def main(folder: Path) -> int:
+    """Supervises the launch of a folder."""
+    settings = json.loads((folder / SETTINGS).read_text())
+    del settings["made_by"]
+    return Supervisor(folder=folder, **settings).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,178 @@
+"""``--via tpu-vm``: a queued resource of Cloud TPU, and the command on all of its machines over SSH.
+
+Slices that come back from a preemption are new machines: the script asks for them again and the run continues from
+its last checkpoint. The machines are deleted when the training has ended, however it ended.
+"""
+
+import shlex
+from collections.abc import Mapping
+
+from systolic.core.errors import OptionError
+from systolic.launching.launch import Launch, Prepared, Purchase
+from systolic.launching.names import (
+    check_name,
+    check_project,
+    check_service_account,
+    check_shared,
+    check_word,
+    check_zone,
+    in_bucket,
+)
+from systolic.launching.scripts import rendered
+
+LONGEST = 58
+"""Of 63 characters, five are for the number of a slice's node."""
+SCRIPT, HOST = "tpu.sh", "host.sh"
+
+RUNTIMES: Mapping[str, str] = {
+    "v2": "tpu-ubuntu2204-base",
+    "v3": "tpu-ubuntu2204-base",
+    "v4": "tpu-ubuntu2204-base",
+    "v5e": "v2-alpha-tpuv5-lite",
+    "v5p": "v2-alpha-tpuv5",
+    "v6e": "v2-alpha-tpuv6e",
+}
+"""Chip to the image of its machines for JAX: Google Cloud documentation, 'TPU software versions',
+https://docs.cloud.google.com/tpu/docs/runtimes. SkyPilot 0.14.1 (sky/resources.py) takes the same for v5p and v6e.
+"""
+API_NAMES: Mapping[str, str] = {"v5e": "v5litepod"}
+"""Chip to its name in accelerator types, where that differs."""
+TOPOLOGIES = ("v2", "v3", "v4")
+"""Chips of which ``gcloud`` takes a topology instead of an accelerator type (Google Cloud SDK 528.0.0)."""
+WHOLE_MACHINES = (8,)
+"""Chips of a v5e or v6e slice that Cloud TPU gives as one machine, where others have four a machine."""
+
+
+def prepare(launch: Launch) -> Prepared:
+    """A script for this machine and one for each of the TPU's.
+
+    Raises:
+        OptionError: Cloud TPU lacks the slice, the zone is missing, the run's folder is lost with the machines, or a
+            name is against the rules.
+    """
+    site = launch.site
+    check_slice(launch)
+    check_name(launch.name, LONGEST, "a TPU's name")
+    if not site.zone:
+        raise OptionError(
+            "tpu-vm needs a zone; add --zone us-east5-b: gcloud compute tpus locations list shows them"
+        )
+    check_zone(site.zone)
+    check_project(site.project)
+    check_word(site.network, "network")
+    check_service_account(site.service_account)
+    hosts = num_hosts(launch)
+    check_shared(launch.run, hosts)
+    bucket, at = in_bucket(launch.run)
+    fields = {
+        "name": launch.name,
+        "scope": _scope(launch),
+        "create": shlex.join(create_flags(launch)),
+        "keep": "yes" if launch.keep else "",
+        "restarts": launch.restarts,
+        "command": shlex.join(launch.command(code="code", run=f"bucket/{at}")),
+        "bucket": bucket,
+        "folder": f"systolic/{launch.name}",
+    }
+    script = ("bash", SCRIPT)
+    return Prepared(
+        files={
+            SCRIPT: rendered(SCRIPT, launch.header(), fields),
+            HOST: rendered(HOST, launch.header(), fields),
+        },
+        submit=((*script, "run"),),
+        status=(*script, "status"),
+        logs=(*script, "logs"),
+        follow=(*script, "follow"),
+        stop=((*script, "stop"),),
+        detached=True,
+        notes=_notes(launch, hosts),
+        hosts=hosts,
+        ships=True,
+    )
+
+
+def check_slice(launch: Launch) -> None:
+    """Checks that Cloud TPU rents the slice as virtual machines.
+
+    Raises:
+        OptionError: it does not.
+    """
+    on = launch.on
+    if on.chip.name == "tpu7x":
+        raise OptionError(
+            f"{on.name} is not rented through Cloud TPU's own interface, but through GKE: --via gke"
+        )
+    if on.chip.name not in RUNTIMES:
+        raise OptionError(
+            f"{on.name} is not a slice of Cloud TPU, which has {', '.join(RUNTIMES)}; give one of those to --on"
+        )
+    if ":" in on.name and on.chip.name not in TOPOLOGIES:
+        raise OptionError(
+            f"{on.name} has no name in Cloud TPU, which takes topologies of {', '.join(TOPOLOGIES)} only; choose one that systolic chips {on.chip.name} lists, or --via gke"
+        )
+
+
+def num_hosts(launch: Launch) -> int:
+    """Machines that Cloud TPU gives: a v5e or v6e slice of eight chips is one of them."""
+    on = launch.on
+    chips = on.num_chips // on.num_slices
+    if on.chip.chips_per_host in WHOLE_MACHINES and chips in WHOLE_MACHINES:
+        return on.num_slices
+    return on.num_hosts
+
+
+def accelerator_type(launch: Launch) -> str:
+    """Name of one slice in Cloud TPU: ``v5litepod-16``, ``v5p-8``."""
+    one = launch.on.name.partition("x")[2] if launch.on.num_slices > 1 else launch.on.name
+    _, _, number = one.rpartition("-")
+    return f"{API_NAMES.get(launch.on.chip.name, launch.on.chip.name)}-{number}"
+
+
+def create_flags(launch: Launch) -> list[str]:
+    """Flags of ``gcloud compute tpus queued-resources create`` beside name, zone and project."""
+    on, site = launch.on, launch.site
+    if ":" in on.name:
+        shape = "x".join(map(str, on.topology))
+        flags = [f"--type={on.chip.name}", f"--topology={shape}"]
+    else:
+        flags = [f"--accelerator-type={accelerator_type(launch)}"]
+    flags.append(f"--runtime-version={RUNTIMES[on.chip.name]}")
+    if on.num_slices > 1:
+        flags += [f"--node-count={on.num_slices}", f"--node-prefix={launch.name}"]
+    else:
+        flags.append(f"--node-id={launch.name}")
+    if launch.purchase is Purchase.spot:
+        flags.append("--spot")
+    if launch.purchase is Purchase.reserved:
+        flags.append("--reserved")
+    if site.network:
+        flags.append(f"--network={site.network}")
+    if site.service_account:
+        flags.append(f"--service-account={site.service_account}")
+    return flags
+
+
+def _scope(launch: Launch) -> str:
+    flags = [f"--zone={launch.site.zone}"]
+    if launch.site.project:
+        flags.append(f"--project={launch.site.project}")
+    return shlex.join(flags)
+
+
+def _notes(launch: Launch, hosts: int) -> tuple[str, ...]:
+    notes = []
+    if hosts != launch.on.num_hosts:
+        notes.append(
+            f"Cloud TPU gives the {launch.on.num_chips // launch.on.num_slices} chips of a slice as one machine"
+        )
+    if launch.keep:
+        notes.append("the machines stay and cost money until systolic stop deletes them")
+    else:
+        notes.append(
+            f"this machine waits for the training and then deletes the TPUs; if it is switched off meanwhile, delete them with systolic stop {launch.name}"
+        )
+    notes.append(
+        f"the TPUs' service account needs access to {launch.run}; take a bucket with a hierarchical namespace, in which folders get their names in one step"
+    )
+    return tuple(notes)

@@ -1,0 +1,229 @@
+"""From a recipe with its options to the files of a launch, and its bill."""
+
+import inspect
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from systolic import recipes
+from systolic.chips import Slice
+from systolic.core.errors import DataError, OptionError
+from systolic.core.files import write_atomically
+from systolic.launching import Launch, LaunchBill, Prepared, Purchase, Site
+from systolic.launching.names import fitting, is_bucket
+from systolic.recipes import Recipe
+from systolic.session.command_line import option_words
+from systolic.session.docker.lock import lock, python
+from systolic.session.docker.wheel import write_wheel
+
+if TYPE_CHECKING:
+    from systolic.artifact.chosen import Chosen
+    from systolic.job import Job
+
+LOCAL = "local"
+CODE, WHEELS, REQUIREMENTS = "code", "wheels", "requirements.txt"
+SPOT_RESTARTS, RESTARTS = 100, 10
+EXTRAS: Mapping[str, Sequence[str]] = {"tpu": ("tpu", "text", "image", "audio"), "gpu": ("cuda",)}
+"""Platform of a slice to the extras of this package that go along."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchRequest:
+    """What is launched and how; empty fields have the platform's defaults."""
+
+    recipe: Recipe
+    options: Mapping[str, Any]
+    """Of the recipe, by parameter."""
+    on: Slice
+    via: str
+    made_by: Sequence[str]
+    """The command line, for the files' headers."""
+    chosen: "Chosen | None" = None
+    """What a plan decided of the job."""
+    train: Sequence[str] = ()
+    """More words of ``systolic train``."""
+    name: str = ""
+    run: str = ""
+    image: str = ""
+    purchase: Purchase = Purchase.on_demand
+    site: Site = field(default_factory=Site)
+    restarts: int | None = None
+    processes: int | None = None
+    keep: bool = False
+
+
+def describe(request: LaunchRequest) -> Launch:
+    """The launch of a request.
+
+    Raises:
+        OptionError: the plan is for another slice.
+        DataError: a module beside the recipe is not text.
+    """
+    chosen, on, recipe = request.chosen, request.on, request.recipe
+    if chosen is not None and chosen.slice != on.name:
+        raise OptionError(
+            f"{chosen.path} has a candidate for {chosen.slice} and on is {on.name}; give --on {chosen.slice}, or another candidate"
+        )
+    here = request.via == LOCAL
+    target, code = recipe.target, {}
+    if recipe.file is not None and not here:
+        target = f"{recipe.file.name}:{recipes.split(recipe.target)[1]}"
+        code = _code(recipe)
+    name = request.name or fitting(f"{_stem(recipe)}-{on.name}")
+    run = request.run or f"runs/{name}"
+    if here and not is_bucket(run):
+        run = os.path.abspath(run)
+    spot = request.purchase is Purchase.spot
+    return Launch(
+        name=name,
+        on=on,
+        target=target,
+        options=(*_words(request), *request.train),
+        made_by=tuple(request.made_by),
+        run=run,
+        purchase=request.purchase,
+        image=request.image,
+        site=request.site,
+        restarts=(
+            request.restarts
+            if request.restarts is not None
+            else SPOT_RESTARTS
+            if spot
+            else RESTARTS
+        ),
+        processes=request.processes,
+        keep=request.keep,
+        version=_version(),
+        code=code,
+        directory=os.getcwd() if here else "",
+    )
+
+
+def notes(request: LaunchRequest) -> list[str]:
+    """Paths of this machine that the command names, which other machines do not have."""
+    if request.via == LOCAL:
+        return []
+    found = [
+        f"--{name.replace('_', '-')} is {value}, a path of this machine; have it at the same path on the others"
+        for name, value in request.options.items()
+        if isinstance(value, Path) and value.exists()
+    ]
+    if request.recipe.file is None and Path(request.recipe.target).exists():
+        found.append(f"{request.recipe.target} is a path of this machine; have it on the others")
+    return found
+
+
+def bill(request: LaunchRequest, steps: int, step_seconds: float | None) -> LaunchBill:
+    """The bill before the launch.
+
+    Args:
+        request: What is launched; a plan's forecast gives the time.
+        steps: Of the job.
+        step_seconds: Of a forecast made for the launch, where there is no plan.
+    """
+    on, chosen, purchase = request.on, request.chosen, request.purchase
+    if request.via == LOCAL:
+        return LaunchBill(purchase=purchase, usd_per_hour=None, here=True)
+    spot = purchase is Purchase.spot
+    price = on.usd_per_hour.spot if spot else on.usd_per_hour.on_demand
+    figure = on.chip.figures.get(f"usd_per_chip_hour.{'spot' if spot else 'on_demand'}")
+    source, times = "", dict[str, float | None]()
+    if chosen is not None and chosen.forecast:
+        source, times = chosen.path, dict(chosen.forecast)
+    elif step_seconds is not None:
+        source, times = "a quick forecast", {"step_seconds": step_seconds}
+
+    def total(name: str) -> float | None:
+        one = times.get(name)
+        return None if one is None else one * steps
+
+    return LaunchBill(
+        purchase=purchase,
+        usd_per_hour=None if purchase is Purchase.reserved else price,
+        as_of=figure.as_of if figure is not None else "",
+        source=source,
+        seconds=total("step_seconds"),
+        seconds_low=total("step_seconds_low"),
+        seconds_high=total("step_seconds_high"),
+    )
+
+
+def quick_step_seconds(job: "Job", on: Slice, say: Callable[[str], None]) -> float:
+    """Seconds of a step by the compiler's schedule.
+
+    Raises:
+        DataError: the step does not fit, or has no time.
+    """
+    from systolic.session.forecast import forecast
+
+    made = forecast(job, on=on, quick=True, watch=say)
+    if not made.fits:
+        raise DataError(
+            f"{job.name} does not fit on {on.name}; systolic explain with the same options finds what does"
+        )
+    if made.step_seconds is None:
+        raise DataError(f"the forecast of {job.name} on {on.name} has no time; leave out --quick")
+    return made.step_seconds
+
+
+def write(launch: Launch, prepared: Prepared, folder: Path) -> list[Path]:
+    """Writes the files of a launch; of an earlier one of that name they are replaced.
+
+    Raises:
+        RunError: the folder is not writable.
+    """
+    texts = dict(prepared.files)
+    if prepared.ships:
+        packages = lock(EXTRAS.get(launch.on.platform, ()), ())
+        head = f"{launch.header()}# Python {python()}\n"
+        pins = "".join(f"{name}=={version}\n" for name, version in packages.pins.items())
+        texts[REQUIREMENTS] = head + pins + "".join(f"{one}\n" for one in packages.loose)
+        texts |= {f"{CODE}/{path}": text for path, text in launch.code.items()}
+        texts[f"{CODE}/README"] = "The recipe of the launch, where it is a file.\n"
+    for name, text in texts.items():
+        write_atomically(folder / name, text)
+    found = [folder / name for name in texts]
+    if prepared.ships:
+        shutil.rmtree(folder / WHEELS, ignore_errors=True)
+        (folder / WHEELS).mkdir()
+        found.append(write_wheel(folder / WHEELS))
+    return found
+
+
+def _words(request: LaunchRequest) -> list[str]:
+    """Words of the recipe's options, with what a plan decided."""
+    function, chosen = request.recipe.function, request.chosen
+    if chosen is None:
+        return option_words(function, request.options)
+    settings = dict(chosen.settings)
+    options = dict(request.options)
+    if chosen.steps and "steps" in inspect.signature(function).parameters:
+        options["steps"] = chosen.steps
+    words = option_words(function, options, settings)
+    return [*words, *([f"--flags={' '.join(chosen.flags)}"] if chosen.flags else [])]
+
+
+def _code(recipe: Recipe) -> dict[str, str]:
+    assert recipe.file is not None
+    found = {}
+    for name, content in {recipe.file.name: recipe.source, **recipe.modules}.items():
+        try:
+            found[name] = content.decode()
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{name}, which {recipe.target} imports, is not text; put it into the image"
+            ) from error
+    return found
+
+
+def _stem(recipe: Recipe) -> str:
+    return recipe.target if recipe.file is None else recipe.file.stem
+
+
+def _version() -> str:
+    from systolic import __version__
+
+    return __version__

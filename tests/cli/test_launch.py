@@ -1,0 +1,289 @@
+"""``systolic launch`` and what follows it, as a user types it."""
+
+import json
+import os
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from systolic import recipes
+from systolic.cli.launch import LaunchOptions, request_of
+from systolic.cli.main import VERBS, main
+from systolic.cli.target import planned_request
+from systolic.session import launching
+from systolic.session.launched import CLIENTS, launches
+
+RECIPE = """
+from systolic.recipes.digits import digits
+
+import part
+
+def job(steps: int = part.STEPS):
+    return digits(steps=steps)
+"""
+PLAN = {
+    "format": 1,
+    "recipe": "lm",
+    "options": {},
+    "goal": {},
+    "best": None,
+    "candidates": [
+        {
+            "slice": "v5e-16",
+            "settings": {"layout.fsdp": 16, "batch": 64},
+            "total": {"steps": 7200.0},
+            "flags": ["--xla_a=1", "--xla_b=2"],
+            "step_seconds": 2.0,
+            "step_seconds_low": 1.0,
+            "step_seconds_high": 3.0,
+            "mfu": 0.5,
+        }
+    ],
+}
+
+
+@pytest.fixture(autouse=True)
+def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+
+
+def run(line: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[str, str]:
+    given = main(shlex.split(line))
+    out, err = capsys.readouterr()
+    assert given == code, err
+    return out, err
+
+
+GKE = "launch digits --via gke --image registry/systolic:1 --run gs://bucket/digits"
+
+
+def test_files_bill_and_the_next_command_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = run(f"{GKE} --on v5e-16 --spot --steps 30", capsys)
+    text = Path("launches/digits-v5e-16/jobset.yaml").read_text()
+    assert text.startswith(f"# Made by: systolic {GKE} --on v5e-16 --spot --steps 30\n")
+    assert text.rstrip() in out
+    # The catalogue's price of a v5e chip in a spot machine, times 16.
+    assert "$4.77 an hour spot" in out
+    assert "systolic train digits --steps 30 --run gs://bucket/digits --continue" in out
+    assert f"systolic {GKE} --on v5e-16 --spot --steps 30 --submit" in out
+    assert "kubectl apply --filename jobset.yaml" in out
+    assert launches() == []
+
+
+def test_a_plan_gives_slice_settings_and_bill(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("plan.json").write_text(json.dumps(PLAN))
+    line = "launch lm --plan plan.json --via gke --image r/s:1 --run gs://bucket/lm --json"
+    told = json.loads(run(line, capsys)[0])
+    assert told["slice"] == "v5e-16"
+    assert told["bill"]["hours"] == 4.0
+    assert told["bill"]["usd"] == pytest.approx(16 * 1.2 * 4, rel=0.01)
+    assert told["bill"]["usd_low"] == pytest.approx(16 * 1.2 * 2, rel=0.01)
+    text = Path("launches/lm-v5e-16/jobset.yaml").read_text()
+    for words in (
+        "--layout.fsdp\n",
+        "--batch\n",
+        "- '64'\n",
+        "- '7200'\n",
+        "- --flags=--xla_a=1 --xla_b=2\n",
+    ):
+        assert words in text
+    assert "plan.json has a candidate for v5e-16" in run(f"{line} --on v5e-8", capsys, 2)[1]
+
+
+def test_what_the_launch_runs_is_what_train_reads() -> None:
+    Path("plan.json").write_text(json.dumps(PLAN))
+    words = ["--plan", "plan.json", "--via", "local", "--sequence", "128"]
+    asked = planned_request("lm", words, "launch", LaunchOptions, print)
+    made = launching.describe(request_of(asked, ["lm", *words]))
+    from systolic.cli.train import TrainOptions
+
+    command = made.command()
+    again = planned_request(command[2], command[3:], "train", TrainOptions, pytest.fail)
+    assert again.verb.continue_
+    assert str(again.verb.run) == made.run
+    assert again.job == asked.job
+    assert again.job.steps == 7200
+    assert again.verb.flags == "--xla_a=1 --xla_b=2"
+
+
+def test_a_recipe_file_goes_along_with_its_modules(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.py").write_text(RECIPE)
+    Path("part.py").write_text("STEPS = 5\n")
+    line = "launch mine.py:job --on v5e-4 --via tpu-vm --zone us-east5-b --run gs://bucket/mine"
+    out, _ = run(line, capsys)
+    folder = Path("launches/mine-v5e-4")
+    assert (folder / "code" / "mine.py").read_text() == RECIPE
+    assert (folder / "code" / "part.py").read_text() == "STEPS = 5\n"
+    assert (
+        "systolic train code/mine.py:job --run bucket/mine --continue"
+        in (folder / "host.sh").read_text()
+    )
+    (wheel,) = (folder / "wheels").iterdir()
+    assert wheel.name in out
+    pins = (folder / "requirements.txt").read_text()
+    assert "\njax==" in pins
+    assert f"# Python {'.'.join(map(str, __import__('sys').version_info[:2]))}\n" in pins
+
+
+def test_paths_of_this_machine_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text("some text " * 1000)
+    out, _ = run(
+        "launch lm --path texts --on v5e-4 --via gke --image r/s:1 --run gs://b-b/x", capsys
+    )
+    assert "--path is texts, a path of this machine" in out
+
+
+def test_no_recipe_has_an_option_that_launch_needs() -> None:
+    import inspect
+
+    own = set(inspect.signature(LaunchOptions).parameters)
+    for name in recipes.shipped():
+        assert not own & set(inspect.signature(recipes.find(name).function).parameters), name
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("launch digits --via gke", "needs a slice; add --on v5e-16"),
+        ("launch digits --on v5e-16", "needs a platform; add --via"),
+        ("launch digits --on v5e-17 --via gke", "did you mean v5e-16"),
+        ("launch digits --on v5e-16 --via gek", "did you mean gke"),
+        (f"{GKE} --on v5e-16 --spot --reserved", "--spot and --reserved exclude each other"),
+        (f"{GKE} --on v5e-16 --sopt", "did you mean --spot"),
+        (f"""{GKE} --on v5e-16 --train '"'""", "a shell does not read"),
+        (f"{GKE} --on v5e-16 --restarts -1", "restarts"),
+        (f"{GKE} --on v5e-16 --plan none.json", "none.json"),
+        ("launch digits --on 8xcpu --processes 3 --via local", "does not divide the 8 devices"),
+        ("launch digits --on v5e-256 --via local", "64 hosts and local starts 16"),
+        ("launch digits --on 8xh100 --via local", "is of GPUs"),
+        ("launch digits --on cpu --via local --run gs://bucket/x", "local trains into a folder"),
+        ("status nope", "there is no launch 'nope'"),
+        ("logs nope", "systolic runs lists them"),
+        ("stop nope", "there is no launch"),
+        ("train digits --continue", "--continue needs the run; add --run DIR"),
+    ],
+)
+def test_mistakes_are_one_line(line: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, err = run(line, capsys, 2)
+    assert text in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_missing_client_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    _, err = run(f"{GKE} --on v5e-16 --submit", capsys, 1)
+    assert (
+        err.strip()
+        .splitlines()[-1]
+        .startswith("systolic: kubectl is not installed on this machine")
+    )
+    assert launches() == []
+
+
+KUBECTL = """#!/bin/sh
+echo "$*" >>"$CALLS"
+case "$1" in logs) echo "step 10" ;; esac
+[ ! -e "$FAIL" ]
+"""
+
+
+def test_the_client_submits_reports_and_stops(
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = tmp_path / "bin" / "kubectl"
+    client.parent.mkdir()
+    client.write_text(KUBECTL)
+    client.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{client.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    monkeypatch.setenv("FAIL", str(tmp_path / "fail"))
+    assert main(shlex.split(f"{GKE} --on v5e-16 --namespace ml --submit")) == 0
+    assert [main([verb, "digits-v5e-16"]) for verb in ("status", "logs", "stop")] == [0, 0, 0]
+    assert main(["logs", "-f", "digits-v5e-16"]) == 0
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls[0] == "apply --namespace ml --filename jobset.yaml"
+    assert [line.split()[0] for line in calls] == ["apply", "get", "logs", "delete", "logs"]
+    assert calls[4].endswith("--follow")
+    out = capfd.readouterr().out
+    assert "step 10" in out
+    assert main(["runs"]) == 0
+    assert "digits-v5e-16  gke  v5e-16  submitted" in capfd.readouterr().out
+    (tmp_path / "fail").touch()
+    assert main(["stop", "digits-v5e-16"]) == 1
+    assert (
+        "kubectl delete --namespace ml jobset digits-v5e-16 --ignore-not-found ended with 1"
+        in capfd.readouterr().err
+    )
+
+
+def test_every_client_has_a_place_to_get_it() -> None:
+    assert {"kubectl", "gcloud"} <= set(CLIENTS)
+    assert {"launch", "runs", "status", "logs", "stop"} <= set(VERBS)
+
+
+def state(name: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    return json.loads(run(f"status {name} --json", capsys)[0])
+
+
+def test_a_local_launch_that_cannot_train_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole way with real processes, of which the first sees at once that its folder is taken."""
+    Path("runs/taken").mkdir(parents=True)
+    Path("runs/taken/something").touch()
+    line = "launch digits --on cpu --via local --name taken --submit"
+    run(line, capsys)
+    assert "taken is running" in run(line, capsys, 1)[1]
+    while (told := state("taken", capsys))["phase"] in ("starting", "running"):
+        time.sleep(0.2)
+    assert (told["phase"], told["codes"]) == ("failed", [2])
+    out, _ = run("logs -f taken", capsys)
+    assert "is not empty and not a run" in out
+    assert "--submit continues it" in run("status taken", capsys)[0]
+    assert "not running (failed)" in run("stop taken", capsys)[0]
+    assert "taken  local  cpu    failed" in run("runs", capsys)[0]
+
+
+@pytest.mark.slow
+def test_a_killed_process_costs_at_most_a_checkpoint_interval(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Two processes train; one is killed, all start again; a stop saves, and the same command continues."""
+    root = Path(__file__).parents[2]
+    recipe = root / "tests" / "training" / "tiny.py"
+    line = f"launch {recipe}:job --on 4xcpu --processes 2 --via local --name two --checkpoints.every 20 --steps 100000 --submit"
+    checkpoints = tmp_path / "runs" / "two" / "checkpoints"
+    run(line, capsys)
+
+    def saved() -> int:
+        return max((int(p.name) for p in checkpoints.glob("[0-9]*") if p.name.isdigit()), default=0)
+
+    def reach(step: int) -> None:
+        while saved() < step:
+            assert state("two", capsys)["phase"] in ("starting", "running")
+            time.sleep(0.1)
+
+    reach(40)
+    os.kill(state("two", capsys)["running"][1]["pid"], 9)
+    while state("two", capsys)["attempt"] == 0:
+        time.sleep(0.1)
+    before = saved()
+    reach(before + 40)
+    assert "two: stopped" in run("stop two", capsys)[0]
+    last = saved()
+    run(line, capsys)
+    reach(last + 20)
+    run("stop two", capsys)
+    starts = [
+        json.loads(text)
+        for text in (tmp_path / "runs" / "two" / "metrics.jsonl").read_text().splitlines()
+        if '"kind": "start"' in text
+    ]
+    assert [one["resumed_from"] for one in starts][1:] == [pytest.approx(before, abs=20), last]

@@ -1,0 +1,217 @@
+"""JobSets: every slice of the catalogue has the chips, hosts, topology and selectors that ``systolic.slice`` says."""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import pytest
+
+from systolic.chips import Slice, slice
+from systolic.core.errors import OptionError
+from systolic.launching import Purchase, Site, prepare
+from tests.launching.made import HEADER, documents, jobset, launch, pod_of, slices
+
+ON_GKE = [one for one in slices() if one.chip.gke_accelerator is not None]
+JOBSET: Mapping[str, Any] = {
+    "apiVersion": str,
+    "kind": str,
+    "metadata": {"name": str, "namespace": str, "labels": dict, "annotations": dict},
+    "spec": {
+        "suspend": bool,
+        "failurePolicy": {
+            "maxRestarts": int,
+            "rules": [{"name": str, "action": str, "onJobFailureReasons": list}],
+        },
+        "replicatedJobs": [{"name": str, "replicas": int, "template": {"spec": dict}}],
+    },
+}
+"""The fields of a JobSet that are used, by the reference of jobset.x-k8s.io/v1alpha2."""
+OPTIONAL = {"namespace", "suspend"}
+ACTIONS = {
+    "FailJobSet",
+    "RestartJobSet",
+    "RestartJobSetAndIgnoreMaxRestarts",
+    "RestartJob",
+    "RestartJobAndIgnoreMaxRestarts",
+}
+
+
+def wrong(value: Any, form: Any, path: str = "") -> list[str]:
+    """Fields that are unknown, missing or of another type."""
+    if isinstance(form, type):
+        return [] if isinstance(value, form) else [f"{path} is no {form.__name__}"]
+    if isinstance(form, list):
+        return [text for one in value for text in wrong(one, form[0], f"{path}[]")]
+    found = [f"{path}.{name} is unknown" for name in value if name not in form]
+    found += [f"{path}.{n} is missing" for n in form if n not in value and n not in OPTIONAL]
+    return found + [
+        text for n, one in value.items() if n in form for text in wrong(one, form[n], f"{path}.{n}")
+    ]
+
+
+@pytest.mark.parametrize("chip", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
+def test_all_slices_agree_with_the_catalogue(chip: str) -> None:
+    of_chip = [one for one in ON_GKE if one.chip.name == chip]
+    assert len(of_chip) > 10
+    for on in of_chip:
+        prepared = prepare("gke", launch(on.name))
+        found = jobset(prepared)
+        agrees(on, found)
+        assert prepared.hosts == on.num_hosts
+
+
+def agrees(on: Slice, found: dict[str, Any]) -> None:
+    (replicated,) = found["spec"]["replicatedJobs"]
+    job, pod = replicated["template"]["spec"], pod_of(found)
+    (container,) = pod["containers"]
+    chips = container["resources"]["limits"]["google.com/tpu"]
+    labels = pod["nodeSelector"]
+    topology = labels["cloud.google.com/gke-tpu-topology"].split("x")
+    assert not wrong(found, JOBSET), on.name
+    assert replicated["replicas"] == on.num_slices, on.name
+    assert job["parallelism"] == job["completions"] == on.num_hosts // on.num_slices, on.name
+    assert chips * job["parallelism"] * on.num_slices == on.num_chips, on.name
+    assert prod(map(int, topology)) * on.num_slices == on.num_chips, on.name
+    assert tuple(map(int, topology)) == on.topology, on.name
+    assert chips == prod(on.chips_per_host_bounds or ()), on.name
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    assert labels["cloud.google.com/gke-tpu-accelerator"] == on.chip.gke_accelerator
+    assert len(labels["cloud.google.com/gke-tpu-topology"].split("x")) == len(on.topology)
+
+
+def test_jobs_pass_kubernetes_own_schema() -> None:
+    kubernetes = pytest.importorskip("kubernetes_validate")
+    variants: list[dict[str, Any]] = [
+        {"on": "v5e-1"},
+        {"on": "v6e-8", "purchase": Purchase.spot},
+        {"on": "2xv5p-128", "site": Site(service_account="trainer", namespace="ml")},
+        {"on": "tpu7x-8", "run": "/runs/lm", "site": Site(claim="shared", queue="research")},
+        {"on": "v4-16", "code": {"recipe.py": "x = 1\n", "more/part.py": "y = 2\n"}},
+        {"on": "v5p-8", "purchase": Purchase.reserved, "site": Site(reservation="ours")},
+    ]
+    for fields in variants:
+        for one in documents(prepare("gke", launch(**fields))):
+            if one["kind"] == "JobSet":
+                job = one["spec"]["replicatedJobs"][0]["template"]["spec"]
+                one = {
+                    "apiVersion": "batch/v1",
+                    "kind": "Job",
+                    "metadata": {"name": "x"},
+                    "spec": job,
+                }
+            kubernetes.validate(one, "1.31", strict=True)
+
+
+def test_a_lost_node_costs_no_restart_and_a_failure_does() -> None:
+    found = jobset(prepare("gke", launch(restarts=7)))
+    policy = found["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] == 7
+    assert {rule["action"] for rule in policy["rules"]} <= ACTIONS
+    job = found["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert job["backoffLimit"] == 0
+    conditions = [c for r in job["podFailurePolicy"]["rules"] for c in r["onPodConditions"]]
+    assert conditions == [{"type": "DisruptionTarget", "status": "True"}]
+
+
+def test_the_pods_run_the_command_that_continues() -> None:
+    found = pod_of(jobset(prepare("gke", launch())))
+    words = found["containers"][0]["command"]
+    assert words[:5] == ["systolic", "train", "lm", "--steps", "10"]
+    assert words[5:] == ["--run", "/gcs/bucket/runs/lm", "--continue"]
+
+
+def test_the_bucket_of_the_run_is_mounted() -> None:
+    job = jobset(prepare("gke", launch("2xv5e-16")))["spec"]["replicatedJobs"][0]["template"][
+        "spec"
+    ]
+    assert job["template"]["metadata"]["annotations"] == {"gke-gcsfuse/volumes": "true"}
+    pod = job["template"]["spec"]
+    (volume,) = pod["volumes"]
+    assert volume["csi"]["volumeAttributes"]["bucketName"] == "bucket"
+    assert pod["containers"][0]["volumeMounts"][0]["mountPath"] == "/gcs/bucket"
+    assert "hostNetwork" not in pod
+    claimed = launch("2xv5e-16", run="/runs/lm", site=Site(claim="shared"))
+    pod = pod_of(jobset(prepare("gke", claimed)))
+    assert pod["hostNetwork"]
+    assert pod["containers"][0]["command"][-2] == "/runs/lm"
+
+
+def test_a_recipe_of_the_users_goes_along() -> None:
+    code = {"mine.py": "import part\n# ä: |\n\tx\n", "part.py": "y = 2\n"}
+    prepared = prepare("gke", launch(target="mine.py:job", code=code))
+    config, _ = documents(prepared)
+    pod = pod_of(jobset(prepared))
+    items = pod["volumes"][0]["configMap"]["items"]
+    assert {one["path"]: config["data"][one["key"]] for one in items} == code
+    assert pod["containers"][0]["command"][2] == "/srv/recipe/mine.py:job"
+    assert [words[2] for words in prepared.stop] == ["jobset", "configmap"]
+    with pytest.raises(OptionError, match="1000008 bytes and a ConfigMap holds"):
+        prepare("gke", launch(code={"mine.py": "x" * 1_000_008}))
+
+
+def test_spot_nodes_are_selected_and_tolerated() -> None:
+    pod = pod_of(jobset(prepare("gke", launch(purchase=Purchase.spot))))
+    assert pod["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
+    assert pod["tolerations"][0]["key"] == "cloud.google.com/gke-spot"
+    plain = pod_of(jobset(prepare("gke", launch())))
+    assert "tolerations" not in plain
+    assert "cloud.google.com/gke-spot" not in plain["nodeSelector"]
+
+
+def test_two_nodes_of_four_chips_are_not_one_of_eight() -> None:
+    for name, kind in (("v5e-8", "ct5lp-hightpu-4t"), ("v6e-8", "ct6e-standard-4t")):
+        pod = pod_of(jobset(prepare("gke", launch(name))))
+        assert pod["nodeSelector"]["node.kubernetes.io/instance-type"] == kind
+    assert "instance-type" not in str(pod_of(jobset(prepare("gke", launch("v5e-16")))))
+
+
+def test_the_node_pools_that_are_needed_are_named() -> None:
+    notes = "\n".join(prepare("gke", launch("2xv6e-16", purchase=Purchase.spot)).notes)
+    assert "2 node pools" in notes
+    assert "--machine-type=ct6e-standard-4t --num-nodes=4 --tpu-topology=4x4 --spot" in notes
+    alone = "\n".join(prepare("gke", launch("v6e-1")).notes)
+    assert "--machine-type=ct6e-standard-1t --num-nodes=1" in alone
+    assert "topology" not in alone
+
+
+def test_the_file_says_what_made_it() -> None:
+    assert prepare("gke", launch()).files["jobset.yaml"].startswith(HEADER)
+
+
+@pytest.mark.parametrize("on", ["v3-8", "8xh100", "cpu"])
+def test_a_slice_that_gke_lacks_is_one_line(on: str) -> None:
+    with pytest.raises(OptionError, match="not in the TPU node pools of gke"):
+        prepare("gke", launch(on))
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"name": "My_Run"}, r"name is 'My_Run'.*--name my-run"),
+        ({"name": "9lives"}, "--name job-9lives"),
+        ({"name": "a" * 49}, r"has 49 characters.*takes 47 at most"),
+        ({"image": ""}, "--image is not given"),
+        ({"image": "Upper/case"}, "image is 'Upper/case'"),
+        ({"run": "runs/lm"}, "4 machines.*gs://BUCKET"),
+        ({"run": "gs://B"}, "gs://BUCKET/FOLDER"),
+        ({"run": "s3://bucket/x"}, "gs://BUCKET/FOLDER"),
+        ({"site": Site(namespace="a_b")}, "namespace is 'a_b'"),
+        ({"site": Site(claim="c"), "run": "relative"}, "absolute path"),
+        ({"options": ("--token", "hf_" + "a" * 34)}, "looks like a key"),
+        ({"options": ("--data=https://me:secret@host/x",)}, "--data holds what looks like"),
+    ],
+)
+def test_mistakes_are_one_line(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(OptionError, match=text) as caught:
+        prepare("gke", launch(**fields))
+    assert "\n" not in str(caught.value)
+    assert "secret@" not in str(caught.value)
+
+
+def test_the_longest_name_fits_the_names_of_its_pods() -> None:
+    for on in ("v5e-1", "2xv5e-256", "2xv5p-12288"):
+        hosts = slice(on).num_hosts // slice(on).num_slices
+        end = f"-slice-{slice(on).num_slices - 1}-{hosts - 1}-abcde"
+        prepare("gke", launch(on, name="a" * (63 - len(end))))
+        with pytest.raises(OptionError, match="characters"):
+            prepare("gke", launch(on, name="a" * (64 - len(end))))

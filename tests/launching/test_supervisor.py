@@ -1,0 +1,146 @@
+"""Processes of a local launch: started together, started again when one dies, and stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from systolic.launching.local import SETTINGS
+from systolic.launching.supervisor import LOGS, STATE, Supervisor, identity, lives
+
+PATIENCE_SECONDS = 60
+
+
+def supervise(folder: Path, code: str, *, processes: int = 2, restarts: int = 2) -> Any:
+    """A supervisor in a process of its own, whose processes run ``code`` with their folder as argument."""
+    settings = {
+        "made_by": ["systolic", "launch"],
+        "command": [sys.executable, "-c", code, str(folder)],
+        "directory": str(folder),
+        "processes": processes,
+        "devices": 3,
+        "restarts": restarts,
+    }
+    (folder / SETTINGS).write_text(json.dumps(settings))
+    return subprocess.Popen([sys.executable, "-m", "systolic.launching.supervisor", str(folder)])
+
+
+def state(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / STATE).read_text())
+
+
+def wait(condition: Any) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+TELL = """
+import json, os, sys
+names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "XLA_FLAGS")
+print(json.dumps({name: os.environ.get(name) for name in names}))
+"""
+
+ONCE = """
+import os, pathlib, sys, time
+number = os.environ["JAX_PROCESS_ID"]
+mark = pathlib.Path(sys.argv[1]) / ("began" + number)
+again = mark.exists()
+mark.touch()
+if not again and number == "1":
+    os.kill(os.getpid(), 9)
+if not again:
+    time.sleep(600)  # as one waits for a dead peer
+print("done")
+"""
+
+WAIT = """
+import os, pathlib, signal, sys, time
+def save(*_):
+    print("saved")
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+(pathlib.Path(sys.argv[1]) / ("ready" + os.environ.get("JAX_PROCESS_ID", "0"))).touch()
+time.sleep(600)
+"""
+
+
+def test_every_process_is_told_its_peers_and_devices(tmp_path: Path) -> None:
+    assert supervise(tmp_path, TELL).wait(PATIENCE_SECONDS) == 0
+    told = [json.loads((tmp_path / LOGS / f"{n}.log").read_text()) for n in range(2)]
+    assert [one["JAX_PROCESS_ID"] for one in told] == ["0", "1"]
+    assert {one["JAX_NUM_PROCESSES"] for one in told} == {"2"}
+    assert len({one["JAX_COORDINATOR_ADDRESS"] for one in told}) == 1
+    assert all(one["XLA_FLAGS"].endswith("device_count=3") for one in told)
+    assert state(tmp_path)["phase"] == "done"
+
+
+def test_one_process_is_no_job_of_several(tmp_path: Path) -> None:
+    assert supervise(tmp_path, TELL, processes=1).wait(PATIENCE_SECONDS) == 0
+    assert json.loads((tmp_path / LOGS / "0.log").read_text())["JAX_NUM_PROCESSES"] is None
+
+
+def test_a_killed_process_starts_all_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("systolic.launching.supervisor.LEFT_SECONDS", 0.2)
+    (tmp_path / SETTINGS).touch()
+    supervisor = Supervisor(
+        folder=tmp_path,
+        command=[sys.executable, "-c", ONCE, str(tmp_path)],
+        directory=str(tmp_path),
+        processes=2,
+        devices=1,
+        restarts=2,
+    )
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert supervisor.run() == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert state(tmp_path)["attempt"] == 1
+    log = (tmp_path / LOGS / "0.log").read_text()
+    assert log == "systolic: restart 1 of 2\ndone\n"
+
+
+@pytest.mark.parametrize(("code", "attempts"), [(1, 2), (2, 0)])
+def test_a_wrong_command_is_not_repeated(tmp_path: Path, code: int, attempts: int) -> None:
+    fails = f"import sys; sys.exit({code})"
+    assert supervise(tmp_path, fails, processes=1).wait(PATIENCE_SECONDS) == 1
+    told = state(tmp_path)
+    assert (told["phase"], told["attempt"], told["codes"]) == ("failed", attempts, [code])
+
+
+def test_a_stop_lets_all_processes_save(tmp_path: Path) -> None:
+    started = supervise(tmp_path, WAIT)
+    wait(lambda: (tmp_path / "ready0").exists() and (tmp_path / "ready1").exists())
+    started.terminate()
+    assert started.wait(PATIENCE_SECONDS) == 0
+    assert state(tmp_path)["phase"] == "stopped"
+    assert [(tmp_path / LOGS / f"{n}.log").read_text() for n in range(2)] == ["saved\n"] * 2
+
+
+def test_processes_of_a_killed_supervisor_are_ended_by_the_next(tmp_path: Path) -> None:
+    first = supervise(tmp_path, WAIT)
+    wait(lambda: (tmp_path / "ready0").exists() and (tmp_path / "ready1").exists())
+    wait(lambda: (tmp_path / STATE).exists())
+    left = [one["pid"] for one in state(tmp_path)["running"]]
+    first.kill()
+    first.wait()
+    assert all(psutil.pid_exists(pid) for pid in left)
+    assert supervise(tmp_path, "pass").wait(PATIENCE_SECONDS) == 0
+    wait(lambda: not any(lives({**identity(pid)}) for pid in left if psutil.pid_exists(pid)))
+
+
+def test_a_process_is_known_by_its_start_too() -> None:
+    mine = identity(os.getpid())
+    assert lives(mine)
+    assert not lives({**mine, "started": mine["started"] - 100})
+    assert not lives({})
