@@ -134,12 +134,17 @@ def run(args: Sequence[str]) -> int:
         raise OptionError(
             "--resume takes a run and no recipe: systolic train --resume RUN; the run knows its recipe and options"
         )
-    asked = planned_request(target, rest, "train", TrainOptions, tell)
+    asked = requested(target, rest)
     if asked.verb.rehearse is not None:
         from systolic.cli.rehearse import rehearse
 
         return rehearse(source_of(asked), asked.verb)
     return train(asked, ledger)
+
+
+def requested(target: str, args: Sequence[str]) -> Request[TrainOptions]:
+    """A recipe's options and the verb's; under a plan, the options that were planned where they are not given."""
+    return planned_request(target, args, "train", TrainOptions, tell)
 
 
 def train(asked: Request[TrainOptions], ledger: "Ledger") -> int:
