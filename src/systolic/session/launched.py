@@ -177,9 +177,12 @@ def phase(launched: Launched) -> dict[str, Any]:
     if launched.via != LOCAL:
         return {"phase": "running" if alive else "ended"}
     state = _json(launched.path / STATE)
-    if not alive and state.get("phase", "running") == "running":
+    if state.get("pid") != _json(launched.path / PROCESS).get("pid"):
+        # Nothing yet from this supervisor, or what the one before it has left.
+        return {"phase": "starting" if alive else "lost"}
+    if not alive and state["phase"] == "running":
         return {**state, "phase": "lost"}
-    return state if "phase" in state else {"phase": "starting"}
+    return state
 
 
 def log_of(launched: Launched, process: int = 0) -> Path | None:
