@@ -1,5 +1,7 @@
 """A server's step over pages, compiled for TPU slices: pages are read by the kernel and written where they lie, and nothing large is copied."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ from systolic import recipes
 from systolic.aot import Compiled, Compiler, PagedProgram, compile
 from systolic.chips import slice
 from systolic.hlo import Module, parse
-from systolic.job import Job, Layout, ServedCache
+from systolic.interop.quantizing import whole
+from systolic.job import Job, Layout, ServedCache, WeightFormat
 
 pytest.importorskip("libtpu")
 
@@ -125,3 +128,28 @@ def test_tables_above_the_scalar_memory_are_read_in_parts(tmp_path: Path) -> Non
     answer = compile(program, slice("v6e-1"), Compiler(root=tmp_path))
     assert isinstance(answer, Compiled), answer
     assert len(kernels_of(parse(answer.hlo))) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on", ["v5e-1", "v6e-1"])
+def test_matrices_of_four_bits_are_not_restored_in_memory(on: str, tmp_path: Path) -> None:
+    """Nor are their scales spread over a matrix, which took four times the bytes of the codes."""
+    job = job_of({**LLAMA_1B, "layers": 1}, 1)
+    job = replace(job, quantization=whole(job.model, WeightFormat.int4))
+    program = PagedProgram(
+        job=job, rows=ROWS, pages=PAGES, num_pages=NUM_PAGES, page_size=PAGE_SIZE
+    )
+    answer = compile(program, slice(on), Compiler(root=tmp_path).quick())
+    assert isinstance(answer, Compiled), answer
+    matrices = {
+        math.prod(one.shape.dims)
+        for one in parse(answer.hlo).entry.parameters
+        if one.shape.dtype == "s4"
+    }
+    assert matrices >= {2048 * 2048, 2048 * 8192}
+    written = [
+        f"{one.name} {one.shape_text}"
+        for one in parse(answer.hlo).entry.instructions
+        if one.opcode in ("broadcast", "fusion") and math.prod(one.shape.dims) in matrices
+    ]
+    assert written == []

@@ -9,6 +9,7 @@ from systolic.core.errors import OptionError
 from systolic.job import MatrixFormat, WeightFormat
 from systolic.models.adapters import inputs_of
 from systolic.models.quantized import (
+    FEW_ROWS,
     Quantized,
     held_dtype,
     quantized,
@@ -56,6 +57,7 @@ def test_what_is_restored_is_within_a_step(how: MatrixFormat, most: float) -> No
     [
         ("bsd,dhe->bshe", (6, 4, 2), (0,)),
         ("bshe,hed->bsd", (4, 2, 6), (0, 1)),
+        ("bshe,hed->bsd", (4, 6, 6), (0, 1)),
         ("bshe,rhe->bshr", (4, 4, 2), (0,)),  # absorbed: what the scales belong to is summed over
         ("becd,edf->becf", (4, 6, 5), (1,)),
     ],
@@ -65,10 +67,31 @@ def test_a_product_is_that_of_the_restored_matrix(
 ) -> None:
     letters = spec.split("->")[0].split(",")
     sizes = dict(zip(letters[1], shape, strict=True)) | {"b": 2, "s": 3, "c": 3}
+    calls: list[str] = []
+
+    def make(spec: str, *operands: jax.Array) -> jax.Array:
+        calls.append(spec)
+        return jnp.einsum(spec, *operands)
+
     x = jax.random.normal(jax.random.key(0), [sizes[letter] for letter in letters[0]])
     weights = quantized(jax.random.normal(jax.random.key(1), shape), inputs, how)
     wanted = jnp.einsum(spec, x, weights.restored(jnp.float32))
-    np.testing.assert_allclose(quantized_product(spec, x, weights), wanted, atol=1e-5)
+    for by_group in (False, True):
+        made = quantized_product(spec, x, weights, make, by_group=by_group)
+        np.testing.assert_allclose(made, wanted, atol=1e-5)
+    # The scales of an absorbed matrix, and the values of nf4, can't be applied to sums.
+    summed_by_group = how is INT4 and letters[1] != "rhe"
+    assert len(calls) == (1 if summed_by_group else 2)
+
+
+def test_many_rows_are_multiplied_with_the_restored_matrix() -> None:
+    weights = quantized(jax.random.normal(jax.random.key(1), (4, 3)), (0,), INT4)
+    for rows, whole in ((FEW_ROWS, False), (FEW_ROWS + 1, True)):
+        program = jax.make_jaxpr(
+            lambda x: quantized_product("bd,df->bf", x, weights, by_group=True)
+        )(jnp.ones((rows, 4)))
+        products = [one for one in program.eqns if one.primitive.name == "dot_general"]
+        assert (len(products[0].outvars[0].aval.shape) == 2) is whole
 
 
 def test_dims_that_products_sum_over() -> None:

@@ -69,7 +69,8 @@ def product(
         base = _with_frozen(target, spec, x, weights.base, rounding, heads=heads)
         return base + _narrow(spec, x, weights)
     if isinstance(weights, Quantized):
-        return quantized_product(spec, x, weights, partial(plain_product, target))
+        on_tpu = target.platform == "tpu"
+        return quantized_product(spec, x, weights, partial(plain_product, target), by_group=on_tpu)
     if target.matmul_format is None:
         return plain_product(target, spec, x, weights)
     rounded = _rounded(target.matmul_format, rounding.gradients(heads=heads), rounding.largest)
