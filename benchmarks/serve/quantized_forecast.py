@@ -1,7 +1,8 @@
 """Decode of decoders in bf16, int8 and int4 on TPU slices: ``python benchmarks/serve/quantized_forecast.py MODEL [SLICE ...]``.
 
 The step is that of ``systolic serve`` over pages under the layout that it would choose, :data:`ROWS` texts an engine of 1,152 positions
-each. Programs with :data:`DEPTHS` layers are compiled and simulated, and all layers take what these differ by, as forecasts of static batches do.
+each. Programs with :data:`DEPTHS` layers are compiled and simulated, and all layers take what these differ by, as forecasts of static batches do; models
+of fewer than :data:`SMALL` parameters are compiled whole, as the layers of short programs lie in vector memory.
 The floor is the bytes of weights, keys and values over the rate of the memory, counted of all layers; ``bound`` names what takes most of
 the larger program's time, ``bytes`` says how much of the step the floor is.
 """
@@ -22,6 +23,7 @@ from systolic.session.server_layout import engine_layout
 from systolic.session.server_steps import server_steps, with_formats
 
 ROWS, DEPTHS = 16, (2, 4)
+SMALL = 1e9
 LOAD = Load(prompt_tokens=1024, output_tokens=256)
 WEIGHTS = (ServedWeights.plain, ServedWeights.int8, ServedWeights.int4)
 SLICES = ("v5e-8", "v6e-8")
@@ -46,7 +48,7 @@ class Row:
 def job_of(name: str, on: Slice, weights: ServedWeights) -> Job:
     """A published model under the layout of a server."""
     job = with_formats(source_of(name, {}).job, name, weights)
-    return replace(job, layout=engine_layout(job, on, LOAD, ROWS))
+    return replace(job, layout=engine_layout(job, on, LOAD, ROWS).layout)
 
 
 def program_of(job: Job, on: Slice, layers: int) -> PagedProgram:
@@ -62,13 +64,16 @@ def row(name: str, on: Slice, weights: ServedWeights) -> Row:
     """Compiles, simulates and extrapolates."""
     job = job_of(name, on, weights)
     compiler = Compiler(flags=resolved("", on.chip)).quick()
+    model: Any = job.model
+    depths = DEPTHS if model.num_parameters >= SMALL else (model.layers,)
     made = [
         forecast_program(program_of(job, on, layers), name, on, compiler=compiler)
-        for layers in DEPTHS
+        for layers in depths
     ]
-    model: Any = job.model
 
     def whole(values: list[float]) -> float:
+        if len(values) == 1:
+            return values[0]
         few, more = values
         return more + (more - few) / (DEPTHS[1] - DEPTHS[0]) * (model.layers - DEPTHS[1])
 
@@ -79,7 +84,7 @@ def row(name: str, on: Slice, weights: ServedWeights) -> Row:
         tokens_per_second=ROWS * layout.data / seconds,
         seconds=seconds,
         floor_seconds=whole([_known(floor_seconds(one), one) for one in made]),
-        bound=str(made[1].bound_by),
+        bound=str(made[-1].bound_by),
     )
 
 
