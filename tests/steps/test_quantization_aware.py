@@ -12,6 +12,7 @@ from systolic.aot import StepKind
 from systolic.aot.steps import trace_job
 from systolic.chips import slice
 from systolic.core.errors import OptionError
+from systolic.interop.quantizing import whole
 from systolic.job import (
     Adapter,
     AdapterKind,
@@ -61,9 +62,10 @@ def test_a_step_has_the_loss_of_its_quantized_bundle(kind: WeightFormat) -> None
     rounded = of.network.rounded
     assert {path.rpartition("/")[2] for path in rounded} == {
         *("query", "key", "value", "out"),
-        *("gate", "up", "down"),
+        *("gate", "up", "down", "embedding"),
     }
     formats = {path: how for path, (_, how) in rounded.items()}
+    assert Quantization.of(formats) == whole(SQUARE.model, kind)
     as_bundle = replace(SQUARE, quantization=Quantization.of(formats))
     bundle = StepFunctions(as_bundle, target(None))
     held, cast = dict(rest), jax.jit(of.network.cast)(params)

@@ -22,12 +22,10 @@ from systolic.interop.starting import matrices_of
 from systolic.job import Job, MatrixFormat, Model, Quantization, WeightFormat
 from systolic.models.adapters import CODES, CONVOLVED, EXPERTS, SCALES, STACKED, inputs_of
 from systolic.models.quantized import SCALES_DTYPE, Quantized, quantized, scales_shape
+from systolic.models.quantizing import fitting
 from systolic.models.rounding import compensated, least_error
 from systolic.steps.network import ModelStructure
 
-INT8 = MatrixFormat(format=WeightFormat.int8)
-LEAST_GROUP = 16
-"""Inputs that share a scale at least in 4 bits: with fewer, scales take a bit and more of each weight."""
 SCALE_BYTES = jnp.dtype(SCALES_DTYPE).itemsize
 
 
@@ -50,14 +48,8 @@ class Matrix:
     """Whether :func:`systolic.training.moments.input_moments` sees its inputs: not those of convolutions and experts."""
 
     def how(self, asked: MatrixFormat) -> MatrixFormat:
-        """The format with a group that divides the matrix's last input dim; int8 where 4 bits are too few, or groups would be under :data:`LEAST_GROUP`."""
-        if not asked.group:
-            return asked
-        group = math.gcd(self.shape[self.inputs[-1]], asked.group)
-        narrow = group < min(LEAST_GROUP, asked.group)
-        if asked.format.bits == 4 and (narrow or self.fewest_bits > 4):
-            return INT8
-        return replace(asked, group=group)
+        """See :func:`systolic.models.quantizing.fitting`."""
+        return fitting(asked, self.shape[self.inputs[-1]], self.fewest_bits)
 
     @property
     def moments_shape(self) -> tuple[int, ...]:
@@ -191,13 +183,17 @@ class Rounder:
     """Makes codes of a model's matrices.
 
     Those of 4 bits are fitted to the inputs of their products where these are known, which takes a while, so that they are
-    kept: by :data:`Asked`.
+    kept: by :data:`Asked`. Weights that were trained as a format rounds them take the codes that they were trained with.
     """
 
     def __init__(
-        self, matrices: Mapping[str, Matrix], moments: Mapping[str, np.ndarray] | None = None
+        self,
+        matrices: Mapping[str, Matrix],
+        moments: Mapping[str, np.ndarray] | None = None,
+        trained: WeightFormat | None = None,
     ) -> None:
         self.matrices, self.moments = matrices, {} if moments is None else moments
+        self._trained = trained
         self._kept: dict[Asked, list[Quantized]] = {}
 
     def codes(
@@ -207,7 +203,8 @@ class Rounder:
         one, asked = self.matrices[path], (path, how)
         inputs = tuple(dim - int(one.stacked) for dim in one.inputs)
         if path not in self.moments or how.format.bits != 4:
-            yield from (_program(inputs, how)(jnp.asarray(piece)) for piece in pieces)
+            program = _program(inputs, how, how.format is self._trained)
+            yield from (program(jnp.asarray(piece)) for piece in pieces)
             return
         if asked not in self._kept:
             moments = self.moments[path].reshape(-1, *one.moments_shape[-2:])
@@ -273,7 +270,7 @@ def write_quantized(
 
 
 @lru_cache
-def _program(inputs: tuple[int, ...], how: MatrixFormat) -> Any:
+def _program(inputs: tuple[int, ...], how: MatrixFormat, nearest: bool) -> Any:
     """Codes of one matrix, compiled once a shape."""
-    make = least_error if how.format.bits == 4 else quantized
+    make = least_error if how.format.bits == 4 and not nearest else quantized
     return jax.jit(partial(make, inputs=inputs, how=how))

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +13,10 @@ from systolic.job import MatrixFormat, Model, WeightFormat
 from systolic.models.adapters import CODES, SCALES, STACKED, Frozen, inputs_of
 from systolic.models.layered import Layered
 from systolic.models.quantized import SCALES_DTYPE, Quantized, held_dtype, scales_shape
+
+INT8 = MatrixFormat(format=WeightFormat.int8)
+LEAST_GROUP = 16
+"""Inputs that share a scale at least in 4 bits: with fewer, scales take a bit and more of each weight."""
 
 
 class QuantizedWeight(nnx.Module):
@@ -90,9 +95,20 @@ def formats_of_all(
         inputs, shape = inputs_of(names), shapes[path]
         if len(shape) - (names[0] in STACKED) < 2:
             continue
-        group = math.gcd(shape[inputs[-1]], kind.group) if kind.group else 0
-        found[path] = (inputs, MatrixFormat(format=kind, group=group))
+        asked = MatrixFormat(format=kind, group=kind.group)
+        found[path] = (inputs, fitting(asked, shape[inputs[-1]], model.fewest_bits(path)))
     return found
+
+
+def fitting(asked: MatrixFormat, size: int, fewest_bits: int) -> MatrixFormat:
+    """The format of a matrix: with a group that divides its last input dim of ``size``; int8 where 4 bits are too few, or groups would be under :data:`LEAST_GROUP`."""
+    if not asked.group:
+        return asked
+    group = math.gcd(size, asked.group)
+    narrow = group < min(LEAST_GROUP, asked.group)
+    if asked.format.bits == 4 and (narrow or fewest_bits > 4):
+        return INT8
+    return replace(asked, group=group)
 
 
 def plain_path(path: str) -> str:

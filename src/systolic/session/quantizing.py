@@ -183,8 +183,13 @@ def _rounder(
     """What makes the codes, fitted to the inputs that calibration data gives the matrices."""
     from systolic.interop.quantizing import Rounder
 
+    trained = model.job.precision.weight_format
     if calibration is None:
-        return Rounder(matrices)
+        return Rounder(matrices, trained=trained)
+    if trained in {how.format for how in formats.values()}:
+        raise OptionError(
+            f"the weights were trained as --to {trained} rounds them, and --calibrate would round them otherwise; leave it out"
+        )
     return Rounder(matrices, moments_of(model, matrices, formats, calibration, say))
 
 

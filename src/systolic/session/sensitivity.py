@@ -15,7 +15,8 @@ from systolic.core.errors import OptionError
 from systolic.core.files import write_json
 from systolic.core.store import cache_home
 from systolic.core.units import si
-from systolic.job import Job, MatrixFormat, Quantization, WeightFormat
+from systolic.job import Job, MatrixFormat, Quantization
+from systolic.models.quantizing import INT8
 from systolic.session.trained import Metrics, TrainedModel, splits
 from systolic.steps.tasks.language import LanguageModel
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from systolic.interop.quantizing import Matrix, Rounder
 
-INT8 = MatrixFormat(format=WeightFormat.int8)
+
 SEARCH_BATCHES = 8
 """Batches that say what a matrix alone costs, at most."""
 KEPT = "sensitivity"

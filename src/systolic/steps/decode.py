@@ -14,24 +14,22 @@ from systolic.core.errors import OptionError, RunError
 from systolic.job import (
     ExpertAxis,
     IncrementalDecoder,
-    MatrixFormat,
     Sampling,
     Served,
     ServedCache,
     ServedWeights,
-    WeightFormat,
 )
 from systolic.models.adapters import EXPERTS, STACKED, num_inputs
 from systolic.models.decoder.cache import Coded
 from systolic.models.decoder.config import Decoder
 from systolic.models.decoder.stretch import EXPERT_MATRICES
 from systolic.models.quantized import Quantized, quantized
+from systolic.models.quantizing import INT8
 from systolic.steps import flops
 from systolic.steps.network import Arrays
 from systolic.steps.steps import StepFunctions
 from systolic.steps.target import RULES, SERVING, SERVING_HEADS
 
-INT8 = MatrixFormat(format=WeightFormat.int8)
 PROJECTIONS = (("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim"))
 """Logical dims of weights that project to heads."""
 
