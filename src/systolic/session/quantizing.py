@@ -186,9 +186,9 @@ def _rounder(
     trained = model.job.precision.weight_format
     if calibration is None:
         return Rounder(matrices, trained=trained)
-    if trained in {how.format for how in formats.values()}:
+    if trained is not None and trained in {how.format for how in formats.values()}:
         raise OptionError(
-            f"the weights were trained as --to {trained} rounds them, and --calibrate would round them otherwise; leave it out"
+            f"the weights were trained as --to {trained.value} rounds them, and --calibrate would round them otherwise; leave it out"
         )
     return Rounder(matrices, moments_of(model, matrices, formats, calibration, say))
 
