@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from systolic.cli.launch import LaunchOptions, request_of
 from systolic.cli.main import VERBS, main
 from systolic.cli.target import planned_request
 from systolic.session import launching
-from systolic.session.launched import CLIENTS, launches
+from systolic.session.launched import CLIENTS, LOCAL, launches, stop
 
 RECIPE = """
 from systolic.recipes.digits import digits
@@ -46,9 +47,14 @@ PLAN = {
 
 
 @pytest.fixture(autouse=True)
-def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
+    yield
+    # A test that failed halfway would leave processes that train for days.
+    for one in launches():
+        if one.via == LOCAL and one.alive():
+            stop(one)
 
 
 def run(line: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[str, str]:

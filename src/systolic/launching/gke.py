@@ -59,7 +59,7 @@ def prepare(launch: Launch) -> Prepared:
     _check_site(site)
     if not launch.image:
         raise OptionError(
-            "gke runs a container image and --image is not given; build one with systolic launch … --via docker, push it, and give its name"
+            "gke runs a container image and --image is not given; give the name of one that the cluster can pull, with Python and systolic[tpu] in it"
         )
     check_image(launch.image)
     check_shared(launch.run, on.num_hosts, mounted=bool(site.claim))
