@@ -32,10 +32,12 @@ def with_codes(model: ExportableModel, *, kept: bool) -> tuple[ExportableModel, 
         params[path] = np.asarray(wide)
     notes = []
     if stay:
-        notes.append(f"{len(stay)} quantized matrices stay in codes, which the program widens")
+        notes.append(
+            f"quantized matrices that stay in codes, which the program widens: {len(stay)}"
+        )
     if floats:
         notes.append(
-            f"{len(floats)} quantized matrices are written as the floats that their codes stand for"
+            f"quantized matrices that are written as the floats that their codes stand for: {len(floats)}"
         )
     job = replace(model.job, quantization=Quantization.of(stay))
     return replace(model, job=job, params=params), tuple(notes)
