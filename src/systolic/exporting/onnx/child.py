@@ -6,6 +6,7 @@ import logging
 import sys
 import traceback
 import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def _pooled(array: Any, params: Any) -> Any:
 
 def run(folder: Path, calls: int) -> list[str]:
     """Outputs of ONNX Runtime for the inputs of each call; their names."""
-    import onnxruntime
+    onnxruntime: Any = import_module("onnxruntime")  # of the packages in the cache
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
