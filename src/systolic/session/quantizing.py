@@ -18,7 +18,6 @@ from systolic.artifact.bundle import (
 from systolic.artifact.bundle_record import ImportedFrom, Recorded, carried
 from systolic.artifact.run import JOB
 from systolic.core.errors import NotFoundError, OptionError
-from systolic.core.units import si
 from systolic.data.fingerprint import contents_of
 from systolic.interop.bundled import BundleSource
 from systolic.interop.jobs import job_of
@@ -37,6 +36,7 @@ from systolic.session.trained import (
     prepare_model,
     set_up_here,
 )
+from systolic.session.written import written
 
 if TYPE_CHECKING:
     from systolic.interop.quantizing import Matrix, Rounder
@@ -367,14 +367,7 @@ def _write(
 
     rounder, formats = chosen
     size = sum(spec.nbytes for spec in planned_tensors(source, rounder.matrices, formats))
-    done = 0
-
-    def progress(written: int) -> None:
-        nonlocal done
-        done += written
-        # Tenths, so that a log has ten lines and no more.
-        say(f"weights {done * 10 // size * 10} % of {si(size, 'B')}")
-
+    progress = written(size, say)
     records = write_quantized(source, made, rounder, formats, progress)
     for name, file in source.files().items():
         made.add(name, file.read_bytes())
