@@ -66,6 +66,16 @@ compare empty foreign
 verify nowhere
 verify empty
 verify text.txt
+launch nope --on v5e-4 --via local
+launch lm --on v5e-4 --via nope
+launch lm --on v9-4 --via local
+launch lm --plan nowhere --via local
+runs nowhere
+runs --nope
+status nowhere
+logs nowhere
+logs
+stop nowhere
 """
 FAILED = """
 forecast nameless --on v5e-1

@@ -44,11 +44,15 @@ CACHED = {
 NAMED = {**APART, **CACHED, "opentelemetry": "opentelemetry-api"}
 """Modules whose distribution the environment does not tell: not installed, or several under one name."""
 
-THROUGH_JAX = {"flatbuffers"}
-"""What jax asks for when a program is exported or read, without a dependency of its own."""
+THROUGH_JAX = {"flatbuffers", "jaxlib"}
+"""What jax brings, or asks for when a program is exported or read, without a dependency of its own."""
 
 THROUGH_STARLETTE = {"python-multipart"}
 """What starlette asks for when a form is read, without a dependency of its own."""
+
+
+BY_NAME = ("find_spec", "import_module")
+"""Functions whose first argument is a module."""
 
 
 def names(requirements: list[str]) -> set[str]:
@@ -67,8 +71,9 @@ def imported(folder: str) -> frozenset[str]:
                 modules.update(alias.name.partition(".")[0] for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:
                 modules.add(node.module.partition(".")[0])
-            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".find_spec"):
-                modules.update(a.value for a in node.args if isinstance(a, ast.Constant))
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(BY_NAME):
+                named = [a.value for a in node.args[:1] if isinstance(a, ast.Constant)]
+                modules.update(name.partition(".")[0] for name in named)
     own = {"systolic", *(path.name for path in ROOT.iterdir() if path.is_dir())}
     own |= {path.stem for path in (ROOT / "benchmarks").rglob("*.py")}  # by name, beside each other
     outside = modules - set(sys.stdlib_module_names) - own
