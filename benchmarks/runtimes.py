@@ -113,6 +113,19 @@ def generate(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
     return lambda: call.seconds(time.perf_counter)
 
 
+def predict(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
+    """The program of ``systolic predict``: as :func:`stablehlo`, made for this platform."""
+    from systolic.predicting.latency import CallSizes, timed_call
+    from systolic.session.trained import keep_programs, prepare_model
+
+    keep_programs()
+    prepared = prepare_model(path)
+    rows = len(next(iter(inputs.values())))
+    sizes = CallSizes(rows=rows, prompt_tokens=sequence, output_tokens=1)
+    call = timed_call(prepared.setup.steps, prepared.read(), sizes)
+    return lambda: call.seconds(time.perf_counter)
+
+
 def gguf(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
     """llama.cpp's server, by its own times; the file's name has the server's path before it."""
     import socket
@@ -160,14 +173,17 @@ def gguf(path: Path, inputs: dict[str, np.ndarray], sequence: int) -> Call:
     return call
 
 
-RUNTIMES = {one.__name__: one for one in (stablehlo, litert, onnx, generate, gguf)}
+RUNTIMES = {one.__name__: one for one in (stablehlo, litert, onnx, predict, generate, gguf)}
 SHOWN = {
-    "stablehlo": "systolic (XLA)",
+    "stablehlo": "exported, XLA",
+    "predict": "systolic predict",
     "litert": "LiteRT",
     "onnx": "ONNX Runtime",
     "generate": "systolic generate",
     "gguf": "llama.cpp",
 }
+OWN = ("predict", "generate")
+"""What others are compared with."""
 PACKAGES = {"litert": "litert", "onnx": "onnx"}
 """Of the cache, for runtimes whose packages are there."""
 
@@ -193,7 +209,7 @@ def work(runtime: str, path: str, folder: str, batch: int, sequence: int) -> Non
 
 def exported(model: Path, made: Program) -> str:
     """Writes the file unless it is there; what refused it, or ""."""
-    if made.path.exists() or made.runtime == "generate":
+    if made.path.exists() or made.runtime in ("generate", "predict"):
         return ""
     to = {"stablehlo": "stablehlo", "litert": "litert", "onnx": "onnx", "gguf": "gguf"}
     line = [sys.executable, "-m", "systolic", "export", str(model), "--out", str(made.path)]
@@ -260,7 +276,9 @@ def programs(model: Path, batch: int, args: argparse.Namespace) -> list[Program]
         Program("litert", folder / f"{lite}-int8.tflite", (*sizes, "--precision", "int8", *data)),
         Program("onnx", folder / "model.onnx"),
     ]
-    if args.llama_server is not None and batch == 1:
+    if args.llama_server is None:
+        found.append(Program("predict", model))
+    elif batch == 1:
         found.append(Program("generate", model))
         found += [
             Program("gguf", folder / f"{name}.gguf", ("--precision", name))
@@ -273,6 +291,11 @@ def size_of(path: Path) -> int:
     """Bytes of a file, or of a folder's."""
     files = [path] if path.is_file() else path.rglob("*")
     return sum(one.stat().st_size for one in files if one.is_file())
+
+
+def compared(ours: Mapping[str, float], stage: str, seconds: float) -> str:
+    """Our seconds of a stage over a runtime's."""
+    return f"{ours[stage] / seconds:.2f}" if stage in ours else ""
 
 
 def measured(model: Path, batch: int, args: argparse.Namespace) -> list[str]:
@@ -294,13 +317,14 @@ def measured(model: Path, batch: int, args: argparse.Namespace) -> list[str]:
     for number in range(args.rounds):
         for _, worker in running if number % 2 == 0 else reversed(running):
             worker.call()
-    rows, ours = [], {}
+    rows = []
+    own = {one: worker.medians() for one, worker in running if one.runtime in OWN}
+    ours = {stage: seconds for found in own.values() for stage, seconds in found.items()}
     for made, worker in running:
         for stage, seconds in worker.medians().items():
-            ours.setdefault(stage, seconds)
             each = seconds / (1 if stage == "decode" else batch)
             rows.append(
-                f"| {model.stem} | {batch} | {SHOWN[made.runtime]} | {made.path.name} | {size_of(made.path) / 1e6:.1f} | {stage} {seconds * 1000:.2f} | {1 / each:.1f} | {ours[stage] / seconds:.2f} |"
+                f"| {model.stem} | {batch} | {SHOWN[made.runtime]} | {made.path.name} | {size_of(made.path) / 1e6:.1f} | {stage} {seconds * 1000:.2f} | {1 / each:.1f} | {compared(ours, stage, seconds)} |"
             )
         worker.child.kill()
     return [*rows, *refused]

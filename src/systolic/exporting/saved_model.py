@@ -15,6 +15,7 @@ from systolic.core.errors import MissingExtraError, RunError
 from systolic.exporting.difference import EXACT, joined
 from systolic.exporting.examples import ExampleInputs
 from systolic.exporting.inference import ExportableModel
+from systolic.exporting.plain import each_platform
 from systolic.exporting.result import ModelExport
 from systolic.exporting.saved_model_child import FAILURE, MISSING, PARAMS, REQUEST
 from systolic.exporting.settings import ExportSettings
@@ -55,7 +56,9 @@ def export_saved_model(
         work = Path(scratch)
         for name, function in model.functions.items():
             say(f"lowering {name} for {', '.join(PLATFORMS)}")
-            (work / f"{name}{SUFFIX}").write_bytes(serialized(function, model.params))
+            (work / f"{name}{SUFFIX}").write_bytes(
+                serialized(each_platform(model, function), model.params)
+            )
         _write_request(model, examples, folder.folder / VERSION, work)
         say("writing and reloading with TensorFlow")
         _run(str(settings.python or sys.executable), work)

@@ -16,6 +16,7 @@ from systolic.core.errors import OptionError, RunError
 from systolic.exporting.difference import EXACT, ExportDifference, joined
 from systolic.exporting.examples import ExampleInputs
 from systolic.exporting.inference import ExportableModel, Inference, run
+from systolic.exporting.plain import each_platform
 from systolic.exporting.result import ModelExport
 from systolic.exporting.settings import ExportSettings
 
@@ -52,7 +53,7 @@ def export_stablehlo(
         programs = {}
         for name, function in model.functions.items():
             say(f"lowering {name} for {', '.join(PLATFORMS)}")
-            programs[name] = serialized(function, model.params)
+            programs[name] = serialized(each_platform(model, function), model.params)
             folder.add(f"{name}{SUFFIX}", programs[name])
         write_params(folder, model.params, say)
         differences = {}
