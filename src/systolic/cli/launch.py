@@ -26,11 +26,12 @@ RECIPE is a name that systolic recipes lists, or path/to/file.py:function, whose
 PLATFORM is one of:
   tpu-vm    machines of Cloud TPU: a queued resource, the training on all of its machines, deletion at the end
   gke       Google Kubernetes Engine: a JobSet with a job per slice
+  slurm     a cluster of GPUs: a batch script with a task per GPU
   local     the slice's hosts as processes on this machine, with virtual CPU devices
 The same command on every host starts the run or continues it, so that a lost machine costs what was trained since
 the last checkpoint. systolic runs lists launches; systolic status, logs and stop take their name.
 systolic launch RECIPE --help shows the recipe's options."""
-VIA = Required("a platform; add --via tpu-vm, gke or local")
+VIA = Required("a platform; add --via tpu-vm, gke, slurm or local")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +39,8 @@ class LaunchOptions:
     """Options of a launch.
 
     Args:
-        on: The slice: v5e-16, v5p-128, 2xv5e-256; by default that of the plan.
-        via: The platform: tpu-vm, gke or local.
+        on: The slice: v5e-16, v5p-128, 2xv5e-256, 8xh100; by default that of the plan.
+        via: The platform: tpu-vm, gke, slurm or local.
         submit: Run the platform's client now; otherwise the files are written and shown.
         plan: What systolic plan wrote: slice, layout, batch, steps and compiler flags of its best candidate, and the time for the bill.
         candidate: Which of the plan's candidates, by rank.
@@ -49,7 +50,7 @@ class LaunchOptions:
         reservation: Of gke: its name.
         name: Of the launch; by default the recipe and the slice.
         out: Folder for the files; by default launches/NAME.
-        run: The run's folder: gs://BUCKET/FOLDER, which the machines mount; of gke also a path on the volume of --claim; of local a folder here, by default runs/NAME.
+        run: The run's folder: gs://BUCKET/FOLDER, which the machines mount; of gke also a path on the volume of --claim; of local and slurm a folder here, by default runs/NAME.
         restarts: Restarts after a failure or a lost machine; by default 10, with --spot 100.
         train: More options of systolic train, as one word: --train="--workers 4 --profile 10".
         image: Of gke: the container image with Systolic.
@@ -58,7 +59,12 @@ class LaunchOptions:
         network: Of tpu-vm: Google Cloud's network.
         service_account: That the machines or pods act as.
         namespace: Of gke: Kubernetes' namespace.
-        queue: Of gke: Kueue's local queue.
+        queue: Of gke: Kueue's local queue; of slurm: the partition.
+        account: Of slurm: whose hours are charged.
+        time: Of slurm: the longest time of a job, 24:00:00 or 7-00; the training goes on in another.
+        gpus_per_node: Of slurm: by default as the catalogue has it.
+        setup: Of slurm: a line of shell before the training, such as "module load cuda".
+        sbatch: Of slurm: more options of sbatch, as one word: --sbatch="--qos=long --constraint=h100".
         claim: Of gke: the PersistentVolumeClaim that is mounted at /runs.
         processes: Of local: how many; by default the slice's hosts.
         keep: Of tpu-vm: leave the machines when the training has ended.
@@ -86,6 +92,11 @@ class LaunchOptions:
     service_account: str = ""
     namespace: str = ""
     queue: str = ""
+    account: str = ""
+    time: str = ""
+    gpus_per_node: Annotated[int | None, COUNT] = None
+    setup: str = ""
+    sbatch: str = ""
     claim: str = ""
     processes: Annotated[int | None, COUNT] = None
     keep: bool = False
@@ -150,7 +161,7 @@ def request_of(asked: Request[LaunchOptions], args: Sequence[str]) -> "LaunchReq
         NotFoundError: there is no such slice.
     """
     from systolic.chips import slice
-    from systolic.launching import Site
+    from systolic.launching import Site, SlurmOptions
     from systolic.session.launching import LaunchRequest
 
     options = asked.verb
@@ -159,12 +170,6 @@ def request_of(asked: Request[LaunchOptions], args: Sequence[str]) -> "LaunchReq
         raise OptionError(
             "systolic launch needs a slice; add --on v5e-16, systolic chips lists them"
         )
-    try:
-        train = shlex.split(options.train)
-    except ValueError as error:
-        raise OptionError(
-            f"train is {options.train!r}, which a shell does not read: {error}"
-        ) from error
     return LaunchRequest(
         recipe=asked.recipe,
         options=asked.options,
@@ -172,7 +177,7 @@ def request_of(asked: Request[LaunchOptions], args: Sequence[str]) -> "LaunchReq
         via=options.via,
         made_by=("systolic", "launch", *(word for word in args if word != "--submit")),
         chosen=asked.chosen,
-        train=train,
+        train=words("train", options.train),
         name=options.name,
         run=options.run,
         image=options.image,
@@ -183,14 +188,34 @@ def request_of(asked: Request[LaunchOptions], args: Sequence[str]) -> "LaunchReq
             namespace=options.namespace,
             service_account=options.service_account,
             queue=options.queue,
+            account=options.account,
             network=options.network,
             claim=options.claim,
             reservation=options.reservation,
+        ),
+        slurm=SlurmOptions(
+            time=options.time,
+            gpus_per_node=options.gpus_per_node,
+            setup=options.setup,
+            options=tuple(words("sbatch", options.sbatch)),
+            programs=str(Path(sys.executable).parent),
         ),
         restarts=options.restarts,
         processes=options.processes,
         keep=options.keep,
     )
+
+
+def words(option: str, text: str) -> list[str]:
+    """An option's text as a shell splits it.
+
+    Raises:
+        OptionError: a quote has no end.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise OptionError(f"{option} is {text!r}, which a shell does not read: {error}") from error
 
 
 def bill_of(asked: Request[LaunchOptions], request: "LaunchRequest") -> "LaunchBill":

@@ -5,12 +5,24 @@ started here, except by ``supervisor``, which runs and restarts the processes of
 """
 
 from systolic.launching.launch import (
+    CODE,
     Launch,
     LaunchBill,
     Prepared,
     Purchase,
     Site,
+    SlurmOptions,
 )
 from systolic.launching.platforms import PLATFORMS, prepare
 
-__all__ = ["PLATFORMS", "Launch", "LaunchBill", "Prepared", "Purchase", "Site", "prepare"]
+__all__ = [
+    "CODE",
+    "PLATFORMS",
+    "Launch",
+    "LaunchBill",
+    "Prepared",
+    "Purchase",
+    "Site",
+    "SlurmOptions",
+    "prepare",
+]

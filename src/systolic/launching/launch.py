@@ -10,6 +10,8 @@ from systolic.chips import Slice
 from systolic.core.units import duration
 
 HOUR = 3600.0
+CODE = "code"
+"""Folder of the recipe's files, beside the others of a launch."""
 
 
 class Purchase(enum.Enum):
@@ -45,6 +47,22 @@ class Site:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmOptions:
+    """What Slurm is told; empty fields leave it to the cluster."""
+
+    time: str = ""
+    """Longest time of a job, ``24:00:00``."""
+    gpus_per_node: int | None = None
+    """By default as the catalogue has it."""
+    setup: str = ""
+    """A line of shell before the training, such as ``module load cuda``."""
+    options: tuple[str, ...] = ()
+    """More of ``sbatch``."""
+    programs: str = ""
+    """Folder with the ``systolic`` of the environment that the launch is made in."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchBill:
     """Cost of a launch before it starts."""
 
@@ -59,8 +77,8 @@ class LaunchBill:
     seconds_high: float | None = None
     source: str = ""
     """What the time is from."""
-    here: bool = False
-    """Whether it runs on this machine, whatever the slice would cost."""
+    unrented: str = ""
+    """What is said instead, where no chips are rented."""
 
     def usd(self, seconds: float | None) -> float | None:
         """Dollars for so many seconds."""
@@ -83,8 +101,8 @@ class LaunchBill:
 
     def text(self) -> str:
         """One line: the price, then the time and the total where they are known."""
-        if self.here:
-            return "nothing: it runs on this machine"
+        if self.unrented:
+            return self.unrented
         if self.purchase is Purchase.reserved:
             price = "price as your reservation has it"
         elif self.usd_per_hour is None:
@@ -123,6 +141,7 @@ class Launch:
     image: str = ""
     """Container image with Systolic and the recipe."""
     site: Site = field(default_factory=Site)
+    slurm: SlurmOptions = field(default_factory=SlurmOptions)
     restarts: int = 10
     """Restarts after a failure or a lost machine."""
     processes: int | None = None

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from systolic.core.errors import OptionError, nearest
-from systolic.launching import gke, local, tpu_vm
+from systolic.launching import gke, local, slurm, tpu_vm
 from systolic.launching.launch import Launch, Prepared
 from systolic.launching.names import refuse_secrets
 
@@ -11,6 +11,7 @@ PLATFORMS: Mapping[str, Callable[[Launch], Prepared]] = {
     "local": local.prepare,
     "tpu-vm": tpu_vm.prepare,
     "gke": gke.prepare,
+    "slurm": slurm.prepare,
 }
 """Name, as ``--via`` takes it, to the function that writes its files."""
 
@@ -25,5 +26,5 @@ def prepare(via: str, launch: Launch) -> Prepared:
         raise OptionError(
             f"via is {via!r}{nearest(via, PLATFORMS)}; it takes {', '.join(PLATFORMS)}"
         )
-    refuse_secrets((*launch.options, *launch.made_by, launch.run))
+    refuse_secrets((*launch.options, *launch.made_by, launch.run, launch.slurm.setup))
     return PLATFORMS[via](launch)

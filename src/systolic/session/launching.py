@@ -12,7 +12,7 @@ from systolic import recipes
 from systolic.chips import Slice
 from systolic.core.errors import DataError, OptionError
 from systolic.core.files import write_atomically
-from systolic.launching import Launch, LaunchBill, Prepared, Purchase, Site
+from systolic.launching import CODE, Launch, LaunchBill, Prepared, Purchase, Site, SlurmOptions
 from systolic.launching.names import fitting, is_bucket
 from systolic.recipes import Recipe
 from systolic.session.command_line import option_words
@@ -23,8 +23,13 @@ if TYPE_CHECKING:
     from systolic.artifact.chosen import Chosen
     from systolic.job import Job
 
-LOCAL = "local"
-CODE, WHEELS, REQUIREMENTS = "code", "wheels", "requirements.txt"
+LOCAL, SLURM = "local", "slurm"
+OURS: Mapping[str, str] = {
+    LOCAL: "nothing: it runs on this machine",
+    SLURM: "none: the cluster is there, and accounts for its hours",
+}
+"""Platform that sees this machine's disk to what its bill says."""
+WHEELS, REQUIREMENTS = "wheels", "requirements.txt"
 SPOT_RESTARTS, RESTARTS = 100, 10
 EXTRAS: Mapping[str, Sequence[str]] = {"tpu": ("tpu", "text", "image", "audio"), "gpu": ("cuda",)}
 """Platform of a slice to the extras of this package that go along."""
@@ -50,6 +55,7 @@ class LaunchRequest:
     image: str = ""
     purchase: Purchase = Purchase.on_demand
     site: Site = field(default_factory=Site)
+    slurm: SlurmOptions = field(default_factory=SlurmOptions)
     restarts: int | None = None
     processes: int | None = None
     keep: bool = False
@@ -67,9 +73,9 @@ def describe(request: LaunchRequest) -> Launch:
         raise OptionError(
             f"{chosen.path} has a candidate for {chosen.slice} and on is {on.name}; give --on {chosen.slice}, or another candidate"
         )
-    here = request.via == LOCAL
+    here = request.via in OURS
     target, code = recipe.target, {}
-    if recipe.file is not None and not here:
+    if recipe.file is not None and request.via != LOCAL:
         target = f"{recipe.file.name}:{recipes.split(recipe.target)[1]}"
         code = _code(recipe)
     name = request.name or fitting(f"{_stem(recipe)}-{on.name}")
@@ -87,6 +93,7 @@ def describe(request: LaunchRequest) -> Launch:
         purchase=request.purchase,
         image=request.image,
         site=request.site,
+        slurm=request.slurm,
         restarts=(
             request.restarts
             if request.restarts is not None
@@ -98,13 +105,13 @@ def describe(request: LaunchRequest) -> Launch:
         keep=request.keep,
         version=_version(),
         code=code,
-        directory=os.getcwd() if here else "",
+        directory=os.getcwd() if request.via == LOCAL else "",
     )
 
 
 def notes(request: LaunchRequest) -> list[str]:
     """Paths of this machine that the command names, which other machines do not have."""
-    if request.via == LOCAL:
+    if request.via in OURS:
         return []
     found = [
         f"--{name.replace('_', '-')} is {value}, a path of this machine; have it at the same path on the others"
@@ -125,8 +132,8 @@ def bill(request: LaunchRequest, steps: int, step_seconds: float | None) -> Laun
         step_seconds: Of a forecast made for the launch, where there is no plan.
     """
     on, chosen, purchase = request.on, request.chosen, request.purchase
-    if request.via == LOCAL:
-        return LaunchBill(purchase=purchase, usd_per_hour=None, here=True)
+    if request.via in OURS:
+        return LaunchBill(purchase=purchase, usd_per_hour=None, unrented=OURS[request.via])
     spot = purchase is Purchase.spot
     price = on.usd_per_hour.spot if spot else on.usd_per_hour.on_demand
     figure = on.chip.figures.get(f"usd_per_chip_hour.{'spot' if spot else 'on_demand'}")
@@ -196,10 +203,13 @@ def write(launch: Launch, prepared: Prepared, folder: Path) -> list[Path]:
 def _words(request: LaunchRequest) -> list[str]:
     """Words of the recipe's options, with what a plan decided."""
     function, chosen = request.recipe.function, request.chosen
-    if chosen is None:
-        return option_words(function, request.options)
-    settings = dict(chosen.settings)
     options = dict(request.options)
+    if request.via == SLURM:
+        # The job has another working directory, on the same disk.
+        options |= {n: v.absolute() for n, v in options.items() if isinstance(v, Path)}
+    if chosen is None:
+        return option_words(function, options)
+    settings = dict(chosen.settings)
     if chosen.steps and "steps" in inspect.signature(function).parameters:
         options["steps"] = chosen.steps
     words = option_words(function, options, settings)

@@ -1,0 +1,149 @@
+"""``--via slurm``: a batch script for a cluster of GPUs, with a task per GPU.
+
+``systolic train`` finds its peers, and each task its GPU, in what ``srun`` sets. The script has itself signalled
+before its time ends, lets the training save and goes back into the queue: https://slurm.schedmd.com/sbatch.html.
+"""
+
+import re
+import shlex
+from collections.abc import Sequence
+
+from systolic.chips import ChipKind
+from systolic.core.errors import OptionError
+from systolic.launching.launch import CODE, Launch, Prepared, Purchase
+from systolic.launching.names import check_name, check_word, is_bucket
+from systolic.launching.scripts import rendered
+
+LONGEST = 60
+SCRIPT, OUTPUT = "job.sh", "slurm.log"
+SAVE_SECONDS = 180
+"""Time to save before the job's time ends."""
+_TIME = re.compile(r"\d+|\d+:\d{2}(:\d{2})?|\d+-\d{1,2}(:\d{2}){0,2}")
+_OPTION = re.compile(r"--[a-z][-a-z]*(=[-\w.,:@%+/*|&\[\]]+)?")
+_TAKEN = ("job-name", "nodes", "ntasks", "ntasks-per-node", "gpus-per-node", "output", "signal")
+
+
+def prepare(launch: Launch) -> Prepared:
+    """A batch script.
+
+    Raises:
+        OptionError: the slice is not of GPUs, or a name, the time or an option is against the rules.
+    """
+    on, site = launch.on, launch.site
+    check_slice(launch)
+    check_name(launch.name, LONGEST, "a job's name")
+    check_word(site.queue, "queue")
+    check_word(site.account, "account")
+    if "\n" in launch.slurm.setup:
+        raise OptionError(
+            "setup has several lines; put them into a file: --setup 'source setup.sh'"
+        )
+    if is_bucket(launch.run):
+        raise OptionError(
+            f"run is {launch.run}, and slurm trains into a folder that the nodes share; give --run DIR"
+        )
+    if launch.purchase is not Purchase.on_demand:
+        raise OptionError(
+            "slurm rents no chips, so that --spot and --reserved mean nothing; for a reservation give --sbatch=--reservation=NAME"
+        )
+    fields = {
+        "name": launch.name,
+        "nodes": nodes(launch),
+        "gpus": on.num_chips // nodes(launch),
+        "whole": on.num_chips >= per_node(launch),
+        "lines": _lines(launch),
+        "save_seconds": SAVE_SECONDS,
+        "restarts": launch.restarts,
+        "output": OUTPUT,
+        "bin": shlex.quote(launch.slurm.programs) if launch.slurm.programs else "",
+        "setup": launch.slurm.setup,
+        "command": shlex.join(launch.command(code=CODE)),
+    }
+    mine = ("--me", "--name", launch.name)
+    tail = ("tail", "-n", "200")
+    return Prepared(
+        files={
+            SCRIPT: rendered(SCRIPT, launch.header(), fields),
+            **{f"{CODE}/{path}": text for path, text in launch.code.items()},
+        },
+        submit=(("sbatch", SCRIPT),),
+        status=("squeue", *mine),
+        logs=(*tail, OUTPUT),
+        follow=(*tail, "-F", OUTPUT),
+        # What waits goes at once; what runs is asked to save, by the script.
+        stop=(
+            ("scancel", *mine, "--state=PENDING"),
+            ("scancel", *mine, "--batch", "--signal=USR2"),
+        ),
+        notes=_notes(launch),
+        hosts=nodes(launch),
+    )
+
+
+def check_slice(launch: Launch) -> None:
+    """Checks that the slice is of GPUs and fills its nodes.
+
+    Raises:
+        OptionError: it does not.
+    """
+    on, size = launch.on, launch.slurm.gpus_per_node
+    if on.chip.kind is not ChipKind.gpu:
+        raise OptionError(
+            f"{on.name} is not of GPUs, which slurm is for; give --on 8xh100, or for TPUs --via tpu-vm or gke"
+        )
+    if size is not None and on.num_chips > size and on.num_chips % size:
+        raise OptionError(
+            f"gpus-per-node is {size}, which does not divide the {on.num_chips} GPUs of {on.name}"
+        )
+
+
+def per_node(launch: Launch) -> int:
+    """GPUs of a whole node."""
+    return launch.slurm.gpus_per_node or launch.on.chip.chips_per_host or 1
+
+
+def nodes(launch: Launch) -> int:
+    """Nodes that the GPUs are on."""
+    return -(-launch.on.num_chips // per_node(launch))
+
+
+def _lines(launch: Launch) -> list[str]:
+    """Options of ``sbatch`` that not every launch has."""
+    site, asked = launch.site, launch.slurm
+    found = []
+    if asked.time:
+        if not _TIME.fullmatch(asked.time):
+            raise OptionError(
+                f"time is {asked.time!r}; Slurm takes HOURS:MINUTES:SECONDS or DAYS-HOURS: --time 24:00:00"
+            )
+        found.append(f"--time={asked.time}")
+    if site.queue:
+        found.append(f"--partition={site.queue}")
+    if site.account:
+        found.append(f"--account={site.account}")
+    return [*found, *_checked(asked.options)]
+
+
+def _checked(words: Sequence[str]) -> Sequence[str]:
+    for word in words:
+        if not _OPTION.fullmatch(word):
+            raise OptionError(
+                f"sbatch has {word!r}; it takes options with = before their value: --sbatch='--qos=long --constraint=h100'"
+            )
+        if word[2:].partition("=")[0] in _TAKEN:
+            raise OptionError(
+                f"sbatch has {word}, which the launch sets; --name, --on and --gpus-per-node change it"
+            )
+    return words
+
+
+def _notes(launch: Launch) -> tuple[str, ...]:
+    asked = launch.slurm
+    notes = [
+        f"the nodes need this folder, {launch.run} and {asked.programs or 'Systolic'} on a disk that they share"
+    ]
+    if not asked.time:
+        notes.append(
+            "no --time is given, so that the partition's limit ends the job; it saves and goes on in another either way"
+        )
+    return tuple(notes)
