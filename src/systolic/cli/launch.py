@@ -26,12 +26,14 @@ RECIPE is a name that systolic recipes lists, or path/to/file.py:function, whose
 PLATFORM is one of:
   tpu-vm    machines of Cloud TPU: a queued resource, the training on all of its machines, deletion at the end
   gke       Google Kubernetes Engine: a JobSet with a job per slice
+  skypilot  machines that SkyPilot rents: a managed job, on TPUs and GPUs
   slurm     a cluster of GPUs: a batch script with a task per GPU
+  docker    an image, built and run on this machine
   local     the slice's hosts as processes on this machine, with virtual CPU devices
 The same command on every host starts the run or continues it, so that a lost machine costs what was trained since
 the last checkpoint. systolic runs lists launches; systolic status, logs and stop take their name.
 systolic launch RECIPE --help shows the recipe's options."""
-VIA = Required("a platform; add --via tpu-vm, gke, slurm or local")
+VIA = Required("a platform; add --via tpu-vm, gke, skypilot, slurm, docker or local")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,7 @@ class LaunchOptions:
 
     Args:
         on: The slice: v5e-16, v5p-128, 2xv5e-256, 8xh100; by default that of the plan.
-        via: The platform: tpu-vm, gke, slurm or local.
+        via: The platform: tpu-vm, gke, skypilot, slurm, docker or local.
         submit: Run the platform's client now; otherwise the files are written and shown.
         plan: What systolic plan wrote: slice, layout, batch, steps and compiler flags of its best candidate, and the time for the bill.
         candidate: Which of the plan's candidates, by rank.
@@ -50,7 +52,7 @@ class LaunchOptions:
         reservation: Of gke: its name.
         name: Of the launch; by default the recipe and the slice.
         out: Folder for the files; by default launches/NAME.
-        run: The run's folder: gs://BUCKET/FOLDER, which the machines mount; of gke also a path on the volume of --claim; of local and slurm a folder here, by default runs/NAME.
+        run: The run's folder: gs://BUCKET/FOLDER, which the machines mount; of gke also a path on the volume of --claim; of local, slurm and docker a folder here, by default runs/NAME.
         restarts: Restarts after a failure or a lost machine; by default 10, with --spot 100.
         train: More options of systolic train, as one word: --train="--workers 4 --profile 10".
         image: Of gke: the container image with Systolic.

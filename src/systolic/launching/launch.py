@@ -154,6 +154,10 @@ class Launch:
     """The user's recipe and the modules beside it: path to content; empty for a shipped recipe."""
     directory: str = ""
     """Folder that ``local`` works in and finds the recipe in."""
+    user: str = ""
+    """Of ``docker``: numbers of the user and group that the container acts as, ``1000:1000``."""
+    paths: tuple[str, ...] = ()
+    """Of ``docker``: files and folders of this machine that the options name."""
 
     @property
     def hosts_per_slice(self) -> int:

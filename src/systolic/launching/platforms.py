@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from systolic.core.errors import OptionError, nearest
-from systolic.launching import gke, local, slurm, tpu_vm
+from systolic.launching import docker, gke, local, skypilot, slurm, tpu_vm
 from systolic.launching.launch import Launch, Prepared
 from systolic.launching.names import refuse_secrets
 
@@ -11,7 +11,9 @@ PLATFORMS: Mapping[str, Callable[[Launch], Prepared]] = {
     "local": local.prepare,
     "tpu-vm": tpu_vm.prepare,
     "gke": gke.prepare,
+    "skypilot": skypilot.prepare,
     "slurm": slurm.prepare,
+    "docker": docker.prepare,
 }
 """Name, as ``--via`` takes it, to the function that writes its files."""
 

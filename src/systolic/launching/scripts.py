@@ -1,7 +1,6 @@
 """Scripts from templates: ``files/NAME.jinja`` with the values of a launch."""
 
 from collections.abc import Mapping
-from importlib import resources
 from typing import Any
 
 import jinja2
@@ -16,10 +15,11 @@ def rendered(name: str, header: str, fields: Mapping[str, Any]) -> str:
         fields: Values of the template, as a shell reads them.
     """
     environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("systolic.launching", "files"),
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
     )
-    template = (resources.files("systolic.launching") / "files" / f"{name}.jinja").read_text()
-    return environment.from_string(template).render({**fields, "header": header.rstrip("\n")})
+    template = environment.get_template(f"{name}.jinja")
+    return template.render({**fields, "header": header.rstrip("\n")})

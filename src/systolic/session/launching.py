@@ -23,15 +23,22 @@ if TYPE_CHECKING:
     from systolic.artifact.chosen import Chosen
     from systolic.job import Job
 
-LOCAL, SLURM = "local", "slurm"
+LOCAL, SLURM, DOCKER = "local", "slurm", "docker"
 OURS: Mapping[str, str] = {
     LOCAL: "nothing: it runs on this machine",
+    DOCKER: "nothing: it runs on this machine",
     SLURM: "none: the cluster is there, and accounts for its hours",
 }
 """Platform that sees this machine's disk to what its bill says."""
+ELSEWHERE = (SLURM, DOCKER)
+"""Those of them that work in another folder, so that paths are given in full."""
 WHEELS, REQUIREMENTS = "wheels", "requirements.txt"
 SPOT_RESTARTS, RESTARTS = 100, 10
-EXTRAS: Mapping[str, Sequence[str]] = {"tpu": ("tpu", "text", "image", "audio"), "gpu": ("cuda",)}
+EXTRAS: Mapping[str, Sequence[str]] = {
+    "tpu": ("tpu", "text", "image", "audio"),
+    "gpu": ("cuda", "text", "image", "audio"),
+    "cpu": ("text", "image", "audio"),
+}
 """Platform of a slice to the extras of this package that go along."""
 
 
@@ -78,6 +85,9 @@ def describe(request: LaunchRequest) -> Launch:
     if recipe.file is not None and request.via != LOCAL:
         target = f"{recipe.file.name}:{recipes.split(recipe.target)[1]}"
         code = _code(recipe)
+    paths = _paths(request)
+    if request.via in ELSEWHERE and target in paths:
+        target = os.path.abspath(target)
     name = request.name or fitting(f"{_stem(recipe)}-{on.name}")
     run = request.run or f"runs/{name}"
     if here and not is_bucket(run):
@@ -106,6 +116,8 @@ def describe(request: LaunchRequest) -> Launch:
         version=_version(),
         code=code,
         directory=os.getcwd() if request.via == LOCAL else "",
+        user=f"{os.getuid()}:{os.getgid()}",
+        paths=tuple(os.path.abspath(path) for path in paths),
     )
 
 
@@ -118,9 +130,16 @@ def notes(request: LaunchRequest) -> list[str]:
         for name, value in request.options.items()
         if isinstance(value, Path) and value.exists()
     ]
-    if request.recipe.file is None and Path(request.recipe.target).exists():
+    if request.recipe.target in _paths(request):
         found.append(f"{request.recipe.target} is a path of this machine; have it on the others")
     return found
+
+
+def _paths(request: LaunchRequest) -> list[str]:
+    """Paths of this machine that the command names: in options, and the target where it is no recipe's file."""
+    found = [str(one) for one in request.options.values() if isinstance(one, Path) and one.exists()]
+    target = request.recipe.target
+    return [*found, *([target] if request.recipe.file is None and Path(target).exists() else [])]
 
 
 def bill(request: LaunchRequest, steps: int, step_seconds: float | None) -> LaunchBill:
@@ -204,8 +223,7 @@ def _words(request: LaunchRequest) -> list[str]:
     """Words of the recipe's options, with what a plan decided."""
     function, chosen = request.recipe.function, request.chosen
     options = dict(request.options)
-    if request.via == SLURM:
-        # The job has another working directory, on the same disk.
+    if request.via in ELSEWHERE:
         options |= {n: v.absolute() for n, v in options.items() if isinstance(v, Path)}
     if chosen is None:
         return option_words(function, options)

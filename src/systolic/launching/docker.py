@@ -1,0 +1,105 @@
+"""``--via docker``: an image with this package and its versions, built and run on this machine.
+
+The container acts as the user who launches, so that the run's files are theirs, and starts again after a failure:
+https://docs.docker.com/reference/cli/docker/container/run.
+"""
+
+import platform
+
+from systolic.chips import ChipKind
+from systolic.core.errors import OptionError
+from systolic.launching.launch import Launch, Prepared, Purchase
+from systolic.launching.names import check_name, is_bucket
+from systolic.launching.scripts import rendered
+from systolic.launching.tpu_vm import num_hosts
+
+LONGEST = 60
+DOCKERFILE = "Dockerfile"
+SHIPPED = ("requirements.txt", "wheels", "code")
+RUNS = "/runs"
+SAVE_SECONDS = 120
+"""Docker's time between SIGTERM and SIGKILL."""
+PLATFORMS = {ChipKind.cpu: "cpu", ChipKind.gpu: "cuda,cpu", ChipKind.tpu: "tpu,cpu"}
+
+
+def prepare(launch: Launch) -> Prepared:
+    """A build folder, and the commands that build and run it.
+
+    Raises:
+        OptionError: the slice has several hosts, the run is not a folder here, or a name is against the rules.
+    """
+    check_slice(launch)
+    check_name(launch.name, LONGEST, "an image's name")
+    if is_bucket(launch.run):
+        raise OptionError(f"run is {launch.run}, and docker trains into a folder; give --run DIR")
+    if launch.purchase is not Purchase.on_demand:
+        raise OptionError("docker rents no chips; leave out --spot and --reserved")
+    label = f"systolic.launch={launch.name}"
+    fields = {
+        "name": launch.name,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "platforms": PLATFORMS[launch.on.chip.kind],
+    }
+    logs = ("docker", "logs", "--tail", "200")
+    return Prepared(
+        files={
+            DOCKERFILE: rendered(DOCKERFILE, launch.header(), fields),
+            ".dockerignore": launch.header()
+            + "\n".join(["*", *(f"!{one}" for one in SHIPPED)])
+            + "\n",
+        },
+        submit=(
+            ("mkdir", "-p", launch.run),
+            ("docker", "build", "--platform", "linux/amd64", "--tag", launch.name, "."),
+            # Of an earlier launch of this name, if it has ended.
+            ("docker", "container", "prune", "--force", "--filter", f"label={label}"),
+            run_words(launch, label),
+        ),
+        status=("docker", "ps", "--all", "--filter", f"label={label}"),
+        logs=(*logs, launch.name),
+        follow=(*logs, "--follow", launch.name),
+        stop=(("docker", "stop", launch.name), ("docker", "rm", launch.name)),
+        notes=_notes(launch),
+        ships=True,
+    )
+
+
+def check_slice(launch: Launch) -> None:
+    """Checks that one machine has the slice.
+
+    Raises:
+        OptionError: it has several hosts.
+    """
+    on = launch.on
+    if num_hosts(launch) > 1:
+        raise OptionError(
+            f"{on.name} has {on.num_hosts} hosts and docker runs on this machine; give --on 8xcpu, 8xh100 or v5e-8, or --via local"
+        )
+
+
+def run_words(launch: Launch, label: str) -> tuple[str, ...]:
+    """The command that starts the container."""
+    on = launch.on
+    words = ["docker", "run", "--detach", "--init", "--name", launch.name, "--label", label]
+    words += ["--restart", f"on-failure:{launch.restarts}", "--stop-timeout", str(SAVE_SECONDS)]
+    if launch.user:
+        words += ["--user", launch.user]
+    words += ["--volume", f"{launch.run}:{RUNS}/{launch.name}"]
+    for path in launch.paths:
+        words += ["--volume", f"{path}:{path}:ro"]
+    if on.chip.kind is ChipKind.gpu:
+        words += ["--gpus", str(on.num_chips), "--ipc", "host"]
+    elif on.chip.kind is ChipKind.tpu:
+        words += ["--privileged", "--network", "host"]
+    else:
+        words += ["--env", f"XLA_FLAGS=--xla_force_host_platform_device_count={on.num_devices}"]
+    return (*words, launch.name, *launch.command(code="code", run=f"{RUNS}/{launch.name}"))
+
+
+def _notes(launch: Launch) -> tuple[str, ...]:
+    kind = launch.on.chip.kind
+    if kind is ChipKind.gpu:
+        return ("this machine needs NVIDIA's driver and its container toolkit",)
+    if kind is ChipKind.tpu:
+        return ("this machine is a TPU VM; the container gets its devices by --privileged",)
+    return ()

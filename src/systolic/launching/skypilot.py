@@ -1,0 +1,128 @@
+"""``--via skypilot``: a managed job of SkyPilot, which rents the machines, watches them and starts the job again elsewhere.
+
+The task: https://docs.skypilot.co/en/latest/reference/yaml-spec.html. Names of accelerators are those of its catalogue.
+"""
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from systolic.chips import ChipKind
+from systolic.core.errors import OptionError
+from systolic.launching.launch import Launch, Prepared, Purchase
+from systolic.launching.names import check_name, check_shared, check_zone, in_bucket
+from systolic.launching.scripts import rendered
+from systolic.launching.tpu_vm import RUNTIMES, accelerator_type, num_hosts
+
+LONGEST = 40
+TASK, SCRIPT = "task.yaml", "run.sh"
+BUCKETS = "/gcs"
+GPUS: Mapping[str, str] = {
+    "a100-40": "A100",
+    "a100-80": "A100-80GB",
+    "h100": "H100",
+    "h200": "H200",
+    "b200": "B200",
+    "gb200": "GB200",
+    "l4": "L4",
+    "mi300x": "MI300X",
+}
+"""Chip to its name in SkyPilot's catalogue."""
+
+
+def prepare(launch: Launch) -> Prepared:
+    """A task and the script that it runs on every machine.
+
+    Raises:
+        OptionError: SkyPilot lacks the slice, the run's folder is lost with the machines, or a name is against the rules.
+    """
+    check_slice(launch)
+    check_name(launch.name, LONGEST, "a managed job")
+    if launch.site.zone:
+        check_zone(launch.site.zone)
+    if launch.purchase is Purchase.reserved:
+        raise OptionError(
+            "skypilot takes reservations from its own configuration (~/.sky/config.yaml); leave out --reserved"
+        )
+    hosts = num_hosts(launch)
+    check_shared(launch.run, hosts)
+    bucket, folder = in_bucket(launch.run)
+    run = f"{BUCKETS}/{bucket}/{folder}"
+    fields = {
+        "tpu": launch.on.chip.kind is ChipKind.tpu,
+        "platforms": "tpu,cpu" if launch.on.chip.kind is ChipKind.tpu else "cuda,cpu",
+        "command": shlex.join(launch.command(code="code", run=run)),
+    }
+    text = yaml.safe_dump(task(launch), sort_keys=False, width=1000)
+    name = ("--name", launch.name)
+    return Prepared(
+        files={
+            TASK: launch.header() + text,
+            SCRIPT: rendered(SCRIPT, launch.header(), fields),
+        },
+        submit=(("sky", "jobs", "launch", "--yes", "--detach-run", *name, TASK),),
+        status=("sky", "jobs", "queue", "--skip-finished"),
+        logs=("sky", "jobs", "logs", *name, "--no-follow"),
+        follow=("sky", "jobs", "logs", *name),
+        stop=(("sky", "jobs", "cancel", "--yes", *name),),
+        notes=(
+            f"the machines need access to {launch.run}; sky check shows the clouds that are ready",
+        ),
+        hosts=hosts,
+        ships=True,
+    )
+
+
+def check_slice(launch: Launch) -> None:
+    """Checks that SkyPilot rents the slice.
+
+    Raises:
+        OptionError: it does not.
+    """
+    on = launch.on
+    if on.chip.kind is ChipKind.gpu and on.chip.name in GPUS:
+        return
+    if on.num_slices > 1:
+        raise OptionError(
+            f"{on.name} has {on.num_slices} slices, and a task of skypilot has one; give --via gke or tpu-vm"
+        )
+    if on.chip.name not in RUNTIMES or ":" in on.name:
+        raise OptionError(
+            f"{on.name} is not in SkyPilot's catalogue, which has {', '.join((*RUNTIMES, *GPUS))}; give a slice of one of those to --on"
+        )
+
+
+def task(launch: Launch) -> dict[str, Any]:
+    """The task as SkyPilot reads it."""
+    bucket, _ = in_bucket(launch.run)
+    nodes = launch.on.num_hosts if launch.on.chip.kind is ChipKind.gpu else 1
+    return {
+        "name": launch.name,
+        "resources": resources(launch),
+        "num_nodes": nodes,
+        "workdir": ".",
+        "file_mounts": {f"{BUCKETS}/{bucket}": {"source": f"gs://{bucket}", "mode": "MOUNT"}},
+        "setup": f"bash {SCRIPT} install",
+        "run": f"bash {SCRIPT}",
+    }
+
+
+def resources(launch: Launch) -> dict[str, Any]:
+    """Accelerators and where they are; SkyPilot chooses what is left open."""
+    on, zone = launch.on, launch.site.zone
+    found: dict[str, Any] = {}
+    if zone:
+        found["infra"] = f"gcp/{zone.rpartition('-')[0]}/{zone}"
+    elif on.chip.kind is ChipKind.tpu:
+        found["infra"] = "gcp"
+    if on.chip.kind is ChipKind.tpu:
+        found["accelerators"] = {f"tpu-{accelerator_type(launch)}": 1}
+        found["accelerator_args"] = {"tpu_vm": True, "runtime_version": RUNTIMES[on.chip.name]}
+    else:
+        found["accelerators"] = {GPUS[on.chip.name]: on.num_chips // on.num_hosts}
+    found["use_spot"] = launch.purchase is Purchase.spot
+    # What the cloud takes back is not counted.
+    found["job_recovery"] = {"max_restarts_on_errors": launch.restarts}
+    return found

@@ -1,0 +1,107 @@
+"""Images: the build folder passes hadolint, Docker's own client takes the words, and they fit every machine of the catalogue."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from systolic.chips import ChipKind
+from systolic.core.errors import OptionError
+from systolic.launching import Purchase, prepare
+from systolic.launching.tpu_vm import num_hosts
+from tests.launching.made import HEADER, launch, slices
+
+
+def made(on: str = "8xcpu", **fields: Any) -> Any:
+    return prepare("docker", launch(on, **{"run": "/home/me/runs/lm", "user": "7:8", **fields}))
+
+
+def test_all_machines_agree_with_the_catalogue() -> None:
+    alone = [one for one in slices() if num_hosts(launch(one.name)) == 1]
+    assert {one.chip.kind for one in alone} == {ChipKind.cpu, ChipKind.gpu, ChipKind.tpu}
+    for on in alone:
+        words = made(on.name).submit[-1]
+        gpus = words[words.index("--gpus") + 1] if "--gpus" in words else ""
+        assert gpus == (str(on.num_chips) if on.chip.kind is ChipKind.gpu else ""), on.name
+        assert ("--privileged" in words) == (on.chip.kind is ChipKind.tpu), on.name
+        count = f"XLA_FLAGS=--xla_force_host_platform_device_count={on.num_devices}"
+        assert (count in words) == (on.chip.kind is ChipKind.cpu), on.name
+
+
+def test_the_container_trains_as_the_user_into_their_folder() -> None:
+    prepared = made(paths=("/data/texts",), restarts=3)
+    assert prepared.ships
+    words = prepared.submit[-1]
+    assert words[words.index("--user") + 1] == "7:8"
+    assert words[words.index("--restart") + 1] == "on-failure:3"
+    assert "/home/me/runs/lm:/runs/lm" in words
+    assert "/data/texts:/data/texts:ro" in words
+    assert words[-9:] == (
+        "lm",
+        "systolic",
+        "train",
+        "lm",
+        "--steps",
+        "10",
+        "--run",
+        "/runs/lm",
+        "--continue",
+    )
+    assert [one[:3] for one in prepared.submit][:3] == [
+        ("mkdir", "-p", "/home/me/runs/lm"),
+        ("docker", "build", "--platform"),
+        ("docker", "container", "prune"),
+    ]
+
+
+def test_the_files_say_what_made_them_and_pass_hadolint(tmp_path: Path) -> None:
+    files = made("8xh100").files
+    assert all(text.startswith(HEADER) for text in files.values())
+    assert "JAX_PLATFORMS=cuda,cpu" in files["Dockerfile"]
+    checker = shutil.which("hadolint", path=f"{Path(sys.executable).parent}") or shutil.which(
+        "hadolint"
+    )
+    if checker is None:
+        pytest.skip("hadolint is not installed")
+    (tmp_path / "Dockerfile").write_text(files["Dockerfile"])
+    done = subprocess.run([checker, tmp_path / "Dockerfile"], text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_dockers_own_client_takes_the_words(tmp_path: Path) -> None:
+    """Without an engine it ends where it would connect, after it has read the words."""
+    if shutil.which("docker") is None:
+        pytest.skip("Docker's client is not installed")
+    for on in ("8xcpu", "8xh100", "v5e-8"):
+        prepared = made(on)
+        commands = [
+            *prepared.submit[1:],
+            prepared.status,
+            prepared.logs,
+            prepared.follow,
+            *prepared.stop,
+        ]
+        for words in commands:
+            words = [words[0], "--host", f"unix://{tmp_path}/none", *words[1:]]
+            done = subprocess.run(words, cwd=tmp_path, text=True, capture_output=True)
+            assert "unknown" not in done.stderr, done.stderr
+            assert "ockerfile" in done.stderr or "connect" in done.stderr, (words, done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"on": "v5e-16"}, "v5e-16 has 4 hosts and docker runs on this machine"),
+        ({"on": "16xh100"}, "16xh100 has 2 hosts"),
+        ({"run": "gs://bucket/x"}, "docker trains into a folder"),
+        ({"purchase": Purchase.spot}, "docker rents no chips"),
+        ({"name": "Large"}, "--name large"),
+    ],
+)
+def test_mistakes_are_one_line(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(OptionError, match=text) as caught:
+        made(**fields)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,139 @@
+"""Tasks of SkyPilot: names and sizes of every slice, its own parser, and the script of the machines."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from systolic.chips import ChipKind
+from systolic.core.errors import OptionError
+from systolic.launching import Purchase, Site, prepare
+from systolic.launching.skypilot import GPUS
+from systolic.launching.tpu_vm import RUNTIMES
+from tests.launching.made import HEADER, executable, launch, shellcheck, slices
+
+RENTED = [
+    one
+    for one in slices()
+    if one.chip.name in GPUS or (one.chip.name in RUNTIMES and one.num_slices == 1)
+]
+PARSER = """
+import json, sys
+import sky
+for text in json.load(sys.stdin):
+    task = sky.Task.from_yaml_str(text)
+    (one,) = task.resources
+    (name, count), = one.accelerators.items()
+    print(json.dumps([task.name, task.num_nodes, name, count, one.use_spot, one.zone, one.accelerator_args]))
+"""
+
+
+def made(on: str = "v5e-16", **fields: Any) -> Any:
+    return prepare("skypilot", launch(on, **{"site": Site(), **fields}))
+
+
+def task(on: str = "v5e-16", **fields: Any) -> dict[str, Any]:
+    return yaml.safe_load(made(on, **fields).files["task.yaml"])
+
+
+def test_all_slices_agree_with_the_catalogue() -> None:
+    assert {one.chip.name for one in RENTED} == {*GPUS, *RUNTIMES}
+    for on in RENTED:
+        found = task(on.name)
+        ((name, count),) = found["resources"]["accelerators"].items()
+        if on.chip.kind is ChipKind.gpu:
+            assert (name, count * found["num_nodes"]) == (GPUS[on.chip.name], on.num_chips)
+            assert found["num_nodes"] == on.num_hosts
+            continue
+        kind, _, number = name.rpartition("-")
+        cores = 1 if on.chip.name in ("v5e", "v6e") else 2
+        assert kind == f"tpu-{ {'v5e': 'v5litepod'}.get(on.chip.name, on.chip.name) }"
+        assert (count, int(number), found["num_nodes"]) == (1, on.num_chips * cores, 1), on.name
+        version = found["resources"]["accelerator_args"]["runtime_version"]
+        assert version == RUNTIMES[on.chip.name]
+
+
+def test_skypilots_own_parser_takes_the_tasks() -> None:
+    """``SYSTOLIC_SKY_PYTHON`` is the Python of an environment with SkyPilot, which does not fit into ours."""
+    python = os.environ.get("SYSTOLIC_SKY_PYTHON")
+    if not python:
+        pytest.skip("SYSTOLIC_SKY_PYTHON is not set")
+    names = [one.name for one in RENTED]
+    texts = [made(name, purchase=Purchase.spot).files["task.yaml"] for name in names]
+    site = Site(zone="us-west4-a")
+    texts.append(made(site=site).files["task.yaml"])
+    done = subprocess.run(
+        [python, "-c", PARSER], input=json.dumps(texts), text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    parsed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(parsed) == len(texts)
+    for text, one in zip(texts, parsed, strict=True):
+        found = yaml.safe_load(text)
+        ((name, count),) = found["resources"]["accelerators"].items()
+        assert one[:5] == ["lm", found["num_nodes"], name, count, found["resources"]["use_spot"]]
+    assert parsed[-1][5] == "us-west4-a"
+
+
+def test_spot_zone_restarts_and_the_bucket() -> None:
+    found = task(purchase=Purchase.spot, site=Site(zone="us-west4-a"), restarts=4)
+    assert found["resources"]["use_spot"] is True
+    assert found["resources"]["infra"] == "gcp/us-west4/us-west4-a"
+    assert found["resources"]["job_recovery"] == {"max_restarts_on_errors": 4}
+    assert found["file_mounts"] == {"/gcs/bucket": {"source": "gs://bucket", "mode": "MOUNT"}}
+    assert "infra" not in task("8xh100")["resources"]
+
+
+@pytest.mark.parametrize("on", ["v5e-16", "16xh100"])
+def test_files_say_what_made_them_and_the_script_passes_shellcheck(tmp_path: Path, on: str) -> None:
+    files = made(on).files
+    assert files["task.yaml"].startswith(HEADER)
+    assert files["run.sh"].split("\n", 1)[1].startswith(HEADER)
+    (tmp_path / "run.sh").write_text(files["run.sh"])
+    shellcheck(tmp_path / "run.sh")
+
+
+TRAIN = """#!{python}
+import os, sys
+print([os.environ.get(n) for n in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_PLATFORMS")], sys.argv[1:])
+"""
+
+
+def test_machines_with_gpus_find_their_peers_in_skypilots_environment(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(made("16xh100").files["run.sh"])
+    executable(tmp_path / "env" / "bin" / "systolic", TRAIN)
+    told = {
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+    }
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    words = ["bash", str(tmp_path / "run.sh")]
+    out = subprocess.run(words, env=plain | told, text=True, capture_output=True, check=True).stdout
+    assert out.startswith("['10.0.0.1:8476', '2', '1', 'cuda,cpu'] ['train', 'lm', '--steps', '10'")
+    told["SKYPILOT_NUM_NODES"] = "1"
+    out = subprocess.run(words, env=plain | told, text=True, capture_output=True, check=True).stdout
+    assert out.startswith("[None, None, None, 'cuda,cpu']")
+    assert "'/gcs/bucket/runs/lm', '--continue'" in out
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"on": "2xv5e-16"}, "2 slices, and a task of skypilot has one"),
+        ({"on": "tpu7x-8"}, "not in SkyPilot's catalogue"),
+        ({"on": "cpu"}, "not in SkyPilot's catalogue"),
+        ({"run": "runs/lm"}, "lost with 4 machines"),
+        ({"purchase": Purchase.reserved}, "leave out --reserved"),
+        ({"site": Site(zone="us-west4")}, "is a region"),
+        ({"name": "a" * 41}, "a managed job takes 40"),
+    ],
+)
+def test_mistakes_are_one_line(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(OptionError, match=text) as caught:
+        made(**fields)
+    assert "\n" not in str(caught.value)
