@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import systolic
 from systolic.cli.main import main
@@ -19,10 +20,12 @@ from systolic.interop.parity import compare, reference
 from systolic.interop.probe import of_text
 from systolic.interop.source import open_source
 from systolic.job import Model
-from systolic.models.decoder.config import Decoder, Dispatch, Mlp
+from systolic.models.decoder.config import Decoder, Dispatch, Mlp, NormKind
+from systolic.models.decoder.switches import Mup
 from systolic.models.vision.cnn.config import CNN
 from tests.interop import folders
 from tests.interop.test_gguf import KINDS, write
+from tests.steps import tiny
 
 SMALL = ["--steps", "2", "--sequence", "32", "--batch", "2", "--model.layers", "2"]
 SIZES = [
@@ -160,6 +163,48 @@ def test_what_transformers_can_not_say_is_named(model: Model, says: str) -> None
 @pytest.mark.parametrize("changes", [{"capacity_factor": 0.0}, {"dispatch": Dispatch.dropless}])
 def test_a_mixture_that_drops_no_token_has_a_family(changes: dict[str, Any]) -> None:
     assert config_of(Decoder(experts=4, vocab=256, **changes), {})["model_type"] == "mixtral"
+
+
+LARGE = {"layers": 2, "d_model": 32, "d_ff": 48, "heads": 4, "kv_heads": 2, "head_dim": 8}
+GEMMA = {"norm": NormKind.rms_offset, "post_norms": True, "mlp": Mlp.geglu}
+GEMMA |= {"window": 4, "global_every": 2, "embedding_scale": 32**0.5, "query_pre_attn_scalar": 8.0}
+GROWN: dict[str, tuple[dict[str, Any], Mup]] = {
+    "llama": ({"qkv_bias": True, "out_bias": True}, Mup(base_width=8, base_head_dim=4)),
+    "qwen3": (
+        {"tie_embeddings": False, "qk_norm": True},
+        Mup(base_width=8, base_head_dim=4),
+    ),
+    "gemma2": (GEMMA, Mup(base_width=8)),
+}
+
+
+@pytest.mark.parametrize("kind", list(GROWN))
+def test_factors_of_a_base_width_go_into_the_weights(tmp_path: Path, kind: str) -> None:
+    more, mup = GROWN[kind]
+    model = Decoder(vocab=64, **LARGE, mup=mup, **more)
+    steps = tiny.steps(tiny.job(model=model, layout=tiny.ONE_DEVICE))
+    draw, rows = np.random.default_rng(0), np.arange(24, dtype=np.int32).reshape(2, 12)
+    weights = {
+        path: draw.normal(0.5, 0.2, shape.shape).astype(np.float32)
+        for path, shape in steps.network.params.items()
+    }
+    place = np.tile(np.arange(12, dtype=np.int32), (2, 1))
+
+    def forward(params: Any, *given: Any) -> jax.Array:
+        module: Any = steps.network.module(params, {}, train=False)
+        return module(*given)
+
+    ours = jax.jit(forward)(weights, rows, np.ones_like(rows), place)
+
+    made = outgoing_model(model, weights, {})
+    assert made.config["model_type"] == kind
+    tensors = {spec.name: next(made.pieces(spec.name)).copy() for spec in made.specs}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(dict(made.config)))
+    theirs = folders.logits(tmp_path, rows)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    # What a Bundle keeps of it makes the same folder again.
+    assert config_of(model, made.config) == made.config
 
 
 def test_a_gguf_file_becomes_a_folder(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from systolic.job import Adapter, AdapterKind, ContextOrder, Job, Layout, Residu
 from systolic.job.layout import Remat
 from systolic.models.decoder.config import Dispatch, Mlp, NormKind
 from systolic.models.decoder.rotary import RopeScaling, Stretching
-from systolic.models.decoder.switches import Latent, Router, Score
+from systolic.models.decoder.switches import Latent, Mup, Router, Score
 from systolic.steps.steps import StepFunctions
 from tests.steps import tiny
 
@@ -84,7 +84,9 @@ EXPERTS = replace(
     expert_bias=True,
     router=Router(logit_bias=True),
 )
-LOOKUPS = replace(tiny.MODEL, ngrams=3, ngram_rows=64, ngram_dim=8)
+LOOKUPS = replace(
+    tiny.MODEL, ngrams=3, ngram_rows=64, ngram_dim=8, tie_embeddings=False, mup=Mup(base_width=16)
+)
 SWITCHES = replace(
     tiny.MODEL, window=5, global_every=2, attention_cap=2.0, logit_cap=3.0, sinks=True
 )
@@ -118,6 +120,7 @@ GEMMA = replace(
     norm=NormKind.rms_offset,
     post_norms=True,
     qk_norm=True,
+    mup=Mup(base_width=8),
     query_pre_attn_scalar=5.0,
     rope_scaling=RopeScaling(kind=Stretching.linear, factor=2.0),
 )

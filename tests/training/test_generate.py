@@ -255,6 +255,10 @@ def test_training_begins_with_the_weights_of_a_run(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"systolic: {source} can't begin lm: ")
     assert "float32[1,16,16] in the checkpoint and float32[1,24,16] in this job" in line
+    based = ["--model.mup.base-width", "8", "--run", str(tmp_path / "b")]
+    assert main([*args, *based, "--init-from", source]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "was trained with model.mup.base-width 0, and with 8 its weights" in line
     assert main([*other, "--init-from", str(trained / "text")]) == 2
     assert "is a folder of another kind; it takes a run (" in capsys.readouterr().err
     assert not (tmp_path / "b").exists()

@@ -243,11 +243,19 @@ def _check(path: Path, record: Mapping[str, Any], job: Job) -> None:
     """Checks from a run's job.json that its weights can start a job.
 
     Raises:
-        RunError: they are of another kind of model, or of a version that read them differently.
+        RunError: they are of another kind of model, of another base width, or of a version that read them differently.
     """
     check_revision(path, record)
-    theirs, ours = record.get("job", {}).get("model", {}).get("type"), type(job.model).__name__
+    model = record.get("job", {}).get("model", {})
+    theirs, ours = model.get("type"), type(job.model).__name__
     if theirs is not None and theirs != ours:
         raise RunError(
             f"init-from {path} holds the weights of a {theirs}, and {job.name} trains a {ours}; give a run of the same kind of model"
         )
+    for name, value in job.to_json()["model"].get("mup", {}).items():
+        before = model.get("mup", {}).get(name, 0)
+        if before != value:
+            option = f"model.mup.{name.replace('_', '-')}"
+            raise RunError(
+                f"init-from {path} was trained with {option} {before}, and with {value} its weights would mean something else; give --{option} {before}"
+            )

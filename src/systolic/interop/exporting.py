@@ -17,6 +17,7 @@ from systolic.interop.bundled import BundleSource
 from systolic.interop.source import Source, TransformersSource
 from systolic.job import Model
 from systolic.models.decoder.config import Decoder
+from systolic.models.decoder.width import StandardWeights, standard
 from systolic.models.families import GENERATION, HOMES, Config, Family, UnsaidError
 from systolic.models.mapping import Conversion
 
@@ -90,6 +91,8 @@ def outgoing_model(model: Model, weights: Mapping[str, Any], origin: Config) -> 
     Raises:
         OptionError: no family of transformers computes what the model does; names the field.
     """
+    if isinstance(model, Decoder) and model.mup:
+        weights = StandardWeights(model, weights)
     config = _written(model, origin)
     conversion = _family(config).conversion(config)
     stream = conversion.tensors(weights)
@@ -104,6 +107,7 @@ def outgoing_model(model: Model, weights: Mapping[str, Any], origin: Config) -> 
 
 def _written(model: Model, origin: Config) -> Config:
     """The config.json for a model: its origin's where the model is still the same, with fields about its text in any case."""
+    model = standard(model) if isinstance(model, Decoder) else model
     same = origin and not differences(model, origin)
     said = origin if same else _said(model)
     if isinstance(model, Decoder) and model.drops:

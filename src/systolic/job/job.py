@@ -192,6 +192,7 @@ class Job:
     def __post_init__(self) -> None:
         check(self)
         self.adapter.check(type(self.model).__name__, self.model.adaptable())
+        self.model.check_optimizer(self.optimizer.kind)
 
     def on(self, num_devices: int, num_slices: int = 1) -> "Job":
         """The same job with a definite layout.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from systolic.core.errors import OptionError
 from systolic.job.data import Field
 from systolic.job.layout import Axis, Layout, Remat
+from systolic.job.optimizer import OptimizerKind
 from systolic.job.precision import Precision
 from systolic.job.quantization import WeightFormat
 
@@ -131,6 +132,15 @@ class Model(ABC):
     def check_effects(self, precision: Precision) -> None:
         """Raises OptionError for a field that has no effect, beside the others or at this precision."""
         del precision
+
+    def check_optimizer(self, kind: OptimizerKind) -> None:
+        """Raises OptionError for an update rule that the model's own factors of updates don't fit."""
+        del kind
+
+    def update_factor(self, path: str, kind: OptimizerKind) -> float:
+        """Factor of a rule's updates of the parameter at a path, beside the learning rate; decay has none."""
+        del path, kind
+        return 1.0
 
     def check_training(self, batch: "Callable[[], Mapping[str, np.ndarray]]") -> tuple[str, ...]:
         """Compares a training step with that of the framework that the model comes from; warnings of what was not.

@@ -67,9 +67,17 @@ def is_matrix(axes: tuple[str | None, ...]) -> bool:
 
 
 def build(
-    value: Optimizer, learning_rate: Callable[[Any], Any], axes: Axes
+    value: Optimizer,
+    learning_rate: Callable[[Any], Any],
+    axes: Axes,
+    factors: Mapping[str, float] | None = None,
 ) -> optax.GradientTransformation:
-    """The update rule over a flat dict of parameters; gradients arrive clipped."""
+    """The update rule over a flat dict of parameters; gradients arrive clipped.
+
+    ``factors`` are of the updates of single parameters, see :meth:`systolic.job.Model.update_factor`. Decay is added
+    after them: a matrix that moves less forgets no slower (but for those of muon that have a factor).
+    """
+    sized = scaled_updates(factors or {})
     matrices = {name: is_matrix(dims) for name, dims in axes.items()}
     b1 = value.b1 if value.b1 is not None else {OptimizerKind.muon: 0.95}.get(value.kind, 0.9)
     b2 = (
@@ -87,11 +95,11 @@ def build(
     descend = optax.scale_by_learning_rate(learning_rate)
     match value.kind:
         case OptimizerKind.adamw:
-            return optax.chain(optax.scale_by_adam(b1, b2, value.eps), decay, descend)
+            return optax.chain(optax.scale_by_adam(b1, b2, value.eps), *sized, decay, descend)
         case OptimizerKind.sgd:
             return optax.chain(decay, optax.trace(b1, nesterov=True), descend)
         case OptimizerKind.lion:
-            return optax.chain(optax.scale_by_lion(b1, b2), decay, descend)
+            return optax.chain(optax.scale_by_lion(b1, b2), *sized, decay, descend)
         case OptimizerKind.lamb:
             return optax.chain(
                 optax.scale_by_adam(b1, b2, 1e-6), decay, scale_to_norms(axes, 1.0), descend
@@ -101,10 +109,23 @@ def build(
             return optax.chain(decay, scale_to_norms(axes, LARS), descend, optax.trace(b1))
         case OptimizerKind.adafactor:
             return optax.chain(
-                optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), decay, descend
+                optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), *sized, decay, descend
             )
         case OptimizerKind.muon:
-            return _muon(value, (b1, b2), learning_rate, axes)
+            made = _muon(value, (b1, b2), learning_rate, axes)
+            return optax.chain(made, *sized) if sized else made
+
+
+def scaled_updates(factors: Mapping[str, float]) -> list[optax.GradientTransformation]:
+    """Multiplies the updates of parameters by their factors; nothing where all are 1, so that the state is that of the plain rule."""
+    if all(factor == 1 for factor in factors.values()):
+        return []
+
+    def apply(updates: Any, params: Any) -> Any:
+        del params
+        return {name: update * factors[name] for name, update in updates.items()}
+
+    return [optax.stateless(apply)]
 
 
 def scale_to_norms(axes: Axes, share: float) -> optax.GradientTransformation:

@@ -61,7 +61,8 @@ class StepFunctions:
             path: dims or (None,) * self.network.params[path].ndim
             for path, dims in self.network.axes.items()
         }
-        self.optimizer = build(job.optimizer, self.learning_rate, axes)
+        factors = {path: job.model.update_factor(path, job.optimizer.kind) for path in axes}
+        self.optimizer = build(job.optimizer, self.learning_rate, axes, factors)
         self.generations: dict[Any, Any] = {}
         """Jitted generation programs, kept by :func:`systolic.steps.programs.generation`."""
 

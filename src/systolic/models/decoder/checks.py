@@ -1,17 +1,26 @@
-"""Checks of a decoder against a layout; imports without jax."""
+"""Checks of a decoder's switches against each other and a layout; imports without jax."""
 
 import math
 from typing import TYPE_CHECKING
 
-from systolic.core.errors import LayoutError, nearest
-from systolic.job import Layout, Remat
+from systolic.core.errors import LayoutError, OptionError, nearest
+from systolic.job import Layout, OptimizerKind, Remat
 from systolic.models.decoder.config import Dispatch
+from systolic.models.decoder.switches import Score
 
 if TYPE_CHECKING:
     from systolic.models.decoder.config import Decoder
 
 ACTIVATIONS = ("layer_input", "latent", "query", "key", "value", "attention", "out", "mlp", "down")
 """Names of a layer's activations, which rematerialisation policies may keep."""
+
+RULES = (
+    OptimizerKind.adamw,
+    OptimizerKind.lion,
+    OptimizerKind.adafactor,
+    OptimizerKind.muon,
+)
+"""Update rules whose steps have a size of their own, whatever that of the gradients."""
 
 
 def served_kv_heads(config: "Decoder", tensor: int) -> int:
@@ -97,3 +106,98 @@ def check_layout(config: "Decoder", layout: Layout) -> None:
             raise LayoutError(
                 f"layout.{axis} {ways} does not divide model.{dim} {size}; use a divisor of {size}, or change model.{dim}"
             )
+
+
+def check_mixture(config: "Decoder") -> None:
+    """Checks a mixture against the other sizes.
+
+    Raises:
+        OptionError: the first that contradicts another.
+    """
+    if config.experts == 1:
+        return
+    if config.mlp_bias:
+        raise OptionError(
+            f"model.mlp-bias is for dense models and model.experts is {config.experts}; leave mlp-bias out"
+        )
+    if not config.mlp.gated:
+        raise OptionError(
+            f"model.mlp {config.mlp.value} has no mixture of experts; use swiglu or geglu"
+        )
+    if config.dense_layers >= config.layers:
+        raise OptionError(
+            f"model.dense-layers {config.dense_layers} leaves no mixture of model.layers {config.layers}; lower it"
+        )
+    if config.mixture_every > 1 and (config.dense_layers or config.layers % config.mixture_every):
+        if config.dense_layers:
+            raise OptionError(
+                f"model.mixture-every {config.mixture_every} and model.dense-layers {config.dense_layers} both set which layers are dense; leave one out"
+            )
+        raise OptionError(
+            f"model.mixture-every {config.mixture_every} does not divide model.layers {config.layers}; the last layer of each period has the mixture, change one"
+        )
+    groups = config.router.groups
+    least = 2 if config.router.score is Score.sigmoid and config.router.top_groups < groups else 1
+    if config.experts % groups or config.experts // groups < least:
+        raise OptionError(
+            f"model.router.groups {groups} does not make equal groups of {least} or more of model.experts {config.experts}; change one"
+        )
+    choice = config.experts // groups * config.router.top_groups
+    if config.experts_per_token > choice:
+        of = "its" if choice == config.experts else "the"
+        inside = "" if choice == config.experts else " of its router.top-groups"
+        raise OptionError(
+            f"model.experts-per-token {config.experts_per_token} is more than {of} {choice} experts{inside}; lower one or raise the other"
+        )
+
+
+def check_latent(config: "Decoder") -> None:
+    """Checks latent attention against the other switches.
+
+    Raises:
+        OptionError: one is for plain attention.
+    """
+    if not config.latent:
+        return
+    if config.qk_norm:
+        raise OptionError(
+            "model.qk-norm is for plain attention, model.latent has norms on its latents; leave qk-norm out"
+        )
+    if config.qkv_bias:
+        raise OptionError(
+            "model.qkv-bias is for plain attention, model.latent has none; leave qkv-bias out"
+        )
+    if config.learned_positions:
+        raise OptionError(
+            f"model.learned-positions {config.learned_positions} is for plain attention, model.latent has rotary embeddings; leave learned-positions out"
+        )
+
+
+def check_mup(config: "Decoder") -> None:
+    """Checks that all of a decoder has a rule for growing with its width.
+
+    Raises:
+        OptionError: something has none.
+    """
+    if not config.mup:
+        return
+    if config.latent:
+        raise OptionError(
+            "model.mup.base-width is set and model.latent has no rule for growing with d-model; leave one of them out"
+        )
+    if config.mup.base_head_dim and config.query_pre_attn_scalar:
+        raise OptionError(
+            f"model.mup.base-head-dim {config.mup.base_head_dim} and model.query-pre-attn-scalar {config.query_pre_attn_scalar:g} both set the scale of attention's products; leave one out"
+        )
+
+
+def check_rule(config: "Decoder", kind: OptimizerKind) -> None:
+    """Checks an update rule.
+
+    Raises:
+        OptionError: it has no factors for other widths.
+    """
+    if config.mup and kind not in RULES:
+        raise OptionError(
+            f"model.mup.base-width is set and optimizer.kind is {kind.value}, whose learning rates are not known to carry over between widths; use {', '.join(rule.value for rule in RULES)}"
+        )

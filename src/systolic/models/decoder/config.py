@@ -15,6 +15,7 @@ from systolic.job import (
     Layout,
     Model,
     ModelStats,
+    OptimizerKind,
     Precision,
     Remat,
     Rounding,
@@ -22,7 +23,7 @@ from systolic.job import (
 )
 from systolic.models.decoder import count
 from systolic.models.decoder.rotary import RopeScaling, Rotary
-from systolic.models.decoder.switches import Latent, Router, Score
+from systolic.models.decoder.switches import Latent, Mup, Router
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -33,6 +34,7 @@ VOCABULARY = ("embedding", "unembedding")
 MOST_PARAMETERS = 10**14
 """Limit of parameters, far above any published model; larger sizes are typing errors that the compiler would take hours over."""
 BEST, PLAIN, PER_CHANNEL, UNSCALED = Router(), Latent(), Rounding(), RopeScaling()
+STANDARD = Mup()
 MIXTURE = Needs("model.experts", "the model is dense", lambda model: model.experts > 1)
 SLOTS = Needs(
     "model.dispatch slots",
@@ -196,6 +198,8 @@ class Decoder(Model):
     """Rows of each n-gram table, a power of two."""
     ngram_dim: Annotated[int, Range(least=1, most=2**16), NGRAMS] = 32
     """Width of an n-gram's embedding."""
+    mup: Mup = STANDARD
+    """muP: learning rates found at a small d-model hold at a large one."""
     rounding: Rounding = PER_CHANNEL
     """Rounding of weight matmuls with precision int8 or fp8."""
 
@@ -218,61 +222,14 @@ class Decoder(Model):
             raise OptionError(
                 f"model.ngram-rows {self.ngram_rows} is not a power of two; rows are picked by the low bits of a hash"
             )
-        self._check_mixture()
-        self._check_latent()
+        self._check_groups()
 
-    def _check_latent(self) -> None:
-        if not self.latent:
-            return
-        if self.qk_norm:
-            raise OptionError(
-                "model.qk-norm is for plain attention, model.latent has norms on its latents; leave qk-norm out"
-            )
-        if self.qkv_bias:
-            raise OptionError(
-                "model.qkv-bias is for plain attention, model.latent has none; leave qkv-bias out"
-            )
-        if self.learned_positions:
-            raise OptionError(
-                f"model.learned-positions {self.learned_positions} is for plain attention, model.latent has rotary embeddings; leave learned-positions out"
-            )
+    def _check_groups(self) -> None:
+        from systolic.models.decoder.checks import check_latent, check_mixture, check_mup
 
-    def _check_mixture(self) -> None:
-        if self.experts == 1:
-            return
-        if self.mlp_bias:
-            raise OptionError(
-                f"model.mlp-bias is for dense models and model.experts is {self.experts}; leave mlp-bias out"
-            )
-        if not self.mlp.gated:
-            raise OptionError(
-                f"model.mlp {self.mlp.value} has no mixture of experts; use swiglu or geglu"
-            )
-        if self.dense_layers >= self.layers:
-            raise OptionError(
-                f"model.dense-layers {self.dense_layers} leaves no mixture of model.layers {self.layers}; lower it"
-            )
-        if self.mixture_every > 1 and (self.dense_layers or self.layers % self.mixture_every):
-            if self.dense_layers:
-                raise OptionError(
-                    f"model.mixture-every {self.mixture_every} and model.dense-layers {self.dense_layers} both set which layers are dense; leave one out"
-                )
-            raise OptionError(
-                f"model.mixture-every {self.mixture_every} does not divide model.layers {self.layers}; the last layer of each period has the mixture, change one"
-            )
-        groups = self.router.groups
-        least = 2 if self.router.score is Score.sigmoid and self.router.top_groups < groups else 1
-        if self.experts % groups or self.experts // groups < least:
-            raise OptionError(
-                f"model.router.groups {groups} does not make equal groups of {least} or more of model.experts {self.experts}; change one"
-            )
-        choice = self.experts // groups * self.router.top_groups
-        if self.experts_per_token > choice:
-            of = "its" if choice == self.experts else "the"
-            inside = "" if choice == self.experts else " of its router.top-groups"
-            raise OptionError(
-                f"model.experts-per-token {self.experts_per_token} is more than {of} {choice} experts{inside}; lower one or raise the other"
-            )
+        check_mixture(self)
+        check_latent(self)
+        check_mup(self)
 
     @property
     def mlp_matrices(self) -> int:
@@ -309,13 +266,30 @@ class Decoder(Model):
     @property
     def softmax_scale(self) -> float:
         """Factor of the products of queries and keys."""
+        if base := self.mup.base_head_dim:
+            return base**0.5 / self.head_dim
         scale = (self.query_pre_attn_scalar or self.query_dim) ** -0.5
         return scale * self.rope_scaling.softmax_factor if self.latent else scale
 
     @property
     def embedding_factor(self) -> float:
         """Factor of the embedding's rows."""
-        return self.embedding_scale or (1.0 if self.tie_embeddings else self.d_model**0.5)
+        return self.embedding_scale or (1.0 if self.tie_embeddings else self.table_width**0.5)
+
+    @property
+    def table_width(self) -> int:
+        """Width whose inverse root is the first deviation of embeddings."""
+        return self.mup.base_width or self.d_model
+
+    @property
+    def shrinkage(self) -> float:
+        """Base width over the width: factor of the updates of matrices whose inputs grow with it; 1 in the standard parametrisation."""
+        return self.table_width / self.d_model
+
+    @property
+    def output_factor(self) -> float:
+        """Factor of what the output matrix reads; an untied one has smaller updates instead."""
+        return self.shrinkage if self.tie_embeddings else 1.0
 
     @property
     def num_parameters(self) -> int:
@@ -366,6 +340,18 @@ class Decoder(Model):
             raise OptionError(
                 f"model.rounding is set but precision is {precision.value}, so that it has no effect; leave it out, or set --precision int8 or fp8"
             )
+
+    def check_optimizer(self, kind: OptimizerKind) -> None:
+        """Checks that the rule's updates can follow the width, where it has a base."""
+        from systolic.models.decoder.checks import check_rule
+
+        check_rule(self, kind)
+
+    def update_factor(self, path: str, kind: OptimizerKind) -> float:
+        """Below 1 for matrices whose inputs have grown above the base width."""
+        from systolic.models.decoder.width import update_factor
+
+        return update_factor(self, path, kind)
 
     def lasting(self) -> frozenset[str]:
         """All fields but losses, capacity, dispatch, rounding, and constants."""

@@ -50,10 +50,10 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
             return stacked(rngs)
 
         shape, gain = (config.vocab, config.d_model), TIED_GAIN if config.tie_embeddings else 1.0
-        self.embedding = weight(rngs, shape, ("vocab", "embed"), config.d_model, gain)
+        self.embedding = weight(rngs, shape, ("vocab", "embed"), config.table_width, gain)
         if config.learned_positions:
             shape = (config.learned_positions, config.d_model)
-            self.positions = weight(rngs, shape, (None, "embed"), config.d_model, TIED_GAIN)
+            self.positions = weight(rngs, shape, (None, "embed"), config.table_width, TIED_GAIN)
         self.ngrams = NGrams(config, rngs, target) if config.ngrams else None
         mixtures = config.mixtures or config.layers
         dense = config.layers - mixtures
@@ -137,7 +137,8 @@ class DecoderModule(nnx.Module, TokenScorer, IncrementalDecoder):
     def normed(self, x: jax.Array) -> jax.Array:
         """The residual stream [batch, sequence, d_model] as the output matrix takes it."""
         with jax.named_scope("logits"):
-            return self.norm(x)
+            normed, factor = self.norm(x), self.config.output_factor
+            return normed if factor == 1 else normed * factor
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """:meth:`hidden` [batch, sequence, d_model] to [batch, sequence, vocab]."""

@@ -39,7 +39,7 @@ class Mixture(nnx.Module):
     def __init__(self, config: Decoder, rngs: nnx.Rngs, target: Target) -> None:
         e, d, f = config.experts, config.d_model, config.d_ff
 
-        self.router = weight(rngs, (d, e), ("embed", None), d)
+        self.router = weight(rngs, (d, e), ("embed", None), d, config.shrinkage**0.5)
         self.gate = weight(rngs, (e, d, f), ("experts", "expert_embed", "mlp"), d)
         self.up = weight(rngs, (e, d, f), ("experts", "expert_embed", "mlp"), d)
         self.down = weight(

@@ -1,4 +1,4 @@
-"""Groups of a decoder's switches: latent attention, and the router of a mixture; imports without jax."""
+"""Groups of a decoder's switches: latent attention, the router of a mixture, growth of the width; imports without jax."""
 
 import enum
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ LATENT = Needs(
     "model.latent.kv-lora-rank is 0",
     lambda latent: latent.kv_lora_rank,
 )
+MUP = Needs("model.mup.base-width", "model.mup.base-width is 0", lambda mup: mup.base_width)
 WIDTH = Range(least=0, most=2**20)
 CLAMP_LIMIT = 7.0
 """Largest gate, and largest magnitude of up, of Mlp.swiglu_clamped (gpt-oss: swiglu_limit)."""
@@ -109,3 +110,25 @@ class Router:
             raise OptionError(
                 f"model.router.top-groups {self.top_groups} is more than its {self.groups} groups; lower one or raise the other"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mup:
+    """Maximal update parametrisation (muP; Tensor Programs V, Yang et al. 2022): the best learning rate stays where it is as d-model grows.
+
+    Raises:
+        OptionError: a size outside its range.
+    """
+
+    base_width: Annotated[int, WIDTH] = 0
+    """d-model for which learning rates are chosen: there nothing changes, at another d-model the weights begin and move as they do there. 0 for the standard parametrisation."""
+    base_head_dim: Annotated[int, Range(least=0, most=2**14), MUP] = 0
+    """head-dim beside base-width, where heads grow and their number does not; 0 where head-dim stays."""
+
+    def __post_init__(self) -> None:
+        check(self, "model.mup")
+        check_needs(self, "model.mup")
+
+    def __bool__(self) -> bool:
+        """Whether the width has a base."""
+        return self.base_width > 0

@@ -119,11 +119,13 @@ def _shared(config: Config, every: int) -> dict[str, Any]:
 
 
 def _written(model: Decoder) -> dict[str, Any]:
+    scalar = model.query_pre_attn_scalar or model.head_dim
     return {
         **dense.fields(model),
         "hidden_activation": named(model.mlp),
         "attention_bias": model.qkv_bias,
-        "query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_dim,
+        # transformers takes a whole number as such only.
+        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
         "final_logit_softcapping": model.logit_cap or None,
         "sliding_window": model.window or None,
         "layer_types": layer_types(model),
