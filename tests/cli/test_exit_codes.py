@@ -66,6 +66,11 @@ compare empty foreign
 verify nowhere
 verify empty
 verify text.txt
+tune nowhere --search steps=1,2
+tune digits
+tune digits --search stepz=1,2
+tune digits --search steps=2..1
+tune digits --search steps=1,2 --budget 5
 launch nope --on v5e-4 --via local
 launch lm --on v5e-4 --via nope
 launch lm --on v9-4 --via local

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 _VARIABLES = ("XLA_", "JAX_", "LIBTPU", "TPU_", "CUDA_VISIBLE_DEVICES", "NCCL_")
@@ -40,15 +41,14 @@ def environment(devices: Sequence[str], flags: Sequence[str] = ()) -> dict[str, 
     }
 
 
+@cache
 def packages() -> dict[str, str]:
-    """Versions of all installed packages by name."""
+    """Versions of all installed packages by name; read once in a process, which may train several runs."""
     import importlib.metadata
 
-    found = {
-        str(package.metadata["Name"]): package.version
-        for package in importlib.metadata.distributions()
-        if package.metadata["Name"]
-    }
+    # Each access to an attribute parses the package's whole description again.
+    known = [package.metadata for package in importlib.metadata.distributions()]
+    found = {str(one["Name"]): str(one["Version"]) for one in known if one["Name"]}
     return dict(sorted(found.items(), key=lambda pair: pair[0].lower()))
 
 

@@ -36,6 +36,7 @@ VERBS = {
     "train": Verb(
         "train", "trains a recipe; resumes with --resume RUN; rehearses with --rehearse SLICE"
     ),
+    "tune": Verb("tune", "finds the settings that train a recipe best, trial after trial"),
     "launch": Verb(
         "launch",
         "trains a recipe on machines elsewhere: files, bill and commands of their platform",

@@ -10,6 +10,7 @@ import difflib
 import inspect
 import io
 import re
+import shlex
 import typing
 from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, is_dataclass
@@ -209,10 +210,20 @@ class Required:
     text: str
 
 
-def option_names(function: Callable[..., Any], prefix: str = "") -> set[str]:
+def option_names(function: Callable[..., Any]) -> set[str]:
     """Options of a function or class as they are typed: ``--model.layers``, ``--json``."""
+    return set(_options(function, ""))
+
+
+def option_hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """Option as it is typed to its annotated type, without the ``--no-`` forms of switches."""
+    return {name: hint for name, hint in _options(function, "").items() if hint is not None}
+
+
+def _options(function: Callable[..., Any], prefix: str) -> dict[str, Any]:
+    """Option to its annotated type, None for the ``--no-`` form of a switch."""
     hints = typing.get_type_hints(function, include_extras=True)
-    found: set[str] = set()
+    found: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         hint = hints.get(name, parameter.annotation)
         extras = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
@@ -220,13 +231,50 @@ def option_names(function: Callable[..., Any], prefix: str = "") -> set[str]:
         typed = f"{prefix}{dashed(name)}"
         if isinstance(plain, type) and is_dataclass(plain):
             flat = any(isinstance(one, _ARG) and one.name == "" for one in extras)
-            found |= option_names(plain, prefix if flat else f"{typed}.")
+            found |= _options(plain, prefix if flat else f"{typed}.")
         elif tyro.conf.Positional not in extras:
-            found.add(f"--{typed}")
+            found[f"--{typed}"] = hint
             if plain is bool and (prefix or parameter.default):
                 part, dot, last = typed.rpartition(".")
-                found.add(f"--{part}{dot}no-{last}")
+                found[f"--{part}{dot}no-{last}"] = None
     return found
+
+
+_SWITCH = {"yes": True, "true": True, "no": False, "false": False}
+
+
+def read_value(hint: Any, word: str, named: str) -> Any:
+    """A value of an option's type from its word, as a command line has it; of a switch from yes or no.
+
+    Args:
+        hint: The annotated type.
+        word: Its text; several words for an option that takes several.
+        named: What messages call the option.
+
+    Raises:
+        OptionError: it does not parse or is out of its range.
+    """
+    plain = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+    if plain is bool:
+        if word.lower() not in _SWITCH:
+            raise OptionError(f"{named} is {word!r}; it takes yes or no")
+        return _SWITCH[word.lower()]
+
+    def function() -> None:
+        pass
+
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameter = inspect.Parameter("value", kind, annotation=hint)
+    function.__signature__ = inspect.Signature([parameter])  # ty: ignore[missing-attribute]
+    function.__annotations__ = {"value": hint}
+    several = typing.get_origin(plain) is tuple
+    words = ["--value", *shlex.split(word)] if several else [f"--value={word}"]
+    try:
+        values, _ = known(function, words, "systolic")
+    except OptionError as error:
+        message = str(error).removesuffix("; see systolic --help")
+        raise OptionError(message.replace("--value", named)) from error
+    return values["value"]
 
 
 _ARG = type(tyro.conf.arg())

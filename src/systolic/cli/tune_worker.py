@@ -1,0 +1,28 @@
+"""``python -m systolic.cli.tune_worker RECIPE [options]``: runs trials of the study that these words name, until none is left."""
+
+import os
+import sys
+
+from systolic.cli.main import guarded
+from systolic.cli.tune import tuning_of
+from systolic.core.leave import leave
+from systolic.core.machine import end_with
+
+
+def work(words: list[str]) -> int:
+    """Runs trials; returns the exit code: 3 where it stopped for the reason on its last line."""
+    from systolic.session.trials import TrialWorker
+    from systolic.session.tuning_processes import INTERRUPTED, LINE, STOPPED
+
+    tuning = tuning_of(words)[0]
+    worker = TrialWorker(tuning=tuning, shared=tuning.open())
+    worker.work()
+    if not worker.stopped:
+        return 0
+    print(f"{LINE}{worker.stopped}", file=sys.stderr)
+    return INTERRUPTED if worker.stopped == "interrupted" else STOPPED
+
+
+if __name__ == "__main__":
+    end_with(os.getppid())
+    leave(guarded(lambda: work(sys.argv[1:])))

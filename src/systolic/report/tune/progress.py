@@ -1,0 +1,95 @@
+"""Progress of a search on stderr: redrawn on a terminal, otherwise a line for each trial that ends."""
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import TextIO
+
+from rich.console import Group
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from systolic.core.units import duration
+from systolic.report import terminal
+from systolic.report.area import LiveArea
+from systolic.report.tune import readings
+from systolic.tuning.results import StudyResult, TrialRow
+
+RUNNING = 6
+"""Most running trials that are named."""
+BAR = 24
+
+
+class StudyDisplay(LiveArea):
+    """Context that shows a search; its :meth:`see` takes what the study has."""
+
+    def __init__(
+        self, stream: TextIO, *, environ: Mapping[str, str] | None = None, width: int | None = None
+    ) -> None:
+        super().__init__(stream, environ=environ, width=width)
+        self._stream, self._began = stream, time.monotonic()
+        self._told: set[int] | None = None
+
+    def see(self, study: StudyResult) -> None:
+        """Shows the study; a closed terminal does not end the search."""
+        ended = {row.number: row for row in study.rows if row.state not in ("running", "waiting")}
+        if self._told is None:
+            self._told = set(ended)
+            if ended:
+                terminal.say(self._stream, f"{study.name} goes on: {readings.counted(study)}")
+        if self.drawn:
+            self.draw(drawing(study, time.monotonic() - self._began))
+            return
+        for number in sorted(set(ended) - self._told):
+            terminal.say(self._stream, line(study, ended[number]))
+        self._told |= set(ended)
+
+    def tell(self, text: str) -> None:
+        """Prints a line that stays, above what is redrawn."""
+        print(f"systolic: {text}", file=sys.stderr, flush=True)
+
+
+def line(study: StudyResult, row: TrialRow) -> str:
+    """Line of a trial that has ended: ``[ 7/40] trial 6: accuracy 98.6 %, optimizer.learning-rate 0.003``."""
+    width = len(str(study.total))
+    text = readings.objectives(study, row) if row.is_done else row.reason or row.state
+    best = "  <- best so far" if row is study.best else ""
+    place = f"[{study.finished:>{width}}/{study.total}]"
+    return f"{place} trial {row.number}: {terminal.one_line(text, 160)}; {readings.settings(row)}{best}"
+
+
+def drawing(study: StudyResult, seconds: float) -> Group:
+    """Lines to redraw."""
+    head = Table.grid(padding=(0, 2))
+    bar = ProgressBar(
+        total=max(study.total, 1),
+        completed=study.finished,
+        width=BAR,
+        complete_style="cyan",
+        finished_style="green",
+    )
+    counted = Text(f"{study.finished}", style="bold")
+    counted.append(f" of {study.total} trials", "not bold")
+    head.add_row(bar, counted, Text(duration(seconds), style="dim"))
+    rows = [_row("", readings.counted(study), "dim")]
+    running = [row for row in study.rows if row.state == "running"]
+    for place, row in enumerate(running[:RUNNING]):
+        name = study.aims[0].name
+        at = (
+            f" (step {row.step}: {readings.figure(name, row.figures.get(name))})"
+            if row.step
+            else ""
+        )
+        text = f"trial {row.number}: {readings.settings(row)}{at}"
+        rows.append(_row("" if place else "running", text, "dim"))
+    best = study.best
+    if best is not None:
+        rows.append(_row("best", readings.objectives(study, best), "bold green"))
+        rows.append(_row("", readings.settings(best), "green"))
+    return Group(head, *rows)
+
+
+def _row(name: str, text: str, style: str) -> Text:
+    line = Text(f"{name:<9}", style="dim", overflow="ellipsis", no_wrap=True)
+    return line.append(terminal.printable(text), f"not dim {style}" if style != "dim" else "dim")

@@ -1,0 +1,88 @@
+"""What a study's figures are called, the same in the terminal and on the page."""
+
+import math
+from collections import Counter
+from typing import Any
+
+from systolic.core.units import si
+from systolic.report import figures
+from systolic.report.verdict import Tone, Verdict
+from systolic.tuning.results import StudyResult, TrialRow
+
+STATES = ("done", "stopped early", "refused", "failed", "running", "waiting")
+"""States of a trial in the order in which they are counted."""
+
+
+def settings(row: TrialRow) -> str:
+    """Values of a trial: ``optimizer.learning-rate 0.003, model.layers 6``."""
+    return ", ".join(f"{name} {value_text(value)}" for name, value in row.values.items())
+
+
+def figure(name: str, value: float | None) -> str:
+    """An objective's value as text."""
+    if value is None or not math.isfinite(value):
+        return figures.MISSING
+    if name == "seconds":
+        return figures.seconds(value)
+    if name == "dollars":
+        return dollars(value)
+    if name == "parameters":
+        return si(value)
+    return figures.metric(name, value)
+
+
+def dollars(value: float) -> str:
+    """Dollars, small ones with the digits that they need."""
+    return f"${value:,.2f}" if value >= 1 or not value else f"${value:.2g}"
+
+
+def objectives(study: StudyResult, row: TrialRow) -> str:
+    """A trial's objectives: ``accuracy 98.6 %, 12 s``."""
+    return ", ".join(
+        f"{figures.label(aim.name)} {figure(aim.name, row.figures[aim.name])}"
+        for aim in study.aims
+        if aim.name in row.figures
+    )
+
+
+def counted(study: StudyResult) -> str:
+    """``30 done, 9 stopped early, 1 refused``."""
+    states = Counter(row.state for row in study.rows)
+    return ", ".join(f"{states[name]} {name}" for name in STATES if states[name])
+
+
+def verdict(study: StudyResult) -> Verdict:
+    """A word and a sentence on how far the study is."""
+    best = study.best
+    if best is None:
+        return Verdict(word="no result", sentence=_reason(study), tone=Tone.bad)
+    found = f"best: {objectives(study, best)} with {settings(best)} (trial {best.number})"
+    if len(study.aims) > 1:
+        found = (
+            f"{figures.plural(len(study.front), 'trial')} that no other beats in every objective"
+        )
+    if study.finished < study.total:
+        why = f"; {study.stopped}" if study.stopped else ""
+        word = f"{study.finished} of {study.total} trials"
+        return Verdict(word=word, sentence=f"{found}{why}", tone=Tone.neutral)
+    return Verdict(word="done", sentence=found, tone=Tone.good)
+
+
+def _reason(study: StudyResult) -> str:
+    told = [row.reason for row in study.rows if row.reason]
+    return study.stopped or (
+        f"{counted(study)}; the last: {told[-1]}" if told else "no trial has ended"
+    )
+
+
+def spent(study: StudyResult) -> float | None:
+    """Dollars of all trials on the slice; None without a forecast."""
+    known = [row.dollars for row in study.rows if row.dollars is not None]
+    return sum(known) if known else None
+
+
+def value_text(value: Any) -> str:
+    """A searched value as it is typed."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,44 @@
+"""A study in the terminal."""
+
+from rich.text import Text
+
+from systolic.report import figures
+from systolic.report.printing import print_lines
+from systolic.report.tune import readings
+from systolic.report.verdict import COLOURS
+from systolic.tuning.results import StudyResult
+
+WIDEST = 160
+FRONT = 12
+"""Most trials of a front that are listed."""
+
+
+def print_study(study: StudyResult) -> None:
+    """Prints what a study has found, and the command that trains the best at full size."""
+    print_lines(lambda _: lines(study), WIDEST)
+
+
+def lines(study: StudyResult) -> list[Text]:
+    """The screen."""
+    verdict = readings.verdict(study)
+    head = Text(f"{study.recipe}: ", style="bold").append(verdict.word, COLOURS[verdict.tone])
+    found = [head, Text(verdict.sentence), _row("trials", readings.counted(study))]
+    if len(study.aims) > 1:
+        for place, row in enumerate(study.front[:FRONT]):
+            text = (
+                f"trial {row.number}: {readings.objectives(study, row)}; {readings.settings(row)}"
+            )
+            found.append(_row("" if place else "front", text))
+    if study.importance:
+        shares = (f"{name} {figures.percent(one)}" for name, one in study.importance.items())
+        found.append(_row("matters", ", ".join(shares)))
+    spent = readings.spent(study)
+    if spent is not None:
+        found.append(_row("cost", f"{readings.dollars(spent)} on the slice, as forecast"))
+    if study.command:
+        found.append(_row("train it", study.command))
+    return found
+
+
+def _row(name: str, text: str) -> Text:
+    return Text(f"{name:<10}", style="dim").append(text, "not dim")

@@ -1,0 +1,356 @@
+"""Trials of a search in this process, one after another: claimed, forecast, trained as ordinary runs, judged."""
+
+import contextlib
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from systolic.artifact.access import Lock
+from systolic.artifact.run import JOB
+from systolic.chips import slice
+from systolic.core.errors import LayoutError, OptionError, RunError, SystolicError
+from systolic.job import Job, Split
+from systolic.planning.goal import HOUR, hourly
+from systolic.session.forecast import forecast_step
+from systolic.session.job_source import JobSource
+from systolic.session.resuming import continue_run, opened
+from systolic.session.training import Audience, SessionOptions, TrainResult, start
+from systolic.session.tuning import Tuning
+from systolic.tuning import sampling
+from systolic.tuning.objective import check_reported
+from systolic.tuning.study import SharedStudy
+from systolic.tuning.worker import this_worker
+
+WAIT_SECONDS = 1.0
+"""Interval of asking for a trial where the last ones are other workers'."""
+FAILURES = 3
+"""Trials in a row without a result after which a worker stops."""
+MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory")
+"""Words in the errors of a device without memory."""
+
+
+class StoppedTrialError(Exception):
+    """A signal ended the training of a trial, which is saved."""
+
+
+class OverBudgetError(Exception):
+    """The trial would cost more than is left."""
+
+
+@dataclass(kw_only=True)
+class TrialWorker:
+    """A process's work on a study.
+
+    Args:
+        tuning: The search.
+        shared: Its study.
+        tell: Called with each line that a user should read.
+    """
+
+    tuning: Tuning
+    shared: SharedStudy
+    tell: Callable[[str], None] = lambda _: None
+    stopped: str = ""
+    """Why it stopped before the study was done."""
+    _signals: list[int] = field(default_factory=list, init=False)
+
+    def work(self) -> None:
+        """Runs trials until all are done, a signal comes, or the budget is spent.
+
+        Raises:
+            RunError: several trials in a row had no result.
+        """
+        failed: list[str] = []
+        self._check_metrics()
+        with self._signalled():
+            while not self._signals:
+                record = self.shared.claim(self.tuning.trials, this_worker())
+                if record is None:
+                    if not self._others_run():
+                        return
+                    time.sleep(WAIT_SECONDS)
+                    continue
+                try:
+                    reason = self._attempt(record)
+                except StoppedTrialError:
+                    self.stopped = "interrupted"
+                    return
+                except OverBudgetError as over:
+                    self.stopped = str(over)
+                    return
+                failed = [*failed, reason] if reason else []
+                if len(failed) >= FAILURES:
+                    raise RunError(
+                        f"{FAILURES} trials in a row had no result, the last since {failed[-1]}; their runs are in {self.tuning.folder / 'trials'}"
+                    )
+            self.stopped = "interrupted"
+
+    def _check_metrics(self) -> None:
+        """Checks metrics that the recipe does not judge its checkpoints by, before any trial."""
+        own = self.tuning.job.evaluation.metric
+        if all(aim.is_cost or aim.name == own for aim in self.tuning.aims):
+            return
+        from systolic.training.setup import set_up
+
+        setup = set_up(self.tuning.job)
+        reported = sorted(setup.jitted_evaluate.eval_shape(*setup.abstract_evaluation))
+        check_reported(self.tuning.aims, reported)
+
+    def _others_run(self) -> bool:
+        running = [
+            one for one in self.shared.trials(self.tuning.trials) if not one.state.is_finished()
+        ]
+        return bool(running)
+
+    def _attempt(self, record: Any) -> str:
+        """Runs a claimed trial; returns why it has no result, or nothing."""
+        tuning, shared, worker = self.tuning, self.shared, this_worker()
+        number = record.number
+        with beating(shared, record._trial_id):
+            sampler = sampling.build(tuning.sampler, tuning.searched, tuning.seed, number)
+            trial = shared.drawn(record, sampler, tuning.pruning())
+            values = {one.name: one.suggest(trial) for one in tuning.searched}
+            refused, source = self._source(values)
+            known = dict(record.user_attrs)
+            if not refused and tuning.on is not None:
+                refused = self._forecast(record, source.job, known)
+            if refused:
+                shared.finish(trial, worker, None, refused)
+                return ""
+            watcher = TrialWatcher(
+                trial=trial,
+                seen=frozenset(record.intermediate_values),
+                reports=len(tuning.aims) == 1,
+                last=source.job.steps,
+                metric=tuning.aims[0].name,
+                note=lambda **found: shared.note(record._trial_id, **found),
+            )
+            if is_written(tuning.run(number)):
+                # Its worker was only slow to send a heartbeat.
+                shared.release(record._trial_id)
+                time.sleep(WAIT_SECONDS)
+                return ""
+            try:
+                result = self._train(source, tuning.run(number), watcher)
+            except SystolicError as error:
+                if watcher.started:
+                    shared.finish(trial, worker, None, f"failed: {error}")
+                    return ""
+                shared.fail(trial, worker, str(error))
+                return str(error)
+            except Exception as error:
+                if not any(word in str(error) for word in MEMORY):
+                    shared.release(record._trial_id)
+                    raise
+                shared.finish(
+                    trial, worker, None, "failed: out of memory on this machine's devices"
+                )
+                return ""
+            return self._judge(trial, result, watcher, known)
+
+    def _source(self, values: Mapping[str, Any]) -> tuple[str, JobSource]:
+        """Why the recipe refuses these values, or nothing, and what the trial's job is made from."""
+        try:
+            source = self.tuning.source(values)
+            source.job.check_effects()
+        except (OptionError, LayoutError) as error:
+            return f"refused: {error}", JobSource(recipe=self.tuning.recipe, options={})
+        return "", source
+
+    def _forecast(self, record: Any, job: Job, known: dict[str, Any]) -> str:
+        """Why a trial is not begun on the slice, or nothing; its dollars are noted.
+
+        Raises:
+            OverBudgetError: it would cost more than is left.
+        """
+        tuning = self.tuning
+        assert tuning.on is not None
+        if "dollars" not in known:
+            # A rate or a seed changes no step's time: one compile serves all trials of a shape.
+            alike = replace(job.optimizer, learning_rate=tuning.job.optimizer.learning_rate)
+            on = slice(tuning.on)
+            made = forecast_step(
+                replace(job, optimizer=alike, seed=tuning.job.seed), on=on, quick=tuning.quick
+            )
+            if not made.fits:
+                need = (made.rejected or {}).get("need_bytes")
+                more = f", {need / 2**30:.1f} GiB a device needed" if need else ""
+                return f"refused: does not fit {tuning.on} ({made.capacity_bytes / 2**30:.1f} GiB a device{more})"
+            seconds, price = made.step_seconds, hourly(on, tuning.price)
+            known["forecast_seconds"] = None if seconds is None else seconds * job.steps
+            if seconds is not None and price is not None:
+                known["dollars"] = price * seconds * job.steps / HOUR
+        self.shared.note(
+            record._trial_id,
+            **{name: known[name] for name in ("dollars", "forecast_seconds") if name in known},
+        )
+        self._check_budget(record, known)
+        return ""
+
+    def _check_budget(self, record: Any, known: Mapping[str, Any]) -> None:
+        budget = self.tuning.budget_usd
+        if budget is None:
+            return
+        if "dollars" not in known:
+            self.shared.release(record._trial_id)
+            raise OptionError(
+                f"--budget is ${budget:g} and {self.tuning.on} has no price or no forecast of the step's time; leave it out"
+            )
+        spent = sum(
+            one.user_attrs.get("dollars", 0.0) * one.user_attrs.get("share", 1.0)
+            for one in self.shared.trials(self.tuning.trials)
+            if one.number != record.number and one.state.name != "WAITING"
+        )
+        if spent + known["dollars"] > budget:
+            self.shared.release(record._trial_id)
+            raise OverBudgetError(
+                f"the next trial costs ${known['dollars']:,.2f} and ${max(budget - spent, 0):,.2f} of ${budget:,.2f} are left"
+            )
+
+    def _train(self, source: JobSource, run: Path, watcher: "TrialWatcher") -> TrainResult:
+        """Trains a trial's run, from its newest checkpoint where it has begun."""
+        options = SessionOptions(diagnose=0)
+        audience = Audience(watchers=(watcher,))
+        if (run / JOB).is_file():
+            with opened(run) as before:
+                return continue_run(before, before.source(source.options), options, audience)
+        if run.exists():
+            shutil.rmtree(run)  # a kill came before it was a run
+        return start(source, options, audience, run=run)
+
+    def _judge(
+        self, trial: Any, result: TrainResult, watcher: "TrialWatcher", known: Mapping[str, Any]
+    ) -> str:
+        """Ends a trial by its run's summary; returns why it has no result, or nothing.
+
+        Raises:
+            StoppedTrialError: a signal ended it.
+        """
+        shared, summary, worker = self.shared, result.summary, this_worker()
+        if watcher.reason:
+            share = summary["steps"] / watcher.last
+            shared.note(trial._trial_id, share=share)
+        elif summary["interrupted"]:
+            shared.release(trial._trial_id)
+            raise StoppedTrialError
+        shared.note(trial._trial_id, seconds=summary["seconds"], steps=summary["steps"])
+        if watcher.reason:
+            shared.finish(trial, worker, None, watcher.reason)
+            return ""
+        figures = {**known, **watcher.known}
+        values = [aim.of(summary, figures) for aim in self.tuning.aims]
+        missing = [
+            aim.name for aim, value in zip(self.tuning.aims, values, strict=True) if value is None
+        ]
+        if missing:
+            reason = f"its run has no {missing[0]} of the validation split"
+            shared.fail(trial, worker, reason)
+            return reason
+        shared.finish(trial, worker, [float(value) for value in values if value is not None], "")
+        return ""
+
+    @contextlib.contextmanager
+    def _signalled(self) -> Generator[None]:
+        """Remembers signals that come between trainings, which have a handler of their own."""
+
+        def remember(number: int, frame: FrameType | None) -> None:
+            del frame
+            self._signals.append(number)
+
+        before = {}
+        if threading.current_thread() is threading.main_thread():
+            before = {
+                each: signal.signal(each, remember) for each in (signal.SIGTERM, signal.SIGINT)
+            }
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+
+@dataclass(kw_only=True)
+class TrialWatcher:
+    """Watcher of a trial's run: reports its evaluations, and ends it early where the pruner says so.
+
+    Args:
+        trial: Optuna's.
+        seen: Steps that were reported before the run was resumed.
+        reports: Whether the study has a single objective; with several Optuna prunes none.
+        last: Steps of the job.
+        metric: That trials are judged by.
+        note: Keeps figures of the trial.
+    """
+
+    trial: Any
+    seen: frozenset[int]
+    reports: bool
+    last: int
+    metric: str
+    note: Callable[..., None]
+    started: bool = False
+    reason: str = ""
+    """Why the pruner ended it; empty while it has not."""
+    known: dict[str, float] = field(default_factory=dict)
+
+    def see(self, record: Mapping[str, Any]) -> None:
+        """See :class:`systolic.training.watch.Watcher`."""
+        if record["kind"] == "start":
+            self.started = True
+            self.known["parameters"] = record["num_parameters"]
+            self.note(parameters=record["num_parameters"])
+        elif record["kind"] == "eval" and self.reports:
+            self._evaluated(record)
+
+    def _evaluated(self, record: Mapping[str, Any]) -> None:
+        value = record["metrics"].get(self.metric)
+        step = record["step"]
+        skip = record["final"] or step >= self.last or step in self.seen or self.reason
+        if record["split"] != Split.validation.value or value is None or skip:
+            return
+        self.trial.report(float(value), step)
+        if self.trial.should_prune():
+            self.reason = f"stopped early at step {step} of {self.last}"
+            # As a signal from outside: the run saves, and can be continued.
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def is_written(run: Path) -> bool:
+    """Whether another process trains in a run's folder."""
+    if not run.is_dir():
+        return False
+    try:
+        Lock(run).release()
+    except RunError:
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def beating(shared: SharedStudy, trial_id: int) -> Generator[None]:
+    """Sends heartbeats of a trial while it runs."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(shared.beat_seconds):
+            # A database that is away for a moment must not end the training.
+            with contextlib.suppress(Exception):
+                shared.beat(trial_id)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

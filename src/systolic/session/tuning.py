@@ -1,0 +1,194 @@
+"""A search over a recipe's options: its record, and the job of each of its trials."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from systolic import recipes
+from systolic.artifact import paths
+from systolic.core.digest import digest
+from systolic.core.errors import OptionError
+from systolic.core.ranges import dashed
+from systolic.job import Job
+from systolic.planning.objective import PriceTerm
+from systolic.recipes import Recipe
+from systolic.session.command_line import typed
+from systolic.session.job_source import JobSource
+from systolic.session.resume_checks import flat
+from systolic.tuning import sampling
+from systolic.tuning.objective import Aim
+from systolic.tuning.results import StudyResult
+from systolic.tuning.sampling import Pruner, Sampler
+from systolic.tuning.search import Searched
+from systolic.tuning.study import SharedStudy, StudyAddress, address
+
+STUDIES = Path("studies")
+"""Folder of studies."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """A search over a recipe's options, and how its trials are run."""
+
+    recipe: Recipe
+    options: Mapping[str, Any]
+    """Of all trials, by parameter."""
+    searched: Sequence[Searched]
+    aims: Sequence[Aim]
+    folder: Path
+    storage: str | None
+    """StudyAddress of a database; None for a file in the folder."""
+    trials: int
+    sampler: Sampler = Sampler.tpe
+    pruner: Pruner = Pruner.none
+    seed: int = 0
+    steps: int | None = None
+    """Of a trial, in place of the recipe's."""
+    on: str | None = None
+    """Slice that the trials are forecast on."""
+    quick: bool = False
+    price: PriceTerm = PriceTerm.on_demand
+    budget_usd: float | None = None
+    stale_seconds: int = 120
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """What makes it this study: a study of another definition is not continued."""
+        plain = {
+            "recipe": self.recipe.target,
+            "recipe file": digest(self.recipe.source.decode(errors="replace")),
+            "options": {name: str(value) for name, value in flat(recipes.plain(self.base)).items()},
+            "search": [one.text for one in self.searched],
+            "objective": [aim.text for aim in self.aims],
+            "sampler": self.sampler.value,
+            "pruner": self.pruner.value,
+            "sampler seed": self.seed,
+            "slice": self.on or "",
+        }
+        return json.loads(json.dumps(plain))
+
+    @cached_property
+    def base(self) -> dict[str, Any]:
+        """Options of a trial that has the defaults of what is searched."""
+        given = {} if self.steps is None else {"steps": self.steps}
+        return with_values(self.options, given)
+
+    @cached_property
+    def job(self) -> Job:
+        """The job with the defaults of what is searched."""
+        return self.recipe(self.base)
+
+    def source(self, values: Mapping[str, Any]) -> JobSource:
+        """What the job of a trial is made from."""
+        options = with_values(self.base, values)
+        return JobSource(recipe=self.recipe, options=paths.absolute(options))
+
+    def run(self, number: int) -> Path:
+        """The folder of a trial's run."""
+        return self.folder / "trials" / f"{number:04d}"
+
+    @property
+    def address(self) -> StudyAddress:
+        """Where the study is kept."""
+        return address(self.storage, self.folder, self.folder.name)
+
+    def settled(self, pruner: Pruner | None, *, named: bool) -> "Tuning":
+        """The search with a pruner that its recipe takes, and with a folder.
+
+        Args:
+            pruner: As asked for; None takes the median where it can.
+            named: Whether the folder is given; by default its name is of the definition.
+
+        Raises:
+            OptionError: the pruner has nothing to judge trials by.
+        """
+        rule, job = self.job.evaluation, self.job
+        evaluates = 0 < rule.every < job.steps
+        if pruner not in (None, Pruner.none) and len(self.aims) > 1:
+            raise OptionError(
+                f"--pruner {pruner.value} judges trials by one objective, and {len(self.aims)} are given; leave it out"
+            )
+        if pruner not in (None, Pruner.none) and not evaluates:
+            raise OptionError(
+                f"--pruner {pruner.value} judges trials by evaluations during training, and {self.recipe.target} has none before step {job.steps}; add --evaluation.every {max(job.steps // 10, 1)}"
+            )
+        usual = Pruner.median if evaluates and len(self.aims) == 1 else Pruner.none
+        made = replace(self, pruner=pruner or usual)
+        if not named:
+            plain = self.recipe.target.rpartition("/")[2].replace(".py", "").replace(":", "-")
+            made = replace(made, folder=STUDIES / f"{plain}-{digest(made.definition, 8)}")
+        assert made.address  # refuses a --storage that is none before anything is written
+        return made
+
+    def with_command(self, result: StudyResult, words: Sequence[str]) -> StudyResult:
+        """A result with the command that trains its best trial's settings at full size.
+
+        Args:
+            result: Of this study.
+            words: Options of the recipe as they were typed.
+        """
+        best = result.best
+        if best is None:
+            return result
+        options = [word for name, value in best.values.items() for word in self._words(name, value)]
+        line = ["systolic", "train", self.recipe.target, *words, *options]
+        return replace(result, command=shlex.join(line))
+
+    def _words(self, name: str, value: Any) -> list[str]:
+        return shlex.split(typed(name, value))
+
+    def open(self) -> SharedStudy:
+        """The study in its storage; its folder is made.
+
+        Raises: as :class:`~systolic.tuning.study.SharedStudy`.
+        """
+        directions = [aim.direction for aim in self.aims]
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OptionError(
+                f"{self.folder} could not be made ({error.strerror}); give --study another folder"
+            ) from error
+        return SharedStudy(self.address, self.definition, directions, self.stale_seconds)
+
+    def pruning(self) -> Any:
+        """Optuna's pruner for the runs' evaluations."""
+        job = self.job
+        longest = job.steps
+        for one in self.searched:
+            if one.name == "steps":
+                longest = int(one.high if one.is_range else max(one.choices or ()))
+        return sampling.pruner(self.pruner, job.evaluation.every or longest, longest)
+
+
+def with_values(options: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with other values by dotted name, ``model.layers`` or ``model.d-ff``; fields of one record change together.
+
+    Raises:
+        OptionError: there is no such option, or a record refuses its values.
+    """
+    changes: dict[str, Any] = {}
+    for name, value in values.items():
+        head, _, rest = name.partition(".")
+        if rest:
+            changes.setdefault(head, {})[rest] = value
+        else:
+            changes[head] = value
+    known = {dashed(name): name for name in options}
+    found = dict(options)
+    for head, change in changes.items():
+        own = known.get(dashed(head))
+        if own is None:
+            raise OptionError(f"the recipe has no option {head}; leave it out")
+        record = found[own]
+        if not is_dataclass(record) or isinstance(record, type):
+            found[own] = change
+            continue
+        inner = {each.name: getattr(record, each.name) for each in fields(record)}
+        made = with_values(inner, change)
+        found[own] = replace(record, **{n: v for n, v in made.items() if v is not inner[n]})
+    return found

@@ -1,0 +1,193 @@
+"""The processes of a search on this machine: started, watched, started again after a kill, stopped together."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from systolic.core.errors import OptionError, RunError
+from systolic.session.tuning import Tuning
+from systolic.tuning.results import StudyResult, importance, rows_of
+from systolic.tuning.study import SharedStudy
+
+POLL_SECONDS = 0.2
+SEE_SECONDS = 1.0
+"""Interval between looks at the study."""
+ASK_SECONDS = 2.0
+"""Interval at which workers are asked to stop, until they have: one may begin a trial as it is asked."""
+DEATHS = 3
+"""Starts in a row that end before any trial does, after which a worker is not started again."""
+STOPPED = 3
+"""Exit code of a worker that stopped for a reason on its last line."""
+INTERRUPTED = 130
+LINE = "systolic: "
+
+
+@dataclass(kw_only=True)
+class Processes:
+    """Workers of one search on this machine.
+
+    Args:
+        tuning: The search.
+        shared: Its study.
+        command: What a worker runs.
+        count: How many.
+        see: Called with what the study has so far.
+        tell: Called with each line that a user should read.
+    """
+
+    tuning: Tuning
+    shared: SharedStudy
+    command: Sequence[str]
+    count: int
+    see: Callable[[StudyResult], None]
+    tell: Callable[[str], None]
+    stopped: str = ""
+    """Why the search ended before all trials were done."""
+    interrupted: bool = False
+    _asked: int = field(default=0, init=False)
+    _finished: int = field(default=0, init=False)
+    _deaths: int = field(default=0, init=False)
+
+    def run(self) -> StudyResult:
+        """Runs until all workers have ended; returns what the study has then.
+
+        Raises:
+            OptionError: a worker found that the command is wrong.
+            RunError: a worker failed.
+        """
+        running: dict[int, subprocess.Popen[bytes]] = {}
+        with self._signalled():
+            try:
+                for number in range(self.count):
+                    running[number] = self._start(number)
+                self._watch(running)
+            finally:
+                for each in running.values():
+                    each.kill()
+                    each.wait()
+        return self.result()
+
+    def result(self) -> StudyResult:
+        """What the study has now."""
+        tuning = self.tuning
+        rows = rows_of(
+            self.shared, tuning.trials, tuning.searched, tuning.aims, tuning.folder / "trials"
+        )
+        return StudyResult(
+            name=tuning.address.name,
+            recipe=tuning.recipe.target,
+            rows=rows,
+            total=tuning.trials,
+            searched=tuning.searched,
+            aims=tuning.aims,
+            importance=importance(self.shared, tuning.aims, len(tuning.searched)),
+            stopped=self.stopped,
+        )
+
+    def _start(self, number: int) -> subprocess.Popen[bytes]:
+        log = self._log(number)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as out:
+            # A group of its own: Ctrl-C reaches this process, which asks the workers to stop.
+            return subprocess.Popen(
+                self.command,
+                stdout=out,
+                stderr=out,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def _log(self, number: int) -> Path:
+        return self.tuning.folder / "workers" / f"{number}.log"
+
+    def _watch(self, running: dict[int, subprocess.Popen[bytes]]) -> None:
+        seen = asked = 0.0
+        while running:
+            now = time.monotonic()
+            if now - seen >= SEE_SECONDS:
+                seen = now
+                self._look()
+            if self._asked and now - asked >= ASK_SECONDS:
+                asked = now
+                self._stop(running)
+            for number, each in list(running.items()):
+                code = each.poll()
+                if code is not None:
+                    del running[number]
+                    self._ended(number, code, running)
+            time.sleep(POLL_SECONDS)
+        self._look()
+
+    def _look(self) -> None:
+        found = self.result()
+        if found.finished > self._finished:
+            self._finished, self._deaths = found.finished, 0
+        self.see(found)
+
+    def _stop(self, running: dict[int, subprocess.Popen[bytes]]) -> None:
+        self.interrupted = True
+        for each in running.values():
+            if self._asked > 1:
+                each.kill()
+            else:
+                each.terminate()
+
+    def _ended(self, number: int, code: int, running: dict[int, subprocess.Popen[bytes]]) -> None:
+        """Handles the end of a worker.
+
+        Raises:
+            OptionError: it found that the command is wrong.
+            RunError: it failed, or was killed again and again before any trial ended.
+        """
+        if code == 0 or code == INTERRUPTED or self._asked:
+            return
+        line = last_line(self._log(number))
+        if code == STOPPED:
+            self.stopped = line
+            return
+        if code in (1, 2):
+            raise (OptionError if code == 2 else RunError)(line)
+        self._deaths += 1
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        if self._deaths > DEATHS * self.count:
+            raise RunError(
+                f"workers ended {self._deaths} times without a result, the last by {how}; see {self._log(number)}"
+            )
+        self.tell(f"worker {number} ended by {how}; its trial goes on in a new process")
+        running[number] = self._start(number)
+
+    @contextlib.contextmanager
+    def _signalled(self) -> Generator[None]:
+        def remember(number: int, frame: FrameType | None) -> None:
+            del number, frame
+            self._asked += 1
+
+        before = {}
+        if threading.current_thread() is threading.main_thread():
+            before = {
+                each: signal.signal(each, remember) for each in (signal.SIGTERM, signal.SIGINT)
+            }
+        try:
+            yield
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+
+
+def last_line(log: Path) -> str:
+    """The last message of a worker, or its last line."""
+    lines = log.read_text(errors="replace").splitlines()
+    told = [line.removeprefix(LINE) for line in lines if line.startswith(LINE)]
+    return (told or lines or ["it said nothing"])[-1]
+
+
+def worker_command(words: Sequence[str], module: str) -> list[str]:
+    """The command of a worker: this command's own words, in another module."""
+    return [sys.executable, "-m", module, *words]

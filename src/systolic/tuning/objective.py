@@ -1,0 +1,115 @@
+"""What trials are judged by: a metric of the recipe's validation, or what a trial costs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from systolic.core.errors import OptionError, nearest
+from systolic.job import Evaluation, Mode
+
+COSTS: Mapping[str, str] = {
+    "seconds": "time of a trial's steps",
+    "dollars": "forecast price of a trial on --on",
+    "parameters": "size of the model",
+}
+"""Names of objectives that are no metric."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Aim:
+    """A figure of a trial that is made small or large."""
+
+    name: str
+    mode: Mode
+
+    @property
+    def is_cost(self) -> bool:
+        """Whether it is one of :data:`COSTS`."""
+        return self.name in COSTS
+
+    @property
+    def text(self) -> str:
+        """``max:accuracy``."""
+        return f"{self.mode.value}:{self.name}"
+
+    @property
+    def direction(self) -> str:
+        """As Optuna has it."""
+        return "minimize" if self.mode is Mode.min else "maximize"
+
+    def better(self, value: float, than: float) -> bool:
+        """Whether a value is better than another."""
+        return value < than if self.mode is Mode.min else value > than
+
+    def of(self, summary: Mapping[str, Any], known: Mapping[str, float]) -> float | None:
+        """The figure of a trial; None where the trial has none.
+
+        Args:
+            summary: Of the trial's run.
+            known: Dollars and parameters of the trial.
+        """
+        if self.name == "seconds":
+            return float(summary["time"]["step"])
+        if self.is_cost:
+            return known.get(self.name)
+        value = summary["final"]["metrics"].get(f"validation_{self.name}")
+        return None if value is None else float(value)
+
+
+def parse(given: Sequence[str], evaluation: Evaluation, *, priced: bool) -> tuple[Aim, ...]:
+    """The objectives of ``--objective``; by default the recipe's own metric.
+
+    Whether the task reports another metric is known where a trial is set up.
+
+    Args:
+        given: Each a metric or a cost, with ``min:`` or ``max:`` where the recipe doesn't say.
+        evaluation: The recipe's, with its metric and direction.
+        priced: Whether a slice is given, so that there are dollars.
+
+    Raises:
+        OptionError: a name is given twice or alone among costs, its direction is not known, or dollars have no slice.
+    """
+    aims: dict[str, Aim] = {}
+    for text in given or (evaluation.metric,):
+        direction, colon, name = text.rpartition(":")
+        if name in aims:
+            raise OptionError(f"--objective has {name} twice; give each once")
+        if name == "dollars" and not priced:
+            raise OptionError("--objective dollars needs a slice; add --on v5e-4")
+        aims[name] = Aim(
+            name=name, mode=_mode(text, direction if colon else None, name, evaluation)
+        )
+    if all(aim.is_cost for aim in aims.values()):
+        raise OptionError(
+            f"--objective {' '.join(aims)} is a cost alone, which the smallest model has; add --objective {evaluation.metric}"
+        )
+    return tuple(aims.values())
+
+
+def check_reported(aims: Sequence[Aim], reported: Sequence[str]) -> None:
+    """Checks that a task reports the metrics that its trials are judged by.
+
+    Raises:
+        OptionError: it does not; names what it reports.
+    """
+    for aim in aims:
+        if not aim.is_cost and aim.name not in reported:
+            known = [*reported, *COSTS]
+            raise OptionError(
+                f"--objective is {aim.name!r}, which the recipe does not report{nearest(aim.name, known)}; it takes {', '.join(known)}"
+            )
+
+
+def _mode(text: str, direction: str | None, name: str, evaluation: Evaluation) -> Mode:
+    if direction is not None:
+        if direction not in ("min", "max"):
+            raise OptionError(f"--objective is {text!r}; it takes min:{name} or max:{name}")
+        return Mode(direction)
+    if name == evaluation.metric:
+        return evaluation.mode
+    if name in COSTS or name == "loss":
+        return Mode.min
+    known = [evaluation.metric, "loss", *COSTS]
+    raise OptionError(
+        f"--objective {name} has no direction{nearest(name, known)}; give min:{name} or max:{name}, or one of {', '.join(known)}"
+    )

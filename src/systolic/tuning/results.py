@@ -1,0 +1,190 @@
+"""Results of a study: its trials as rows, the best of them, and which option mattered."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from systolic.tuning.engine import optuna, settled
+from systolic.tuning.objective import Aim
+from systolic.tuning.search import Searched
+from systolic.tuning.study import SharedStudy
+
+ENOUGH = 6
+"""Finished trials from which importances say something."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialRow:
+    """A trial as it is shown."""
+
+    number: int
+    state: str
+    """``done``, ``stopped early``, ``refused``, ``diverged``, ``failed``, ``running`` or ``waiting``."""
+    values: Mapping[str, Any]
+    """Option to value, as typed."""
+    figures: Mapping[str, float]
+    """Objective to value; of a trial that was stopped early its last evaluation."""
+    reason: str = ""
+    step: int = 0
+    """Of its last evaluation, or its end."""
+    seconds: float | None = None
+    dollars: float | None = None
+    parameters: int | None = None
+    run: str = ""
+    """Its folder; empty where it never began."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has a result."""
+        return self.state == "done"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyResult:
+    """All that a study has found so far."""
+
+    name: str
+    recipe: str
+    rows: Sequence[TrialRow]
+    total: int
+    searched: Sequence[Searched]
+    aims: Sequence[Aim]
+    importance: Mapping[str, float]
+    """Option to its share of what the first objective depends on; empty for too few trials."""
+    command: str = ""
+    """Trains the best at full size; empty without a trial that has a result."""
+    stopped: str = ""
+    """Why it ended before all trials were done."""
+    repeats: Mapping[str, Any] | None = None
+    """Best and default settings with several seeds."""
+
+    @property
+    def done(self) -> list[TrialRow]:
+        """Trials with a result."""
+        return [row for row in self.rows if row.is_done]
+
+    @property
+    def finished(self) -> int:
+        """Trials that have ended in any way."""
+        return sum(row.state not in ("running", "waiting") for row in self.rows)
+
+    @property
+    def front(self) -> list[TrialRow]:
+        """Trials that no other beats in every objective, by the first one; of one objective the best."""
+        done = self.done
+        if len(self.aims) == 1:
+            return [best] if (best := self.best) is not None else []
+        kept = [row for row in done if not any(self._beats(other, row) for other in done)]
+        name = self.aims[0].name
+        return sorted(kept, key=lambda row: row.figures[name])
+
+    @property
+    def best(self) -> TrialRow | None:
+        """The best trial by the first objective; the earlier of equals."""
+        aim, best = self.aims[0], None
+        for row in self.done:
+            if best is None or aim.better(row.figures[aim.name], best.figures[aim.name]):
+                best = row
+        return best
+
+    def best_so_far(self) -> list[tuple[int, float]]:
+        """(trial, best value until then) by the first objective, for each trial that has a result."""
+        aim, found = self.aims[0], []
+        for row in self.done:
+            value = row.figures[aim.name]
+            if found and not aim.better(value, found[-1][1]):
+                value = found[-1][1]
+            found.append((row.number, value))
+        return found
+
+    def _beats(self, one: TrialRow, other: TrialRow) -> bool:
+        pairs = [(aim, one.figures[aim.name], other.figures[aim.name]) for aim in self.aims]
+        as_good = all(not aim.better(b, a) for aim, a, b in pairs)
+        return as_good and any(aim.better(a, b) for aim, a, b in pairs)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        best = self.best
+        return {
+            "study": self.name,
+            "recipe": self.recipe,
+            "search": [one.text for one in self.searched],
+            "objectives": [aim.text for aim in self.aims],
+            "trials": [asdict(row) for row in self.rows],
+            "total": self.total,
+            "finished": self.finished,
+            "best": None if best is None else asdict(best),
+            "front": [row.number for row in self.front],
+            "importance": dict(self.importance),
+            "dollars": sum(row.dollars or 0.0 for row in self.rows),
+            "command": self.command or None,
+            "stopped": self.stopped or None,
+            "repeats": self.repeats,
+        }
+
+
+def rows_of(
+    shared: SharedStudy,
+    total: int,
+    searched: Sequence[Searched],
+    aims: Sequence[Aim],
+    folder: Path,
+) -> list[TrialRow]:
+    """The study's trials, by number."""
+    return [_row(one, searched, aims, folder) for one in shared.trials(total)]
+
+
+def _row(one: Any, searched: Sequence[Searched], aims: Sequence[Aim], folder: Path) -> TrialRow:
+    kept = one.user_attrs
+    values = {
+        each.name: each.shown(one.params[each.name]) for each in searched if each.name in one.params
+    }
+    last = max(one.intermediate_values, default=0)
+    figures = {}
+    if one.state.name == "COMPLETE":
+        figures = {aim.name: value for aim, value in zip(aims, one.values, strict=True)}
+    elif last and math.isfinite(one.intermediate_values[last]):
+        figures = {aims[0].name: one.intermediate_values[last]}
+    share = kept.get("share", 1.0)
+    dollars, run = kept.get("dollars"), folder / f"{one.number:04d}"
+    return TrialRow(
+        number=one.number,
+        state=_state(one),
+        values=values,
+        figures=figures,
+        reason=kept.get("reason", ""),
+        step=kept.get("steps", last),
+        seconds=kept.get("seconds"),
+        dollars=None if dollars is None or _never_ran(one) else dollars * share,
+        parameters=kept.get("parameters"),
+        run=str(run) if run.is_dir() else "",
+    )
+
+
+def _never_ran(one: Any) -> bool:
+    return one.state.name == "WAITING" or one.user_attrs.get("reason", "").startswith("refused")
+
+
+def _state(one: Any) -> str:
+    reason = one.user_attrs.get("reason", "")
+    if one.state.name == "PRUNED":
+        first = reason.partition(":")[0]
+        return first if first in ("refused", "failed") else "stopped early"
+    names = {"COMPLETE": "done", "FAIL": "failed", "RUNNING": "running", "WAITING": "waiting"}
+    return names[one.state.name]
+
+
+def importance(shared: SharedStudy, aims: Sequence[Aim], num_options: int) -> dict[str, float]:
+    """Share of each option in what the first objective depends on, by PED-ANOVA; empty where too few trials are done."""
+    states = optuna().trial.TrialState
+    done = shared.study.get_trials(deepcopy=False, states=(states.COMPLETE,))
+    if len(done) < ENOUGH or num_options < 2:
+        return {}
+    target = (lambda trial: trial.values[0]) if len(aims) > 1 else None
+    if len({one.values[0] for one in done}) < 2:
+        return {}
+    with settled():
+        found = optuna().importance.get_param_importances(shared.study, target=target)
+    return {name: float(share) for name, share in found.items() if math.isfinite(share)}

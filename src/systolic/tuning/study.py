@@ -1,0 +1,294 @@
+"""The study that several processes share: trials of one search in Optuna's storage, each claimed by one worker at a time.
+
+A trial is a row of the storage. It waits, it runs while its worker sends heartbeats, and it ends once. Moves between
+waiting and running are single statements that compare before they set, so that no trial is claimed twice; one whose
+worker is gone waits again with its values and its run, so that none is lost.
+"""
+
+import contextlib
+import datetime
+import math
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from systolic.core.errors import DataError, MissingExtraError, OptionError, RunError
+from systolic.tuning.engine import optuna, settled, sqlalchemy
+from systolic.tuning.worker import is_gone
+
+DEFINITION = "systolic"
+"""Attribute of a study: what it searches."""
+WORKER = "worker"
+"""Attribute of a trial: the process that has it, or had it last."""
+BUSY_SECONDS = 60
+"""Longest wait for another process's write to an SQLite file."""
+BEATS = 4
+"""Heartbeats in the time after which a trial without any is taken over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyAddress:
+    """Where a study is kept."""
+
+    url: str
+    name: str
+
+    @property
+    def shown(self) -> str:
+        """The address without a password."""
+        return sqlalchemy().engine.make_url(self.url).render_as_string(hide_password=True)
+
+
+def address(storage: str | None, folder: Path, name: str) -> StudyAddress:
+    """The address of ``--storage``; by default an SQLite file in the study's folder.
+
+    Raises:
+        OptionError: it is no address of a database.
+    """
+    optuna()
+    if storage is None:
+        return StudyAddress(url=f"sqlite:///{folder / 'study.db'}", name=name)
+    for plain in ("postgresql://", "postgres://"):
+        if storage.startswith(plain):
+            storage = f"postgresql+psycopg://{storage.removeprefix(plain)}"
+    try:
+        sqlalchemy().engine.make_url(storage).get_dialect()
+    except sqlalchemy().exc.NoSuchModuleError as error:
+        kind = storage.partition(":")[0]
+        raise OptionError(
+            f"--storage names the database {kind}, which SQLAlchemy does not know; use postgresql or sqlite"
+        ) from error
+    except sqlalchemy().exc.ArgumentError as error:
+        raise OptionError(
+            "--storage is no address of a database; it takes one such as postgresql://user@host/tuning or sqlite:///study.db"
+        ) from error
+    return StudyAddress(url=storage, name=name)
+
+
+class SharedStudy:
+    """A study in its storage, opened or made.
+
+    Args:
+        where: Its address.
+        definition: What it searches, plain values; a study of another is refused.
+        directions: Of its objectives, as Optuna has them.
+        stale_seconds: Time without a heartbeat after which a trial's worker counts as gone.
+
+    Raises:
+        OptionError: the storage has a study of this name that searches something else.
+        RunError: the storage can't be reached.
+        MissingExtraError: its driver is not installed.
+    """
+
+    def __init__(
+        self,
+        where: StudyAddress,
+        definition: Mapping[str, Any],
+        directions: Sequence[str],
+        stale_seconds: int = 120,
+    ) -> None:
+        self.where = where
+        self.beat_seconds = max(stale_seconds // BEATS, 1)
+        self._storage = _storage(where, self.beat_seconds, stale_seconds)
+        self._study = self._open(directions)
+        self._settle(definition)
+
+    def _open(self, directions: Sequence[str]) -> Any:
+        with _reported(self.where):
+            return optuna().create_study(
+                storage=self._storage,
+                study_name=self.where.name,
+                directions=list(directions),
+                load_if_exists=True,
+            )
+
+    def _settle(self, definition: Mapping[str, Any]) -> None:
+        """Keeps the definition in a new study and compares it with that of an old one."""
+        kept = self._study.user_attrs.get(DEFINITION)
+        if kept is None:
+            self._study.set_user_attr(DEFINITION, dict(definition))
+            return
+        for name, value in definition.items():
+            if kept.get(name) != value:
+                had, has = _different(kept.get(name), value)
+                raise OptionError(
+                    f"the study {self.where.name} has the {name} {had}, not {has}; continue it with its own command, or give --study another folder"
+                )
+
+    @property
+    def study(self) -> Any:
+        """Optuna's study."""
+        return self._study
+
+    def trials(self, total: int) -> list[Any]:
+        """Optuna's records of the study's trials, the first ``total``."""
+        with _reported(self.where):
+            found = self._study.get_trials(deepcopy=False)
+        return [one for one in found if one.number < total]
+
+    # Claims
+
+    def claim(self, total: int, worker: str) -> Any:
+        """The next of ``total`` trials, which now is this worker's: Optuna's record; None where none waits.
+
+        Trials whose worker is gone wait again first. Fewer trials than ``total`` are filled up.
+        """
+        states = optuna().trial.TrialState
+        while True:
+            self.release_gone()
+            trials = self.trials(total)
+            for one in trials:
+                if one.state is states.WAITING and self._take(one._trial_id):
+                    self._storage.set_trial_user_attr(one._trial_id, WORKER, worker)
+                    return self._storage.get_trial(one._trial_id)
+            if len(trials) >= total:
+                return None
+            # A process that does the same at this moment makes one too many, which waits for a larger total.
+            self._study.add_trial(optuna().create_trial(state=states.WAITING))
+
+    def drawn(self, record: Any, sampler: Any, pruner: Any) -> Any:
+        """A claimed trial as Optuna's own, to draw values for and to report to."""
+        self._study.sampler, self._study.pruner = sampler, pruner
+        return optuna().trial.Trial(self._study, record._trial_id)
+
+    def _take(self, trial_id: int) -> bool:
+        """Moves a trial from waiting to running; False where another process was faster."""
+        # Before the move, since a trial without a heartbeat would never be found stale.
+        self.beat(trial_id)
+        return self._move(
+            "UPDATE trials SET state='RUNNING', datetime_start=:now WHERE trial_id=:trial AND state='WAITING'",
+            trial=trial_id,
+            now=datetime.datetime.now(),
+        )
+
+    def beat(self, trial_id: int) -> None:
+        """Records that the trial's worker lives."""
+        self._storage.record_heartbeat(trial_id)
+
+    def owns(self, trial_id: int, worker: str) -> bool:
+        """Whether a running trial is still this worker's."""
+        one = self._storage.get_trial(trial_id)
+        running = one.state is optuna().trial.TrialState.RUNNING
+        return running and one.user_attrs.get(WORKER) == worker
+
+    def release(self, trial_id: int) -> bool:
+        """Moves a trial whose worker stops, or has ended, from running to waiting.
+
+        The last heartbeat tells its worker from one that has claimed it since.
+        """
+        seen = self._last_beat(trial_id)
+        return seen is not None and self._move(
+            "UPDATE trials SET state='WAITING' WHERE trial_id=:trial AND state='RUNNING' AND EXISTS"
+            " (SELECT 1 FROM trial_heartbeats WHERE trial_id=:trial AND heartbeat=:seen)",
+            trial=trial_id,
+            seen=seen,
+        )
+
+    def release_gone(self) -> None:
+        """Releases trials whose worker has ended: a process of this machine that is not there, or one without heartbeats."""
+        running = optuna().trial.TrialState.RUNNING
+        with _reported(self.where):
+            stale = set(self._storage._get_stale_trial_ids(self._study._study_id))
+            for one in self._study.get_trials(deepcopy=False, states=(running,)):
+                if one._trial_id in stale or is_gone(one.user_attrs.get(WORKER, "")):
+                    self.release(one._trial_id)
+
+    def _last_beat(self, trial_id: int) -> Any:
+        with self._storage.engine.connect() as connection:
+            rows = connection.execute(
+                sqlalchemy().text("SELECT heartbeat FROM trial_heartbeats WHERE trial_id=:trial"),
+                {"trial": trial_id},
+            ).all()
+        return rows[0][0] if rows else None
+
+    def _move(self, statement: str, **values: Any) -> bool:
+        with self._storage.engine.begin() as connection:
+            return bool(connection.execute(sqlalchemy().text(statement), values).rowcount)
+
+    # Results
+
+    def note(self, trial_id: int, **values: Any) -> None:
+        """Keeps attributes of a running trial."""
+        for name, value in values.items():
+            self._storage.set_trial_user_attr(trial_id, name, value)
+
+    def finish(self, trial: Any, worker: str, values: Sequence[float] | None, reason: str) -> bool:
+        """Ends a trial once, with its values, or stopped early without them; False where it is no longer this worker's."""
+        if not self.owns(trial._trial_id, worker):
+            return False
+        states = optuna().trial.TrialState
+        finite = values is not None and all(math.isfinite(value) for value in values)
+        if reason:
+            self.note(trial._trial_id, reason=reason)
+        state = states.COMPLETE if finite and not reason else states.PRUNED
+        # After the last point of a grid Optuna stops its own loop, and there is none.
+        with contextlib.suppress(RuntimeError):
+            self._study.tell(trial, values if state is states.COMPLETE else None, state=state)
+        return True
+
+    def fail(self, trial: Any, worker: str, reason: str) -> None:
+        """Ends a trial that has no result, for a reason that says nothing about its values."""
+        if self.owns(trial._trial_id, worker):
+            self.note(trial._trial_id, reason=reason)
+            self._study.tell(trial, state=optuna().trial.TrialState.FAIL)
+
+
+def _storage(where: StudyAddress, beat_seconds: int, stale_seconds: int) -> Any:
+    made = optuna().storages.RDBStorage
+    arguments: dict[str, Any] = {"pool_pre_ping": True}
+    if where.url.startswith("sqlite"):
+        arguments = {"connect_args": {"timeout": BUSY_SECONDS}}
+    times = {"heartbeat_interval": beat_seconds, "grace_period": stale_seconds}
+    with _reported(where), settled():
+        try:
+            storage = made(where.url, engine_kwargs=arguments, **times)
+        except (sqlalchemy().exc.ProgrammingError, sqlalchemy().exc.IntegrityError):
+            # Another process made the tables at this moment.
+            time.sleep(1.0)
+            storage = made(where.url, engine_kwargs=arguments, **times)
+        if where.url.startswith("sqlite"):
+            sqlalchemy().event.listen(storage.engine, "connect", _log_ahead)
+            storage.engine.dispose()
+    return storage
+
+
+def _log_ahead(connection: Any, _: Any) -> None:
+    """Lets readers read while a trial writes, and a write wait for no disk: only a power cut can lose the last ones."""
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=NORMAL")
+
+
+@contextlib.contextmanager
+def _reported(where: StudyAddress) -> Generator[None]:
+    """Reports in one line a storage that can't be reached or that is no study's."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtraError(f"the storage {where.shown}", "postgresql") from error
+    except (sqlalchemy().exc.OperationalError, optuna().exceptions.StorageInternalError) as error:
+        cause = error.__cause__ or error
+        reason = (str(cause).splitlines() or [type(cause).__name__])[0]
+        raise RunError(
+            f"the storage {where.shown} does not answer ({reason}); start the database, or check --storage"
+        ) from error
+    except sqlalchemy().exc.DatabaseError as error:
+        raise DataError(
+            f"the storage {where.shown} holds no study of this version of Optuna; give --storage another database"
+        ) from error
+
+
+def _different(had: Any, has: Any) -> tuple[str, str]:
+    """Two values as text; of mappings the entries that differ."""
+    if isinstance(had, Mapping) and isinstance(has, Mapping):
+        names = [name for name in {**had, **has} if had.get(name) != has.get(name)]
+        both = [" ".join(f"{name}={one.get(name)}" for name in names) for one in (had, has)]
+        return both[0], both[1]
+    return _text(had), _text(has)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return " ".join(map(str, value)) or "none"
+    return str(value) or "none"

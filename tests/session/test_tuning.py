@@ -1,0 +1,182 @@
+"""Trials of a search as real runs of a tiny recipe, in this process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("optuna")
+
+from systolic.artifact.record import load_run
+from systolic.cli.tune import tuning_of
+from systolic.core.errors import OptionError
+from systolic.session.trials import TrialWatcher, TrialWorker
+from systolic.session.tuning import Tuning, with_values
+from systolic.tuning.results import StudyResult, importance, rows_of
+
+RECIPE = f"{Path(__file__).parents[1] / 'training' / 'tiny.py'}:job"
+
+
+def tuning(folder: Path, *words: str, recipe: str = RECIPE) -> Tuning:
+    return tuning_of([recipe, *words, f"--study={folder}"])[0]
+
+
+def work(made: Tuning) -> StudyResult:
+    shared = made.open()
+    worker = TrialWorker(tuning=made, shared=shared)
+    worker.work()
+    rows = rows_of(shared, made.trials, made.searched, made.aims, made.folder / "trials")
+    return StudyResult(
+        name=made.address.name,
+        recipe=made.recipe.target,
+        rows=rows,
+        total=made.trials,
+        searched=made.searched,
+        aims=made.aims,
+        importance=importance(shared, made.aims, len(made.searched)),
+        stopped=worker.stopped,
+    )
+
+
+RATES = "--search=learning-rate=log:1e-4..1e-1"
+
+
+def test_trials_are_runs_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "study"
+    words = (RATES, "--search=scale=0.5,1", "--sampler=random", "--evaluation.every=4")
+    first = work(tuning(folder, *words, "--trials=1"))
+    assert [row.state for row in first.rows] == ["done"]
+    made = tuning(folder, *words, "--trials=2")
+    result = work(made)
+    assert [row.number for row in result.rows] == [0, 1]
+    assert result.rows[:1] == first.rows
+    for row in result.rows:
+        run = load_run(Path(row.run))
+        assert run.job["options"]["learning_rate"] == row.values["learning-rate"]
+        assert run.summary is not None
+        metrics = run.summary["final"]["metrics"]
+        assert row.figures == {"loss": metrics["validation_loss"]}
+    best = min(result.rows, key=lambda row: row.figures["loss"])
+    assert result.best == best
+    line = made.with_command(result, []).command
+    assert line.startswith(
+        f"systolic train {RECIPE} --learning-rate {best.values['learning-rate']}"
+    )
+    with pytest.raises(OptionError, match=r"has the search .* not learning-rate=log:1e-3..1e-1"):
+        tuning(folder, "--search=learning-rate=log:1e-3..1e-1", *words[1:]).open()
+    with pytest.raises(OptionError, match=r"has the options evaluation\.every=4, not"):
+        tuning(folder, RATES, *words[1:3], "--evaluation.every=2").open()
+    with pytest.raises(OptionError, match="has the recipe"):
+        tuning(folder, "--search=batch=8,16", recipe="digits").open()
+
+
+def test_a_bad_trial_is_ended_early_and_another_refused_or_diverged(tmp_path: Path) -> None:
+    words = [
+        "--search=factor=1.0,nan",
+        "--spoil",
+        "3",
+        "--sampler=grid",
+        "--evaluation.every=4",
+    ]
+    result = work(tuning(tmp_path / "diverged", *words, "--pruner=none"))
+    states = {str(row.values["factor"]): row.state for row in result.rows}
+    assert states == {"1.0": "done", "nan": "failed"}
+    (row,) = [row for row in result.rows if row.state == "failed"]
+    assert "the loss of step 3 is not a number" in row.reason
+
+    words = ["--search=batch=0,-1", "--sampler=grid"]
+    result = work(tuning(tmp_path / "refused", *words))
+    assert [row.state for row in result.rows] == ["refused", "refused"]
+    assert all("batch" in row.reason for row in result.rows)
+    assert (result.best, result.finished) == (None, 2)
+
+
+class Judge:
+    """Stands for Optuna's trial: ends every trial at its first evaluation."""
+
+    def __init__(self) -> None:
+        self.reported: list[tuple[float, int]] = []
+
+    def report(self, value: float, step: int) -> None:
+        self.reported.append((value, step))
+
+    def should_prune(self) -> bool:
+        return True
+
+
+def test_a_trial_that_is_stopped_early_is_an_interrupted_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("optuna.trial.Trial.should_prune", lambda self: True)
+    result = work(tuning(tmp_path / "s", RATES, "--trials=1", "--evaluation.every=4"))
+    (row,) = result.rows
+    assert (row.state, row.step, row.reason) == (
+        "stopped early",
+        4,
+        "stopped early at step 4 of 16",
+    )
+    assert "loss" in row.figures
+    run = load_run(Path(row.run))
+    assert run.summary is not None
+    assert run.summary["interrupted"] == "SIGTERM"
+    assert result.best is None
+    judge, noted = Judge(), {}
+    watcher = TrialWatcher(
+        trial=judge, seen=frozenset({4}), reports=True, last=8, metric="loss", note=noted.update
+    )
+    record: dict[str, Any] = {"kind": "eval", "split": "validation", "final": False}
+    watcher.see(record | {"step": 4, "metrics": {"loss": 1.0}})  # reported before a resume
+    watcher.see(record | {"step": 8, "metrics": {"loss": 1.0}})  # it ends by itself
+    watcher.see(record | {"step": 6, "split": "test", "metrics": {"loss": 1.0}})
+    assert judge.reported == []
+
+
+def test_a_stopped_trial_goes_on_where_it_was(tmp_path: Path) -> None:
+    """The recipe stops its own process, as Ctrl-C does; the trial waits with its values and its run."""
+    folder = tmp_path / "study"
+    words = [RATES, "--trials=1", "--halt-at", "7"]
+    result = work(made := tuning(folder, *words))
+    (row,) = result.rows
+    assert (result.stopped, row.state) == ("interrupted", "waiting")
+    values = row.values
+    assert 0 < load_run(Path(row.run)).step < 16
+    result = work(made)
+    (row,) = result.rows
+    assert (row.state, row.values) == ("done", values)
+    run = load_run(Path(row.run))
+    assert run.num_sessions == 2
+    assert [record["step"] for record in run.train] == list(range(1, 17))
+
+
+def test_several_objectives_make_a_front(tmp_path: Path) -> None:
+    made = tuning(
+        tmp_path / "study",
+        "--search=width=4,16",
+        "--sampler=grid",
+        "--objective=loss",
+        "--objective=parameters",
+        "--objective=max:accuracy",
+    )
+    result = work(made)
+    assert len(result.done) == 2
+    sizes = [row.figures["parameters"] for row in result.rows]
+    assert len(set(sizes)) == 2
+    smallest = min(result.rows, key=lambda row: row.figures["parameters"])
+    assert smallest in result.front
+    assert result.best in result.front
+
+
+def test_an_unknown_metric_is_told_before_any_trial(tmp_path: Path) -> None:
+    made = tuning(tmp_path / "study", RATES, "--objective=max:acuracy")
+    with pytest.raises(OptionError, match="did you mean accuracy"):
+        work(made)
+    assert not (tmp_path / "study" / "trials").exists()
+
+
+def test_values_of_one_record_change_together() -> None:
+    options = tuning_of(["bytes", "--search=steps=1,2"])[1].options
+    with pytest.raises(OptionError):
+        with_values(options, {"model.heads": 3})
+    made = with_values(options, {"model.heads": 6, "model.kv-heads": 3, "steps": 7})
+    assert (made["model"].heads, made["model"].kv_heads, made["steps"]) == (6, 3, 7)
+    assert options["model"].heads == 2

@@ -1,0 +1,101 @@
+"""Options to search: typed by the recipe's own options, with one line for each mistake."""
+
+import pytest
+
+from systolic.cli.main import main
+from systolic.cli.tune import tuning_of
+from systolic.core.errors import OptionError
+
+pytest.importorskip("optuna")
+
+
+def searched(*words: str, recipe: str = "digits"):
+    return tuning_of([recipe, *(f"--search={word}" for word in words)])[0].searched
+
+
+def test_the_options_types_decide() -> None:
+    rate, batch, model, rows, smooth = searched(
+        "optimizer.learning-rate=log:1e-4..1e-2",
+        "batch=16..64:16",
+        "model=cnn,vit",
+        "optimizer.clip=0,1",
+        "label_smoothing=0..0.3",
+    )
+    assert (rate.low, rate.high, rate.log, rate.whole) == (1e-4, 1e-2, True, False)
+    assert (batch.low, batch.high, batch.step, batch.whole) == (16, 64, 16, True)
+    assert batch.grid() == [16, 32, 48, 64]
+    assert list(model.words) == ["cnn", "vit"]
+    assert model.choices is not None
+    assert [value.value for value in model.choices.values()] == ["cnn", "vit"]
+    assert rows.words == (0.0, 1.0)
+    assert smooth.name == "label-smoothing"
+    assert not smooth.whole
+    (switch,) = searched("model.qk-norm=yes,no", recipe="bytes")
+    assert switch.words == (True, False)
+
+
+def test_numbers_of_a_range_are_short_and_inside_it() -> None:
+    (rate,) = searched("optimizer.learning-rate=log:1.23456e-4..1.23457e-4")
+    assert rate.rounded(1.234567e-4) == 1.23457e-4
+    (wide,) = searched("optimizer.learning-rate=log:1e-4..1e-2")
+    assert wide.rounded(0.00123456) == 0.001235
+    assert wide.place(1e-3) == pytest.approx(0.5)
+
+
+WRONG = {
+    "optimizer.learning-rat=1,2": "did you mean optimizer.learning-rate?",
+    "learning-rate=1,2": "did you mean optimizer.learning-rate?",
+    "batch": "it takes an option with a range",
+    "batch=": "it takes an option with a range",
+    "batch=1.5..3": "takes a whole number",
+    "batch=a,b": "takes a whole number",
+    "batch=8..4": "begins at 8 and ends at 4; give the smaller one first",
+    "batch=4..8:0": "it takes a whole number above 0",
+    "batch=log:4..8:2": "steps of a logarithm",
+    "batch=4": "has one value",
+    "batch=4,4": "a value twice",
+    "optimizer.learning-rate=log:0..1": "logarithms need more than 0",
+    "optimizer.learning-rate=log:1,2": "it takes log:LOW..HIGH",
+    "model=cnn..vit": "list its values with commas",
+    "model=cnn,vitt": "it takes cnn or vit",
+}
+
+
+@pytest.mark.parametrize(("word", "told"), WRONG.items())
+def test_a_wrong_range_is_told_in_one_line(word: str, told: str) -> None:
+    with pytest.raises(OptionError) as error:
+        searched(word)
+    assert told in str(error.value)
+    assert "--value" not in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+LINES = {
+    "digits": "needs what to search",
+    "digits --search batch=8,16 --batch 8": "--batch is given and searched",
+    "digits --search batch=8,16 --search batch=4,8": "twice",
+    "digits --search batch=8,16 --budget 5": "add --on v5e-4",
+    "digits --search batch=8,16 --budget 0 --on v5e-1": "above 0",
+    "digits --search batch=8,16 --on v9-1": "v9",
+    "digits --search batch=8,16 --objective accurcy": "did you mean accuracy?",
+    "digits --search batch=8,16 --objective seconds": "is a cost alone",
+    "digits --search batch=8,16 --objective dollars --objective accuracy": "needs a slice",
+    "digits --search batch=8,16 --sampler cmaes": "two ranges",
+    "digits --search optimizer.clip=0..1 --sampler grid": "a grid needs values",
+    "digits --search batch=8,16 --objective accuracy --objective seconds --pruner median": "one objective",
+    "bytes --search batch=8,16 --pruner hyperband": "add --evaluation.every 50",
+    "digits --search batch=8,16 --storage nowhere": "no address of a database",
+    "digits --search batch=8,16 --storage nosuch://host/db": "does not know",
+    "digits --search batch=8,16 --trials 0": "at least 1",
+}
+
+
+@pytest.mark.parametrize(("line", "told"), LINES.items())
+def test_a_wrong_line_is_refused_before_anything_is_written(
+    line: str, told: str, tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["tune", *line.split()]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert told in said
+    assert list(tmp_path.iterdir()) == []

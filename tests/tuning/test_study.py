@@ -1,0 +1,122 @@
+"""The study that processes share: claims, releases, heartbeats."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("optuna")
+
+from systolic.core.errors import DataError, OptionError
+from systolic.tuning import sampling
+from systolic.tuning.search import Searched
+from systolic.tuning.study import SharedStudy, address
+from systolic.tuning.worker import is_gone, this_worker
+
+LEARNED = Searched(name="rate", spec="", low=1e-4, high=1e-2, log=True)
+LAYERS = Searched(name="layers", spec="", low=1, high=4, whole=True)
+
+
+def study(folder: Path, stale_seconds: int = 120) -> SharedStudy:
+    return SharedStudy(address(None, folder, "s"), {"recipe": "r"}, ["minimize"], stale_seconds)
+
+
+def test_each_trial_is_claimed_once_whoever_asks(tmp_path: Path) -> None:
+    study(tmp_path)
+    claimed: list[int] = []
+
+    def work(name: str) -> None:
+        shared = study(tmp_path)
+        while (record := shared.claim(10, name)) is not None:
+            claimed.append(record.number)
+
+    threads = [threading.Thread(target=work, args=(f"elsewhere/{i}/0",)) for i in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert Counter(claimed) == Counter(range(10))
+    assert len(study(tmp_path).trials(10)) == 10
+
+
+def test_a_trial_whose_process_is_gone_waits_with_its_values(tmp_path: Path) -> None:
+    shared = study(tmp_path)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    name = this_worker().replace(f"/{os.getpid()}/", f"/{child.pid}/")
+    assert is_gone(name), "the process of that number started at another time"
+    record = shared.claim(2, name)
+    trial = shared.drawn(record, sampling.build(sampling.Sampler.tpe, [LEARNED], 0, 0), None)
+    value = LEARNED.suggest(trial)
+    child.communicate()
+    again = shared.claim(2, this_worker())
+    assert again.number == record.number == 0
+    sampler = sampling.build(sampling.Sampler.random, [LEARNED], 7, 0)
+    assert LEARNED.suggest(shared.drawn(again, sampler, None)) == value
+    # Its first worker was only slow: what it says now does not count.
+    assert not shared.finish(trial, name, [1.0], "")
+    assert shared.finish(trial, this_worker(), [2.0], "")
+    assert shared.trials(2)[0].values == [2.0]
+    assert shared.claim(2, this_worker()).number == 1
+    assert shared.claim(2, "elsewhere/1/0") is None
+
+
+def test_a_worker_elsewhere_is_gone_without_heartbeats(tmp_path: Path) -> None:
+    shared = study(tmp_path, stale_seconds=1)
+    record = shared.claim(1, "elsewhere/1/0")
+    assert not is_gone("elsewhere/1/0")
+    with shared._storage.engine.begin() as connection:
+        past = "UPDATE trial_heartbeats SET heartbeat='2020-01-01 00:00:00.000000'"
+        connection.exec_driver_sql(past)
+    assert shared.claim(1, this_worker()).number == record.number
+    assert shared.claim(1, "elsewhere/2/0") is None
+    assert shared.release(record._trial_id)
+    assert not shared.release(record._trial_id)
+
+
+@pytest.mark.parametrize("name", list(sampling.Sampler))
+def test_every_sampler_draws_the_same_whichever_process_asks(
+    name: sampling.Sampler, tmp_path: Path
+) -> None:
+    searched = [
+        LAYERS,
+        Searched(name="kind", spec="", choices={"a": 1, "b": 2}),
+    ]
+    if name is sampling.Sampler.cmaes:
+        searched = [LEARNED, LAYERS]
+    drawn = []
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        shared = study(tmp_path / folder)
+        found = []
+        while (record := shared.claim(8, this_worker())) is not None:
+            sampler = sampling.build(name, searched, 3, record.number)
+            pruner = sampling.pruner(sampling.Pruner.hyperband, 5, 40)
+            trial = shared.drawn(record, sampler, pruner)
+            found.append(tuple(one.suggest(trial) for one in searched))
+            assert shared.finish(trial, this_worker(), [float(found[-1][0])], "")
+        drawn.append(found)
+    assert drawn[0] == drawn[1]
+    if name is sampling.Sampler.grid:
+        assert sorted(drawn[0]) == [(i, k) for i in range(1, 5) for k in (1, 2)]
+
+
+def test_a_file_that_is_no_study_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "study.db").write_text("a text that is long enough to be no database at all\n" * 90)
+    with pytest.raises(DataError, match="holds no study"):
+        study(tmp_path)
+
+
+def test_a_study_of_something_else_is_refused(tmp_path: Path) -> None:
+    study(tmp_path)
+    with pytest.raises(OptionError, match="has the recipe r, not other"):
+        SharedStudy(address(None, tmp_path, "s"), {"recipe": "other"}, ["minimize"])
+
+
+def test_a_password_is_not_shown() -> None:
+    where = address("postgresql://eve:secret@host/db", Path(), "s")
+    assert where.url.startswith("postgresql+psycopg://")
+    assert "secret" not in where.shown
