@@ -4,6 +4,7 @@ import enum
 from collections.abc import Sequence
 from typing import Any
 
+from systolic.core.digest import digest
 from systolic.core.errors import OptionError
 from systolic.tuning.engine import optuna, settled
 from systolic.tuning.search import Searched
@@ -70,7 +71,7 @@ def build(sampler: Sampler, searched: Sequence[Searched], seed: int, number: int
 
 def _built(sampler: Sampler, searched: Sequence[Searched], seed: int, number: int) -> Any:
     kinds = optuna().samplers
-    own = seed * 1_000_003 + number
+    own = int(digest([seed, number], 8), 16)
     match sampler:
         case Sampler.tpe:
             # Running trials count as bad ones, so that workers spread out.
