@@ -15,7 +15,8 @@ from systolic.cli.launch import LaunchOptions, request_of
 from systolic.cli.main import VERBS, main
 from systolic.cli.target import planned_request
 from systolic.session import launching
-from systolic.session.launched import CLIENTS, LOCAL, launches, stop
+from systolic.session.launch_cost import cost
+from systolic.session.launched import CLIENTS, LOCAL, Launched, launches, stop
 
 RECIPE = """
 from systolic.recipes.digits import digits
@@ -65,6 +66,9 @@ def run(line: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[s
 
 
 GKE = "launch digits --via gke --image registry/systolic:1 --run gs://bucket/digits"
+
+TPU = "launch digits --via tpu-vm --run gs://bucket/digits"
+SERVE = "launch serve gs://bucket/chat --via gke --image registry/chat:1"
 
 
 def test_files_bill_and_the_next_command_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,6 +172,33 @@ def test_no_recipe_has_an_option_that_launch_needs() -> None:
         ("launch digits --on v5e-256 --via local", "64 hosts and local starts 16"),
         ("launch digits --on 8xh100 --via local", "is of GPUs"),
         ("launch digits --on cpu --via local --run gs://bucket/x", "local trains into a folder"),
+        ("launch digits --on v5e-16 --via gke --run gs://bucket/x", "--image is not given"),
+        (f"{GKE} --on 8xh100", "8xh100 is not in the TPU node pools of gke"),
+        (f"{GKE} --on v5e-16 --name {'a' * 50}", "has 50 characters"),
+        (f"{GKE} --on v5e-16 --namespace Mine", "namespace is 'Mine'"),
+        (f"{GKE} --on v5e-16 --project x --setup 'TOKEN=hf_{'a' * 34}'", "looks like a key"),
+        ("launch digits --on v5e-16 --via tpu-vm --run gs://bucket/x", "add --zone us-west4-a"),
+        (f"{TPU} --on v5e-16 --zone moon", "zone is 'moon'"),
+        (f"{TPU} --on v5e-16 --zone us-west4", "us-west4, which is a region"),
+        (f"{TPU} --on tpu7x-8 --zone us-central1-c", "--via gke"),
+        (f"{TPU} --on v5e-16 --zone us-west4-a --project My_Project", "project is 'My_Project'"),
+        ("launch digits --on v5e-16 --via tpu-vm --zone us-west4-a", "gs://BUCKET/FOLDER"),
+        ("launch digits --on v5e-16 --via slurm", "v5e-16 is not of GPUs"),
+        ("launch digits --on 8xh100 --via slurm --time soon", "--time 24:00:00"),
+        ("launch digits --on 8xh100 --via slurm --spot", "slurm rents no chips"),
+        ("launch digits --on 8xh100 --via slurm --sbatch long", "it takes options with ="),
+        ("launch digits --on 16xh100 --via docker", "16xh100 has 2 hosts"),
+        ("launch digits --on 2xv5e-16 --via skypilot --run gs://bucket/x", "--via gke or tpu-vm"),
+        ("launch digits --on 8xh100 --via skypilot", "lost with the machine"),
+        ("launch serve", "needs a Bundle"),
+        ("launch serve gs://bucket/chat --on v5e-8 --image r/s:1", "add --via gke"),
+        ("launch serve nowhere --via gke --image r/s:1", "nowhere is no Bundle"),
+        (f"{SERVE} --on v5e-16", "v5e-16 has 4 hosts, and a server runs on one"),
+        (f"{SERVE} --variant knative", "it takes deployment or kserve"),
+        (f"{SERVE} --serve='--contxt 8'", "did you mean --context"),
+        (f"{SERVE} --serve='--port 80'", "serve has --port, which the launch sets"),
+        (f"{SERVE} --max-replicas 0", "max-replicas"),
+        (f"{SERVE} --serve 'sk-{'a' * 30}'", "which is no option"),
         ("status nope", "there is no launch 'nope'"),
         ("logs nope", "systolic runs lists them"),
         ("stop nope", "there is no launch"),
@@ -180,17 +211,78 @@ def test_mistakes_are_one_line(line: str, text: str, capsys: pytest.CaptureFixtu
     assert len(err.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("line", "client"),
+    [
+        (f"{GKE} --on v5e-16", "kubectl"),
+        (f"{SERVE}", "kubectl"),
+        (f"{TPU} --on v5e-16 --zone us-west4-a", "bash"),
+        ("launch digits --on 8xh100 --via slurm", "sbatch"),
+        ("launch digits --on 8xcpu --via docker", "mkdir"),
+        ("launch digits --on v5e-16 --via skypilot --run gs://bucket/x", "sky"),
+    ],
+)
 def test_a_missing_client_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    line: str, client: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    _, err = run(f"{GKE} --on v5e-16 --submit", capsys, 1)
-    assert (
-        err.strip()
-        .splitlines()[-1]
-        .startswith("systolic: kubectl is not installed on this machine")
-    )
+    _, err = run(f"{line} --submit", capsys, 1)
+    told = f"systolic: {client} is not installed on this machine"
+    assert err.strip().splitlines()[-1].startswith(told)
     assert launches() == []
+
+
+def test_a_server_on_a_cluster_is_written_with_its_price(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = f"{SERVE} --serve='--context 8192' --keys-secret keys"
+    out, _ = run(line, capsys)
+    text = Path("launches/chat-v5e-8/serve.yaml").read_text()
+    assert text.startswith("# Made by: systolic launch serve gs://bucket/chat --via gke")
+    assert "$9.60 an hour on-demand for each of 1 to 4 pods" in out
+    assert "systolic serve chat=/gcs/bucket/chat --host 0.0.0.0" in out
+    assert "- --context\n" in text
+    assert "kubectl create secret generic keys --from-file=keys.txt" in out
+    assert "submit   systolic launch serve gs://bucket/chat" in out
+    Path("chat").mkdir()
+    Path("chat/bundle.json").touch()
+    told = json.loads(
+        run(f"{SERVE.replace('gs://bucket/chat', 'chat')} --variant kserve --json", capsys)[0]
+    )
+    assert told["bill"]["usd_per_hour"] == pytest.approx(9.6)
+    assert "chat=/srv/model" in Path("launches/chat-v5e-8/serve.yaml").read_text()
+
+
+def test_the_bill_after_counts_the_hours_that_machines_were_there(tmp_path: Path) -> None:
+    def made(**fields: Any) -> Launched:
+        given: dict[str, Any] = {
+            "name": "x",
+            "via": "gke",
+            "slice": "v5e-16",
+            "run": "gs://b/x",
+            "folder": str(tmp_path),
+            "made_by": [],
+            "submitted": "1970-01-01T01:00:00+00:00",
+            "bill": {"usd_per_hour": 10.0},
+            "commands": {"detached": False},
+        }
+        return Launched(**{**given, **fields})
+
+    now = cost(made(), 3 * 3600.0)
+    assert now is not None
+    assert (now.hours, now.usd) == (2.0, 20.0)
+    assert "2.00 h since it was submitted, if it still runs at $10.00; an estimate" in now.text()
+    ended = cost(made(stopped="1970-01-01T02:30:00+00:00"), 9 * 3600.0)
+    assert ended is not None
+    assert (ended.hours, ended.since) == (1.5, "from submit to stop")
+    tpus = made(via="tpu-vm", commands={"detached": True})
+    # Those of an earlier launch do not count, nor the time between a preemption and the next machines.
+    (tmp_path / "times.log").write_text("up 10\ndown 20\nup 3600\ndown 7200\ndown 7300\nup 10800\n")
+    used = cost(tpus, 12600.0)
+    assert used is not None
+    assert used.hours == 1.5
+    assert cost(made(via=LOCAL), 9e9) is None
+    assert cost(made(bill={"usd_per_hour": None}), 9e9) is None
 
 
 KUBECTL = """#!/bin/sh
@@ -222,7 +314,10 @@ def test_the_client_submits_reports_and_stops(
     out = capfd.readouterr().out
     assert "step 10" in out
     assert main(["runs"]) == 0
-    assert "digits-v5e-16  gke  v5e-16  submitted" in capfd.readouterr().out
+    assert "digits-v5e-16  gke  v5e-16  stopped" in capfd.readouterr().out
+    assert main(["status", "digits-v5e-16"]) == 0
+    assert "$0.0" in (told := capfd.readouterr().out)
+    assert "h from submit to stop at $19.20; an estimate" in told
     (tmp_path / "fail").touch()
     assert main(["stop", "digits-v5e-16"]) == 1
     assert (

@@ -29,6 +29,7 @@ def commands() -> Iterator[tuple[str, tuple[str, ...]]]:
         yield f"help/{verb}.txt", (verb, "--help")
     for part in ("pack", "inspect", "tokenizer"):
         yield f"help/data-{part}.txt", ("data", part, "--help")
+    yield "help/launch-serve.txt", ("launch", "serve", "--help")
     for name in recipes.shipped():
         yield f"train/{name}.txt", ("train", name, "--help")
 

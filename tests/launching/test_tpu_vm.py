@@ -75,7 +75,7 @@ def test_shapes_without_a_name() -> None:
     [
         ({"on": "tpu7x-8"}, "through GKE: --via gke"),
         ({"on": "8xh100"}, "not a slice of Cloud TPU"),
-        ({"site": Site()}, "needs a zone"),
+        ({"site": Site()}, "needs a zone; add --zone us-west4-a"),
         ({"site": Site(zone="us-east5")}, "is a region.*--zone us-east5-a"),
         ({"site": Site(zone="moon")}, "zone is 'moon'"),
         ({"site": Site(zone="us-east5-b", project="x")}, "project is 'x'"),
@@ -90,6 +90,19 @@ def test_mistakes_are_one_line(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(OptionError, match=text) as caught:
         prepare("tpu-vm", launch(**fields))
     assert "\n" not in str(caught.value)
+
+
+def test_a_zone_that_is_not_listed_for_the_chip_is_named() -> None:
+    def notes(zone: str, **fields: Any) -> str:
+        return "\n".join(prepare("tpu-vm", launch(site=Site(zone=zone), **fields)).notes)
+
+    assert "us-east5-b may have no v5e: Google's list of zones has it in us-west4-a" in notes(
+        "us-east5-b"
+    )
+    assert "may have no" not in notes("us-west4-a")
+    assert "may have no" not in notes("europe-west4-a")
+    assert "may have no" not in notes("us-east5-b", purchase=Purchase.reserved)
+    assert "us-central1-ai1a may have no v6e" in notes("us-central1-ai1a", on="v6e-16")
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -178,6 +191,8 @@ def test_after_a_preemption_the_tpus_are_asked_for_again(tmp_path: Path) -> None
         "delete",
     ]
     assert "restart 1 of 10: the run continues" in done.stdout
+    times = [line.split()[0] for line in (tmp_path / "times.log").read_text().splitlines()]
+    assert times == ["up", "down", "up", "down"]
 
 
 def test_a_training_that_fails_for_good_leaves_no_tpus(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 FORMS = """usage: systolic launch RECIPE --on SLICE --via PLATFORM [options]
        systolic launch RECIPE --plan plan.json --via PLATFORM [options]
+       systolic launch serve BUNDLE --via gke [options]
 
 Writes what the platform needs and shows it with the bill; --submit runs the platform's own client.
 RECIPE is a name that systolic recipes lists, or path/to/file.py:function, whose file goes along.
@@ -125,6 +126,10 @@ def run(args: Sequence[str]) -> int:
     """The verb."""
     if not args or args[0] in ("-h", "--help"):
         return print_verb_help(FORMS, LaunchOptions)
+    if args[0] == "serve":
+        from systolic.cli import launch_serve
+
+        return launch_serve.run(args[1:])
     target, rest = first(args, "launch", "a recipe")
     return launch(planned_request(target, rest, "launch", LaunchOptions, warn), args)
 
@@ -132,27 +137,54 @@ def run(args: Sequence[str]) -> int:
 def launch(asked: Request[LaunchOptions], args: Sequence[str]) -> int:
     """Writes, shows and with ``--submit`` starts a launch; returns the exit code."""
     from systolic.launching import prepare
-    from systolic.session import launched, launching
+    from systolic.session import launching
 
     options = asked.verb
     request = request_of(asked, args)
     made = launching.describe(request)
     prepared = prepare(options.via, made)
-    bill = bill_of(asked, request)
-    folder = options.out or Path("launches") / made.name
-    launched.check_free(made.name, folder)
-    files = launching.write(made, prepared, folder)
-    record = launched.record(options.via, made, prepared, bill, folder)
-    notes = [*prepared.notes, *launching.notes(request)]
-    if not options.json:
-        show(made, prepared, bill, files, notes)
-    if options.submit:
-        record = launched.submit(record)
+    prepared = replace(prepared, notes=(*prepared.notes, *launching.notes(request)))
+    record, shown = finish(
+        made,
+        prepared,
+        bill_of(asked, request),
+        via=options.via,
+        out=options.out,
+        command=made.command(),
+        submit=options.submit,
+        json=options.json,
+    )
     if options.json:
-        print_json({**record.to_json(), "notes": notes, "files": [str(path) for path in files]})
+        print_json(shown)
     else:
         print("\n".join(following(record, args)))
     return 0
+
+
+def finish(
+    made: "Launch",
+    prepared: "Prepared",
+    bill: "LaunchBill",
+    *,
+    via: str,
+    out: Path | None,
+    command: Sequence[str],
+    submit: bool,
+    json: bool,
+) -> "tuple[Launched, dict[str, Any]]":
+    """Writes the files of a launch, shows them unless ``json``, submits it if told; returns its record, and that as JSON."""
+    from systolic.session import launched, launching
+
+    folder = out or Path("launches") / made.name
+    launched.check_free(made.name, folder)
+    files = launching.write(made, prepared, folder)
+    record = launched.record(via, made, prepared, bill, folder)
+    if not json:
+        show(made, prepared, bill, files, command)
+    if submit:
+        record = launched.submit(record)
+    notes = list(prepared.notes)
+    return record, {**record.to_json(), "notes": notes, "files": [str(path) for path in files]}
 
 
 def request_of(asked: Request[LaunchOptions], args: Sequence[str]) -> "LaunchRequest":
@@ -239,7 +271,7 @@ def show(
     prepared: "Prepared",
     bill: "LaunchBill",
     files: Sequence[Path],
-    notes: Sequence[str],
+    command: Sequence[str],
 ) -> None:
     """Prints the files, then what is launched and its bill."""
     texts = {path.name: path for path in files if path.name in prepared.files}
@@ -250,11 +282,11 @@ def show(
     chips = f"{on.num_chips} chips" if on.platform == "tpu" else f"{on.num_devices} devices"
     rows = [
         ("launch", f"{made.name} on {on.name}: {chips}, {prepared.hosts} hosts"),
-        ("command", shlex.join(made.command())),
-        ("run", made.run),
+        ("command", shlex.join(command)),
+        *((("run", made.run),) if made.run else ()),
         ("bill", bill.text()),
         *(("also", other) for other in others),
-        *(("note", note) for note in notes),
+        *(("note", note) for note in prepared.notes),
     ]
     for title, text in rows:
         print(f"{title:<8} {text}")
@@ -270,18 +302,3 @@ def following(record: "Launched", args: Sequence[str]) -> list[str]:
     return [
         f"submitted; systolic status {record.name}, systolic logs -f {record.name}, systolic stop {record.name}"
     ]
-
-
-def rows(found: "Sequence[Launched]") -> list[tuple[str, ...]]:
-    """A table of launches."""
-    from systolic.session.launched import phase
-
-    head = ("NAME", "VIA", "SLICE", "STATE", "SUBMITTED", "USD", "RUN")
-    return [head, *((*_row(one, phase(one)),) for one in found)]
-
-
-def _row(one: "Launched", now: dict[str, Any]) -> tuple[str, ...]:
-    usd = one.bill["usd"]
-    money = "-" if usd is None else f"{usd:,.2f}"
-    when = (one.submitted or "-").replace("+00:00", "")
-    return (one.name, one.via, one.slice, now["phase"], when, money, one.run)

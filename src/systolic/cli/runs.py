@@ -1,11 +1,15 @@
 """``systolic runs``: what was launched where."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from systolic.cli.launch import rows
 from systolic.cli.output import print_json
 from systolic.cli.parse import parse
+
+if TYPE_CHECKING:
+    from systolic.session.launched import Launched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +25,12 @@ class RunsOptions:
 
 def run(args: Sequence[str]) -> int:
     """The verb."""
-    from systolic.session.launched import launches, phase
+    from systolic.session.launched import launches
 
     options = parse(RunsOptions, args, "systolic runs")
     found = launches()
     if options.json:
-        print_json({"runs": [{**one.to_json(), **phase(one)} for one in found]})
+        print_json({"runs": [{**one.to_json(), **now_of(one)} for one in found]})
         return 0
     if not found:
         print("nothing was launched from this account; systolic launch RECIPE --on SLICE --via …")
@@ -38,3 +42,26 @@ def run(args: Sequence[str]) -> int:
             "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
         )
     return 0
+
+
+def now_of(one: "Launched") -> dict[str, Any]:
+    """What this machine knows of a launch: its phase, and what it has used."""
+    from systolic.session.launch_cost import cost
+    from systolic.session.launched import phase
+
+    used = cost(one, time.time())
+    return {**phase(one), **({} if used is None else used.to_json())}
+
+
+def rows(found: "Sequence[Launched]") -> list[tuple[str, ...]]:
+    """A table of launches: dollars that the bill expected, and an estimate of those used."""
+    head = ("NAME", "VIA", "SLICE", "STATE", "SUBMITTED", "USD", "USED", "RUN")
+    return [head, *((*_row(one, now_of(one)),) for one in found)]
+
+
+def _row(one: "Launched", now: dict[str, Any]) -> tuple[str, ...]:
+    money = [
+        "-" if usd is None else f"{usd:,.2f}" for usd in (one.bill["usd"], now.get("used_usd"))
+    ]
+    when = (one.submitted or "-").replace("+00:00", "")
+    return (one.name, one.via, one.slice, now["phase"], when, *money, one.run)

@@ -1,5 +1,6 @@
 """``systolic status NAME``: what a launch is doing."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -8,6 +9,7 @@ import tyro
 
 from systolic.cli.output import print_json
 from systolic.cli.parse import parse
+from systolic.cli.runs import now_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,16 +28,20 @@ class StatusOptions:
 def run(args: Sequence[str]) -> int:
     """The verb."""
     from systolic.session import launched
+    from systolic.session.launch_cost import cost
 
     options = parse(StatusOptions, args, "systolic status")
     found = launched.find(options.name)
-    now = launched.phase(found)
+    now = now_of(found)
     if options.json:
         print_json({**found.to_json(), **now})
         return 0
     restarts = f", restart {now['attempt']}" if now.get("attempt") else ""
     print(f"{found.name} on {found.slice} via {found.via}: {now['phase']}{restarts}")
-    print(f"run      {found.run}")
+    if found.run:
+        print(f"run      {found.run}")
+    if (used := cost(found, time.time())) is not None:
+        print(f"bill     {used.text()}")
     if (path := launched.log_of(found)) is not None:
         last = [line.strip() for line in launched.lines(path, 1, None)]
         print(f"log      {path}" + (f": {last[-1]}" if last else ""))

@@ -77,8 +77,8 @@ class LaunchBill:
     seconds_high: float | None = None
     source: str = ""
     """What the time is from."""
-    unrented: str = ""
-    """What is said instead, where no chips are rented."""
+    instead: str = ""
+    """What is said instead of a price and a time."""
 
     def usd(self, seconds: float | None) -> float | None:
         """Dollars for so many seconds."""
@@ -101,8 +101,8 @@ class LaunchBill:
 
     def text(self) -> str:
         """One line: the price, then the time and the total where they are known."""
-        if self.unrented:
-            return self.unrented
+        if self.instead:
+            return self.instead
         if self.purchase is Purchase.reserved:
             price = "price as your reservation has it"
         elif self.usd_per_hour is None:

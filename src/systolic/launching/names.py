@@ -8,7 +8,7 @@ from systolic.core.errors import OptionError
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _PROJECT = re.compile(r"([a-z0-9.-]+:)?[a-z][-a-z0-9]{4,28}[a-z0-9]")
-_ZONE = re.compile(r"[a-z]+-[a-z]+[0-9]+-[a-z]")
+_ZONE = re.compile(r"[a-z]+-[a-z]+[0-9]+-([a-z]|ai[0-9]+[a-z]?)")
 _REGION = re.compile(r"[a-z]+-[a-z]+[0-9]+")
 _BUCKET = re.compile(r"gs://([a-z0-9][-_.a-z0-9]{1,220}[a-z0-9])/([A-Za-z0-9_][-\w./=+@]*)")
 _IMAGE = re.compile(

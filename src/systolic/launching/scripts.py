@@ -1,6 +1,7 @@
 """Scripts from templates: ``files/NAME.jinja`` with the values of a launch."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import jinja2
@@ -14,12 +15,16 @@ def rendered(name: str, header: str, fields: Mapping[str, Any]) -> str:
         header: Comments that say which command made it.
         fields: Values of the template, as a shell reads them.
     """
-    environment = jinja2.Environment(
+    template = _environment().get_template(f"{name}.jinja")
+    return template.render({**fields, "header": header.rstrip("\n")})
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
         loader=jinja2.PackageLoader("systolic.launching", "files"),
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
         undefined=jinja2.StrictUndefined,
     )
-    template = environment.get_template(f"{name}.jinja")
-    return template.render({**fields, "header": header.rstrip("\n")})

@@ -5,7 +5,7 @@ its last checkpoint. The machines are deleted when the training has ended, howev
 """
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from systolic.core.errors import OptionError
 from systolic.launching.launch import Launch, Prepared, Purchase
@@ -35,6 +35,17 @@ RUNTIMES: Mapping[str, str] = {
 """Chip to the image of its machines for JAX: Google Cloud documentation, 'TPU software versions',
 https://docs.cloud.google.com/tpu/docs/runtimes. SkyPilot 0.14.1 (sky/resources.py) takes the same for v5p and v6e.
 """
+ZONES: Mapping[str, Sequence[str]] = {
+    "v2": ("us-central1-a", "us-central1-b", "us-central1-c"),
+    "v3": ("us-central1-a", "us-central1-b"),
+    "v4": ("us-central2-b",),
+    "v5e": ("us-west4-a", "us-central1-a", "us-south1-a", "us-west1-c"),
+    "v5p": ("us-east5-a", "us-central1-a"),
+    "v6e": ("us-east5-b", "us-central1-b", "us-east1-d", "us-east5-a"),
+}
+"""Chip to its zones in the United States, without those for one customer: Google Cloud documentation, 'TPU regions and
+zones', https://docs.cloud.google.com/tpu/docs/regions-zones. Other continents are not listed here.
+"""
 API_NAMES: Mapping[str, str] = {"v5e": "v5litepod"}
 """Chip to its name in accelerator types, where that differs."""
 TOPOLOGIES = ("v2", "v3", "v4")
@@ -55,7 +66,7 @@ def prepare(launch: Launch) -> Prepared:
     check_name(launch.name, LONGEST, "a TPU's name")
     if not site.zone:
         raise OptionError(
-            "tpu-vm needs a zone; add --zone us-east5-b: gcloud compute tpus locations list shows them"
+            f"tpu-vm needs a zone; add --zone {ZONES[launch.on.chip.name][0]}: gcloud compute tpus locations list shows them"
         )
     check_zone(site.zone)
     check_project(site.project)
@@ -162,6 +173,11 @@ def _scope(launch: Launch) -> str:
 
 def _notes(launch: Launch, hosts: int) -> tuple[str, ...]:
     notes = []
+    zone, zones = launch.site.zone, ZONES[launch.on.chip.name]
+    if zone.startswith("us-") and zone not in zones and launch.purchase is not Purchase.reserved:
+        notes.append(
+            f"{zone} may have no {launch.on.chip.name}: Google's list of zones has it in {', '.join(zones)}"
+        )
     if hosts != launch.on.num_hosts:
         notes.append(
             f"Cloud TPU gives the {launch.on.num_chips // launch.on.num_slices} chips of a slice as one machine"

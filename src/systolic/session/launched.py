@@ -52,6 +52,8 @@ class Launched:
     bill: Mapping[str, Any]
     commands: Mapping[str, Any]
     """Of the platform's client: ``submit``, ``status``, ``logs``, ``follow``, ``stop``."""
+    stopped: str | None = None
+    """Time in UTC at which ``systolic stop`` gave the machines back."""
 
     @property
     def path(self) -> Path:
@@ -117,8 +119,7 @@ def submit(launched: Launched) -> Launched:
     words = launched.commands["submit"]
     for client in (*(each[0] for each in words), *NEEDS.get(launched.via, ())):
         _check_client(client)
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    made = replace(launched, submitted=now)
+    made = replace(launched, submitted=_now())
     write_json(made.path / RECORD, made.to_json())
     # Before it starts: a launch that only half started must be found, to be stopped.
     write_json(_index() / f"{made.name}.json", {"folder": made.folder})
@@ -172,7 +173,7 @@ def find(name: str) -> Launched:
 def phase(launched: Launched) -> dict[str, Any]:
     """What this machine knows of a launch: ``phase``, and of a local one its processes and restarts."""
     if not launched.detached:
-        return {"phase": "submitted"}
+        return {"phase": "stopped" if launched.stopped else "submitted"}
     alive = launched.alive()
     if launched.via != LOCAL:
         return {"phase": "running" if alive else "ended"}
@@ -241,6 +242,7 @@ def stop(launched: Launched) -> str:
         os.killpg(_json(launched.path / PROCESS)["pid"], signal.SIGKILL)
     for words in launched.commands["stop"]:
         call(launched, words)
+    write_json(launched.path / RECORD, replace(launched, stopped=_now()).to_json())
     return "stopped"
 
 
@@ -267,6 +269,10 @@ def _start(launched: Launched, words: Sequence[str]) -> None:
 
 def _here(words: Sequence[str]) -> list[str]:
     return [sys.executable, *words[1:]] if words[0] == PYTHON else list(words)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _check_client(client: str) -> None:

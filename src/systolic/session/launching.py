@@ -152,7 +152,7 @@ def bill(request: LaunchRequest, steps: int, step_seconds: float | None) -> Laun
     """
     on, chosen, purchase = request.on, request.chosen, request.purchase
     if request.via in OURS:
-        return LaunchBill(purchase=purchase, usd_per_hour=None, unrented=OURS[request.via])
+        return LaunchBill(purchase=purchase, usd_per_hour=None, instead=OURS[request.via])
     spot = purchase is Purchase.spot
     price = on.usd_per_hour.spot if spot else on.usd_per_hour.on_demand
     figure = on.chip.figures.get(f"usd_per_chip_hour.{'spot' if spot else 'on_demand'}")

@@ -1,0 +1,137 @@
+"""``systolic launch serve BUNDLE --via gke``: a server of a model on a cluster."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from systolic.cli.launch import finish, words
+from systolic.cli.output import print_json
+from systolic.cli.parse import Required, asks_help, parse
+from systolic.cli.serve import ServeOptions
+from systolic.cli.target import first
+from systolic.core.errors import OptionError
+from systolic.core.ranges import COUNT, NOT_NEGATIVE
+
+TAKEN = ("--host", "--port", "--keys", "--new-key", "--grace-seconds", "--log", "--json")
+"""Options of ``systolic serve`` that the launch sets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchServeOptions:
+    """Writes what Google Kubernetes Engine needs to serve a Bundle, and shows it with the price of an hour; --submit applies it.
+
+    A pod is a server on one TPU machine; requests in flight bring more pods, up to --max-replicas. systolic status, logs and
+    stop take the launch's name.
+
+    Args:
+        bundle: A Bundle that is in the image, or gs://BUCKET/FOLDER, which the pods mount.
+        via: The platform: gke.
+        on: The slice of each pod, of one host: v5e-1, v5e-8, v6e-8, v5p-8.
+        submit: Run kubectl now; otherwise the file is written and shown.
+        image: The container image, such as systolic export BUNDLE --to docker --for tpu makes.
+        variant: deployment, or kserve for an InferenceService of KServe.
+        model: Name of the model for clients; by default the Bundle's folder.
+        name: Of the launch; by default the model and the slice.
+        out: Folder for the file; by default launches/NAME.
+        replicas: Fewest pods.
+        max_replicas: Most pods.
+        metric: The server's gauge that brings more pods; those with num_ are of language models.
+        target: Of the gauge, per pod.
+        grace_seconds: Time for requests in flight when a pod ends.
+        keys_secret: Secret with the file keys.txt of API keys' hashes.
+        serve: More options of systolic serve, as one word: --serve="--context 8192 --rows 32".
+        spot: Take chips that are cheaper and can be taken back at any time.
+        namespace: Kubernetes' namespace.
+        service_account: That the pods act as.
+        json: Print one JSON object.
+    """
+
+    bundle: Annotated[str, tyro.conf.Positional]
+    via: Annotated[Literal["gke"], Required("a platform; add --via gke")]
+    on: str = "v5e-8"
+    submit: bool = False
+    image: str = ""
+    variant: str = "deployment"
+    model: str = ""
+    name: str = ""
+    out: Path | None = None
+    replicas: Annotated[int, COUNT] = 1
+    max_replicas: Annotated[int, COUNT] = 4
+    metric: str = "http_requests_in_flight"
+    target: Annotated[int, COUNT] = 32
+    grace_seconds: Annotated[int, NOT_NEGATIVE] = 45
+    keys_secret: str = ""
+    serve: str = ""
+    spot: bool = False
+    namespace: str = ""
+    service_account: str = ""
+    json: bool = False
+
+
+def run(args: Sequence[str]) -> int:
+    """The verb."""
+    if not asks_help(args):
+        first(args, "launch serve", "a Bundle, or gs://BUCKET/FOLDER")
+    options = parse(LaunchServeOptions, args, "systolic launch serve")
+    from systolic.chips import slice
+    from systolic.launching import Purchase, Site
+    from systolic.launching.gke_serve import GkeServer, command, prepare
+    from systolic.session import launching_server
+
+    server = GkeServer(
+        variant=options.variant,
+        grace_seconds=options.grace_seconds,
+        replicas=options.replicas,
+        most=options.max_replicas,
+        metric=options.metric,
+        target=options.target,
+        keys_secret=options.keys_secret,
+    )
+    made = launching_server.describe(
+        options.bundle,
+        on=slice(options.on),
+        words=served_words(options.serve),
+        made_by=("systolic", "launch", "serve", *(word for word in args if word != "--submit")),
+        names=(options.model, options.name),
+        image=options.image,
+        purchase=Purchase.spot if options.spot else Purchase.on_demand,
+        site=Site(namespace=options.namespace, service_account=options.service_account),
+    )
+    prepared = prepare(made, server)
+    record, shown = finish(
+        made,
+        prepared,
+        launching_server.bill(made, server),
+        via=options.via,
+        out=options.out,
+        command=command(made, server),
+        submit=options.submit,
+        json=options.json,
+    )
+    if options.json:
+        print_json(shown)
+    else:
+        from systolic.cli.launch import following
+
+        print("\n".join(following(record, ["serve", *args])))
+    return 0
+
+
+def served_words(text: str) -> list[str]:
+    """More options of ``systolic serve``, checked as that verb would.
+
+    Raises:
+        OptionError: one is unknown, out of range, or set by the launch.
+    """
+    found = words("serve", text)
+    for word in found:
+        if word.partition("=")[0] in TAKEN:
+            raise OptionError(
+                f"serve has {word}, which the launch sets; --grace-seconds and --keys-secret of launch serve change it"
+            )
+    if models := parse(ServeOptions, found, "systolic serve").models:
+        raise OptionError(f"serve has {models[0]!r}, which is no option; the model is the Bundle")
+    return found

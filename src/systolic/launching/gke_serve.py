@@ -1,0 +1,393 @@
+"""A server on one TPU host of Google Kubernetes Engine, and what keeps it reachable: probes, drain times, scaling, a policy.
+
+One pod is one server with all chips of its machine; more requests bring more pods. Metrics reach the autoscaler through
+Managed Prometheus and the Custom Metrics adapter: https://docs.cloud.google.com/stackdriver/docs/managed-prometheus/hpa;
+TPU node pools as in :mod:`systolic.launching.gke`; KServe: https://kserve.github.io/website/docs/reference/crd-api.
+"""
+
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from systolic.core.errors import OptionError, nearest
+from systolic.launching import gke
+from systolic.launching.launch import Launch, Prepared, Purchase
+from systolic.launching.names import check_image, check_label, check_name, in_bucket, is_bucket
+from systolic.launching.tpu_vm import num_hosts
+
+FILE = "serve.yaml"
+LONGEST = 40
+PORT = 8000
+MODEL = "/srv/model"
+"""Where the images of ``systolic export --to docker`` have their Bundle."""
+KEYS_FOLDER, KEYS_FILE = "/etc/systolic", "keys.txt"
+USER = 10001
+"""Of those images."""
+LEAVE_SECONDS = 10
+"""Between the end of the pod's address and SIGTERM, so that clients that still have it are answered."""
+LAST_SECONDS = 15
+"""After the grace time, for answers that end with an error, before Kubernetes kills."""
+METRICS = ("http_requests_in_flight", "num_requests_waiting", "num_requests_running")
+"""Gauges of the server that say how loaded a pod is; the last two are of language models."""
+DEPLOYMENT, KSERVE = "deployment", "kserve"
+WIDE = (8,)
+"""Chips of the machines that GKE has beside those of four."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GkeServer:
+    """How a model is served; what is the same for trainings is in its :class:`Launch`.
+
+    Raises:
+        OptionError: the variant or the metric is unknown, or the numbers contradict each other.
+    """
+
+    variant: str = DEPLOYMENT
+    grace_seconds: int = 45
+    """Time for requests in flight, as the server's own option has it."""
+    replicas: int = 1
+    most: int = 4
+    metric: str = METRICS[0]
+    target: int = 32
+    """Of the metric, per pod; above it there are more pods."""
+    keys_secret: str = ""
+    """Secret with the file of API keys' hashes, ``keys.txt``."""
+
+    def __post_init__(self) -> None:
+        if self.variant not in (DEPLOYMENT, KSERVE):
+            raise OptionError(
+                f"variant is {self.variant!r}{nearest(self.variant, (DEPLOYMENT, KSERVE))}; it takes {DEPLOYMENT} or {KSERVE}"
+            )
+        if self.metric not in METRICS:
+            raise OptionError(
+                f"metric is {self.metric!r}{nearest(self.metric, METRICS)}; it takes {', '.join(METRICS)}"
+            )
+        if self.most < self.replicas:
+            raise OptionError(
+                f"max-replicas is {self.most} and replicas {self.replicas}; give --max-replicas {self.replicas} or more"
+            )
+
+
+def prepare(launch: Launch, server: GkeServer) -> Prepared:
+    """The objects of one server: ``launch.target`` is the model's name, ``launch.run`` its Bundle where that is in a bucket.
+
+    Raises:
+        OptionError: the slice has several hosts or is not in GKE, the image is missing, or a name is against the rules.
+    """
+    check_slice(launch)
+    check_name(launch.name, LONGEST, "a Deployment, whose pods have longer names,")
+    check_label(launch.site.namespace, "namespace")
+    check_label(launch.site.service_account, "service-account")
+    check_label(server.keys_secret, "keys-secret")
+    if not launch.image:
+        raise OptionError(
+            "launch serve runs a container image and --image is not given; systolic export BUNDLE --to docker --for tpu makes one"
+        )
+    check_image(launch.image)
+    if is_bucket(launch.run):
+        in_bucket(launch.run)
+    text = "---\n".join(
+        yaml.safe_dump(one, sort_keys=False, width=1000) for one in documents(launch, server)
+    )
+    scope = ("--namespace", launch.site.namespace) if launch.site.namespace else ()
+    mine = ("--selector", f"app.kubernetes.io/name={launch.name}")
+    kind = "inferenceservice" if server.variant == KSERVE else "deployment"
+    logs = (
+        "kubectl",
+        "logs",
+        *scope,
+        *mine,
+        "--container",
+        container_name(server),
+        "--tail",
+        "200",
+    )
+    return Prepared(
+        files={FILE: launch.header() + text},
+        submit=(("kubectl", "apply", *scope, "--filename", FILE),),
+        status=("kubectl", "get", f"{kind},hpa,pod", *scope, *mine),
+        logs=logs,
+        follow=(*logs, "--follow"),
+        stop=(("kubectl", "delete", *scope, "--filename", FILE, "--ignore-not-found"),),
+        notes=_notes(launch, server),
+        hosts=1,
+    )
+
+
+def check_slice(launch: Launch) -> None:
+    """Checks that one host of GKE has the slice.
+
+    Raises:
+        OptionError: it has several, or GKE lacks it.
+    """
+    gke.check_slice(launch)
+    on = launch.on
+    if num_hosts(launch) > 1:
+        raise OptionError(
+            f"{on.name} has {on.num_hosts} hosts, and a server runs on one; give a slice of one host, such as {on.chip.name}-8, and --max-replicas for more of them"
+        )
+
+
+def documents(launch: Launch, server: GkeServer) -> list[dict[str, Any]]:
+    """All objects, in the order in which they are applied."""
+    found = [_kserve(launch, server)]
+    if server.variant == DEPLOYMENT:
+        found = [_service(launch), _deployment(launch, server)]
+    return [
+        *found,
+        _budget(launch),
+        _monitoring(launch),
+        _autoscaler(launch, server),
+        _policy(launch),
+    ]
+
+
+def container_name(server: GkeServer) -> str:
+    """KServe knows the model's container by this name."""
+    return "kserve-container" if server.variant == KSERVE else "serve"
+
+
+def machine_type(launch: Launch) -> str:
+    """Machine with all chips of the slice."""
+    chips = launch.on.num_chips
+    return f"{(launch.on.chip.machine_type or '').rpartition('-')[0]}-{chips}t"
+
+
+def selectors(launch: Launch) -> dict[str, str]:
+    """Labels of the nodes: those of a training on the slice, on the machine that has it whole."""
+    found = gke.selectors(launch)
+    if launch.on.num_chips in WIDE:
+        found["node.kubernetes.io/instance-type"] = machine_type(launch)
+    return found
+
+
+def command(launch: Launch, server: GkeServer) -> list[str]:
+    """Words of ``systolic serve``."""
+    place = MODEL
+    if is_bucket(launch.run):
+        bucket, folder = in_bucket(launch.run)
+        place = f"{gke.MOUNTS}/{bucket}/{folder}"
+    words = ["systolic", "serve", f"{launch.target}={place}", "--host", "0.0.0.0"]
+    words += ["--port", str(PORT), "--grace-seconds", str(server.grace_seconds), "--log", "json"]
+    if server.keys_secret:
+        words += ["--keys", f"{KEYS_FOLDER}/{KEYS_FILE}"]
+    return [*words, *launch.options]
+
+
+def _labels(launch: Launch) -> dict[str, str]:
+    return {"app.kubernetes.io/name": launch.name, "app.kubernetes.io/managed-by": "systolic"}
+
+
+def _selected(launch: Launch) -> dict[str, Any]:
+    return {"matchLabels": {"app.kubernetes.io/name": launch.name}}
+
+
+def _metadata(launch: Launch) -> dict[str, Any]:
+    space = {"namespace": launch.site.namespace} if launch.site.namespace else {}
+    return {"name": launch.name, **space, "labels": _labels(launch)}
+
+
+def _pod_metadata(launch: Launch) -> dict[str, Any]:
+    mounts = {"annotations": {"gke-gcsfuse/volumes": "true"}} if is_bucket(launch.run) else {}
+    return {"labels": _labels(launch), **mounts}
+
+
+def _service(launch: Launch) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(launch),
+        "spec": {
+            "selector": {"app.kubernetes.io/name": launch.name},
+            "ports": [{"name": "http", "port": 80, "targetPort": "http", "protocol": "TCP"}],
+        },
+    }
+
+
+def _deployment(launch: Launch, server: GkeServer) -> dict[str, Any]:
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": _metadata(launch),
+        "spec": {
+            # The number of pods is the autoscaler's: applied again, the file leaves it.
+            "selector": _selected(launch),
+            # A new version answers before the old one goes, which takes one more machine for that time.
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
+            },
+            "progressDeadlineSeconds": 3600,
+            "template": {"metadata": _pod_metadata(launch), "spec": _pod(launch, server)},
+        },
+    }
+
+
+def _kserve(launch: Launch, server: GkeServer) -> dict[str, Any]:
+    metadata = _metadata(launch)
+    metadata["annotations"] = {
+        "serving.kserve.io/deploymentMode": "RawDeployment",
+        # The autoscaler is the one below, on the server's own metrics.
+        "serving.kserve.io/autoscalerClass": "external",
+        **_pod_metadata(launch).get("annotations", {}),
+    }
+    pod = _pod(launch, server)
+    return {
+        "apiVersion": "serving.kserve.io/v1beta1",
+        "kind": "InferenceService",
+        "metadata": metadata,
+        "spec": {"predictor": {**_pod_metadata(launch), "minReplicas": server.replicas, **pod}},
+    }
+
+
+def _pod(launch: Launch, server: GkeServer) -> dict[str, Any]:
+    pod: dict[str, Any] = {
+        "terminationGracePeriodSeconds": LEAVE_SECONDS + server.grace_seconds + LAST_SECONDS
+    }
+    if launch.site.service_account:
+        pod["serviceAccountName"] = launch.site.service_account
+    if not is_bucket(launch.run):
+        pod["automountServiceAccountToken"] = False
+    pod["securityContext"] = {
+        "runAsNonRoot": True,
+        "runAsUser": USER,
+        "runAsGroup": USER,
+        "fsGroup": USER,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    pod["nodeSelector"] = selectors(launch)
+    if launch.purchase is Purchase.spot:
+        taint = {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true"}
+        pod["tolerations"] = [{**taint, "effect": "NoSchedule"}]
+    volumes, mounts = _volumes(launch, server)
+    return pod | {"containers": [_container(launch, server, mounts)], "volumes": volumes}
+
+
+def _container(launch: Launch, server: GkeServer, mounts: list[Any]) -> dict[str, Any]:
+    chips = {"google.com/tpu": launch.on.num_chips}
+
+    def get(path: str) -> dict[str, Any]:
+        return {"httpGet": {"path": path, "port": "http"}, "timeoutSeconds": 5}
+
+    return {
+        "name": container_name(server),
+        "image": launch.image,
+        "command": command(launch, server),
+        "env": [{"name": "JAX_PLATFORMS", "value": "tpu,cpu"}],
+        "ports": [{"name": "http", "containerPort": PORT, "protocol": "TCP"}],
+        "resources": {"requests": dict(chips), "limits": dict(chips)},
+        # It listens at once and is ready when every program is compiled, which may take minutes.
+        "startupProbe": {**get("/livez"), "periodSeconds": 5, "failureThreshold": 60},
+        "livenessProbe": {**get("/livez"), "periodSeconds": 10, "failureThreshold": 3},
+        "readinessProbe": {**get("/readyz"), "periodSeconds": 5, "failureThreshold": 1},
+        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(LEAVE_SECONDS)]}}},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "volumeMounts": mounts,
+    }
+
+
+def _volumes(launch: Launch, server: GkeServer) -> tuple[list[Any], list[Any]]:
+    """Compiled programs and temporary files, the keys by reference, the model's bucket."""
+    volumes: list[Any] = [{"name": "cache", "emptyDir": {}}, {"name": "tmp", "emptyDir": {}}]
+    mounts: list[Any] = [
+        {"name": "cache", "mountPath": "/var/cache/systolic"},
+        {"name": "tmp", "mountPath": "/tmp"},
+    ]
+    if server.keys_secret:
+        secret = {"secretName": server.keys_secret, "defaultMode": 0o440}
+        volumes.append({"name": "keys", "secret": secret})
+        mounts.append({"name": "keys", "mountPath": KEYS_FOLDER, "readOnly": True})
+    if is_bucket(launch.run):
+        bucket, _ = in_bucket(launch.run)
+        attributes = {"bucketName": bucket, "mountOptions": "implicit-dirs"}
+        driver = {"driver": "gcsfuse.csi.storage.gke.io", "readOnly": True}
+        volumes.append({"name": "model", "csi": {**driver, "volumeAttributes": attributes}})
+        mounts.append({"name": "model", "mountPath": f"{gke.MOUNTS}/{bucket}", "readOnly": True})
+    return volumes, mounts
+
+
+def _budget(launch: Launch) -> dict[str, Any]:
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": _metadata(launch),
+        "spec": {"maxUnavailable": 1, "selector": _selected(launch)},
+    }
+
+
+def _monitoring(launch: Launch) -> dict[str, Any]:
+    return {
+        "apiVersion": "monitoring.googleapis.com/v1",
+        "kind": "PodMonitoring",
+        "metadata": _metadata(launch),
+        "spec": {
+            "selector": _selected(launch),
+            "endpoints": [{"port": "http", "path": "/metrics", "interval": "15s"}],
+        },
+    }
+
+
+def _autoscaler(launch: Launch, server: GkeServer) -> dict[str, Any]:
+    suffix = "-predictor" if server.variant == KSERVE else ""
+    metric = {"name": f"prometheus.googleapis.com|systolic:{server.metric}|gauge"}
+    target = {"type": "AverageValue", "averageValue": str(server.target)}
+    return {
+        "apiVersion": "autoscaling/v2",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": _metadata(launch),
+        "spec": {
+            "scaleTargetRef": {
+                "apiVersion": "apps/v1",
+                "kind": "Deployment",
+                "name": f"{launch.name}{suffix}",
+            },
+            "minReplicas": server.replicas,
+            "maxReplicas": server.most,
+            "metrics": [{"type": "Pods", "pods": {"metric": metric, "target": target}}],
+            # A pod compiles before it answers: what was scaled away is missed for minutes.
+            "behavior": {"scaleDown": {"stabilizationWindowSeconds": 600}},
+        },
+    }
+
+
+def _policy(launch: Launch) -> dict[str, Any]:
+    """Lets in pods of the namespace, and the collector of metrics."""
+    collector = {"kubernetes.io/metadata.name": "gke-gmp-system"}
+    sources = [{"podSelector": {}}, {"namespaceSelector": {"matchLabels": collector}}]
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": _metadata(launch),
+        "spec": {
+            "podSelector": _selected(launch),
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": sources, "ports": [{"protocol": "TCP", "port": PORT}]}],
+        },
+    }
+
+
+def _notes(launch: Launch, server: GkeServer) -> tuple[str, ...]:
+    words = ["gcloud", "container", "node-pools", "create", "POOL", "--cluster=CLUSTER"]
+    words += [f"--machine-type={machine_type(launch)}", "--enable-autoscaling"]
+    words += [f"--min-nodes={server.replicas}", f"--max-nodes={server.most + 1}"]
+    if launch.purchase is Purchase.spot:
+        words.append("--spot")
+    notes = [
+        f"the cluster needs a node pool like this: {shlex.join(words)}",
+        "and, for the autoscaler, Managed Prometheus and the Custom Metrics Stackdriver adapter",
+    ]
+    if server.variant == KSERVE:
+        notes.append("and KServe, in its mode without Knative")
+    if server.keys_secret:
+        notes.append(
+            f"kubectl create secret generic {server.keys_secret} --from-file={KEYS_FILE} has the keys' hashes; systolic serve --keys {KEYS_FILE} --new-key NAME makes them"
+        )
+    else:
+        notes.append("without --keys-secret every pod of the namespace is let in")
+    return tuple(notes)

@@ -1,0 +1,73 @@
+"""The bill after a launch: hours that its machines were there, and what they cost at the catalogue's price. An estimate."""
+
+import datetime
+from dataclasses import dataclass
+from typing import Any
+
+from systolic.session.launched import LOCAL, Launched
+
+TIMES = "times.log"
+"""File that a script on this machine writes: ``up SECONDS`` when the machines are there, ``down SECONDS`` when they are gone."""
+HOUR = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchCost:
+    """What a launch has used."""
+
+    hours: float
+    usd_per_hour: float
+    since: str
+    """What the hours are counted from."""
+
+    @property
+    def usd(self) -> float:
+        """Hours at their price."""
+        return self.hours * self.usd_per_hour
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"used_hours": self.hours, "used_usd": self.usd, "used_since": self.since}
+
+    def text(self) -> str:
+        """One line."""
+        return f"${self.usd:,.2f} used: {self.hours:,.2f} h {self.since} at ${self.usd_per_hour:,.2f}; an estimate, the invoice counts"
+
+
+def cost(launched: Launched, now: float) -> LaunchCost | None:
+    """What a launch has used; None where it rents nothing, or at no price of the catalogue.
+
+    Args:
+        launched: The launch.
+        now: Seconds since 1970.
+    """
+    price = launched.bill["usd_per_hour"]
+    if launched.via == LOCAL or price is None or launched.submitted is None:
+        return None
+    begun = datetime.datetime.fromisoformat(launched.submitted).timestamp()
+    times = launched.path / TIMES
+    if launched.detached:
+        text = times.read_text() if times.exists() else ""
+        hours = _up(text, begun, now) / HOUR
+        return LaunchCost(hours=hours, usd_per_hour=price, since="with the machines there")
+    end = now
+    if launched.stopped is not None:
+        end = datetime.datetime.fromisoformat(launched.stopped).timestamp()
+    since = (
+        "from submit to stop" if launched.stopped else "since it was submitted, if it still runs"
+    )
+    return LaunchCost(hours=max(0.0, end - begun) / HOUR, usd_per_hour=price, since=since)
+
+
+def _up(text: str, begun: float, now: float) -> float:
+    """Seconds between each ``up`` and the ``down`` after it, of this submission."""
+    total, up = 0.0, None
+    for line in text.splitlines():
+        what, _, seconds = line.partition(" ")
+        if not seconds.isdigit() or float(seconds) < begun - 1:
+            continue
+        if what == "up" and up is None:
+            up = float(seconds)
+        elif what == "down" and up is not None:
+            total, up = total + float(seconds) - up, None
+    return total if up is None else total + now - up

@@ -1,0 +1,55 @@
+"""Every slice of the catalogue on every platform: what is written agrees with ``systolic.slice``, and what is not is one line."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from systolic.core.errors import OptionError
+from systolic.launching import PLATFORMS, Launch, Prepared, prepare
+from systolic.launching.local import MOST_PROCESSES
+from systolic.launching.names import fitting
+from systolic.launching.tpu_vm import num_hosts
+from tests.launching.made import launch, slices
+
+SLICES = list(slices())
+SHARED: Mapping[str, dict[str, Any]] = {
+    via: {"run": "/home/me/runs/lm"} for via in ("local", "slurm", "docker")
+}
+"""Platforms that train into a folder."""
+LEAST = {"local": 60, "tpu-vm": 200, "gke": 200, "skypilot": 100, "slurm": 10, "docker": 15}
+"""Slices that each platform takes, at least."""
+
+
+def written(via: str, described: Launch) -> Prepared | str:
+    """The files, or why there are none."""
+    try:
+        return prepare(via, described)
+    except OptionError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("via", PLATFORMS)
+def test_every_slice_is_written_or_refused_in_one_line(via: str) -> None:
+    taken = 0
+    for on in SLICES:
+        described = launch(on.name, name=fitting(f"lm-{on.name}"), **SHARED.get(via, {}))
+        prepared = written(via, described)
+        if isinstance(prepared, str):
+            assert on.name in prepared.partition("\n")[0], (via, on.name, prepared)
+            assert "\n" not in prepared
+            continue
+        taken += 1
+        whole = via in ("gke", "local", "slurm")
+        assert prepared.hosts == (on.num_hosts if whole else num_hosts(described)), (via, on.name)
+        assert all(
+            "systolic launch lm" in text or name.endswith(".json")
+            for name, text in prepared.files.items()
+        )
+        if via == "local":
+            settings = json.loads(prepared.files["local.json"])
+            assert settings["processes"] * settings["devices"] == on.num_devices
+            assert settings["processes"] <= MOST_PROCESSES
+            assert settings["made_by"] == list(described.made_by)
+    assert taken >= LEAST[via], taken
