@@ -107,7 +107,8 @@ def test_a_killed_process_starts_all_again(tmp_path: Path, monkeypatch: pytest.M
             signal.signal(number, handler)
     assert state(tmp_path)["attempt"] == 1
     log = (tmp_path / LOGS / "0.log").read_text()
-    assert log == "systolic: restart 1 of 2\ndone\n"
+    killed = "systolic: process 1 was killed by SIGKILL\n"
+    assert log == f"{killed}systolic: restart 1 of 2\ndone\n"
 
 
 @pytest.mark.parametrize(("code", "attempts"), [(1, 2), (2, 0)])

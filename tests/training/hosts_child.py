@@ -40,6 +40,7 @@ class Case:
 
 CASES = {
     "data": Case(layout=Layout(data=4, fsdp=1)),
+    "fsdp": Case(layout=Layout(fsdp=4)),
     "tensor": Case(layout=Layout(tensor=4, fsdp=1)),
     "context": Case(layout=Layout(context=4, fsdp=1)),
     "pipeline": Case(layout=Layout(pipeline=4, fsdp=1)),

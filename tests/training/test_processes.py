@@ -56,7 +56,8 @@ def test_four_hosts_of_v5e_16_hold_what_one_would_read(tmp_path: Path):
 @pytest.mark.parametrize(
     ("count", "names"),
     [
-        (2, ["tensor", "context", "expert-tensor"]),
+        (2, ["data", "fsdp", "tensor", "context", "pipeline", "expert-tensor"]),
+        (4, ["data", "fsdp", "tensor", "context", "pipeline"]),
         (4, ["slices-pipeline", "expert", "accumulate"]),
     ],
 )

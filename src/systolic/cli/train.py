@@ -53,6 +53,9 @@ class TrainOptions:
         diagnose: Steps between gradient probes by layer, for systolic explain; 0 never probes, by default as often as 1 % of the time allows.
         profile: Steps to trace with XLA's profiler after warm-up, into RUN/profile, for systolic explain RUN/profile.
         log_every: Steps between records, each the mean of its steps; by default a 400th of the job.
+        coordinator: HOST:PORT of the first of several processes, where Cloud TPU, GKE, Slurm or MPI don't tell it.
+        processes: How many processes train together, with --coordinator.
+        process: Number of this one, from 0.
         json: Print the summary as one JSON object on stdout.
     """
 
@@ -68,6 +71,9 @@ class TrainOptions:
     diagnose: Annotated[int | None, NOT_NEGATIVE] = None
     profile: Annotated[int, NOT_NEGATIVE] = 0
     log_every: Annotated[int | None, COUNT] = None
+    coordinator: str | None = None
+    processes: Annotated[int | None, COUNT] = None
+    process: Annotated[int | None, NOT_NEGATIVE] = None
     json: bool = False
 
 
@@ -84,6 +90,9 @@ class ResumeOptions:
         profile: Steps to trace with XLA's profiler after warm-up, into RUN/profile, for systolic explain RUN/profile.
         log_every: Steps between records, each the mean of its steps; by default as the run was started.
         trust: Execute the run's recipe although it is not yours, now and later: its digest is remembered.
+        coordinator: HOST:PORT of the first of several processes, where Cloud TPU, GKE, Slurm or MPI don't tell it.
+        processes: How many processes train together, with --coordinator.
+        process: Number of this one, from 0.
         json: Print the summary as one JSON object on stdout.
     """
 
@@ -94,6 +103,9 @@ class ResumeOptions:
     diagnose: Annotated[int | None, NOT_NEGATIVE] = None
     profile: Annotated[int, NOT_NEGATIVE] = 0
     log_every: Annotated[int | None, COUNT] = None
+    coordinator: str | None = None
+    processes: Annotated[int | None, COUNT] = None
+    process: Annotated[int | None, NOT_NEGATIVE] = None
     trust: bool = False
     json: bool = False
 
@@ -152,7 +164,7 @@ def train(asked: Request[TrainOptions], ledger: "Ledger") -> int:
     from systolic.session.training import start
 
     options = asked.verb
-    join(json=options.json)
+    join(options)
     if options.continue_ and begun(options.run):
         return again(asked, ledger)
     return show(
@@ -202,7 +214,7 @@ def resume(args: Sequence[str], ledger: "Ledger") -> int:
     # The run's recipe says which options follow, and it takes these to open the run.
     given, _ = known(ResumeOptions, args, "systolic train")
     own = ResumeOptions(**given)
-    join(json=own.json)
+    join(own)
     with opened(own.resume, trust=own.trust) as run:
         target = shlex.join(["--resume", str(own.resume)])
         asked = request_for(run.recipe, args, "train", ResumeOptions, run.saved, target=target)
@@ -265,11 +277,12 @@ def tell(text: str) -> None:
     print(f"systolic: {text}", file=sys.stderr)
 
 
-def join(*, json: bool) -> None:
+def join(options: TrainOptions | ResumeOptions) -> None:
     """Joins the other processes of the job, if there are any."""
     from systolic.training import hosts
 
-    if hosts.belongs(os.environ) and json:
+    hosts.describe(options.coordinator, options.processes, options.process)
+    if hosts.belongs(os.environ) and options.json:
         # Libraries between processes (Gloo, NCCL) print to stdout, which belongs to one JSON object.
         sys.stdout.flush()
         sys.stdout = os.fdopen(os.dup(1), "w")

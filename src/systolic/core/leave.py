@@ -53,11 +53,24 @@ def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
+_at_once: list[bool] = []
+
+
+def leave_at_once() -> None:
+    """Makes :func:`leave` skip functions registered with atexit, which would wait for a process that is dead."""
+    _at_once.append(True)
+
+
 def leave(code: int) -> NoReturn:
     """Ends the process with an exit code, at once even while native code works.
 
     Functions registered with atexit run, and printed output is flushed.
     """
+    if _at_once:
+        for stream in (sys.stdout, sys.stderr):
+            if not stream.closed:
+                stream.flush()
+        os._exit(code)
     if any(thread.name.startswith(_NAME) for thread in threading.enumerate()):
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):

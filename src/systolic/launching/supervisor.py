@@ -54,6 +54,7 @@ class Supervisor:
     devices: int
     restarts: int
     _stopped: bool = field(default=False, init=False)
+    _first_to_fail: str = field(default="", init=False)
     _state: dict[str, Any] = field(default_factory=dict, init=False)
 
     def run(self) -> int:
@@ -64,6 +65,8 @@ class Supervisor:
         codes: list[int] = []
         for attempt in range(self.restarts + 1):
             codes = self._attempt(attempt)
+            if self._first_to_fail:
+                self._log(f"systolic: {self._first_to_fail}\n")
             if self._stopped:
                 return self._end("stopped", codes, 0)
             if not any(codes):
@@ -75,13 +78,12 @@ class Supervisor:
     def _attempt(self, attempt: int) -> list[int]:
         """Exit codes of the processes, all started and all ended."""
         (self.folder / LOGS).mkdir(exist_ok=True)
-        port = _free_port()
+        port, self._first_to_fail = _free_port(), ""
         running: list[subprocess.Popen[bytes]] = []
+        if attempt:
+            self._log(f"systolic: restart {attempt} of {self.restarts}\n")
         for number in range(self.processes):
-            with (self.folder / LOGS / f"{number}.log").open("ab") as log:
-                if attempt:
-                    log.write(f"systolic: restart {attempt} of {self.restarts}\n".encode())
-                    log.flush()
+            with self._log_of(number).open("ab") as log:
                 running.append(self._start(number, port, log))
         self._write(phase="running", attempt=attempt, running=[identity(p.pid) for p in running])
         try:
@@ -89,6 +91,15 @@ class Supervisor:
         finally:
             _kill(running)
         return [each.returncode for each in running]
+
+    def _log_of(self, number: int) -> Path:
+        return self.folder / LOGS / f"{number}.log"
+
+    def _log(self, line: str) -> None:
+        """Writes a line into the logs of all processes."""
+        for number in range(self.processes):
+            with self._log_of(number).open("a") as log:
+                log.write(line)
 
     def _start(self, number: int, port: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
         environ = dict(os.environ) | {
@@ -115,7 +126,9 @@ class Supervisor:
                 told, deadline = True, time.monotonic() + SAVE_SECONDS
                 for each in running:
                     each.terminate()
-            failed = any(each.returncode not in (None, 0) for each in running)
+            failed = [n for n, each in enumerate(running) if each.returncode not in (None, 0)]
+            if failed and not self._first_to_fail and not self._stopped:
+                self._first_to_fail = _ended(failed[0], running[failed[0]].returncode)
             if failed and deadline is None:
                 deadline = time.monotonic() + LEFT_SECONDS
             if deadline is not None and time.monotonic() > deadline:
@@ -159,6 +172,13 @@ def lives(state: Mapping[str, Any]) -> bool:
         return same and now.status() != psutil.STATUS_ZOMBIE
     except (psutil.NoSuchProcess, KeyError):
         return False
+
+
+def _ended(number: int, code: int | None) -> str:
+    """How a process ended, which the others may name only as an address."""
+    if code is not None and code < 0:
+        return f"process {number} was killed by {signal.Signals(-code).name}"
+    return f"process {number} ended with exit code {code}"
 
 
 def _here(command: Sequence[str]) -> list[str]:

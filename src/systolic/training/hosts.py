@@ -7,40 +7,37 @@ every process in the same order, otherwise they deadlock.
 
 import json
 import os
+import sys
 import zlib
 from collections.abc import Mapping
 from typing import Any
 
 from systolic.artifact.reading import Peers
-from systolic.core.errors import DataError, OptionError, RunError
+from systolic.core.errors import DataError, RunError
 from systolic.data.skipped_files import Skipped
+from systolic.training import meeting
+from systolic.training import peers as finding
 
 TEXT_BYTES = 4096
 """Most bytes of a text that the first process shares."""
 
-_ADDRESS, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-
 
 def belongs(environ: Mapping[str, str]) -> bool:
-    """Whether this process is one of several of the same job, by its environment.
+    """Whether this process is one of several of the same job; see :mod:`systolic.training.peers`."""
+    return finding.belongs(environ)
 
-    Known by an explicit coordinator, a scheduler (Slurm, Open MPI) or a TPU slice of several hosts.
-    """
-    several = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "MEGASCALE_NUM_SLICES")
-    hosts = environ.get("TPU_WORKER_HOSTNAMES") or environ.get("TPU_PROCESS_ADDRESSES") or ""
-    return (
-        _ADDRESS in environ or "," in hosts or any(_number(environ, name) > 1 for name in several)
-    )
+
+def describe(coordinator: str | None, processes: int | None, process: int | None) -> None:
+    """Tells this process its job as options have it, which come before what its environment says."""
+    given = {finding.ADDRESS: coordinator, finding.COUNT: processes, finding.INDEX: process}
+    os.environ |= {name: str(value) for name, value in given.items() if value is not None}
 
 
 def join(environ: Mapping[str, str] = os.environ) -> bool:
     """Connects the processes of the job, before any other use of JAX; returns False for a single process.
 
-    ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID`` describe a job explicitly;
-    under a scheduler or on a TPU slice JAX finds them itself.
-
     Raises:
-        OptionError: a part of an explicit description is missing.
+        OptionError: the description of the job has a part missing.
         RunError: the other processes were not reached.
     """
     if not belongs(environ):
@@ -49,26 +46,37 @@ def join(environ: Mapping[str, str] = os.environ) -> bool:
 
     if jax.distributed.is_initialized():
         return True
-    given: dict[str, Any] = {}
-    if _COUNT in environ or _INDEX in environ:
-        missing = [name for name in (_ADDRESS, _COUNT, _INDEX) if name not in environ]
-        if missing:
-            raise OptionError(
-                f"{missing[0]} is not set, but a job of several processes needs {_ADDRESS}, {_COUNT} and {_INDEX}; set all three in every process"
+    place = finding.find(environ)
+    if place is None:
+        return False
+    from systolic import __version__
+
+    reports = meeting.meet(place, {"jax": jax.__version__, "systolic": __version__}, tell=_tell)
+    for what in ("systolic", "jax"):
+        first, *others = meeting.differing(reports, what).items()
+        if others:
+            version, where = others[0]
+            raise RunError(
+                f"{where[0].name} has {what} {version}, and {first[1][0].name} has {first[0]}; install the same version on all hosts"
             )
-        given = {
-            "coordinator_address": environ[_ADDRESS],
-            "num_processes": _number(environ, _COUNT),
-            "process_id": _number(environ, _INDEX),
-        }
     try:
-        jax.distributed.initialize(**given)
+        jax.distributed.initialize(
+            coordinator_address=place.coordinator,
+            num_processes=place.count,
+            process_id=place.index,
+            local_device_ids=None if place.local is None else [place.local],
+            cluster_detection_method="deactivate",
+        )
     except (RuntimeError, ValueError, TypeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise RunError(
-            f"this process could not join its job ({reason}); set {_ADDRESS}, {_COUNT} and {_INDEX} in every process"
+            f"{place.name(place.index)} of {place.count}, as {place.by} has it, could not join its job at {place.coordinator} ({reason}); see systolic doctor --multi-host in each"
         ) from error
     return True
+
+
+def _tell(text: str) -> None:
+    print(f"systolic: {text}", file=sys.stderr, flush=True)
 
 
 def joined() -> bool:
@@ -205,8 +213,3 @@ def gather(arrays: Mapping[str, Any]) -> dict[str, Any]:
         name: np.asarray(multihost_utils.process_allgather(array, tiled=True))
         for name, array in arrays.items()
     }
-
-
-def _number(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(name, "")
-    return int(text) if text.isdigit() else 0

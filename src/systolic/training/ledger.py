@@ -37,16 +37,24 @@ class Ledger:
         self._spent = dict.fromkeys(Spent, 0.0)
         self.claimed = 0.0
         """Seconds claimed by any kind."""
+        self._doing = (Spent.start, self.started)
 
     @contextmanager
     def spend(self, kind: Spent) -> Generator[None]:
         """Claims the time of a ``with`` block, less that of nested blocks."""
-        start, before = self.clock(), self.claimed
+        start, before, outer = self.clock(), self.claimed, self._doing[0]
+        self._doing = (kind, start)
         try:
             yield
         finally:
-            inner = self.claimed - before
-            self.add(kind, self.clock() - start - inner)
+            inner, now = self.claimed - before, self.clock()
+            self._doing = (outer, now)
+            self.add(kind, now - start - inner)
+
+    def doing(self) -> tuple[Spent, float]:
+        """What the time goes to now, and for how many seconds without a change."""
+        kind, since = self._doing
+        return kind, self.clock() - since
 
     def add(self, kind: Spent, seconds: float) -> None:
         """Claims seconds that were measured elsewhere."""

@@ -31,6 +31,7 @@ from systolic.training.probe import Probe
 from systolic.training.profile import DATA, FOLDER, METRICS, SessionTrace, part
 from systolic.training.programs import CompiledStep
 from systolic.training.progress import TrainingProgress
+from systolic.training.roll_call import RollCall
 from systolic.training.same import SameBatches, require_same_data, require_same_job
 from systolic.training.setup import Setup, computed_in
 from systolic.training.watch import Watcher
@@ -123,6 +124,7 @@ class Trainer:
         self.stop_reason = ""
         self.notes_told = 0
         self.same = SameBatches()
+        self.roll_call = RollCall(self.ledger, lambda: self.progress.step, self.caution)
 
     # Records
 
@@ -166,7 +168,7 @@ class Trainer:
         FILES.clear()
         require_same_job(self.setup)
         require_same_data(self.job.data)
-        with Interrupt() as interrupt:
+        with self.roll_call, Interrupt() as interrupt:
             feed = training(self.job, self.steps, self.workers)
             try:
                 state = self._begin(feed, resume, interrupt)
@@ -272,17 +274,15 @@ class Trainer:
     def _loop(self, state: Any, feed: Any, interrupt: Interrupt) -> Any:
         """Runs steps to the job's last one, an early stop or a signal."""
         pending: deque[Pending] = deque()
-        clock, ledger, progress = self.ledger.clock, self.ledger, self.progress
+        ledger, progress = self.ledger, self.progress
         if progress.owed:
             self._milestone(state, feed, interrupt)
         while progress.step < self.job.steps and not self.stop_reason:
             if interrupt.soon():
                 break
             with self.trace.step(progress.step + 1):
-                asked = clock()
-                with part(DATA):
+                with ledger.spend(Spent.data_wait), part(DATA):
                     batch = next(feed)
-                ledger.add(Spent.data_wait, clock() - asked)
                 self.same.check(batch)
                 if self.probe.due(progress.step + 1):
                     self._drain(pending)

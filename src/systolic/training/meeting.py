@@ -1,0 +1,234 @@
+"""Meeting of the processes of a job before JAX connects them: who is missing, and how what they report differs.
+
+JAX ends a process that waits in vain with a stack trace that names nobody. So the first process listens at the
+coordinator's address, the others report to it, and each gets the reports of all; then the port is free for JAX.
+"""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from systolic.core.errors import RunError
+from systolic.training.peers import Place
+
+MEET_SECONDS = 300.0
+"""As long as JAX waits."""
+TELL_SECONDS = 20.0
+"""Between two lines on who is still missing."""
+AGAIN_SECONDS = 0.2
+_ANSWER_SECONDS = 10.0
+_GREETING = "systolic meeting 1"
+
+
+class _Stream(Protocol):
+    """A socket as a file."""
+
+    def readline(self) -> bytes: ...
+    def write(self, data: bytes, /) -> int: ...
+    def flush(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What one process said of itself."""
+
+    index: int
+    host: str
+    facts: Mapping[str, Any]
+    """Of the caller: versions, data …"""
+    ahead_seconds: float = 0.0
+    """Of its clock, against the first process's."""
+    error_seconds: float = 0.0
+    """Of that, at most: half of what the question took on its way and back."""
+
+    @property
+    def name(self) -> str:
+        """The process for a message."""
+        return f"process {self.index} on {self.host}"
+
+
+def meet(
+    place: Place,
+    facts: Mapping[str, Any],
+    seconds: float = MEET_SECONDS,
+    tell: Callable[[str], None] = lambda text: None,
+) -> list[Report]:
+    """Reports of all processes, in their order, in each of them.
+
+    Args:
+        place: This process.
+        facts: What it reports, as JSON values.
+        seconds: To wait for the others.
+        tell: Called now and then with a line on who is missing.
+
+    Raises:
+        RunError: a process did not come, or came twice; the same line in all that did.
+    """
+    mine = {
+        "greeting": _GREETING,
+        "index": place.index,
+        "count": place.count,
+        "host": socket.gethostname(),
+        "facts": dict(facts),
+    }
+    if place.index:
+        answer = _report_to_first(place, mine, seconds)
+    else:
+        with _Guests(place, mine) as guests:
+            answer = guests.gather(seconds, tell)
+    if "error" in answer:
+        raise RunError(answer["error"])
+    return [Report(**each) for each in answer["all"]]
+
+
+class _Guests:
+    """The first process's side: connections of the others, by their index."""
+
+    def __init__(self, place: Place, mine: Mapping[str, Any]) -> None:
+        self._place, self._mine = place, mine
+        self._came: dict[int, tuple[dict[str, Any], _Stream]] = {}
+        self._streams: list[_Stream] = []
+        self._stack = contextlib.ExitStack()
+        self._error = ""
+
+    def __enter__(self) -> "_Guests":
+        port = int(self._place.coordinator.rpartition(":")[2])
+        try:
+            self._server = self._stack.enter_context(_server(port))
+        except OSError as error:
+            raise RunError(
+                f"port {port} of this host, where the other processes should meet it, is taken ({error.strerror}); end the process that holds it, or give another --coordinator HOST:PORT in all"
+            ) from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def gather(self, seconds: float, tell: Callable[[str], None]) -> dict[str, Any]:
+        """Waits for all and answers all."""
+        start = told = time.monotonic()
+        while not self._error and len(self._came) < self._place.count - 1:
+            now = time.monotonic()
+            if now - start > seconds:
+                self._error = f"{self._missing()} did not come within {seconds:.0f} s to {self._place.coordinator}; see whether it runs, reaches that address, and was given the same one"
+                break
+            if now - told > TELL_SECONDS:
+                told = now
+                tell(f"waiting for {self._missing()}")
+            self._server.settimeout(AGAIN_SECONDS)
+            try:
+                connection, _ = self._server.accept()
+            except TimeoutError:
+                continue
+            self._stack.enter_context(connection)
+            self._welcome(connection)
+        if self._error:
+            answer = {"error": self._error}
+        else:
+            own = {"index": 0, "host": self._mine["host"], "facts": self._mine["facts"]}
+            answer = {"all": [own, *(self._timed(i) for i in range(1, self._place.count))]}
+        for stream in self._streams:
+            with contextlib.suppress(OSError):
+                _write(stream, answer)
+        return answer
+
+    def _missing(self) -> str:
+        absent = [i for i in range(1, self._place.count) if i not in self._came]
+        named = [self._place.name(index) for index in absent[:8]]
+        return ", ".join(named) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
+
+    def _welcome(self, connection: socket.socket) -> None:
+        """Takes a report; whatever is no report is a stranger's and left alone."""
+        connection.settimeout(_ANSWER_SECONDS)
+        stream = self._stack.enter_context(connection.makefile("rwb"))
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            said = json.loads(stream.readline())
+            if said["greeting"] != _GREETING:
+                return
+            index, host, count = said["index"], said["host"], said["count"]
+            before = self._came.get(index)
+            if count != self._place.count:
+                self._error = f"process {index} on {host} was told of {count} processes, and process 0 on {self._mine['host']} of {self._place.count}; tell all the same"
+            elif before is not None and not _left(before[1]):
+                self._error = f"process {index} came twice, from {before[0]['host']} and {host}; give each process its own number"
+            elif not 0 < index < count:
+                self._error = f"process {index} came from {host}, and {self._mine['host']} has that number; give each process its own"
+            self._came[index] = (said, stream)
+            self._streams.append(stream)
+
+    def _timed(self, index: int) -> dict[str, Any]:
+        """A report with the difference of its clock."""
+        said, stream = self._came[index]
+        report = {"index": index, "host": said["host"], "facts": said["facts"]}
+        try:
+            asked = time.time()
+            _write(stream, {"time": True})
+            theirs = json.loads(stream.readline())["time"]
+            answered = time.time()
+        except (OSError, ValueError, KeyError):
+            return report
+        return report | {
+            "ahead_seconds": theirs - (asked + answered) / 2,
+            "error_seconds": (answered - asked) / 2,
+        }
+
+
+def _report_to_first(place: Place, mine: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """Reports to the first process, as soon as it is there, and returns its answer."""
+    host, _, port = place.coordinator.rpartition(":")
+    address = (host.strip("[]"), int(port))
+    deadline = time.monotonic() + seconds
+    why = ""
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            with socket.create_connection(
+                address, timeout=min(left, _ANSWER_SECONDS)
+            ) as connection:
+                # The first one says who is missing a little later than this one would give up.
+                connection.settimeout(left + _ANSWER_SECONDS)
+                with connection.makefile("rwb") as stream:
+                    _write(stream, mine)
+                    while line := stream.readline():
+                        answer = json.loads(line)
+                        if "time" not in answer:
+                            return answer
+                        _write(stream, {"time": time.time()})
+        except (OSError, ValueError) as error:
+            why = str(error)
+        time.sleep(AGAIN_SECONDS)
+    return {
+        "error": f"{place.name(0)} was not reached from {place.name(place.index)} at {place.coordinator} within {seconds:.0f} s ({why or 'it closed the connection'}); see whether it runs, and whether its port is open to this host"
+    }
+
+
+def differing(reports: Sequence[Report], what: str) -> dict[str, list[Report]]:
+    """Reports by the value of a fact, the most frequent first."""
+    found: dict[str, list[Report]] = {}
+    for report in reports:
+        value = report.facts.get(what)
+        found.setdefault("absent" if value is None else str(value), []).append(report)
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+
+def _server(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
+
+
+def _left(stream: _Stream) -> bool:
+    """Whether the other side has closed the connection: a process that was started again."""
+    try:
+        _write(stream, {"time": True})
+        return not stream.readline()
+    except OSError:
+        return True
+
+
+def _write(stream: _Stream, value: Mapping[str, Any]) -> None:
+    stream.write(json.dumps(value).encode() + b"\n")
+    stream.flush()

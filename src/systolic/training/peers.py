@@ -1,0 +1,287 @@
+"""Finding the processes of a job: an explicit coordinator, a TPU slice of several hosts, SkyPilot, Slurm or MPI.
+
+Each look reads what its platform sets. JAX would find most of them too; it asks in another order, tells nobody what
+it found, and does not know Open MPI 5 or MPICH.
+"""
+
+import re
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from systolic.core.errors import OptionError
+
+ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+PORT = 8476
+"""Where the first process is reached, as far as nothing else says so."""
+_EPHEMERAL, _PORTS = 61440, 4096
+_METADATA_SECONDS = 5.0
+_ROOT = Path("/")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """This process among those of its job."""
+
+    by: str
+    """What told it: ``Slurm``, ``Cloud TPU`` …"""
+    count: int
+    index: int
+    coordinator: str
+    """``HOST:PORT`` of the first process; empty where the platform does not say."""
+    hosts: tuple[str, ...] = ()
+    """Host of each process, as far as the platform lists them."""
+    local: int | None = None
+    """Place among the processes of this host, where each takes one GPU."""
+
+    def name(self, index: int) -> str:
+        """A process, with its host where it is known."""
+        if len(self.hosts) == self.count:
+            return f"process {index} on {self.hosts[index]}"
+        return f"process {index}"
+
+
+def find(environ: Mapping[str, str], root: Path = _ROOT) -> Place | None:
+    """This process among its peers; None for a process on its own.
+
+    Args:
+        environ: Its environment.
+        root: Of the files of devices.
+
+    Raises:
+        OptionError: a part of an explicit description is missing or wrong, or the platform does not say where the
+            first process is.
+    """
+    if COUNT in environ or INDEX in environ:
+        return _explicit(environ)
+    looks = (_gke, _cloud_tpu, _skypilot, _slurm, _open_mpi, _mpich)
+    found = next((place for look in looks if (place := look(environ, root)) is not None), None)
+    if ADDRESS in environ:
+        if found is None:
+            raise OptionError(_missing(COUNT))
+        found = replace(found, coordinator=_address(environ[ADDRESS]))
+    if found is not None and not found.coordinator:
+        raise OptionError(
+            f"{found.by} says that this is process {found.index} of {found.count}, and not where the first one is; give --coordinator HOST:PORT of it in every process"
+        )
+    return found
+
+
+def belongs(environ: Mapping[str, str], root: Path = _ROOT) -> bool:
+    """Whether this process is one of several of the same job, complete as its description may be or not."""
+    several = (
+        *("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MEGASCALE_NUM_SLICES"),
+        "SKYPILOT_NUM_NODES",
+    )
+    return (
+        ADDRESS in environ
+        or len(_pod_hosts(environ)) > 1
+        or any(_number(environ, name) > 1 for name in several)
+        or _cloud_tpu(environ, root) is not None
+    )
+
+
+def _explicit(environ: Mapping[str, str]) -> Place:
+    missing = [name for name in (ADDRESS, COUNT, INDEX) if name not in environ]
+    if missing:
+        raise OptionError(_missing(missing[0]))
+    wrong = next((name for name in (COUNT, INDEX) if not environ[name].isdigit()), None)
+    if wrong is not None:
+        raise OptionError(f"{wrong} is {environ[wrong]!r}, which is no number of processes")
+    count, index = int(environ[COUNT]), int(environ[INDEX])
+    if index >= count:
+        raise OptionError(
+            f"process is {index} of {count} processes, which count from 0; give {count - 1} or less"
+        )
+    return Place(
+        by="an explicit coordinator",
+        count=count,
+        index=index,
+        coordinator=_address(environ[ADDRESS]),
+    )
+
+
+def _missing(name: str) -> str:
+    return f"{name} is not set, but a job of several processes needs {ADDRESS}, {COUNT} and {INDEX}; set all three in every process, or give --coordinator HOST:PORT --processes N --process I"
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        raise OptionError(
+            f"the coordinator is {text!r}; give HOST:PORT of the first process, such as 10.0.0.2:{PORT}"
+        )
+    return text
+
+
+def _gke(environ: Mapping[str, str], root: Path) -> Place | None:
+    """A pod of a TPU slice, as GKE and images with the same variables describe it."""
+    del root
+    hosts = _pod_hosts(environ)
+    slices = max(_number(environ, "MEGASCALE_NUM_SLICES"), 1)
+    worker = environ.get("TPU_WORKER_ID", "")
+    if len(hosts) * slices < 2 or not worker.isdigit():
+        return None
+    place = _in_slices(environ, hosts, int(worker))
+    return replace(place, by="GKE" if "KUBERNETES_SERVICE_HOST" in environ else "TPU")
+
+
+def _pod_hosts(environ: Mapping[str, str]) -> list[str]:
+    """Hosts of this slice; an address may have its port."""
+    told = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES") or ""
+    return [host.strip().partition(":")[0] for host in told.split(",") if host.strip()]
+
+
+def _cloud_tpu(environ: Mapping[str, str], root: Path) -> Place | None:
+    """A machine of Cloud TPU, by its metadata server."""
+    chips = any((root / path).exists() for path in ("dev/accel0", "dev/vfio/0"))
+    if not chips or "TPU_SKIP_MDS_QUERY" in environ or _pod_hosts(environ):
+        return None
+    server = environ.get("GCE_METADATA_IP", "metadata.google.internal")
+    worker = _attribute(server, "agent-worker-number")
+    endpoints = _attribute(server, "worker-network-endpoints")
+    if not worker.isdigit() or not endpoints:
+        return None
+    lines = (line.partition(":") for line in _attribute(server, "tpu-env").splitlines())
+    told = {name.strip(): value.strip().strip("'\"") for name, _, value in lines}
+    # A list of hosts, or of NAME:ID:ADDRESS.
+    hosts = [endpoint.rpartition(":")[2] for endpoint in endpoints.split(",")]
+    place = _in_slices(told, hosts, int(worker))
+    return place if place.count > 1 else None
+
+
+def _in_slices(told: Mapping[str, str], hosts: list[str], worker: int) -> Place:
+    """Place of a worker whose slice may be one of several."""
+    slices = max(_number(told, "MEGASCALE_NUM_SLICES"), 1)
+    first = told.get("MEGASCALE_COORDINATOR_ADDRESS", "") if slices > 1 else ""
+    return Place(
+        by="Cloud TPU",
+        count=len(hosts) * slices,
+        index=_number(told, "MEGASCALE_SLICE_ID") * len(hosts) + worker,
+        coordinator=f"{(first or hosts[0]).partition(':')[0]}:{PORT}",
+        hosts=tuple(hosts) if slices == 1 else (),
+    )
+
+
+@cache
+def _attribute(server: str, name: str) -> str:
+    """An attribute of this machine; empty without a metadata server or such an attribute."""
+    request = urllib.request.Request(
+        f"http://{server}/computeMetadata/v1/instance/attributes/{name}",
+        headers={"Metadata-Flavor": "Google"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=_METADATA_SECONDS) as answer:
+            return answer.read().decode().strip()
+    except (OSError, urllib.error.URLError):
+        return ""
+
+
+def _skypilot(environ: Mapping[str, str], root: Path) -> Place | None:
+    """A node of a task, where nothing more special is known of it."""
+    del root
+    hosts = environ.get("SKYPILOT_NODE_IPS", "").split()
+    index = environ.get("SKYPILOT_NODE_RANK", "")
+    if len(hosts) < 2 or not index.isdigit():
+        return None
+    return Place(
+        by="SkyPilot",
+        count=len(hosts),
+        index=int(index),
+        coordinator=f"{hosts[0]}:{PORT}",
+        hosts=tuple(hosts),
+    )
+
+
+def _slurm(environ: Mapping[str, str], root: Path) -> Place | None:
+    """A task of a step, which srun starts; the batch script itself is alone."""
+    del root
+    count, index = _number(environ, "SLURM_STEP_NUM_TASKS"), environ.get("SLURM_PROCID", "")
+    nodes = slurm_hosts(environ.get("SLURM_STEP_NODELIST", ""))
+    if count < 2 or not index.isdigit() or not nodes:
+        return None
+    # As JAX chooses it, so that other programs of a job are met there.
+    port = _EPHEMERAL + _number(environ, "SLURM_JOB_ID") % _PORTS
+    return Place(
+        by="Slurm",
+        count=count,
+        index=int(index),
+        coordinator=f"{nodes[0]}:{port}",
+        hosts=_task_hosts(nodes, environ.get("SLURM_STEP_TASKS_PER_NODE", "")),
+        local=_number(environ, "SLURM_LOCALID"),
+    )
+
+
+def slurm_hosts(text: str) -> list[str]:
+    """Hosts of a list such as ``node[001-003,007],login1``."""
+    hosts: list[str] = []
+    for part in re.findall(r"[^,\[\]]+(?:\[[^\]]*\][^,\[\]]*)*", text):
+        matched = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", part)
+        if matched is None:
+            hosts.append(part)
+            continue
+        before, inside, after = matched.groups()
+        for run in inside.split(","):
+            first, _, last = run.partition("-")
+            numbers = range(int(first), int(last or first) + 1)
+            names = [f"{before}{number:0{len(first)}d}" for number in numbers]
+            hosts += [name + end for name in names for end in slurm_hosts(after) or [""]]
+    return hosts
+
+
+def _task_hosts(nodes: list[str], tasks: str) -> tuple[str, ...]:
+    """Host of each task, from counts such as ``2(x3),1``."""
+    counts: list[int] = []
+    for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
+        counts += [int(number)] * int(times or 1)
+    if len(counts) != len(nodes):
+        return ()
+    return tuple(node for node, n in zip(nodes, counts, strict=True) for _ in range(n))
+
+
+def _open_mpi(environ: Mapping[str, str], root: Path) -> Place | None:
+    del root
+    count, index = _number(environ, "OMPI_COMM_WORLD_SIZE"), environ.get("OMPI_COMM_WORLD_RANK", "")
+    if count < 2 or not index.isdigit():
+        return None
+    # Of version 4 the launcher's address; of version 5 prterun-HOST-PID@JOB.
+    launcher = environ.get("OMPI_MCA_orte_hnp_uri", "")
+    space = environ.get("PMIX_NAMESPACE", "")
+    told = re.search(r"tcp6?://\[?([^,:\]]+)", launcher) or re.match(
+        r"(?:prterun|prte)-(.+)-\d+@", space
+    )
+    host = told.group(1) if told else ""
+    if _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE") == count:
+        host = "127.0.0.1"
+    port = _EPHEMERAL + zlib.crc32((space or launcher).encode()) % _PORTS
+    return Place(
+        by="Open MPI",
+        count=count,
+        index=int(index),
+        coordinator=f"{host}:{port}" if host else "",
+        local=_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
+    )
+
+
+def _mpich(environ: Mapping[str, str], root: Path) -> Place | None:
+    """MPICH, Intel MPI and others with its process manager, which tells no address."""
+    del root
+    count, index = _number(environ, "PMI_SIZE"), environ.get("PMI_RANK", "")
+    if count < 2 or not index.isdigit():
+        return None
+    return Place(
+        by="MPI",
+        count=count,
+        index=int(index),
+        coordinator="",
+        local=_number(environ, "MPI_LOCALRANKID"),
+    )
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    return int(text) if text.isdigit() else 0

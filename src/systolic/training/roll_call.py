@@ -1,0 +1,237 @@
+"""Which process of a job is late or dead: each says every second what it does, and the first one listens.
+
+A collective waits for the slowest process without a word, and an error in one names an address at best. What is said
+goes through the key-value store of the job's coordinator, so that it arrives while devices wait.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from systolic.core.errors import RunError, SystolicError
+from systolic.core.leave import leave_at_once
+from systolic.training import hosts
+from systolic.training.ledger import Ledger, Spent
+
+BEAT_SECONDS = 1.0
+LATE_SECONDS = 30.0
+"""For which one process may read, save or compile while others wait for it, before it is named."""
+SILENT_SECONDS = 3.0
+"""After an error of a collective, a process that says nothing for so long is dead."""
+DEAD_SECONDS = 60.0
+"""A process that says nothing for so long is dead; no error of a collective is needed."""
+FOLDER = "systolic/roll"
+DOES = {
+    Spent.data_wait: "reading data",
+    Spent.checkpoint: "saving or restoring a checkpoint",
+    Spent.compile: "compiling",
+    Spent.eval: "evaluating",
+    Spent.diagnose: "probing gradients",
+    Spent.start: "starting",
+}
+
+
+class KeyValues(Protocol):
+    """The part of JAX's client of the coordinator that is needed."""
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        """Sets a key for all processes."""
+        ...
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        """Keys below a folder with their values."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beat:
+    """What a process said last."""
+
+    index: int
+    host: str
+    number: int
+    """Of the beat."""
+    step: int
+    kind: str
+    """Value of what its time goes to."""
+    seconds: float
+    """For which it has done that."""
+
+    @property
+    def name(self) -> str:
+        """The process for a message."""
+        return f"process {self.index} on {self.host}"
+
+
+def late(beats: Mapping[int, Beat]) -> list[Beat]:
+    """Processes that do something on their own while another one waits in a step."""
+    waits = any(
+        beat.kind == Spent.step.value and beat.seconds >= LATE_SECONDS / 2
+        for beat in beats.values()
+    )
+    alone = {kind.value for kind in DOES}
+    return [
+        beat
+        for beat in beats.values()
+        if waits and beat.kind in alone and beat.seconds >= LATE_SECONDS
+    ]
+
+
+class RollCall:
+    """Context in which this process says what it does; does nothing in a job of one process.
+
+    On the way out, an error of a collective becomes one that names the process that is dead.
+
+    Args:
+        ledger: What the time goes to.
+        step: Steps so far.
+        warn: Called from a thread of the first process with the name and the text of an event: ``late`` or ``lost``.
+        client: The store, by default JAX's.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        step: Callable[[], int],
+        warn: Callable[[str, str], None],
+        client: Callable[[], KeyValues | None] = lambda: _client(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ledger, self._step, self._warn, self._clock = ledger, step, warn, clock
+        self._find, self._client = client, None
+        self._index = 0
+        self._ended = threading.Event()
+        self._number = 0
+        self._heard: dict[int, tuple[Beat, float]] = {}
+        """Last new beat of each process, and when it came."""
+        self._told: set[tuple[int, str, int]] = set()
+
+    def __enter__(self) -> Self:
+        self._client = self._find()
+        if self._client is not None:
+            self._index = hosts.peers().index
+            threading.Thread(target=self._beat, name="systolic-roll-call", daemon=True).start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if self._client is not None and isinstance(error, Exception):
+                self._blame(error)
+        finally:
+            self._ended.set()
+
+    def say(self) -> None:
+        """Tells the others what this process does."""
+        kind, seconds = self._ledger.doing()
+        self._number += 1
+        mine = {
+            "host": socket.gethostname(),
+            "number": self._number,
+            "step": self._step(),
+            "kind": kind.value,
+            "seconds": seconds,
+        }
+        if self._client is not None:
+            self._client.key_value_set(f"{FOLDER}/{self._index}", json.dumps(mine), True)
+
+    def listen(self) -> dict[int, float]:
+        """Seconds since each process last said something new."""
+        now = self._clock()
+        for key, text in self._client.key_value_dir_get(FOLDER) if self._client else []:
+            index = int(key.rpartition("/")[2])
+            beat = Beat(index=index, **json.loads(text))
+            if index not in self._heard or self._heard[index][0].number != beat.number:
+                self._heard[index] = (beat, now)
+        return {index: now - when for index, (_, when) in self._heard.items()}
+
+    def dead(self, seconds: float) -> list[Beat]:
+        """Other processes that have said nothing for so long."""
+        return [
+            self._heard[index][0]
+            for index, silent in self.listen().items()
+            if silent >= seconds and index != self._index
+        ]
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
+            try:
+                self.say()
+                if self._index == 0:
+                    self._judge()
+            except RuntimeError:  # The coordinator is gone, and its client ends this process.
+                return
+
+    def _judge(self) -> None:
+        dead = self.dead(DEAD_SECONDS)
+        if dead:
+            text = _lost(dead)
+            self._warn("lost", text)
+            print(f"systolic: {text}", file=sys.stderr, flush=True)
+            # The main thread waits in a collective that will never end.
+            os._exit(RunError.exit_code)
+        for beat in late({index: beat for index, (beat, _) in self._heard.items()}):
+            told = (beat.index, beat.kind, beat.step)
+            if told not in self._told:
+                self._told.add(told)
+                does = DOES[Spent(beat.kind)]
+                self._warn(
+                    "late",
+                    f"{beat.name} has been {does} for {beat.seconds:.0f} s at step {beat.step}, and the others wait for it",
+                )
+
+    def _blame(self, error: Exception) -> None:
+        """Raises an error that names the dead in place of one of a collective."""
+        if isinstance(error, SystolicError) or not _of_a_collective(error):
+            return
+        try:
+            self.listen()
+            deadline = self._clock() + 2 * SILENT_SECONDS
+            while not (dead := self.dead(SILENT_SECONDS)) and self._clock() < deadline:
+                time.sleep(BEAT_SECONDS / 4)
+        except RuntimeError:
+            return
+        if not dead:
+            return
+        text = _lost(dead)
+        if self._index == 0:
+            self._warn("lost", text)
+            # The store ends with this process, and the others are about to read it.
+            time.sleep(BEAT_SECONDS)
+        # JAX would wait for the dead process before it ends this one.
+        leave_at_once()
+        raise RunError(text) from error
+
+
+def _lost(dead: list[Beat]) -> str:
+    who = ", ".join(beat.name for beat in dead)
+    it = "it" if len(dead) == 1 else "them"
+    return f"{who} is dead or out of reach since step {max(beat.step for beat in dead)}; start all processes again, with {it} or on fewer devices: with --resume RUN or --continue they go on from the last checkpoint"
+
+
+def _of_a_collective(error: Exception) -> bool:
+    import jax
+
+    return isinstance(error, jax.errors.JaxRuntimeError)
+
+
+def _client() -> Any:
+    """JAX's client of the coordinator; None for a process on its own."""
+    if not hosts.joined():
+        return None
+    # No public function stores values for other processes; Orbax takes the same way.
+    from jax._src import distributed
+
+    return distributed.global_state.client
